@@ -1,0 +1,72 @@
+// Helpers of the CPU paths: rows are walked in chunks that are widened to float once, so the loops between load and
+// store are plain float loops that the compiler vectorises for every dtype. Host only.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace te::cpu {
+
+constexpr int64_t kChunk = 256;  // floats: 1 KiB a buffer, a handful of them stay in L1
+
+// fp32 data is used in place; other types are widened into `buffer`. Returns where the n floats are.
+inline const float* load_chunk(const float* source, float*, int64_t) { return source; }
+template <class T>
+const float* load_chunk(const T* source, float* buffer, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) buffer[i] = to_float(source[i]);
+  return buffer;
+}
+
+template <class T>
+void store_chunk(T* target, const float* values, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) target[i] = from_float<T>(values[i]);
+}
+
+// body(first, n) over [0, cols) in chunks.
+template <class Body>
+void for_chunks(int64_t cols, Body&& body) {
+  for (int64_t first = 0; first < cols; first += kChunk) body(first, std::min(kChunk, cols - first));
+}
+
+// Sum of f(i) over [0, n) in 16 running lanes that are then added in order: vectorises, and the order is fixed.
+template <class F>
+float lane_sum(int64_t n, F&& f) {
+  constexpr int kLanes = 16;
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += f(i + lane);
+  }
+  for (int lane = 0; i < n; ++i, ++lane) lanes[lane] += f(i);
+  float sum = 0.f;
+  for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+  return sum;
+}
+
+// exp(x) without branches, within 2 ulp of the correctly rounded value (checked over all floats by the core tests):
+// x = n ln2 + r with |r| <= ln2 / 2, a degree-6 polynomial in r, and two exact scalings so that the ends overflow to
+// Inf and fade to 0 as expf does. NaN stays NaN. Coefficients: Taylor's, 1/k!.
+inline float exp(float x) {
+  x = x > 89.f ? 89.f : x;                             // exp(89) overflows
+  x = x < -104.f ? -104.f : x;                         // exp(-104) is 0
+  const float shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the sum's low bits are round(x / ln2)
+  const float n = shifted - 12582912.f;
+  const int32_t k = int32_t(te::detail::bits_of(shifted)) - 0x4b400000;
+  float r = x - n * 0.693145752f;  // ln2, high part (few bits, so n * hi is exact)
+  r = r - n * 1.42860677e-6f;      // ln2, low part
+  float p = 1.f / 720.f;
+  p = p * r + 1.f / 120.f;
+  p = p * r + 1.f / 24.f;
+  p = p * r + 1.f / 6.f;
+  p = p * r + 0.5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  const int32_t half = k >> 1;
+  const float a = te::detail::float_of(uint32_t(half + 127) << 23);
+  const float b = te::detail::float_of(uint32_t(k - half + 127) << 23);
+  return p * a * b;
+}
+
+}  // namespace te::cpu

@@ -1,0 +1,49 @@
+// Checks on the tensor PODs that every room makes the same way, and typed access to their rows. Nothing is copied.
+#pragma once
+
+#include "core/dtype.h"
+#include "core/error.h"
+
+namespace te {
+
+inline bool is_absent(const te_tensor& t) { return t.data == nullptr && t.rows == 0 && t.cols == 0; }
+
+inline std::string shape_of(const te_tensor& t) { return concat("[", t.rows, ", ", t.cols, "]"); }
+
+inline std::string device_of(const te_tensor& t) {
+  return t.device == TE_DEVICE_CPU ? std::string("cpu") : concat("cuda:", t.device);
+}
+
+// A tensor must be well formed before anything else is asked of it.
+inline void check_tensor(const char* op, const char* argument, const te_tensor& t) {
+  if (te_dtype_name(t.dtype) == nullptr) bad_argument(op, argument, concat("of dtype ", int(t.dtype)), "a te_dtype");
+  if (t.rows < 0 || t.cols < 0) bad_argument(op, argument, shape_of(t), "sizes >= 0");
+  if (t.row_pitch < t.cols) bad_argument(op, argument, concat("of row pitch ", t.row_pitch), concat(">= ", t.cols));
+  if (t.data == nullptr && t.rows * t.cols != 0) bad_argument(op, argument, "NULL", "a data pointer");
+}
+
+inline void check_shape(const char* op, const char* argument, const te_tensor& t, int64_t rows, int64_t cols) {
+  check_tensor(op, argument, t);
+  if (t.rows != rows || t.cols != cols) bad_argument(op, argument, shape_of(t), concat("[", rows, ", ", cols, "]"));
+}
+
+inline void check_like(const char* op, const char* argument, const te_tensor& t, const te_tensor& like) {
+  if (t.dtype != like.dtype) {
+    bad_argument(op, argument, concat("of dtype ", te_dtype_name(t.dtype)), te_dtype_name(like.dtype));
+  }
+  if (t.device != like.device) bad_argument(op, argument, concat("on ", device_of(t)), device_of(like));
+}
+
+// Shape, dtype and device at once: what most arguments need.
+inline void check_as(const char* op, const char* argument, const te_tensor& t, int64_t rows, int64_t cols,
+                     const te_tensor& like) {
+  check_shape(op, argument, t, rows, cols);
+  check_like(op, argument, t, like);
+}
+
+template <class T>
+T* row_ptr(const te_tensor& t, int64_t row) {
+  return static_cast<T*>(t.data) + row * t.row_pitch;
+}
+
+}  // namespace te

@@ -1,0 +1,72 @@
+// 16-byte (or one-element) memory access of the CUDA paths, widened to float. Whether 16 bytes may be used is decided
+// on the host, once per launch, by aligned16(); kernels take the width as a template argument.
+#pragma once
+
+#include "core/dtype.h"
+#include "core/tensor.h"
+
+namespace te {
+
+// Elements in one 16-byte access.
+template <class T>
+constexpr int kVec = 16 / int(sizeof(T));
+
+// True when every row of t starts on 16 bytes (an absent tensor never stands in the way).
+inline bool aligned16(const te_tensor& t) {
+  if (t.data == nullptr) return true;
+  const auto address = reinterpret_cast<uintptr_t>(t.data);
+  return address % 16 == 0 && (t.rows <= 1 || (t.row_pitch * int64_t(te_dtype_bytes(t.dtype))) % 16 == 0);
+}
+
+// N elements as they lie in memory; N * sizeof(T) is 16, or N is 1.
+template <class T, int N>
+struct alignas(N == 1 ? alignof(T) : 16) Packed {
+  T v[N];
+};
+
+template <class T, int N>
+__device__ __forceinline__ Packed<T, N> load_packed(const T* p) {
+  return *reinterpret_cast<const Packed<T, N>*>(p);
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
+  *reinterpret_cast<Packed<T, N>*>(p) = x;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void widen(const Packed<T, N>& x, float (&out)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = to_float(x.v[i]);
+}
+
+// Rounds pairs with one instruction where the hardware has one.
+template <class T, int N>
+__device__ __forceinline__ Packed<T, N> narrow(const float (&x)[N]) {
+  Packed<T, N> out;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    uint32_t words[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+        memcpy(&words[i], &pair, 4);
+      } else {
+        const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+        memcpy(&words[i], &pair, 4);
+      }
+    }
+    memcpy(&out, words, sizeof(out));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.v[i] = from_float<T>(x[i]);
+  }
+  return out;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void load_floats(const T* p, float (&out)[N]) {
+  widen<T, N>(load_packed<T, N>(p), out);
+}
+
+}  // namespace te

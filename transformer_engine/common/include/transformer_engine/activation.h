@@ -1,0 +1,50 @@
+/* activation: elementwise and gated activations (GLU family), forward and backward, for MLP blocks.
+ *
+ * Formula. Plain kinds: y = act(x). Gated kinds read x as [a | b], two halves of each row, a first: y = act(a) * b.
+ *   sigmoid(t) = 1 / (1 + exp(-t))
+ *   gelu(t)  = t * sigmoid(2 u), u = sqrt(2/pi) * (t + 0.044715 t^3)     (the tanh approximation)
+ *   qgelu(t) = t * sigmoid(1.702 t)     silu(t) = t * sigmoid(t)
+ *   relu(t)  = max(t, 0), NaN kept      srelu(t) = relu(t)^2
+ *   geglu, glu (act = sigmoid), qgeglu, reglu, sreglu, swiglu: the gated forms
+ *   clamped_swiglu: p = min(a, limit), q = clamp(b, -limit, limit) + glu_linear_offset, y = p * sigmoid(alpha p) * q
+ *     (limit > 0, defaults 7, 1.702, 1; a gradient is 0 where its operand is clamped).
+ * Shapes. x [rows, cols] for plain kinds, [rows, 2 cols] for gated ones; y [rows, cols].
+ * Dtypes. float32, float16, bfloat16, one for all arguments; arithmetic in float32, one rounding at the store.
+ * Aliasing. y may be x's memory only for plain kinds with equal pitch; other overlaps give wrong results.
+ * Errors. TE_INVALID_ARGUMENT for an unknown kind, a wrong shape, dtype or device. */
+#ifndef TRANSFORMER_ENGINE_ACTIVATION_H_
+#define TRANSFORMER_ENGINE_ACTIVATION_H_
+
+#include "transformer_engine/transformer_engine.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Kinds are numbered from 0 to te_activation_count() - 1; numbers may change between builds, names do not. */
+TE_API int te_activation_count(void);
+TE_API const char* te_activation_name(int kind); /* NULL when out of range */
+TE_API int te_activation_kind(const char* name); /* -1 when unknown */
+TE_API int te_activation_is_gated(int kind);     /* 0 when out of range */
+
+/* The parameters of clamped_swiglu; the other kinds do not read them. */
+typedef struct te_activation_params {
+  float limit;
+  float alpha;
+  float glu_linear_offset;
+} te_activation_params;
+
+/* Writes every element of y. */
+TE_API te_status te_activation_forward(int kind, te_activation_params params, te_tensor x, te_tensor y,
+                                       te_stream stream);
+
+/* dx, shaped like x (for gated kinds the merged [da | db]), from dy and the saved x; when `y` is present (data not
+ * NULL) it receives the forward's output again, same bits, so that a caller need not have saved it. */
+TE_API te_status te_activation_backward(int kind, te_activation_params params, te_tensor dy, te_tensor x, te_tensor dx,
+                                        te_tensor y, te_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TRANSFORMER_ENGINE_ACTIVATION_H_ */

@@ -1,0 +1,94 @@
+/* What every room of the C API shares: status codes, dtypes, the tensor POD, the stream, the thread-pool hook.
+ * It owns no memory and knows nothing of PyTorch. Each room has its own header beside this one. */
+#ifndef TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_
+#define TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define TE_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Every te_* function that can fail returns one of these; te_last_error() has the sentence that goes with it. */
+typedef enum te_status {
+  TE_SUCCESS = 0,
+  TE_INVALID_ARGUMENT = 1, /* the caller can mend it: a shape, dtype, device or option (Python: ValueError) */
+  TE_NOT_IMPLEMENTED = 2,  /* right in itself, not supported here (Python: NotImplementedError) */
+  TE_RUNTIME_ERROR = 3     /* the machine or a library failed (Python: RuntimeError) */
+} te_status;
+
+/* The one table of element types: X(enumerator, value, name, bytes per element). */
+#define TE_DTYPE_TABLE(X)                \
+  X(TE_UINT8, 0, "uint8", 1)             \
+  X(TE_INT32, 1, "int32", 4)             \
+  X(TE_INT64, 2, "int64", 8)             \
+  X(TE_FLOAT32, 3, "float32", 4)         \
+  X(TE_FLOAT16, 4, "float16", 2)         \
+  X(TE_BFLOAT16, 5, "bfloat16", 2)       \
+  X(TE_FLOAT8_E4M3, 6, "float8_e4m3", 1) \
+  X(TE_FLOAT8_E5M2, 7, "float8_e5m2", 1)
+
+typedef enum te_dtype {
+#define TE_DTYPE_ENUMERATOR(id, value, name, bytes) id = value,
+  TE_DTYPE_TABLE(TE_DTYPE_ENUMERATOR)
+#undef TE_DTYPE_ENUMERATOR
+} te_dtype;
+
+#define TE_DEVICE_CPU (-1)
+
+/* A view of memory the caller owns: rows x cols elements, element (r, c) at data + r * row_pitch + c, in elements.
+ * Leading dimensions are folded into rows by the caller; a vector of n is 1 x n. row_pitch >= cols.
+ * data may be NULL only when rows * cols == 0, or where a room's header says the tensor is optional. */
+typedef struct te_tensor {
+  void* data;
+  int64_t rows;
+  int64_t cols;
+  int64_t row_pitch;
+  te_dtype dtype;
+  int32_t device; /* TE_DEVICE_CPU, or the CUDA ordinal that data lives on */
+} te_tensor;
+
+/* A cudaStream_t on CUDA; ignored on the CPU. Work is only enqueued: no entry point waits for the device. */
+typedef void* te_stream;
+
+/* The message of this thread's last failure; valid until its next te_* call. Never NULL. */
+TE_API const char* te_last_error(void);
+
+/* "2.20.0": the level of the Python API this library is built for. */
+TE_API const char* te_version(void);
+
+/* Name and size of a dtype; NULL and 0 when dtype is not in the table. */
+TE_API const char* te_dtype_name(te_dtype dtype);
+TE_API size_t te_dtype_bytes(te_dtype dtype);
+
+/* Runs body(context, block) once for each block in [0, n_blocks), in any order, on any threads, and returns when all
+ * are done. Blocks are cut by shape, never by thread count, so the hook cannot change a result. NULL restores the
+ * serial loop. The hook must outlive every later te_* call. */
+typedef void (*te_parallel_for_hook)(int64_t n_blocks, void (*body)(void* context, int64_t block), void* context);
+TE_API void te_set_parallel_for(te_parallel_for_hook hook);
+
+/* 1 when the CUDA kernels are compiled in (says nothing of whether a GPU is present). */
+TE_API int te_built_with_cuda(void);
+
+typedef struct te_device_properties {
+  int32_t sm_count;
+  int32_t capability; /* 10 * major + minor, 90 for Hopper */
+  int64_t l2_bytes;
+  int64_t shared_bytes_per_block; /* the opt-in limit */
+} te_device_properties;
+
+/* Read once per device and remembered. Errors: TE_NOT_IMPLEMENTED in a CPU build, TE_RUNTIME_ERROR from the driver. */
+TE_API te_status te_get_device_properties(int32_t device, te_device_properties* out);
+
+/* TE_SUCCESS when the named library ("cublasLt", "nccl", "cuda") can be opened here; otherwise the message says what
+ * was tried. These libraries are opened on first use, never at load. */
+TE_API te_status te_probe_library(const char* name);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_ */

@@ -1,0 +1,23 @@
+// The porch of the quantize room: how a fused producer puts its float results into memory. A policy is a small object
+// passed by value to a kernel; the producer calls store(row, col, values) with N consecutive elements of one row and
+// never learns the format. The plain policy rounds to the output's own dtype.
+#pragma once
+
+#include "core/vec.cuh"
+
+namespace te::quantize {
+
+template <class T>
+struct PlainStore {
+  T* data;
+  int64_t row_pitch;  // elements
+
+  explicit PlainStore(const te_tensor& t) : data(static_cast<T*>(t.data)), row_pitch(t.row_pitch) {}
+
+  template <int N>
+  __device__ __forceinline__ void store(int64_t row, int64_t col, const float (&values)[N]) const {
+    store_packed<T, N>(data + row * row_pitch + col, narrow<T, N>(values));
+  }
+};
+
+}  // namespace te::quantize
