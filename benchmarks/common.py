@@ -1,0 +1,198 @@
+"""The benchmarks' harness: times ours beside its peers in one process and appends the rows. It is no test: nothing here
+passes or fails; `report.py` judges the rows against the targets.
+
+    from common import Bench, Case
+
+    bench = Bench(__doc__)                                   # parses --device, --results, --only
+    case = Case("5", "rmsnorm", "bf16", (16384, 4096), "forward", bytes=4 * 16384 * 4096)
+    if bench.wants(case):
+        w = bench.randn(4096, dtype="bf16")
+        plain = lambda x: F.rms_norm(x, (4096,), w, 1e-5)
+        bench.compare(
+            case,
+            {"ours": lambda x: _C.rmsnorm_fwd(x, w, 1e-5), "torch eager": plain, "torch compile": bench.compile(plain)},
+            lambda: (bench.randn(16384, 4096, dtype="bf16"),),   # one input set; made again as often as rotation needs
+        )
+    bench.finish()                                           # exits 1 when a peer failed
+
+A contender is called with one input set and returns what it computed; without gradients unless the direction is
+`forward+backward` (its input set is then made with requires_grad, see `training_step`). A contender may be a number:
+a stored figure in us. A case that names bytes is also timed as a `copy_` of the same total bytes; `ratio` on that row
+of ours is the fraction of it. Names: op, shape and direction are those of `report.TARGETS`; a measured autograd node
+(not the bare kernel) ends in `_module`.
+
+Method: timing.py. Columns and TE_COMMIT: rows.py. Results go to benchmarks/results/<device>.csv, or to --results DIR
+(merge them later with `report.py --merge FILE...`)."""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+import traceback
+
+import numpy as np
+import rows as table
+import timing
+import torch
+
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DIRECTIONS = ("forward", "backward", "forward+backward", "keeps")
+COLUMNS = ("case", "op", "impl", "dtype", "shape", "direction", "p20", "p50", "p80", "unit", "peer", "ratio")
+TE_PEER = "te 2.20.2 scaled"
+TE_LINEAR_US = 8280.0  # torch Linear 8192x28672x4096 forward+backward on the H200 that timed TE, 2026-11-20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row's identity, and the bytes or flops that its floor counts (both 0 only for `keeps`)."""
+
+    case: str
+    op: str
+    dtype: str
+    shape: tuple
+    direction: str
+    bytes: int = 0
+    flops: int = 0
+
+    def __post_init__(self):
+        if self.dtype not in table.DTYPES or self.direction not in DIRECTIONS:
+            raise ValueError(f"{self}: wanted dtype in {table.DTYPES} and direction in {DIRECTIONS}")
+        if (self.bytes > 0) + (self.flops > 0) != (self.direction != "keeps"):
+            raise ValueError(f"{self}: wanted bytes or flops, one of them (neither for keeps)")
+
+    def columns(self):
+        shape = "x".join(map(str, self.shape))
+        return dict(case=self.case, op=self.op, dtype=self.dtype, shape=shape, direction=self.direction)
+
+
+class Bench:
+    """One benchmark run on one device."""
+
+    def __init__(self, description, device=None):
+        parser = argparse.ArgumentParser(description=description.split("\n")[0])
+        default = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        parser.add_argument("--device", type=torch.device, default=torch.device(default))
+        parser.add_argument("--results", type=pathlib.Path, default=table.RESULTS, help="folder the rows go to")
+        parser.add_argument("--only", default="", help="only cases whose 'case op dtype shape direction' contains this")
+        args = parser.parse_args()
+        self.device, self._only, self._failed = args.device, args.only, []
+        stem, self._machine = table.machine(self.device)  # first: a run that cannot be named is not started
+        self._path = args.results / f"{stem}.csv"
+        self.cuda = self.device.type == "cuda"
+        torch.manual_seed(0)
+
+    def wants(self, case):
+        return self._only in " ".join(case.columns().values())
+
+    def randn(self, *shape, dtype, grad=False):
+        """N(0, 1) on the device: zeros would flatter a GEMM by 13%."""
+        return torch.randn(shape, device=self.device, dtype=TORCH_DTYPES[dtype], requires_grad=grad)
+
+    def compile(self, function):
+        """The torch.compile peer, specialised to its shapes; a fresh cache, so that no case meets a recompile limit."""
+        torch.compiler.reset()
+        return torch.compile(function, dynamic=False)
+
+    def compare(self, case, contenders, make):
+        """Device time on CUDA, wall time on a CPU; appends and prints the rows, returns {impl: p50 in us}."""
+        contenders, sampler = dict(contenders), timing.cuda_sampler if self.cuda else timing.cpu_sampler
+        if case.bytes:
+            contenders["copy_"] = self._copy(case.bytes)
+        rounds = timing.CUDA_ROUNDS if self.cuda else timing.CPU_ROUNDS
+        return self._measure(case, contenders, make, sampler, rounds)
+
+    def compare_host(self, case, contenders, make):
+        """As compare, but the host's wall time per call; CUDA only."""
+        if not self.cuda:
+            raise NotImplementedError("compare_host: host time is measured against an asynchronous device; wanted cuda")
+        return self._measure(case, contenders, make, timing.host_sampler, timing.CUDA_ROUNDS, turns=1)
+
+    def record(self, case, figures, unit):
+        """Appends figures that are counted, not sampled ({impl: value}, for example bytes kept in MiB)."""
+        self._write(case, {name: [value] for name, value in figures.items()}, unit)
+
+    def te_scale(self):
+        """How this machine now compares with the one that timed TE: a torch Linear's step here over its time there."""
+        if not hasattr(self, "_te_scale"):
+            linear = torch.nn.Linear(4096, 28672, bias=False, device=self.device, dtype=torch.bfloat16)
+            x, g = self.randn(8192, 4096, dtype="bf16", grad=True), self.randn(8192, 28672, dtype="bf16")
+            sample = timing.cuda_sampler(training_step(linear), [(x, g)])
+            self._te_scale = float(np.median([sample() for _ in range(timing.CUDA_ROUNDS)])) / TE_LINEAR_US
+            print(f"te 2.20.2 figures are scaled by {self._te_scale:.4f}")
+        return self._te_scale
+
+    def finish(self):
+        if self._failed:
+            sys.exit("these peers failed and have no rows:\n  " + "\n  ".join(self._failed))
+
+    def _copy(self, total):
+        """A copy_ that reads and writes `total` bytes in all, rotating through buffers of its own."""
+        half = max(1, total // 2)
+
+        def make():
+            return torch.randint(256, (half,), dtype=torch.uint8, device=self.device), torch.empty(
+                half, dtype=torch.uint8, device=self.device
+            )
+
+        sets = timing.rotate(make, self.device)
+        return lambda source, target: target.copy_(source), sets
+
+    def _measure(self, case, contenders, make, sampler, rounds, turns=None):
+        sets = [make() for _ in range(turns)] if turns else timing.rotate(make, self.device)
+        samplers, samples = {}, {}
+        with torch.set_grad_enabled(case.direction == "forward+backward"):
+            for name, run in contenders.items():
+                if isinstance(run, (int, float)):
+                    samples[name] = [float(run)]
+                    continue
+                run, own_sets = run if isinstance(run, tuple) else (run, sets)
+                try:
+                    samplers[name] = sampler(run, own_sets)
+                except Exception:
+                    if name == "ours":
+                        raise
+                    traceback.print_exc()
+                    self._failed.append(f"{name}: {' '.join(case.columns().values())}")
+            samples.update(timing.interleave(samplers, rounds))
+        return self._write(case, {name: samples[name] for name in contenders if name in samples}, "us")
+
+    def _write(self, case, samples, unit):
+        points = {name: [table.number(p) for p in np.percentile(s, [20, 50, 80])] for name, s in samples.items()}
+        count = case.bytes or case.flops or round(2**20 * float(points["ours"][1]))
+        base = dict(**case.columns(), unit=unit, bytes_or_flops=count, **self._machine, date=table.now())
+        rows = []
+        for name, (p20, p50, p80) in points.items():
+            row = dict(base, impl=name, p20=p20, p50=p50, p80=p80, peer="", ratio="")
+            peers = [peer for peer in points if peer != "ours"] if name == "ours" else []
+            for peer in peers:
+                rows.append(dict(row, peer=peer, ratio=table.number(float(points[peer][1]) / float(p50))))
+            if not peers:
+                rows.append(row)
+        table.append(self._path, rows)
+        for row in rows:
+            print("  ".join(str(row[column]) for column in COLUMNS), flush=True)
+        return {name: float(p50) for name, (_, p50, _) in points.items()}
+
+
+def training_step(module, parameters=None):
+    """A contender for `forward+backward`: (x, dy) -> drops gradients (else accumulation is timed too), runs both."""
+    parameters = list(module.parameters() if parameters is None else parameters)
+
+    def step(x, dy):
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        module(x).backward(dy)
+
+    return step
+
+
+def keeps_mib(module, x):
+    """MiB of the distinct storages that saved-tensor hooks see, less the parameters and the module's own input."""
+    seen = []  # tensors, not addresses: a freed storage's address could come back
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        y = module(x)
+    own = {t.untyped_storage().data_ptr() for t in (x, *module.parameters(), *module.buffers())}
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}
+    del y
+    return sum(size for address, size in kept.items() if address not in own) / 2**20

@@ -1,0 +1,124 @@
+"""Times contenders round by round in one process. Refuses to average: what comes back is one figure per sample, in us.
+
+Device time (CUDA). Each sample is one batch of calls between two events, queued behind a spin kernel so that the host's
+launch cost stays outside; calls under 20 us run as a captured graph of at least 20. Inputs rotate through `sets`, and
+the outputs of one turn stay alive, so nothing is read or written twice within one L2's worth of traffic.
+CPU. Each sample repeats the call for at least 50 ms of wall time.
+Host time (CUDA). Wall time per call of a batch that is waited for once, at its end."""
+
+import collections
+import itertools
+import math
+import time
+
+import torch
+
+L2_BYTES = 60_000_000  # H200 and H100; a working set below this is rotated
+GRAPH_BELOW_US = 20.0
+BATCH_US = 1000.0  # a sample's batch lasts about this long, so that an event's resolution (0.5 us) does not show
+MAX_GRAPH_CALLS = 256
+CUDA_ROUNDS = 51
+CPU_ROUNDS = 5
+CPU_ROUND_S = 0.05
+HOST_CALLS = 100
+WARM_S = 0.1
+
+
+def rotate(make, device):
+    """Calls make() (a tuple of tensors) often enough that one turn through the results exceeds twice the L2."""
+    first = make()
+    if device.type != "cuda":
+        return [first]
+    size = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
+    turns = min(MAX_GRAPH_CALLS, math.ceil(2 * L2_BYTES / max(size, 1)))
+    return [first] + [make() for _ in range(turns - 1)]
+
+
+class Turns:
+    """Calls `run` on the next input set each time and keeps one turn of outputs alive when there is more than one."""
+
+    def __init__(self, run, sets):
+        self._run, self._next = run, itertools.cycle(sets)
+        self._kept = collections.deque(maxlen=len(sets) if len(sets) > 1 else 0)
+
+    def __call__(self, calls):
+        for _ in range(calls):
+            self._kept.append(self._run(*next(self._next)))
+
+
+def _warm(turns, sets):
+    end = time.perf_counter() + WARM_S
+    turns(max(3, len(sets)))
+    while time.perf_counter() < end:
+        turns(1)
+        torch.cuda.synchronize()
+
+
+def _device_us(work, host_us):
+    """Device time of what work() queues; host_us is an upper estimate of the time work() takes to queue it."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2000 * (1.5 * host_us + 50)))  # cycles: an SM runs at or below 2000 a microsecond
+    start.record()
+    work()
+    stop.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(stop)
+
+
+def _wall_us(work):
+    start = time.perf_counter()
+    work()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def cuda_sampler(run, sets):
+    """Warms `run` up; returns a function that takes one sample of its device time in us per call."""
+    turns = Turns(run, sets)
+    _warm(turns, sets)
+    torch.cuda.synchronize()
+    host_us = _wall_us(lambda: turns(10))
+    device_us = _device_us(lambda: turns(10), host_us) / 10
+    if device_us >= GRAPH_BELOW_US:
+        calls = min(20, math.ceil(BATCH_US / device_us))
+        return lambda: _device_us(lambda: turns(calls), host_us * calls / 10) / calls
+    calls = min(MAX_GRAPH_CALLS, max(20, len(sets), math.ceil(BATCH_US / max(device_us, 1.0))))
+    graph, outputs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for args in itertools.islice(itertools.cycle(sets), calls):
+            outputs.append(run(*args))  # alive together: each call writes its own memory
+    graph.replay()
+    return lambda: _device_us(graph.replay, 100.0) / calls
+
+
+def cpu_sampler(run, sets):
+    """Warms `run` up; returns a function that takes one sample of its wall time in us per call."""
+    turns = Turns(run, sets)
+    turns(2)
+    repeats = max(1, math.ceil(1e6 * CPU_ROUND_S / _wall_us(lambda: turns(1))))
+    return lambda: _wall_us(lambda: turns(repeats)) / repeats
+
+
+def host_sampler(run, sets):
+    """Warms `run` up; returns a function that takes one sample of the host's wall time in us per call."""
+    turns = Turns(run, sets)
+    _warm(turns, sets)
+
+    def batch():
+        turns(HOST_CALLS)
+        torch.cuda.synchronize()
+
+    def sample():
+        torch.cuda.synchronize()
+        return _wall_us(batch) / HOST_CALLS
+
+    return sample
+
+
+def interleave(samplers, rounds):
+    """{name: sampler} -> {name: [one figure per round]}; every round samples each contender once."""
+    samples = {name: [] for name in samplers}
+    for _ in range(rounds):
+        for name, sample in samplers.items():
+            samples[name].append(sample())
+    return samples
