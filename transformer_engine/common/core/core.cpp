@@ -27,6 +27,7 @@ struct LibraryNames {
 };
 
 const LibraryNames& names_of(const char* name) {
+  if (name == nullptr) name = "NULL";
   static const LibraryNames kLibraries[] = {
       {"cublasLt", {"libcublasLt.so.13", "libcublasLt.so.12"}},
       {"nccl", {"libnccl.so.2"}},

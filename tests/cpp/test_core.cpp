@@ -1,0 +1,235 @@
+// The core's shared helpers: dtype conversions, the CPU exponential, parallel_for, errors, library probing. What an op
+// computes is tested with that op.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/cpu_chunk.h"
+#include "core/parallel_for.h"
+#include "device_buffer.h"
+#include "transformer_engine/activation.h"
+
+namespace te {
+namespace {
+
+using detail::bits_of;
+using detail::float_of;
+
+// ---- dtype conversions, against double arithmetic on the format's definition ----
+
+// Value of a small float with `mantissa` explicit bits and `exponent` exponent bits, from IEEE 754's definition.
+double value_of(uint16_t bits, int exponent_bits, int mantissa_bits) {
+  const int bias = (1 << (exponent_bits - 1)) - 1;
+  const int exponent = (bits >> mantissa_bits) & ((1 << exponent_bits) - 1);
+  const int mantissa = bits & ((1 << mantissa_bits) - 1);
+  const double sign = bits & 0x8000 ? -1. : 1.;
+  if (exponent == (1 << exponent_bits) - 1) {
+    return mantissa == 0 ? sign * INFINITY : std::numeric_limits<double>::quiet_NaN();
+  }
+  if (exponent == 0) return sign * std::ldexp(double(mantissa), 1 - bias - mantissa_bits);
+  return sign * std::ldexp(double(mantissa + (1 << mantissa_bits)), exponent - bias - mantissa_bits);
+}
+
+// A 16-bit format's conversions over all its patterns: widening is exact, narrowing undoes it, and between each pair
+// of neighbours the midpoint goes to the even one and anything beside it to the nearer one.
+template <class T>
+void check_format(int exponent_bits, int mantissa_bits) {
+  const uint16_t inf = uint16_t(((1 << exponent_bits) - 1) << mantissa_bits);
+  for (uint32_t pattern = 0; pattern < 0x10000u; ++pattern) {
+    const T x{uint16_t(pattern)};
+    const double want = value_of(x.bits, exponent_bits, mantissa_bits);
+    const float got = to_float(x);
+    if (std::isnan(want)) {
+      EXPECT_TRUE(std::isnan(got)) << std::hex << pattern;
+      const T back = from_float<T>(got);
+      EXPECT_GT(back.bits & 0x7fff, inf) << "NaN became a number: " << std::hex << pattern;
+      EXPECT_EQ(back.bits & 0x8000, x.bits & 0x8000) << std::hex << pattern;
+      continue;
+    }
+    ASSERT_EQ(double(got), want) << std::hex << pattern;
+    ASSERT_EQ(std::signbit(got), (pattern & 0x8000) != 0) << std::hex << pattern;
+    ASSERT_EQ(from_float<T>(got).bits, x.bits) << std::hex << pattern;
+    if (std::isinf(want)) continue;
+    // The next pattern away from zero; past the largest finite one, IEEE rounds as if it were the next power of two.
+    const T next{uint16_t(pattern + 1)};
+    const double above = (next.bits & 0x7fff) == inf ? std::copysign(std::ldexp(1., 1 << (exponent_bits - 1)), want)
+                                                     : value_of(next.bits, exponent_bits, mantissa_bits);
+    // Exact in float unless x is bf16 at the very bottom; nextafter below covers that end as well.
+    const float middle = float((want + above) / 2);
+    if (double(middle) != (want + above) / 2) continue;
+    const uint16_t even = pattern & 1 ? next.bits : x.bits;
+    EXPECT_EQ(from_float<T>(middle).bits, even) << std::hex << pattern;
+    EXPECT_EQ(from_float<T>(std::nextafterf(middle, 0.f)).bits, x.bits) << std::hex << pattern;
+    EXPECT_EQ(from_float<T>(std::nextafterf(middle, std::copysign(INFINITY, middle))).bits, next.bits)
+        << std::hex << pattern;
+  }
+}
+
+TEST(Dtype, HalfConvertsExactlyAndRoundsToNearestEven) { check_format<fp16>(5, 10); }
+TEST(Dtype, BfloatConvertsExactlyAndRoundsToNearestEven) { check_format<bf16>(8, 7); }
+
+TEST(Dtype, FloatsBeyondTheFormatBecomeInfOrZero) {
+  EXPECT_EQ(from_float<fp16>(65520.f).bits, 0x7c00);  // the first float that rounds to Inf
+  EXPECT_EQ(from_float<fp16>(std::nextafterf(65520.f, 0.f)).bits, 0x7bff);
+  EXPECT_EQ(from_float<fp16>(-1e30f).bits, 0xfc00);
+  EXPECT_EQ(from_float<fp16>(std::numeric_limits<float>::denorm_min()).bits, 0);
+  EXPECT_EQ(from_float<bf16>(std::numeric_limits<float>::max()).bits, 0x7f80);
+  EXPECT_EQ(from_float<bf16>(std::numeric_limits<float>::denorm_min()).bits, 0);
+  EXPECT_EQ(from_float<bf16>(float_of(0x7f800001u)).bits & 0x7fc0, 0x7fc0) << "a signalling NaN must not become Inf";
+}
+
+TEST(Dtype, TableAnswersByNumberAndRefusesOthers) {
+  EXPECT_STREQ(te_dtype_name(TE_BFLOAT16), "bfloat16");
+  EXPECT_EQ(te_dtype_bytes(TE_INT64), 8u);
+  EXPECT_EQ(te_dtype_bytes(TE_FLOAT8_E5M2), 1u);
+  EXPECT_EQ(te_dtype_name(te_dtype(99)), nullptr);
+  EXPECT_EQ(te_dtype_bytes(te_dtype(99)), 0u);
+}
+
+// ---- exp ----
+
+// Distance from the exact value in units of the last place of the correctly rounded result.
+double ulps(float got, float x) {
+  const double exact = std::exp(double(x));
+  const float nearest = float(exact);
+  if (std::isinf(nearest) || std::isinf(got)) return got == nearest ? 0. : INFINITY;
+  const double ulp = double(std::nextafterf(nearest, INFINITY)) - double(nearest);
+  return std::fabs(double(got) - exact) / ulp;
+}
+
+TEST(CpuExp, StaysWithinItsBound) {
+  // Every 61st float pattern up to |x| = 104, both signs: 37 million values, subnormal results included.
+  double worst = 0;
+  float worst_at = 0;
+  for (uint64_t u = 0; u <= 0x42d00000u; u += 61) {  // |x| up to 104
+    for (const uint32_t sign : {0u, 0x80000000u}) {
+      const float x = float_of(uint32_t(u) | sign);
+      const double error = ulps(cpu::exp(x), x);
+      if (error > worst) worst = error, worst_at = x;
+    }
+  }
+  RecordProperty("worst_ulp", std::to_string(worst));
+  EXPECT_LE(worst, 1.) << "at " << worst_at;
+}
+
+TEST(CpuExp, EndsAndSpecialValues) {
+  EXPECT_EQ(cpu::exp(0.f), 1.f);
+  EXPECT_EQ(cpu::exp(-0.f), 1.f);
+  EXPECT_EQ(cpu::exp(INFINITY), INFINITY);
+  EXPECT_EQ(cpu::exp(-INFINITY), 0.f);
+  EXPECT_EQ(cpu::exp(std::numeric_limits<float>::max()), INFINITY);
+  EXPECT_EQ(cpu::exp(std::numeric_limits<float>::lowest()), 0.f);
+  EXPECT_TRUE(std::isnan(cpu::exp(std::numeric_limits<float>::quiet_NaN())));
+}
+
+// ---- lane_sum ----
+
+TEST(LaneSum, AddsSixteenLanesThenTheLanesInOrder) {
+  for (const int64_t n : {0, 1, 15, 16, 17, 31, 32, 33, 256, 1000}) {
+    std::vector<float> x(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) x[size_t(i)] = std::sin(float(i)) * std::pow(10.f, float(i % 7));
+    float lanes[16] = {};
+    for (int64_t i = 0; i < n; ++i) lanes[i % 16] += x[size_t(i)];
+    float want = 0.f;
+    for (const float lane : lanes) want += lane;
+    EXPECT_EQ(bits_of(cpu::lane_sum(n, [&](int64_t i) { return x[size_t(i)]; })), bits_of(want)) << n;
+  }
+}
+
+// ---- parallel_for ----
+
+std::atomic<int64_t> hook_calls{0};
+
+// A pool of three threads that take blocks from the back, in no useful order.
+void threaded_hook(int64_t n_blocks, void (*body)(void*, int64_t), void* context) {
+  ++hook_calls;
+  std::atomic<int64_t> next{n_blocks};
+  const auto work = [&] {
+    for (int64_t block = --next; block >= 0; block = --next) body(context, block);
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back(work);
+  for (auto& thread : threads) thread.join();
+}
+
+// The hook is reached through an entry point, since the library owns the loop: relu of [rows, 7], 2340 rows a block.
+class Hook : public ::testing::Test {
+ protected:
+  void SetUp() override { hook_calls = 0; }
+  void TearDown() override { te_set_parallel_for(nullptr); }
+};
+
+te_status relu_rows(const testing::Buffer<float>& x, const testing::Buffer<float>& y) {
+  return te_activation_forward(te_activation_kind("relu"), {7.f, 1.702f, 1.f}, x.tensor(), y.tensor(), nullptr);
+}
+
+TEST_F(Hook, EveryBlockOnceAndTheSameBitsAsTheSerialLoop) {
+  const int64_t rows = 10007, cols = 7;
+  testing::Buffer<float> x(TE_DEVICE_CPU, rows, cols), serial(TE_DEVICE_CPU, rows, cols),
+      pooled(TE_DEVICE_CPU, rows, cols);
+  std::vector<float> values;
+  for (int64_t i = 0; i < rows * cols; ++i) values.push_back(std::sin(float(i)));
+  x.fill(values);
+  TE_ASSERT_OK(relu_rows(x, serial));
+  EXPECT_EQ(hook_calls, 0);
+  te_set_parallel_for(threaded_hook);
+  TE_ASSERT_OK(relu_rows(x, pooled));
+  EXPECT_EQ(hook_calls, 1);
+  for (float& v : values) v = std::max(v, 0.f);
+  EXPECT_EQ(serial.read(), values);
+  EXPECT_EQ(pooled.read(), values);
+  EXPECT_TRUE(pooled.padding_untouched());
+}
+
+TEST_F(Hook, OneBlockOrNoneStaysOnTheCallingThread) {
+  te_set_parallel_for(threaded_hook);
+  testing::Buffer<float> x(TE_DEVICE_CPU, 1, 7), y(TE_DEVICE_CPU, 1, 7), none(TE_DEVICE_CPU, 0, 7);
+  x.fill({1, -2, 3, -4, 5, -6, 7});
+  TE_ASSERT_OK(relu_rows(x, y));
+  TE_ASSERT_OK(relu_rows(none, none));
+  EXPECT_EQ(hook_calls, 0);
+  EXPECT_EQ(y.read(), (std::vector<float>{1, 0, 3, 0, 5, 0, 7}));
+}
+
+// ---- errors ----
+
+TEST(Error, MessageNamesTheCulpritAndBelongsToItsThread) {
+  EXPECT_EQ(te_probe_library("one"), TE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(te_last_error()).find("'one'"), std::string::npos) << te_last_error();
+  std::thread([] {
+    EXPECT_STREQ(te_last_error(), "") << "a fresh thread has no failure";
+    EXPECT_EQ(te_probe_library("two"), TE_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(te_last_error()).find("'two'"), std::string::npos) << te_last_error();
+  }).join();
+  EXPECT_NE(std::string(te_last_error()).find("'one'"), std::string::npos) << "another thread's failure came through";
+}
+
+TEST(Error, LongMessagesAreCutNotOverrun) {
+  const std::string name(5000, 'x');
+  EXPECT_EQ(te_probe_library(name.c_str()), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(te_last_error()).size(), 1023u);
+}
+
+TEST(Error, UnopenableLibraryNamesEverythingTried) {
+  // Whether these machines have the library is theirs to say; what must hold is that a failure says what was tried.
+  for (const char* name : {"cublasLt", "nccl", "cuda"}) {
+    const te_status status = te_probe_library(name);
+    if (status == TE_SUCCESS) continue;
+    EXPECT_EQ(status, TE_RUNTIME_ERROR);
+    const std::string message = te_last_error();
+    EXPECT_NE(message.find(std::string("lib") + name), std::string::npos) << message;
+    EXPECT_NE(message.find("CUDA_HOME"), std::string::npos) << message;
+  }
+}
+
+TEST(Error, NullLibraryNameIsRefused) { EXPECT_EQ(te_probe_library(nullptr), TE_INVALID_ARGUMENT); }
+
+TEST(Version, IsTheApiLevel) { EXPECT_STREQ(te_version(), "2.20.0"); }
+
+}  // namespace
+}  // namespace te

@@ -1,0 +1,1 @@
+"""What is shared by every framework binding: the recipes. The engine itself is the C++ library beside this file."""
