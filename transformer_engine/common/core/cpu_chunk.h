@@ -11,17 +11,55 @@ namespace te::cpu {
 
 constexpr int64_t kChunk = 256;  // floats: 1 KiB a buffer, a handful of them stay in L1
 
+namespace detail {
+
+// The 16-bit types as plain integers: the compiler has no vectors of structs.
+using Bits16 = uint16_t __attribute__((may_alias));
+
+inline void widen(const bf16* source, float* out, int64_t n) {
+  const auto* bits = reinterpret_cast<const Bits16*>(source);
+  for (int64_t i = 0; i < n; ++i) out[i] = te::detail::float_of(uint32_t(bits[i]) << 16);
+}
+
+inline void narrow(bf16* target, const float* values, int64_t n) {
+  auto* bits = reinterpret_cast<Bits16*>(target);
+  for (int64_t i = 0; i < n; ++i) bits[i] = from_float<bf16>(values[i]).bits;
+}
+
+inline void widen(const fp16* source, float* out, int64_t n) {
+  int64_t i = 0;
+#if defined(__F16C__) && defined(__AVX__)
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i))));
+  }
+#endif
+  for (; i < n; ++i) out[i] = to_float(source[i]);
+}
+
+inline void narrow(fp16* target, const float* values, int64_t n) {
+  int64_t i = 0;
+#if defined(__F16C__) && defined(__AVX__)
+  for (; i + 8 <= n; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), _mm256_cvtps_ph(_mm256_loadu_ps(values + i), 0));
+  }
+#endif
+  for (; i < n; ++i) target[i] = from_float<fp16>(values[i]);
+}
+
+}  // namespace detail
+
 // fp32 data is used in place; other types are widened into `buffer`. Returns where the n floats are.
 inline const float* load_chunk(const float* source, float*, int64_t) { return source; }
 template <class T>
 const float* load_chunk(const T* source, float* buffer, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) buffer[i] = to_float(source[i]);
+  detail::widen(source, buffer, n);
   return buffer;
 }
 
+inline void store_chunk(float* target, const float* values, int64_t n) { std::copy(values, values + n, target); }
 template <class T>
 void store_chunk(T* target, const float* values, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) target[i] = from_float<T>(values[i]);
+  detail::narrow(target, values, n);
 }
 
 // body(first, n) over [0, cols) in chunks.

@@ -1,0 +1,6 @@
+"""Fused transformer modules for PyTorch, API-compatible with Transformer Engine. `import transformer_engine.pytorch as te`.
+
+Importing needs no GPU, no driver and no toolkit, and initialises no CUDA."""
+
+from transformer_engine.pytorch import _load as _load  # first: the extension, or an error that says how to mend it
+from transformer_engine.pytorch import functional as functional

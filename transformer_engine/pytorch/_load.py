@@ -1,0 +1,19 @@
+"""Loads the extension module, after checking that it can run here. Nothing else belongs in this file."""
+
+import torch  # first: its libraries are found by soname when the extension is loaded
+
+try:
+    from transformer_engine.pytorch import _C
+except ImportError as error:
+    raise ImportError(
+        f"transformer_engine: the extension module cannot be loaded ({error}). It was not built, or was built for "
+        f"another Python or torch than the running torch {torch.__version__}; reinstall it with "
+        "`pip install --no-build-isolation .`"
+    ) from error
+
+_built, _running = _C.torch_version.split(".")[:2], torch.__version__.split("+")[0].split(".")[:2]
+if _built != _running:
+    raise ImportError(
+        f"transformer_engine: built with torch {_C.torch_version}, running torch {torch.__version__}; their major and "
+        "minor versions must agree. Reinstall it with `pip install --no-build-isolation .`"
+    )

@@ -1,0 +1,184 @@
+// activation, binding: kernel wrappers, schemas, Meta functions, the autograd node. No formula is repeated here.
+#include "activation.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+#include <transformer_engine/activation.h>
+
+#include "autograd.h"
+
+namespace te_torch {
+
+namespace {
+
+struct Kind {
+  int number;
+  bool gated;
+};
+
+Kind kind_of(std::string_view name) {
+  const std::string text(name);
+  const int number = te_activation_kind(text.c_str());
+  if (number < 0) {
+    std::string known;
+    for (int k = 0; k < te_activation_count(); ++k) known += std::string(k ? ", " : "") + te_activation_name(k);
+    TORCH_CHECK_VALUE(false, "activation: argument 'kind' is '", text, "', wanted one of ", known, ".");
+  }
+  return {number, te_activation_is_gated(number) != 0};
+}
+
+te_activation_params params_of(at::ArrayRef<double> params) {
+  te_activation_params p{7.f, 1.702f, 1.f};
+  if (params.empty()) return p;
+  TORCH_CHECK_VALUE(params.size() == 3, "activation: argument 'params' has ", params.size(),
+                    " values, wanted 3: limit, alpha, glu_linear_offset.");
+  return {static_cast<float>(params[0]), static_cast<float>(params[1]), static_cast<float>(params[2])};
+}
+
+c10::SymDimVector output_shape(const Tensor& x, bool gated) {
+  TORCH_CHECK_VALUE(x.dim() >= 1, "activation: argument 'x' has no dimensions, wanted at least one.");
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  if (gated) {
+    TORCH_CHECK_VALUE(shape.back() % 2 == 0, "activation: argument 'x' has shape ", x.sym_sizes(),
+                      ", wanted an even last dimension: a gated activation reads it as two halves.");
+    shape.back() = shape.back() / 2;
+  }
+  return shape;
+}
+
+void check_dy(const Tensor& dy, const Tensor& x, bool gated) {
+  TORCH_CHECK_VALUE(dy.sym_sizes() == c10::SymIntArrayRef(output_shape(x, gated)),
+                    "activation: argument 'dy' has shape ", dy.sym_sizes(), ", wanted ",
+                    c10::SymIntArrayRef(output_shape(x, gated)), ".");
+  check_same(dy, x, "activation", "dy");
+}
+
+Tensor activation_fwd_meta(const Tensor& x, std::string_view kind, at::ArrayRef<double>) {
+  return x.new_empty_symint(output_shape(x, kind_of(kind).gated));
+}
+
+std::tuple<Tensor, Tensor> activation_bwd_meta(const Tensor& dy, const Tensor& x, std::string_view kind,
+                                               at::ArrayRef<double>, bool emit) {
+  check_dy(dy, x, kind_of(kind).gated);
+  return {x.new_empty_symint(x.sym_sizes()), emit ? x.new_empty_symint(dy.sym_sizes()) : x.new_empty({0})};
+}
+
+struct ActivationFamily {
+  static constexpr const char* kName = "activation";
+  struct State {
+    std::string kind;
+    std::vector<double> params;
+  };
+
+  template <class Route>
+  static variable_list forward(State& state, Keeper& keeper, const Tensor& x, std::string_view kind,
+                               at::ArrayRef<double> params) {
+    state.kind = std::string(kind);
+    state.params = params.vec();
+    keeper.keep(x);
+    return {Route::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
+  }
+
+  template <class Route>
+  static variable_list backward(const State& state, const Wanted& wanted, const variable_list& saved,
+                                const variable_list& grads) {
+    if (!wanted[0] || !grads[0].defined()) return {};
+    return {std::get<0>(Route::template call<activation_bwd>("te::activation_bwd", grads[0], saved[0],
+                                                             std::string_view(state.kind),
+                                                             at::ArrayRef<double>(state.params), false))};
+  }
+};
+
+Tensor activation_autograd(const Tensor& x, std::string_view kind, at::ArrayRef<double> params) {
+  return Node<ActivationFamily, Dispatched>::apply(x, kind, params)[0];
+}
+
+Tensor activation_dispatched(const Tensor& x, std::string_view kind, at::ArrayRef<double> params) {
+  return Dispatched::call<activation_fwd>("te::activation_fwd", x, kind, params);
+}
+
+Tensor activation_autocast(const Tensor& x, std::string_view kind, at::ArrayRef<double> params) {
+  const Tensor input = autocast(x);  // before autocast is excluded
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return Dispatched::call<activation_autograd>("te::activation", input, kind, params);
+}
+
+// What Python calls in eager mode.
+Tensor activation(const Tensor& x, const std::string& kind, const std::vector<double>& params) {
+  if (must_dispatch({&x}))
+    return Dispatched::call<activation_autograd>("te::activation", x, std::string_view(kind),
+                                                 at::ArrayRef<double>(params));
+  const Tensor input = autocast(x);
+  if (!needs_graph({&input})) return activation_fwd(input, kind, params);
+  return Node<ActivationFamily, Direct>::apply(input, std::string_view(kind), at::ArrayRef<double>(params))[0];
+}
+
+}  // namespace
+
+Tensor activation_fwd(const Tensor& x, std::string_view kind, at::ArrayRef<double> params) {
+  const Kind k = kind_of(kind);
+  const Tensor in = rows_of(x);
+  const te_tensor source = view_2d(in, "activation", "x");
+  const Tensor y = at::empty(C10_AS_INTARRAYREF_SLOW(output_shape(in, k.gated)), in.options());
+  check(te_activation_forward(k.number, params_of(params), source, view_2d(y, "activation", "y"), current_stream(in)));
+  return y;
+}
+
+std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std::string_view kind,
+                                          at::ArrayRef<double> params, bool emit) {
+  const Kind k = kind_of(kind);
+  check_dy(dy, x, k.gated);
+  const Tensor grad = rows_of(dy);
+  const Tensor in = rows_of(x);
+  const Tensor dx = at::empty(in.sizes(), in.options());
+  const Tensor y = emit ? at::empty(grad.sizes(), in.options()) : at::empty({0}, in.options());
+  check(te_activation_backward(k.number, params_of(params), view_2d(grad, "activation", "dy"),
+                               view_2d(in, "activation", "x"), view_2d(dx, "activation", "dx"),
+                               emit ? view_2d(y, "activation", "y") : absent(), current_stream(in)));
+  return {dx, y};
+}
+
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def("activation_fwd(Tensor x, str kind, float[] params) -> Tensor");
+  m.def("activation_bwd(Tensor dy, Tensor x, str kind, float[] params, bool emit) -> (Tensor, Tensor)");
+  m.def("activation(Tensor x, str kind, float[] params) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(te, CPU, m) {
+  m.impl("activation_fwd", activation_fwd);
+  m.impl("activation_bwd", activation_bwd);
+}
+TORCH_LIBRARY_IMPL(te, CUDA, m) {
+  m.impl("activation_fwd", activation_fwd);
+  m.impl("activation_bwd", activation_bwd);
+}
+TORCH_LIBRARY_IMPL(te, Meta, m) {
+  m.impl("activation_fwd", activation_fwd_meta);
+  m.impl("activation_bwd", activation_bwd_meta);
+}
+TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { m.impl("activation", activation_dispatched); }
+TORCH_LIBRARY_IMPL(te, Autograd, m) { m.impl("activation", activation_autograd); }
+TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { m.impl("activation", activation_autocast); }
+TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { m.impl("activation", activation_autocast); }
+
+void register_activation(pybind11::module_& m) {
+  m.def("activation", torch::wrap_pybind_function_no_gil(activation));
+  m.def("activation_fwd", torch::wrap_pybind_function_no_gil(
+                              [](const Tensor& x, const std::string& kind, const std::vector<double>& params) {
+                                return activation_fwd(x, kind, params);
+                              }));
+  m.def("activation_bwd",
+        torch::wrap_pybind_function_no_gil([](const Tensor& dy, const Tensor& x, const std::string& kind,
+                                              const std::vector<double>& params,
+                                              bool emit) { return activation_bwd(dy, x, kind, params, emit); }));
+  m.def("activation_kinds", [] {
+    std::vector<std::tuple<std::string, bool>> kinds;
+    for (int k = 0; k < te_activation_count(); ++k)
+      kinds.emplace_back(te_activation_name(k), te_activation_is_gated(k));
+    return kinds;
+  });
+}
+
+}  // namespace te_torch

@@ -1,0 +1,102 @@
+// The one autograd skeleton. A family (an op, or the linear layers with their prologues) is data for it: a kName, a
+// State, and forward/backward written once for both routes. The skeleton does what every node must do the same way:
+// run below autograd and autocast, keep tensors only through the saved-tensor door (so hooks see each of them), and
+// refuse a double backward by name.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
+
+#include "common.h"
+
+namespace te_torch {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The door for saved activations: tensors are listed in the order in which the family takes them back.
+class Keeper {
+ public:
+  void keep(const Tensor& t) { list_.push_back(t); }
+  void keep_if(bool needed, const Tensor& t) { list_.push_back(needed ? t : Tensor()); }
+
+ private:
+  template <class, class>
+  friend struct Node;
+  variable_list list_;
+};
+
+// What the family's backward asks: which of the forward's arguments want a gradient now. Slots are argument positions.
+class Wanted {
+ public:
+  Wanted(const AutogradContext* ctx, const std::vector<int8_t>& edge_of_slot) : ctx_(ctx), edges_(edge_of_slot) {}
+  bool operator[](size_t slot) const {
+    return slot < edges_.size() && edges_[slot] >= 0 && ctx_->needs_input_grad(static_cast<size_t>(edges_[slot]));
+  }
+
+ private:
+  const AutogradContext* ctx_;
+  const std::vector<int8_t>& edges_;
+};
+
+template <class State>
+struct Held : torch::CustomClassHolder {
+  State state;
+  std::vector<int8_t> edge_of_slot;  // autograd numbers only the tensors that are there
+  int64_t slots = 0;
+};
+
+namespace detail {
+inline bool is_present(const Tensor& t) { return t.defined(); }
+inline bool is_present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+template <class T>
+bool is_present(const T&) {
+  return false;
+}
+}  // namespace detail
+
+// Family:
+//   static constexpr const char* kName;
+//   struct State;                              plain values, no tensors
+//   template <class Route> static variable_list forward(State&, Keeper&, const Args&...);
+//   template <class Route> static variable_list backward(const State&, const Wanted&, const variable_list& saved,
+//                                                        const variable_list& grads);   one entry per tensor argument
+// Tensor arguments (Tensor or OptionalTensor) come first, then plain values.
+template <class Family, class Route>
+struct Node : torch::autograd::Function<Node<Family, Route>> {
+  using Holder = Held<typename Family::State>;
+
+  template <class... Args>
+  static variable_list forward(AutogradContext* ctx, const Args&... args) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    auto holder = c10::make_intrusive<Holder>();
+    int8_t next_edge = 0;
+    (holder->edge_of_slot.push_back(detail::is_present(args) ? next_edge++ : int8_t{-1}), ...);
+    holder->slots = sizeof...(Args);
+    Keeper keeper;
+    variable_list outputs = Family::template forward<Route>(holder->state, keeper, args...);
+    ctx->save_for_backward(std::move(keeper.list_));
+    ctx->saved_data["held"] = c10::IValue::make_capsule(std::move(holder));
+    ctx->set_materialize_grads(false);
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !c10::GradMode::is_enabled(), Family::kName,
+        ": double backward is not supported (backward ran with create_graph=True); use plain torch modules where a "
+        "gradient of a gradient is needed.");
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto holder = ctx->saved_data.at("held").toCapsule();
+    const auto& held = static_cast<const Holder&>(*holder);
+    variable_list out =
+        Family::template backward<Route>(held.state, Wanted(ctx, held.edge_of_slot), ctx->get_saved_variables(), grads);
+    out.resize(static_cast<size_t>(held.slots));
+    return out;
+  }
+};
+
+}  // namespace te_torch

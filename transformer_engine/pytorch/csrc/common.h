@@ -1,0 +1,72 @@
+// What every room's binding needs to reach the C core from ATen tensors: views as PODs, the current stream, statuses as
+// Python exceptions, and the choice between the direct route and the dispatcher. No arithmetic happens here.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <transformer_engine/transformer_engine.h>
+
+#include <optional>
+#include <string_view>
+
+namespace te_torch {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// TE_INVALID_ARGUMENT -> ValueError, TE_NOT_IMPLEMENTED -> NotImplementedError, TE_RUNTIME_ERROR -> RuntimeError.
+void check(te_status status);
+
+te_dtype dtype_of(const Tensor& t, const char* op, const char* argument);
+
+// Leading dimensions folded into rows. The tensor must be row-foldable, see rows_of().
+te_tensor view_2d(const Tensor& t, const char* op, const char* argument);
+te_tensor view_2d(const OptionalTensor& t, const char* op, const char* argument);  // absent when there is none
+inline te_tensor absent() { return te_tensor{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU}; }
+
+// t itself when its rows can be folded without a copy and its last dimension is dense, else a contiguous copy: stride-0
+// and transposed gradients end here.
+Tensor rows_of(const Tensor& t);
+
+// PyTorch's current stream on t's device, taken device-generically so that no CUDA library is linked.
+te_stream current_stream(const Tensor& t);
+
+// Names the op and the argument when `t` is not on `like`'s device or not of its dtype.
+void check_same(const Tensor& t, const Tensor& like, const char* op, const char* argument);
+
+// The last dimension; the error for a tensor without one, or of another size, is a ValueError.
+void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, const char* argument);
+
+// A call must go through the dispatcher when something there wants to see it: a TorchDispatchMode (FakeTensorMode
+// among them), functorch, or an argument that is a tensor subclass.
+bool must_dispatch(std::initializer_list<const Tensor*> tensors);
+
+inline const Tensor* pointer_to(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
+
+// True when autograd would record an op on these tensors.
+bool needs_graph(std::initializer_list<const Tensor*> tensors);
+
+// t cast to the autocast dtype by a differentiable cast when autocast is on for its device; integers and doubles stay.
+Tensor autocast(const Tensor& t);
+OptionalTensor autocast(const OptionalTensor& t);
+
+// The two routes of a node's inner ops. Direct calls the kernel wrapper; Dispatched calls the registered op of the same
+// signature, which is what torch.compile traces.
+struct Direct {
+  template <auto kFunction, class... Args>
+  static auto call(const char*, const Args&... args) {
+    return kFunction(args...);
+  }
+};
+
+struct Dispatched {
+  template <auto kFunction, class... Args>
+  static auto call(const char* name, const Args&... args) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<std::remove_pointer_t<decltype(kFunction)>>();
+    return op.call(args...);
+  }
+};
+
+}  // namespace te_torch

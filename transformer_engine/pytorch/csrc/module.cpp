@@ -1,0 +1,24 @@
+// The extension module: one register line per room, and the few facts about the build that Python asks for.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <transformer_engine/transformer_engine.h>
+
+#include <string>
+
+namespace te_torch {
+void register_activation(pybind11::module_& m);
+}  // namespace te_torch
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  te_torch::register_activation(m);
+
+  m.attr("torch_version") = TE_TORCH_VERSION;
+  m.attr("version") = te_version();
+  m.attr("built_with_cuda") = te_built_with_cuda() != 0;
+  m.def(
+      "probe_library",
+      [](const std::string& name) {
+        return std::string(te_probe_library(name.c_str()) == TE_SUCCESS ? "" : te_last_error());
+      },
+      "'' when the library (cublasLt, nccl, cuda) opens here, else why not.");
+}

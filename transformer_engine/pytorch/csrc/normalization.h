@@ -1,0 +1,20 @@
+// normalization, kernel wrappers that other bindings call.
+#pragma once
+
+#include "common.h"
+
+namespace te_torch {
+
+// (y, h, mean, rstd). h = x + residual, rounded, and the norm is taken of it; without a residual h is an empty tensor.
+// mean and rstd are float32 of shape [rows]; mean is empty for RMSNorm.
+std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, const OptionalTensor& residual,
+                                                             const Tensor& gamma, const OptionalTensor& beta,
+                                                             double eps, bool rms, bool zero_centered_gamma);
+
+// (dx, dgamma, dbeta) from the saved norm input x (h where there was a residual); residual_grad is added to dx before
+// its one rounding. dbeta is empty for RMSNorm. mean is empty for RMSNorm.
+std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const OptionalTensor& residual_grad,
+                                                     const Tensor& x, const Tensor& gamma, const Tensor& mean,
+                                                     const Tensor& rstd, bool rms, bool zero_centered_gamma);
+
+}  // namespace te_torch
