@@ -18,7 +18,7 @@ passes or fails; `report.py` judges the rows against the targets.
 A contender is called with one input set and returns what it computed; without gradients unless the direction is
 `forward+backward` (its input set is then made with requires_grad, see `training_step`). A contender may be a number:
 a stored figure in us. A case that names bytes is also timed as a `copy_` of the same total bytes; `ratio` on that row
-of ours is the fraction of it. Names: op, shape and direction are those of `report.TARGETS`; a measured autograd node
+of ours is the fraction of it. Names: op, shape and direction are those of `targets.TARGETS`; a measured autograd node
 (not the bare kernel) ends in `_module`.
 
 Method: timing.py. Columns and TE_COMMIT: rows.py. Results go to benchmarks/results/<device>.csv, or to --results DIR
@@ -36,7 +36,6 @@ import timing
 import torch
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-DIRECTIONS = ("forward", "backward", "forward+backward", "keeps")
 COLUMNS = ("case", "op", "impl", "dtype", "shape", "direction", "p20", "p50", "p80", "unit", "peer", "ratio")
 TE_PEER = "te 2.20.2 scaled"
 TE_LINEAR_US = 8280.0  # torch Linear 8192x28672x4096 forward+backward on the H200 that timed TE, 2026-11-20
@@ -55,14 +54,14 @@ class Case:
     flops: int = 0
 
     def __post_init__(self):
-        if self.dtype not in table.DTYPES or self.direction not in DIRECTIONS:
-            raise ValueError(f"{self}: wanted dtype in {table.DTYPES} and direction in {DIRECTIONS}")
+        if self.dtype not in table.DTYPES or self.direction not in table.DIRECTIONS:
+            raise ValueError(f"{self}: wanted dtype in {table.DTYPES} and direction in {table.DIRECTIONS}")
         if (self.bytes > 0) + (self.flops > 0) != (self.direction != "keeps"):
             raise ValueError(f"{self}: wanted bytes or flops, one of them (neither for keeps)")
 
     def columns(self):
         shape = "x".join(map(str, self.shape))
-        return dict(case=self.case, op=self.op, dtype=self.dtype, shape=shape, direction=self.direction)
+        return {"case": self.case, "op": self.op, "dtype": self.dtype, "shape": shape, "direction": self.direction}
 
 
 class Bench:

@@ -13,10 +13,16 @@ import platform
 import re
 import subprocess
 
-HEADER = (
+HEADER_LINE = (
     "case,op,impl,dtype,shape,direction,p20,p50,p80,unit,bytes_or_flops,peer,ratio,gpu,driver,cuda,torch,commit,date"
-).split(",")
+)
+HEADER = HEADER_LINE.split(",")
 DTYPES = ("fp32", "fp16", "bf16", "fp8")
+DIRECTIONS = ("forward", "backward", "forward+backward", "step", "keeps")
+UNITS = ("us", "MiB")
+KNOWN = (("dtype", DTYPES), ("direction", DIRECTIONS), ("unit", UNITS))
+NUMBERS = ("p20", "p50", "p80", "bytes_or_flops")
+RUN = ("case", "op", "dtype", "shape", "direction", "gpu", "commit", "date")  # the columns that rows of one run share
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
@@ -56,13 +62,19 @@ def machine(device):
 
     if device.type != "cuda":
         name = f"{_cpu_name()} ({torch.get_num_threads()} threads)"
-        return "cpu", dict(gpu=name, driver="none", cuda="none", torch=torch.__version__, commit=commit())
+        return "cpu", {"gpu": name, "driver": "none", "cuda": "none", "torch": torch.__version__, "commit": commit()}
     name = torch.cuda.get_device_name(device)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     known = re.search(r"[AHB]\d{3}", name)
     stem = known.group(0).lower() if known else re.sub(r"\W+", "_", name.lower())
-    return stem, dict(gpu=name, driver=driver, cuda=torch.version.cuda, torch=torch.__version__, commit=commit())
+    return stem, {
+        "gpu": name,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
 
 
 def now():
@@ -70,10 +82,10 @@ def now():
 
 
 def number(value):
-    """Six significant digits, never in exponent form below 1e15: what a reader and a spreadsheet both take."""
+    """Six significant digits, and no exponent from a million up: what a reader and a spreadsheet both take."""
     if not math.isfinite(value):
         raise ValueError(f"benchmarks: a measured figure is {value}; wanted a finite number")
-    return f"{value:.6g}" if 1e-4 <= abs(value) < 1e6 else f"{value:.0f}"
+    return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
 
 
 def append(path, rows):
@@ -99,3 +111,33 @@ def load(path):
 def rate(row):
     """GB/s of a row whose bytes_or_flops are bytes and whose unit is us; divide by 1e3 for TFLOP/s of flops."""
     return float(row["bytes_or_flops"]) / float(row["p50"]) / 1e3
+
+
+def faults(rows):
+    """What is wrong with loaded rows, as sentences; empty when every row is well formed and every ratio adds up."""
+    found, medians = [], {}
+    for row in rows:
+        name = " ".join(row[key] for key in (*RUN, "impl"))
+        found += [
+            f"{name}: {key} is {row[key]!r}; wanted one of {known}" for key, known in KNOWN if row[key] not in known
+        ]
+        found += [f"{name}: {key} is empty" for key in HEADER if not row[key] and key not in ("peer", "ratio")]
+        figures = [key for key in NUMBERS if not _positive(row[key])]
+        found += [f"{name}: {key} is {row[key]!r}; wanted a finite number above 0" for key in figures]
+        if not figures and not float(row["p20"]) <= float(row["p50"]) <= float(row["p80"]):
+            found.append(f"{name}: p20 <= p50 <= p80 does not hold")
+        medians[tuple(row[key] for key in RUN), row["impl"]] = row["p50"]
+        if bool(row["peer"]) != bool(row["ratio"]) or (row["peer"] and row["impl"] != "ours"):
+            found.append(f"{name}: peer is {row['peer']!r}, ratio {row['ratio']!r}; wanted both on a row of ours")
+    for row in rows if not found else []:
+        peer = medians.get((tuple(row[key] for key in RUN), row["peer"]))
+        if peer and abs(float(peer) / float(row["p50"]) / float(row["ratio"]) - 1) > 1e-4:  # six digits are written
+            found.append(f"{' '.join(row[key] for key in RUN)}: ratio {row['ratio']} is not {peer} / {row['p50']}")
+    return found
+
+
+def _positive(text):
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False

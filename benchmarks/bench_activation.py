@@ -1,0 +1,93 @@
+"""SwiGLU forward and backward against plain PyTorch, eager and compiled (targets.py cases 1 and 2).
+
+Bytes per output element of b bytes: forward 3b (reads gate and up, writes one), backward 5b (reads dy, gate and up,
+writes two), 6b when it re-emits the activation. `_module` is the functional form through autograd: 8b."""
+
+import torch
+from common import TORCH_DTYPES, Bench, Case
+from plain import swiglu
+
+from transformer_engine.pytorch import _C, functional
+
+GPU_SHAPES = (("bf16", (16384, 14336)),)
+CPU_SHAPES = (("fp32", (2048, 2816)), ("bf16", (2048, 2816)))
+
+
+def backward_by_hand(dy, x):
+    """The gradient alone, for torch.compile to fuse; in fp32, as ours."""
+    gate, up, dy = *(half.float() for half in x.chunk(2, -1)), dy.float()
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat((dgate, dy * silu), -1).to(x.dtype)
+
+
+def backward_and_activation_by_hand(dy, x):
+    gate, up = (half.float() for half in x.chunk(2, -1))
+    return backward_by_hand(dy, x), (gate * torch.sigmoid(gate) * up).to(x.dtype)
+
+
+def backward_eager(dy, x):
+    gate, up = x.chunk(2, -1)
+    return torch.cat((torch.ops.aten.silu_backward(dy * up, gate), dy * torch.nn.functional.silu(gate)), -1)
+
+
+def backward_and_activation_eager(dy, x):
+    return backward_eager(dy, x), swiglu(x)
+
+
+def through_autograd(function):
+    def step(x, dy):
+        x.grad = None
+        function(x).backward(dy)
+
+    return step
+
+
+def peers(bench, eager, compiled):
+    return {"torch eager": eager} | ({"torch compile": bench.compile(compiled)} if bench.cuda else {})
+
+
+def run(bench, dtype, shape):
+    rows, cols = shape
+    element = TORCH_DTYPES[dtype].itemsize * rows * cols
+    params = []  # swiglu has none
+
+    def x():
+        return bench.randn(rows, 2 * cols, dtype=dtype)
+
+    def dy():
+        return bench.randn(rows, cols, dtype=dtype)
+
+    case = Case("1", "swiglu", dtype, shape, "forward", bytes=3 * element)
+    if bench.wants(case):
+        ours = {"ours": lambda x: _C.activation_fwd(x, "swiglu", params)}
+        bench.compare(case, ours | peers(bench, swiglu, swiglu), lambda: (x(),))
+
+    case = Case("2", "swiglu", dtype, shape, "backward", bytes=6 * element)
+    if bench.wants(case):
+        ours = {"ours": lambda dy, x: _C.activation_bwd(dy, x, "swiglu", params, True)}
+        others = peers(bench, backward_and_activation_eager, backward_and_activation_by_hand)
+        bench.compare(case, ours | others, lambda: (dy(), x()))
+
+    case = Case("2", "swiglu_no_emit", dtype, shape, "backward", bytes=5 * element)
+    if bench.wants(case):
+        ours = {"ours": lambda dy, x: _C.activation_bwd(dy, x, "swiglu", params, False)}
+        bench.compare(case, ours | peers(bench, backward_eager, backward_by_hand), lambda: (dy(), x()))
+
+    case = Case("2", "swiglu_module", dtype, shape, "forward+backward", bytes=8 * element)
+    if bench.wants(case):
+        ours = {"ours": through_autograd(lambda x: functional.activation(x, "swiglu"))}
+        plain = {name: through_autograd(peer) for name, peer in peers(bench, swiglu, swiglu).items()}
+        bench.compare(case, ours | plain, lambda: (x().requires_grad_(), dy()))
+
+
+def main():
+    bench = Bench(__doc__)
+    for dtype, shape in GPU_SHAPES if bench.cuda else CPU_SHAPES:
+        run(bench, dtype, shape)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

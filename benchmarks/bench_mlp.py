@@ -1,0 +1,45 @@
+"""te.LayerNormMLP (RMSNorm, SwiGLU, no bias) forward and backward against the same block in plain PyTorch, eager and
+compiled, and what each keeps for backward (targets.py case 14).
+
+Flops: 18 T hidden ffn_hidden (three projections, three GEMMs each); the norm and the activation are not counted."""
+
+from common import TE_PEER, TORCH_DTYPES, Bench, Case, keeps_mib, training_step
+from plain import Mlp
+
+import transformer_engine.pytorch as te
+
+TE_US = 13340.0  # TE 2.20.2, bf16, on an H200, 2026-11-20
+GPU, CPU = ("bf16", (8192, 4096, 14336)), ("fp32", (512, 512, 1408))
+
+
+def main():
+    bench = Bench(__doc__)
+    dtype, (tokens, hidden, ffn_hidden) = GPU if bench.cuda else CPU
+    torch_dtype, shape = TORCH_DTYPES[dtype], (tokens, hidden, ffn_hidden)
+    options = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "params_dtype": torch_dtype}
+    modules = {
+        "ours": te.LayerNormMLP(hidden, ffn_hidden, device=bench.device, **options),
+        "torch eager": Mlp(hidden, ffn_hidden, device=bench.device, dtype=torch_dtype),
+    }
+    if bench.cuda:
+        twin = Mlp(hidden, ffn_hidden, device=bench.device, dtype=torch_dtype)
+        modules["torch compile"] = bench.compile(twin)
+
+    def sets():
+        return bench.randn(tokens, hidden, dtype=dtype, grad=True), bench.randn(tokens, hidden, dtype=dtype)
+
+    case = Case("14", "layernorm_mlp", dtype, shape, "forward+backward", flops=18 * tokens * hidden * ffn_hidden)
+    if bench.wants(case):
+        contenders = {name: training_step(module) for name, module in modules.items()}
+        if bench.cuda:
+            contenders[TE_PEER] = TE_US * bench.te_scale()
+        bench.compare(case, contenders, sets)
+
+    case = Case("14", "layernorm_mlp", dtype, shape, "keeps")
+    if bench.wants(case):
+        bench.record(case, {name: keeps_mib(module, sets()[0]) for name, module in modules.items()}, "MiB")
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

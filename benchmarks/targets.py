@@ -1,0 +1,158 @@
+"""The targets as data: what each case must reach, on which device, against whom. It holds no measurement.
+
+A target names its row by case, op, dtype, shape and direction, and bounds one measure of it:
+  GB/s, TFLOP/s   bytes_or_flops over p50, at least        us, MiB   p50, at most
+  x PEER          `ratio` against that peer, at least; of several peers (joined by ' | ') the smallest ratio counts
+A bound given as "<= 1.15x torch's time" is stored as ratio >= 1 / 1.15. Shapes: rows x cols; M x N x K for a GEMM;
+tokens x hidden x ffn_hidden for an MLP; tokens x heads x head size for RoPE (q and k heads together)."""
+
+import dataclasses
+
+AT_MOST = ("us", "MiB")
+COMPILE, EAGER, GRAPH, OWN, TE = "torch compile", "torch eager", "torch graph", "own bf16", "te 2.20.2 scaled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    case: str
+    op: str
+    dtype: str
+    shape: str
+    direction: str
+    measure: str
+    bound: float
+    device: str = "h200"
+
+    def met(self, value):
+        return value <= self.bound if self.measure in AT_MOST else value >= self.bound
+
+
+def _targets(case, op, dtype, shape, direction, bounds, device="h200"):
+    return [Target(case, op, dtype, shape, direction, measure, bound, device) for measure, bound in bounds.items()]
+
+
+def _activation():
+    shape = "16384x14336"
+    yield from _targets("1", "swiglu", "bf16", shape, "forward", {"GB/s": 4100, f"x {COMPILE}": 0.98})
+    yield from _targets("2", "swiglu", "bf16", shape, "backward", {"us": 705, f"x {COMPILE}": 1.25})
+    yield from _targets("3", "swiglu_block", "fp8", shape, "forward", {"us": 365, f"x {COMPILE}": 1.5})
+
+
+def _normalization():
+    for shape, rate in (("16384x4096", 3850), ("32768x8192", 4100), ("8192x16384", 4000)):
+        yield from _targets("5", "rmsnorm", "bf16", shape, "forward", {"GB/s": rate, f"x {COMPILE}": 0.98})
+    yield from _targets("6", "add_rmsnorm", "bf16", "16384x8192", "forward", {"GB/s": 4050})
+    for op in ("rmsnorm", "add_rmsnorm"):
+        for shape in ("16384x4096", "32768x8192", "8192x16384"):
+            yield from _targets("7", op, "bf16", shape, "backward", {"GB/s": 3700, f"x {COMPILE}": 1.25})
+    yield from _targets("8", "add_rmsnorm_block", "fp8", "16384x7168", "forward", {"us": 265, f"x {COMPILE}": 1.4})
+
+
+def _quantize():
+    for op in ("quantize_block_row", "quantize_block", "cast_transpose"):
+        yield from _targets("9", op, "fp8", "16384x7168", "forward", {"GB/s": 3850})
+
+
+def _linear():
+    step, large = "forward+backward", ("8192x28672x4096", "8192x4096x14336")
+    for shape in (*large, "8192x6144x4096", "8192x4096x4096"):
+        yield from _targets("11", "linear", "bf16", shape, step, {f"x {EAGER} | {TE}": 0.99})
+    for shape in (*large, "8192x6144x4096", "8192x4096x4096"):
+        bound = 1.00 if shape == large[0] else 1.04
+        delayed = {f"x {TE}": bound} | ({f"x {OWN}": 1.6} if shape in large else {})
+        yield from _targets("12", "linear_delayed", "fp8", shape, step, delayed)
+        yield from _targets("12", "linear_current", "fp8", shape, step, {f"x {TE}": bound})
+        yield from _targets("12", "linear_block", "fp8", shape, step, {f"x {TE}": 1.02})
+
+
+def _mlp():
+    shape, step = "8192x4096x14336", "forward+backward"
+    yield from _targets("14", "layernorm_mlp", "bf16", shape, step, {"us": 13200, f"x {COMPILE}": 1.00})
+    yield from _targets("14", "layernorm_mlp", "bf16", shape, "keeps", {"MiB": 513})
+    for recipe, bound in (("delayed", 1.03), ("current", 1.02), ("block", 1.04)):
+        op = f"layernorm_mlp_{recipe}"
+        yield from _targets("14f", op, "fp8", shape, step, {f"x {TE}": bound})
+        yield from _targets("14f", op, "fp8", shape, "keeps", {"MiB": 490})
+    yield from _targets("14f", "layernorm_mlp_block_packed", "fp8", shape, "keeps", {"MiB": 270})
+
+
+def _moe():
+    shape, step = "8192x8x7168", "forward+backward"
+    for op, direction, rate in (
+        ("permute", "forward", 3200),
+        ("unpermute", "forward", 4100),
+        ("permute", "backward", 4000),
+    ):
+        yield from _targets("17", op, "bf16", shape, direction, {"GB/s": rate})
+    large, many = "8x16384x28672x4096", "128x65536x1536x2048"
+    for op, dtype, experts, rate in (
+        ("grouped_linear", "bf16", large, 680),
+        ("grouped_linear_delayed", "fp8", large, 1000),
+        ("grouped_linear_block", "fp8", large, 900),
+        ("grouped_linear", "bf16", many, 450),
+        ("grouped_linear_block", "fp8", many, 500),
+    ):
+        yield from _targets("18", op, dtype, experts, step, {"TFLOP/s": rate})
+
+
+def _layer():
+    yield from _targets("20", "rope", "bf16", "16384x40x128", "forward", {"GB/s": 3850})
+    shape, step = "8192x1x4096", "forward+backward"
+    yield from _targets("24", "transformer_layer", "bf16", shape, step, {f"x {COMPILE}": 1.02})
+    yield from _targets("24", "transformer_layer", "bf16", shape, "keeps", {"MiB": 802})
+    yield from _targets("24", "transformer_layer_recompute_norm", "bf16", shape, step, {f"x {OWN}": 1 / 1.005})
+    yield from _targets("24", "transformer_layer_recompute_norm", "bf16", shape, "keeps", {"MiB": 674})
+    for recipe in ("delayed", "current", "block"):
+        yield from _targets("24", f"transformer_layer_{recipe}", "fp8", shape, step, {f"x {TE}": 1.03})
+    yield from _targets("25", "cross_entropy", "bf16", "4096x128256", step, {"us": 620})
+    yield from _targets("26", "adamw", "fp32", "268435456", "step", {"GB/s": 3800})
+
+
+def _host():
+    step, mlp = "forward+backward", "16x256x512"
+    yield from _targets("H", "linear", "bf16", "16x256x256", "forward", {f"x {EAGER}": 1 / 1.15})
+    yield from _targets("H", "linear", "bf16", "16x256x256", step, {f"x {EAGER}": 1 / 1.1})
+    yield from _targets("H", "layernorm_mlp", "bf16", mlp, step, {f"x {EAGER}": 1 / 0.7})
+    for recipe in ("delayed", "current", "block"):
+        yield from _targets("H", f"linear_{recipe}", "fp8", "16x256x256", step, {f"x {EAGER}": 1 / 2.2})
+        yield from _targets("H", f"layernorm_mlp_{recipe}", "fp8", mlp, step, {f"x {EAGER}": 1 / 1.3})
+    graphed = "graphed_layernorm_mlp"
+    yield from _targets("23", graphed, "bf16", "128x1024x4096", step, {f"x {GRAPH}": 1 / 1.1})
+    yield from _targets("23", f"{graphed}_current", "fp8", "128x1024x4096", step, {f"x {GRAPH}": 1 / 1.5})
+    yield from _targets(
+        "23", f"{graphed}_node", "bf16", "128x1024x4096", step, {"us": 1.5}
+    )  # above its kernel, per node
+
+
+def _memory_and_links():
+    for op in ("stash", "reload"):
+        yield from _targets("22", op, "bf16", "256MiB", "forward", {"x copy_": 0.85, "x triton page copy": 1.5})
+        yield from _targets("22", op, "bf16", "32MiB", "forward", {"x copy_": 0.60})
+        yield from _targets("22", f"{op}_host", "bf16", "256MiB", "forward", {"x pinned copy": 0.9})
+    yield from _targets("O", "offload_link", "bf16", "layer", "forward", {"x pinned copy": 0.95})
+    yield from _targets("O", "offload_step", "bf16", "layer", "forward+backward", {f"x {OWN}": 1 / 1.03})
+    yield from _targets("O", "offload_pack", "bf16", "layer", "forward", {"GB/s": 3800})
+    for op, shape, milliseconds in (
+        ("gather_linear", "8192x57344x8192", 1.28),
+        ("gather_linear", "8192x10240x8192", 0.41),
+        ("gather_linear", "8192x28672x4096", 0.350),
+        ("gather_linear", "16384x57344x8192", 2.62),
+        ("gather_linear", "4096x57344x8192", 0.67),
+        ("linear_scatter", "8192x8192x28672", 0.90),
+    ):
+        yield from _targets("M", op, "bf16", shape, "forward", {"us": 1000 * milliseconds}, "h200x8")
+
+
+def _cpu():
+    """One machine's cores against plain PyTorch on the same cores."""
+    beside = {f"x {EAGER}": 1.0}
+    for dtype in ("fp32", "bf16"):
+        yield from _targets("1", "swiglu", dtype, "2048x2816", "forward", beside, "cpu")
+        yield from _targets("2", "swiglu_no_emit", dtype, "2048x2816", "backward", beside, "cpu")
+    yield from _targets("5", "rmsnorm", "fp32", "2048x1024", "forward", beside, "cpu")
+    yield from _targets("7", "rmsnorm", "fp32", "2048x1024", "backward", beside, "cpu")
+    yield from _targets("14", "layernorm_mlp", "fp32", "512x512x1408", "forward+backward", {f"x {EAGER}": 0.9}, "cpu")
+
+
+GROUPS = (_activation, _normalization, _quantize, _linear, _mlp, _moe, _layer, _host, _memory_and_links, _cpu)
+TARGETS = [target for group in GROUPS for target in group()]
