@@ -4,3 +4,4 @@ Importing needs no GPU, no driver and no toolkit, and initialises no CUDA."""
 
 from transformer_engine.pytorch import _load as _load  # first: the extension, or an error that says how to mend it
 from transformer_engine.pytorch import functional as functional
+from transformer_engine.pytorch.module.linear import Linear as Linear

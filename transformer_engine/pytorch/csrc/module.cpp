@@ -7,10 +7,16 @@
 
 namespace te_torch {
 void register_activation(pybind11::module_& m);
+void register_gemm(pybind11::module_& m);
+void register_linear(pybind11::module_& m);
+void register_noop_cat(pybind11::module_& m);
 }  // namespace te_torch
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_activation(m);
+  te_torch::register_gemm(m);
+  te_torch::register_linear(m);
+  te_torch::register_noop_cat(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;
   m.attr("version") = te_version();

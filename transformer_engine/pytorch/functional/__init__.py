@@ -2,5 +2,16 @@
 torch.ops.te.<op>, the same C++ function behind a schema. This is the only place that chooses between the two."""
 
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds
+from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
+from transformer_engine.pytorch.functional.linear import activation_linear, linear, noop_cat, normalization_linear
 
-__all__ = ["activation", "activation_kinds"]
+__all__ = [
+    "activation",
+    "activation_kinds",
+    "activation_linear",
+    "gemm",
+    "gemm_accumulate",
+    "linear",
+    "noop_cat",
+    "normalization_linear",
+]

@@ -1,0 +1,137 @@
+// gemm, contract and CPU path. The CPU path is a plain loop that exists to be right: the PyTorch binding takes
+// LibTorch's own product on the CPU.
+#include "transformer_engine/gemm.h"
+
+#include <cmath>
+
+#include "core/device.h"
+#include "core/parallel_for.h"
+#include "core/tensor.h"
+#include "ops/gemm/gemm_problem.h"
+
+namespace te::gemm {
+
+namespace cuda {
+size_t workspace(const te_gemm_problem& problem, const Sizes& sizes);
+void run(const te_gemm_problem& problem, const Sizes& sizes, void* workspace, size_t bytes, te_stream stream);
+}  // namespace cuda
+
+namespace {
+
+float load(const te_tensor& t, int64_t row, int64_t col) {
+  float value = 0.f;
+  dispatch_float(t.dtype, "te_gemm", "a", [&](auto type) { value = to_float(row_ptr<decltype(type)>(t, row)[col]); });
+  return value;
+}
+
+void store(const te_tensor& t, int64_t row, int64_t col, float value) {
+  dispatch_float(t.dtype, "te_gemm", "d", [&](auto type) {
+    using T = decltype(type);
+    row_ptr<T>(t, row)[col] = from_float<T>(value);
+  });
+}
+
+struct Gelu {
+  float value;
+  float slope;
+};
+
+Gelu gelu(float x) {
+  const double u = 0.7978845608028654 * (double(x) + 0.044715 * x * x * double(x));
+  const double t = std::tanh(u);
+  const double du = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * double(x));
+  return {float(0.5 * x * (1.0 + t)), float(0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * du)};
+}
+
+}  // namespace
+
+namespace cpu {
+
+void run(const te_gemm_problem& p, const Sizes& s) {
+  const bool a_along_k = p.layout == TE_GEMM_TN;  // a's rows are outputs, its columns the reduced dimension
+  const bool b_along_k = p.layout != TE_GEMM_NT;
+  parallel_for(s.rows, [&](int64_t row) {
+    for (int64_t col = 0; col < s.cols; ++col) {
+      float sum = 0.f;
+      for (int64_t k = 0; k < s.depth; ++k) {
+        sum +=
+            (a_along_k ? load(p.a, col, k) : load(p.a, k, col)) * (b_along_k ? load(p.b, row, k) : load(p.b, k, row));
+      }
+      if (p.epilogue == TE_GEMM_BIAS || (p.epilogue == TE_GEMM_GELU && p.bias.data != nullptr)) {
+        sum += load(p.bias, 0, col);
+      }
+      if (p.epilogue == TE_GEMM_GELU) {
+        store(p.aux, row, col, sum);
+        sum = gelu(sum).value;
+      } else if (p.epilogue == TE_GEMM_DGELU) {
+        sum *= gelu(load(p.aux, row, col)).slope;
+      }
+      store(p.d, row, col, p.accumulate ? load(p.d, row, col) + sum : sum);
+    }
+    if (p.epilogue == TE_GEMM_BGRAD) {
+      float sum = 0.f;
+      for (int64_t k = 0; k < s.depth; ++k) sum += load(p.b, k, row);
+      store(p.bias, 0, row, sum);
+    }
+  });
+}
+
+}  // namespace cpu
+
+Sizes check_problem(const te_gemm_problem& p) {
+  const char* op = "te_gemm";
+  check_tensor(op, "a", p.a);
+  check_tensor(op, "b", p.b);
+  dispatch_float(p.a.dtype, op, "a", [](auto) {});
+  check_like(op, "b", p.b, p.a);
+  const Sizes s = sizes_of(p);
+  const int64_t depth_of_b = p.layout == TE_GEMM_NT ? p.b.rows : p.b.cols;
+  if (depth_of_b != s.depth) {
+    bad_argument(op, "b", concat(shape_of(p.b), " for a ", shape_of(p.a), " in layout ", layout_name(p.layout)),
+                 concat("a reduced dimension of ", s.depth));
+  }
+  check_shape(op, "d", p.d, s.rows, s.cols);
+  if (p.d.dtype != TE_FLOAT32) check_like(op, "d", p.d, p.a);
+  if (p.d.device != p.a.device) bad_argument(op, "d", concat("on ", device_of(p.d)), device_of(p.a));
+  const bool reads_bias = p.epilogue == TE_GEMM_BIAS || p.epilogue == TE_GEMM_GELU;
+  if (p.epilogue == TE_GEMM_BIAS || p.epilogue == TE_GEMM_BGRAD || (reads_bias && p.bias.data != nullptr)) {
+    check_shape(op, "bias", p.bias, 1, p.epilogue == TE_GEMM_BGRAD ? s.rows : s.cols);
+    if (p.bias.dtype != p.a.dtype && p.bias.dtype != p.d.dtype) check_like(op, "bias", p.bias, p.a);
+    if (p.bias.device != p.a.device) bad_argument(op, "bias", concat("on ", device_of(p.bias)), device_of(p.a));
+  }
+  if (p.epilogue == TE_GEMM_BGRAD && p.layout != TE_GEMM_NT) {
+    bad_argument(op, "epilogue", concat("BGRAD with layout ", layout_name(p.layout)),
+                 "layout NT, where b is a gradient");
+  }
+  if (p.epilogue == TE_GEMM_GELU || p.epilogue == TE_GEMM_DGELU) {
+    check_shape(op, "aux", p.aux, s.rows, s.cols);
+    if (p.aux.dtype != p.d.dtype || p.aux.device != p.d.device) check_like(op, "aux", p.aux, p.d);
+    if (p.accumulate) bad_argument(op, "accumulate", 1, "0 with a gelu epilogue");
+  }
+  return s;
+}
+
+}  // namespace te::gemm
+
+extern "C" {
+
+te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes) {
+  return te::c_guard([&] {
+    using namespace te;
+    const gemm::Sizes sizes = gemm::check_problem(*problem);
+    *bytes = 0;
+    (void)sizes;
+    TE_ON_DEVICE_OF("te_gemm", problem->a, (void)0, *bytes = gemm::cuda::workspace(*problem, sizes));
+  });
+}
+
+te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t workspace_bytes, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    const gemm::Sizes sizes = gemm::check_problem(*problem);
+    TE_ON_DEVICE_OF("te_gemm", problem->a, gemm::cpu::run(*problem, sizes),
+                    gemm::cuda::run(*problem, sizes, workspace, workspace_bytes, stream));
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,17 @@
+// gemm, kernel wrappers that other bindings call. On the CPU the product is LibTorch's own.
+#pragma once
+
+#include "common.h"
+
+namespace te_torch {
+
+// (d, extra) of transformer_engine/gemm.h. epilogue: "none", "bias", "gelu" (extra = the pre-activation), "dgelu" (aux
+// in), "bgrad" (extra = the bias gradient); extra is empty otherwise. Operands are 2-D, or folded to it. d is 2-D.
+std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_view layout, std::string_view epilogue,
+                                const OptionalTensor& bias, const OptionalTensor& aux,
+                                std::optional<at::ScalarType> out_dtype);
+
+// out += the product, in out's dtype (float32 or the operands'). Returns the bias gradient of "bgrad", else empty.
+Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad);
+
+}  // namespace te_torch

@@ -1,0 +1,93 @@
+// See linear_core.h. The arithmetic is the gemm room's; here are the shapes, the checks and the schemas.
+#include "linear_core.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <torch/library.h>
+
+#include "gemm.h"
+
+namespace te_torch {
+
+namespace {
+
+c10::SymDimVector with_last(const Tensor& t, const c10::SymInt& last) {
+  c10::SymDimVector shape(t.sym_sizes().begin(), t.sym_sizes().end());
+  shape.back() = last;
+  return shape;
+}
+
+void check_operands(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK_VALUE(weight.dim() == 2, "linear: argument 'weight' has shape ", weight.sym_sizes(),
+                    ", wanted [out_features, in_features].");
+  check_last_dim(x, weight.sym_size(1), "linear", "x");
+  check_same(weight, x, "linear", "weight");
+  if (bias.has_value()) {
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "linear: argument 'bias' has shape ",
+                      bias->sym_sizes(), ", wanted [", weight.sym_size(0), "].");
+    check_same(*bias, x, "linear", "bias");
+  }
+}
+
+Tensor unfold(const Tensor& d, const Tensor& like, int64_t last) {
+  auto shape = like.sizes().vec();
+  shape.back() = last;
+  return d.view(shape);
+}
+
+Tensor linear_fwd_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  check_operands(x, weight, bias);
+  return x.new_empty_symint(with_last(x, weight.sym_size(0)));
+}
+
+Tensor linear_dgrad_meta(const Tensor& dy, const Tensor& weight) {
+  return dy.new_empty_symint(with_last(dy, weight.sym_size(1)));
+}
+
+std::tuple<Tensor, Tensor> linear_wgrad_meta(const Tensor& dy, const Tensor& x, bool with_bias) {
+  const Tensor dbias = with_bias ? dy.new_empty_symint({dy.sym_size(-1)}) : dy.new_empty({0});
+  return {dy.new_empty_symint({dy.sym_size(-1), x.sym_size(-1)}), dbias};
+}
+
+}  // namespace
+
+Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  check_operands(x, weight, bias);
+  dtype_of(x, "linear", "x");
+  if (x.is_cpu()) return at::linear(x, weight, bias);
+  const auto d =
+      std::get<0>(gemm(weight, x, "TN", bias.has_value() ? "bias" : "none", bias, std::nullopt, std::nullopt));
+  return unfold(d, x, weight.size(0));
+}
+
+Tensor linear_dgrad(const Tensor& dy, const Tensor& weight) {
+  return unfold(std::get<0>(gemm(weight, dy, "NN", "none", std::nullopt, std::nullopt, std::nullopt)), dy,
+                weight.size(1));
+}
+
+std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool with_bias) {
+  return gemm(x, dy, "NT", with_bias ? "bgrad" : "none", std::nullopt, std::nullopt, std::nullopt);
+}
+
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def("linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linear_dgrad(Tensor dy, Tensor weight) -> Tensor");
+  m.def("linear_wgrad(Tensor dy, Tensor x, bool with_bias) -> (Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(te, CPU, m) {
+  m.impl("linear_fwd", linear_fwd);
+  m.impl("linear_dgrad", linear_dgrad);
+  m.impl("linear_wgrad", linear_wgrad);
+}
+TORCH_LIBRARY_IMPL(te, CUDA, m) {
+  m.impl("linear_fwd", linear_fwd);
+  m.impl("linear_dgrad", linear_dgrad);
+  m.impl("linear_wgrad", linear_wgrad);
+}
+TORCH_LIBRARY_IMPL(te, Meta, m) {
+  m.impl("linear_fwd", linear_fwd_meta);
+  m.impl("linear_dgrad", linear_dgrad_meta);
+  m.impl("linear_wgrad", linear_wgrad_meta);
+}
+
+}  // namespace te_torch

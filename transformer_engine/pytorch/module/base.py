@@ -1,0 +1,129 @@
+"""What every module shares: parameters and their initialisation, the options that have not landed, checkpoint state.
+No module's arithmetic is here."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+import torch
+
+InitMethod = Callable[[torch.Tensor], object]
+
+
+def default_init(weight: torch.Tensor) -> None:
+    """Weights unless init_method says otherwise: normal(0, 0.023)."""
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device a module is built on: what was asked for, else CUDA where there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def refuse(op: str, capability: str, **arguments: object) -> None:
+    """Raise for an argument that asks for something this version cannot do and that would change the result."""
+    for name, value in arguments.items():
+        if value:
+            raise NotImplementedError(
+                f"{op}: argument '{name}' is {value!r}, but {capability} is not available in this version; "
+                f"leave '{name}' at its default."
+            )
+
+
+def refuse_parallel(op: str, *, tp_size: int, **overlap: object) -> None:
+    """Tensor parallelism and its overlap: refused by name until they land."""
+    if tp_size != 1:
+        raise NotImplementedError(
+            f"{op}: argument 'tp_size' is {tp_size}, but tensor parallelism is not available in this version; use 1."
+        )
+    refuse(op, "overlap of tensor-parallel communication", **overlap)
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`."""
+
+    def _setup(
+        self,
+        *,
+        params_dtype: torch.dtype | None,
+        device: torch.device | str | int | None,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.name = name
+        self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        self.device = resolve_device(device)
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = rng_tracker_name
+        self._initializers: dict[str, InitMethod] = {}
+        self._tags: dict[str, dict[str, object]] = {}
+
+    def _declare(self, name: str, shape: Iterable[int], init: InitMethod, **tags: object) -> None:
+        """Registers a parameter; `tags` become attributes on it (tensor_model_parallel, sequence_parallel, ...)."""
+        self._declare_rows({name: None}, tuple(shape), init, **tags)
+
+    def _declare_rows(
+        self, splits: dict[str, int | None], shape: tuple[int, ...], init: InitMethod, **tags: object
+    ) -> None:
+        """Registers parameters that are consecutive rows of one buffer, so that noop_cat joins them without a copy."""
+        buffer = torch.empty(shape, dtype=self.params_dtype, device=self.device)
+        first = 0
+        for name, rows in splits.items():
+            part = buffer if rows is None else buffer[first : first + rows]
+            first += 0 if rows is None else rows
+            self.register_parameter(name, torch.nn.Parameter(part))
+            self._initializers[name] = init
+            self._tags[name] = tags
+            self._tag(name)
+
+    def _tag(self, name: str) -> None:
+        for tag, value in self._tags[name].items():
+            setattr(getattr(self, name), tag, value)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialises the parameters in their order; those on the meta device are first made on a real one. With
+        defer_init nothing happens, so that a meta module stays meta."""
+        if defer_init:
+            return
+        for name, init in self._initializers.items():
+            parameter = getattr(self, name)
+            if parameter.device.type == "meta":
+                target = resolve_device(None) if self.device.type == "meta" else self.device
+                parameter = torch.nn.Parameter(torch.empty_like(parameter, device=target), parameter.requires_grad)
+                setattr(self, name, parameter)
+                self._tag(name)
+            fork = nullcontext()
+            if self.get_rng_state_tracker is not None and init is not torch.nn.init.zeros_:
+                tracker = self.get_rng_state_tracker()
+                fork = tracker.fork() if self.rng_tracker_name is None else tracker.fork(self.rng_tracker_name)
+            with fork, torch.no_grad():
+                init(parameter)
+
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """Remembers the group; without tensor parallelism nothing is communicated over it."""
+        self.tp_group = tp_group
+
+    def need_backward_dw(self) -> bool:
+        """Whether backward_dw() has weight gradients left to compute."""
+        return False
+
+    # State beyond parameters: one uint8 tensor, empty as long as there is no quantization state.
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        if state is not None and state.numel() > 0:
+            raise NotImplementedError(
+                f"{type(self).__name__}: the checkpoint carries {state.numel()} bytes of quantization state under "
+                "'_extra_state', but quantization is not available in this version; drop that key to load the rest."
+            )
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        # Checkpoints of plain modules have no extra state, and load all the same.
+        key = prefix + "_extra_state"
+        if key in missing:
+            missing.remove(key)

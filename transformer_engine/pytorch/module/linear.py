@@ -1,0 +1,174 @@
+"""Linear: a drop-in for torch.nn.Linear on the fused core."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.module.base import (
+    InitMethod,
+    TransformerEngineBaseModule,
+    default_init,
+    refuse,
+    refuse_parallel,
+)
+
+ParametersSplit = Iterable[str] | Mapping[str, int] | None
+
+
+def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[str, int]:
+    """Name prefix -> rows: {"": rows} without a split, equal parts for a list of names, what a mapping says."""
+    if not parameters_split:
+        return {"": rows}
+    if isinstance(parameters_split, Mapping):
+        splits = dict(parameters_split)
+    else:
+        names = list(parameters_split)
+        if rows % len(names):
+            raise ValueError(
+                f"{op}: argument 'parameters_split' has {len(names)} names, which do not divide out_features {rows}; "
+                "pass a dict of sizes."
+            )
+        splits = {name: rows // len(names) for name in names}
+    if sum(splits.values()) != rows:
+        raise ValueError(
+            f"{op}: argument 'parameters_split' adds up to {sum(splits.values())} rows, wanted out_features {rows}."
+        )
+    return {name.removesuffix("_") + "_": n for name, n in splits.items()}
+
+
+class SplitWeights(TransformerEngineBaseModule):
+    """A module whose weight and bias may be several parameters, rows of one matrix."""
+
+    def _declare_linear(
+        self,
+        parameters_split: ParametersSplit,
+        *,
+        bias: bool,
+        init_method: InitMethod | None,
+        parallel_mode: str | None,
+        sequence_parallel: bool,
+    ) -> None:
+        op = type(self).__name__
+        if parallel_mode not in (None, "column", "row"):
+            raise ValueError(f"{op}: argument 'parallel_mode' is {parallel_mode!r}, wanted None, 'column' or 'row'.")
+        splits = split_rows(op, parameters_split, self.out_features)
+        parallel = parallel_mode is not None
+        dim = 1 if parallel_mode == "row" else 0
+        self.weight_names = [prefix + "weight" for prefix in splits]
+        self.bias_names = [prefix + "bias" for prefix in splits] if bias else []
+        rows = list(splits.values())
+        self._declare_rows(
+            dict(zip(self.weight_names, rows, strict=True)),
+            (self.out_features, self.in_features),
+            init_method or default_init,
+            tensor_model_parallel=parallel,
+            partition_dim=dim if parallel else -1,
+            partition_stride=1,
+        )
+        if bias:
+            on_row = {"sequence_parallel": sequence_parallel} if parallel_mode == "row" else {}
+            self._declare_rows(
+                dict(zip(self.bias_names, rows, strict=True)),
+                (self.out_features,),
+                torch.nn.init.zeros_,
+                tensor_model_parallel=parallel_mode == "column",
+                partition_dim=0 if parallel_mode == "column" else -1,
+                partition_stride=1,
+                **on_row,
+            )
+
+    def _joined(self, names: list[str]) -> torch.Tensor | None:
+        return F.noop_cat([getattr(self, name) for name in names]) if names else None
+
+
+class Linear(SplitWeights):
+    """y = x weight^T + bias. Parameters `weight`, `bias`, or `<split>_weight`, `<split>_bias` with parameters_split.
+
+    With return_bias the bias is not added but returned: (y, bias). Shapes: x [..., in_features] -> [..., out_features].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: ParametersSplit = None,
+        device: torch.device | str | int | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_parallel(
+            "Linear",
+            tp_size=tp_size,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        refuse("Linear", "fused weight-gradient accumulation", fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        refuse("Linear", "delayed weight gradients", delay_wgrad_compute=delay_wgrad_compute)
+        self._setup(
+            params_dtype=params_dtype,
+            device=device,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            name=name,
+        )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.parallel_mode = parallel_mode
+        self.tp_size = tp_size
+        self.tp_group = tp_group
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input  # nothing to choose between while inputs are not quantized
+        self.ub_name = ub_name
+        self._declare_linear(
+            parameters_split,
+            bias=bias,
+            init_method=init_method,
+            parallel_mode=parallel_mode,
+            sequence_parallel=self.sequence_parallel,
+        )
+        self.reset_parameters(defer_init=self.device.type == "meta")
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """is_first_microbatch only matters to quantized weights and fused accumulation, and is accepted without."""
+        refuse("Linear", "FP8", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        bias = self._joined(self.bias_names)
+        out = F.linear(inp, self._joined(self.weight_names), bias if self.apply_bias else None)
+        return (out, bias) if self.return_bias else out
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
