@@ -43,6 +43,7 @@ inline void cuda_ok(cudaError_t status) {
 
 inline bool has_gpu() {
 #if defined(TE_WITH_CUDA)
+  if (!te_built_with_cuda()) return false;  // the engine under test may be another build than the tests
   int count = 0;
   const bool found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
   if (!found) cudaGetLastError();  // the failure is the answer; leave no error behind

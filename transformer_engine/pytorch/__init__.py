@@ -1,4 +1,4 @@
-"""Fused transformer modules for PyTorch, API-compatible with Transformer Engine. `import transformer_engine.pytorch as te`.
+"""Fused transformer modules for PyTorch, API-compatible with Transformer Engine; `import transformer_engine.pytorch as te`.
 
 Importing needs no GPU, no driver and no toolkit, and initialises no CUDA."""
 
