@@ -59,10 +59,12 @@ class DeviceGuard {
 
 #else
 
-#define TE_ON_DEVICE_OF(op, tensor, cpu_call, cuda_call) \
-  do {                                                   \
-    if ((tensor).device != TE_DEVICE_CPU) no_cuda(op);   \
-    cpu_call;                                            \
+// cuda_call is looked at but not compiled in: it uses the entry's `stream`, and must not rot.
+#define TE_ON_DEVICE_OF(op, tensor, cpu_call, cuda_call)     \
+  do {                                                       \
+    static_cast<void>(sizeof((cuda_call, 0)));               \
+    if ((tensor).device != TE_DEVICE_CPU) ::te::no_cuda(op); \
+    cpu_call;                                                \
   } while (0)
 
 #endif
