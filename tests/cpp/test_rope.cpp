@@ -1,0 +1,467 @@
+// rope through the C API, on every device here: values and gradients against a long double oracle, strides of every
+// layout, what is copied, in place, start positions, errors. Mutant: let an element's sine weigh its own output in
+// backward too (fill_angles: low_weighs = out.low_weight) and BackwardIsTheTranspose turns red.
+#include "transformer_engine/rope.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "device_buffer.h"
+#include "ops/rope/rope_math.h"
+
+namespace te {
+namespace {
+
+using testing::Buffer;
+using Real = long double;
+
+// Half a unit of the dtype, relative and at the bottom of its range.
+template <class T>
+struct Rounding;
+template <>
+struct Rounding<float> {
+  static constexpr double kRelative = 0x1p-24, kAbsolute = 0x1p-150;
+};
+template <>
+struct Rounding<fp16> {
+  static constexpr double kRelative = 0x1p-11, kAbsolute = 0x1p-25;
+};
+template <>
+struct Rounding<bf16> {
+  static constexpr double kRelative = 0x1p-8, kAbsolute = 0x1p-134;
+};
+
+enum Layout { kSbhd, kBshd, kPacked };  // kPacked: inputs [seq, batch, groups, (g + 2) * head_dim], outputs bshd
+
+struct Case {
+  int64_t seq, batch, q_heads, k_heads, v_heads, head_dim, rot_dim;
+  bool interleaved = false;
+  Layout layout = kSbhd;
+  bool own_k_freqs = false;
+  bool starts = false;
+};
+
+// 16-byte access and elementwise access on the GPU, whole and partial rotation, half a copied slot, one and several
+// positions a block, more heads than one pass takes, more slots than a block takes, nothing at all.
+const Case kCases[] = {
+    {5, 3, 32, 8, 0, 128, 128},
+    {5, 3, 32, 8, 0, 128, 128, true},
+    {3, 2, 8, 2, 2, 128, 64, false, kPacked},
+    {3, 2, 8, 2, 2, 64, 32, true, kPacked, true, true},
+    {9, 4, 1, 1, 0, 64, 64, false, kBshd, true, true},
+    {2, 1, 3, 0, 0, 24, 16, true, kBshd},
+    {2, 3, 2, 1, 1, 24, 16, false, kBshd},
+    {4, 2, 3, 2, 1, 65, 64, false, kSbhd, true},
+    {4, 2, 3, 2, 1, 67, 6, true, kBshd, false, true},
+    {1, 1, 1, 0, 0, 2, 2},
+    {2, 2, 90, 6, 6, 128, 96, false, kSbhd, true},
+    {2, 2, 5, 2, 0, 301, 300, true, kBshd, true},
+    {2, 1, 5, 2, 1, 2560, 2560, false, kSbhd, false, true},
+    {2, 1, 5, 2, 1, 2304, 2112, true},
+    {3, 2, 2, 2, 0, 16, 0},
+    {0, 3, 2, 1, 0, 16, 8},
+    {3, 0, 2, 1, 1, 16, 8},
+    {3, 2, 0, 0, 0, 16, 8},
+    {3, 2, 0, 4, 0, 32, 32},
+    {3, 2, 2, 1, 0, 0, 0},
+};
+
+int64_t heads_of(const Case& c, int part) { return part == 0 ? c.q_heads : part == 1 ? c.k_heads : c.v_heads; }
+
+// Random data of one case, in the memory of one device. Parts are q, k, v.
+template <class T>
+class Problem {
+ public:
+  Problem(int32_t device, const Case& c, bool backward = false) : c(c) {
+    std::mt19937_64 engine(7);
+    std::normal_distribution<double> normal;
+    const int64_t positions = c.seq * c.batch;
+    const int64_t all = (c.q_heads + c.k_heads + c.v_heads) * positions * c.head_dim;
+    std::vector<double> values;
+    for (int64_t i = 0; i < all; ++i) values.push_back(normal(engine));
+    x = testing::rounded<T>(values);
+    in = std::make_unique<Buffer<T>>(device, 1, all);
+    in->fill(x);
+    rows = c.seq + (c.starts ? 4 : 0);
+    for (auto& f : freqs) {
+      // From tiny to 1e5, each element its own.
+      std::uniform_real_distribution<double> exponent(-6, 5);
+      std::vector<float> angles;
+      for (int64_t i = 0; i < rows * c.rot_dim; ++i) {
+        angles.push_back(float(std::pow(10, exponent(engine)) * (i % 3 == 0 ? -1 : 1)));
+      }
+      f.host = angles;
+      f.memory = std::make_unique<Buffer<float>>(device, rows, c.rot_dim, c.rot_dim + 3);
+      f.memory->fill(angles);
+    }
+    for (int64_t b = 0; b < c.batch; ++b) start_host.push_back(c.starts ? int32_t((b * 3) % 5) : 0);
+    start = std::make_unique<Buffer<int32_t>>(device, 1, c.batch);
+    start->fill(start_host);
+
+    plan.seq = c.seq;
+    plan.batch = c.batch;
+    plan.q_heads = c.q_heads;
+    plan.k_heads = c.k_heads;
+    plan.v_heads = c.v_heads;
+    plan.head_dim = c.head_dim;
+    plan.rot_dim = c.rot_dim;
+    plan.interleaved = c.interleaved;
+    plan.backward = backward;
+    plan.dtype = testing::kDtype<T>;
+    plan.device = device;
+    te_rope_tensor* const inputs[] = {&plan.q, &plan.k, &plan.v};
+    te_rope_tensor* const outputs[] = {&plan.q_out, &plan.k_out, &plan.v_out};
+    int64_t before = 0;
+    for (int part = 0; part < 3; ++part) {
+      const int64_t heads = heads_of(c, part);
+      out[part] = std::make_unique<Buffer<T>>(device, 1, positions * heads * c.head_dim);
+      *inputs[part] = dense(in->data() + before, c.layout, heads);
+      *outputs[part] = dense(out[part]->data(), c.layout, heads);
+      before += positions * heads * c.head_dim;
+    }
+    if (c.layout == kPacked) pack();
+    plan.q_freqs = freqs[0].memory->tensor();
+    if (c.own_k_freqs) plan.k_freqs = freqs[1].memory->tensor();
+    if (c.starts) plan.start_positions = start->tensor();
+  }
+
+  te_rope_tensor dense(T* data, Layout layout, int64_t heads) const {
+    const int64_t token = heads * c.head_dim;
+    if (layout == kSbhd) return {data, c.batch * token, token, c.head_dim, 0, 0};
+    return {data, token, c.seq * token, c.head_dim, 0, 0};
+  }
+
+  // [seq, batch, groups, (g + 1 + 1) * head_dim]: g heads of q, one of k, one of v in each group.
+  void pack() {
+    const int64_t g = c.q_heads / c.k_heads;
+    const int64_t group = (g + 2) * c.head_dim;
+    const int64_t token = c.k_heads * group;
+    plan.q = {in->data(), c.batch * token, token, c.head_dim, group, g};
+    plan.k = {in->data() + g * c.head_dim, c.batch * token, token, group, 0, 0};
+    plan.v = {in->data() + (g + 1) * c.head_dim, c.batch * token, token, group, 0, 0};
+  }
+
+  // The oracle's view of the data: offset of an element of a tensor whose memory starts at `base`.
+  static int64_t offset(const te_rope_tensor& t, const T* base, int64_t s, int64_t b, int64_t h) {
+    const int64_t g = t.heads_per_group;
+    const int64_t head = g == 0 ? h * t.head_stride : h / g * t.group_stride + h % g * t.head_stride;
+    return static_cast<const T*>(t.data) - base + s * t.seq_stride + b * t.batch_stride + head;
+  }
+
+  Real angle(int part, int64_t s, int64_t b, int64_t i) const {
+    const auto& f = freqs[part == 1 && c.own_k_freqs ? 1 : 0];
+    return f.host[size_t((s + start_host[size_t(b)]) * c.rot_dim + i)];
+  }
+
+  int64_t partner(int64_t i) const {
+    const int64_t half = c.rot_dim / 2;
+    return c.interleaved ? (i ^ 1) : i < half ? i + half : i - half;
+  }
+  bool is_low(int64_t i) const { return c.interleaved ? i % 2 == 0 : i < c.rot_dim / 2; }
+
+  // Every element of every output: got == wanted, within the bound or (copied ones) bit for bit.
+  void expect_oracle() const {
+    const te_rope_tensor* const inputs[] = {&plan.q, &plan.k, &plan.v};
+    const te_rope_tensor* const outputs[] = {&plan.q_out, &plan.k_out, &plan.v_out};
+    for (int part = 0; part < 3; ++part) {
+      const std::vector<T> got = out[part]->read();
+      EXPECT_TRUE(out[part]->padding_untouched());
+      for_each(part, [&](int64_t s, int64_t b, int64_t h, int64_t i) {
+        const T* x_head = x.data() + offset(*inputs[part], in->data(), s, b, h);
+        const T y = got[size_t(offset(*outputs[part], out[part]->data(), s, b, h) + i)];
+        const std::string what = concat("part ", part, " s ", s, " b ", b, " h ", h, " i ", i);
+        if (part == 2 || i >= c.rot_dim) {
+          ASSERT_EQ(std::memcmp(&y, x_head + i, sizeof(T)), 0) << what;
+          return;
+        }
+        // Forward: y[i] = x[i] cos(a[i]) -+ x[p] sin(a[i]). The transpose's row i is the forward's column i, where x[p]
+        // meets the sine of p's angle with p's sign.
+        const int64_t p = partner(i);
+        const Real own = double(to_float(x_head[i])), other = double(to_float(x_head[p]));
+        const Real sine = plan.backward ? std::sin(angle(part, s, b, p)) * (is_low(p) ? -1 : 1)
+                                        : std::sin(angle(part, s, b, i)) * (is_low(i) ? -1 : 1);
+        const Real want = own * std::cos(angle(part, s, b, i)) + other * sine;
+        // With u = 2^-24: sine and cosine are within 2 u, the product and the sum round by u each, so the result is
+        // within 4 u (|x| + |partner|) before the store's half unit.
+        const Real before = 4 * Real(0x1p-24) * (std::fabs(own) + std::fabs(other));
+        const Real bound = before + Rounding<T>::kRelative * (std::fabs(want) + before) + Rounding<T>::kAbsolute;
+        ASSERT_LE(std::fabs(Real(to_float(y)) - want), bound) << what << " got " << to_float(y) << " want " << want;
+      });
+    }
+  }
+
+  template <class F>
+  void for_each(int part, F&& f) const {
+    for (int64_t s = 0; s < c.seq; ++s) {
+      for (int64_t b = 0; b < c.batch; ++b) {
+        for (int64_t h = 0; h < heads_of(c, part); ++h) {
+          for (int64_t i = 0; i < c.head_dim; ++i) {
+            f(s, b, h, i);
+            if (::testing::Test::HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+
+  struct Freqs {
+    std::vector<float> host;
+    std::unique_ptr<Buffer<float>> memory;
+  };
+  Case c;
+  te_rope_plan plan{};
+  int64_t rows = 0;
+  std::vector<T> x;
+  std::unique_ptr<Buffer<T>> in, out[3];
+  Freqs freqs[2];
+  std::vector<int32_t> start_host;
+  std::unique_ptr<Buffer<int32_t>> start;
+};
+
+template <class F>
+void for_dtypes(F&& f) {
+  f(float{});
+  f(fp16{});
+  f(bf16{});
+}
+
+std::string describe(const Case& c) {
+  return concat("[", c.seq, ", ", c.batch, ", ", c.q_heads, "+", c.k_heads, "+", c.v_heads, ", ", c.head_dim, "] rot ",
+                c.rot_dim, c.interleaved ? " interleaved" : "");
+}
+
+class Rope : public ::testing::TestWithParam<int32_t> {};
+
+INSTANTIATE_TEST_SUITE_P(On, Rope, ::testing::ValuesIn(testing::devices()), testing::device_name);
+
+void expect_all_cases(int32_t device, bool backward) {
+  for (const Case& c : kCases) {
+    for_dtypes([&](auto t) {
+      SCOPED_TRACE(concat(describe(c), " ", te_dtype_name(testing::kDtype<decltype(t)>)));
+      Problem<decltype(t)> problem(device, c, backward);
+      TE_ASSERT_OK(te_rope_apply(&problem.plan, nullptr));
+      problem.expect_oracle();
+    });
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
+
+TEST_P(Rope, ForwardMatchesTheOracle) { expect_all_cases(GetParam(), false); }
+
+TEST_P(Rope, BackwardIsTheTranspose) { expect_all_cases(GetParam(), true); }
+
+TEST_P(Rope, InPlaceGivesTheSameBits) {
+  for (const Case& c : kCases) {
+    SCOPED_TRACE(describe(c));
+    Problem<bf16> apart(GetParam(), c), in_place(GetParam(), c);
+    TE_ASSERT_OK(te_rope_apply(&apart.plan, nullptr));
+    in_place.plan.q_out = in_place.plan.q;
+    in_place.plan.k_out = in_place.plan.k;
+    in_place.plan.v_out = in_place.plan.v;
+    TE_ASSERT_OK(te_rope_apply(&in_place.plan, nullptr));
+    const std::vector<bf16> got = in_place.in->read();
+    const te_rope_tensor* const inputs[] = {&apart.plan.q, &apart.plan.k, &apart.plan.v};
+    const te_rope_tensor* const outputs[] = {&apart.plan.q_out, &apart.plan.k_out, &apart.plan.v_out};
+    for (int part = 0; part < 3; ++part) {
+      const std::vector<bf16> want = apart.out[part]->read();
+      apart.for_each(part, [&](int64_t s, int64_t b, int64_t h, int64_t i) {
+        const int64_t from = apart.offset(*inputs[part], apart.in->data(), s, b, h) + i;
+        const int64_t to = apart.offset(*outputs[part], apart.out[part]->data(), s, b, h) + i;
+        ASSERT_EQ(got[size_t(from)].bits, want[size_t(to)].bits) << "part " << part << " i " << i;
+      });
+    }
+  }
+}
+
+// Gradients of a sum arrive with strides of 0: one token's head stands for all.
+TEST_P(Rope, ReadsStridesOfZero) {
+  const Case c{6, 3, 4, 2, 0, 32, 32};
+  Problem<float> repeated(GetParam(), c), spelled(GetParam(), c);
+  for (te_rope_tensor* t : {&repeated.plan.q, &repeated.plan.k}) t->seq_stride = t->batch_stride = t->head_stride = 0;
+  repeated.plan.k.data = repeated.plan.q.data;
+  std::vector<float> head(spelled.x.begin(), spelled.x.begin() + c.head_dim), all;
+  while (all.size() < spelled.x.size()) all.insert(all.end(), head.begin(), head.end());
+  spelled.in->fill(all);
+  TE_ASSERT_OK(te_rope_apply(&repeated.plan, nullptr));
+  TE_ASSERT_OK(te_rope_apply(&spelled.plan, nullptr));
+  EXPECT_EQ(repeated.out[0]->read(), spelled.out[0]->read());
+  EXPECT_EQ(repeated.out[1]->read(), spelled.out[1]->read());
+}
+
+// What is not rotated is moved as bits: NaN payloads, subnormals and all.
+TEST_P(Rope, CopiesBits) {
+  for (const int64_t rot_dim : {0, 16, 6}) {
+    const Case c{3, 2, 2, 1, 2, 64, rot_dim};
+    Problem<fp16> problem(GetParam(), c);
+    std::mt19937 engine(3);
+    for (fp16& v : problem.x) v.bits = uint16_t(engine());
+    problem.in->fill(problem.x);
+    TE_ASSERT_OK(te_rope_apply(&problem.plan, nullptr));
+    const te_rope_tensor* const inputs[] = {&problem.plan.q, &problem.plan.k, &problem.plan.v};
+    const te_rope_tensor* const outputs[] = {&problem.plan.q_out, &problem.plan.k_out, &problem.plan.v_out};
+    for (int part = 0; part < 3; ++part) {
+      const std::vector<fp16> got = problem.out[part]->read();
+      problem.for_each(part, [&](int64_t s, int64_t b, int64_t h, int64_t i) {
+        if (part < 2 && i < rot_dim) return;
+        const int64_t from = problem.offset(*inputs[part], problem.in->data(), s, b, h) + i;
+        const int64_t to = problem.offset(*outputs[part], problem.out[part]->data(), s, b, h) + i;
+        ASSERT_EQ(got[size_t(to)].bits, problem.x[size_t(from)].bits);
+      });
+    }
+  }
+}
+
+TEST_P(Rope, NonFiniteValuesAndAnglesPropagate) {
+  const Case c{4, 1, 1, 0, 0, 4, 4};
+  Problem<float> problem(GetParam(), c);
+  const float inf = std::numeric_limits<float>::infinity(), nan = std::nanf("");
+  problem.in->fill({inf, 1, 2, 3, nan, 1, 2, 3, 1, 1, 1, 1, 1, 1, 1, 1});
+  problem.freqs[0].memory->fill({0, 0, 0, 0, 0, 0, 0, 0, inf, 0, 0, 0, 0x1p31f, 0, 0, 0});
+  TE_ASSERT_OK(te_rope_apply(&problem.plan, nullptr));
+  const std::vector<float> y = problem.out[0]->read();
+  EXPECT_EQ(y[0], inf);           // inf * 1 - 2 * 0
+  EXPECT_TRUE(std::isnan(y[2]));  // 2 * 1 + inf * 0
+  EXPECT_TRUE(std::isnan(y[4]) && std::isnan(y[6]));
+  EXPECT_TRUE(std::isnan(y[8]) && y[10] == 1);   // only the element whose angle it is
+  EXPECT_TRUE(std::isnan(y[12]) && y[14] == 1);  // finite, and beyond 2^30
+  EXPECT_EQ(y[1], 1);
+}
+
+TEST_P(Rope, DevicesGiveTheSameBits) {
+  if (GetParam() == TE_DEVICE_CPU) GTEST_SKIP() << "compares a GPU with the CPU";
+  for (const Case& c : kCases) {
+    for_dtypes([&](auto t) {
+      SCOPED_TRACE(describe(c));
+      Problem<decltype(t)> cpu(TE_DEVICE_CPU, c), gpu(GetParam(), c);
+      TE_ASSERT_OK(te_rope_apply(&cpu.plan, nullptr));
+      TE_ASSERT_OK(te_rope_apply(&gpu.plan, nullptr));
+      for (int part = 0; part < 3; ++part) {
+        const auto want = cpu.out[part]->read(), got = gpu.out[part]->read();
+        ASSERT_EQ(std::memcmp(got.data(), want.data(), got.size() * sizeof(got[0])), 0) << "part " << part;
+      }
+    });
+  }
+}
+
+// Sine and cosine themselves: random angles of every magnitude, and those nearest to multiples of pi / 2.
+TEST(RopeMath, SineAndCosineAreWithinTheirBound) {
+  std::mt19937_64 engine(5);
+  std::uniform_real_distribution<double> exponent(-40, 30);
+  const Real half_pi = std::acos(Real(-1)) / 2;
+  Real worst = 0;
+  const auto check = [&worst](float angle) {
+    const rope::SinCos got = rope::sin_cos(angle);
+    worst = std::max({worst, std::fabs(got.sin - std::sin(Real(angle))), std::fabs(got.cos - std::cos(Real(angle)))});
+  };
+  for (int i = 0; i < 1000000; ++i) {
+    const float angle = float(std::exp2(exponent(engine)));
+    check(i % 2 ? angle : -angle);
+    const float multiple = float(std::round(Real(angle) / half_pi) * half_pi);
+    for (const float near : {multiple, std::nextafter(multiple, 0.f), std::nextafter(multiple, 2e9f)}) {
+      if (near <= rope::kMaxAngle) check(near);
+    }
+  }
+  EXPECT_LE(worst, Real(0x1p-23));
+  EXPECT_EQ(rope::sin_cos(0.f).sin, 0.f);
+  EXPECT_EQ(rope::sin_cos(0.f).cos, 1.f);
+  EXPECT_TRUE(std::isnan(rope::sin_cos(std::nextafter(rope::kMaxAngle, 2e9f)).sin));
+}
+
+// Offsets beyond 2^32 bytes and 2^31 elements. The pages between are never touched, so they cost nothing.
+TEST(RopeCpu, OffsetsAre64Bit) {
+  constexpr int64_t kStride = int64_t(3) << 30;
+  constexpr size_t kBytes = size_t(kStride + 64) * sizeof(float);
+  const auto reserve = [] {
+    void* p = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    EXPECT_NE(p, MAP_FAILED);
+    return static_cast<float*>(p);
+  };
+  float* x = reserve();
+  float* y = reserve();
+  float angles[4] = {0.5f, 0.5f, 0.5f, 0.5f};
+  x[kStride] = 3;
+  te_rope_plan plan{};
+  plan.seq = 2;
+  plan.batch = plan.q_heads = 1;
+  plan.head_dim = plan.rot_dim = 2;
+  plan.dtype = TE_FLOAT32;
+  plan.device = TE_DEVICE_CPU;
+  plan.q = {x, kStride, 0, 0, 0, 0};
+  plan.q_out = {y, kStride, 0, 0, 0, 0};
+  plan.q_freqs = {angles, 2, 2, 2, TE_FLOAT32, TE_DEVICE_CPU};
+  TE_EXPECT_OK(te_rope_apply(&plan, nullptr));
+  EXPECT_NEAR(y[kStride], 3 * std::cos(0.5), 1e-6);
+  EXPECT_NEAR(y[kStride + 1], 3 * std::sin(0.5), 1e-6);
+  EXPECT_EQ(y[0], 0);
+  munmap(x, kBytes);
+  munmap(y, kBytes);
+}
+
+TEST_P(Rope, StartPositionsOutsideOfFreqsAreSeen) {
+  const Case c{2, 2, 2, 1, 0, 16, 16, false, kSbhd, false, true};  // freqs has 6 rows
+  for (const int32_t bad : {-1, 5}) {
+    Problem<float> problem(GetParam(), c);
+    problem.start->fill({4, bad});
+    if (GetParam() == TE_DEVICE_CPU) {
+      EXPECT_EQ(te_rope_apply(&problem.plan, nullptr), TE_INVALID_ARGUMENT);
+      EXPECT_NE(std::string(te_last_error()).find("plan.start_positions"), std::string::npos) << te_last_error();
+      continue;
+    }
+    TE_ASSERT_OK(te_rope_apply(&problem.plan, nullptr));
+    const std::vector<float> y = problem.out[0]->read();
+    const int64_t token = c.q_heads * c.head_dim;
+    const int64_t s = bad < 0 ? 0 : 1;  // the one row outside
+    for (int64_t i = 0; i < 2 * c.batch * token; ++i) {
+      const bool outside = i / token == s * c.batch + 1;
+      ASSERT_EQ(std::isnan(y[size_t(i)]), outside) << i;
+    }
+  }
+}
+
+TEST_P(Rope, BadPlansAreNamed) {
+  const Case c{4, 2, 4, 2, 2, 16, 8, false, kSbhd, true, true};
+  const struct {
+    const char* argument;
+    std::function<void(te_rope_plan&)> spoil;
+  } mistakes[] = {
+      {"plan.seq", [](te_rope_plan& p) { p.seq = -1; }},
+      {"plan.k_heads", [](te_rope_plan& p) { p.k_heads = -2; }},
+      {"plan.rot_dim", [](te_rope_plan& p) { p.rot_dim = 7; }},
+      {"plan.rot_dim", [](te_rope_plan& p) { p.rot_dim = 18; }},
+      {"plan.dtype", [](te_rope_plan& p) { p.dtype = TE_INT32; }},
+      {"plan.q", [](te_rope_plan& p) { p.q.data = nullptr; }},
+      {"plan.v_out", [](te_rope_plan& p) { p.v_out.data = nullptr; }},
+      {"plan.k", [](te_rope_plan& p) { p.k.seq_stride = -1; }},
+      {"plan.q_out", [](te_rope_plan& p) { p.q_out.head_stride = 15; }},
+      {"plan.k_out", [](te_rope_plan& p) { p.k_out.batch_stride = 0; }},
+      {"plan.q", [](te_rope_plan& p) { p.q.heads_per_group = 3; }},
+      {"plan.q_out", [](te_rope_plan& p) { p.q_out.heads_per_group = 2; }},  // group_stride is 0
+      {"plan.q_freqs", [](te_rope_plan& p) { p.q_freqs.rows = 3; }},
+      {"plan.q_freqs", [](te_rope_plan& p) { p.q_freqs.dtype = TE_BFLOAT16; }},
+      {"plan.q_freqs", [](te_rope_plan& p) { p.q_freqs = te_tensor{}; }},
+      {"plan.k_freqs", [](te_rope_plan& p) { p.k_freqs.cols = 6; }},
+      {"plan.k_freqs", [](te_rope_plan& p) { p.k_freqs.device = 63; }},
+      {"plan.start_positions", [](te_rope_plan& p) { p.start_positions.dtype = TE_INT64; }},
+      {"plan.start_positions", [](te_rope_plan& p) { p.start_positions.cols = 1; }},
+  };
+  for (const auto& mistake : mistakes) {
+    Problem<bf16> problem(GetParam(), c);
+    mistake.spoil(problem.plan);
+    EXPECT_EQ(te_rope_apply(&problem.plan, nullptr), TE_INVALID_ARGUMENT) << mistake.argument;
+    const std::string message = te_last_error();
+    EXPECT_EQ(message.rfind("te_rope_apply: argument '", 0), 0u) << message;
+    EXPECT_NE(message.find(concat("'", mistake.argument, "'")), std::string::npos) << message;
+    EXPECT_TRUE(problem.out[0]->padding_untouched());
+  }
+  EXPECT_EQ(te_rope_apply(nullptr, nullptr), TE_INVALID_ARGUMENT);
+}
+
+}  // namespace
+}  // namespace te
