@@ -1,7 +1,4 @@
-"""te.Linear forward and backward against nn.Linear (targets.py case 11), with and without fp32 main_grad accumulation.
-
-Flops: 6 M N K (fprop, dgrad, wgrad). `linear_main_grad` adds the weight gradient into an fp32 buffer: ours inside the
-GEMM, the peer by an add after it."""
+"""te.Linear forward and backward against nn.Linear (targets.py case 11). Flops: 6 M N K (fprop, dgrad, wgrad)."""
 
 import torch
 from common import TE_PEER, TORCH_DTYPES, Bench, Case, training_step
@@ -18,44 +15,21 @@ GPU_SHAPES = (
 CPU_SHAPES = (((512, 2816, 512), None), ((512, 512, 1408), None))
 
 
-def accumulating_step(module, fused):
-    """As training_step, with weight.main_grad += the weight's gradient."""
-    weight = module.weight
-    weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-
-    def step(x, dy):
-        x.grad = weight.grad = None
-        module(x).backward(dy)
-        if not fused:
-            weight.main_grad.add_(weight.grad)
-
-    return step
-
-
 def run(bench, dtype, shape, te_us):
     m, n, k = shape
-    here = {"device": bench.device}
+    torch_dtype = TORCH_DTYPES[dtype]
 
     def sets():
         return bench.randn(m, k, dtype=dtype, grad=True), bench.randn(m, n, dtype=dtype)
 
-    def ours(**options):
-        return te.Linear(k, n, bias=False, params_dtype=TORCH_DTYPES[dtype], **here, **options)
-
-    def plain():
-        return torch.nn.Linear(k, n, bias=False, dtype=TORCH_DTYPES[dtype], **here)
-
     case = Case("11", "linear", dtype, shape, "forward+backward", flops=6 * m * n * k)
     if bench.wants(case):
-        contenders = {"ours": training_step(ours()), "torch eager": training_step(plain())}
+        ours = te.Linear(k, n, bias=False, params_dtype=torch_dtype, device=bench.device)
+        plain = torch.nn.Linear(k, n, bias=False, dtype=torch_dtype, device=bench.device)
+        contenders = {"ours": training_step(ours), "torch eager": training_step(plain)}
         if bench.cuda:
             contenders[TE_PEER] = te_us * bench.te_scale()
         bench.compare(case, contenders, sets)
-
-    case = Case("11", "linear_main_grad", dtype, shape, "forward+backward", flops=6 * m * n * k)
-    if bench.wants(case):
-        fused = accumulating_step(ours(fuse_wgrad_accumulation=True), fused=True)
-        bench.compare(case, {"ours": fused, "torch eager": accumulating_step(plain(), fused=False)}, sets)
 
 
 def main():

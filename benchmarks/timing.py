@@ -116,9 +116,10 @@ def host_sampler(run, sets):
 
 
 def interleave(samplers, rounds):
-    """{name: sampler} -> {name: [one figure per round]}; every round samples each contender once."""
+    """{name: sampler} -> {name: [one figure per round]}; every round samples each contender once, every second round
+    in reverse, so that no contender always runs behind the same other one."""
     samples = {name: [] for name in samplers}
-    for _ in range(rounds):
-        for name, sample in samplers.items():
-            samples[name].append(sample())
+    for turn in range(rounds):
+        for name in list(samplers)[:: -1 if turn % 2 else 1]:
+            samples[name].append(samplers[name]())
     return samples

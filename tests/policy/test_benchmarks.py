@@ -139,7 +139,7 @@ def test_merge_appends_once_and_refuses_faulty_rows(tmp_path):
 def test_contenders_take_turns_and_inputs_rotate():
     calls = []
     samplers = {name: lambda name=name: calls.append(name) or len(calls) for name in ("ours", "peer")}
-    assert timing.interleave(samplers, 3) == {"ours": [1, 3, 5], "peer": [2, 4, 6]}
+    assert timing.interleave(samplers, 3) == {"ours": [1, 4, 5], "peer": [2, 3, 6]}
     outputs = []
 
     def run(x):
