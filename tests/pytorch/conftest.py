@@ -1,8 +1,13 @@
 # Fixtures of the PyTorch suites. `device` runs a test on the CPU and, where there is one, on the first GPU;
 # TE_TEST_DEVICE (cpu, cuda, or cpu,cuda) says exactly which instead, and one that is missing is an error, not a skip.
+# Every test starts from the same seed and sees NaN in each tensor that nobody has written yet.
 import os
 
 import pytest
+
+# cuBLAS reads it once: with it torch's own products repeat their bits on CUDA, as deterministic algorithms demand.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import torch
 
 
@@ -19,6 +24,12 @@ def _devices():
     return devices
 
 
+def pytest_configure(config):
+    # What warn_only (below) has to say about torch's own ops is no news.
+    config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*:UserWarning")
+    config.addinivalue_line("filterwarnings", "ignore:.*Deterministic behavior was enabled.*:UserWarning")
+
+
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", _devices())
@@ -31,3 +42,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_and_seeded():
+    """at::empty fills with NaN (integers: the largest value), C++'s calls included: an element that an op forgot to
+    write shows. torch ties that switch to its deterministic algorithms, which are put back after the test."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(1234)
+    yield
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
