@@ -1,7 +1,8 @@
-"""Fused transformer modules for PyTorch, API-compatible with Transformer Engine; `import transformer_engine.pytorch as te`.
+"""Fused transformer modules for PyTorch with Transformer Engine's API: `import transformer_engine.pytorch as te`.
 
 Importing needs no GPU, no driver and no toolkit, and initialises no CUDA."""
 
+from transformer_engine.doctor import doctor as doctor
 from transformer_engine.pytorch import _load as _load  # first: the extension, or an error that says how to mend it
 from transformer_engine.pytorch import functional as functional
 from transformer_engine.pytorch.module.linear import Linear as Linear

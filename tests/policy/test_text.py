@@ -1,0 +1,87 @@
+# Rules on the text of the repository: file sizes, words left behind, paths and hosts that belong to one workplace,
+# environment variables documented. Mutants: a 601-line file, or reading a variable that no document names, turns these red.
+import re
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+FOLDERS = ["transformer_engine", "tests", "examples", "benchmarks", "qa", "cmake", "docs", ".ci"]
+CODE = {".py", ".cpp", ".cu", ".cuh", ".h", ".cmake", ".sh"}
+LIMIT = 600  # lines; aim at 150, review at 400
+
+FILES = sorted(
+    p
+    for top in [*(REPO / f for f in FOLDERS), *REPO.glob("*")]
+    for p in (top.rglob("*") if top.name in FOLDERS else [top])
+    if p.is_file() and "__pycache__" not in p.parts
+)
+TEXT = [p for p in FILES if p.suffix in CODE | {".md", ".txt", ".toml", ".json", ".yaml"} or p.parent.name == ".ci"]
+
+
+def name(path):
+    return str(path.relative_to(REPO))
+
+
+def hits(pattern, paths):
+    found = []
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if path != Path(__file__) and re.search(pattern, line):
+                found.append(f"{name(path)}:{number}: {line.strip()[:100]}")
+    return found
+
+
+def test_no_source_file_is_over_its_budget():
+    sizes = {name(p): len(p.read_text().splitlines()) for p in FILES if p.suffix in CODE}
+    assert len(sizes) > 20, "the walk found hardly anything"
+    assert not {f: n for f, n in sizes.items() if n > LIMIT}
+
+
+def test_nothing_is_left_unfinished_in_words():
+    assert not hits(r"\b(TODO|FIXME|XXX|HACK)\b", [p for p in TEXT if p.suffix in CODE])
+
+
+def test_no_absolute_path_or_host_of_one_workplace():
+    paths = r"(?<![\w.$}])/(work|root|home/\w+|Users|mnt)/"
+    hosts = r"index-url|pypi\.org|files\.pythonhosted|download\.pytorch|deb\.debian|/simple/"
+    assert not hits(f"{paths}|{hosts}", TEXT)
+
+
+def variables_read():
+    patterns = {
+        ".py": r"""(?:environ(?:\.get|\.setdefault|\.pop)?[\[(]|getenv\()\s*["'](\w+)["']""",
+        ".cpp": r'getenv\("(\w+)"\)',
+        ".h": r'getenv\("(\w+)"\)',
+        ".cmake": r"\$ENV\{(\w+)\}",
+        ".sh": r"\$\{([A-Z][A-Z0-9_]+):[-+]",
+    }
+    read = {}
+    for path in FILES:
+        pattern = patterns.get(path.suffix if path.name != "CMakeLists.txt" else ".cmake")
+        for variable in re.findall(pattern, path.read_text()) if pattern else []:
+            read.setdefault(variable, name(path))
+    return read
+
+
+def test_every_environment_variable_is_documented_and_every_documented_one_is_read():
+    documented = set(re.findall(r"^\| `(\w+)` \|", (REPO / "docs/environment.md").read_text(), re.M))
+    read = variables_read()
+    assert "MAX_JOBS" in read, "the search found nothing"
+    undocumented = {v: where for v, where in read.items() if v not in documented}
+    assert not undocumented, f"add these to docs/environment.md: {undocumented}"
+    assert not documented - set(read), "documented, but nothing reads them"
+
+
+def test_golden_results_are_stored():
+    assert [p for p in (REPO / "tests/goldens").glob("*") if p.stat().st_size > 0]
+
+
+def test_every_file_says_what_it_is_for_in_its_first_line():
+    silent = []
+    for path in FILES:
+        if path.suffix not in CODE or path.name == "conftest.py" and not path.read_text():
+            continue
+        lines = path.read_text().splitlines()
+        first = next((line for line in lines if not line.startswith("#!")), "")
+        if lines and not re.match(r'#|//|/\*|r?"""', first):
+            silent.append(name(path))
+    assert not silent, f"these start without a word on what they are for: {silent}"
