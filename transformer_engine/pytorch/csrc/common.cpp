@@ -85,9 +85,10 @@ te_tensor view_2d(const Tensor& t, const char* op, const char* argument) {
   view.dtype = dtype_of(t, op, argument);
   view.device = t.is_cpu() ? TE_DEVICE_CPU : t.device().index();
   view.cols = t.dim() == 0 ? 1 : t.size(-1);
-  view.rows = view.cols == 0 ? 0 : t.numel() / view.cols;
+  view.rows = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) view.rows *= t.size(d);
   view.row_pitch = view.cols;
-  for (int64_t d = t.dim() - 2; d >= 0 && view.rows > 1; --d) {
+  for (int64_t d = t.dim() - 2; d >= 0 && t.numel() > 0; --d) {
     if (t.size(d) > 1) {
       view.row_pitch = t.stride(d);
       break;

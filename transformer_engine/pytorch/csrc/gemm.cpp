@@ -155,16 +155,6 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
     extra = at::empty({rows}, a.options());
     problem.bias = view_2d(extra, "gemm", "bias");
   }
-  // A tensor without elements folds to no rows; its extents are still the problem's.
-  const auto refold = [](te_tensor& t, int64_t r, int64_t c) {
-    t.rows = r;
-    t.cols = c;
-    t.row_pitch = std::max(t.row_pitch, c);
-  };
-  const int64_t depth = e.depth_a.expect_int();
-  if (a.numel() == 0) refold(problem.a, layout == TE_GEMM_TN ? cols : depth, layout == TE_GEMM_TN ? depth : cols);
-  if (b.numel() == 0) refold(problem.b, layout == TE_GEMM_NT ? depth : rows, layout == TE_GEMM_NT ? rows : depth);
-  if (d.numel() == 0) refold(problem.d, rows, cols);
   run_cuda(problem, a);
   return {d, extra};
 }
