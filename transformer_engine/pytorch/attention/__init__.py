@@ -1,0 +1,1 @@
+"""Attention: rotary embeddings of our own, the attention product itself PyTorch's."""

@@ -1,0 +1,119 @@
+"""LayerNormLinear: a norm and the linear layer behind it as one autograd node."""
+
+from collections.abc import Callable
+
+import torch
+
+from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.module.base import InitMethod, refuse, refuse_parallel
+from transformer_engine.pytorch.module.linear import ParametersSplit, SplitWeights
+from transformer_engine.pytorch.module.norm_parameters import NormParameters
+
+
+class LayerNormLinear(NormParameters, SplitWeights):
+    """y = norm(x) weight^T + bias, norm being LayerNorm or RMSNorm over in_features.
+
+    Parameters `layer_norm_weight`, `layer_norm_bias` (LayerNorm alone), and those of Linear. Returns y, then the bias
+    with return_bias, then the norm's output with return_layernorm_output.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: ParametersSplit = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_parallel(
+            "LayerNormLinear",
+            tp_size=tp_size,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        refuse("LayerNormLinear", "fused weight-gradient accumulation", fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        refuse("LayerNormLinear", "delayed weight gradients", delay_wgrad_compute=delay_wgrad_compute)
+        self._setup(params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.return_layernorm_output = return_layernorm_output
+        # Without sequence parallelism the gathered output is the output.
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.parallel_mode = parallel_mode
+        self.tp_size = tp_size
+        self.tp_group = tp_group
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.ub_name = ub_name
+        self._declare_norm(
+            "LayerNormLinear", in_features, normalization=normalization, eps=eps, zero_centered=zero_centered_gamma
+        )
+        self._declare_linear(
+            parameters_split,
+            bias=bias,
+            init_method=init_method,
+            parallel_mode=parallel_mode,
+            sequence_parallel=self.sequence_parallel,
+        )
+        self.reset_parameters(defer_init=self.device.type == "meta")
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        refuse("LayerNormLinear", "FP8", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        bias = self._joined(self.bias_names)
+        out, norm_output, _ = F.normalization_linear(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self._joined(self.weight_names),
+            bias if self.apply_bias else None,
+            **self._norm_options(),
+        )
+        results = [out]
+        if self.return_bias:
+            results.append(bias)
+        if self.return_layernorm_output:
+            results.append(norm_output)
+        return tuple(results) if len(results) > 1 else out
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"normalization={self.normalization}"
+        )

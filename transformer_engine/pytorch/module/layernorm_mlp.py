@@ -1,0 +1,183 @@
+"""LayerNormMLP: norm, first product, activation, second product, in two autograd nodes. The activation is not kept."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.module.base import InitMethod, default_init, refuse, refuse_parallel
+from transformer_engine.pytorch.module.norm_parameters import NormParameters
+
+_CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+
+
+def activation_parameters(op: str, activation: str, params: Mapping[str, float] | None) -> tuple[float, ...]:
+    """activation_params as functional.activation takes them; only clamped_swiglu has any."""
+    if activation not in F.activation_kinds:
+        raise ValueError(
+            f"{op}: argument 'activation' is {activation!r}, wanted one of {', '.join(F.activation_kinds)}."
+        )
+    if not params:
+        return ()
+    if activation != "clamped_swiglu":
+        raise ValueError(
+            f"{op}: argument 'activation_params' is {dict(params)!r}, but {activation!r} takes none; "
+            "only 'clamped_swiglu' does."
+        )
+    unknown = set(params) - set(_CLAMPED)
+    if unknown:
+        raise ValueError(f"{op}: argument 'activation_params' has {sorted(unknown)}, wanted some of {list(_CLAMPED)}.")
+    return tuple(float({**_CLAMPED, **params}[name]) for name in _CLAMPED)
+
+
+class LayerNormMLP(NormParameters):
+    """y = act(norm(x) fc1^T + fc1_bias) fc2^T + fc2_bias.
+
+    Parameters `layer_norm_weight/_bias`, `fc1_weight/_bias` (twice as wide for gated activations, the half that the
+    activation acts on first), `fc2_weight/_bias`. Kept for backward: the norm's input, statistics and output, and the
+    pre-activation. Returns y, then fc2_bias with return_bias, then the norm's output with return_layernorm_output.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int | None = None,
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ) -> None:
+        super().__init__()
+        refuse_parallel(
+            "LayerNormMLP",
+            tp_size=tp_size,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        refuse("LayerNormMLP", "fused weight-gradient accumulation", fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        refuse("LayerNormMLP", "delayed weight gradients", delay_wgrad_compute=delay_wgrad_compute)
+        refuse("LayerNormMLP", "recomputation of the MLP", checkpoint=checkpoint)
+        self._setup(params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name)
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.return_layernorm_output = return_layernorm_output
+        # Without sequence parallelism the gathered output is the output.
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.activation = activation
+        self.activation_params = activation_params
+        self._activation_values = activation_parameters("LayerNormMLP", activation, activation_params)
+        self.set_parallel_mode = set_parallel_mode
+        self.tp_size = tp_size
+        self.tp_group = tp_group
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._declare_norm(
+            "LayerNormMLP", hidden_size, normalization=normalization, eps=eps, zero_centered=zero_centered_gamma
+        )
+        fc1_rows = ffn_hidden_size * (2 if F.activation_kinds[activation] else 1)
+        self._declare_product("fc1", fc1_rows, hidden_size, init_method, partition_dim=0)
+        self._declare_product("fc2", hidden_size, ffn_hidden_size, output_layer_init_method, partition_dim=1)
+        self.reset_parameters(defer_init=self.device.type == "meta")
+
+    def _declare_product(
+        self, prefix: str, rows: int, cols: int, init: InitMethod | None, *, partition_dim: int
+    ) -> None:
+        parallel = self.set_parallel_mode
+        self._declare(
+            f"{prefix}_weight",
+            (rows, cols),
+            init or default_init,
+            tensor_model_parallel=parallel,
+            partition_dim=partition_dim if parallel else -1,
+            partition_stride=1,
+        )
+        if self.use_bias:
+            column = parallel and partition_dim == 0
+            on_row = {"sequence_parallel": self.sequence_parallel} if parallel and partition_dim == 1 else {}
+            self._declare(
+                f"{prefix}_bias",
+                (rows,),
+                torch.nn.init.zeros_,
+                tensor_model_parallel=column,
+                partition_dim=0 if column else -1,
+                partition_stride=1,
+                **on_row,
+            )
+        else:
+            setattr(self, f"{prefix}_bias", None)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """Shapes: inp, residual [..., hidden_size] -> [..., hidden_size].
+
+        residual (ours beyond the common API): the MLP is taken of h = inp + residual, added inside the norm's kernel,
+        and h is returned last.
+        """
+        pre_activation, norm_output, h = F.normalization_linear(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.fc1_weight,
+            self.fc1_bias,
+            residual=residual,
+            **self._norm_options(),
+        )
+        out = F.activation_linear(
+            pre_activation,
+            self.fc2_weight,
+            self.fc2_bias if self.apply_bias else None,
+            kind=self.activation,
+            params=self._activation_values,
+        )
+        results = [out]
+        if self.return_bias:
+            results.append(self.fc2_bias)
+        if self.return_layernorm_output:
+            results.append(norm_output)
+        if residual is not None:
+            results.append(h)
+        return tuple(results) if len(results) > 1 else out
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
+            f"normalization={self.normalization}, activation={self.activation}"
+        )
