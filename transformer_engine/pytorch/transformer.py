@@ -10,8 +10,10 @@ from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 
 
 class TransformerLayer(torch.nn.Module):
-    """h = x + dropout(attention(norm(x))); y = h + dropout(mlp(norm(h))). Shapes: [s, b, hidden] for sbhd, [b, s, hidden]
-    for bshd. Submodules `self_attention` and `layernorm_mlp`. The residual addition before the MLP is part of its norm.
+    """h = x + dropout(attention(norm(x))); y = h + dropout(mlp(norm(h))).
+
+    Submodules `self_attention` and `layernorm_mlp`; the residual addition before the MLP is part of its norm.
+    Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
     """
 
     def __init__(
