@@ -1,4 +1,5 @@
-// Sums over a warp and over a block, in a fixed order that depends on nothing but the block's shape. No atomics.
+// Sums over a warp and over the threads of a row, in a fixed order that depends on nothing but the block's shape. No
+// atomics.
 #pragma once
 
 namespace te {
@@ -12,19 +13,29 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Sum over `warps` consecutive warps that share `scratch` (warps floats, one set for each group of warps); every
-// thread gets the same bits. All threads of the block call it, with `groups` of equal size. The two barriers let the
-// caller reuse scratch at once.
-__device__ __forceinline__ float group_sum(float x, int warps, float* scratch) {
-  x = warp_sum(x);
-  if (warps == 1) return x;
+// kSums sums at once over the blockDim.x threads of a row; every thread of the row gets the same bits. Either
+// blockDim.x is a power of two up to 32 (rows share a warp, nothing is shared and no barrier is met), or it is a
+// multiple of 32 and the block is one row. All threads of the block call it. `scratch` holds 32 * kSums floats; there
+// is one barrier only, so a caller that sums again takes another scratch, and may come back to the first after that.
+template <int kSums>
+__device__ __forceinline__ void row_sum(float (&x)[kSums], float* scratch) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    if (offset < int(blockDim.x)) {
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) x[k] += __shfl_xor_sync(0xffffffffu, x[k], offset);
+    }
+  }
+  if (blockDim.x <= kWarp) return;
   const int lane = threadIdx.x % kWarp;
-  const int warp = (threadIdx.x / kWarp) % warps;
-  if (lane == 0) scratch[warp] = x;
+  const int warps = blockDim.x / kWarp;
+#pragma unroll
+  for (int k = 0; k < kSums; ++k) {
+    if (lane == 0) scratch[k * kWarp + threadIdx.x / kWarp] = x[k];
+  }
   __syncthreads();
-  x = warp_sum(lane < warps ? scratch[lane] : 0.f);
-  __syncthreads();
-  return x;
+#pragma unroll
+  for (int k = 0; k < kSums; ++k) x[k] = warp_sum(lane < warps ? scratch[k * kWarp + lane] : 0.f);
 }
 
 }  // namespace te

@@ -2,6 +2,8 @@
 // on the host, once per launch, by aligned16(); kernels take the width as a template argument.
 #pragma once
 
+#include <type_traits>
+
 #include "core/dtype.h"
 #include "core/tensor.h"
 
@@ -18,10 +20,14 @@ inline bool aligned16(const te_tensor& t) {
   return address % 16 == 0 && (t.rows <= 1 || (t.row_pitch * int64_t(te_dtype_bytes(t.dtype))) % 16 == 0);
 }
 
-// N elements as they lie in memory; N * sizeof(T) is 16, or N is 1.
+// True where elements are handled as pairs, one 32-bit word each: the compiler would keep 16-bit ones a register each.
+template <class T, int N>
+constexpr bool kPaired = sizeof(T) == 2 && N % 2 == 0;
+
+// N elements as they lie in memory; N * sizeof(T) is a multiple of 16, or N is 1.
 template <class T, int N>
 struct alignas(N == 1 ? alignof(T) : 16) Packed {
-  T v[N];
+  std::conditional_t<kPaired<T, N>, uint32_t, T> v[kPaired<T, N> ? N / 2 : N];
 };
 
 template <class T, int N>
@@ -36,27 +42,38 @@ __device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
 
 template <class T, int N>
 __device__ __forceinline__ void widen(const Packed<T, N>& x, float (&out)[N]) {
+  if constexpr (kPaired<T, N>) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = to_float(x.v[i]);
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        out[2 * i] = __uint_as_float(x.v[i] << 16);
+        out[2 * i + 1] = __uint_as_float(x.v[i] & 0xffff0000u);
+      } else {
+        out[2 * i] = to_float(fp16{uint16_t(x.v[i])});
+        out[2 * i + 1] = to_float(fp16{uint16_t(x.v[i] >> 16)});
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = to_float(x.v[i]);
+  }
 }
 
-// Rounds pairs with one instruction where the hardware has one.
+// Rounds pairs with one instruction.
 template <class T, int N>
 __device__ __forceinline__ Packed<T, N> narrow(const float (&x)[N]) {
   Packed<T, N> out;
-  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
-    uint32_t words[N / 2];
+  if constexpr (kPaired<T, N>) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       if constexpr (std::is_same_v<T, bf16>) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-        memcpy(&words[i], &pair, 4);
+        memcpy(&out.v[i], &pair, 4);
       } else {
         const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-        memcpy(&words[i], &pair, 4);
+        memcpy(&out.v[i], &pair, 4);
       }
     }
-    memcpy(&out, words, sizeof(out));
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) out.v[i] = from_float<T>(x[i]);
