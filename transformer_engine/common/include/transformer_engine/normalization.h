@@ -1,0 +1,57 @@
+/* normalization: LayerNorm and RMSNorm over each row, with an optional fused residual add (forward) and residual
+ * gradient add (backward).
+ *
+ * Formula. h = x, or x + residual rounded to its dtype (the norm reads the rounded h, so a backward that reads the
+ * saved h sees the same values); g = gamma, or gamma + 1 when zero_centered_gamma.
+ *   LayerNorm: mean = sum(h) / hidden, var = sum((h - mean)^2) / hidden, y = (h - mean) * rstd * g + beta
+ *   RMSNorm:   mean = 0,               var = sum(h^2) / hidden,          y = h * rstd * g
+ *   rstd = 1 / sqrt(var + eps). The variance is biased and taken in a second pass over the row, after the mean.
+ * Shapes. x, residual, y, residual_out, dy, residual_grad, dx [rows, hidden]; gamma, beta, dgamma, dbeta [1, hidden];
+ *   mean, rstd [1, rows]. hidden from 1 to 65536.
+ * Dtypes. x in float32, float16 or bfloat16, and every [rows, hidden] tensor like it; gamma in x's dtype or float32,
+ *   and beta, dgamma, dbeta like gamma; mean, rstd float32. Arithmetic in float32, one rounding at each store.
+ * Optional tensors are absent when their data is NULL.
+ * Aliasing. An output [rows, hidden] may be the memory of an input [rows, hidden] of the same pitch; no other overlap.
+ * Determinism. The same bits every time: rows are cut into parts by shape alone and parts are summed in order.
+ * Errors. TE_INVALID_ARGUMENT for a wrong shape, dtype, device or missing tensor; TE_NOT_IMPLEMENTED for
+ *   hidden > 65536. NaN and Inf in a row spread over that row, as the formula says. */
+#ifndef TRANSFORMER_ENGINE_NORMALIZATION_H_
+#define TRANSFORMER_ENGINE_NORMALIZATION_H_
+
+#include "transformer_engine/transformer_engine.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct te_normalization_plan {
+  int rms;                 /* 1: RMSNorm, 0: LayerNorm */
+  int zero_centered_gamma; /* 1: gamma is stored less one */
+  float eps;               /* >= 0, finite */
+} te_normalization_plan;
+
+/* Writes every element of y, of residual_out (required with residual, refused without), and of mean and rstd where they
+ * are present. beta may be absent and must be for RMSNorm; mean must be absent for RMSNorm. */
+TE_API te_status te_normalization_forward(te_normalization_plan plan, te_tensor x, te_tensor residual, te_tensor gamma,
+                                          te_tensor beta, te_tensor y, te_tensor residual_out, te_tensor mean,
+                                          te_tensor rstd, te_stream stream);
+
+/* Bytes that te_normalization_backward wants in `workspace` on CUDA; 0 where no rows are. */
+TE_API size_t te_normalization_backward_workspace(te_normalization_plan plan, int64_t rows, int64_t hidden);
+
+/* With h = x the saved norm input, n = (h - mean) * rstd, w = dy * g and means taken over the row:
+ *   dx = (w - mean(w) - n * mean(w * n)) * rstd + residual_grad      (RMSNorm: without mean(w))
+ *   dgamma = sum over rows of dy * n, dbeta = sum over rows of dy
+ * dx, dgamma and dbeta are written (`=`) where present; residual_grad (optional) needs dx. With no rows dgamma and
+ * dbeta are zeros. mean must be present for LayerNorm; mean and dbeta must be absent for RMSNorm. workspace: uint8 [1,
+ * >= te_normalization_backward_workspace()] on 16 bytes, contents irrelevant before and after; not read, and may be
+ * absent, on the CPU and where dgamma and dbeta are both absent. */
+TE_API te_status te_normalization_backward(te_normalization_plan plan, te_tensor dy, te_tensor residual_grad,
+                                           te_tensor x, te_tensor gamma, te_tensor mean, te_tensor rstd, te_tensor dx,
+                                           te_tensor dgamma, te_tensor dbeta, te_tensor workspace, te_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TRANSFORMER_ENGINE_NORMALIZATION_H_ */

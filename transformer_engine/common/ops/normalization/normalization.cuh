@@ -1,0 +1,91 @@
+// normalization, what its CUDA files share: how rows are laid over threads, and access to gamma. One row belongs to the
+// blockDim.x threads of one threadIdx.y; thread x of a row owns its vectors x, x + blockDim.x, ...
+#pragma once
+
+#include <type_traits>
+
+#include "core/device.h"
+#include "core/reduce.cuh"
+#include "ops/normalization/normalization.h"
+#include "ops/quantize/store.cuh"
+
+namespace te::normalization::cuda {
+
+struct Layout {
+  int lanes;  // threads of a row
+  int rows;   // rows of a block
+
+  dim3 block() const { return dim3(unsigned(lanes), unsigned(rows)); }
+  int threads() const { return lanes * rows; }
+};
+
+// About per_thread items for each thread of a row, as row_sum wants it: narrow rows share a warp, wide ones have a
+// block.
+inline Layout layout_for(int64_t items, int per_thread, int max_lanes) {
+  constexpr int kNarrowBlock = 128;
+  const int64_t wanted = std::min<int64_t>(max_lanes, (items + per_thread - 1) / per_thread);
+  if (wanted > kWarp) return {int((wanted + kWarp - 1) / kWarp * kWarp), 1};
+  int lanes = 1;
+  while (lanes < wanted) lanes *= 2;
+  return {lanes, kNarrowBlock / lanes};
+}
+
+inline unsigned blocks_for(int64_t rows, const Layout& layout, const char* op) {
+  const int64_t blocks = (rows + layout.rows - 1) / layout.rows;
+  if (blocks > INT32_MAX)
+    throw Error(TE_NOT_IMPLEMENTED, concat(op, ": more than 2^31 - 1 blocks of rows in one call."));
+  return unsigned(blocks);
+}
+
+// f(T{}, G{}) with the types of x and gamma.
+template <class F>
+void dispatch_types(const te_tensor& x, const te_tensor& gamma, const char* op, F&& f) {
+  dispatch_float(x.dtype, op, "x", [&](auto t) {
+    if (gamma.dtype == x.dtype) {
+      f(t, t);
+    } else {
+      f(t, float{});
+    }
+  });
+}
+
+template <class T>
+struct Rows {
+  T* data;
+  int64_t pitch;
+
+  explicit Rows(const te_tensor& t) : data(static_cast<T*>(t.data)), pitch(t.row_pitch) {}
+  __device__ __forceinline__ T* at(int64_t row) const { return data + row * pitch; }
+};
+
+// The same bits, of which the compiler knows nothing more: what was widened from them before is widened again, and not
+// kept in twice as many registers meanwhile.
+template <class T, int N, int V>
+__device__ __forceinline__ void forget(Packed<T, N> (&x)[V]) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    for (auto& word : x[i].v) {
+      static_assert(sizeof(word) == 4, "vectors of 32-bit words");
+      if constexpr (std::is_same_v<T, float>) {
+        asm volatile("" : "+f"(word));
+      } else {
+        asm volatile("" : "+r"(word));
+      }
+    }
+  }
+}
+
+// Pairwise, so that a vector adds log2(N) roundings and not N.
+template <int N>
+__device__ __forceinline__ float vector_sum(const float (&x)[N]) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) half[i] = x[2 * i] + x[2 * i + 1];
+    return vector_sum(half);
+  }
+}
+
+}  // namespace te::normalization::cuda
