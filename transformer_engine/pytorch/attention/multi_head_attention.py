@@ -15,8 +15,8 @@ class MultiheadAttention(torch.nn.Module):
     """proj(attention(rope(q), rope(k), v)) with [q | k | v] = linear(norm(x)) or linear(x).
 
     Submodules `layernorm_qkv` (with input_layernorm) or `qkv`, `core_attention`, `proj`; the projections have the
-    parameters `query_weight`, `key_weight`, `value_weight` (and biases). Shapes: [s, b, hidden] for sbhd, [b, s, hidden]
-    for bshd.
+    parameters `query_weight`, `key_weight`, `value_weight` (and biases).
+    Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
     """
 
     def __init__(
