@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import transformer_engine
 
 REPO = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import torch
+
 import transformer_engine.pytorch as te
 
 
