@@ -68,7 +68,7 @@ struct AngleTable {
   static constexpr int kElements = 2 * N;
   static constexpr int kGroup = N < 4 ? N : 4;
 
-  static __device__ __forceinline__ int floats(int slots) { return 2 * kElements * slots; }
+  static TE_HOST_DEVICE int floats(int slots) { return 2 * kElements * slots; }
   static __device__ __forceinline__ int place(int element, int slot, int slots) {
     return (element / kGroup * slots + slot) * kGroup + element % kGroup;
   }
