@@ -4,6 +4,7 @@ torch.ops.te.<op>, the same C++ function behind a schema. This is the only place
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds
 from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
 from transformer_engine.pytorch.functional.linear import activation_linear, linear, noop_cat, normalization_linear
+from transformer_engine.pytorch.functional.rope import rope, rope_qkv
 
 __all__ = [
     "activation",
@@ -14,4 +15,6 @@ __all__ = [
     "linear",
     "noop_cat",
     "normalization_linear",
+    "rope",
+    "rope_qkv",
 ]

@@ -1,0 +1,199 @@
+"""Rotary position embedding: the angles as a module, and their application. Refuses packed sequences (thd) and context
+parallelism, which this version does not have."""
+
+from collections.abc import Sequence
+
+import torch
+
+from transformer_engine.pytorch import functional
+from transformer_engine.pytorch.module.base import refuse, resolve_device
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """The angles position * rotary_base^(-2i / dim), for apply_rotary_pos_emb and MultiheadAttention.
+
+    dim: head_dim, of which the first dim * rotary_percent are rotated.
+    seq_len_interpolation_factor: positions are divided by it; when pretrained_max_position_embeddings is given as well
+        and a sequence is longer than their product, by max_seq_len / pretrained_max_position_embeddings instead.
+    interleaved: each angle stands twice in a row (pairs are neighbours), else the row of angles stands twice.
+    The inverse frequencies stay float32 whatever the model is cast to.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ):
+        super().__init__()
+        self.rot_dim = int(dim * rotary_percent)
+        if not 0.0 < rotary_percent <= 1.0 or self.rot_dim % 2 != 0:
+            raise ValueError(
+                f"RotaryPositionEmbedding: arguments 'dim' and 'rotary_percent' are {dim} and {rotary_percent}, wanted "
+                "a percentage in (0, 1] and an even number of rotated elements."
+            )
+        if seq_len_interpolation_factor is not None and not seq_len_interpolation_factor > 0:
+            raise ValueError(
+                "RotaryPositionEmbedding: argument 'seq_len_interpolation_factor' is "
+                f"{seq_len_interpolation_factor}, wanted a number > 0."
+            )
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        self.register_buffer("inv_freq", self._inverse_frequencies(resolve_device(None)))
+
+    def _inverse_frequencies(self, device: torch.device) -> torch.Tensor:
+        exponent = torch.arange(0, self.rot_dim, 2, dtype=torch.float32, device=device) / self.rot_dim
+        return 1.0 / self.rotary_base**exponent
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:  # model.to(bfloat16): 8 bits would misplace every position
+            self.inv_freq = self._inverse_frequencies(self.inv_freq.device)
+        return self
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles of the positions offset .. offset + max_seq_len - 1: float32 [max_seq_len, 1, 1, dim]."""
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
+        factor, learned = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None:
+            beyond = learned is not None and max_seq_len > learned * factor
+            positions = positions / (max_seq_len / learned if beyond else factor)
+        angles = positions[:, None] * self.inv_freq
+        angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
+        return angles[:, None, None, :]
+
+
+def _refuse_packing(op: str, tensor_format: str, cu_seqlens: torch.Tensor | None, cp_size: int) -> None:
+    refuse(op, "rotary embedding of packed sequences", cu_seqlens=cu_seqlens is not None)
+    refuse(op, "rotary embedding of packed sequences", tensor_format=tensor_format if tensor_format == "thd" else None)
+    refuse(op, "context parallelism", cp_size=cp_size if cp_size != 1 else None)
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(f"{op}: argument 'tensor_format' is {tensor_format!r}, wanted 'sbhd' or 'bshd'.")
+
+
+def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _unfused(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    batch_first: bool,
+    interleaved: bool,
+) -> torch.Tensor:
+    """torch's own operations, in float32 and rounded once; differentiable any number of times."""
+    seq = t.size(1 if batch_first else 0)
+    angles = freqs.float().flatten(1)  # [positions, rot_dim]
+    if start_positions is None:
+        if seq > angles.size(0):
+            raise ValueError(
+                f"apply_rotary_pos_emb: argument 'freqs' has {angles.size(0)} positions, wanted at least the sequence "
+                f"length {seq}."
+            )
+        angles = angles[:seq, None]  # [seq, 1, rot_dim]
+    else:
+        angles = angles[torch.arange(seq, device=t.device)[:, None] + start_positions]  # [seq, batch, rot_dim]
+    if batch_first:
+        angles = angles.transpose(0, 1)
+    angles = angles.unsqueeze(2)
+    rotated, rest = t[..., : freqs.size(-1)].float(), t[..., freqs.size(-1) :]
+    rotated = rotated * angles.cos() + _rotate_half(rotated, interleaved) * angles.sin()
+    return torch.cat((rotated.to(t.dtype), rest), dim=-1)
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """t cos(freqs) + rotate_half(t) sin(freqs) on t's first freqs.size(-1) columns; the others pass through.
+
+    Shapes: t [s, b, h, d] (sbhd) or [b, s, h, d] (bshd); freqs [>= s, 1, 1, d2] with d2 <= d, from
+    RotaryPositionEmbedding; start_positions int32 [b], added to the sequence index.
+    fused: one kernel (functional.rope); else torch's operations, which also give freqs a gradient.
+    Errors: NotImplementedError naming cu_seqlens, tensor_format 'thd' or cp_size > 1.
+    """
+    _refuse_packing("apply_rotary_pos_emb", tensor_format, cu_seqlens, cp_size)
+    if not fused:
+        return _unfused(t, freqs, start_positions, tensor_format == "bshd", interleaved)
+    (out,) = functional.rope(
+        t, freqs=freqs, start_positions=start_positions, tensor_format=tensor_format, interleaved=interleaved
+    )
+    return out
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: Sequence[int],
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a packed projection, q and k rotated, in one pass forward and one backward.
+
+    Shapes: qkv [s, b, h, dq + dk + dv] (bshd: batch first) with qkv_split_arg_list = [dq, dk, dv], where head_dim = dk
+    divides dq and dv -> q [s, b, h * dq / dk, dk], k [s, b, h, dk], v [s, b, h * dv / dk, dk].
+    Errors: ValueError for a split that does not fit; NotImplementedError as apply_rotary_pos_emb.
+    """
+    op = "apply_fused_qkv_rotary_pos_emb"
+    _refuse_packing(op, tensor_format, cu_seqlens, cp_size)
+    split = list(qkv_split_arg_list)
+    head = split[1] if len(split) == 3 else 0
+    if head <= 0 or sum(split) != qkv.size(-1) or split[0] % head or split[2] % head:
+        raise ValueError(
+            f"{op}: argument 'qkv_split_arg_list' is {split} for qkv of shape {tuple(qkv.shape)}, wanted three sizes "
+            f"that add up to {qkv.size(-1)}, the first and the last multiples of the second."
+        )
+    return functional.rope_qkv(
+        qkv,
+        heads=[width // head for width in split],
+        q_freqs=q_freqs,
+        k_freqs=k_freqs,
+        start_positions=start_positions,
+        tensor_format=tensor_format,
+        interleaved=interleaved,
+    )
+
+
+def apply_rotary_to_packed(
+    qkv: torch.Tensor,
+    rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    *,
+    heads: tuple[int, int],
+    tensor_format: str = "sbhd",
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As apply_fused_qkv_rotary_pos_emb, for a projection whose last dimension is [all of q | all of k | all of v].
+
+    Shapes: qkv [s, b, (nq + 2 nk) * head_dim] (bshd: batch first) with heads = (nq, nk) -> q [s, b, nq, head_dim], k
+    and v [s, b, nk, head_dim]. rotary_pos_emb: the angles, or a pair of them for q and k.
+    """
+    q_freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, None)
+    return functional.rope_qkv(
+        qkv.unsqueeze(2),
+        heads=(heads[0], heads[1], heads[1]),
+        q_freqs=q_freqs,
+        k_freqs=k_freqs,
+        tensor_format=tensor_format,
+        interleaved=interleaved,
+    )
