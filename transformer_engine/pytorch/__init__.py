@@ -8,7 +8,9 @@ from transformer_engine.pytorch import functional as functional
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention as DotProductAttention
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention as MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding as RotaryPositionEmbedding
+from transformer_engine.pytorch.module.layernorm import LayerNorm as LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear as LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP as LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear as Linear
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm as RMSNorm
 from transformer_engine.pytorch.transformer import TransformerLayer as TransformerLayer

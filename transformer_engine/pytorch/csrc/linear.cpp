@@ -114,7 +114,8 @@ struct LinearFamily {
       if (d_operand.defined()) {
         std::tie(out[kX], out[kGamma], out[kBeta]) = Route::template call<normalization_bwd>(
             "te::normalization_bwd", d_operand, dh, saved[kInput], saved[kSavedGamma], saved[kMean], saved[kRstd],
-            p.rms, p.zero_centered_gamma);
+            p.rms, p.zero_centered_gamma,
+            std::array<bool, 3>{wanted[kX] || wanted[kResidual] || dh.has_value(), wanted[kGamma], wanted[kBeta]});
       } else if (dh.has_value()) {
         out[kX] = *dh;
       }

@@ -11,6 +11,7 @@ void register_gemm(pybind11::module_& m);
 void register_linear(pybind11::module_& m);
 void register_noop_cat(pybind11::module_& m);
 void register_rope(pybind11::module_& m);
+void register_normalization(pybind11::module_& m);
 }  // namespace te_torch
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -19,6 +20,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_linear(m);
   te_torch::register_noop_cat(m);
   te_torch::register_rope(m);
+  te_torch::register_normalization(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;
   m.attr("version") = te_version();

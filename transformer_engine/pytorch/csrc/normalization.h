@@ -1,6 +1,8 @@
 // normalization, kernel wrappers that other bindings call.
 #pragma once
 
+#include <array>
+
 #include "common.h"
 
 namespace te_torch {
@@ -11,10 +13,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, co
                                                              const Tensor& gamma, const OptionalTensor& beta,
                                                              double eps, bool rms, bool zero_centered_gamma);
 
-// (dx, dgamma, dbeta) from the saved norm input x (h where there was a residual); residual_grad is added to dx before
-// its one rounding. dbeta is empty for RMSNorm. mean is empty for RMSNorm.
+// (dx, dgamma, dbeta), each an empty tensor where it is not wanted, from the saved norm input x (h where there was a
+// residual); residual_grad is added to dx before its one rounding. mean is empty for RMSNorm, which has no dbeta.
 std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const OptionalTensor& residual_grad,
                                                      const Tensor& x, const Tensor& gamma, const Tensor& mean,
-                                                     const Tensor& rstd, bool rms, bool zero_centered_gamma);
+                                                     const Tensor& rstd, bool rms, bool zero_centered_gamma,
+                                                     std::array<bool, 3> wanted);
 
 }  // namespace te_torch

@@ -4,6 +4,7 @@ torch.ops.te.<op>, the same C++ function behind a schema. This is the only place
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds
 from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
 from transformer_engine.pytorch.functional.linear import activation_linear, linear, noop_cat, normalization_linear
+from transformer_engine.pytorch.functional.normalization import normalization
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "gemm_accumulate",
     "linear",
     "noop_cat",
+    "normalization",
     "normalization_linear",
     "rope",
     "rope_qkv",

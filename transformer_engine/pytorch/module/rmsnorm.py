@@ -1,0 +1,37 @@
+"""RMSNorm: a drop-in for torch.nn.RMSNorm on the fused core."""
+
+import torch
+
+from transformer_engine.pytorch.module.normalization import Normalization, NormalizedShape
+
+
+class RMSNorm(Normalization):
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimensions.
+
+    Parameters `weight`; with zero_centered_gamma weight is stored less one and starts at zero.
+    sequence_parallel, when given, becomes an attribute of the parameters. hidden_size and dtype are other names of
+    normalized_shape and params_dtype. kwargs: device, dtype, sm_margin (accepted; kernels need none).
+    """
+
+    _rms = True
+
+    def __init__(
+        self,
+        normalized_shape: NormalizedShape = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: NormalizedShape = None,
+        **kwargs,
+    ) -> None:
+        super().__init__()
+        self._build(
+            normalized_shape,
+            eps=eps,
+            sequence_parallel=sequence_parallel,
+            params_dtype=params_dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            hidden_size=hidden_size,
+            **kwargs,
+        )
