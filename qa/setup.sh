@@ -141,7 +141,9 @@ sources=$({
     xargs -0 sha256sum
   echo "$stamp $nvcc ${CMAKE_ARGS:-} $(g++ -dumpfullversion)"
 } | sha256sum)
-if [ "$(cat "$venv/.te-package" 2>/dev/null)" != "$sources" ]; then
+# Elsewhere than in .venv it is an editable install, or none.
+installed=$(cd / && "$venv/bin/python" -c 'import transformer_engine as te; print(te.__path__[0])' 2>/dev/null || true)
+if [ "$(cat "$venv/.te-package" 2>/dev/null)" != "$sources" ] || [ "${installed#"$venv/"}" = "$installed" ]; then
   say "building and installing the package"
   rm -f "$venv/.te-package"
   pip install -q --no-build-isolation --no-deps .
