@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, check_format
+from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed
 from transformer_engine.pytorch.module.base import InitMethod, refuse
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
@@ -198,12 +198,10 @@ class MultiheadAttention(torch.nn.Module):
         if rotary_pos_emb is None:
             query, key, value = (part.unflatten(-1, (-1, head)) for part in qkv.split(self._widths, dim=-1))
         else:
-            q_freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, None)
-            query, key, value = F.rope_qkv(
-                qkv.unsqueeze(2),  # all heads in one group
-                heads=(self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups),
-                q_freqs=q_freqs,
-                k_freqs=k_freqs,
+            query, key, value = apply_rotary_to_packed(
+                qkv,
+                rotary_pos_emb,
+                heads=(self.num_attention_heads, self.num_gqa_groups),
                 tensor_format=self.qkv_format,
                 interleaved=self.rotary_pos_interleaved,
             )
