@@ -1,5 +1,5 @@
-# LayerNorm and RMSNorm, the modules: parameters, names and options that clients rely on, and a forward and backward that
-# is torch.nn's up to rounding. The arithmetic has its own suite, test_normalization.py.
+# LayerNorm and RMSNorm, the modules: parameters, names and options that clients rely on, and a forward and backward
+# that is torch.nn's up to rounding. The arithmetic has its own suite, test_normalization.py.
 # Mutant: initialise weight with ones where it is zero-centered (module/normalization.py) and
 # test_zero_centered_weight_starts_at_the_identity turns red.
 import copy
@@ -99,11 +99,11 @@ def test_behaves_as_the_plain_module(norm, dtype, device):
         y, want = module(x), twin(other)
         y.backward(dy)
         want.backward(dy)
-        close = dict(rtol=0, atol=16 * 2 * torch.finfo(dtype).eps)
+        close = {"rtol": 0, "atol": 16 * 2 * torch.finfo(dtype).eps}
         torch.testing.assert_close(y, want, **close)
         torch.testing.assert_close(x.grad, other.grad, **close)
         for name in names(norm):  # 15 rows: sums of up to about 30
-            close = dict(rtol=0, atol=64 * torch.finfo(dtype).eps)
+            close = {"rtol": 0, "atol": 64 * torch.finfo(dtype).eps}
             torch.testing.assert_close(getattr(module, name).grad, getattr(twin, name).grad, **close)
 
 
