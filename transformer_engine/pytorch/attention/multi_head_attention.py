@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, check_format
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, check_format, groups_of
 from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed
-from transformer_engine.pytorch.module.base import InitMethod, refuse
+from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 
@@ -67,9 +67,7 @@ class MultiheadAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         op = "MultiheadAttention"
-        if attention_type not in ("self", "cross"):
-            raise ValueError(f"{op}: argument 'attention_type' is {attention_type!r}, wanted 'self' or 'cross'.")
-        refuse(op, "cross-attention", attention_type="cross" if attention_type == "cross" else "")
+        check_choice(op, "attention_type", attention_type, ("self",), ("cross",))
         refuse(op, "one fused projection parameter", fuse_qkv_params=fuse_qkv_params)
         refuse(op, "a norm of queries and keys", qk_norm_type=qk_norm_type)
         check_format(op, qkv_format)
@@ -83,7 +81,7 @@ class MultiheadAttention(torch.nn.Module):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
         self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        self.num_gqa_groups = groups_of(op, num_attention_heads, num_gqa_groups)
         self.hidden_size_per_attention_head = kv_channels or hidden_size // num_attention_heads
         self.attention_type = attention_type
         self.input_layernorm = input_layernorm

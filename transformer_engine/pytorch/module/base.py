@@ -31,6 +31,19 @@ def refuse(op: str, capability: str, **arguments: object) -> None:
             )
 
 
+def check_choice(
+    op: str, argument: str, value: object, here: tuple[object, ...], later: tuple[object, ...] = ()
+) -> None:
+    """Raise unless `value` is one of `here`; those of `later` are known, and refused as not available yet."""
+    if value in later:
+        raise NotImplementedError(
+            f"{op}: argument '{argument}' is {value!r}, which is not available in this version; "
+            f"use {' or '.join(map(repr, here))}."
+        )
+    if value not in here:
+        raise ValueError(f"{op}: argument '{argument}' is {value!r}, wanted one of {here + later}.")
+
+
 def refuse_parallel(op: str, *, tp_size: int, **overlap: object) -> None:
     """Tensor parallelism and its overlap: refused by name until they land."""
     if tp_size != 1:
@@ -42,6 +55,11 @@ def refuse_parallel(op: str, *, tp_size: int, **overlap: object) -> None:
 
 class TransformerEngineBaseModule(torch.nn.Module):
     """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._initializers: dict[str, InitMethod] = {}
+        self._tags: dict[str, dict[str, object]] = {}
 
     def _setup(
         self,
@@ -57,8 +75,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.device = resolve_device(device)
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = rng_tracker_name
-        self._initializers: dict[str, InitMethod] = {}
-        self._tags: dict[str, dict[str, object]] = {}
 
     def _declare(self, name: str, shape: Iterable[int], init: InitMethod, **tags: object) -> None:
         """Registers a parameter; `tags` become attributes on it (tensor_model_parallel, sequence_parallel, ...)."""
@@ -93,7 +109,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 target = resolve_device(None) if self.device.type == "meta" else self.device
                 parameter = torch.nn.Parameter(torch.empty_like(parameter, device=target), parameter.requires_grad)
                 setattr(self, name, parameter)
-                self._tag(name)
+            self._tag(name)  # to_empty() makes parameters without them
             fork = nullcontext()
             if self.get_rng_state_tracker is not None and init is not torch.nn.init.zeros_:
                 tracker = self.get_rng_state_tracker()

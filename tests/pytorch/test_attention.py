@@ -1,0 +1,494 @@
+# DotProductAttention and MultiheadAttention against their plain twins: layouts, groups, masks, rotary embedding,
+# dropout, recomputation, refusals. Mutants: dropping `scale=` in DotProductAttention._attend, taking repeat() for
+# repeat_interleave() there, or rotating k with q's angles, turn the comparisons red.
+import pytest
+import torch
+from module_contract import Tracker, check_signature, refusals, saved_shapes
+from plain_modules import PlainAttention, angles, as_tuple, attend, check_against_twin, compare, randomize, run
+from support import DTYPES, assert_same_bits, randn, refused, wide
+
+import transformer_engine.pytorch as te
+
+HIDDEN, HEADS, SEQ, BATCH = 32, 4, 7, 3
+HEAD = HIDDEN // HEADS
+# Products in a row (projection, scores, softmax, context, projection; forward and backward) times the longest sum.
+TIGHT_CORE, TIGHT = 3 * 16, 5 * 64
+
+
+def shape(layout, *rest, seq=SEQ, batch=BATCH):
+    return (seq, batch, *rest) if layout == "sbhd" else (batch, seq, *rest)
+
+
+def qkv(device, dtype=torch.float32, *, layout="sbhd", groups=HEADS, seq_kv=SEQ, value_dim=HEAD):
+    return (
+        randn(*shape(layout, HEADS, HEAD), dtype=dtype, device=device),
+        randn(*shape(layout, groups, HEAD, seq=seq_kv), dtype=dtype, device=device),
+        randn(*shape(layout, groups, value_dim, seq=seq_kv), dtype=dtype, device=device),
+    )
+
+
+def check_core(module, tensors, **options):
+    """module(q, k, v) against `attend` in the same dtype and in float64."""
+    module = module.to(tensors[0].device)
+    got = run(module, *tensors)
+    near = run(module, *tensors, call=lambda _, *t: attend(*t, **options))
+    exact = run(module, *(wide(t) for t in tensors), call=lambda _, *t: attend(*t, **options))
+    compare(got, near, exact, tensors[0].dtype, TIGHT_CORE)
+
+
+# ---- DotProductAttention ----
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("groups", [1, 2, HEADS])
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_core_matches_plain(device, dtype, mask, groups, layout):
+    tensors = qkv(device, dtype, layout=layout, groups=groups)
+    options = {"causal": mask == "causal", "batch_first": layout == "bshd"}
+    check_core(te.DotProductAttention(HEADS, HEAD, groups, qkv_format=layout, attn_mask_type=mask), tensors, **options)
+    module = te.DotProductAttention(HEADS, HEAD, groups)  # the call's own layout and mask win over the module's
+    out = module(*tensors, qkv_format=layout, attn_mask_type=mask)
+    assert out.shape == shape(layout, HIDDEN) and out.dtype == dtype and out.is_contiguous()
+    fixed = te.DotProductAttention(HEADS, HEAD, groups, qkv_format=layout, attn_mask_type=mask)
+    assert_same_bits(out, fixed(*tensors))
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("seq_kv", [1, 5, 12])
+def test_keys_of_another_length(device, seq_kv, mask):
+    tensors = qkv(device, seq_kv=seq_kv)
+    # causal counts from the first key, as the name says; causal_bottom_right is the other one
+    check_core(
+        te.DotProductAttention(HEADS, HEAD, attn_mask_type=mask), tensors, causal=mask == "causal", batch_first=False
+    )
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 1.0])
+def test_softmax_scale(device, scale):
+    module = te.DotProductAttention(HEADS, HEAD, attn_mask_type="no_mask", softmax_scale=scale)
+    check_core(module, qkv(device), causal=False, batch_first=False, scale=scale)
+
+
+def test_values_of_another_width(device):
+    tensors = qkv(device, value_dim=HEAD // 2)
+    check_core(te.DotProductAttention(HEADS, (HEAD, HEAD // 2)), tensors, causal=True, batch_first=False)
+
+
+@pytest.mark.parametrize("window", [None, (-1, -1), (-1, 0)])
+def test_windows_that_the_causal_mask_implies(device, window):
+    tensors = qkv(device)
+    module = te.DotProductAttention(HEADS, HEAD, window_size=window)
+    assert_same_bits(module(*tensors, window_size=window), te.DotProductAttention(HEADS, HEAD)(*tensors))
+
+
+def test_arguments_of_other_capabilities_that_change_nothing(device):
+    """What only padding, packing or FP8 read is accepted, and changes no bit."""
+    tensors = qkv(device)
+    module = te.DotProductAttention(HEADS, HEAD)
+    lengths = torch.arange(BATCH + 1, dtype=torch.int32, device=device) * SEQ
+    given = module(
+        *tensors,
+        attention_mask=torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool, device=device),
+        cu_seqlens_q=lengths,
+        cu_seqlens_kv=lengths,
+        max_seqlen_q=SEQ,
+        max_seqlen_kv=SEQ,
+        fast_zero_fill=False,
+        pad_between_seqs=False,
+        bf16_backward=True,
+        num_splits=2,
+        alibi_slopes=torch.ones(HEADS, device=device),
+    )
+    assert_same_bits(given, module(*tensors))
+
+
+def test_strided_inputs_have_the_same_bits(device):
+    """q, k and v as views of one packed projection."""
+    packed = randn(SEQ, BATCH, HEADS, 3 * HEAD, device=device)
+    views = packed.split(HEAD, dim=-1)
+    module = te.DotProductAttention(HEADS, HEAD)
+    strided, dense = run(module, *views), run(module, *(t.contiguous() for t in views))
+    for name in dense:
+        assert_same_bits(strided[name], dense[name], name)
+
+
+@pytest.mark.parametrize("seq, batch", [(0, BATCH), (SEQ, 0), (1, 1)])
+@pytest.mark.parametrize("groups", [HEADS, 1])
+def test_empty_and_single(device, seq, batch, groups):
+    tensors = [
+        randn(*shape("sbhd", heads, HEAD, seq=seq, batch=batch), device=device, requires_grad=True)
+        for heads in (HEADS, groups, groups)
+    ]
+    out = te.DotProductAttention(HEADS, HEAD, groups)(*tensors)
+    assert out.shape == (seq, batch, HIDDEN)
+    out.sum().backward()
+    assert all(t.grad.shape == t.shape and t.grad.isfinite().all() for t in tensors)
+    if out.numel():  # one position attends to itself
+        assert_same_bits(out, tensors[2].repeat_interleave(HEADS // groups, dim=2).flatten(2).detach())
+
+
+def test_nan_and_infinity_stay_in_their_sequence(device):
+    q, k, v = qkv(device)
+    clean = te.DotProductAttention(HEADS, HEAD)(q, k, v)
+    v[4, 1, 2, 0] = torch.nan
+    k[3, 0] = torch.inf
+    out = te.DotProductAttention(HEADS, HEAD)(q, k, v)
+    assert out[4:, 1, 2 * HEAD].isnan().all() and out[3:, 0].isnan().any()
+    # Another sequence, and positions before the fault under the causal mask, see nothing of it.
+    assert_same_bits(out[:, 2], clean[:, 2])
+    assert_same_bits(out[:3, 0], clean[:3, 0])
+    assert_same_bits(out[:, 1, : 2 * HEAD], clean[:, 1, : 2 * HEAD])
+
+
+# ---- dropout, random states, recomputation ----
+
+
+def masks_of(module, device, seq=64):
+    """Which probabilities survive: all of them are 1 / seq, and v[j] is the j-th unit vector."""
+    q = torch.zeros(seq, 1, 1, seq, device=device)
+    v = torch.eye(seq, device=device)[:, None, None, :]
+    return module(q, q, v)[:, 0]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_statistics(device, p):
+    seq = 64
+    module = te.DotProductAttention(1, seq, attention_dropout=p, attn_mask_type="no_mask")
+    kept = masks_of(module, device)
+    dropped = (kept == 0).float().mean().item()
+    assert abs(dropped - p) < 5 * (p * (1 - p) / seq**2) ** 0.5  # five standard deviations of a binomial
+    torch.testing.assert_close(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / seq / (1 - p)), rtol=1e-6, atol=0)
+    assert not torch.equal(kept, masks_of(module, device)), "each call draws its own mask"
+    module.eval()
+    state = torch.get_rng_state()
+    assert_same_bits(masks_of(module, device), torch.full_like(kept, 1 / seq))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_draws_from_the_tracker(recompute):
+    """The fork's state advances once per forward, the default state never; recomputation repeats the fork's mask."""
+    tracker = Tracker()
+    module = te.DotProductAttention(HEADS, HEAD, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+    tensors = qkv("cpu")
+    outside = torch.get_rng_state()
+    first = run(module, *tensors, checkpoint_core_attention=recompute)
+    assert torch.equal(outside, torch.get_rng_state())
+    after_one = tracker.state.clone()
+    second = run(module, *tensors, checkpoint_core_attention=recompute)
+    assert not torch.equal(first["output 0"], second["output 0"])
+    plain = Tracker()
+    module.get_rng_state_tracker = lambda: plain
+    wanted = run(module, *tensors)
+    assert torch.equal(after_one, plain.state), "recomputation leaves the tracker where the forward left it"
+    for name in wanted:
+        assert_same_bits(first[name], wanted[name], name)
+    forks = len(plain.forks)
+    module.eval()(*tensors)
+    assert forks == len(plain.forks) == 1, "no fork where nothing is dropped"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_recomputation_has_the_same_bits_and_keeps_less(device, mask, dropout):
+    module = te.DotProductAttention(HEADS, HEAD, attention_dropout=dropout, attn_mask_type=mask)
+    tensors = qkv(device)
+    torch.manual_seed(5)
+    wanted = run(module, *tensors)
+    torch.manual_seed(5)
+    got = run(module, *tensors, checkpoint_core_attention=True)
+    for name in wanted:
+        assert_same_bits(got[name], wanted[name], name)
+    for t in tensors:
+        t.requires_grad_()
+    once = saved_shapes(lambda: module(*tensors))
+    assert len(saved_shapes(lambda: module(*tensors, checkpoint_core_attention=True))) < len(once)
+
+
+# ---- MultiheadAttention ----
+
+ROTARY = ["none", "angles", "pair", "interleaved", "partial"]
+
+
+def freqs(kind, device):
+    if kind == "none":
+        return None
+    if kind == "pair":
+        return angles(SEQ, HEAD).to(device), angles(SEQ, HEAD, stretch=0.5).to(device)
+    return angles(SEQ, HEAD // 2 if kind == "partial" else HEAD, interleaved=kind == "interleaved").to(device)
+
+
+def build(device, dtype=torch.float32, **options):
+    options = {"attention_dropout": 0.0, "params_dtype": dtype, "device": device, **options}
+    return randomize(te.MultiheadAttention(HIDDEN, HEADS, **options))
+
+
+@pytest.mark.parametrize("rotary", ROTARY)
+@pytest.mark.parametrize("groups", [1, 2, HEADS])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_plain(device, dtype, layout, groups, rotary):
+    interleaved = rotary == "interleaved"
+    module = build(device, dtype, num_gqa_groups=groups, qkv_format=layout, rotary_pos_interleaved=interleaved)
+    twin = PlainAttention(HIDDEN, HEADS, groups, batch_first=layout == "bshd", interleaved=interleaved)
+    x = randn(*shape(layout, HIDDEN), dtype=dtype, device=device)
+    check_against_twin(module, twin, x, rotary_pos_emb=freqs(rotary, device), tight=TIGHT)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_input_layernorm_matches_plain(device, dtype, bias, zero_centered, normalization):
+    module = build(
+        device,
+        dtype,
+        input_layernorm=True,
+        normalization=normalization,
+        zero_centered_gamma=zero_centered,
+        bias=bias,
+        num_gqa_groups=2,
+        attn_mask_type="no_mask",
+    )
+    rms = normalization == "RMSNorm"
+    twin = PlainAttention(
+        HIDDEN, HEADS, 2, input_layernorm=True, rms=rms, zero_centered=zero_centered, bias=bias, causal=False
+    )
+    x = randn(SEQ, BATCH, HIDDEN, dtype=dtype, device=device)
+    check_against_twin(module, twin, x, rotary_pos_emb=freqs("angles", device), tight=TIGHT)
+
+
+@pytest.mark.parametrize("return_bias", [False, True])
+@pytest.mark.parametrize("return_norm", [False, True])
+def test_what_is_returned(device, return_norm, return_bias):
+    options = {"return_bias": return_bias, "input_layernorm": True}
+    module = build(device, return_layernorm_output=return_norm, **options)
+    twin = PlainAttention(HIDDEN, HEADS, return_norm=return_norm, **options)
+    x = randn(SEQ, BATCH, HIDDEN, device=device)
+    check_against_twin(module, twin, x, tight=TIGHT)
+    assert len(as_tuple(module(x))) == 1 + return_bias + return_norm
+
+
+def test_heads_of_their_own_width(device):
+    module = build(device, kv_channels=12)
+    assert module.proj.weight.shape == (HIDDEN, HEADS * 12)
+    check_against_twin(
+        module, PlainAttention(HIDDEN, HEADS, head_dim=12), randn(SEQ, BATCH, HIDDEN, device=device), tight=TIGHT
+    )
+
+
+@pytest.mark.parametrize("rotary", ["none", "pair"])
+def test_recomputation_changes_no_bit(device, rotary):
+    module = build(device, input_layernorm=True, attention_dropout=0.2)
+    x = randn(SEQ, BATCH, HIDDEN, device=device)
+    torch.manual_seed(5)
+    wanted = run(module, x, rotary_pos_emb=freqs(rotary, device))
+    torch.manual_seed(5)
+    got = run(module, x, rotary_pos_emb=freqs(rotary, device), checkpoint_core_attention=True)
+    for name in wanted:
+        assert_same_bits(got[name], wanted[name], name)
+
+
+def test_the_mask_of_the_call_wins(device):
+    x = randn(SEQ, BATCH, HIDDEN, device=device)
+    module = build(device)
+    torch.manual_seed(1)
+    other = randomize(
+        te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, attn_mask_type="no_mask", device=device)
+    )
+    other.load_state_dict(module.state_dict())
+    assert_same_bits(module(x, attn_mask_type="no_mask"), other(x))
+    assert not torch.equal(module(x), other(x))
+
+
+@pytest.mark.parametrize(
+    "frozen", [("qkv",), ("proj",), ("qkv.query_weight", "qkv.value_bias"), ("qkv", "proj")], ids=lambda f: "+".join(f)
+)
+def test_frozen_parts(device, frozen):
+    module, twin = build(device), PlainAttention(HIDDEN, HEADS)
+    for part in (module, twin):
+        for name, p in part.named_parameters():
+            p.requires_grad_(not any(name.startswith(prefix) for prefix in frozen))
+    check_against_twin(module, twin, randn(SEQ, BATCH, HIDDEN, device=device), tight=TIGHT)
+
+
+# ---- refusals, signatures, state ----
+
+CORE_REFUSED = {
+    "cp_group": object(),
+    "softmax_type": "learnable",
+    "return_max_logit": True,
+    "bottom_right_diagonal": True,
+    "tp_size": 2,
+    "window_size": (4, 0),
+    "qkv_format": "thd",
+    "attn_mask_type": "padding",
+}
+CORE_CALL_REFUSED = {
+    "attn_mask_type": "arbitrary",
+    "window_size": (2, 2),
+    "qkv_format": "thd",
+    "core_attention_bias_type": "alibi",
+    "softcap": 30.0,
+    "inference_params": object(),
+    "fp8_output": True,
+    "bottom_right_diagonal": True,
+    "score_mod": lambda score, *_: score,
+    "qkv_layer": torch.zeros(1),
+    "kv_layer": torch.zeros(1),
+}
+REFUSED = {
+    "attention_type": "cross",
+    "fuse_qkv_params": True,
+    "qk_norm_type": "RMSNorm",
+    "tp_size": 2,
+    "fuse_wgrad_accumulation": True,
+    "ub_overlap_ag": True,
+    "ub_overlap_rs": True,
+    "ub_overlap_rs_dgrad": True,
+    "ub_bulk_dgrad": True,
+    "ub_bulk_wgrad": True,
+    "window_size": (4, 0),
+    "bottom_right_diagonal": True,
+    "softmax_type": "off-by-one",
+    "qkv_format": "thd",
+    "attn_mask_type": "causal_bottom_right",
+}
+CALL_REFUSED = {
+    "encoder_output": torch.zeros(1),
+    "inference_params": object(),
+    "window_size": (4, 0),
+    "bottom_right_diagonal": True,
+    "core_attention_bias_type": "post_scale_bias",
+    "softcap": 30.0,
+    "attn_mask_type": "padding_causal",
+}
+
+
+@pytest.mark.parametrize("argument", CORE_REFUSED)
+def test_core_refuses_what_has_not_landed(argument):
+    refusals(te.DotProductAttention, (HEADS, HEAD), {argument: CORE_REFUSED[argument]})
+
+
+@pytest.mark.parametrize("argument", CORE_CALL_REFUSED)
+def test_core_call_refuses_what_has_not_landed(argument):
+    with refused(NotImplementedError, "DotProductAttention", f"'{argument}'", "not available in this version"):
+        te.DotProductAttention(HEADS, HEAD)(*qkv("cpu"), **{argument: CORE_CALL_REFUSED[argument]})
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_refuses_what_has_not_landed(argument):
+    with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
+        te.MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device="cpu", **{argument: REFUSED[argument]})
+
+
+@pytest.mark.parametrize("argument", CALL_REFUSED)
+def test_call_refuses_what_has_not_landed(argument):
+    with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
+        build("cpu")(randn(SEQ, BATCH, HIDDEN), **{argument: CALL_REFUSED[argument]})
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"attn_mask_type": "diagonal"}, ("attn_mask_type", "diagonal", "causal")),
+        ({"qkv_format": "hsbd"}, ("qkv_format", "hsbd", "sbhd")),
+        ({"attention_dropout": 1.0}, ("attention_dropout", "1.0")),
+        ({"attention_dropout": -0.1}, ("attention_dropout", "-0.1")),
+        ({"num_gqa_groups": 3}, ("num_gqa_groups", "3", str(HEADS))),
+        ({"num_gqa_groups": 0}, ("num_gqa_groups", "0", str(HEADS))),
+        ({"attention_type": "sideways"}, ("attention_type", "sideways", "self")),
+        ({"softmax_type": "hard"}, ("softmax_type", "hard", "vanilla")),
+    ],
+)
+def test_bad_arguments(options, words):
+    with refused(ValueError, "DotProductAttention", *words):
+        te.DotProductAttention(HEADS, HEAD, **options)
+    with refused(ValueError, *words):
+        te.MultiheadAttention(HIDDEN, HEADS, device="cpu", **options)
+
+
+def test_head_width_that_does_not_divide():
+    with refused(ValueError, "MultiheadAttention", "num_attention_heads", "5", "kv_channels"):
+        te.MultiheadAttention(HIDDEN, 5, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change, exception, words",
+    [
+        (lambda q, k, v: (q, k), ValueError, ("value_layer", "None")),
+        (lambda q, k, v: (q[0], k, v), ValueError, ("query_layer", f"({BATCH}, {HEADS}, {HEAD})", f"{HEADS}, {HEAD}")),
+        (lambda q, k, v: (q, k[..., :-1], v), ValueError, ("key_layer", str(HEAD - 1), str(HEAD))),
+        (lambda q, k, v: (q, k[:, :, :2], v), ValueError, ("key_layer", "2", str(HEADS))),
+        (lambda q, k, v: (q, k.bfloat16(), v), ValueError, ("key_layer", "bfloat16", "float32")),
+        (lambda q, k, v: (q, k, v[:-1]), ValueError, ("value_layer", str(SEQ - 1), str(SEQ))),
+        (lambda q, k, v: (q, k[:, :-1], v[:, :-1]), ValueError, ("key_layer", str(BATCH - 1), str(BATCH))),
+        (lambda q, k, v: (q.long(), k.long(), v.long()), ValueError, ("query_layer", "int64", "float32")),
+        (lambda q, k, v: (q, k.to("meta"), v), ValueError, ("key_layer", "meta", "cpu")),
+    ],
+)
+def test_bad_inputs_and_the_same_bits_after_them(change, exception, words):
+    module = te.DotProductAttention(HEADS, HEAD)
+    tensors = qkv("cpu")
+    before = module(*tensors)
+    with refused(exception, "DotProductAttention", *words):
+        module(*change(*tensors))
+    assert_same_bits(module(*tensors), before)
+
+
+def test_core_bias_of_an_unknown_kind():
+    with refused(ValueError, "DotProductAttention", "core_attention_bias_type", "sideways"):
+        te.DotProductAttention(HEADS, HEAD)(*qkv("cpu"), core_attention_bias_type="sideways")
+
+
+AFTER_MICROBATCH = """checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None,
+    core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None,
+    cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
+    fast_zero_fill=True, pad_between_seqs=None, thd_attention_policies=None, thd_attention_policy_dispatch="auto",
+    softcap=None"""
+
+
+def test_signatures():
+    check_signature(
+        te.DotProductAttention,
+        """num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,
+        get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
+        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
+        return_max_logit=False, name=None""",
+        """query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
+        max_seqlen_kv=None, attn_mask_type=None, window_size=None, bottom_right_diagonal=None, softcap=None,
+        checkpoint_core_attention=False, core_attention_bias_type="no_bias", core_attention_bias=None,
+        alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=False,
+        bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None, score_mod_tensors=None,
+        score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None, qkv_interleave_dim=-3""",
+    )
+    check_signature(
+        te.MultiheadAttention,
+        """hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, layernorm_epsilon=1e-5,
+        init_method=None, output_layer_init_method=None, layer_number=None, attn_mask_type="causal", window_size=None,
+        bottom_right_diagonal=None, tp_group=None, tp_size=1, num_gqa_groups=None, fuse_wgrad_accumulation=False,
+        get_rng_state_tracker=None, sequence_parallel=False, params_dtype=None, return_bias=False,
+        return_layernorm_output=False, input_layernorm=False, attention_type="self", set_parallel_mode=False,
+        fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True, rotary_pos_interleaved=False,
+        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
+        bias=True, normalization="LayerNorm", device="cuda", qkv_format="sbhd", name=None, qk_norm_type=None,
+        qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla\"""",
+        f"""hidden_states, attention_mask=None, encoder_output=None, attn_mask_type=None, window_size=None,
+        bottom_right_diagonal=None, is_first_microbatch=None, {AFTER_MICROBATCH}""",
+    )
+
+
+def test_state_names(device):
+    qkv_names = [f"{part}_{kind}" for kind in ("weight", "bias") for part in ("query", "key", "value")]
+    plain = build(device)
+    wanted = [f"qkv.{name}" for name in [*qkv_names, "_extra_state"]]
+    tail = ["core_attention._extra_state", "proj.weight", "proj.bias", "proj._extra_state"]
+    assert list(plain.state_dict()) == wanted + tail
+    normed = build(device, input_layernorm=True, set_parallel_mode=True)
+    norm_names = ["layer_norm_weight", "layer_norm_bias"]
+    wanted = [f"layernorm_qkv.{name}" for name in [*norm_names, *qkv_names, "_extra_state"]]
+    assert list(normed.state_dict()) == wanted + tail
+    assert (normed.layernorm_qkv.parallel_mode, normed.proj.parallel_mode) == ("column", "row")
