@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from transformer_engine.pytorch.attention.dot_product_attention import check_format, check_mask
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
-from transformer_engine.pytorch.module.base import InitMethod, refuse
+from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 
 
@@ -73,11 +74,11 @@ class TransformerLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         op = "TransformerLayer"
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"{op}: argument 'layer_type' is {layer_type!r}, wanted 'encoder' or 'decoder'.")
+        check_choice(op, "layer_type", layer_type, ("encoder",), ("decoder",))
+        check_mask(op, self_attn_mask_type, "self_attn_mask_type")
+        check_format(op, attn_input_format, "attn_input_format")
         if not 0.0 <= hidden_dropout < 1.0:
             raise ValueError(f"{op}: argument 'hidden_dropout' is {hidden_dropout}, wanted 0 <= p < 1.")
-        refuse(op, "cross-attention", layer_type="decoder" if layer_type == "decoder" else "")
         refuse(op, "this order of norm and residual", output_layernorm=output_layernorm)
         refuse(
             op,
@@ -174,11 +175,13 @@ class TransformerLayer(torch.nn.Module):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """The arguments about encoders, sequence lengths and padding belong to capabilities that raise when chosen."""
+        mask = self_attn_mask_type or self.self_attn_mask_type
+        check_mask("TransformerLayer", mask, "self_attn_mask_type")
         refuse("TransformerLayer", "cross-attention", encoder_output=encoder_output is not None)
         attended = self.self_attention(
             hidden_states,
             attention_mask,
-            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
+            attn_mask_type=mask,
             window_size=window_size or self.window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             is_first_microbatch=is_first_microbatch,
@@ -190,9 +193,12 @@ class TransformerLayer(torch.nn.Module):
             alibi_slopes=alibi_slopes,
             softcap=softcap,
         )
-        mlp, h = self.layernorm_mlp(
-            self._dropout(attended), is_first_microbatch=is_first_microbatch, residual=hidden_states
-        )
+        attended = self._dropout(attended)
+        if attended.dtype == hidden_states.dtype:
+            mlp, h = self.layernorm_mlp(attended, is_first_microbatch=is_first_microbatch, residual=hidden_states)
+        else:  # autocast below a wider residual stream, which keeps its precision, as torch's promotion has it
+            h = hidden_states + attended
+            mlp = self.layernorm_mlp(h, is_first_microbatch=is_first_microbatch)
         return h + self._dropout(mlp)
 
     def _dropout(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,259 @@
+# TransformerLayer against its plain twin, its dropout, its residual stream under autocast, what it keeps and refuses.
+# Mutant: returning mlp + hidden_states instead of mlp + h, or giving the MLP's norm hidden_states alone, turns
+# test_matches_plain red.
+import pytest
+import torch
+from module_contract import Tracker, check_signature, saved_shapes
+from plain_modules import PlainLayer, angles, check_against_twin, compare, randomize, run, twin_of
+from support import DTYPES, assert_same_bits, randn, refused, wide
+from test_attention import AFTER_MICROBATCH
+
+import transformer_engine.pytorch as te
+
+HIDDEN, FFN, HEADS, SEQ, BATCH = 32, 40, 4, 6, 2
+# Products in a row (two norms, four GEMMs, attention, activation; forward and backward) times the longest sum (80).
+TIGHT = 8 * 80
+
+
+def build(device, dtype=torch.float32, **options):
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, "device": device, **options}
+    return randomize(te.TransformerLayer(HIDDEN, FFN, HEADS, **options))
+
+
+def tokens(device, dtype=torch.float32, layout="sbhd"):
+    lead = (SEQ, BATCH) if layout == "sbhd" else (BATCH, SEQ)
+    return randn(*lead, HIDDEN, dtype=dtype, device=device)
+
+
+LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "num_gqa_groups": 2}
+GPT = {"normalization": "LayerNorm", "activation": "gelu", "zero_centered_gamma": True}
+
+
+def twin(*, causal=True, batch_first=False, interleaved=False, **options):
+    return PlainLayer(
+        HIDDEN,
+        FFN,
+        HEADS,
+        options.get("num_gqa_groups"),
+        activation=options.get("activation", "gelu"),
+        rms=options.get("normalization") == "RMSNorm",
+        zero_centered=options.get("zero_centered_gamma", False),
+        bias=options.get("bias", True),
+        causal=causal,
+        batch_first=batch_first,
+        interleaved=interleaved,
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("kind", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_plain(device, dtype, kind, layout, mask, interleaved):
+    module = build(
+        device,
+        dtype,
+        attn_input_format=layout,
+        self_attn_mask_type=mask,
+        rotary_pos_interleaved=interleaved,
+        **kind,
+    )
+    plain = twin(causal=mask == "causal", batch_first=layout == "bshd", interleaved=interleaved, **kind)
+    x = tokens(device, dtype, layout)
+    check_against_twin(module, plain, x, tight=TIGHT)
+    freqs = angles(SEQ, HIDDEN // HEADS, interleaved=interleaved).to(device)
+    check_against_twin(module, plain, x, rotary_pos_emb=freqs, tight=TIGHT, what="rotary")
+    check_against_twin(module, plain, x, rotary_pos_emb=(freqs, freqs * 0.5), tight=TIGHT, what="rotary pair")
+
+
+def test_the_mask_of_the_call_wins(device):
+    module, x = build(device), tokens(device)
+    other = build(device, self_attn_mask_type="no_mask")
+    other.load_state_dict(module.state_dict())
+    assert_same_bits(module(x, self_attn_mask_type="no_mask"), other(x))
+
+
+def test_recomputation_changes_no_bit(device):
+    module, x = build(device, attention_dropout=0.2, hidden_dropout=0.2), tokens(device)
+    torch.manual_seed(5)
+    wanted = run(module, x)
+    torch.manual_seed(5)
+    got = run(module, x, checkpoint_core_attention=True)
+    for name in wanted:
+        assert_same_bits(got[name], wanted[name], name)
+
+
+@pytest.mark.parametrize("frozen", ["self_attention", "layernorm_mlp", ""])
+def test_frozen_parts(device, frozen):
+    module, plain = build(device, **LLAMA), twin(**LLAMA)
+    for part in (module, plain):
+        for name, p in part.named_parameters():
+            p.requires_grad_(not name.startswith(frozen))
+    check_against_twin(module, plain, tokens(device), tight=TIGHT, what=f"frozen {frozen}")
+
+
+# ---- dropout ----
+
+
+@pytest.mark.parametrize("at", ["attention", "mlp"])
+def test_hidden_dropout_statistics(device, at):
+    """A branch that is 1 everywhere (zero weights, bias 1) shows its mask in output - input."""
+    p, hidden = 0.3, 64
+    layer = te.TransformerLayer(hidden, 8, 2, hidden_dropout=p, attention_dropout=0.0, device=device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        (layer.self_attention.proj.bias if at == "attention" else layer.layernorm_mlp.fc2_bias).fill_(1.0)
+    x = torch.zeros(32, 4, hidden, device=device)
+    delta = layer(x)
+    dropped = (delta == 0).float().mean().item()
+    assert abs(dropped - p) < 5 * (p * (1 - p) / delta.numel()) ** 0.5  # five standard deviations
+    torch.testing.assert_close(delta[delta != 0], torch.full_like(delta[delta != 0], 1 / (1 - p)), rtol=1e-6, atol=0)
+    assert not torch.equal(delta, layer(x))
+    layer.eval()
+    assert_same_bits(layer(x), torch.ones_like(x))
+
+
+def test_eval_is_the_layer_without_dropout(device):
+    module, x = build(device, hidden_dropout=0.5, attention_dropout=0.5), tokens(device)
+    without = build(device)
+    without.load_state_dict(module.state_dict())
+    assert_same_bits(module.eval()(x), without(x))
+
+
+def test_attention_dropout_draws_from_the_tracker():
+    tracker = Tracker()
+    module, x = build("cpu", attention_dropout=0.5, get_rng_state_tracker=lambda: tracker), tokens("cpu")
+    forks = len(tracker.forks)  # initialisation forked too
+    assert forks > 0
+    outside = torch.get_rng_state()
+    module(x)
+    assert torch.equal(outside, torch.get_rng_state()) and len(tracker.forks) == forks + 1
+
+
+# ---- autocast ----
+
+
+@pytest.mark.parametrize("kind", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_autocast_keeps_the_residual_stream(device, kind):
+    """Under autocast the products run in bfloat16, the float32 residual stream stays float32, as plain torch's does."""
+    module, plain = build(device, **kind), twin(**kind)
+    x = tokens(device)
+
+    def under_autocast(m, t):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return m(t)
+
+    got = run(module, x, call=under_autocast)
+    near = run(twin_of(plain, module, torch.float32, device), x, call=under_autocast)
+    exact = run(twin_of(plain, module), wide(x))
+    assert got["output 0"].dtype == torch.float32
+    # The norm reads and writes bfloat16 here where torch's autocast runs it in float32: one more rounding on each side.
+    compare(got, near, exact, torch.bfloat16, TIGHT)
+    low = run(module, x.bfloat16(), call=under_autocast)
+    assert low["output 0"].dtype == torch.bfloat16
+
+
+# ---- kept, refused, signature, state ----
+
+
+def test_keeps_no_sum_twice(device):
+    """Of the residual stream the layer keeps its input and h, each once."""
+    module = build(device, **LLAMA)
+    x = tokens(device).requires_grad_()
+    kept = saved_shapes(lambda: module(x))
+    stream = [(s, d) for s, d in kept if s == (SEQ, BATCH, HIDDEN)]
+    # x, norm output, h, norm output, attention's context
+    assert len(stream) == 5, kept
+    assert ((SEQ, BATCH, 2 * FFN), torch.float32) in kept, "the pre-activation"
+    assert ((SEQ, BATCH, FFN), torch.float32) not in kept, "never the activation"
+
+
+REFUSED = {
+    "layer_type": "decoder",
+    "output_layernorm": True,
+    "apply_residual_connection_post_layernorm": True,
+    "parallel_attention_mlp": True,
+    "drop_path_rate": 0.1,
+    "ub_tp_comm_overlap": True,
+    "tp_size": 2,
+    "fuse_wgrad_accumulation": True,
+    "fuse_qkv_params": True,
+    "window_size": (4, 0),
+    "bottom_right_diagonal": True,
+    "self_attn_mask_type": "padding_causal",
+    "qk_norm_type": "L2Normalization",
+    "softmax_type": "learnable",
+    "attn_input_format": "thd",
+}
+CALL_REFUSED = {
+    "encoder_output": torch.zeros(1),
+    "inference_params": object(),
+    "window_size": (4, 0),
+    "bottom_right_diagonal": True,
+    "core_attention_bias_type": "alibi",
+    "softcap": 30.0,
+    "self_attn_mask_type": "padding",
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_refuses_what_has_not_landed(argument):
+    with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
+        te.TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", **{argument: REFUSED[argument]})
+
+
+@pytest.mark.parametrize("argument", CALL_REFUSED)
+def test_call_refuses_what_has_not_landed(argument):
+    with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
+        build("cpu")(tokens("cpu"), **{argument: CALL_REFUSED[argument]})
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"layer_type": "middle"}, ("layer_type", "middle", "encoder")),
+        ({"hidden_dropout": 1.0}, ("hidden_dropout", "1.0")),
+        ({"attention_dropout": 2.0}, ("attention_dropout", "2.0")),
+        ({"activation": "tanh"}, ("activation", "tanh")),
+        ({"normalization": "BatchNorm"}, ("normalization", "BatchNorm")),
+        ({"num_gqa_groups": 3}, ("num_gqa_groups", "3")),
+    ],
+)
+def test_bad_arguments(options, words):
+    with refused(ValueError, *words):
+        te.TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", **options)
+
+
+def test_signature():
+    check_signature(
+        te.TransformerLayer,
+        """hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
+        hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None, layer_number=None,
+        kv_channels=None, self_attn_mask_type="causal", window_size=None, bottom_right_diagonal=None,
+        enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, tp_group=None,
+        tp_size=1, params_dtype=None, get_rng_state_tracker=None, fuse_wgrad_accumulation=False, seq_length=None,
+        micro_batch_size=None, sequence_parallel=False, apply_residual_connection_post_layernorm=False,
+        output_layernorm=False, parallel_attention_mlp=False, layer_type="encoder", drop_path_rate=0.0,
+        set_parallel_mode=False, fuse_qkv_params=False, rotary_pos_interleaved=False, zero_centered_gamma=False,
+        qkv_weight_interleaved=True, ub_tp_comm_overlap=False, ub_overlap_ag=True, ub_overlap_rs=True,
+        ub_overlap_rs_dgrad=False, ub_bulk_dgrad=True, ub_bulk_wgrad=True, bias=True, activation="gelu",
+        activation_params=None, normalization="LayerNorm", device="cuda", attn_input_format="sbhd", name=None,
+        qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type="vanilla\"""",
+        f"""hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None,
+        bottom_right_diagonal=None, encoder_output=None, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
+        enc_dec_window_size=None, enc_dec_bottom_right_diagonal=None, is_first_microbatch=None, {AFTER_MICROBATCH}""",
+    )
+
+
+def test_state_names(device):
+    names = list(build(device, **LLAMA).state_dict())
+    qkv = ["layer_norm_weight", "query_weight", "key_weight", "value_weight", "_extra_state"]
+    assert names == [
+        *(f"self_attention.layernorm_qkv.{name}" for name in qkv),
+        "self_attention.core_attention._extra_state",
+        "self_attention.proj.weight",
+        "self_attention.proj._extra_state",
+        *(f"layernorm_mlp.{name}" for name in ("layer_norm_weight", "fc1_weight", "fc2_weight", "_extra_state")),
+    ]
