@@ -1,7 +1,8 @@
 # Fixtures of the PyTorch suites. `device` runs a test on the CPU and, where there is one, on the first GPU;
 # TE_TEST_DEVICE (cpu, cuda, or cpu,cuda) says exactly which instead, and one that is missing is an error, not a skip.
-# Every test starts from the same seed and sees NaN in each tensor that nobody has written yet.
+# Every test starts from the same seed, with no compiled code, and sees NaN in each tensor that nobody has written yet.
 import os
+import sys
 
 import pytest
 
@@ -57,3 +58,11 @@ def poisoned_and_seeded():
     yield
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """One test's graphs would count as recompilations of the next one's."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

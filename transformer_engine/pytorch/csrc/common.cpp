@@ -118,6 +118,12 @@ void check_same(const Tensor& t, const Tensor& like, const char* op, const char*
                     " like the input; cast one of them, or run under torch.autocast.");
 }
 
+void check_float(const Tensor& t, const char* op, const char* argument) {
+  const auto dtype = t.scalar_type();
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op, ": argument '", argument,
+                    "' has dtype ", dtype, ", wanted float32, float16 or bfloat16; cast it with .to(dtype).");
+}
+
 void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, const char* argument) {
   TORCH_CHECK_VALUE(t.dim() >= 1, op, ": argument '", argument, "' has no dimensions, wanted a last dimension of ",
                     wanted, ".");

@@ -35,6 +35,9 @@ te_stream current_stream(const Tensor& t);
 // Names the op and the argument when `t` is not on `like`'s device or not of its dtype.
 void check_same(const Tensor& t, const Tensor& like, const char* op, const char* argument);
 
+// Names the op and the argument when `t` is no float32, float16 or bfloat16 tensor.
+void check_float(const Tensor& t, const char* op, const char* argument);
+
 // The last dimension; the error for a tensor without one, or of another size, is a ValueError.
 void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, const char* argument);
 
@@ -55,14 +58,14 @@ OptionalTensor autocast(const OptionalTensor& t);
 // signature, which is what torch.compile traces.
 struct Direct {
   template <auto kFunction, class... Args>
-  static auto call(const char*, const Args&... args) {
+  static auto call(const char*, Args&&... args) {
     return kFunction(args...);
   }
 };
 
 struct Dispatched {
   template <auto kFunction, class... Args>
-  static auto call(const char* name, const Args&... args) {
+  static auto call(const char* name, Args&&... args) {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<std::remove_pointer_t<decltype(kFunction)>>();
     return op.call(args...);

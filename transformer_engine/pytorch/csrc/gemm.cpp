@@ -7,6 +7,7 @@
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/mm.h>
 #include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -32,30 +33,75 @@ te_gemm_epilogue epilogue_of(std::string_view epilogue) {
   TORCH_CHECK_VALUE(false, "gemm: argument 'epilogue' is '", epilogue, "', wanted none, bias, gelu, dgelu or bgrad.");
 }
 
+c10::SymInt rows_in(const Tensor& t) {
+  c10::SymInt n = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) n = n * t.sym_size(d);
+  return n;
+}
+
 struct Extents {
   c10::SymInt rows, cols, depth_a, depth_b;
 };
 
 Extents extents_of(const Tensor& a, const Tensor& b, te_gemm_layout layout) {
-  const auto rows = [](const Tensor& t) {
-    c10::SymInt n = 1;
-    for (int64_t d = 0; d + 1 < t.dim(); ++d) n = n * t.sym_size(d);
-    return n;
-  };
   TORCH_CHECK_VALUE(a.dim() >= 1 && b.dim() >= 1, "gemm: arguments 'a' and 'b' have ", a.dim(), " and ", b.dim(),
                     " dimensions, wanted at least one.");
-  if (layout == TE_GEMM_TN) return {rows(b), rows(a), a.sym_size(-1), b.sym_size(-1)};
-  if (layout == TE_GEMM_NN) return {rows(b), a.sym_size(-1), rows(a), b.sym_size(-1)};
-  return {b.sym_size(-1), a.sym_size(-1), rows(a), rows(b)};
+  if (layout == TE_GEMM_TN) return {rows_in(b), rows_in(a), a.sym_size(-1), b.sym_size(-1)};
+  if (layout == TE_GEMM_NN) return {rows_in(b), a.sym_size(-1), rows_in(a), b.sym_size(-1)};
+  return {b.sym_size(-1), a.sym_size(-1), rows_in(a), rows_in(b)};
 }
 
 Extents checked_extents(const Tensor& a, const Tensor& b, te_gemm_layout layout, std::string_view name) {
+  check_float(a, "gemm", "a");
   check_same(b, a, "gemm", "b");
   const Extents e = extents_of(a, b, layout);
   TORCH_CHECK_VALUE(e.depth_a == e.depth_b, "gemm: argument 'b' has shape ", b.sym_sizes(),
                     ", which does not fit 'a' of ", a.sym_sizes(), " in layout ", name, ": reduced dimensions ",
                     e.depth_b, " and ", e.depth_a, ".");
   return e;
+}
+
+// What an epilogue reads must be there, and nothing else: an ignored bias would be a silent error.
+void check_epilogue(const Tensor& a, const Extents& e, te_gemm_layout layout, te_gemm_epilogue epilogue,
+                    std::string_view name, const OptionalTensor& bias, const OptionalTensor& aux,
+                    at::ScalarType out_dtype) {
+  TORCH_CHECK_VALUE(out_dtype == a.scalar_type() || out_dtype == at::kFloat, "gemm: argument 'out_dtype' is ",
+                    out_dtype, ", wanted Float or the operands' ", a.scalar_type(), ".");
+  TORCH_CHECK_VALUE(epilogue != TE_GEMM_BGRAD || layout == TE_GEMM_NT,
+                    "gemm: argument 'epilogue' is 'bgrad' in a layout whose 'b' is no gradient, wanted layout NT.");
+  const bool takes_bias = epilogue == TE_GEMM_BIAS || epilogue == TE_GEMM_GELU;
+  TORCH_CHECK_VALUE(epilogue != TE_GEMM_BIAS || bias.has_value(), "gemm: argument 'bias' is missing for epilogue '",
+                    name, "'.");
+  TORCH_CHECK_VALUE(takes_bias || !bias.has_value(), "gemm: argument 'bias' is given, but epilogue '", name,
+                    "' reads none; wanted None, or epilogue bias or gelu.");
+  TORCH_CHECK_VALUE((epilogue == TE_GEMM_DGELU) == aux.has_value(), "gemm: argument 'aux' is ",
+                    aux.has_value() ? "given" : "missing", " for epilogue '", name,
+                    "'; dgelu reads it and no other epilogue does.");
+  if (bias.has_value()) {
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == e.cols, "gemm: argument 'bias' has shape ",
+                      bias->sym_sizes(), ", wanted [", e.cols, "].");
+    if (bias->scalar_type() != out_dtype) check_same(*bias, a, "gemm", "bias");
+    TORCH_CHECK_VALUE(bias->device() == a.device(), "gemm: argument 'bias' is on ", bias->device(), ", wanted ",
+                      a.device(), ".");
+  }
+  if (aux.has_value()) {
+    TORCH_CHECK_VALUE(aux->dim() >= 1 && rows_in(*aux) == e.rows && aux->sym_size(-1) == e.cols,
+                      "gemm: argument 'aux' has shape ", aux->sym_sizes(), ", wanted [", e.rows, ", ", e.cols, "].");
+    TORCH_CHECK_VALUE(aux->scalar_type() == out_dtype && aux->device() == a.device(), "gemm: argument 'aux' is ",
+                      aux->scalar_type(), " on ", aux->device(), ", wanted ", out_dtype, " on ", a.device(), ".");
+  }
+}
+
+void check_out(const Tensor& a, const Extents& e, te_gemm_layout layout, const Tensor& out, bool bias_grad) {
+  TORCH_CHECK_VALUE(!bias_grad || layout == TE_GEMM_NT,
+                    "gemm: argument 'bias_grad' is True in a layout whose 'b' is no gradient, wanted layout NT.");
+  TORCH_CHECK_VALUE(out.dim() == 2 && out.sym_size(0) == e.rows && out.sym_size(1) == e.cols,
+                    "gemm: argument 'out' has shape ", out.sym_sizes(), ", wanted [", e.rows, ", ", e.cols, "].");
+  TORCH_CHECK_VALUE(out.device() == a.device(), "gemm: argument 'out' is on ", out.device(), ", wanted ", a.device(),
+                    ".");
+  TORCH_CHECK_VALUE(out.scalar_type() == at::kFloat || out.scalar_type() == a.scalar_type(),
+                    "gemm: argument 'out' has dtype ", out.scalar_type(), ", wanted Float or ", a.scalar_type(), ".");
+  TORCH_CHECK_VALUE(out.is_contiguous(), "gemm: argument 'out' is not contiguous, and it is written in place.");
 }
 
 void run_cuda(te_gemm_problem& problem, const Tensor& like) {
@@ -69,48 +115,54 @@ void run_cuda(te_gemm_problem& problem, const Tensor& like) {
   check(te_gemm(&problem, bytes > 0 ? workspace.data_ptr() : nullptr, bytes, current_stream(like)));
 }
 
+Tensor folded(const Tensor& t) { return t.reshape_symint({rows_in(t), t.sym_size(-1)}); }
+
 Tensor product_cpu(const Tensor& a, const Tensor& b, te_gemm_layout layout) {
-  const Tensor a2 = a.reshape({-1, a.size(-1)});
-  const Tensor b2 = b.reshape({-1, b.size(-1)});
+  const Tensor a2 = folded(a);
+  const Tensor b2 = folded(b);
   if (layout == TE_GEMM_TN) return at::mm(b2, a2.t());
   if (layout == TE_GEMM_NN) return at::mm(b2, a2);
   return at::mm(b2.t(), a2);
 }
 
-Tensor column_sum(const Tensor& t) { return t.reshape({-1, t.size(-1)}).sum(0); }
+Tensor column_sum(const Tensor& t) { return folded(t).sum(0); }
 
 std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b, te_gemm_layout layout, te_gemm_epilogue epilogue,
                                     const OptionalTensor& bias, const OptionalTensor& aux, at::ScalarType out_dtype) {
-  // An output wider than the operands is a product of widened operands, as it is on the GPU.
-  const bool widen = out_dtype != a.scalar_type();
-  Tensor d = widen ? product_cpu(a.to(out_dtype), b.to(out_dtype), layout) : product_cpu(a, b, layout);
+  // An output wider than the operands is a product of widened operands, as it is on the GPU; so is what goes through
+  // an epilogue, which works in float32 before the one rounding.
+  const bool plain = epilogue == TE_GEMM_NONE || epilogue == TE_GEMM_BGRAD;
+  const at::ScalarType wide = plain ? out_dtype : at::kFloat;
+  Tensor d = product_cpu(a.to(wide), b.to(wide), layout);
   Tensor extra = at::empty({0}, a.options());
-  if (bias.has_value() && epilogue != TE_GEMM_BGRAD) d = d + *bias;
+  if (bias.has_value()) d = d + *bias;
   if (epilogue == TE_GEMM_GELU) {
-    extra = d;
+    extra = d.to(out_dtype);
     d = at::gelu(d, "tanh");
   } else if (epilogue == TE_GEMM_DGELU) {
-    d = at::gelu_backward(d, *aux, "tanh");
+    d = at::gelu_backward(d, folded(*aux).to(wide), "tanh");
   } else if (epilogue == TE_GEMM_BGRAD) {
     extra = column_sum(b);
   }
-  return {d, extra};
+  return {d.to(out_dtype), extra};
 }
 
 std::tuple<Tensor, Tensor> gemm_meta(const Tensor& a, const Tensor& b, std::string_view layout,
-                                     std::string_view epilogue, const OptionalTensor&, const OptionalTensor&,
+                                     std::string_view epilogue, const OptionalTensor& bias, const OptionalTensor& aux,
                                      std::optional<at::ScalarType> out_dtype) {
   const Extents e = checked_extents(a, b, layout_of(layout), layout);
   const auto options = a.options().dtype(out_dtype.value_or(a.scalar_type()));
   const te_gemm_epilogue kind = epilogue_of(epilogue);
+  check_epilogue(a, e, layout_of(layout), kind, epilogue, bias, aux, out_dtype.value_or(a.scalar_type()));
   const Tensor d = at::empty_symint({e.rows, e.cols}, options);
   if (kind == TE_GEMM_GELU) return {d, at::empty_symint({e.rows, e.cols}, options)};
   if (kind == TE_GEMM_BGRAD) return {d, at::empty_symint({e.rows}, a.options())};
   return {d, at::empty({0}, a.options())};
 }
 
-Tensor gemm_accumulate_meta(const Tensor& a, const Tensor& b, std::string_view layout, Tensor&, bool bias_grad) {
+Tensor gemm_accumulate_meta(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad) {
   const Extents e = checked_extents(a, b, layout_of(layout), layout);
+  check_out(a, e, layout_of(layout), out, bias_grad);
   return bias_grad ? at::empty_symint({e.rows}, a.options()) : at::empty({0}, a.options());
 }
 
@@ -123,18 +175,20 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
   const te_gemm_epilogue epilogue = epilogue_of(epilogue_name);
   const Extents e = checked_extents(a_in, b_in, layout, layout_name);
   const at::ScalarType out_dtype = out_dtype_in.value_or(a_in.scalar_type());
-  TORCH_CHECK_VALUE(epilogue != TE_GEMM_BIAS || bias_in.has_value(),
-                    "gemm: argument 'bias' is missing for epilogue bias.");
-  TORCH_CHECK_VALUE(epilogue != TE_GEMM_DGELU || aux_in.has_value(),
-                    "gemm: argument 'aux' is missing for epilogue dgelu.");
+  check_epilogue(a_in, e, layout, epilogue, epilogue_name, bias_in, aux_in, out_dtype);
+  const c10::NoGradGuard no_graph;
   if (a_in.is_cpu()) {
-    dtype_of(a_in, "gemm", "a");
     return gemm_cpu(a_in, b_in, layout, epilogue, bias_in, aux_in, out_dtype);
+  }
+  const int64_t rows = e.rows.expect_int();
+  const int64_t cols = e.cols.expect_int();
+  const int64_t depth = e.depth_a.expect_int();
+  if (epilogue == TE_GEMM_BGRAD && (cols == 0 || depth == 0)) {  // b's columns have sums where there is no product
+    return {std::get<0>(gemm(a_in, b_in, layout_name, "none", std::nullopt, std::nullopt, out_dtype)),
+            column_sum(b_in)};
   }
   const Tensor a = rows_of(a_in);
   const Tensor b = rows_of(b_in);
-  const int64_t rows = e.rows.expect_int();
-  const int64_t cols = e.cols.expect_int();
   const Tensor d = at::empty({rows, cols}, a.options().dtype(out_dtype));
   const OptionalTensor bias = bias_in.has_value() ? OptionalTensor(bias_in->contiguous()) : std::nullopt;
   const OptionalTensor aux = aux_in.has_value() ? OptionalTensor(rows_of(*aux_in)) : std::nullopt;
@@ -163,18 +217,9 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
                        bool bias_grad) {
   const te_gemm_layout layout = layout_of(layout_name);
   const Extents e = checked_extents(a_in, b_in, layout, layout_name);
-  const int64_t rows = e.rows.expect_int();
-  const int64_t cols = e.cols.expect_int();
-  TORCH_CHECK_VALUE(out.dim() == 2 && out.size(0) == rows && out.size(1) == cols, "gemm: argument 'out' has shape ",
-                    out.sizes(), ", wanted [", rows, ", ", cols, "].");
-  TORCH_CHECK_VALUE(out.device() == a_in.device(), "gemm: argument 'out' is on ", out.device(), ", wanted ",
-                    a_in.device(), ".");
-  TORCH_CHECK_VALUE(out.scalar_type() == at::kFloat || out.scalar_type() == a_in.scalar_type(),
-                    "gemm: argument 'out' has dtype ", out.scalar_type(), ", wanted Float or ", a_in.scalar_type(),
-                    ".");
-  TORCH_CHECK_VALUE(out.is_contiguous(), "gemm: argument 'out' is not contiguous, and it is written in place.");
+  check_out(a_in, e, layout, out, bias_grad);
+  const c10::NoGradGuard no_graph;
   if (a_in.is_cpu()) {
-    dtype_of(a_in, "gemm", "a");
     const auto [d, extra] = gemm_cpu(a_in, b_in, layout, bias_grad ? TE_GEMM_BGRAD : TE_GEMM_NONE, std::nullopt,
                                      std::nullopt, out.scalar_type());
     out.add_(d);
@@ -182,7 +227,7 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   }
   const Tensor a = rows_of(a_in);
   const Tensor b = rows_of(b_in);
-  const Tensor extra = at::empty({bias_grad ? rows : 0}, a.options());
+  const Tensor extra = at::empty({bias_grad ? e.rows.expect_int() : 0}, a.options());
   if (a.numel() == 0 || b.numel() == 0) {  // adds nothing
     if (bias_grad) extra.copy_(column_sum(b));
     return extra;
@@ -197,6 +242,7 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
                           1,
                           0};
   run_cuda(problem, a);
+  out.unsafeGetTensorImpl()->bump_version();  // autograd must notice the change, as it does after out.add_
   return extra;
 }
 
@@ -223,15 +269,21 @@ void register_gemm(pybind11::module_& m) {
   m.def("gemm", torch::wrap_pybind_function_no_gil([](const Tensor& a, const Tensor& b, const std::string& layout,
                                                       const std::string& epilogue, const OptionalTensor& bias,
                                                       const OptionalTensor& aux, std::optional<at::ScalarType> dtype) {
-          if (must_dispatch({&a, &b})) {
+          if (must_dispatch({&a, &b, pointer_to(bias), pointer_to(aux)})) {
             return Dispatched::call<gemm>("te::gemm", a, b, std::string_view(layout), std::string_view(epilogue), bias,
                                           aux, dtype);
           }
           return gemm(a, b, layout, epilogue, bias, aux, dtype);
         }));
-  m.def("gemm_accumulate", torch::wrap_pybind_function_no_gil(
-                               [](const Tensor& a, const Tensor& b, const std::string& layout, Tensor out,
-                                  bool bias_grad) { return gemm_accumulate(a, b, layout, out, bias_grad); }));
+  m.def("gemm_accumulate",
+        torch::wrap_pybind_function_no_gil(
+            [](const Tensor& a, const Tensor& b, const std::string& layout, Tensor out, bool bias_grad) {
+              if (must_dispatch({&a, &b, &out})) {
+                return Dispatched::call<gemm_accumulate>("te::gemm_accumulate", a, b, std::string_view(layout), out,
+                                                         bias_grad);
+              }
+              return gemm_accumulate(a, b, layout, out, bias_grad);
+            }));
 }
 
 }  // namespace te_torch

@@ -1,6 +1,7 @@
 // The linear layers: one autograd family for Linear, LayerNormLinear and the second half of an MLP, which differ in the
 // prologue of their product (nothing, a norm, an activation). The prologue is data; forward and backward stand once.
 #include <ATen/autocast_mode.h>
+#include <ATen/ExpandUtils.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -107,7 +108,8 @@ struct LinearFamily {
       std::tie(out[kWeight], out[kBias]) =
           Route::template call<linear_wgrad>("te::linear_wgrad", dy, operand, wanted[kBias]);
     } else if (dy.defined() && wanted[kBias]) {
-      out[kBias] = dy.reshape_symint({-1, dy.sym_size(-1)}).sum(0);
+      const c10::SymInt features = dy.sym_size(-1);
+      out[kBias] = at::sum_to(dy, c10::SymIntArrayRef(&features, 1));
     }
     if (norm && into_prologue) {
       const OptionalTensor dh = grads.size() > 2 && grads[2].defined() ? OptionalTensor(grads[2]) : OptionalTensor();

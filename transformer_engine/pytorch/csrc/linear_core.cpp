@@ -18,6 +18,7 @@ c10::SymDimVector with_last(const Tensor& t, const c10::SymInt& last) {
 }
 
 void check_operands(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  check_float(x, "linear", "x");
   TORCH_CHECK_VALUE(weight.dim() == 2, "linear: argument 'weight' has shape ", weight.sym_sizes(),
                     ", wanted [out_features, in_features].");
   check_last_dim(x, weight.sym_size(1), "linear", "x");
@@ -53,7 +54,6 @@ std::tuple<Tensor, Tensor> linear_wgrad_meta(const Tensor& dy, const Tensor& x, 
 
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_operands(x, weight, bias);
-  dtype_of(x, "linear", "x");
   if (x.is_cpu()) return at::linear(x, weight, bias);
   const auto d =
       std::get<0>(gemm(weight, x, "TN", bias.has_value() ? "bias" : "none", bias, std::nullopt, std::nullopt));

@@ -11,8 +11,8 @@
  *   GELU       aux = the product (with bias when one is given), d = gelu(aux), tanh form; aux is written, shaped like d
  *   DGELU      d = product * gelu'(aux); aux is read, shaped like d
  *   BGRAD      bias[rows of d] = sum over the rows of b; layout NT alone
- * Dtypes. a and b: float32, float16 or bfloat16, the same; d: theirs or float32; bias and aux: the dtype of a (bias of
- *   a float32 d: float32 as well). Accumulation in float32; allow_tf32 lets float32 operands be cut to TF32 on CUDA.
+ * Dtypes. a and b: float32, float16 or bfloat16, the same; d: theirs or float32; bias: the dtype of a or of d; aux:
+ *   the dtype of d. Accumulation in float32; allow_tf32 lets float32 operands be cut to TF32 on CUDA.
  * Determinism. The heuristic's first algorithm whose reduction order is fixed, remembered per problem: the same call
  *   gives the same bits. Alignment enters as "16 bytes, or what the pointers and pitches have", so views and fresh
  *   tensors of one shape pick alike.

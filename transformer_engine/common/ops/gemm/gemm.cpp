@@ -93,8 +93,15 @@ Sizes check_problem(const te_gemm_problem& p) {
   check_shape(op, "d", p.d, s.rows, s.cols);
   if (p.d.dtype != TE_FLOAT32) check_like(op, "d", p.d, p.a);
   if (p.d.device != p.a.device) bad_argument(op, "d", concat("on ", device_of(p.d)), device_of(p.a));
-  const bool reads_bias = p.epilogue == TE_GEMM_BIAS || p.epilogue == TE_GEMM_GELU;
-  if (p.epilogue == TE_GEMM_BIAS || p.epilogue == TE_GEMM_BGRAD || (reads_bias && p.bias.data != nullptr)) {
+  if (int(p.epilogue) < TE_GEMM_NONE || int(p.epilogue) > TE_GEMM_BGRAD) {
+    bad_argument(op, "epilogue", int(p.epilogue), "a te_gemm_epilogue");
+  }
+  const bool needs_bias = p.epilogue == TE_GEMM_BIAS || p.epilogue == TE_GEMM_BGRAD;
+  const bool takes_bias = needs_bias || p.epilogue == TE_GEMM_GELU;
+  const bool takes_aux = p.epilogue == TE_GEMM_GELU || p.epilogue == TE_GEMM_DGELU;
+  if (!takes_bias && p.bias.data != nullptr) bad_argument(op, "bias", shape_of(p.bias), "none for this epilogue");
+  if (!takes_aux && p.aux.data != nullptr) bad_argument(op, "aux", shape_of(p.aux), "none for this epilogue");
+  if (needs_bias || (takes_bias && p.bias.data != nullptr)) {
     check_shape(op, "bias", p.bias, 1, p.epilogue == TE_GEMM_BGRAD ? s.rows : s.cols);
     if (p.bias.dtype != p.a.dtype && p.bias.dtype != p.d.dtype) check_like(op, "bias", p.bias, p.a);
     if (p.bias.device != p.a.device) bad_argument(op, "bias", concat("on ", device_of(p.bias)), device_of(p.a));
@@ -103,7 +110,7 @@ Sizes check_problem(const te_gemm_problem& p) {
     bad_argument(op, "epilogue", concat("BGRAD with layout ", layout_name(p.layout)),
                  "layout NT, where b is a gradient");
   }
-  if (p.epilogue == TE_GEMM_GELU || p.epilogue == TE_GEMM_DGELU) {
+  if (takes_aux) {
     check_shape(op, "aux", p.aux, s.rows, s.cols);
     if (p.aux.dtype != p.d.dtype || p.aux.device != p.d.device) check_like(op, "aux", p.aux, p.d);
     if (p.accumulate) bad_argument(op, "accumulate", 1, "0 with a gelu epilogue");

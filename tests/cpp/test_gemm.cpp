@@ -1,0 +1,371 @@
+// gemm through the C API, on every device here: layouts, dtypes, epilogues and accumulation against float64, poisoned
+// outputs, pitches, empty extents, repeatability, errors. Mutant: drop `load(p.d, row, col) +` in gemm.cpp's store (on
+// CUDA: beta 0 in gemm.cu) and AccumulateAdds turns red.
+#include "transformer_engine/gemm.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "device_buffer.h"
+
+namespace te {
+namespace {
+
+using testing::Buffer;
+
+constexpr te_tensor kAbsent{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
+constexpr double kU = 0x1p-24;
+
+template <class T>
+struct Rounding;
+template <>
+struct Rounding<float> {
+  static constexpr double kRelative = 0x1p-24, kAbsolute = 0x1p-150;
+};
+template <>
+struct Rounding<fp16> {
+  static constexpr double kRelative = 0x1p-11, kAbsolute = 0x1p-25;
+};
+template <>
+struct Rounding<bf16> {
+  static constexpr double kRelative = 0x1p-8, kAbsolute = 0x1p-134;
+};
+
+struct Shape {
+  int64_t rows, cols, depth, extra_pitch;
+};
+constexpr Shape kShapes[] = {{1, 1, 1, 0},    {3, 5, 7, 0},    {5, 9, 33, 3},
+                             {16, 24, 40, 0}, {16, 24, 40, 8}, {48, 64, 520, 0}};
+constexpr te_gemm_layout kLayouts[] = {TE_GEMM_TN, TE_GEMM_NN, TE_GEMM_NT};
+
+bool a_along_depth(te_gemm_layout layout) { return layout == TE_GEMM_TN; }
+bool b_along_depth(te_gemm_layout layout) { return layout != TE_GEMM_NT; }
+
+template <class T>
+std::vector<T> draw(int64_t n, unsigned seed) {
+  std::mt19937_64 engine(seed);
+  std::normal_distribution<double> normal;
+  std::vector<T> out;
+  for (int64_t i = 0; i < n; ++i) out.push_back(from_float<T>(float(normal(engine))));
+  return out;
+}
+
+// One problem in one device's memory, outputs poisoned. D is d's element type, which bias and aux share.
+template <class T, class D>
+struct Problem {
+  Problem(int32_t device, te_gemm_layout layout, const Shape& s)
+      : shape(s),
+        a(device, a_along_depth(layout) ? s.cols : s.depth, a_along_depth(layout) ? s.depth : s.cols,
+          (a_along_depth(layout) ? s.depth : s.cols) + s.extra_pitch),
+        b(device, b_along_depth(layout) ? s.rows : s.depth, b_along_depth(layout) ? s.depth : s.rows,
+          (b_along_depth(layout) ? s.depth : s.rows) + s.extra_pitch),
+        d(device, s.rows, s.cols, s.cols + s.extra_pitch),
+        aux(device, s.rows, s.cols, s.cols + s.extra_pitch),
+        bias(device, 1, s.cols),
+        sums(device, 1, s.rows),
+        device_(device) {
+    a_values = draw<T>(s.cols * s.depth, 1);
+    b_values = draw<T>(s.rows * s.depth, 2);
+    a.fill(a_values);
+    b.fill(b_values);
+    problem = {a.tensor(), b.tensor(), d.tensor(), kAbsent, kAbsent, layout, TE_GEMM_NONE, 0, 0};
+    product.assign(size_t(s.rows * s.cols), 0);
+    magnitude.assign(size_t(s.rows * s.cols), 0);
+    for (int64_t i = 0; i < s.rows; ++i) {
+      for (int64_t j = 0; j < s.cols; ++j) {
+        for (int64_t k = 0; k < s.depth; ++k) {
+          const double left = b_at(i, k);
+          const double right = to_float(a_values[size_t(a_along_depth(layout) ? j * s.depth + k : k * s.cols + j)]);
+          product[size_t(i * s.cols + j)] += left * right;
+          magnitude[size_t(i * s.cols + j)] += std::fabs(left * right);
+        }
+      }
+    }
+  }
+
+  double b_at(int64_t row, int64_t k) const {
+    return to_float(b_values[size_t(b_along_depth(problem.layout) ? row * shape.depth + k : k * shape.rows + row)]);
+  }
+
+  te_status run() {
+    size_t bytes = 0;
+    const te_status status = te_gemm_workspace(&problem, &bytes);
+    if (status != TE_SUCCESS) return status;
+    const Buffer<uint8_t> workspace(device_, 1, int64_t(bytes));
+    return te_gemm(&problem, bytes > 0 ? workspace.data() : nullptr, bytes, nullptr);
+  }
+
+  // cuBLASLt has no algorithm for some fused epilogues at sizes that are no multiples of 8; never without them.
+  bool refused(te_status status) const {
+    const bool fused = problem.epilogue != TE_GEMM_NONE && problem.epilogue != TE_GEMM_BIAS;
+    const bool odd = shape.rows % 8 != 0 || shape.cols % 8 != 0 || shape.depth % 8 != 0 || shape.extra_pitch % 8 != 0;
+    return status == TE_NOT_IMPLEMENTED && device_ != TE_DEVICE_CPU && fused && odd &&
+           std::string(te_last_error()).find("no algorithm") != std::string::npos;
+  }
+
+  // The product is a float32 sum of `depth` terms in any order; tensor cores truncate, so a term costs 2u.
+  double sum_error(size_t i, double more = 0, int terms = 0) const {
+    return double(2 * shape.depth + terms) * kU * (magnitude[i] + std::fabs(more)) * (1 + 1e-3);
+  }
+
+  Shape shape;
+  std::vector<T> a_values, b_values;
+  Buffer<T> a, b;
+  Buffer<D> d, aux, bias, sums;
+  te_gemm_problem problem;
+  std::vector<double> product, magnitude;
+
+ private:
+  int32_t device_;
+};
+
+template <class D>
+void expect_near(double got, double want, double error, const std::string& what) {
+  const double bound =
+      error * (1 + Rounding<D>::kRelative) + Rounding<D>::kRelative * std::fabs(want) + Rounding<D>::kAbsolute;
+  ASSERT_LE(std::fabs(got - want), bound) << what << ": got " << got << ", wanted " << want;
+}
+
+std::string name_of(te_gemm_layout layout, const Shape& s) {
+  return std::string(layout == TE_GEMM_TN   ? "TN"
+                     : layout == TE_GEMM_NN ? "NN"
+                                            : "NT") +
+         " d " + std::to_string(s.rows) + " x " + std::to_string(s.cols) + ", depth " + std::to_string(s.depth);
+}
+
+// f(Problem&, name) for each dtype of the operands and of d, layout and shape.
+template <class F>
+void for_problems(int32_t device, F&& f) {
+  const auto with = [&](auto operand, auto result) {
+    for (const te_gemm_layout layout : kLayouts) {
+      for (const Shape& s : kShapes) {
+        Problem<decltype(operand), decltype(result)> p(device, layout, s);
+        ASSERT_NO_FATAL_FAILURE(f(p, name_of(layout, s)));
+        EXPECT_TRUE(p.a.padding_untouched() && p.b.padding_untouched() && p.d.padding_untouched());
+      }
+    }
+  };
+  with(float{}, float{});
+  with(fp16{}, fp16{});
+  with(bf16{}, bf16{});
+  with(bf16{}, float{});
+}
+
+template <class B>
+using ElementOf = std::decay_t<decltype(std::declval<B>().read()[0])>;
+
+class Gemm : public ::testing::TestWithParam<int32_t> {};
+
+INSTANTIATE_TEST_SUITE_P(On, Gemm, ::testing::ValuesIn(testing::devices()), testing::device_name);
+
+TEST_P(Gemm, PlainProductAndBias) {
+  for (const bool with_bias : {false, true}) {
+    for_problems(GetParam(), [&](auto& p, const std::string& name) {
+      using D = ElementOf<decltype(p.d)>;
+      const std::vector<D> bias = draw<D>(p.shape.cols, 3);
+      if (with_bias) {
+        p.bias.fill(bias);
+        p.problem.bias = p.bias.tensor();
+        p.problem.epilogue = TE_GEMM_BIAS;
+      }
+      TE_ASSERT_OK(p.run());
+      const std::vector<double> d = testing::widened(p.d.read());
+      for (size_t i = 0; i < d.size(); ++i) {
+        const double add = with_bias ? to_float(bias[i % size_t(p.shape.cols)]) : 0;
+        ASSERT_NO_FATAL_FAILURE(expect_near<D>(d[i], p.product[i] + add, p.sum_error(i, add, 1), name));
+      }
+    });
+  }
+}
+
+TEST_P(Gemm, AccumulateAdds) {
+  for_problems(GetParam(), [&](auto& p, const std::string& name) {
+    using D = ElementOf<decltype(p.d)>;
+    const std::vector<D> before = draw<D>(p.shape.rows * p.shape.cols, 4);
+    p.d.fill(before);
+    p.problem.accumulate = 1;
+    TE_ASSERT_OK(p.run());
+    const std::vector<double> d = testing::widened(p.d.read());
+    for (size_t i = 0; i < d.size(); ++i) {
+      const double add = to_float(before[i]);
+      ASSERT_NO_FATAL_FAILURE(expect_near<D>(d[i], p.product[i] + add, p.sum_error(i, add, 2), name));
+    }
+  });
+}
+
+struct ValueAndSlope {
+  double value, slope;
+};
+
+ValueAndSlope gelu(double x) {
+  const double c = std::sqrt(2 / std::acos(-1.0));
+  const double t = std::tanh(c * (x + 0.044715 * x * x * x));
+  return {0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)};
+}
+
+// gelu and its slope are made of a tanh within 4u, or on CUDA, where the fast instruction may be used, within 2^-11 of
+// itself (the PTX ISA's bound for tanh.approx): value = x/2 (1 + t), slope = (1 + t)/2 + x/2 (1 - t^2) du.
+double tanh_error(int32_t device) { return device == TE_DEVICE_CPU ? 4 * kU : 0x1p-11; }
+
+TEST_P(Gemm, GeluKeepsThePreActivation) {
+  for (const bool with_bias : {false, true}) {
+    for_problems(GetParam(), [&](auto& p, const std::string& name) {
+      using D = ElementOf<decltype(p.d)>;
+      const std::vector<D> bias = draw<D>(p.shape.cols, 5);
+      p.bias.fill(bias);
+      if (with_bias) p.problem.bias = p.bias.tensor();
+      p.problem.aux = p.aux.tensor();
+      p.problem.epilogue = TE_GEMM_GELU;
+      const te_status status = p.run();
+      if (p.refused(status)) return;
+      TE_ASSERT_OK(status);
+      const std::vector<double> d = testing::widened(p.d.read()), aux = testing::widened(p.aux.read());
+      for (size_t i = 0; i < d.size(); ++i) {
+        const double add = with_bias ? to_float(bias[i % size_t(p.shape.cols)]) : 0;
+        const double pre = p.product[i] + add, error = p.sum_error(i, add, 1);
+        ASSERT_NO_FATAL_FAILURE(expect_near<D>(aux[i], pre, error, name + " aux"));
+        const ValueAndSlope want = gelu(pre);
+        const double own = std::fabs(pre) * (tanh_error(GetParam()) / 2 + 4 * kU);
+        // |gelu''| < 1
+        ASSERT_NO_FATAL_FAILURE(expect_near<D>(d[i], want.value, error * (std::fabs(want.slope) + error) + own, name));
+      }
+      EXPECT_TRUE(p.aux.padding_untouched()) << name;
+    });
+  }
+}
+
+TEST_P(Gemm, DgeluScalesByTheSlope) {
+  for_problems(GetParam(), [&](auto& p, const std::string& name) {
+    using D = ElementOf<decltype(p.d)>;
+    const std::vector<D> aux = draw<D>(p.shape.rows * p.shape.cols, 6);
+    p.aux.fill(aux);
+    p.problem.aux = p.aux.tensor();
+    p.problem.epilogue = TE_GEMM_DGELU;
+    const te_status status = p.run();
+    if (p.refused(status)) return;
+    TE_ASSERT_OK(status);
+    const std::vector<double> d = testing::widened(p.d.read());
+    for (size_t i = 0; i < d.size(); ++i) {
+      const double x = to_float(aux[i]), slope = gelu(x).slope;
+      const double slope_error = (tanh_error(GetParam()) + 8 * kU) * (1 + std::fabs(x) * 0.8 * (1 + 0.135 * x * x));
+      const double error = p.sum_error(i) * (std::fabs(slope) + slope_error) + std::fabs(p.product[i]) * slope_error;
+      ASSERT_NO_FATAL_FAILURE(expect_near<D>(d[i], p.product[i] * slope, error, name));
+    }
+  });
+}
+
+TEST_P(Gemm, BiasGradientSumsTheRowsOfB) {
+  for_problems(GetParam(), [&](auto& p, const std::string& name) {
+    using D = ElementOf<decltype(p.d)>;
+    if (p.problem.layout != TE_GEMM_NT) return;
+    p.problem.bias = p.sums.tensor();
+    p.problem.epilogue = TE_GEMM_BGRAD;
+    const te_status status = p.run();
+    if (p.refused(status)) return;
+    TE_ASSERT_OK(status);
+    const std::vector<double> d = testing::widened(p.d.read()), sums = testing::widened(p.sums.read());
+    for (size_t i = 0; i < d.size(); ++i) {
+      ASSERT_NO_FATAL_FAILURE(expect_near<D>(d[i], p.product[i], p.sum_error(i), name));
+    }
+    for (int64_t row = 0; row < p.shape.rows; ++row) {
+      double sum = 0, magnitude = 0;
+      for (int64_t k = 0; k < p.shape.depth; ++k) {
+        sum += p.b_at(row, k);
+        magnitude += std::fabs(p.b_at(row, k));
+      }
+      const double error = double(2 * p.shape.depth) * kU * magnitude;
+      ASSERT_NO_FATAL_FAILURE(expect_near<D>(sums[size_t(row)], sum, error, name + " bias gradient"));
+    }
+    EXPECT_TRUE(p.sums.padding_untouched()) << name;
+  });
+}
+
+TEST_P(Gemm, EmptyExtents) {
+  for (const te_gemm_layout layout : kLayouts) {
+    for (const Shape& s : {Shape{0, 8, 16, 0}, Shape{8, 0, 16, 0}, Shape{8, 16, 0, 0}, Shape{5, 7, 0, 3}}) {
+      Problem<bf16, bf16> p(GetParam(), layout, s);
+      TE_ASSERT_OK(p.run());
+      for (const double v : testing::widened(p.d.read())) EXPECT_EQ(v, 0) << name_of(layout, s);
+      const std::vector<bf16> ones(size_t(s.rows * s.cols), from_float<bf16>(1.f));
+      p.d.fill(ones);
+      p.problem.accumulate = 1;
+      TE_ASSERT_OK(p.run());
+      for (const double v : testing::widened(p.d.read())) EXPECT_EQ(v, 1) << name_of(layout, s);
+      EXPECT_TRUE(p.d.padding_untouched());
+    }
+  }
+}
+
+TEST_P(Gemm, RepeatsItsBits) {
+  for (const te_gemm_layout layout : kLayouts) {
+    const Shape s{72, 88, 2000, 0};
+    Problem<bf16, float> p(GetParam(), layout, s), twin(GetParam(), layout, s);
+    TE_ASSERT_OK(p.run());
+    TE_ASSERT_OK(twin.run());
+    const std::vector<float> first = p.d.read();
+    EXPECT_EQ(twin.d.read(), first);
+    p.d.poison();
+    TE_ASSERT_OK(p.run());
+    EXPECT_EQ(p.d.read(), first);
+  }
+}
+
+struct Bad {
+  const char* what;
+  const char* argument;
+  std::function<void(te_gemm_problem&)> change;
+};
+
+TEST_P(Gemm, BadArgumentsAreNamedAndWriteNothing) {
+  const int32_t elsewhere = GetParam() == TE_DEVICE_CPU ? 0 : TE_DEVICE_CPU;
+  Problem<float, float> p(GetParam(), TE_GEMM_NT, {8, 16, 24, 0});
+  const te_tensor aux = p.aux.tensor(), bias = p.bias.tensor();
+  const Bad cases[] = {
+      {"depth", "'b'", [](auto& q) { q.b.rows -= 1; }},
+      {"rows of d", "'d'", [](auto& q) { q.d.rows -= 1; }},
+      {"columns of d", "'d'", [](auto& q) { q.d.cols -= 1; }},
+      {"layout", "'layout'", [](auto& q) { q.layout = te_gemm_layout(3); }},
+      {"epilogue", "'epilogue'", [](auto& q) { q.epilogue = te_gemm_epilogue(9); }},
+      {"dtype mix", "'b'", [](auto& q) { q.b.dtype = TE_FLOAT16; }},
+      {"dtype of d", "'d'", [](auto& q) { q.a.dtype = q.b.dtype = TE_FLOAT16, q.d.dtype = TE_BFLOAT16; }},
+      {"integers", "'a'", [](auto& q) { q.a.dtype = q.b.dtype = TE_INT32; }},
+      {"device of b", "'b'", [=](auto& q) { q.b.device = elsewhere; }},
+      {"device of d", "'d'", [=](auto& q) { q.d.device = elsewhere; }},
+      {"NULL a", "'a'", [](auto& q) { q.a.data = nullptr; }},
+      {"pitch of b", "'b'", [](auto& q) { q.b.row_pitch = 1; }},
+      {"no bias", "'bias'", [](auto& q) { q.epilogue = TE_GEMM_BIAS; }},
+      {"bias of another size", "'bias'", [=](auto& q) { q.epilogue = TE_GEMM_BIAS, q.bias = bias, q.bias.cols -= 1; }},
+      {"bias nobody reads", "'bias'", [=](auto& q) { q.bias = bias; }},
+      {"no aux", "'aux'", [](auto& q) { q.epilogue = TE_GEMM_DGELU; }},
+      {"aux of another dtype", "'aux'",
+       [=](auto& q) { q.epilogue = TE_GEMM_GELU, q.aux = aux, q.aux.dtype = TE_BFLOAT16; }},
+      {"aux nobody reads", "'aux'", [=](auto& q) { q.aux = aux; }},
+      {"bgrad of no gradient", "'epilogue'",
+       [=](auto& q) {
+         q.epilogue = TE_GEMM_BGRAD, q.layout = TE_GEMM_NN, q.bias = bias;
+         q.b = {q.b.data, 8, 24, 24, q.b.dtype, q.b.device};
+         q.bias.cols = 8;
+       }},
+      {"accumulated gelu", "'accumulate'", [=](auto& q) { q.epilogue = TE_GEMM_GELU, q.aux = aux, q.accumulate = 1; }},
+  };
+  for (const Bad& bad : cases) {
+    const te_gemm_problem good = p.problem;
+    bad.change(p.problem);
+    EXPECT_EQ(p.run(), TE_INVALID_ARGUMENT) << bad.what;
+    EXPECT_EQ(te_gemm(&p.problem, nullptr, 0, nullptr), TE_INVALID_ARGUMENT) << bad.what;
+    const std::string message = te_last_error();
+    EXPECT_NE(message.find(bad.argument), std::string::npos) << bad.what << ": " << message;
+    EXPECT_NE(message.find("te_gemm"), std::string::npos) << message;
+    p.problem = good;
+  }
+  for (const float v : p.d.read()) EXPECT_TRUE(std::isnan(v)) << "a refused call wrote";
+  TE_EXPECT_OK(p.run());
+}
+
+}  // namespace
+}  // namespace te
