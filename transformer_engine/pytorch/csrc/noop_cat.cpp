@@ -16,7 +16,8 @@ bool adjacent(at::TensorList parts) {
   int64_t offset = first.storage_offset();
   for (const Tensor& part : parts) {
     if (!part.is_contiguous() || part.storage().unsafeGetStorageImpl() != first.storage().unsafeGetStorageImpl() ||
-        part.storage_offset() != offset || part.scalar_type() != first.scalar_type()) {
+        part.storage_offset() != offset || part.scalar_type() != first.scalar_type() ||
+        part.sizes().slice(1) != first.sizes().slice(1)) {
       return false;
     }
     offset += part.numel();
