@@ -33,6 +33,12 @@ def test_nan_and_infinity_are_compared_exactly():
             support.assert_within(torch.tensor(wrong), special, 100.0)
 
 
+def test_a_bound_that_admits_anything_is_refused():
+    for bound in (math.inf, math.nan):
+        with pytest.raises(AssertionError, match="admits anything"):
+            support.assert_within(torch.zeros(2), torch.zeros(2), bound)
+
+
 def test_worst_element_is_reported():
     got = torch.tensor([[0.0, 1.0], [5.0, 1.0]])
     with pytest.raises(AssertionError, match=r"op: 3 of 4 .* worst at \(1, 0\): got 5, wanted 0 within 0.5"):
