@@ -30,14 +30,37 @@ struct alignas(N == 1 ? alignof(T) : 16) Packed {
   std::conditional_t<kPaired<T, N>, uint32_t, T> v[kPaired<T, N> ? N / 2 : N];
 };
 
+// To and from global memory. Both are spelled out: a struct assignment is not always one 16-byte instruction, the
+// compiler may cut it into words (an eighth more time in the activation's backward).
 template <class T, int N>
 __device__ __forceinline__ Packed<T, N> load_packed(const T* p) {
-  return *reinterpret_cast<const Packed<T, N>*>(p);
+  Packed<T, N> x;
+  if constexpr (N == 1) {
+    x.v[0] = *p;
+  } else {
+    uint4 raw[sizeof(x) / sizeof(uint4)];
+#pragma unroll
+    for (int i = 0; i < int(sizeof(x) / sizeof(uint4)); ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
+    memcpy(&x, raw, sizeof(x));
+  }
+  return x;
 }
 
 template <class T, int N>
 __device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
-  *reinterpret_cast<Packed<T, N>*>(p) = x;
+  if constexpr (N == 1) {
+    *p = x.v[0];
+  } else {
+    uint4 raw[sizeof(x) / sizeof(uint4)];
+    memcpy(raw, &x, sizeof(x));
+#pragma unroll
+    for (int i = 0; i < int(sizeof(x) / sizeof(uint4)); ++i) {
+      asm volatile(
+          "st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(reinterpret_cast<uint4*>(p) + i)),
+          "r"(raw[i].x), "r"(raw[i].y), "r"(raw[i].z), "r"(raw[i].w)
+          : "memory");
+    }
+  }
 }
 
 template <class T, int N>
