@@ -149,8 +149,9 @@ def _cpu():
     for dtype in ("fp32", "bf16"):
         yield from _targets("1", "swiglu", dtype, "2048x2816", "forward", beside, "cpu")
         yield from _targets("2", "swiglu_no_emit", dtype, "2048x2816", "backward", beside, "cpu")
-    yield from _targets("5", "rmsnorm", "fp32", "2048x1024", "forward", beside, "cpu")
-    yield from _targets("7", "rmsnorm", "fp32", "2048x1024", "backward", beside, "cpu")
+        for op in ("rmsnorm", "layernorm"):
+            yield from _targets("5", op, dtype, "2048x1024", "forward", beside, "cpu")
+            yield from _targets("7", op, dtype, "2048x1024", "backward", beside, "cpu")
     yield from _targets("14", "layernorm_mlp", "fp32", "512x512x1408", "forward+backward", {f"x {EAGER}": 0.9}, "cpu")
 
 
