@@ -322,9 +322,10 @@ def compare(got, near, exact, dtype, tight, what=""):
         if degenerate:
             top = largest
         error, yardstick = (wide(r[name]) - reference for r in (got, near))
-        for kind, measure, roundings in (("rms", rms, 1), ("largest", lambda t: t.abs().max(), 2)):
+        # Twice plain torch's error; four times for the largest, which of few elements is one draw.
+        for kind, measure, times, roundings in (("rms", rms, 2, 1), ("largest", lambda t: t.abs().max(), 4, 2)):
             e, y = measure(error), measure(yardstick)
-            limit = 2 * y + roundings * u * (top if degenerate else measure(reference))
+            limit = times * y + roundings * u * (top if degenerate else measure(reference))
             assert e <= limit, f"{what} {name}: {kind} error {e:.3g}, wanted {limit:.3g}; plain torch's is {y:.3g}"
         if dtype == torch.float32:
             limit = tight * u * top

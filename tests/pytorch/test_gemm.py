@@ -80,6 +80,12 @@ def accumulated(magnitude, depth, extra_terms=0):
     return sum_error(magnitude, 2 * depth + extra_terms)
 
 
+def first_rounding(product, dtype, device):
+    """cuBLASLt may round the product to a 16-bit d's dtype before what follows it (seen on an H200: a bias at sizes that
+    are no multiples of 8, gelu, adding to a 16-bit d)."""
+    return rounding(product, dtype) if device == "cuda" and dtype != torch.float32 else 0.0
+
+
 @pytest.mark.parametrize("dtype, out_dtype", FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plain_product(layout, dtype, out_dtype, device):
@@ -97,9 +103,11 @@ def test_bias(layout, dtype, out_dtype, device):
         bias = randn(sizes[1], dtype=out_dtype or dtype, device=device, scale=5.0)
         d, extra = gemm(a, b, layout, epilogue="bias", bias=bias, out_dtype=out_dtype)
         want, magnitude = product(a, b, layout)
+        first = first_rounding(want, d.dtype, device)
         want, magnitude = want + wide(bias), magnitude + wide(bias).abs()
         assert d.dtype == (out_dtype or dtype) and extra.numel() == 0
-        assert_within(d, want, accumulated(magnitude, sizes[2], 1) + rounding(want, d.dtype), f"{layout} {sizes}")
+        bound = accumulated(magnitude, sizes[2], 1) + first + rounding(want, d.dtype)
+        assert_within(d, want, bound, f"{layout} {sizes}")
 
 
 def gelu64(x):
@@ -136,10 +144,12 @@ def test_gelu(layout, dtype, with_bias, device):
             continue
         d, aux = results
         pre, magnitude = product(a, b, layout)
+        first = first_rounding(pre, dtype, device)
         if with_bias:
             pre, magnitude = pre + wide(bias), magnitude + wide(bias).abs()
-        error = accumulated(magnitude, sizes[2], 1)
+        error = accumulated(magnitude, sizes[2], 1) + first
         assert_within(aux, pre, error + rounding(pre, dtype), f"{layout} {sizes} aux")
+        error = error + first_rounding(pre, dtype, device)  # gelu may be taken of what aux holds
         want, slope = gelu64(pre)
         steepest = slope.abs() + error  # |gelu''| < 1
         bound = error * steepest + gelu_value_error(pre, device)
@@ -159,7 +169,7 @@ def test_dgelu(layout, dtype, device):
         grad, magnitude = product(a, b, layout)
         slope = gelu64(wide(aux))[1]
         slope_error = gelu_slope_error(wide(aux), device)
-        error = accumulated(magnitude, sizes[2])
+        error = accumulated(magnitude, sizes[2]) + first_rounding(grad, dtype, device)
         bound = error * (slope.abs() + slope_error) + grad.abs() * slope_error
         assert_within(d, grad * slope, bound * (1 + 2**-7) + rounding(grad * slope, dtype), f"{layout} {sizes}")
 
@@ -199,6 +209,7 @@ def test_accumulate_adds(dtype, out_dtype, bias_grad, device):
         bound = accumulated(magnitude + before.abs(), sizes[2], 2) + rounding(want + before, out.dtype)
         if device == "cpu":  # LibTorch's product, rounded, then an add
             bound = bound + rounding(want, out.dtype)
+        bound = bound + first_rounding(want, out.dtype, device)
         assert_within(out, want + before, bound, f"{sizes}")
         assert out.data_ptr() == address and out._version > version
         if bias_grad:

@@ -183,7 +183,8 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
   const int64_t rows = e.rows.expect_int();
   const int64_t cols = e.cols.expect_int();
   const int64_t depth = e.depth_a.expect_int();
-  if (epilogue == TE_GEMM_BGRAD && (cols == 0 || depth == 0)) {  // b's columns have sums where there is no product
+  // b's columns have sums where there is no product, and cuBLASLt makes none beside a float32 d of 16-bit operands.
+  if (epilogue == TE_GEMM_BGRAD && (cols == 0 || depth == 0 || out_dtype != a_in.scalar_type())) {
     return {std::get<0>(gemm(a_in, b_in, layout_name, "none", std::nullopt, std::nullopt, out_dtype)),
             column_sum(b_in)};
   }
@@ -232,13 +233,16 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
     if (bias_grad) extra.copy_(column_sum(b));
     return extra;
   }
+  // cuBLASLt makes no bias gradient beside a float32 out of 16-bit operands: that one is summed on its own.
+  const bool fused = bias_grad && out.scalar_type() == a.scalar_type();
+  if (bias_grad && !fused) extra.copy_(column_sum(b));
   te_gemm_problem problem{view_2d(a, "gemm", "a"),
                           view_2d(b, "gemm", "b"),
                           view_2d(out, "gemm", "out"),
-                          bias_grad ? view_2d(extra, "gemm", "bias") : absent(),
+                          fused ? view_2d(extra, "gemm", "bias") : absent(),
                           absent(),
                           layout,
-                          bias_grad ? TE_GEMM_BGRAD : TE_GEMM_NONE,
+                          fused ? TE_GEMM_BGRAD : TE_GEMM_NONE,
                           1,
                           0};
   run_cuda(problem, a);
