@@ -81,8 +81,8 @@ def accumulated(magnitude, depth, extra_terms=0):
 
 
 def first_rounding(product, dtype, device):
-    """cuBLASLt may round the product to a 16-bit d's dtype before what follows it (seen on an H200: a bias at sizes that
-    are no multiples of 8, gelu, adding to a 16-bit d)."""
+    """cuBLASLt may round the product to a 16-bit d's dtype before what follows it (seen on an H200: a bias at sizes
+    that are no multiples of 8, gelu, adding to a 16-bit d)."""
     return rounding(product, dtype) if device == "cuda" and dtype != torch.float32 else 0.0
 
 

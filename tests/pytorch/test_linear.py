@@ -37,7 +37,8 @@ def draw(leading, features, dtype, device, bias=True):
 
 # Bounds: a product of `terms` terms is summed in float32, in any order; tensor cores truncate where adders round, so a
 # term costs 2u of the sum of the magnitudes. One rounding at the store. A bias is one term more, and the product may be
-# rounded before it is added: by LibTorch's linear at some memory layouts, by cuBLASLt at sizes that are no multiples of 8.
+# rounded before it is added: by LibTorch's linear at some memory layouts, by cuBLASLt at sizes that are no multiples
+# of 8.
 
 
 def product_within(actual, left, right, what, add=None):
