@@ -1,0 +1,91 @@
+"""One safetensors file with everything a run needs to go on bit for bit. Refuses to replace a whole file with half of
+one, and to read a file that is cut short, foreign, or of another run; a refused file changes nothing."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .config import ExampleError
+
+FORMAT = "transformer_engine/examples/train_lm/1"
+
+
+class SaveError(ExampleError):
+    """The disk took no checkpoint; the training itself is sound."""
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save(path: Path, tensors: dict[str, torch.Tensor], state: dict) -> None:
+    """Write beside `path`, flush to the disk, then rename: at every moment `path` is the old file or the new one."""
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        save_file(tensors, beside, metadata={"format": FORMAT, "state": json.dumps(state)})
+        _sync(beside)
+        os.replace(beside, path)
+        _sync(path.parent)
+    except BaseException as error:
+        beside.unlink(missing_ok=True)
+        if not isinstance(error, OSError | SafetensorError):
+            raise
+        size = sum(t.numel() * t.element_size() for t in tensors.values()) / 1e6
+        kept = "the checkpoint that was there before is whole" if path.exists() else "no checkpoint was written"
+        raise SaveError(
+            f"{path}: saving failed ({error}); {kept}. Free {size:.0f} MB on that disk, or choose another with --out"
+        ) from error
+
+
+class Checkpoint:
+    """An open checkpoint, its format checked; `restore` then checks every tensor before it writes the first."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        if not path.is_file():
+            raise ExampleError(f"--resume: no file {path}: train without --resume first, or correct --out, --name")
+        try:
+            self.file = safe_open(path, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise ExampleError(
+                f"--resume: {path} ({path.stat().st_size} bytes) is truncated or no safetensors file ({error}): "
+                "put back a good copy, or train without --resume to start over"
+            ) from error
+        metadata = self.file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ExampleError(
+                f"--resume: {path} is a safetensors file, but not a checkpoint of this script (its metadata says "
+                f"format {metadata.get('format')!r}, wanted {FORMAT!r}): correct --out or --name"
+            )
+        self.state = json.loads(metadata["state"])
+
+    def check(self, identity: dict) -> None:
+        """Refuse to go on with another model, text or seed than the run began with."""
+        saved = self.state["identity"]
+        differs = [key for key in identity if saved.get(key) != identity[key]]
+        if differs:
+            what = ", ".join(f"{key} {saved.get(key)!r} there, {identity[key]!r} here" for key in differs)
+            raise ExampleError(f"--resume: {self.path} is of another run ({what}): give the options it began with")
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill `tensors` in place."""
+        names = set(self.file.keys())
+        problems = [f"{name} is missing" for name in tensors if name not in names]
+        problems += [f"{name} is not of this model" for name in sorted(names - set(tensors))]
+        for name in names.intersection(tensors):
+            there, here = self.file.get_slice(name), tensors[name]
+            if there.get_shape() != list(here.shape):
+                problems.append(f"{name} has shape {there.get_shape()}, wanted {list(here.shape)}")
+        if problems:
+            raise ExampleError(f"--resume: {self.path} does not fit this model: {'; '.join(problems[:3])}")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(self.file.get_tensor(name))

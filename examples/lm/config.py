@@ -1,0 +1,66 @@
+"""What a run is: sizes, schedule and seed, and the two presets. Holds no defaults that depend on the machine."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+VOCAB = 256  # one token per byte value: no tokenizer to download, any file is a valid input
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class ExampleError(Exception):
+    """Bad input or a failed save: the message names the file or argument, what was found, and what to do."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A Llama-like model and its training. Everything here decides the bits of a run, except steps and save_every."""
+
+    hidden: int
+    ffn_hidden: int
+    layers: int
+    heads: int
+    kv_groups: int
+    seq: int
+    batch: int
+    steps: int
+    lr: float
+    warmup: int
+    save_every: int
+    dtype: str = "fp32"
+    seed: int = 0
+    eps: float = 1e-5
+    deterministic: bool = False  # attention's backward repeats its bits on CUDA (a CPU always does)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch * self.seq
+
+    @property
+    def parameters(self) -> int:
+        attention = 2 * self.hidden * (self.hidden + self.kv_groups * self.head_dim)
+        layer = attention + 3 * self.hidden * self.ffn_hidden + 2 * self.hidden
+        return self.layers * layer + 2 * VOCAB * self.hidden + self.hidden
+
+    def identity(self) -> dict:
+        """The fields a resumed run must share with the checkpoint it continues."""
+        return {key: value for key, value in asdict(self).items() if key not in ("steps", "save_every")}
+
+
+PRESETS = {
+    # 3M parameters: both models, trained one beside the other, take about 2 minutes on 2 CPU cores.
+    "toy": Config(
+        hidden=256, ffn_hidden=704, layers=4, heads=8, kv_groups=4, seq=256, batch=8,
+        steps=200, lr=2e-3, warmup=20, save_every=100, deterministic=True,
+    ),
+    # 1.0B parameters in bf16 with fp32 master weights: 14 GB of state per model, 14 GB on disk.
+    "h200": Config(
+        hidden=2048, ffn_hidden=8192, layers=16, heads=16, kv_groups=8, seq=4096, batch=4,
+        steps=50, lr=3e-4, warmup=10, save_every=500, dtype="bf16",
+    ),
+}  # fmt: skip

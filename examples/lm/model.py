@@ -1,0 +1,139 @@
+"""The language model twice: FusedLM of Transformer Engine's modules, PlainLM of torch's own, with the same mathematics.
+
+Llama's layout: byte embedding, layers of RMSNorm > attention (grouped queries, rotary positions) > RMSNorm > SwiGLU MLP
+around a residual stream, a last RMSNorm, a linear head. No dropout, no bias.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import transformer_engine.pytorch as te
+
+from .config import DTYPES, VOCAB, Config
+
+ROPE_BASE = 10000.0
+INIT_STD = 0.02
+
+
+class FusedLM(nn.Module):
+    """The model made of fused modules: what this example is about."""
+
+    def __init__(self, config: Config, device: torch.device):
+        super().__init__()
+        dtype = DTYPES[config.dtype]
+        init = functools.partial(nn.init.normal_, std=INIT_STD)
+        # The two projections that write into the residual stream start smaller, the deeper the model (as in GPT-2).
+        output_init = functools.partial(nn.init.normal_, std=INIT_STD / math.sqrt(2 * config.layers))
+        self.embedding = nn.Embedding(VOCAB, config.hidden, device=device, dtype=dtype)
+        init(self.embedding.weight)
+        self.layers = nn.ModuleList(
+            te.TransformerLayer(
+                config.hidden,
+                config.ffn_hidden,
+                config.heads,
+                num_gqa_groups=config.kv_groups,
+                layernorm_epsilon=config.eps,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                init_method=init,
+                output_layer_init_method=output_init,
+                layer_number=number,
+                self_attn_mask_type="causal",
+                attn_input_format="bshd",
+                normalization="RMSNorm",
+                activation="swiglu",
+                bias=False,
+                params_dtype=dtype,
+                device=device,
+            )
+            for number in range(1, config.layers + 1)
+        )
+        self.norm = te.RMSNorm(config.hidden, eps=config.eps, params_dtype=dtype, device=device)
+        self.head = te.Linear(config.hidden, VOCAB, bias=False, init_method=init, params_dtype=dtype, device=device)
+        angles = te.RotaryPositionEmbedding(config.head_dim, rotary_base=ROPE_BASE)(config.seq)
+        self.register_buffer("angles", angles.to(device), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, seq, 256] of int64 tokens [batch, seq]."""
+        x = self.embedding(tokens)
+        angles = self.angles[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, rotary_pos_emb=angles)
+        return self.head(self.norm(x))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, halves as pairs: x [batch, seq, heads, d], cos and sin [seq, 1, d]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class PlainLayer(nn.Module):
+    """One layer in plain PyTorch, with q, k, v in one product and gate, up in one product, as the fused layer has."""
+
+    def __init__(self, config: Config, **factory):
+        super().__init__()
+        hidden, kv = config.hidden, config.kv_groups * config.head_dim
+        self.heads, self.kv_groups, self.head_dim = config.heads, config.kv_groups, config.head_dim
+        self.attention_norm = nn.RMSNorm(hidden, eps=config.eps, **factory)
+        self.qkv = nn.Linear(hidden, hidden + 2 * kv, bias=False, **factory)
+        self.proj = nn.Linear(hidden, hidden, bias=False, **factory)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=config.eps, **factory)
+        self.gate_up = nn.Linear(hidden, 2 * config.ffn_hidden, bias=False, **factory)
+        self.down = nn.Linear(config.ffn_hidden, hidden, bias=False, **factory)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, seq, -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.kv_groups, self.kv_groups), dim=2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, seq, hidden))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class PlainLM(nn.Module):
+    """The twin: the same model in plain PyTorch, to compare loss, speed and memory with."""
+
+    def __init__(self, config: Config, device: torch.device):
+        super().__init__()
+        factory = {"device": device, "dtype": DTYPES[config.dtype]}
+        self.embedding = nn.Embedding(VOCAB, config.hidden, **factory)
+        self.layers = nn.ModuleList(PlainLayer(config, **factory) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.eps, **factory)
+        self.head = nn.Linear(config.hidden, VOCAB, bias=False, **factory)
+        frequencies = ROPE_BASE ** (-torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
+        angles = torch.outer(torch.arange(config.seq, device=device).float(), frequencies).repeat(1, 2)[:, None]
+        self.register_buffer("cos", angles.cos().to(factory["dtype"]), persistent=False)
+        self.register_buffer("sin", angles.sin().to(factory["dtype"]), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.head(self.norm(x))
+
+
+@torch.no_grad()
+def plain_twin(fused: FusedLM, config: Config, device: torch.device) -> PlainLM:
+    """A PlainLM that holds copies of the fused model's weights; every parameter of it is written."""
+    plain = PlainLM(config, device)
+    plain.embedding.weight.copy_(fused.embedding.weight)
+    for ours, theirs in zip(fused.layers, plain.layers, strict=True):
+        qkv, mlp = ours.self_attention.layernorm_qkv, ours.layernorm_mlp
+        theirs.attention_norm.weight.copy_(qkv.layer_norm_weight)
+        theirs.qkv.weight.copy_(torch.cat((qkv.query_weight, qkv.key_weight, qkv.value_weight)))
+        theirs.proj.weight.copy_(ours.self_attention.proj.weight)
+        theirs.mlp_norm.weight.copy_(mlp.layer_norm_weight)
+        theirs.gate_up.weight.copy_(mlp.fc1_weight)  # [gate; up]: silu acts on the first half of the rows
+        theirs.down.weight.copy_(mlp.fc2_weight)
+    plain.norm.weight.copy_(fused.norm.weight)
+    plain.head.weight.copy_(fused.head.weight)
+    return plain

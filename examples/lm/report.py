@@ -1,0 +1,170 @@
+"""What a run shows: the lines on the terminal, metrics.csv and the two plots. Decides nothing about the training."""
+
+import contextlib
+import csv
+import os
+import platform
+import sys
+from pathlib import Path
+from statistics import median
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import transformer_engine
+
+from .config import Config, ExampleError
+from .train import MEMORY_MEANING, Step
+
+COLUMNS = ("step", "loss", "tokens_per_s", "memory_mib", "plain_loss", "plain_tokens_per_s", "plain_memory_mib")
+SERIES = (("", "transformer_engine", "tab:blue"), ("plain_", "plain PyTorch", "tab:orange"))
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # not Linux, or an architecture that names no model
+        name = platform.processor() or platform.machine()
+    return f"CPU {name}, {torch.get_num_threads()} threads"
+
+
+def header(name: str, config: Config, device: torch.device, text: str) -> str:
+    repeats = config.deterministic or device.type == "cpu"
+    resume = "bit-equal" if repeats else "exact state, but attention's backward does not repeat its bits"
+    return (
+        f"transformer_engine {transformer_engine.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {device_name(device)}\n"
+        f"{name}: {config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.hidden}, "
+        f"{config.heads} heads in {config.kv_groups} groups, SwiGLU {config.ffn_hidden}), {config.dtype}, "
+        f"{config.batch} x {config.seq} bytes a step, resume: {resume}\n"
+        f"text: {text}\n"
+        f"memory: {MEMORY_MEANING[device.type]}"
+    )
+
+
+@contextlib.contextmanager
+def writing(path: Path):
+    """Names the file when the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise ExampleError(f"{path}: cannot be written ({error.strerror}): free that disk or choose --out") from error
+
+
+class Log:
+    """The steps of a run: kept, appended to metrics.csv, shown as lines and, on a terminal, under a progress bar."""
+
+    def __init__(self, folder: Path, config: Config, first: int):
+        """`first`: steps already done; rows of metrics.csv beyond them were never saved and are dropped."""
+        self.config, self.path = config, folder / "metrics.csv"
+        self.every = max(1, config.steps // 20)
+        self.rows = [row for row in self._read() if row["step"] <= first] if first else []
+        self.first = first
+        beside = self.path.with_suffix(".csv.tmp")
+        with writing(self.path):
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(beside, "w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                writer.writeheader()
+                writer.writerows(self.rows)
+            os.replace(beside, self.path)
+        self.bar = tqdm(total=config.steps, initial=first, unit="step", disable=None, dynamic_ncols=True)
+
+    def _read(self) -> list[dict]:
+        if not self.path.exists():
+            return []
+        try:
+            with open(self.path, newline="") as file:
+                return [{key: float(row[key]) if row[key] else "" for key in COLUMNS} for row in csv.DictReader(file)]
+        except (KeyError, ValueError, TypeError) as error:
+            raise ExampleError(f"{self.path}: not this script's metrics ({error!r}): move it away to go on") from error
+
+    def step(self, number: int, ours: Step, plain: Step | None) -> None:
+        row = {"step": number}
+        line = f"step {number:>4}/{self.config.steps}"
+        for (prefix, name, _), step in zip(SERIES, (ours, plain), strict=True):
+            speed = memory = loss = ""
+            if step is not None:
+                loss, speed, memory = step.loss, self.config.tokens / step.seconds, step.memory / 2**20
+                of = f" | {name}:" if prefix else " "
+                line += f"{of} loss {loss:.4f}, {speed:,.0f} tokens/s, {memory:,.0f} MiB"
+            row |= {f"{prefix}loss": loss, f"{prefix}tokens_per_s": speed, f"{prefix}memory_mib": memory}
+        self.rows.append(row)
+        with writing(self.path), open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row)
+        self.bar.update()
+        if number % self.every == 0 or number in (self.first + 1, self.config.steps):
+            self.say(line)
+
+    def say(self, text: str) -> None:
+        """A line above the bar, or just a line where there is no bar."""
+        tqdm.write(text)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def speeds(self) -> tuple[float, float, float] | None:
+        """Median tokens/s of both models, and the median of their ratio step by step, over this call's steps less the
+        first tenth (caches, compilation). Steps are taken in turn, so a busy machine slows both of a pair."""
+        rows = [row for row in self.rows if row["step"] > self.first and row["plain_loss"] != ""]
+        rows = rows[(len(rows) + 9) // 10 :]
+        if not rows:
+            return None
+        ours, plain = ([row[f"{prefix}tokens_per_s"] for row in rows] for prefix, *_ in SERIES)
+        return median(ours), median(plain), median(a / b for a, b in zip(ours, plain))
+
+    def plots(self) -> None:
+        _plot(self.path.with_name("loss.svg"), self.rows, "loss", "loss, nats per byte", from_zero=False)
+        _plot(self.path.with_name("memory.svg"), self.rows, "memory_mib", "memory, MiB", from_zero=True)
+
+
+def _plot(path: Path, rows: list[dict], column: str, label: str, *, from_zero: bool) -> None:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel=label)
+    for prefix, name, color in SERIES:
+        points = [(row["step"], row[prefix + column]) for row in rows if row[prefix + column] != ""]
+        if points:
+            x, y = zip(*points, strict=True)
+            # The twin is dashed and on top: where the curves agree both are seen.
+            axes.plot(x, y, ".--" if prefix else ".-", markersize=2, color=color, label=f"{name}: last {y[-1]:,.4g}")
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if rows:
+        axes.legend()
+    with writing(path):
+        figure.savefig(path, format="svg")
+
+
+def sample(text: bytes) -> str:
+    """Generated bytes as lines for a terminal; what is not printable is escaped (a young model writes anything)."""
+    characters = text.decode(errors="backslashreplace")
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in characters)
+    return "sample:\n  " + shown.replace("\n", "\n  ")
+
+
+def comparison(log: Log, held_out: tuple[float, float]) -> str:
+    """The lines that set the fused model beside the plain one."""
+    lines = ["ours / the same model in plain PyTorch (same seed, init and batches):"]
+    both = [row for row in log.rows if row["plain_loss"] != ""]
+    if both:
+        last = both[-1]
+        ours, plain = last["loss"], last["plain_loss"]
+        most = max(abs(row["loss"] - row["plain_loss"]) for row in both)
+        lines.append(
+            f"  last loss  {ours:.4f} / {plain:.4f}, difference {ours - plain:+.5f} (at most {most:.5f} in a step)"
+        )
+    ours, plain = held_out
+    lines.append(f"  held out   {ours:.4f} / {plain:.4f} bits per byte, difference {ours - plain:+.5f}")
+    if speeds := log.speeds():
+        ours, plain, ratio = speeds
+        lines.append(f"  speed      {ours:,.0f} / {plain:,.0f} tokens/s: {ratio:.2f}x (medians; steps taken in turn)")
+    if both:
+        ours, plain = last["memory_mib"], last["plain_memory_mib"]
+        lines.append(f"  memory     {ours:,.0f} / {plain:,.0f} MiB: {ours / plain:.2f}x")
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""The training of one model, step by step, with loss, time and memory of each step, and what a checkpoint keeps of it.
+Reads no files and prints nothing."""
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .config import VOCAB, Config, ExampleError
+from .data import Batches
+from .optimizer import MasterAdamW
+
+MEMORY_MEANING = {
+    "cuda": "weights, optimizer state and the peak of torch.cuda.max_memory_allocated in a step",
+    "cpu": "weights, optimizer state and the bytes kept for backward (saved-tensor hooks)",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step showed."""
+
+    loss: float  # nats per byte
+    seconds: float
+    memory: int  # bytes, in the meaning of MEMORY_MEANING
+
+
+def set_determinism(config: Config, device: torch.device) -> None:
+    """Attention's backward on CUDA repeats its bits only under torch's switch (and is 2.5 times slower there).
+    CUBLAS_WORKSPACE_CONFIG, which that switch wants for torch's own products, is read when CUDA starts."""
+    torch.use_deterministic_algorithms(config.deterministic and device.type == "cuda")
+    # Filling fresh memory with NaN finds bugs and costs bandwidth; every op here writes all of its output.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean negative log likelihood in nats per byte of tokens [batch, seq + 1], each predicted from those before it."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.float().view(-1, VOCAB), tokens[:, 1:].reshape(-1))
+
+
+class Trainer:
+    """A model, its optimizer and how far it is: `done` steps. Step i trains on batches[i], at a rate that depends on i
+    alone, so a run may be stopped and extended."""
+
+    def __init__(self, model: nn.Module, config: Config, device: torch.device, compiled: bool = False):
+        self.model, self.config, self.device = model, config, device
+        self.forward = torch.compile(model, dynamic=False) if compiled else model
+        self.optimizer = MasterAdamW(model)
+        self.done = 0
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then the inverse square root of the step."""
+        step, warmup = self.done + 1, self.config.warmup
+        return self.config.lr * min(step / warmup, math.sqrt(warmup / step))
+
+    def step(self, batches: Batches) -> Step:
+        tokens = batches[self.done].to(self.device)
+        meter = _Meter(self.device, self.model)
+        begin = time.perf_counter()
+        with meter:
+            loss = loss_of(self.forward, tokens)
+        loss.backward()
+        self.optimizer.step(self.learning_rate())
+        value = loss.item()  # waits for the device: the time is the whole step's
+        seconds = time.perf_counter() - begin
+        if not math.isfinite(value):
+            raise ExampleError(
+                f"the loss is {value} in step {self.done + 1}: training stops and saves nothing; the last checkpoint, "
+                "if there is one, is from before"
+            )
+        self.done += 1
+        return Step(value, seconds, meter.bytes() + self.optimizer.state_bytes())
+
+    @torch.no_grad()
+    def bits_per_byte(self, held_out: list[torch.Tensor]) -> float:
+        losses = [loss_of(self.model, tokens.to(self.device)).item() * len(tokens) for tokens in held_out]
+        return sum(losses) / sum(map(len, held_out)) / math.log(2)
+
+    @torch.no_grad()
+    def sample(self, prompt: bytes, length: int) -> bytes:
+        """The prompt continued byte by byte at temperature 0.8. Leaves the global random state as it is."""
+        chance = torch.Generator().manual_seed(self.config.seed)
+        text = list(prompt)
+        for _ in range(length):
+            window = torch.tensor([text[-self.config.seq :]], device=self.device)
+            logits = self.model(window)[0, -1].float().cpu()
+            text.append(torch.multinomial(torch.softmax(logits / 0.8, 0), 1, generator=chance).item())
+        return bytes(text)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All a checkpoint holds of this training besides `done`: weights, optimizer, random states."""
+        tensors = self.optimizer.tensors()
+        tensors["random.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        return tensors
+
+    def restored(self, tensors: dict[str, torch.Tensor], done: int) -> None:
+        """After a checkpoint has been written into `tensors`, which came from tensors()."""
+        self.done = done
+        self.optimizer.set_step_count(done)
+        torch.set_rng_state(tensors["random.cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
+
+
+class _Meter(contextlib.AbstractContextManager):
+    """Memory of one step beyond the model's state, entered around the forward. On CUDA the allocator's peak over what
+    was there before, so the other model's state does not count; on a CPU what the forward keeps for the backward."""
+
+    def __init__(self, device: torch.device, model: nn.Module):
+        self.cuda = device.type == "cuda"
+        self.kept = {}
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+            self.device, self.before = device, torch.cuda.memory_allocated(device)
+        else:
+            self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+            self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.parameters:
+            self.kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def __enter__(self):
+        if not self.cuda:
+            self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        if not self.cuda:
+            self.hooks.__exit__(*error)
+
+    def bytes(self) -> int:
+        if self.cuda:
+            return torch.cuda.max_memory_allocated(self.device) - self.before
+        return sum(self.kept.values())

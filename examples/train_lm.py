@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Train a small Llama-like language model of Transformer Engine's fused modules on real text, beside the same model in
+plain PyTorch. One command, with or without a GPU; it stops cleanly on Ctrl-C and goes on with --resume.
+
+    python examples/train_lm.py                       # the toy preset on this machine's device
+    python examples/train_lm.py --preset h200         # 1.0B parameters in bf16 on one H200
+    python examples/train_lm.py --resume --steps 400  # go on from runs/toy/checkpoint.safetensors
+
+Writes runs/<name>/{metrics.csv,loss.svg,memory.svg,checkpoint.safetensors}.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # wanted by set_determinism, before CUDA starts
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `lm`, also under PYTHONSAFEPATH
+
+try:
+    import torch
+    from tqdm import tqdm
+
+    from lm import checkpoint, data, report
+    from lm.config import DTYPES, PRESETS, Config, ExampleError
+    from lm.model import FusedLM, plain_twin
+    from lm.train import Trainer, set_determinism
+except ModuleNotFoundError as error:
+    sys.exit(f"train_lm.py: error: {error}: run `bash qa/setup.sh` and use .venv/bin/python")
+
+HELD_OUT_BATCHES = 8
+SAMPLE_BYTES = 240
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into a request that the loop answers between two steps; a second one ends at once."""
+
+    def __init__(self):
+        self.asked = False
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *error):
+        signal.signal(signal.SIGINT, self.before)
+
+    def _ask(self, *_):
+        self.asked = True
+        signal.signal(signal.SIGINT, self.before)
+        tqdm.write("Ctrl-C: finishing this step, then saving (again: leave at once)")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="toy", help="model and schedule (default: toy)")
+    parser.add_argument("--steps", type=positive, help="steps in all, those before --resume included")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; bf16 keeps fp32 master weights")
+    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text (default: Python's own sources)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="torch.compile both models")
+    parser.add_argument("--deterministic", action="store_true", help="bit-equal resume on CUDA too (toy: always)")
+    parser.add_argument("--no-twin", action="store_true", help="do not train the plain twin beside it")
+    parser.add_argument("--name", help="of the run (default: the preset)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
+    return parser.parse_args(argv)
+
+
+def choose_device(args: argparse.Namespace, config: Config) -> torch.device:
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ExampleError("--device cuda: torch sees no CUDA device here: use --device cpu, or a machine with a GPU")
+    if args.device is None and args.preset == "h200" and not torch.cuda.is_available():
+        raise ExampleError(
+            f"--preset h200 has {config.parameters / 1e9:.1f}B parameters and is meant for a GPU, and torch sees none: "
+            "use --preset toy, or say --device cpu if you have the patience"
+        )
+    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def configure(args: argparse.Namespace) -> Config:
+    preset = PRESETS[args.preset]
+    return replace(
+        preset,
+        steps=args.steps or preset.steps,
+        dtype=args.dtype or preset.dtype,
+        seed=args.seed,
+        deterministic=preset.deterministic or args.deterministic,
+    )
+
+
+class Run:
+    """One run in its folder: the fused model, its plain twin if wanted, the data, and the checkpoint between them."""
+
+    def __init__(self, folder: Path, config: Config, device: torch.device, batches: data.Batches, *, twin: bool,
+                 compiled: bool, resume: bool):  # fmt: skip
+        self.path, self.config, self.batches = folder / "checkpoint.safetensors", config, batches
+        self.identity = config.identity() | {"text": batches.fingerprint, "device": device.type}
+        found = checkpoint.Checkpoint(self.path) if resume else None
+        if found:
+            found.check(self.identity)
+        set_determinism(config, device)
+        torch.manual_seed(config.seed)
+        fused = FusedLM(config, device)
+        # The twin starts from the same first weights; after a resume it repeats the steps that the checkpoint holds.
+        self.twin = Trainer(plain_twin(fused, config, device), config, device, compiled) if twin else None
+        self.trainer = Trainer(fused, config, device, compiled)
+        if found:
+            tensors = self.trainer.tensors()
+            found.restore(tensors)
+            self.trainer.restored(tensors, found.state["step"])
+        self.log = report.Log(folder, config, self.trainer.done)
+        self.failed: checkpoint.SaveError | None = None  # why the last save failed
+
+    def train(self) -> bool:
+        """Train to config.steps, saving on the way and at the end; False when Ctrl-C came first (saved, too)."""
+        with Interrupt() as interrupt:
+            if self.twin and self.trainer.done:
+                for _ in tqdm(range(self.trainer.done), desc="the plain twin catches up", disable=None, leave=False):
+                    if interrupt.asked:
+                        return False
+                    self.twin.step(self.batches)
+            while self.trainer.done < self.config.steps and not interrupt.asked:
+                ours = self.trainer.step(self.batches)
+                plain = self.twin.step(self.batches) if self.twin else None
+                self.log.step(self.trainer.done, ours, plain)
+                if self.trainer.done % self.config.save_every == 0 and self.trainer.done < self.config.steps:
+                    self._save()
+            self.log.close()
+            self._save()
+            return not interrupt.asked
+
+    def _save(self) -> None:
+        """Save; a disk that takes nothing stops neither the training nor its report."""
+        try:
+            checkpoint.save(self.path, self.trainer.tensors(), {"step": self.trainer.done, "identity": self.identity})
+            self.failed = None
+        except checkpoint.SaveError as error:
+            self.failed = error
+            self.log.say(f"warning: {error}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    name = args.name or args.preset
+    folder = args.out / name
+    config = configure(args)
+    device = choose_device(args, config)
+    files = args.data or data.stdlib_files()
+    text = data.read_text(files)
+    source = ", ".join(map(str, args.data)) if args.data else "the Python standard library's sources"
+    batches = data.Batches(text, config, source)
+    print(report.header(name, config, device, f"{len(text):,} bytes of {source} ({len(files)} files)"), flush=True)
+    if not args.resume and (folder / "checkpoint.safetensors").exists():
+        print(f"{folder} holds an earlier run, which this one replaces (--resume goes on with it, --name keeps both)")
+    run = Run(folder, config, device, batches, twin=not args.no_twin, compiled=args.compile, resume=args.resume)
+    if args.resume:
+        nothing = "" if run.trainer.done < config.steps else f"; --steps {config.steps} leaves nothing to train"
+        print(f"resumed at step {run.trainer.done} from {run.path}{nothing}")
+
+    if not run.train():
+        run.log.plots()
+        if run.failed:
+            raise run.failed
+        print(f"stopped after step {run.trainer.done}, saved in {run.path}: --resume goes on from there")
+        return EXIT_INTERRUPTED
+
+    held_out = batches.held_out(HELD_OUT_BATCHES)
+    ours = run.trainer.bits_per_byte(held_out)
+    print(f"held out: {ours:.4f} bits per byte ({sum(map(len, held_out))} windows of {config.seq} bytes)")
+    if run.twin:
+        print(report.comparison(run.log, (ours, run.twin.bits_per_byte(held_out))))
+    print(report.sample(run.trainer.sample(b"def ", SAMPLE_BYTES)))
+    run.log.plots()
+    if run.failed:
+        raise run.failed
+    print(f"wrote {folder}/metrics.csv, loss.svg, memory.svg, checkpoint.safetensors")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ExampleError as error:
+        sys.exit(f"train_lm.py: error: {error}")
+    except KeyboardInterrupt:
+        print("train_lm.py: left at once; a checkpoint that was saved before is whole", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)

@@ -1,0 +1,374 @@
+"""The main job: examples/train_lm.py on a tiny model. Its losses, its files, its resume, and what it says when the
+text, the checkpoint or the disk is bad.
+
+The mutant that turns this file red: in Trainer.restored, leave out `set_step_count` (the resumed bits differ).
+"""
+
+import csv
+import hashlib
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train_lm
+from lm import checkpoint, data
+from lm.config import PRESETS, ExampleError
+from lm.model import FusedLM, plain_twin
+from lm.train import Trainer
+
+SCRIPT = Path(train_lm.__file__)
+TINY = replace(
+    PRESETS["toy"], hidden=64, ffn_hidden=96, layers=2, heads=4, kv_groups=2, seq=32, batch=4, steps=20, warmup=5
+)  # fmt: skip
+# Enough structure to learn in 20 steps, and no file of the machine's.
+TEXT = b"".join(b"def f%d(x, y):\n    return x * %d + y\n\n" % (i, i * i) for i in range(400))
+
+
+@pytest.fixture(autouse=True)
+def tiny_toy(monkeypatch):
+    """The command line's toy preset, tiny; torch's global switches as they were."""
+    monkeypatch.setitem(PRESETS, "toy", TINY)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.py"
+    path.write_bytes(TEXT)
+    return path
+
+
+def train(tmp_path, text, device, *options):
+    """Run the example in this process; its exit status."""
+    return train_lm.main(["--data", str(text), "--out", str(tmp_path / "runs"), "--device", device, *options])
+
+
+def metrics(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_it_learns_reports_and_writes_its_files(tmp_path, text, device, capsys):
+    assert train(tmp_path, text, device) == 0
+    folder = tmp_path / "runs" / "toy"
+    assert {p.name for p in folder.iterdir()} == {"metrics.csv", "loss.svg", "memory.svg", "checkpoint.safetensors"}
+
+    rows = metrics(folder)
+    assert [int(row["step"]) for row in rows] == list(range(1, TINY.steps + 1))
+    losses = [float(row["loss"]) for row in rows]
+    assert abs(losses[0] - math.log(256)) < 0.2  # fresh weights know nothing: all 256 bytes are equally likely
+    assert losses[-1] < losses[0] - 1.5
+    # The twin differs by rounding alone: 20 steps of AdamW on fp32 keep two roundings of one model far closer.
+    assert all(abs(float(row["plain_loss"]) - float(row["loss"])) < 5e-3 for row in rows)
+    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
+    state = 3 * 4 * TINY.parameters  # fp32 weights and two moments
+    assert all(float(row["memory_mib"]) * 2**20 > state for row in rows)
+    for plot in ("loss.svg", "memory.svg"):
+        assert "</svg>" in (folder / plot).read_text()
+
+    shown = capsys.readouterr().out
+    for part in (
+        "torch 2.",
+        "step   20/20",
+        "tokens/s",
+        "MiB",
+        "held out:",
+        "bits per byte",
+        "plain PyTorch",
+        "sample:",
+    ):
+        assert part in shown, part
+
+
+def test_the_twin_is_the_same_function(device):
+    """Same weights, same logits in fp32. The bound: logits here are below 1, made by about 6 x layers products in a row
+    whose fp32 roundings (2^-24, sums of at most 96 terms) grow at most linearly."""
+    torch.manual_seed(0)
+    fused = FusedLM(TINY, torch.device(device))
+    plain = plain_twin(fused, TINY, torch.device(device))
+    assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in fused.parameters()) == TINY.parameters
+    tokens = torch.randint(256, (3, TINY.seq), device=device)
+    ours, theirs = fused(tokens), plain(tokens)
+    assert ours.abs().max() < 1
+    assert (ours - theirs).abs().max() < 6 * TINY.layers * 96 * 2**-24
+    assert not torch.equal(plain(tokens.roll(1, 1)), theirs)
+
+
+def test_resume_is_bit_equal(tmp_path, text, device):
+    folder = tmp_path / "runs"
+    assert train(tmp_path, text, device, "--name", "straight", "--no-twin") == 0
+    assert train(tmp_path, text, device, "--name", "halves", "--no-twin", "--steps", "10") == 0
+    half = load_file(folder / "halves" / "checkpoint.safetensors")
+    assert train(tmp_path, text, device, "--name", "halves", "--no-twin", "--resume") == 0
+
+    straight = load_file(folder / "straight" / "checkpoint.safetensors")
+    halves = load_file(folder / "halves" / "checkpoint.safetensors")
+    assert straight.keys() == halves.keys()
+    assert all(torch.equal(straight[name], halves[name]) for name in straight)
+    assert not torch.equal(half["model.head.weight"], halves["model.head.weight"])
+    losses = [[row["loss"] for row in metrics(folder / name)] for name in ("straight", "halves")]
+    assert len(losses[0]) == TINY.steps
+    assert [float(loss) for loss in losses[0]] == [float(loss) for loss in losses[1]]
+
+
+def test_resume_in_bf16_is_bit_equal_and_keeps_master_weights(tmp_path, text, device):
+    options = ("--no-twin", "--dtype", "bf16", "--deterministic")
+    train(tmp_path, text, device, *options, "--name", "straight", "--steps", "6")
+    train(tmp_path, text, device, *options, "--name", "halves", "--steps", "3")
+    train(tmp_path, text, device, *options, "--name", "halves", "--steps", "6", "--resume")
+    straight = load_file(tmp_path / "runs" / "straight" / "checkpoint.safetensors")
+    halves = load_file(tmp_path / "runs" / "halves" / "checkpoint.safetensors")
+    assert all(torch.equal(straight[name], halves[name]) for name in straight)
+    weight, master = straight["model.head.weight"], straight["optimizer.master.head.weight"]
+    assert (weight.dtype, master.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(weight, master.bfloat16()) and not torch.equal(weight.float(), master)
+
+
+def test_resume_with_a_twin_brings_the_twin_to_the_same_step(tmp_path, text):
+    train(tmp_path, text, "cpu", "--name", "straight", "--steps", "6")
+    train(tmp_path, text, "cpu", "--name", "halves", "--steps", "3")
+    train(tmp_path, text, "cpu", "--name", "halves", "--steps", "6", "--resume")
+    straight, halves = (metrics(tmp_path / "runs" / name) for name in ("straight", "halves"))
+    assert len(halves) == 6
+    assert [float(row["plain_loss"]) for row in straight] == [float(row["plain_loss"]) for row in halves]
+
+
+def test_rows_after_the_checkpoint_are_dropped_on_resume(tmp_path, text):
+    """Killed between two saves: metrics.csv is ahead of the checkpoint."""
+    train(tmp_path, text, "cpu", "--no-twin", "--steps", "3")
+    with open(tmp_path / "runs" / "toy" / "metrics.csv", "a") as file:
+        file.write("4,9.9,1,1,,,\n")
+    train(tmp_path, text, "cpu", "--no-twin", "--steps", "5", "--resume")
+    rows = metrics(tmp_path / "runs" / "toy")
+    assert [float(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
+    assert float(rows[3]["loss"]) < 9
+
+
+def _truncated(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _header_only(path):
+    path.write_bytes(path.read_bytes()[:7])
+
+
+def _text_file(path):
+    path.write_text("not a checkpoint, but long enough to look at\n" * 10)
+
+
+def _foreign(path):
+    save_file({"weight": torch.ones(3)}, path)
+
+
+def _tensor_gone(path):
+    with checkpoint.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    del tensors["model.head.weight"]
+    save_file(tensors, path, metadata=metadata)
+
+
+def _wrong_shape(path):
+    with checkpoint.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path) | {"model.norm.weight": torch.ones(3)}, path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_truncated, "truncated or no safetensors file"),
+        (_header_only, "truncated or no safetensors file"),
+        (_text_file, "truncated or no safetensors file"),
+        (_foreign, "not a checkpoint of this script"),
+        (_tensor_gone, "model.head.weight is missing"),
+        (_wrong_shape, r"model.norm.weight has shape \[3\], wanted \[64\]"),
+        (Path.unlink, "no file"),
+    ],
+)
+def test_a_bad_checkpoint_is_named_and_nothing_changes(tmp_path, text, spoil, says):
+    train(tmp_path, text, "cpu", "--no-twin", "--steps", "2")
+    folder = tmp_path / "runs" / "toy"
+    spoil(folder / "checkpoint.safetensors")
+    before = digests(folder)
+    with pytest.raises(ExampleError, match=says) as error:
+        train(tmp_path, text, "cpu", "--no-twin", "--resume")
+    assert str(folder / "checkpoint.safetensors") in str(error.value)
+    assert digests(folder) == before
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_model_as_it_was(tmp_path, text):
+    train(tmp_path, text, "cpu", "--no-twin", "--steps", "2")
+    path = tmp_path / "runs" / "toy" / "checkpoint.safetensors"
+    _wrong_shape(path)
+    torch.manual_seed(0)
+    tensors = Trainer(FusedLM(TINY, torch.device("cpu")), TINY, torch.device("cpu")).tensors()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    with pytest.raises(ExampleError, match="does not fit"):
+        checkpoint.Checkpoint(path).restore(tensors)
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_checkpoint_of_another_run_is_named(tmp_path, text):
+    train(tmp_path, text, "cpu", "--no-twin", "--steps", "2")
+    with pytest.raises(ExampleError, match=r"another run \(seed 0 there, 3 here"):
+        train(tmp_path, text, "cpu", "--no-twin", "--resume", "--seed", "3")
+    text.write_bytes(TEXT[::-1])
+    with pytest.raises(ExampleError, match=r"another run \(text "):
+        train(tmp_path, text, "cpu", "--no-twin", "--resume")
+
+
+def test_bad_text_is_named(tmp_path, text):
+    with pytest.raises(ExampleError, match=r"missing.txt: cannot be read \(No such file"):
+        train(tmp_path, tmp_path / "missing.txt", "cpu")
+    with pytest.raises(ExampleError, match=r"cannot be read \(Is a directory"):
+        train(tmp_path, tmp_path, "cpu")
+    text.write_bytes(b"")
+    with pytest.raises(ExampleError, match=r"text.py: the file is empty"):
+        train(tmp_path, text, "cpu")
+    text.write_bytes(TEXT[:500])
+    with pytest.raises(ExampleError, match=r"text.py: 500 bytes, .* need at least \d+: add files"):
+        train(tmp_path, text, "cpu")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_gpu_is_said(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ExampleError, match="--device cuda: torch sees no CUDA device"):
+        train(tmp_path, text, "cuda")
+    with pytest.raises(ExampleError, match=r"--preset h200 has 1.0B parameters"):
+        train_lm.main(["--preset", "h200", "--data", str(text)])
+
+
+@pytest.fixture
+def small_files():
+    """As a full disk: no file may grow beyond 20,000 bytes (a real failed write, with an errno, and no root needed)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    held = []
+
+    def limit():
+        held.append(signal.signal(signal.SIGXFSZ, signal.SIG_IGN))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+
+    def lift():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    yield limit, lift
+    lift()
+    for handler in held:
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path, text, small_files):
+    train(tmp_path, text, "cpu", "--no-twin", "--steps", "2")
+    folder = tmp_path / "runs" / "toy"
+    path = folder / "checkpoint.safetensors"
+    before = path.read_bytes()
+    tensors = load_file(path)
+    limit, lift = small_files
+    limit()
+    with pytest.raises(checkpoint.SaveError, match=r"saving failed .*before is whole.*Free \d+ MB .*--out") as error:
+        checkpoint.save(path, tensors, {})
+    with pytest.raises(checkpoint.SaveError, match="no checkpoint was written"):
+        checkpoint.save(folder / "fresh.safetensors", tensors, {})
+    lift()
+    assert str(path) in str(error.value)
+    assert path.read_bytes() == before
+    assert {p.name for p in folder.iterdir()} == {"metrics.csv", "loss.svg", "memory.svg", "checkpoint.safetensors"}
+    assert train(tmp_path, text, "cpu", "--no-twin", "--steps", "4", "--resume") == 0
+
+
+def test_a_failed_save_does_not_stop_the_training(tmp_path, text, monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "toy", replace(TINY, save_every=5))
+    saves = []
+
+    def no_space(tensors, path, metadata):
+        saves.append(path)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    with pytest.raises(checkpoint.SaveError, match="No space left on device"):
+        train(tmp_path, text, "cpu", "--no-twin")
+    assert len(saves) == 4
+    shown = capsys.readouterr().out
+    assert shown.count("warning: ") == 4 and "held out:" in shown
+    assert len(metrics(tmp_path / "runs" / "toy")) == TINY.steps
+
+
+def test_ctrl_c_saves_and_leaves(tmp_path, text):
+    """The real script and a real signal; then the run goes on from what it saved."""
+    text.write_bytes(TEXT * 4)  # the real toy preset's windows are longer
+    command = [sys.executable, str(SCRIPT), "--data", str(text), "--out", str(tmp_path), "--device", "cpu", "--no-twin"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    for line in process.stdout:
+        if line.startswith("step    1/"):
+            break
+    process.send_signal(signal.SIGINT)
+    shown, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "Ctrl-C: finishing this step" in shown and "stopped after step" in shown
+    done = checkpoint.Checkpoint(tmp_path / "toy" / "checkpoint.safetensors").state["step"]
+    assert 1 <= done == len(metrics(tmp_path / "toy"))
+
+    resumed = subprocess.run(
+        [*command, "--steps", str(done + 1), "--resume"], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed at step {done}" in resumed.stdout
+
+
+def test_the_script_reports_bad_input_without_a_traceback(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--data", str(tmp_path / "missing.txt"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("train_lm.py: error: --data") and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, monkeypatch):
+    monkeypatch.setitem(PRESETS, "toy", replace(TINY, lr=math.inf))
+    with pytest.raises(ExampleError, match="the loss is nan in step 2"):
+        train(tmp_path, text, "cpu", "--no-twin")
+    assert not (tmp_path / "runs" / "toy" / "checkpoint.safetensors").exists()
+
+
+def test_batches_depend_on_their_index_alone_and_never_show_held_out_text():
+    text = bytes(range(256)) * 8
+    batches, again = data.Batches(text, TINY), data.Batches(text, TINY)
+    count = batches.per_epoch * 2 + 1
+    forward = [batches[i] for i in range(count)]
+    assert all(torch.equal(again[i], forward[i]) for i in reversed(range(count)))
+    assert not torch.equal(forward[0], forward[batches.per_epoch])  # the second epoch has its own order
+    seen = torch.cat(forward[: batches.per_epoch])[:, 0]
+    assert len(seen) == batches.per_epoch * TINY.batch
+    held_out = len(text) // data.HELD_OUT
+    marked = bytes(len(text) - held_out) + b"\xff" * held_out
+    batches = data.Batches(marked, TINY)
+    assert all(batches[i].max() == 0 for i in range(batches.per_epoch))
+    windows = torch.cat(batches.held_out(2))
+    assert windows.min() == 255 and windows.shape == ((held_out - 1) // TINY.seq, TINY.seq + 1)
+
+
+def test_the_default_text_is_the_standard_library_in_order():
+    files = data.stdlib_files()
+    assert files == data.stdlib_files() and len(files) > 100
+    assert not any("site-packages" in path.parts or "dist-packages" in path.parts for path in files)
