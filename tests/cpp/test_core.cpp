@@ -73,6 +73,39 @@ void check_format(int exponent_bits, int mantissa_bits) {
 TEST(Dtype, HalfConvertsExactlyAndRoundsToNearestEven) { check_format<fp16>(5, 10); }
 TEST(Dtype, BfloatConvertsExactlyAndRoundsToNearestEven) { check_format<bf16>(8, 7); }
 
+// The chunked conversions of the CPU paths are the same function, element by element: patterns from the whole range
+// (every 65521st float, NaN and subnormals among them), in lengths that end inside a vector.
+template <class T>
+void check_chunks() {
+  uint32_t pattern = 0;
+  for (int64_t n = 0; n < 600; ++n) {
+    std::vector<float> values(static_cast<size_t>(n)), back(values.size() + 1, 7.f);
+    for (float& v : values) v = float_of(pattern += 65521u);
+    std::vector<T> stored(values.size() + 1, T{0x1234});
+    cpu::store_chunk(stored.data(), values.data(), n);
+    const float* loaded = cpu::load_chunk(stored.data(), back.data(), n);
+    for (size_t i = 0; i < values.size(); ++i) {
+      ASSERT_EQ(stored[i].bits, from_float<T>(values[i]).bits) << std::hex << bits_of(values[i]);
+      ASSERT_EQ(bits_of(loaded[i]), bits_of(to_float(stored[i]))) << std::hex << stored[i].bits;
+    }
+    EXPECT_EQ(stored.back().bits, 0x1234) << n;
+    EXPECT_EQ(back.back(), 7.f) << n;
+  }
+}
+
+TEST(Chunk, HalfConvertsAsOneByOne) { check_chunks<fp16>(); }
+TEST(Chunk, BfloatConvertsAsOneByOne) { check_chunks<bf16>(); }
+
+TEST(Chunk, FloatsAreUsedInPlace) {
+  float data[4] = {1, 2, 3, 4}, buffer[4] = {};
+  EXPECT_EQ(cpu::load_chunk(data, buffer, 4), data);
+  EXPECT_EQ(cpu::chunk_target(data, buffer), data);
+  cpu::store_chunk(data, data, 4);
+  cpu::store_chunk(buffer, data, 3);
+  EXPECT_EQ(buffer[2], 3.f);
+  EXPECT_EQ(buffer[3], 0.f);
+}
+
 TEST(Dtype, FloatsBeyondTheFormatBecomeInfOrZero) {
   EXPECT_EQ(from_float<fp16>(65520.f).bits, 0x7c00);  // the first float that rounds to Inf
   EXPECT_EQ(from_float<fp16>(std::nextafterf(65520.f, 0.f)).bits, 0x7bff);
@@ -138,6 +171,9 @@ TEST(LaneSum, AddsSixteenLanesThenTheLanesInOrder) {
     float want = 0.f;
     for (const float lane : lanes) want += lane;
     EXPECT_EQ(bits_of(cpu::lane_sum(n, [&](int64_t i) { return x[size_t(i)]; })), bits_of(want)) << n;
+    const auto both = cpu::lane_sums(n, [&](int64_t i) { return std::pair(-x[size_t(i)], x[size_t(i)]); });
+    EXPECT_EQ(bits_of(both.second), bits_of(want)) << n;
+    EXPECT_EQ(both.first, -want) << n;
   }
 }
 

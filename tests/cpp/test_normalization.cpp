@@ -388,22 +388,33 @@ TEST_P(Normalization, StatisticsAndGradientsThatNobodyWantsAreSkipped) {
   }
 }
 
+template <class T>
+void check_aliasing(int32_t device, int64_t hidden) {
+  const Case c{.rows = 50, .hidden = hidden, .rms = false, .residual = true};
+  const Tensors<T> apart(c, device), over_dy(c, device), over_residual(c, device);
+  TE_ASSERT_OK(apart.forward());
+  TE_ASSERT_OK(apart.backward());
+  for (const Tensors<T>* over : {&over_dy, &over_residual}) {
+    const Buffer<T>& dx = over == &over_dy ? over->dy : over->residual_grad;
+    TE_ASSERT_OK(te_normalization_backward(c.plan(), over->dy.tensor(), over->residual_grad.tensor(), over->x.tensor(),
+                                           over->gamma(), apart.mean.tensor(), apart.rstd.tensor(), dx.tensor(),
+                                           over->dgamma(), over->dbeta(), over->workspace->tensor(), nullptr));
+    EXPECT_EQ(floats(dx.read()), floats(apart.dx.read()));
+    EXPECT_EQ(over->dgamma_values(), apart.dgamma_values());
+    const Buffer<T>& y = over == &over_dy ? over->x : over->residual;
+    const Buffer<T>& h = over == &over_dy ? over->residual : over->x;
+    TE_ASSERT_OK(te_normalization_forward(c.plan(), over->x.tensor(), over->residual.tensor(), over->gamma(),
+                                          over->beta(), y.tensor(), h.tensor(), over->mean.tensor(),
+                                          over->rstd.tensor(), nullptr));
+    EXPECT_EQ(floats(y.read()), floats(apart.y.read()));
+    EXPECT_EQ(floats(h.read()), floats(apart.h.read()));
+  }
+}
+
 TEST_P(Normalization, OutputsMayTakeTheirInputsMemory) {
-  for (const int64_t hidden : {256, 255}) {
-    const Case c{.rows = 50, .hidden = hidden, .rms = false, .residual = true};
-    const Tensors<bf16> apart(c, GetParam()), over(c, GetParam());
-    TE_ASSERT_OK(apart.forward());
-    TE_ASSERT_OK(apart.backward());
-    TE_ASSERT_OK(te_normalization_backward(c.plan(), over.dy.tensor(), over.residual_grad.tensor(), over.x.tensor(),
-                                           over.gamma(), apart.mean.tensor(), apart.rstd.tensor(), over.dy.tensor(),
-                                           over.dgamma(), over.dbeta(), over.workspace->tensor(), nullptr));
-    EXPECT_EQ(floats(over.dy.read()), floats(apart.dx.read()));
-    EXPECT_EQ(over.dgamma_values(), apart.dgamma_values());
-    TE_ASSERT_OK(te_normalization_forward(c.plan(), over.x.tensor(), over.residual.tensor(), over.gamma(), over.beta(),
-                                          over.x.tensor(), over.residual.tensor(), over.mean.tensor(),
-                                          over.rstd.tensor(), nullptr));
-    EXPECT_EQ(floats(over.x.read()), floats(apart.y.read()));
-    EXPECT_EQ(floats(over.residual.read()), floats(apart.h.read()));
+  for (const int64_t hidden : {256, 255, 1000}) {
+    check_aliasing<float>(GetParam(), hidden);
+    check_aliasing<bf16>(GetParam(), hidden);
   }
 }
 

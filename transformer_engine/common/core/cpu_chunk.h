@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "core/dtype.h"
 
@@ -21,9 +22,29 @@ inline void widen(const bf16* source, float* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = te::detail::float_of(uint32_t(bits[i]) << 16);
 }
 
+#if defined(__AVX2__)
+// from_float<bf16> of eight values, in 32-bit lanes.
+inline __m256i rounded_to_bf16(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
+  const __m256i half = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(high, _mm256_set1_epi32(1)));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(u, half), 16);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
+}
+#endif
+
 inline void narrow(bf16* target, const float* values, int64_t n) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  for (; i + 16 <= n; i += 16) {
+    const __m256i low = rounded_to_bf16(_mm256_loadu_ps(values + i));
+    const __m256i high = rounded_to_bf16(_mm256_loadu_ps(values + i + 8));
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);  // undoes packus' lanes
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + i), packed);
+  }
+#endif
   auto* bits = reinterpret_cast<Bits16*>(target);
-  for (int64_t i = 0; i < n; ++i) bits[i] = from_float<bf16>(values[i]).bits;
+  for (; i < n; ++i) bits[i] = from_float<bf16>(values[i]).bits;
 }
 
 inline void widen(const fp16* source, float* out, int64_t n) {
@@ -56,7 +77,16 @@ const float* load_chunk(const T* source, float* buffer, int64_t n) {
   return buffer;
 }
 
-inline void store_chunk(float* target, const float* values, int64_t n) { std::copy(values, values + n, target); }
+// Where a chunk's results are computed: fp32 in place, other types in `buffer`, from which store_chunk rounds them.
+inline float* chunk_target(float* target, float*) { return target; }
+template <class T>
+float* chunk_target(T*, float* buffer) {
+  return buffer;
+}
+
+inline void store_chunk(float* target, const float* values, int64_t n) {
+  if (target != values) std::copy(values, values + n, target);
+}
 template <class T>
 void store_chunk(T* target, const float* values, int64_t n) {
   detail::narrow(target, values, n);
@@ -68,19 +98,40 @@ void for_chunks(int64_t cols, Body&& body) {
   for (int64_t first = 0; first < cols; first += kChunk) body(first, std::min(kChunk, cols - first));
 }
 
+constexpr int kLanes = 16;
+
+inline float sum_of_lanes(const float (&lanes)[kLanes]) {
+  float sum = 0.f;
+  for (const float lane : lanes) sum += lane;
+  return sum;
+}
+
 // Sum of f(i) over [0, n) in 16 running lanes that are then added in order: vectorises, and the order is fixed.
 template <class F>
 float lane_sum(int64_t n, F&& f) {
-  constexpr int kLanes = 16;
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += f(i + lane);
   }
   for (int lane = 0; i < n; ++i, ++lane) lanes[lane] += f(i);
-  float sum = 0.f;
-  for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
-  return sum;
+  return sum_of_lanes(lanes);
+}
+
+// Two such sums at once, of the pairs f(i).
+template <class F>
+std::pair<float, float> lane_sums(int64_t n, F&& f) {
+  float first[kLanes] = {}, second[kLanes] = {};
+  const auto add = [&](int lane, std::pair<float, float> x) {
+    first[lane] += x.first;
+    second[lane] += x.second;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) add(lane, f(i + lane));
+  }
+  for (int lane = 0; i < n; ++i, ++lane) add(lane, f(i));
+  return {sum_of_lanes(first), sum_of_lanes(second)};
 }
 
 // exp(x) without branches, within 1 ulp of the exact value (the core tests sweep it): x = n ln2 + r with

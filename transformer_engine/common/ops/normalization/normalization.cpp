@@ -15,13 +15,13 @@ namespace cpu {
 
 using namespace te::cpu;
 
-// One widened row of gamma or beta, shared by all rows; `shift` is what zero-centred gamma lacks.
-std::vector<float> widened(const te_tensor& t, float shift, const char* op, const char* argument) {
-  std::vector<float> values(static_cast<size_t>(t.data != nullptr ? t.cols : 0));
-  if (values.empty()) return values;
+// One widened row of gamma or beta, shared by all rows; `shift` is what zero-centred gamma lacks. Zeros when absent.
+std::vector<float> widened(const te_tensor& t, int64_t hidden, float shift, const char* op, const char* argument) {
+  std::vector<float> values(static_cast<size_t>(hidden));
+  if (t.data == nullptr) return values;
   dispatch_float(t.dtype, op, argument, [&](auto type) {
     const auto* source = row_ptr<const decltype(type)>(t, 0);
-    for (int64_t i = 0; i < t.cols; ++i) values[size_t(i)] = to_float(source[i]) + shift;
+    for (int64_t i = 0; i < hidden; ++i) values[size_t(i)] = to_float(source[i]) + shift;
   });
   return values;
 }
@@ -51,10 +51,11 @@ Statistics statistics_of(const Plan& plan, const T* h, int64_t hidden) {
 
 template <class T>
 void add_rows(const T* x, const T* residual, T* h, int64_t hidden) {
-  float x_buffer[kChunk], r_buffer[kChunk], out[kChunk];
+  float x_buffer[kChunk], r_buffer[kChunk], result[kChunk];
   for_chunks(hidden, [&](int64_t c, int64_t n) {
     const float* a = load_chunk(x + c, x_buffer, n);
     const float* b = load_chunk(residual + c, r_buffer, n);
+    float* out = chunk_target(h + c, result);
     for (int64_t i = 0; i < n; ++i) out[i] = a[i] + b[i];
     store_chunk(h + c, out, n);
   });
@@ -64,7 +65,7 @@ template <class T>
 void forward_rows(const Plan& plan, const ForwardTensors& t, const float* gamma, const float* beta) {
   const int64_t hidden = t.x.cols;
   parallel_rows(t.x.rows, hidden, [&](int64_t first_row, int64_t last_row) {
-    float buffer[kChunk], out[kChunk];
+    float buffer[kChunk], result[kChunk];
     for (int64_t row = first_row; row < last_row; ++row) {
       const T* h = row_ptr<const T>(t.x, row);
       if (t.residual.data != nullptr) {
@@ -76,13 +77,9 @@ void forward_rows(const Plan& plan, const ForwardTensors& t, const float* gamma,
       if (t.rstd.data != nullptr) static_cast<float*>(t.rstd.data)[row] = rstd;
       for_chunks(hidden, [&, mean = mean, rstd = rstd](int64_t c, int64_t n) {
         const float* v = load_chunk(h + c, buffer, n);
-        const float* g = gamma + c;
-        if (beta != nullptr) {
-          const float* b = beta + c;
-          for (int64_t i = 0; i < n; ++i) out[i] = (v[i] - mean) * rstd * g[i] + b[i];
-        } else {
-          for (int64_t i = 0; i < n; ++i) out[i] = (v[i] - mean) * rstd * g[i];
-        }
+        const float *g = gamma + c, *b = beta + c;
+        float* out = chunk_target(row_ptr<T>(t.y, row) + c, result);
+        for (int64_t i = 0; i < n; ++i) out[i] = (v[i] - mean) * rstd * g[i] + b[i];
         store_chunk(row_ptr<T>(t.y, row) + c, out, n);
       });
     }
@@ -91,11 +88,10 @@ void forward_rows(const Plan& plan, const ForwardTensors& t, const float* gamma,
 
 void forward(const Plan& plan, const ForwardTensors& t) {
   const char* op = "te_normalization_forward";
-  const std::vector<float> gamma = widened(t.gamma, plan.zero_centered_gamma ? 1.f : 0.f, op, "gamma");
-  const std::vector<float> beta = widened(t.beta, 0.f, op, "beta");
-  dispatch_float(t.x.dtype, op, "x", [&](auto type) {
-    forward_rows<decltype(type)>(plan, t, gamma.data(), beta.empty() ? nullptr : beta.data());
-  });
+  const std::vector<float> gamma = widened(t.gamma, t.x.cols, plan.zero_centered_gamma ? 1.f : 0.f, op, "gamma");
+  const std::vector<float> beta = widened(t.beta, t.x.cols, 0.f, op, "beta");
+  dispatch_float(t.x.dtype, op, "x",
+                 [&](auto type) { forward_rows<decltype(type)>(plan, t, gamma.data(), beta.data()); });
 }
 
 // Row means of w and of w * n, with w = dy * g.
@@ -113,10 +109,14 @@ Projections projections_of(const Plan& plan, const T* dy, const T* h, const floa
     const float* d = load_chunk(dy + c, dy_buffer, n);
     const float* v = load_chunk(h + c, h_buffer, n);
     const float* g = gamma + c;
-    if (!plan.rms) w += lane_sum(n, [d, g](int64_t i) { return d[i] * g[i]; });
-    wn += lane_sum(n, [d, g, v, s](int64_t i) { return d[i] * g[i] * ((v[i] - s.mean) * s.rstd); });
+    const auto [of_w, of_wn] = lane_sums(n, [d, g, v, s](int64_t i) {
+      const float product = d[i] * g[i];
+      return std::pair(product, product * ((v[i] - s.mean) * s.rstd));
+    });
+    w += of_w;
+    wn += of_wn;
   });
-  return {w / float(hidden), wn / float(hidden)};
+  return {plan.rms ? 0.f : w / float(hidden), wn / float(hidden)};
 }
 
 // Rows [first_row, last_row): writes dx, adds to dgamma and dbeta (the part's own; NULL where nobody asks).
@@ -124,7 +124,9 @@ template <class T>
 void backward_rows(const Plan& plan, const BackwardTensors& t, const float* gamma, int64_t first_row, int64_t last_row,
                    float* dgamma, float* dbeta) {
   const int64_t hidden = t.x.cols;
-  float dy_buffer[kChunk], h_buffer[kChunk], residual_buffer[kChunk], out[kChunk];
+  float dy_buffer[kChunk], h_buffer[kChunk], residual_buffer[kChunk], result[kChunk];
+  float unwanted[kChunk] = {};
+  const float zeros[kChunk] = {};
   for (int64_t row = first_row; row < last_row; ++row) {
     const T* dy = row_ptr<const T>(t.dy, row);
     const T* h = row_ptr<const T>(t.x, row);
@@ -135,22 +137,23 @@ void backward_rows(const Plan& plan, const BackwardTensors& t, const float* gamm
       const float* d = load_chunk(dy + c, dy_buffer, n);
       const float* v = load_chunk(h + c, h_buffer, n);
       const float* g = gamma + c;
-      if (dgamma != nullptr) {
-        float* __restrict__ sum = dgamma + c;
-        for (int64_t i = 0; i < n; ++i) sum[i] += d[i] * ((v[i] - s.mean) * s.rstd);
+      const float* r = zeros;
+      if (t.residual_grad.data != nullptr) {
+        r = load_chunk(row_ptr<const T>(t.residual_grad, row) + c, residual_buffer, n);
       }
+      float* __restrict__ scale_sum = dgamma != nullptr ? dgamma + c : unwanted;
       if (dbeta != nullptr) {
-        float* __restrict__ sum = dbeta + c;
-        for (int64_t i = 0; i < n; ++i) sum[i] += d[i];
+        float* __restrict__ shift_sum = dbeta + c;
+        for (int64_t i = 0; i < n; ++i) shift_sum[i] += d[i];
+      }
+      float* out = t.dx.data != nullptr ? chunk_target(row_ptr<T>(t.dx, row) + c, result) : result;
+#pragma GCC ivdep  // out may be where d or r is, element on element: nothing is carried from one i to the next
+      for (int64_t i = 0; i < n; ++i) {
+        const float normalized = (v[i] - s.mean) * s.rstd;
+        scale_sum[i] += d[i] * normalized;
+        out[i] = (d[i] * g[i] - p.w - normalized * p.wn) * s.rstd + r[i];
       }
       if (t.dx.data == nullptr) return;
-      for (int64_t i = 0; i < n; ++i) {
-        out[i] = (d[i] * g[i] - p.w - ((v[i] - s.mean) * s.rstd) * p.wn) * s.rstd;
-      }
-      if (t.residual_grad.data != nullptr) {
-        const float* r = load_chunk(row_ptr<const T>(t.residual_grad, row) + c, residual_buffer, n);
-        for (int64_t i = 0; i < n; ++i) out[i] += r[i];
-      }
       store_chunk(row_ptr<T>(t.dx, row) + c, out, n);
     });
   }
@@ -179,7 +182,7 @@ void backward(const Plan& plan, const BackwardTensors& t) {
   const int64_t rows = t.x.rows, hidden = t.x.cols;
   // At least 16 rows a part, so that the parts' sums cost little beside the rows, and parallel_rows' least work.
   const int64_t parts = std::min(rows, std::clamp<int64_t>(std::min(rows / 16, rows * hidden / 16384), 1, 64));
-  const std::vector<float> gamma = widened(t.gamma, plan.zero_centered_gamma ? 1.f : 0.f, op, "gamma");
+  const std::vector<float> gamma = widened(t.gamma, t.x.cols, plan.zero_centered_gamma ? 1.f : 0.f, op, "gamma");
   std::vector<float> dgamma(static_cast<size_t>(t.dgamma.data != nullptr ? parts * hidden : 0));
   std::vector<float> dbeta(static_cast<size_t>(t.dbeta.data != nullptr ? parts * hidden : 0));
   dispatch_float(t.x.dtype, op, "x", [&](auto type) {
