@@ -7,7 +7,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONSAFEPATH=1 PYTHONPATH="${TE_PACKAGE:-}" TE_TEST_DEVICE=cuda
 python=${TE_PYTHON:-$PWD/.venv/bin/python}
 package=$(cd / && "$python" -c 'import transformer_engine as te; print(te.__path__[0])')
-export LD_LIBRARY_PATH="$package/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+# The C++ binaries have no torch in their process: cuBLASLt is found where torch keeps its copy.
+libraries=$(cd / && "$python" -c 'import pathlib, torch
+print(":".join(str(p) for p in pathlib.Path(torch.__file__).parents[1].glob("nvidia/*/lib")))')
+export LD_LIBRARY_PATH="$package/lib:$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 for binary in "${TE_CPP_TESTS:-build/test}"/test_*; do
   "$binary"
   if command -v compute-sanitizer >/dev/null; then
