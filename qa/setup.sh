@@ -121,8 +121,10 @@ if [ "$(cat "$venv/.te-requirements" 2>/dev/null)" != "$stamp" ]; then
   echo "$stamp" >"$venv/.te-requirements"
 fi
 if [ -n "$pypi_nvcc" ]; then
-  nvcc=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia/cu13/bin/nvcc")')
+  toolkit=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia/cu13")')
+  nvcc=$toolkit/bin/nvcc
   [ -x "$nvcc" ] || fail "the CUDA compiler from PyPI is not where it was expected: $nvcc"
+  ln -sfn lib "$toolkit/lib64" # where nvcc looks for the runtime that it links
 fi
 
 # What qa/test.sh and a developer's shell need to build by hand: `. .venv/te-env.sh`.
@@ -136,6 +138,11 @@ fi
 # ---- the package ----
 
 say "CUDA compiler: ${nvcc:-none, so the build is for the CPU alone}"
+# A compiler that was found must work: left to AUTO, CMake would take one that does not for none.
+case ${CMAKE_ARGS:-} in
+*TE_WITH_CUDA*) ;;
+*) if [ -n "$nvcc" ]; then export SKBUILD_CMAKE_DEFINE=TE_WITH_CUDA=ON; fi ;;
+esac
 sources=$({
   find transformer_engine cmake CMakeLists.txt pyproject.toml LICENSE -type f ! -name '*.pyc' -print0 | sort -z |
     xargs -0 sha256sum
@@ -146,7 +153,8 @@ installed=$(cd / && "$venv/bin/python" -c 'import transformer_engine as te; prin
 if [ "$(cat "$venv/.te-package" 2>/dev/null)" != "$sources" ] || [ "${installed#"$venv/"}" = "$installed" ]; then
   say "building and installing the package"
   rm -f "$venv/.te-package"
-  pip install -q --no-build-isolation --no-deps .
+  pip install -q --no-build-isolation --no-deps . ||
+    fail "the build failed; its output is above. CMAKE_ARGS=-DTE_WITH_CUDA=OFF builds for the CPU alone."
   echo "$sources" >"$venv/.te-package"
 fi
 say "done: $(cd / && "$venv/bin/python" -c 'import torch, transformer_engine as te, transformer_engine.pytorch; print("transformer_engine", te.__version__, "with torch", torch.__version__, "in", te.__path__[0])')"

@@ -5,6 +5,7 @@ It looks and prints; it mends nothing, never raises, and initialises CUDA only w
 
 import argparse
 import importlib
+import pathlib
 import platform
 import sys
 
@@ -16,6 +17,7 @@ _NEEDED_FOR = {
     "nccl": "several GPUs; torch's CUDA build brings it",
 }
 _REINSTALL = "reinstall with `pip install --no-build-isolation .` from the sources"
+_SOURCE_TREE = "this is the source tree, hiding the installed package: run from another folder, or set PYTHONSAFEPATH=1"
 
 
 def _line(error: BaseException) -> str:
@@ -38,7 +40,8 @@ def _build():
     try:
         extension = importlib.import_module("transformer_engine.pytorch")._C
     except Exception as error:
-        yield "extension", f"does not load: {_line(error)}", _REINSTALL
+        in_sources = (pathlib.Path(transformer_engine.__path__[0]).parent / "pyproject.toml").exists()
+        yield "extension", f"does not load: {_line(error)}", _SOURCE_TREE if in_sources else _REINSTALL
         return
     yield "extension", f"loads; built with torch {extension.torch_version}", None
     if extension.built_with_cuda:

@@ -2,7 +2,9 @@
 # letting the extension's ImportError out of _build() turns test_reports_an_extension_that_does_not_load red.
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 import transformer_engine.pytorch as te
@@ -51,3 +53,13 @@ def test_reports_a_missing_torch():
     assert done.returncode == 0, done.stderr
     assert "does not import" in done.stdout
     assert "pip install torch" in done.stdout
+
+
+def test_says_when_the_source_tree_hides_the_package():
+    code = "import sys; sys.path.insert(0, sys.argv[1])\nfrom transformer_engine.doctor import doctor; doctor()"
+    sources = Path(__file__).parents[2]
+    if Path(te.__file__).is_relative_to(sources / "transformer_engine"):
+        pytest.skip("an editable install is the source tree")
+    done = subprocess.run([sys.executable, "-c", code, sources], capture_output=True, text=True, cwd="/", timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "this is the source tree" in done.stdout

@@ -6,9 +6,10 @@ try:
     from transformer_engine.pytorch import _C
 except ImportError as error:
     raise ImportError(
-        f"transformer_engine: the extension module cannot be loaded ({error}). It was not built, or was built for "
-        f"another Python or torch than the running torch {torch.__version__}; reinstall it with "
-        "`pip install --no-build-isolation .`"
+        f"transformer_engine: the extension module cannot be loaded ({error}). It was built for another Python or "
+        f"torch than the running torch {torch.__version__}, or not at all: reinstall it with "
+        "`pip install --no-build-isolation .`. Or this is the source tree, hiding the installed package because it is "
+        "the current folder: run from another one, or set PYTHONSAFEPATH=1"
     ) from error
 
 _built, _running = _C.torch_version.split(".")[:2], torch.__version__.split("+")[0].split(".")[:2]
