@@ -132,7 +132,9 @@ def _plot(path: Path, rows: list[dict], column: str, label: str, *, from_zero: b
             x, y = zip(*points, strict=True)
             # The twin is dashed and on top: where the curves agree both are seen.
             axes.plot(x, y, ".--" if prefix else ".-", markersize=2, color=color, label=f"{name}: last {y[-1]:,.4g}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     if from_zero:
+        axes.margins(y=0.2)  # curves that are nearly flat stay off the frame and the legend
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     if rows:
