@@ -58,7 +58,11 @@ def test_parameters_split(device, dtype, split, rows):
     module = build(device, dtype, parameters_split=split)
     names = {f"{name}{kind}" for name in rows for kind in ("weight", "bias")}
     assert {n for n, _ in module.named_parameters()} == names | {"layer_norm_weight", "layer_norm_bias"}
-    check_against_twin(module, twin(splits=rows), randn(*TOKENS, IN, dtype=dtype, device=device), tight=TIGHT)
+    x = randn(*TOKENS, IN, dtype=dtype, device=device)
+    check_against_twin(module, twin(splits=rows), x, tight=TIGHT)
+    # No gradient at y: the parts of the weight get none, as a whole weight would.
+    module = build(device, dtype, parameters_split=split, return_layernorm_output=True)
+    check_against_twin(module, twin(splits=rows, return_norm=True), x, at=(1,), tight=TIGHT)
 
 
 def test_split_has_the_bits_of_one_weight(device):

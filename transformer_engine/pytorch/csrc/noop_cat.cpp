@@ -25,23 +25,45 @@ bool adjacent(at::TensorList parts) {
   return true;
 }
 
+// How many rows each part had, and, where they were joined without a copy, which version of each was seen: the joined
+// tensor has the first part's version counter, and parts that a load or a move has laid side by side have their own.
+struct Seen : torch::CustomClassHolder {
+  std::vector<int64_t> rows;
+  std::vector<c10::VariableVersion> counters;
+  std::vector<uint32_t> versions;
+};
+
 struct NoopCat : torch::autograd::Function<NoopCat> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const at::TensorList& parts) {
-    std::vector<int64_t> rows;
-    for (const Tensor& part : parts) rows.push_back(part.size(0));
-    ctx->saved_data["rows"] = rows;
-    if (!adjacent(parts)) return at::cat(parts);
+    auto seen = c10::make_intrusive<Seen>();
+    for (const Tensor& part : parts) seen->rows.push_back(part.size(0));
+    const bool copies = !adjacent(parts);
+    for (const Tensor& part : parts) {
+      if (copies || part.is_inference()) continue;
+      seen->counters.push_back(torch::autograd::impl::version_counter(part));
+      seen->versions.push_back(seen->counters.back().current_version());
+    }
     auto shape = parts[0].sizes().vec();
     shape[0] = 0;
-    for (const int64_t n : rows) shape[0] += n;
-    // A detached alias: it shares the parameters' version counter, so changing a weight between forward and backward
-    // is still noticed.
+    for (const int64_t n : seen->rows) shape[0] += n;
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["seen"] = c10::IValue::make_capsule(std::move(seen));
+    if (copies) return at::cat(parts);
     return parts[0].detach().as_strided(shape, parts[0].strides(), parts[0].storage_offset());
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& grads) {
-    return grads[0].split_with_sizes(ctx->saved_data["rows"].toIntVector(), 0);
+    const auto holder = ctx->saved_data.at("seen").toCapsule();
+    const auto& seen = static_cast<const Seen&>(*holder);
+    for (size_t i = 0; i < seen.counters.size(); ++i) {
+      TORCH_CHECK(
+          seen.counters[i].current_version() == seen.versions[i], "noop_cat: part ", i,
+          " of the joined weights was modified in place between forward and backward, so the gradients would be "
+          "wrong; run the backward first.");
+    }
+    if (!grads[0].defined()) return torch::autograd::variable_list(seen.rows.size());
+    return grads[0].split_with_sizes(seen.rows, 0);
   }
 };
 

@@ -78,6 +78,33 @@ class SplitWeights(TransformerEngineBaseModule):
                 **on_row,
             )
 
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        super().reset_parameters(defer_init)
+        self._rejoin()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._rejoin()
+        return self
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        self._rejoin()
+
+    @torch.no_grad()
+    def _rejoin(self) -> None:
+        """A move, a cast or a copy gives each parameter a storage of its own; this lays them side by side again, so
+        that joining them stays free of copies. The parameters stay the same objects."""
+        for names in (self.weight_names, self.bias_names):
+            parts = [getattr(self, name) for name in names]
+            kinds = {(type(p), p.dtype, p.device, p.shape[1:]) for p in parts}
+            if len(parts) < 2 or len(kinds) > 1 or type(parts[0]) is not torch.nn.Parameter or parts[0].is_meta:
+                continue
+            joined = F.noop_cat(parts)
+            if joined.data_ptr() != parts[0].data_ptr():
+                for part, rows in zip(parts, joined.split([p.shape[0] for p in parts]), strict=True):
+                    part.data = rows
+
     def _joined(self, names: list[str]) -> torch.Tensor | None:
         return F.noop_cat([getattr(self, name) for name in names]) if names else None
 
