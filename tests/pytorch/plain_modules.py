@@ -281,9 +281,9 @@ def check_against_twin(module, twin, *inputs, tight, what="", **kwargs):
 
     A composite's worst-case bound says little, so the measure is what plain torch achieves in the same dtype: the error
     against the float64 twin is at most twice the plain twin's, as root mean square plus one rounding of the tensor's,
-    and at its largest plus two roundings of the largest element. In float32 the error must in addition stay below
-    `tight` unit roundoffs of the largest element: what the caller counts as (products in a row) * (terms of the longest
-    sum).
+    and at its largest (one draw of few elements) four times plus two roundings of the largest element. In float32 the
+    error must in addition stay below `tight` unit roundoffs of the largest element: what the caller counts as
+    (products in a row) * (terms of the longest sum).
     A gradient that is zero by symmetry is held against the largest other gradient.
     """
     parameter = next(module.parameters())
@@ -322,7 +322,6 @@ def compare(got, near, exact, dtype, tight, what=""):
         if degenerate:
             top = largest
         error, yardstick = (wide(r[name]) - reference for r in (got, near))
-        # Twice plain torch's error; four times for the largest, which of few elements is one draw.
         for kind, measure, times, roundings in (("rms", rms, 2, 1), ("largest", lambda t: t.abs().max(), 4, 2)):
             e, y = measure(error), measure(yardstick)
             limit = times * y + roundings * u * (top if degenerate else measure(reference))
