@@ -45,6 +45,7 @@ ORACLE = {
     "sreglu": lambda a, b, sigmoid: a.relu() ** 2 * b,
     "silu": lambda t, sigmoid: t * sigmoid(t),
     "swiglu": lambda a, b, sigmoid: a * sigmoid(a) * b,
+    "clamped_swiglu": lambda a, b, sigmoid: a.clamp(max=7) * sigmoid(1.702 * a.clamp(max=7)) * (b.clamp(-7, 7) + 1),
 }
 KINDS = sorted(ORACLE)
 
@@ -152,10 +153,11 @@ def test_gated_gradient_is_merged(kind, device):
     """dx = [da | db]: a slope in b alone must land in the right half, one in a alone in the left."""
     a, b = randn(3, 8, device=device), randn(3, 8, device=device)
     one = torch.ones(3, 8, device=device)
+    offset = 1.0 if kind == "clamped_swiglu" else 0.0  # act(a) is multiplied with b + offset
     dx = _C.activation_bwd(one, torch.cat([a.abs() + 1, b], -1), kind, [], False)[0]
-    y_of_one = activation(torch.cat([a.abs() + 1, one], -1), kind)
+    y_of_one = activation(torch.cat([a.abs() + 1, one - offset], -1), kind)
     assert_same_bits(dx[:, 8:].contiguous(), y_of_one)  # db = dy act(a)
-    dx = _C.activation_bwd(one, torch.cat([a, torch.zeros_like(b)], -1), kind, [], False)[0]
+    dx = _C.activation_bwd(one, torch.cat([a, torch.full_like(b, -offset)], -1), kind, [], False)[0]
     assert not dx[:, :8].any()  # da = dy b act'(a)
 
 

@@ -105,6 +105,24 @@ struct Gated {
   }
 };
 
+// A clamped operand has no gradient; at the limit itself it has one, as in torch.clamp. NaN passes through.
+struct ClampedSwiglu {
+  static constexpr bool kGated = true;
+  template <class Exp>
+  TE_HOST_DEVICE static float forward(float a, float b, const Params& params) {
+    return backward<Exp>(0.f, a, b, params).y;
+  }
+  template <class Exp>
+  TE_HOST_DEVICE static Gradients backward(float dy, float a, float b, const Params& params) {
+    const float p = a > params.limit ? params.limit : a;
+    const float clamped = b > params.limit ? params.limit : (b < -params.limit ? -params.limit : b);
+    const float q = clamped + params.glu_linear_offset;
+    const float s = sigmoid<Exp>(params.alpha * p);
+    const float slope = s * (1.f + params.alpha * p * (1.f - s));
+    return {p * s * q, a > params.limit ? 0.f : dy * q * slope, clamped == b || b != b ? dy * (p * s) : 0.f};
+  }
+};
+
 // X(name, struct)
 #define TE_ACTIVATION_TABLE(X) \
   X(gelu, Plain<Gelu>)         \
@@ -117,7 +135,8 @@ struct Gated {
   X(srelu, Plain<Srelu>)       \
   X(sreglu, Gated<Srelu>)      \
   X(silu, Plain<Silu>)         \
-  X(swiglu, Gated<Silu>)
+  X(swiglu, Gated<Silu>)       \
+  X(clamped_swiglu, ClampedSwiglu)
 
 enum Kind : int {
 #define TE_ACTIVATION_ENUMERATOR(name, type) kind_##name,
