@@ -6,8 +6,8 @@
  *   NN  d[M, K] = b[M, N] a[N, K]       dgrad: a = weight, b = output gradient
  *   NT  d[N, K] = b[M, N]^T a[M, K]     wgrad: a = input, b = output gradient
  *   accumulate: d += the product instead of d =.
- * Epilogues, applied in float32 before the one rounding; on CUDA cuBLASLt's own, which may round the product to a 16-bit
- * d's dtype first (seen with gelu, with accumulate, and with a bias at sizes that are no multiples of 8):
+ * Epilogues, applied in float32 before the one rounding; on CUDA cuBLASLt's own, which may round the product to a
+ * 16-bit d's dtype first (seen with gelu, with accumulate, and with a bias at sizes that are no multiples of 8):
  *   BIAS       d += bias[cols of d], the same for every row
  *   GELU       aux = the product (with bias when one is given), d = gelu(aux), tanh form; aux is written, shaped like d
  *   DGELU      d = product * gelu'(aux); aux is read, shaped like d

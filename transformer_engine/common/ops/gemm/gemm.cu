@@ -222,9 +222,10 @@ void run_empty(const te_gemm_problem& p, te_stream stream) {
   const bool gelu = p.epilogue == TE_GEMM_GELU || p.epilogue == TE_GEMM_DGELU;
   const bool bias_has_sums = p.epilogue == TE_GEMM_BGRAD && p.b.rows > 0 && p.b.cols > 0;
   if ((gelu && p.d.rows * p.d.cols > 0) || bias_has_sums || (has_bias && p.bias.dtype != p.d.dtype)) {
-    throw Error(TE_NOT_IMPLEMENTED,
-                "te_gemm: an empty product with a gelu epilogue, with a bias gradient to sum, or with a bias of another "
-                "dtype; compute it without the epilogue.");
+    throw Error(
+        TE_NOT_IMPLEMENTED,
+        "te_gemm: an empty product with a gelu epilogue, with a bias gradient to sum, or with a bias of another "
+        "dtype; compute it without the epilogue.");
   }
   if (!p.accumulate || has_bias) {
     dispatch_float(p.d.dtype, "te_gemm", "d",
