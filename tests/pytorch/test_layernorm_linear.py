@@ -1,6 +1,6 @@
 # LayerNormLinear against its plain twin: values, every gradient, what is returned, what is kept, what is refused.
-# Mutant: returning the product without its norm's gradient at the second output (LinearFamily::backward ignoring
-# grads[1]) turns test_matches_plain red where return_layernorm_output is set.
+# Mutant: LinearFamily::backward (csrc/linear.cpp) ignoring grads[1], the gradient at the norm's output, turns
+# test_matches_plain red.
 import pytest
 import torch
 from module_contract import check_signature, refusals, saved_shapes

@@ -1,6 +1,6 @@
 # LayerNormMLP against its plain twin: every activation, the residual keyword, what is kept for backward (never the
 # activation), what is refused. Mutant: LinearFamily keeping the activation (`keeper.keep_if(into_weight, operand)`)
-# turns test_never_keeps_the_activation red; swapping gate and up turns test_matches_plain red.
+# turns test_never_keeps_the_activation red.
 import pytest
 import torch
 from module_contract import check_signature, refusals, saved_shapes

@@ -1,6 +1,6 @@
 # What every module with parameters promises in the same words: same bits run to run, torch.compile, autocast, meta
-# device, state and copies, misuse that leaves it whole. Formulas are the other suites'. Mutant: registering no Meta
-# function for linear_wgrad, or leaving `autocast_all` out of Op::eager (csrc/linear.cpp), turns these red.
+# device, state and copies, misuse that leaves it whole. Formulas are the other suites'. Mutant: leaving `autocast_all`
+# out of Op::eager (csrc/linear.cpp) turns the autocast tests red.
 import contextlib
 import copy
 import io

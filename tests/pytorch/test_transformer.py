@@ -1,6 +1,5 @@
 # TransformerLayer against its plain twin, its dropout, its residual stream under autocast, what it keeps and refuses.
-# Mutant: returning mlp + hidden_states instead of mlp + h, or giving the MLP's norm hidden_states alone, turns
-# test_matches_plain red.
+# Mutant: returning mlp + hidden_states instead of mlp + h turns test_matches_plain red.
 import pytest
 import torch
 from module_contract import Tracker, check_signature, saved_shapes
