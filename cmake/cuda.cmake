@@ -1,4 +1,7 @@
 # Sets TE_CUDA_ENABLED from TE_WITH_CUDA and what is installed. No GPU is needed to compile.
+set(TE_WITH_CUDA AUTO CACHE STRING "CUDA kernels for sm_90a: AUTO (when nvcc is found), ON (or fail), OFF")
+set_property(CACHE TE_WITH_CUDA PROPERTY STRINGS AUTO ON OFF)
+
 set(TE_CUDA_ENABLED OFF)
 if(NOT TE_WITH_CUDA STREQUAL "OFF")
   include(CheckLanguage)
