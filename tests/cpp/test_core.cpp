@@ -265,6 +265,13 @@ TEST(Error, UnopenableLibraryNamesEverythingTried) {
 
 TEST(Error, NullLibraryNameIsRefused) { EXPECT_EQ(te_probe_library(nullptr), TE_INVALID_ARGUMENT); }
 
+// Tests configured without a CUDA compiler would pass by a CUDA engine's kernels without a look.
+TEST(Build, TestsReachTheKernelsThatTheEngineHas) {
+#if !defined(TE_WITH_CUDA)
+  EXPECT_FALSE(te_built_with_cuda()) << "configure the tests where nvcc is on PATH, or set CUDACXX";
+#endif
+}
+
 TEST(Version, IsTheApiLevel) { EXPECT_STREQ(te_version(), "2.20.0"); }
 
 }  // namespace
