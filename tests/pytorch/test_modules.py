@@ -112,9 +112,12 @@ def test_without_a_graph_the_bits_are_the_same(device, name):
 
 
 def close_to(got, wanted, dtype, what):
-    """The same kernels in the same order, but for what the compiler may fuse around them: a few roundings."""
+    """The same kernels in the same order, but for what the compiler may fuse around them: a few roundings. Softmax does
+    not see a key's bias: what that gradient holds is rounding, of the size of the other gradients'."""
+    largest = max(wide(t).abs().max() for t in wanted.values())
     for key, want in wanted.items():
-        limit = 8 * rounding(wide(want).abs().max(), dtype)
+        top = largest if key.endswith("key_bias") else wide(want).abs().max()
+        limit = 8 * rounding(top, dtype)
         assert got[key].dtype == want.dtype, f"{what} {key}: {got[key].dtype}"
         error = (wide(got[key]) - wide(want)).abs().max()
         assert error <= limit, f"{what} {key}: {error:.3g} from eager, wanted {limit:.3g}"
