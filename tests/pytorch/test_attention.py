@@ -54,6 +54,20 @@ def test_core_matches_plain(device, dtype, mask, groups, layout):
     assert_same_bits(out, fixed(*tensors))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_fastest_backends_match_plain(dtype, mask, groups):
+    """The other tests run under deterministic algorithms, which cuDNN's attention does not; a user's default is this."""
+    torch.use_deterministic_algorithms(False)  # the fixture that set it restores it
+    for layout, seq, seq_kv, head in (("sbhd", 128, 128, 64), ("bshd", 65, 65, 128), ("sbhd", 33, 80, 64)):
+        q = randn(*shape(layout, 4, head, seq=seq), dtype=dtype, device="cuda")
+        k, v = (randn(*shape(layout, groups, head, seq=seq_kv), dtype=dtype, device="cuda") for _ in range(2))
+        module = te.DotProductAttention(4, head, groups, qkv_format=layout, attn_mask_type=mask)
+        check_core(module, (q, k, v), causal=mask == "causal", batch_first=layout == "bshd")
+
+
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("seq_kv", [1, 5, 12])
 def test_keys_of_another_length(device, seq_kv, mask):

@@ -427,3 +427,10 @@ def test_graph_replay_is_eager():
     q.copy_(draw("cuda", 64, 2, 8, 128, dtype=torch.bfloat16, seed=3))
     graph.replay()
     assert torch.equal(y, functional.rope(q, freqs=freqs)[0])
+
+
+def test_angles_survive_to_empty():
+    module = te.RotaryPositionEmbedding(16)
+    wanted = module(8).cpu()
+    module.inv_freq.fill_(torch.nan)
+    assert torch.equal(module.to_empty(device="cpu")(8), wanted)

@@ -52,7 +52,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.inv_freq.dtype != torch.float32:  # model.to(bfloat16): 8 bits would misplace every position
+        # Made again after every move: .to(bfloat16) would misplace positions, .to_empty() would leave garbage.
+        if self.inv_freq.device.type != "meta":
             self.inv_freq = self._inverse_frequencies(self.inv_freq.device)
         return self
 
