@@ -59,7 +59,7 @@ def test_core_matches_plain(device, dtype, mask, groups, layout):
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_fastest_backends_match_plain(dtype, mask, groups):
-    """The other tests run under deterministic algorithms, which cuDNN's attention does not; a user's default is this."""
+    """The other tests run under deterministic algorithms, which cuDNN does not take; the default is this."""
     torch.use_deterministic_algorithms(False)  # the fixture that set it restores it
     for layout, seq, seq_kv, head in (("sbhd", 128, 128, 64), ("bshd", 65, 65, 128), ("sbhd", 33, 80, 64)):
         q = randn(*shape(layout, 4, head, seq=seq), dtype=dtype, device="cuda")
