@@ -58,13 +58,29 @@ def rotate(x, freqs, *, batch_first, interleaved):
     return torch.cat(((part * freqs.cos() + other * freqs.sin()).to(x.dtype), rest), dim=-1)
 
 
-def attend(query, key, value, *, causal, batch_first, scale=None):
-    """query [s, b, h, d], key and value with h / n heads. In float64 written out, else torch's own attention."""
+def attend_masked(q, k, v, visible, bias, scale):
+    """visible: True where a query sees a key; a query that sees none gives zeros. In float64 written out."""
+    unseen = ~visible.any(-1, keepdim=True)
+    if q.dtype == torch.float64:
+        scores = q @ k.mT * scale + (0.0 if bias is None else bias)
+        top = scores.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True).masked_fill(unseen, 0.0)
+        weights = (scores - top).clamp(max=1.0).exp() * visible
+        return weights / weights.sum(-1, keepdim=True).masked_fill(unseen, 1.0) @ v
+    mask = visible | unseen
+    mask = mask if bias is None else bias.masked_fill(~mask, -torch.inf)
+    return tnf.scaled_dot_product_attention(q, k, v, mask, scale=scale).masked_fill(unseen, 0.0)
+
+
+def attend(query, key, value, *, causal, batch_first, scale=None, visible=None, bias=None):
+    """query [s, b, h, d], key and value with h / n heads. In float64 written out, else torch's own attention.
+    With `visible` [b, h, s, s_kv] (what each query sees; causal is not read) and `bias`, added to the scaled scores."""
     to_bhsd = (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)
     repeats = query.shape[2] // key.shape[2]
     q, k, v = (t.permute(to_bhsd) for t in (query, key, value))
     k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
-    if query.dtype == torch.float64:
+    if visible is not None:
+        out = attend_masked(q, k, v, visible, bias, q.shape[-1] ** -0.5 if scale is None else scale)
+    elif query.dtype == torch.float64:
         scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
         if causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)

@@ -5,7 +5,7 @@ import torch
 from module_contract import Tracker, check_signature, saved_shapes
 from plain_modules import PlainLayer, angles, check_against_twin, compare, randomize, run, twin_of
 from support import DTYPES, assert_same_bits, randn, refused, wide
-from test_attention import AFTER_MICROBATCH
+from test_attention_multihead import AFTER_MICROBATCH
 
 import transformer_engine.pytorch as te
 
@@ -179,9 +179,6 @@ REFUSED = {
     "tp_size": 2,
     "fuse_wgrad_accumulation": True,
     "fuse_qkv_params": True,
-    "window_size": (4, 0),
-    "bottom_right_diagonal": True,
-    "self_attn_mask_type": "padding_causal",
     "qk_norm_type": "L2Normalization",
     "softmax_type": "learnable",
     "attn_input_format": "thd",
@@ -189,11 +186,7 @@ REFUSED = {
 CALL_REFUSED = {
     "encoder_output": torch.zeros(1),
     "inference_params": object(),
-    "window_size": (4, 0),
-    "bottom_right_diagonal": True,
-    "core_attention_bias_type": "alibi",
     "softcap": 30.0,
-    "self_attn_mask_type": "padding",
 }
 
 

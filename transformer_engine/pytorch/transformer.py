@@ -182,7 +182,7 @@ class TransformerLayer(torch.nn.Module):
             hidden_states,
             attention_mask,
             attn_mask_type=mask,
-            window_size=window_size or self.window_size,
+            window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             is_first_microbatch=is_first_microbatch,
             checkpoint_core_attention=checkpoint_core_attention,
@@ -191,6 +191,10 @@ class TransformerLayer(torch.nn.Module):
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
             softcap=softcap,
         )
         attended = self._dropout(attended)

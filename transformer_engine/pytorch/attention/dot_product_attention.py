@@ -1,57 +1,26 @@
-"""DotProductAttention on torch's scaled_dot_product_attention. Chooses layouts and the backend; computes no softmax."""
+"""DotProductAttention on torch's scaled_dot_product_attention: checks, layouts, dropout's random state, recomputation.
+masks.py makes the mask, backends.py chooses who computes; no softmax is computed here."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
-
-_MASKS = ("no_mask", "causal")
-_LATER_MASKS = (
-    "padding",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
+from transformer_engine.pytorch.attention.backends import AttentionPath, attention_path
+from transformer_engine.pytorch.attention.masks import (
+    AttentionMask,
+    build_scores,
+    check_arbitrary,
+    check_bias,
+    check_mask,
+    check_padding,
+    check_window,
 )
-_LATER_BIASES = ("pre_scale_bias", "post_scale_bias", "alibi")
-
-# cuDNN is the fastest on Hopper (forward + backward of a Llama-3-8B layer: 3.8 ms, flash 6.7 ms); its backward does
-# not repeat its bits and it refuses to run under deterministic algorithms, where flash does and is next.
-_FASTEST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-_DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-
-
-def attention_backends(device: torch.device) -> list[SDPBackend] | None:
-    """Backends in the order in which they are tried on a device; None leaves it to torch (the CPU)."""
-    if device.type != "cuda":
-        return None
-    return _DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else _FASTEST
-
-
-def check_mask(op: str, mask: str, argument: str = "attn_mask_type") -> None:
-    check_choice(op, argument, mask, _MASKS, _LATER_MASKS)
-
-
-def check_window(op: str, mask: str, window_size: tuple[int, int] | None) -> None:
-    """The windows that say no more than the mask does pass; a sliding window is refused."""
-    if window_size is None or tuple(window_size) == (-1, -1):
-        return
-    if not (mask == "causal" and tuple(window_size) == (-1, 0)):
-        raise NotImplementedError(
-            f"{op}: argument 'window_size' is {tuple(window_size)}, but sliding windows are not available in this "
-            "version; leave it at None."
-        )
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 
 
 def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None:
@@ -85,6 +54,13 @@ class _Replay:
 class DotProductAttention(TransformerEngineBaseModule):
     """softmax(scale * q k^T, masked) v. Shapes: q [s, b, h, d], k and v [s_kv, b, g, d] for sbhd (b first for bshd);
     the result is [s, b, h * d] (or [b, s, h * d]). h is a multiple of g: each group of h / g heads shares a k and a v.
+
+    masked: attn_mask_type, narrowed by window_size = (keys before, keys after the diagonal, -1 for all of them). The
+    diagonal starts top left for causal and padding_causal and ends bottom right for *_bottom_right, and for the other
+    masks unless bottom_right_diagonal is False. With padding the lengths that count are each sequence's own, its tokens
+    coming first. A query that sees no key, and one that is padding, gives zeros and gets zeros back.
+    Biases: scale * (q k^T + bias) for pre_scale_bias, scale * q k^T + bias for post_scale_bias (its gradient comes if
+    it is wanted), and scale * q k^T - slope * |distance from the diagonal| for alibi.
 
     Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
     """
@@ -120,10 +96,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         check_choice(op, "softmax_type", softmax_type, ("vanilla",), ("off-by-one", "learnable"))
         check_choice(op, "attention_type", attention_type, ("self", "cross"))
         refuse(op, "the maximum logit", return_max_logit=return_max_logit)
-        refuse(op, "bottom-right alignment", bottom_right_diagonal=bottom_right_diagonal)
         refuse(op, "tensor parallelism", tp_size=tp_size if tp_size != 1 else 0)
         check_mask(op, attn_mask_type)
-        check_window(op, attn_mask_type, window_size)
+        check_window(op, window_size)
         check_format(op, qkv_format)
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(f"{op}: argument 'attention_dropout' is {attention_dropout}, wanted 0 <= p < 1.")
@@ -137,6 +112,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
         self.softmax_scale = self.hidden_size_per_attention_head_k**-0.5 if softmax_scale is None else softmax_scale
         self.attention_type = attention_type
         self.layer_number = layer_number
@@ -147,7 +123,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         query_layer: torch.Tensor | None = None,
         key_layer: torch.Tensor | None = None,
         value_layer: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: AttentionMask = None,
         qkv_format: str | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_kv: torch.Tensor | None = None,
@@ -177,32 +153,76 @@ class DotProductAttention(TransformerEngineBaseModule):
         kv_layer: torch.Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> torch.Tensor:
-        """attention_mask, cu_seqlens and max_seqlen only matter to padding and arbitrary masks, and are not read."""
+        """attention_mask, True where masked out: for padding masks [b, 1, 1, s], or a tuple of two for queries and keys
+        that differ; cu_seqlens_q and cu_seqlens_kv (int32 [b + 1]) say the same by lengths. For the arbitrary mask
+        [1 or b, 1 or h, s, s_kv]. Other masks read none of them. core_attention_bias [1 or b, 1 or h, s, s_kv];
+        alibi_slopes float32 [h] or [b, h], those of the ALiBi paper when None. What is None here is as constructed.
+        Kept as they are, since they change no result: max_seqlen_*, cu_seqlens_*_padded, fast_zero_fill, num_splits,
+        pad_between_seqs, bf16_backward."""
         op = "DotProductAttention"
         mask = attn_mask_type or self.attn_mask_type
         layout = qkv_format or self.qkv_format
+        window = self.window_size if window_size is None else window_size
+        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         check_mask(op, mask)
-        check_window(op, mask, window_size or self.window_size)
+        check_window(op, window)
         check_format(op, layout)
-        check_choice(op, "core_attention_bias_type", core_attention_bias_type, ("no_bias",), _LATER_BIASES)
         refuse(op, "logit soft-capping", softcap=softcap)
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
         refuse(op, "FP8", fp8_output=fp8_output)
-        refuse(op, "bottom-right alignment", bottom_right_diagonal=bottom_right_diagonal)
         refuse(op, "a score modification", score_mod=score_mod is not None)
         refuse(op, "packed attention input", qkv_layer=qkv_layer is not None, kv_layer=kv_layer is not None)
         self._check_qkv(query_layer, key_layer, value_layer, layout)
-        run = partial(self._attend, layout=layout, causal=mask == "causal")
+        seq_dim, device = (0 if layout == "sbhd" else 1), query_layer.device
+        batch, seqs = query_layer.shape[1 - seq_dim], (query_layer.shape[seq_dim], key_layer.shape[seq_dim])
+        sizes = {"batch": batch, "seqs": seqs, "device": device}
+        biases = {"bias": core_attention_bias, "slopes": alibi_slopes}
+        check_bias(op, core_attention_bias_type, **biases, heads=self.num_attention_heads, **sizes)
+        lengths = (cu_seqlens_q, cu_seqlens_kv)
+        if "padding" in mask:
+            check_padding(op, attention_mask, lengths, **sizes)
+        elif mask == "arbitrary":
+            check_arbitrary(op, attention_mask, heads=self.num_attention_heads, **sizes)
+        path = attention_path(
+            device,
+            query_layer.dtype,
+            mask=mask,
+            window=window,
+            bottom_right=bottom_right,
+            bias=core_attention_bias_type,
+            bias_grad=core_attention_bias_type != "no_bias"
+            and any(t is not None and t.requires_grad for t in biases.values()),
+            dropout=self._dropout(),
+            seq_q=seqs[0],
+            seq_kv=seqs[1],
+        )
+        attn_mask, unseen = None, None
+        if path.mask_tensor:
+            attn_mask, unseen = build_scores(
+                path.pattern,
+                **sizes,
+                heads=self.num_attention_heads,
+                dtype=query_layer.dtype,
+                scale=self.softmax_scale,
+                attention_mask=attention_mask,
+                cu_seqlens=lengths,
+                bias_kind=core_attention_bias_type,
+                **biases,
+            )
+        run = partial(self._attend, layout=layout, path=path, unseen=unseen)
         if checkpoint_core_attention and torch.is_grad_enabled():
             contexts = {}
             if self._forks():  # torch's checkpoint restores the default random state itself
                 replay = _Replay(self.get_rng_state_tracker())
                 contexts["context_fn"] = lambda: (nullcontext(), replay)
-            return checkpoint(run, query_layer, key_layer, value_layer, use_reentrant=False, **contexts)
-        return run(query_layer, key_layer, value_layer)
+            return checkpoint(run, query_layer, key_layer, value_layer, attn_mask, use_reentrant=False, **contexts)
+        return run(query_layer, key_layer, value_layer, attn_mask)
+
+    def _dropout(self) -> float:
+        return self.attention_dropout if self.training else 0.0
 
     def _forks(self) -> bool:
-        return self.training and self.attention_dropout > 0.0 and self.get_rng_state_tracker is not None
+        return self._dropout() > 0.0 and self.get_rng_state_tracker is not None
 
     def _check_qkv(self, query, key, value, layout: str) -> None:
         op = "DotProductAttention"
@@ -235,20 +255,29 @@ class DotProductAttention(TransformerEngineBaseModule):
                 f"'key_layer', {tuple(key.shape)}."
             )
 
-    def _attend(self, query, key, value, *, layout: str, causal: bool) -> torch.Tensor:
+    def _attend(
+        self, query, key, value, attn_mask, *, layout: str, path: AttentionPath, unseen: torch.Tensor | None
+    ) -> torch.Tensor:
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query, key, value))
         grouped = self.num_gqa_groups != self.num_attention_heads
-        if grouped and q.device.type == "cpu":  # torch's fused CPU attention takes no groups
+        if grouped and path.repeat_groups:
             repeats = self.num_attention_heads // self.num_gqa_groups
             k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
             grouped = False
-        dropout = self.attention_dropout if self.training else 0.0
-        backends = attention_backends(q.device)
-        chosen = nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True)
+        chosen = nullcontext() if path.backends is None else sdpa_kernel(list(path.backends), set_priority=True)
         fork = self.get_rng_state_tracker().fork() if self._forks() else nullcontext()
         with chosen, fork:
             out = scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped
+                q,
+                k,
+                v,
+                attn_mask,
+                dropout_p=self._dropout(),
+                is_causal=path.is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
             )
+        if unseen is not None:
+            out = out.masked_fill(unseen, 0.0)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)

@@ -1,0 +1,250 @@
+# DotProductAttention's arguments: what it refuses by name, what it says of masks, windows, biases and tensors that do
+# not fit; a call after a refused one gives the same bits. Which backend is chosen and why. Mutant: testing
+# `t.dim() == 4` instead of every size in masks._check_tensor turns test_bad_masks red.
+import pytest
+import torch
+from module_contract import refusals
+from support import assert_same_bits, randn, refused
+from torch.nn.attention import SDPBackend
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention.backends import attention_path
+
+HIDDEN, HEADS, SEQ, BATCH = 32, 4, 7, 3
+HEAD = HIDDEN // HEADS
+
+
+def qkv(device):
+    return tuple(randn(SEQ, BATCH, HEADS, HEAD, device=device) for _ in range(3))
+
+
+REFUSED = {
+    "cp_group": object(),
+    "softmax_type": "learnable",
+    "return_max_logit": True,
+    "tp_size": 2,
+    "qkv_format": "thd",
+}
+CALL_REFUSED = {
+    "qkv_format": "thd",
+    "softcap": 30.0,
+    "inference_params": object(),
+    "fp8_output": True,
+    "score_mod": lambda score, *_: score,
+    "qkv_layer": torch.zeros(1),
+    "kv_layer": torch.zeros(1),
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_refuses_what_has_not_landed(argument):
+    refusals(te.DotProductAttention, (HEADS, HEAD), {argument: REFUSED[argument]})
+
+
+def test_refuses_the_other_softmax():
+    refusals(te.DotProductAttention, (HEADS, HEAD), {"softmax_type": "off-by-one"})
+
+
+@pytest.mark.parametrize("argument", CALL_REFUSED)
+def test_call_refuses_what_has_not_landed(device, argument):
+    with refused(NotImplementedError, "DotProductAttention", f"'{argument}'", "not available in this version"):
+        te.DotProductAttention(HEADS, HEAD)(*qkv(device), **{argument: CALL_REFUSED[argument]})
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"attn_mask_type": "diagonal"}, ("attn_mask_type", "diagonal", "causal")),
+        ({"qkv_format": "hsbd"}, ("qkv_format", "hsbd", "sbhd")),
+        ({"attention_dropout": 1.0}, ("attention_dropout", "1.0")),
+        ({"attention_dropout": -0.1}, ("attention_dropout", "-0.1")),
+        ({"num_gqa_groups": 3}, ("num_gqa_groups", "3", str(HEADS))),
+        ({"num_gqa_groups": 0}, ("num_gqa_groups", "0", str(HEADS))),
+        ({"attention_type": "sideways"}, ("attention_type", "sideways", "self")),
+        ({"softmax_type": "hard"}, ("softmax_type", "hard", "vanilla")),
+        ({"window_size": 4}, ("window_size", "4", "left, right")),
+        ({"window_size": (4,)}, ("window_size", "(4,)", "left, right")),
+        ({"window_size": (-2, 0)}, ("window_size", "(-2, 0)", "-1 for all")),
+        ({"window_size": (2.0, 0)}, ("window_size", "(2.0, 0)", "left, right")),
+        ({"window_size": (True, 0)}, ("window_size", "(True, 0)", "left, right")),
+    ],
+)
+def test_bad_arguments(options, words):
+    with refused(ValueError, "DotProductAttention", *words):
+        te.DotProductAttention(HEADS, HEAD, **options)
+    with refused(ValueError, *words):
+        te.MultiheadAttention(HIDDEN, HEADS, device="cpu", **options)
+
+
+@pytest.mark.parametrize("cls, sizes", [(te.DotProductAttention, (HEADS, HEAD)), (te.MultiheadAttention, (32, 4))])
+def test_unknown_arguments(cls, sizes):
+    with pytest.raises(TypeError, match="attention_sink"):
+        cls(*sizes, attention_sink=True)
+    module = te.DotProductAttention(HEADS, HEAD)
+    with pytest.raises(TypeError, match="attention_sink"):
+        module(*qkv("cpu"), attention_sink=True)
+
+
+def check_refused(device, words, tensors=None, exception=ValueError, **arguments):
+    """The call is refused, and the one after it gives the bits of the one before."""
+    module, good = te.DotProductAttention(HEADS, HEAD), qkv(device)
+    before = module(*good)
+    with refused(exception, "DotProductAttention", *words):
+        module(*(good if tensors is None else tensors(*good)), **arguments)
+    assert_same_bits(module(*good), before)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda q, k, v: (q, k), ("value_layer", "None")),
+        (lambda q, k, v: (q[0], k, v), ("query_layer", f"({BATCH}, {HEADS}, {HEAD})", f"{HEADS}, {HEAD}")),
+        (lambda q, k, v: (q, k[..., :-1], v), ("key_layer", str(HEAD - 1), str(HEAD))),
+        (lambda q, k, v: (q, k[:, :, :2], v), ("key_layer", "2", str(HEADS))),
+        (lambda q, k, v: (q, k.bfloat16(), v), ("key_layer", "bfloat16", "float32")),
+        (lambda q, k, v: (q, k, v[:-1]), ("value_layer", str(SEQ - 1), str(SEQ))),
+        (lambda q, k, v: (q, k[:, :-1], v[:, :-1]), ("key_layer", str(BATCH - 1), str(BATCH))),
+        (lambda q, k, v: (q.long(), k.long(), v.long()), ("query_layer", "int64", "float32")),
+        (lambda q, k, v: (q, k.to("meta"), v), ("key_layer", "meta", "float32 on c")),
+    ],
+)
+def test_bad_inputs(device, change, words):
+    check_refused(device, words, change)
+
+
+def flags(*shape, device="cpu", dtype=torch.bool):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+PADDING = {
+    "none": (None, ("cu_seqlens_q", "None", "attention_mask")),
+    "number": (3, ("attention_mask", "3", "torch.bool")),
+    "float": (lambda d: flags(BATCH, 1, 1, SEQ, device=d, dtype=torch.float32), ("attention_mask", "float32", "bool")),
+    "two dimensions": (lambda d: flags(BATCH, SEQ, device=d), ("attention_mask", f"[{BATCH}, {SEQ}]", "1, 1")),
+    "length": (lambda d: flags(BATCH, 1, 1, SEQ + 1, device=d), ("attention_mask", str(SEQ + 1), str(SEQ))),
+    "batch": (lambda d: flags(1, 1, 1, SEQ, device=d), ("attention_mask", "[1, 1, 1, 7]", "[3, 1, 1, 7]")),
+    "full": (lambda d: flags(BATCH, 1, SEQ, SEQ, device=d), ("attention_mask", "[3, 1, 7, 7]")),
+    "device": (lambda d: flags(BATCH, 1, 1, SEQ, device="meta"), ("attention_mask", "meta")),
+    "second": (
+        lambda d: (flags(BATCH, 1, 1, SEQ, device=d), flags(BATCH, 1, 1, 2, device=d)),
+        ("attention_mask[1]", "[3, 1, 1, 2]"),
+    ),
+    "three": (lambda d: (flags(BATCH, 1, 1, SEQ, device=d),) * 3, ("attention_mask", "3 masks", "one or two")),
+}
+
+
+@pytest.mark.parametrize("case", PADDING)
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_bad_masks(device, mask, case):
+    made, words = PADDING[case]
+    given = made(device) if callable(made) else made
+    check_refused(device, words, attn_mask_type=mask, attention_mask=given)
+
+
+def test_one_mask_for_two_lengths(device):
+    words = ("attention_mask", "[3, 1, 1, 7]", "[3, 1, 1, 2]", "tuple of two")
+    mask = flags(BATCH, 1, 1, SEQ, device=device)
+    check_refused(device, words, lambda q, k, v: (q, k[:2], v[:2]), attn_mask_type="padding", attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "lengths, words",
+    [
+        (lambda d: (None, flags(BATCH + 1, device=d, dtype=torch.int32)), ("cu_seqlens_q", "None")),
+        (lambda d: (flags(BATCH + 1, device=d, dtype=torch.int32), None), ("cu_seqlens_kv", "None")),
+        (lambda d: (flags(BATCH, device=d, dtype=torch.int32),) * 2, ("cu_seqlens_q", "[3]", "[4]")),
+        (lambda d: (flags(BATCH + 1, device=d, dtype=torch.int64),) * 2, ("cu_seqlens_q", "int64", "int32")),
+        (lambda d: (flags(BATCH + 1, device="meta", dtype=torch.int32),) * 2, ("cu_seqlens_q", "meta")),
+    ],
+)
+def test_bad_lengths(device, lengths, words):
+    q, kv = lengths(device)
+    check_refused(device, words, attn_mask_type="padding", cu_seqlens_q=q, cu_seqlens_kv=kv)
+
+
+@pytest.mark.parametrize(
+    "mask, words",
+    [
+        (lambda d: None, ("None", "torch.bool")),
+        (lambda d: flags(SEQ, SEQ, device=d), (f"[{SEQ}, {SEQ}]", "1 or 3, 1 or 4, 1 or 7, 7")),
+        (lambda d: flags(2, 1, SEQ, SEQ, device=d), ("[2, 1, 7, 7]", "1 or 3")),
+        (lambda d: flags(1, 3, SEQ, SEQ, device=d), ("[1, 3, 7, 7]", "1 or 4")),
+        (lambda d: flags(1, 1, SEQ, 1, device=d), ("[1, 1, 7, 1]", "7]")),
+        (lambda d: flags(1, 1, SEQ, SEQ, device=d, dtype=torch.float32), ("float32", "bool")),
+        (lambda d: (flags(1, 1, SEQ, SEQ, device=d),), ("tensor", "torch.bool")),
+    ],
+)
+def test_bad_arbitrary_masks(device, mask, words):
+    check_refused(device, ("attention_mask", *words), attn_mask_type="arbitrary", attention_mask=mask(device))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"core_attention_bias_type": "sideways"}, ("core_attention_bias_type", "sideways", "alibi")),
+        ({"core_attention_bias": (1, 1, 7, 7)}, ("core_attention_bias", "'no_bias'", "post_scale_bias")),
+        ({"core_attention_bias_type": "alibi", "core_attention_bias": (1, 1, 7, 7)}, ("core_attention_bias", "alibi")),
+        ({"core_attention_bias_type": "pre_scale_bias"}, ("core_attention_bias", "None", "pre_scale_bias")),
+        ({"core_attention_bias_type": "post_scale_bias", "core_attention_bias": (7, 7)}, ("[7, 7]", "1 or 3")),
+        ({"core_attention_bias_type": "post_scale_bias", "core_attention_bias": (1, 2, 7, 7)}, ("[1, 2, 7, 7]",)),
+        ({"core_attention_bias_type": "alibi", "alibi_slopes": (3,)}, ("alibi_slopes", "[3]", "[4]")),
+        ({"core_attention_bias_type": "alibi", "alibi_slopes": (2, 4)}, ("alibi_slopes", "[2, 4]", "[3, 4]")),
+    ],
+)
+def test_bad_biases(device, arguments, words):
+    made = {name: randn(*v, device=device) if isinstance(v, tuple) else v for name, v in arguments.items()}
+    check_refused(device, words, **made)
+
+
+def test_biases_of_another_type_or_device(device):
+    post, alibi = ({"core_attention_bias_type": kind} for kind in ("post_scale_bias", "alibi"))
+    whole = flags(1, 1, SEQ, SEQ, device=device, dtype=torch.int32)
+    check_refused(device, ("core_attention_bias", "int32", "floating"), **post, core_attention_bias=whole)
+    check_refused(device, ("core_attention_bias", "meta"), **post, core_attention_bias=whole.float().to("meta"))
+    check_refused(device, ("alibi_slopes", "bfloat16", "float32"), **alibi, alibi_slopes=randn(4).bfloat16().to(device))
+    check_refused(device, ("alibi_slopes", "0.5"), **alibi, alibi_slopes=0.5)
+
+
+# ---- which backend ----
+
+CUDNN, FLASH, EFFICIENT, MATH = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+TENSOR = {"mask": "padding"}
+
+
+@pytest.mark.parametrize(
+    "options, backends, is_causal, mask_tensor, words",
+    [
+        ({"mask": "causal"}, (CUDNN, FLASH, EFFICIENT, MATH), True, False, ("cuDNN", "fastest")),
+        ({"mask": "no_mask"}, (CUDNN, FLASH, EFFICIENT, MATH), False, False, ("cuDNN", "fastest")),
+        ({"mask": "causal_bottom_right"}, (CUDNN, FLASH, EFFICIENT, MATH), True, False, ("cuDNN", "fastest")),
+        ({"mask": "causal", "dtype": torch.float32}, (CUDNN, FLASH, EFFICIENT, MATH), True, False, ("float32",)),
+        ({"mask": "causal", "deterministic": True}, (FLASH, MATH), True, False, ("Deterministic", "flash")),
+        ({"mask": "causal_bottom_right", "seq_q": 3, "seq_kv": 5}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
+        ({"mask": "causal", "window": (4, 0)}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
+        ({"mask": "causal", "bias": "alibi"}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
+        (TENSOR, (CUDNN, EFFICIENT, MATH), False, True, ("mask tensor", "cuDNN")),
+        ({**TENSOR, "deterministic": True}, (MATH,), False, True, ("Deterministic", "mask tensor")),
+        ({**TENSOR, "dtype": torch.float32}, (EFFICIENT, MATH), False, True, ("float32",)),
+        ({**TENSOR, "bias": "post_scale_bias", "bias_grad": True}, (EFFICIENT, MATH), False, True, ("gradient",)),
+        ({"mask": "causal", "device": "cpu"}, None, True, False, ("CPU",)),
+        ({"mask": "causal", "device": "cpu", "dropout": 0.1}, None, True, False, ("dropout",)),
+    ],
+)
+def test_paths(options, backends, is_causal, mask_tensor, words):
+    options = {"device": "cuda", "dtype": torch.bfloat16, "deterministic": False, **options}
+    path = attention_path(torch.device(options.pop("device")), options.pop("dtype"), **options)
+    assert (path.backends, path.is_causal, path.mask_tensor) == (backends, is_causal, mask_tensor)
+    assert path.reason.endswith(".") and "\n" not in path.reason
+    assert all(word in path.reason for word in words), path.reason
+
+
+def test_the_mode_of_torch_counts_where_nothing_is_said(device):
+    ask = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "mask": "causal"}
+    assert attention_path(**ask).backends == (FLASH, MATH), "the tests run under deterministic algorithms"
+    torch.use_deterministic_algorithms(False)  # the fixture that set it restores it
+    assert attention_path(**ask).backends[0] == CUDNN

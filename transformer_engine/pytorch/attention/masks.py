@@ -1,0 +1,240 @@
+"""What attention may look at: mask names, windows, padding and biases as one pattern, and that pattern as tensors.
+It checks what it is given and attends to nothing. No function here waits for the device."""
+
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.module.base import check_choice
+
+MASKS = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+Window = tuple[int, int] | None
+AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Pattern(NamedTuple):
+    """Query i sees key j when diagonal - left <= j <= diagonal + right, the diagonal being i, or with bottom_right
+    i + (number of keys) - (number of queries); -1 is no limit. padding and arbitrary take further keys away."""
+
+    left: int
+    right: int
+    bottom_right: bool
+    padding: bool
+    arbitrary: bool
+
+    def within(self, seq_q: int | None, seq_kv: int | None) -> "Pattern":
+        """The same pattern without the limits and the alignment that sequences of these lengths cannot feel.
+        None: lengths that are equal, and longer than every window."""
+        if not self.positional:
+            return self
+        left, right = self.left, self.right
+        bottom_right = self.bottom_right and (self.padding or seq_q != seq_kv)  # padded sequences have lengths each
+        if seq_q is not None and (left > 0 or right > 0):
+            farthest = max(seq_q, seq_kv) - 1
+            left = -1 if left >= farthest else left
+            right = -1 if right >= farthest else right
+        return self._replace(left=left, right=right, bottom_right=bottom_right)
+
+    @property
+    def positional(self) -> bool:
+        return self.left >= 0 or self.right >= 0
+
+    @property
+    def top_left_causal(self) -> bool:
+        return (self.left, self.right, self.bottom_right) == (-1, 0, False)
+
+
+def check_mask(op: str, mask: str, argument: str = "attn_mask_type") -> None:
+    check_choice(op, argument, mask, MASKS)
+
+
+def check_window(op: str, window_size: Window, argument: str = "window_size") -> None:
+    if window_size is None:
+        return
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or any(isinstance(n, bool) or not isinstance(n, int) or n < -1 for n in window_size):
+        raise ValueError(
+            f"{op}: argument '{argument}' is {window_size!r}, wanted None or (left, right): how many keys before and "
+            "after the diagonal a query sees, -1 for all of them."
+        )
+
+
+def pattern_of(mask: str, window_size: Window, bottom_right_diagonal: bool | None) -> Pattern:
+    """A causal mask cuts a window's right side to 0, and its name says where its diagonal ends; for the other masks
+    bottom_right_diagonal says it, and None means the bottom right."""
+    left, right = (-1, -1) if window_size is None else window_size
+    bottom_right = bottom_right_diagonal is None or bottom_right_diagonal
+    if "causal" in mask:
+        right, bottom_right = 0, mask.endswith("bottom_right")
+    return Pattern(left, right, bottom_right, "padding" in mask, mask == "arbitrary")
+
+
+# ---- what the masks' tensors have to be ----
+
+
+def _check_tensor(op: str, name: str, t: object, shapes: tuple, dtype: torch.dtype | None, device, hint: str) -> None:
+    """`shapes`: per dimension the sizes that fit; dtype None: any floating point."""
+    sizes = ", ".join(" or ".join(str(n) for n in dict.fromkeys(options)) for options in shapes)
+    kind = "floating point" if dtype is None else str(dtype)
+    wanted = f"wanted {kind} [{sizes}] on {device}; {hint}"
+    if not isinstance(t, torch.Tensor):
+        raise ValueError(f"{op}: argument '{name}' is {t!r}, {wanted}")
+    fits = t.dim() == len(shapes) and all(n in options for n, options in zip(t.shape, shapes, strict=True))
+    right_type = t.is_floating_point() if dtype is None else t.dtype == dtype
+    if not fits or not right_type or t.device != device:
+        raise ValueError(f"{op}: argument '{name}' is {t.dtype} {list(t.shape)} on {t.device}, {wanted}")
+
+
+def check_padding(
+    op: str,
+    attention_mask: AttentionMask,
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    batch: int,
+    seqs: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """Padding is told by masks or, without one, by cumulative lengths; the masks win where both are there."""
+    if attention_mask is None:
+        for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, strict=True):
+            hint = "a padding mask needs attention_mask, or both cu_seqlens_q and cu_seqlens_kv."
+            _check_tensor(op, name, lengths, ((batch + 1,),), torch.int32, device, hint)
+        return
+    hint = "True where padded; for queries and keys of different lengths or paddings a tuple of two."
+    masks = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,)
+    if len(masks) not in (1, 2):
+        raise ValueError(f"{op}: argument 'attention_mask' has {len(masks)} masks, wanted one or two (queries, keys).")
+    for i, seq in enumerate(seqs):
+        name = "attention_mask" if len(masks) == 1 else f"attention_mask[{i}]"
+        _check_tensor(op, name, masks[i % len(masks)], ((batch,), (1,), (1,), (seq,)), torch.bool, device, hint)
+
+
+def check_arbitrary(
+    op: str, attention_mask: AttentionMask, *, batch: int, heads: int, seqs: tuple[int, int], device: torch.device
+) -> None:
+    shapes = ((1, batch), (1, heads), (1, seqs[0]), (seqs[1],))
+    hint = "True where a score is masked out."
+    _check_tensor(op, "attention_mask", attention_mask, shapes, torch.bool, device, hint)
+
+
+def check_bias(
+    op: str,
+    kind: str,
+    bias: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    *,
+    batch: int,
+    heads: int,
+    seqs: tuple[int, int],
+    device: torch.device,
+) -> None:
+    check_choice(op, "core_attention_bias_type", kind, BIASES)
+    if kind in ("no_bias", "alibi"):
+        if bias is not None:
+            raise ValueError(
+                f"{op}: argument 'core_attention_bias' is given, but 'core_attention_bias_type' is {kind!r}, which "
+                "takes none; wanted 'pre_scale_bias' or 'post_scale_bias'."
+            )
+        if kind == "alibi" and slopes is not None:
+            per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
+            shapes = ((batch,), (heads,)) if per_sequence else ((heads,),)
+            _check_tensor(op, "alibi_slopes", slopes, shapes, torch.float32, device, "one slope a head.")
+        return
+    shapes = ((1, batch), (1, heads), (1, seqs[0]), (seqs[1],))
+    _check_tensor(op, "core_attention_bias", bias, shapes, None, device, f"it is what {kind!r} adds.")
+
+
+# ---- the pattern as tensors ----
+
+
+class Scores(NamedTuple):
+    """attn_mask: for scaled_dot_product_attention, boolean (True is seen) or added, no row of it wholly masked.
+    unseen: True for queries that see no key, or are padding; their results have to be zeroed. None: there are none."""
+
+    attn_mask: torch.Tensor | None
+    unseen: torch.Tensor | None
+
+
+def _present(mask: torch.Tensor | None, cumulative: torch.Tensor | None, seq: int) -> torch.Tensor:
+    """[b, seq], True where a token is."""
+    if mask is not None:
+        return ~mask[:, 0, 0, :]
+    lengths = cumulative[1:] - cumulative[:-1]
+    return torch.arange(seq, device=cumulative.device) < lengths[:, None]
+
+
+def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """2^(-8 i / n) for i = 1 .. n with n heads a power of two. Otherwise those of the power of two below, then every
+    other one of those of the power of two above. Source: Press et al., Train Short, Test Long, 2022."""
+    below = 1 << (heads.bit_length() - 1)
+    exponents = torch.arange(1, below + 1, device=device) * (-8.0 / below)
+    further = (2 * torch.arange(heads - below, device=device) + 1) * (-4.0 / below)
+    return torch.exp2(torch.cat((exponents, further)).float())
+
+
+def build_scores(
+    pattern: Pattern,
+    *,
+    batch: int,
+    heads: int,
+    seqs: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    scale: float,
+    attention_mask: AttentionMask = None,
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    bias_kind: str = "no_bias",
+    bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+) -> Scores:
+    """One tensor for everything that is not a plain or a top-left causal mask: arguments as checked above.
+
+    A query that sees nothing is let see everything and its result zeroed: softmax of nothing would be NaN, in the
+    backward too, and a zero that comes back through zeroing leaves every gradient as it was."""
+    seq_q, seq_kv = seqs
+    seen, absent, offset = [], None, seq_kv - seq_q
+    if pattern.padding:
+        pair = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
+        queries, keys = (_present(m, c, n) for m, c, n in zip(pair, cu_seqlens, seqs, strict=True))
+        absent = ~queries[:, None, :, None]
+        seen.append(keys[:, None, None, :])
+        if pattern.bottom_right and (pattern.positional or bias_kind == "alibi"):
+            offset = (keys.sum(-1) - queries.sum(-1))[:, None, None, None]
+    rows = torch.arange(seq_q, device=device)[:, None] + (offset if pattern.bottom_right else 0)
+    cols = torch.arange(seq_kv, device=device)
+    if pattern.left >= 0:
+        seen.append(cols >= rows - pattern.left)
+    if pattern.right >= 0:
+        seen.append(cols <= rows + pattern.right)
+    if pattern.arbitrary:
+        seen.append(~attention_mask)
+    visible, unseen = None, None
+    for part in seen:
+        visible = part if visible is None else visible & part
+    if pattern.padding or pattern.arbitrary or (visible is not None and seq_q > seq_kv):
+        # Otherwise every query has the key of its diagonal.
+        unseen = ~visible.any(-1, keepdim=True)
+        visible = visible | unseen
+        unseen = unseen if absent is None else unseen | absent
+    if bias_kind == "no_bias":
+        # Whole rows, as cuDNN wants its additive mask.
+        return Scores(visible.expand(*visible.shape[:-2], seq_q, seq_kv), unseen)
+    if bias_kind == "alibi":
+        slopes = default_slopes(heads, device) if slopes is None else slopes
+        bias = -(cols - rows).abs() * slopes.reshape(-1, heads, 1, 1)
+    elif bias_kind == "pre_scale_bias":
+        bias = bias * scale
+    bias = bias.to(dtype)
+    if visible is not None:
+        bias = bias.masked_fill(~visible, -torch.inf)
+    return Scores(bias.expand(*bias.shape[:-2], seq_q, seq_kv), unseen)
