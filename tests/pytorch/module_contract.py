@@ -13,14 +13,14 @@ def parameters_of(text):
     return [(p.name, p.default) for p in signature.parameters.values()]
 
 
-def check_signature(cls, init, forward, *, ours=()):
-    """__init__ and forward have these names and defaults in this order; `ours` are keyword-only names beyond them.
-    device's default is None here: CUDA where there is one, else the CPU."""
-    for function, text in ((cls.__init__, init), (cls.forward, forward)):
+def check_signature(cls, init, forward, *, ours_init=(), ours=()):
+    """__init__ and forward have these names and defaults in this order; `ours_init` and `ours` are their keyword-only
+    names beyond them. device's default is None here: CUDA where there is one, else the CPU."""
+    for function, text, mine in ((cls.__init__, init, ours_init), (cls.forward, forward, ours)):
         signature = inspect.signature(function)
         found = [p for p in signature.parameters.values() if p.name != "self"]
         beyond = [p.name for p in found if p.kind is p.KEYWORD_ONLY]
-        assert beyond == (list(ours) if function is cls.forward else []), f"keyword-only: {beyond}"
+        assert beyond == list(mine), f"keyword-only: {beyond}"
         got = [(p.name, p.default) for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert len(got) + len(beyond) == len(found), "no *args, no **kwargs: clients inspect the signature"
         assert got == [(name, None if name == "device" else default) for name, default in parameters_of(text)]

@@ -218,6 +218,14 @@ def test_accumulate_adds(dtype, out_dtype, bias_grad, device):
             assert sums.numel() == 0
 
 
+@pytest.mark.parametrize("dtype, out_dtype", FORMS)
+def test_overwriting_reads_nothing(dtype, out_dtype, device):
+    for sizes, a, b in each("NT", dtype, device):
+        out = torch.full(sizes[:2], torch.nan, dtype=out_dtype or dtype, device=device)
+        gemm_accumulate(a, b, "NT", out, overwrite=True)
+        assert_same_bits(out, gemm(a, b, "NT", out_dtype=out_dtype)[0], f"{sizes}")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_accumulate_in_every_layout(layout, device):
     a, b = operands(layout, 16, 24, 32, torch.bfloat16, device)
@@ -313,8 +321,8 @@ def test_opcheck(device):
     torch.library.opcheck(op, (a, b, "NT", "gelu", bias, None, None))
     torch.library.opcheck(op, (a, b, "NT", "dgelu", None, aux, None))
     torch.library.opcheck(op, (a.bfloat16(), b.bfloat16(), "NT", "bgrad", None, None, torch.float32))
-    for bias_grad in (False, True):
-        torch.library.opcheck(accumulate, (a, b, "NT", randn(8, 16, device=device), bias_grad))
+    for flags in ((False, False), (True, False), (False, True)):
+        torch.library.opcheck(accumulate, (a, b, "NT", randn(8, 16, device=device), *flags))
 
 
 def test_compiled_bits_equal_eager(device):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from module_contract import check_signature, refusals, saved_shapes
 from plain_modules import PlainLayerNormLinear, check_against_twin, randomize, run, twin_of
-from support import DTYPES, assert_same_bits, randn, refused
+from support import DTYPES, UNIT_ROUNDOFF, assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 
@@ -143,15 +143,50 @@ def test_input_without_gradient(device):
         assert_same_bits(p.grad, wanted[f"gradient of {name}"], name)
 
 
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recomputing_the_norm_output_gives_the_same_bits(device, dtype, normalization):
+    keeping = build(device, dtype, normalization=normalization)
+    other = build(device, dtype, normalization=normalization, recompute_norm_output=True)
+    other.load_state_dict(keeping.state_dict())
+    x = randn(*TOKENS, IN, dtype=dtype, device=device)
+    wanted, got = run(keeping, x), run(other, x)
+    for name, value in wanted.items():
+        assert_same_bits(got[name], value, name)
+    x.requires_grad_()
+    assert len(saved_shapes(lambda: other(x))) == len(saved_shapes(lambda: keeping(x))) - 1 + (
+        normalization == "LayerNorm"  # beta is needed again; it is a parameter
+    )
+
+
+@pytest.mark.parametrize("wanting", [(0,), (1,), (0, 1)], ids=["only_y", "only_input", "both"])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_the_returned_input_carries_its_gradient_back(device, normalization, wanting):
+    """y and x again: the gradient at x's copy joins the norm's. In float32 at the norm's end, so within one rounding of
+    the separate addition's."""
+    module = build(device, normalization=normalization)
+    x = randn(*TOKENS, IN, device=device)
+    y, again = module(x, return_input=True)
+    assert again.data_ptr() == x.data_ptr() and torch.equal(y, module(x))
+    got = run(module, x, call=lambda m, x: m(x, return_input=True), at=wanting)
+    apart = run(module, x, call=lambda m, x: (m(x), x * 1.0), at=wanting)
+    for name, value in apart.items():
+        if value is None:
+            assert got[name] is None, name
+            continue
+        limit = 4 * UNIT_ROUNDOFF[torch.float32] * value.abs().max() if "input" in name else 0.0
+        assert (got[name] - value).abs().max() <= limit, name
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(compiled(x, return_input=True), (y, again), strict=True))
+
+
 REFUSED = {
-    "fuse_wgrad_accumulation": True,
     "tp_size": 2,
     "ub_overlap_ag": True,
     "ub_overlap_rs": True,
     "ub_overlap_rs_dgrad": True,
     "ub_bulk_wgrad": True,
     "ub_bulk_dgrad": True,
-    "delay_wgrad_compute": True,
     "symmetric_ar_type": "two_shot",
 }
 
@@ -192,6 +227,8 @@ def test_signature():
         ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
         ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None""",
         "inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False",
+        ours_init=("recompute_norm_output",),
+        ours=("return_input",),
     )
 
 

@@ -178,19 +178,104 @@ def test_frozen_parts_get_no_gradient_and_change_no_other(device, frozen):
     assert all(getattr(module, name).grad is None for name in frozen)
 
 
+# ---- recomputing ----
+
+
+def halves(device, dtype, option, **shared):
+    """The module that keeps everything and the one with the option, with the same parameters."""
+    keeping, other = build(device, dtype, **shared), build(device, dtype, **shared, **{option: True})
+    other.load_state_dict(keeping.state_dict())
+    return keeping, other
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "recompute_norm_output"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recomputing_gives_the_same_bits(device, dtype, normalization, activation, residual, option):
+    shared = {"normalization": normalization, "activation": activation, "return_layernorm_output": True}
+    keeping, other = halves(device, dtype, option, **shared)
+    args = inputs(device, dtype, 2 if residual else 1)
+    options = {"call": with_residual} if residual else {}
+    wanted, got = (run(module, *args, **options) for module in (keeping, other))
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert_same_bits(got[name], value, name)
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "recompute_norm_output"])
+@pytest.mark.parametrize("at", [(0,), (1,), (2,)], ids=["only_y", "only_norm", "only_h"])
+def test_recomputing_with_gradients_at_some_outputs(device, at, option):
+    keeping, other = halves(device, torch.float32, option, activation="swiglu", return_layernorm_output=True)
+    wanted, got = (run(m, *inputs_of(device), call=with_residual, at=at) for m in (keeping, other))
+    for name, value in wanted.items():
+        assert (value is None) == (got[name] is None), name
+        if value is not None:
+            assert_same_bits(got[name], value, name)
+
+
+def inputs_of(device):
+    torch.manual_seed(3)
+    return inputs(device, count=2)
+
+
+def test_checkpoint_keeps_the_input_alone(device):
+    module = build(device, activation="swiglu", normalization="RMSNorm", bias=False, checkpoint=True)
+    (x,) = inputs(device, requires_grad=True)
+    parameters = [(tuple(p.shape), p.dtype) for p in module.parameters()]
+    assert saved_shapes(lambda: module(x)) == sorted([((*TOKENS, HIDDEN), torch.float32), *parameters], key=str)
+    module.requires_grad_(False)
+    assert saved_shapes(lambda: module(x.detach())) == []
+
+
+def test_recompute_norm_output_keeps_everything_else(device):
+    keeping, other = halves(device, torch.bfloat16, "recompute_norm_output", activation="swiglu")
+    (x,) = inputs(device, torch.bfloat16, requires_grad=True)
+    more = saved_shapes(lambda: keeping(x))
+    less = saved_shapes(lambda: other(x))
+    assert more.count(((*TOKENS, HIDDEN), torch.bfloat16)) == 2 and less.count(((*TOKENS, HIDDEN), torch.bfloat16)) == 1
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "recompute_norm_output"])
+@pytest.mark.parametrize("frozen", [("fc1_weight",), ("fc2_weight",), ("layer_norm_weight", "layer_norm_bias"), "most"])
+def test_recomputing_with_frozen_parts(device, frozen, option):
+    keeping, other = halves(device, torch.float32, option, activation="swiglu")
+    if frozen == "most":
+        frozen = [name for name, _ in keeping.named_parameters() if name != "fc2_bias"]
+    (x,) = inputs(device)
+    results = []
+    for module in (keeping, other):
+        for name in frozen:
+            getattr(module, name).requires_grad_(False)
+        module(x).square().sum().backward()
+        results.append({name: p.grad for name, p in module.named_parameters()})
+    for name, value in results[0].items():
+        assert (value is None) == (results[1][name] is None) == (name in frozen), name
+        if value is not None:
+            assert_same_bits(results[1][name], value, name)
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "recompute_norm_output"])
+def test_recomputing_compiles(device, option):
+    _, module = halves(device, torch.float32, option, activation="swiglu")
+    (x,) = inputs(device)
+    wanted = run(module, x)
+    got = run(torch.compile(module, fullgraph=True, backend="aot_eager"), x)
+    for (name, value), other in zip(wanted.items(), got.values(), strict=True):
+        assert_same_bits(other, value, name)
+
+
 # ---- refusals, signature, state ----
 
 REFUSED = {
     "tp_size": 2,
-    "fuse_wgrad_accumulation": True,
     "ub_overlap_ag": True,
     "ub_overlap_rs": True,
     "ub_overlap_rs_dgrad": True,
     "ub_bulk_dgrad": True,
     "ub_bulk_wgrad": True,
-    "delay_wgrad_compute": True,
     "symmetric_ar_type": "one_shot",
-    "checkpoint": True,
 }
 
 
@@ -238,6 +323,7 @@ def test_signature():
         name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
         delay_wgrad_compute=False, symmetric_ar_type=None, checkpoint=False""",
         "inp, is_first_microbatch=None",
+        ours_init=("recompute_norm_output",),
         ours=("residual",),
     )
 

@@ -200,6 +200,13 @@ def test_opcheck(device):
     gate_up = randn(6, 16, device=device, requires_grad=True)
     torch.library.opcheck(ops.activation_linear.default, (gate_up, weight, None, "swiglu", []))
     torch.library.opcheck(ops.linear.default, (x, weight.detach(), None))
+    x, weight, bias, _ = draw((6,), (16, 16), torch.float32, device)
+    gamma, residual = randn(16, device=device, requires_grad=True), randn(6, 16, device=device, requires_grad=True)
+    for recompute, added in ((False, residual), (True, None)):
+        args = (x, added, gamma, None, weight, bias, 1e-5, True, False, recompute)
+        torch.library.opcheck(ops.normalization_linear.default, args)
+    mlp = (x, residual, gamma, bias, weight, bias, weight, None, 1e-5, False, True, "gelu", [])
+    torch.library.opcheck(ops.layernorm_mlp.default, mlp)
 
 
 def clones(*leaves):

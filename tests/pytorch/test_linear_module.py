@@ -430,8 +430,6 @@ def test_autocast_trains_float32_parameters(compile, device):
     "argument, value",
     [
         ("tp_size", 2),
-        ("fuse_wgrad_accumulation", True),
-        ("delay_wgrad_compute", True),
         ("symmetric_ar_type", "one_shot"),
     ]
     + [(name, True) for name in SIGNATURE if name.startswith("ub_") and name != "ub_name"],

@@ -19,6 +19,9 @@ namespace {
 
 thread_local char last_error[1024] = "";
 
+thread_local const char* noted_path = nullptr;
+thread_local const char* noted_reason = nullptr;
+
 std::atomic<te_parallel_for_hook> parallel_hook{nullptr};
 
 struct LibraryNames {
@@ -124,6 +127,16 @@ const te_device_properties& device_properties(int32_t device) {
 extern "C" {
 
 const char* te_last_error(void) { return te::last_error; }
+
+void te_note_path(const char* path, const char* why_not_faster) {
+  te::noted_path = path;
+  te::noted_reason = why_not_faster;
+}
+
+void te_noted_path(const char** path, const char** why_not_faster) {
+  *path = te::noted_path;
+  *why_not_faster = te::noted_reason;
+}
 
 const char* te_version(void) { return TE_VERSION; }
 

@@ -78,7 +78,7 @@ struct ActivationFamily {
                                at::ArrayRef<double> params) {
     state.kind = std::string(kind);
     state.params = params.vec();
-    keeper.keep(x);
+    keeper.keep(x, {"activation input", "the derivative is taken of it", kCallers});
     return {Route::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
   }
 

@@ -1,7 +1,7 @@
 // The one autograd skeleton. A family (an op, or the linear layers with their prologues) is data for it: a kName, a
 // State, and forward/backward written once for both routes. The skeleton does what every node must do the same way:
-// run below autograd and autocast, keep tensors only through the saved-tensor door (so hooks see each of them), and
-// refuse a double backward by name.
+// run below autograd and autocast, keep tensors only through the saved-tensor door (so hooks see each of them, and
+// te.memory_plan can name them), and refuse a double backward by name.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,35 +10,57 @@
 #include <torch/custom_class.h>
 
 #include "common.h"
+#include "recorder.h"
 
 namespace te_torch {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The door for saved activations: tensors are listed in the order in which the family takes them back.
+// The door for saved activations: tensors are listed in the order in which the family takes them back, each with the
+// words that te.memory_plan shows for it. A Keeper without an op only collects: a family that calls another one uses
+// it.
 class Keeper {
  public:
-  void keep(const Tensor& t) { list_.push_back(t); }
-  void keep_if(bool needed, const Tensor& t) { list_.push_back(needed ? t : Tensor()); }
+  explicit Keeper(const char* op = nullptr) : op_(op) {}
+  void keep(const Tensor& t, const Kept& what) {
+    if (op_ != nullptr && recorder::active() && t.defined()) recorder::keep(op_, what, t);
+    list_.push_back(t);
+  }
+  void keep(const OptionalTensor& t, const Kept& what) { keep(t.has_value() ? *t : Tensor(), what); }
+  template <class MaybeTensor>
+  void keep_if(bool needed, const MaybeTensor& t, const Kept& what) {
+    if (needed) {
+      keep(t, what);
+    } else {
+      list_.emplace_back();
+    }
+  }
 
  private:
   template <class, class>
   friend struct Node;
+  const char* op_;
   variable_list list_;
 };
 
 // What the family's backward asks: which of the forward's arguments want a gradient now. Slots are argument positions.
 class Wanted {
  public:
-  Wanted(const AutogradContext* ctx, const std::vector<int8_t>& edge_of_slot) : ctx_(ctx), edges_(edge_of_slot) {}
-  bool operator[](size_t slot) const {
-    return slot < edges_.size() && edges_[slot] >= 0 && ctx_->needs_input_grad(static_cast<size_t>(edges_[slot]));
+  Wanted(std::initializer_list<bool> slots) {
+    size_t slot = 0;
+    for (const bool wanted : slots) set(slot++, wanted);
   }
+  Wanted(const AutogradContext* ctx, const std::vector<int8_t>& edge_of_slot) {
+    for (size_t slot = 0; slot < edge_of_slot.size(); ++slot) {
+      set(slot, edge_of_slot[slot] >= 0 && ctx->needs_input_grad(static_cast<size_t>(edge_of_slot[slot])));
+    }
+  }
+  bool operator[](size_t slot) const { return (bits_ >> slot & 1) != 0; }
 
  private:
-  const AutogradContext* ctx_;
-  const std::vector<int8_t>& edges_;
+  void set(size_t slot, bool wanted) { bits_ |= static_cast<uint64_t>(wanted) << slot; }
+  uint64_t bits_ = 0;
 };
 
 template <class State>
@@ -46,6 +68,7 @@ struct Held : torch::CustomClassHolder {
   State state;
   std::vector<int8_t> edge_of_slot;  // autograd numbers only the tensors that are there
   int64_t slots = 0;
+  std::string label;  // the module that called, while somebody records
 };
 
 namespace detail {
@@ -76,8 +99,9 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     int8_t next_edge = 0;
     (holder->edge_of_slot.push_back(detail::is_present(args) ? next_edge++ : int8_t{-1}), ...);
     holder->slots = sizeof...(Args);
-    Keeper keeper;
+    Keeper keeper(Family::kName);
     variable_list outputs = Family::template forward<Route>(holder->state, keeper, args...);
+    if (recorder::active()) holder->label = recorder::label();
     ctx->save_for_backward(std::move(keeper.list_));
     ctx->saved_data["held"] = c10::IValue::make_capsule(std::move(holder));
     ctx->set_materialize_grads(false);
@@ -92,6 +116,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto holder = ctx->saved_data.at("held").toCapsule();
     const auto& held = static_cast<const Holder&>(*holder);
+    const recorder::Label label(held.label);
     variable_list out =
         Family::template backward<Route>(held.state, Wanted(ctx, held.edge_of_slot), ctx->get_saved_variables(), grads);
     out.resize(static_cast<size_t>(held.slots));

@@ -131,7 +131,7 @@ void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, 
                     ", wanted a last dimension of ", wanted, ".");
 }
 
-bool must_dispatch(std::initializer_list<const Tensor*> tensors) {
+bool must_dispatch(at::ArrayRef<const Tensor*> tensors) {
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return true;
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
   // Functionality keys only: a backend key such as Meta would bring the Dense bit, which every tensor has.
@@ -142,7 +142,7 @@ bool must_dispatch(std::initializer_list<const Tensor*> tensors) {
   return false;
 }
 
-bool needs_graph(std::initializer_list<const Tensor*> tensors) {
+bool needs_graph(at::ArrayRef<const Tensor*> tensors) {
   if (!c10::GradMode::is_enabled()) return false;
   for (const Tensor* t : tensors) {
     if (t != nullptr && t->defined() && t->requires_grad()) return true;

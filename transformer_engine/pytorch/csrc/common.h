@@ -10,6 +10,8 @@
 #include <optional>
 #include <string_view>
 
+#include "recorder.h"
+
 namespace te_torch {
 
 using at::Tensor;
@@ -43,12 +45,12 @@ void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, 
 
 // A call must go through the dispatcher when something there wants to see it: a TorchDispatchMode (FakeTensorMode
 // among them), functorch, or an argument that is a tensor subclass.
-bool must_dispatch(std::initializer_list<const Tensor*> tensors);
+bool must_dispatch(at::ArrayRef<const Tensor*> tensors);
 
 inline const Tensor* pointer_to(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
 
 // True when autograd would record an op on these tensors.
-bool needs_graph(std::initializer_list<const Tensor*> tensors);
+bool needs_graph(at::ArrayRef<const Tensor*> tensors);
 
 // t cast to the autocast dtype by a differentiable cast when autocast is on for its device; integers and doubles stay.
 Tensor autocast(const Tensor& t);
@@ -58,8 +60,12 @@ OptionalTensor autocast(const OptionalTensor& t);
 // signature, which is what torch.compile traces.
 struct Direct {
   template <auto kFunction, class... Args>
-  static auto call(const char*, Args&&... args) {
-    return kFunction(args...);
+  static auto call(const char* name, Args&&... args) {
+    if (!recorder::active()) return kFunction(args...);
+    recorder::begin_call();
+    auto result = kFunction(args...);
+    recorder::end_call(name);
+    return result;
   }
 };
 

@@ -160,7 +160,8 @@ std::tuple<Tensor, Tensor> gemm_meta(const Tensor& a, const Tensor& b, std::stri
   return {d, at::empty({0}, a.options())};
 }
 
-Tensor gemm_accumulate_meta(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad) {
+Tensor gemm_accumulate_meta(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,
+                            bool) {
   const Extents e = checked_extents(a, b, layout_of(layout), layout);
   check_out(a, e, layout_of(layout), out, bias_grad);
   return bias_grad ? at::empty_symint({e.rows}, a.options()) : at::empty({0}, a.options());
@@ -215,7 +216,7 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
 }
 
 Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name, Tensor& out,
-                       bool bias_grad) {
+                       bool bias_grad, bool overwrite) {
   const te_gemm_layout layout = layout_of(layout_name);
   const Extents e = checked_extents(a_in, b_in, layout, layout_name);
   check_out(a_in, e, layout, out, bias_grad);
@@ -223,13 +224,14 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   if (a_in.is_cpu()) {
     const auto [d, extra] = gemm_cpu(a_in, b_in, layout, bias_grad ? TE_GEMM_BGRAD : TE_GEMM_NONE, std::nullopt,
                                      std::nullopt, out.scalar_type());
-    out.add_(d);
+    overwrite ? out.copy_(d) : out.add_(d);
     return extra;
   }
   const Tensor a = rows_of(a_in);
   const Tensor b = rows_of(b_in);
   const Tensor extra = at::empty({bias_grad ? e.rows.expect_int() : 0}, a.options());
   if (a.numel() == 0 || b.numel() == 0) {  // adds nothing
+    if (overwrite) out.zero_();
     if (bias_grad) extra.copy_(column_sum(b));
     return extra;
   }
@@ -243,7 +245,7 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
                           absent(),
                           layout,
                           fused ? TE_GEMM_BGRAD : TE_GEMM_NONE,
-                          1,
+                          overwrite ? 0 : 1,
                           0};
   run_cuda(problem, a);
   out.unsafeGetTensorImpl()->bump_version();  // autograd must notice the change, as it does after out.add_
@@ -254,7 +256,7 @@ TORCH_LIBRARY_FRAGMENT(te, m) {
   m.def(
       "gemm(Tensor a, Tensor b, str layout, str epilogue, Tensor? bias, Tensor? aux, ScalarType? out_dtype) -> "
       "(Tensor, Tensor)");
-  m.def("gemm_accumulate(Tensor a, Tensor b, str layout, Tensor(a!) out, bool bias_grad) -> Tensor");
+  m.def("gemm_accumulate(Tensor a, Tensor b, str layout, Tensor(a!) out, bool bias_grad, bool overwrite) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(te, CPU, m) {
   m.impl("gemm", gemm);
@@ -280,14 +282,14 @@ void register_gemm(pybind11::module_& m) {
           return gemm(a, b, layout, epilogue, bias, aux, dtype);
         }));
   m.def("gemm_accumulate",
-        torch::wrap_pybind_function_no_gil(
-            [](const Tensor& a, const Tensor& b, const std::string& layout, Tensor out, bool bias_grad) {
-              if (must_dispatch({&a, &b, &out})) {
-                return Dispatched::call<gemm_accumulate>("te::gemm_accumulate", a, b, std::string_view(layout), out,
-                                                         bias_grad);
-              }
-              return gemm_accumulate(a, b, layout, out, bias_grad);
-            }));
+        torch::wrap_pybind_function_no_gil([](const Tensor& a, const Tensor& b, const std::string& layout, Tensor out,
+                                              bool bias_grad, bool overwrite) {
+          if (must_dispatch({&a, &b, &out})) {
+            return Dispatched::call<gemm_accumulate>("te::gemm_accumulate", a, b, std::string_view(layout), out,
+                                                     bias_grad, overwrite);
+          }
+          return gemm_accumulate(a, b, layout, out, bias_grad, overwrite);
+        }));
 }
 
 }  // namespace te_torch

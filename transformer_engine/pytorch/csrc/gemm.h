@@ -11,7 +11,9 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_vi
                                 const OptionalTensor& bias, const OptionalTensor& aux,
                                 std::optional<at::ScalarType> out_dtype);
 
-// out += the product, in out's dtype (float32 or the operands'). Returns the bias gradient of "bgrad", else empty.
-Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad);
+// out += the product, or out = the product with overwrite, in out's dtype (float32 or the operands'). Returns the bias
+// gradient of "bgrad", else empty.
+Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,
+                       bool overwrite);
 
 }  // namespace te_torch

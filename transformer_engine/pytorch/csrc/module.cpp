@@ -8,8 +8,10 @@
 namespace te_torch {
 void register_activation(pybind11::module_& m);
 void register_gemm(pybind11::module_& m);
+void register_layernorm_mlp(pybind11::module_& m);
 void register_linear(pybind11::module_& m);
 void register_noop_cat(pybind11::module_& m);
+void register_recorder(pybind11::module_& m);
 void register_rope(pybind11::module_& m);
 void register_normalization(pybind11::module_& m);
 }  // namespace te_torch
@@ -17,8 +19,10 @@ void register_normalization(pybind11::module_& m);
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_activation(m);
   te_torch::register_gemm(m);
+  te_torch::register_layernorm_mlp(m);
   te_torch::register_linear(m);
   te_torch::register_noop_cat(m);
+  te_torch::register_recorder(m);
   te_torch::register_rope(m);
   te_torch::register_normalization(m);
 

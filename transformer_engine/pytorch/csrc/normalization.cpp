@@ -94,10 +94,10 @@ struct NormalizationFamily {
     const auto [y, h, mean, rstd] = Route::template call<normalization_fwd>("te::normalization_fwd", x, residual, gamma,
                                                                             beta, eps, rms, zero_centered_gamma);
     const bool added = present(residual);
-    keeper.keep(added ? h : x);
-    keeper.keep(gamma);
-    keeper.keep_if(!rms, mean);
-    keeper.keep(rstd);
+    keeper.keep(added ? h : x, {"norm input", "the backward normalises it again", kCallers});
+    keeper.keep(gamma, kParameter);
+    keeper.keep_if(!rms, mean, kStatistic);
+    keeper.keep(rstd, kStatistic);
     return added ? variable_list{y, h} : variable_list{y};
   }
 

@@ -301,8 +301,8 @@ struct RopeFamily {
   static variable_list forward(State& state, Keeper& keeper, const Tensor& q, const OptionalTensor& k,
                                const Tensor& freqs, const OptionalTensor& start, bool batch_first, bool interleaved) {
     state = {batch_first, interleaved};
-    keeper.keep(freqs);
-    keeper.keep(start.value_or(Tensor()));
+    keeper.keep(freqs, kAngles);
+    keeper.keep(start, kAngles);
     return Route::template call<rope_fwd>("te::rope_fwd", q, k, freqs, start, batch_first, interleaved, false);
   }
 
@@ -332,9 +332,9 @@ struct RopeQkvFamily {
                                const OptionalTensor& k_freqs, const OptionalTensor& start, at::IntArrayRef heads,
                                bool batch_first, bool interleaved) {
     state = {heads.vec(), batch_first, interleaved};
-    keeper.keep(q_freqs);
-    keeper.keep(k_freqs.value_or(Tensor()));
-    keeper.keep(start.value_or(Tensor()));
+    keeper.keep(q_freqs, kAngles);
+    keeper.keep(k_freqs, kAngles);
+    keeper.keep(start, kAngles);
     auto [q, k, v] = Route::template call<rope_qkv_fwd>("te::rope_qkv_fwd", qkv, q_freqs, k_freqs, start, heads,
                                                         batch_first, interleaved);
     return {q, k, v};

@@ -3,7 +3,14 @@ torch.ops.te.<op>, the same C++ function behind a schema. This is the only place
 
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds
 from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
-from transformer_engine.pytorch.functional.linear import activation_linear, linear, noop_cat, normalization_linear
+from transformer_engine.pytorch.functional.linear import (
+    activation_linear,
+    layernorm_mlp,
+    linear,
+    linear_wgrad,
+    noop_cat,
+    normalization_linear,
+)
 from transformer_engine.pytorch.functional.normalization import normalization
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
 
@@ -13,7 +20,9 @@ __all__ = [
     "activation_linear",
     "gemm",
     "gemm_accumulate",
+    "layernorm_mlp",
     "linear",
+    "linear_wgrad",
     "noop_cat",
     "normalization",
     "normalization_linear",

@@ -26,9 +26,16 @@ def gemm(
 
 
 def gemm_accumulate(
-    a: torch.Tensor, b: torch.Tensor, layout: str, out: torch.Tensor, *, bias_grad: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layout: str,
+    out: torch.Tensor,
+    *,
+    bias_grad: bool = False,
+    overwrite: bool = False,
 ) -> torch.Tensor:
-    """out += the product, in place, in out's dtype (float32 or the operands'). Returns the bias gradient of "bgrad"."""
+    """out += the product (out = the product with overwrite), in place, in out's dtype (float32 or the operands').
+    Returns the bias gradient of "bgrad"."""
     if torch.compiler.is_compiling():
-        return torch.ops.te.gemm_accumulate(a, b, layout, out, bias_grad)
-    return _C.gemm_accumulate(a, b, layout, out, bias_grad)
+        return torch.ops.te.gemm_accumulate(a, b, layout, out, bias_grad, overwrite)
+    return _C.gemm_accumulate(a, b, layout, out, bias_grad, overwrite)

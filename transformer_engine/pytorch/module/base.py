@@ -6,6 +6,9 @@ from contextlib import nullcontext
 
 import torch
 
+from transformer_engine.pytorch.module.weight_grad import WeightGradSink, WeightGradStore
+from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
+
 InitMethod = Callable[[torch.Tensor], object]
 
 
@@ -60,6 +63,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super().__init__()
         self._initializers: dict[str, InitMethod] = {}
         self._tags: dict[str, dict[str, object]] = {}
+        self.fuse_wgrad_accumulation = False
+        self._wgrad_stores: dict[str, WeightGradStore] = {}
+        self._wgrad_hooks: list[Callable] = []
 
     def _setup(
         self,
@@ -121,9 +127,63 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """Remembers the group; without tensor parallelism nothing is communicated over it."""
         self.tp_group = tp_group
 
+    # Weight gradients that are not simply returned. A product has a prefix ("" of Linear, "fc1", "fc2"): the order in
+    # which _setup_wgrad lists them is that in which backward() meets them.
+
+    def _setup_wgrad(self, *products: str, fuse: bool, delay: bool) -> None:
+        self.fuse_wgrad_accumulation = fuse
+        if delay:  # before the parameters are declared: they carry a mark of it
+            self._wgrad_stores = {product: WeightGradStore(delay_wgrad_compute=True) for product in products}
+
+    def _product_tags(self) -> dict[str, bool]:
+        """Marks on a product's parameters: gradient hooks are not to wait for backward() where gradients come later."""
+        return {"skip_backward_post_hook": True} if self._wgrad_stores else {}
+
+    def _product_names(self, product: str) -> tuple[list[str], list[str]]:
+        """Names of the weights and of the biases of a product, rows of one matrix."""
+        raise NotImplementedError
+
+    def _sink(self, product: str, is_first_microbatch: bool | None) -> WeightGradSink | None:
+        """Where this call's weight gradient of a product goes; None: to autograd."""
+        store = self._wgrad_stores.get(product)
+        if not (self.fuse_wgrad_accumulation or store) or not torch.is_grad_enabled():
+            return None
+        weight_names, bias_names = self._product_names(product)
+        weights = [getattr(self, name) for name in weight_names]
+        if not weights[0].requires_grad:
+            return None
+        return WeightGradSink(
+            type(self).__name__,
+            weight_names,
+            weights,
+            [getattr(self, name) for name in bias_names],
+            fused=self.fuse_wgrad_accumulation,
+            overwrite=is_first_microbatch is True,
+            store=store,
+        )
+
     def need_backward_dw(self) -> bool:
-        """Whether backward_dw() has weight gradients left to compute."""
-        return False
+        """Whether weight gradients wait for backward_dw(), as delay_wgrad_compute=True has it."""
+        return bool(self._wgrad_stores)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
+        """hook() runs at the end of each backward_dw(), in the order of registration."""
+        self._wgrad_hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        """The weight (and bias) gradients of the oldest backward() that left them, then the registered hooks. They are
+        what an immediate backward gives, bit for bit: .grad is set where it is None and added to otherwise, or main_grad
+        is accumulated. Does nothing without delay_wgrad_compute.
+        Errors: RuntimeError where no backward() has left any; nothing is changed then."""
+        wanted = {product: self._product_names(product)[0][0] for product in self._wgrad_stores}
+        wanted = {product: name for product, name in wanted.items() if getattr(self, name).requires_grad}
+        for product, name in wanted.items():
+            self._wgrad_stores[product].check(type(self).__name__, name)
+        for product in wanted:
+            self._wgrad_stores[product].pop()
+        if self._wgrad_stores:
+            for hook in self._wgrad_hooks:
+                hook()
 
     # State beyond parameters: one uint8 tensor, empty as long as there is no quantization state.
 

@@ -14,7 +14,9 @@ class LayerNormLinear(NormParameters, SplitWeights):
     """y = norm(x) weight^T + bias, norm being LayerNorm or RMSNorm over in_features.
 
     Parameters `layer_norm_weight`, `layer_norm_bias` (LayerNorm alone), and those of Linear. Returns y, then the bias
-    with return_bias, then the norm's output with return_layernorm_output.
+    with return_bias, then the norm's output with return_layernorm_output. fuse_wgrad_accumulation and
+    delay_wgrad_compute as in Linear. recompute_norm_output (ours beyond the common API): the norm's output is not kept
+    for backward, which computes it again from the norm's input, to the same bits.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class LayerNormLinear(NormParameters, SplitWeights):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         name: str | None = None,
+        *,
+        recompute_norm_output: bool = False,
     ) -> None:
         super().__init__()
         refuse_parallel(
@@ -59,9 +63,9 @@ class LayerNormLinear(NormParameters, SplitWeights):
             ub_bulk_wgrad=ub_bulk_wgrad,
             symmetric_ar_type=symmetric_ar_type,
         )
-        refuse("LayerNormLinear", "fused weight-gradient accumulation", fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        refuse("LayerNormLinear", "delayed weight gradients", delay_wgrad_compute=delay_wgrad_compute)
         self._setup(params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name)
+        self._setup_wgrad("", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
+        self.recompute_norm_output = recompute_norm_output
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
@@ -74,7 +78,6 @@ class LayerNormLinear(NormParameters, SplitWeights):
         self.tp_size = tp_size
         self.tp_group = tp_group
         self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.ub_name = ub_name
         self._declare_norm(
             "LayerNormLinear", in_features, normalization=normalization, eps=eps, zero_centered=zero_centered_gamma
@@ -94,22 +97,31 @@ class LayerNormLinear(NormParameters, SplitWeights):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        *,
+        return_input: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """is_first_microbatch as Linear's. return_input (ours beyond the common API): inp is returned last as well; a
+        residual branch that goes on from it has its gradient added inside the norm's backward."""
         refuse("LayerNormLinear", "FP8", fp8_output=fp8_output, fp8_grad=fp8_grad)
         bias = self._joined(self.bias_names)
-        out, norm_output, _ = F.normalization_linear(
+        out, norm_output, h = F.normalization_linear(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
             self._joined(self.weight_names),
             bias if self.apply_bias else None,
             **self._norm_options(),
+            recompute_output=self.recompute_norm_output,
+            return_input=return_input,
+            sink=self._sink("", is_first_microbatch),
         )
         results = [out]
         if self.return_bias:
             results.append(bias)
         if self.return_layernorm_output:
             results.append(norm_output)
+        if return_input:
+            results.append(h)
         return tuple(results) if len(results) > 1 else out
 
     def extra_repr(self) -> str:

@@ -35,7 +35,10 @@ class LayerNormMLP(NormParameters):
 
     Parameters `layer_norm_weight/_bias`, `fc1_weight/_bias` (twice as wide for gated activations, the half that the
     activation acts on first), `fc2_weight/_bias`. Kept for backward: the norm's input, statistics and output, and the
-    pre-activation. Returns y, then fc2_bias with return_bias, then the norm's output with return_layernorm_output.
+    pre-activation; with checkpoint the norm's input alone, everything up to the activation is computed again in backward,
+    to the same bits; with recompute_norm_output (ours beyond the common API) all but the norm's output. Returns y, then
+    fc2_bias with return_bias, then the norm's output with return_layernorm_output. fuse_wgrad_accumulation and
+    delay_wgrad_compute as in Linear.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class LayerNormMLP(NormParameters):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
+        *,
+        recompute_norm_output: bool = False,
     ) -> None:
         super().__init__()
         refuse_parallel(
@@ -84,10 +89,10 @@ class LayerNormMLP(NormParameters):
             ub_bulk_wgrad=ub_bulk_wgrad,
             symmetric_ar_type=symmetric_ar_type,
         )
-        refuse("LayerNormMLP", "fused weight-gradient accumulation", fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        refuse("LayerNormMLP", "delayed weight gradients", delay_wgrad_compute=delay_wgrad_compute)
-        refuse("LayerNormMLP", "recomputation of the MLP", checkpoint=checkpoint)
         self._setup(params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name)
+        self._setup_wgrad("fc2", "fc1", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
+        self.checkpoint = checkpoint
+        self.recompute_norm_output = recompute_norm_output
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.use_bias = bias
@@ -103,7 +108,6 @@ class LayerNormMLP(NormParameters):
         self.tp_size = tp_size
         self.tp_group = tp_group
         self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._declare_norm(
             "LayerNormMLP", hidden_size, normalization=normalization, eps=eps, zero_centered=zero_centered_gamma
         )
@@ -123,6 +127,7 @@ class LayerNormMLP(NormParameters):
             tensor_model_parallel=parallel,
             partition_dim=partition_dim if parallel else -1,
             partition_stride=1,
+            **self._product_tags(),
         )
         if self.use_bias:
             column = parallel and partition_dim == 0
@@ -135,9 +140,13 @@ class LayerNormMLP(NormParameters):
                 partition_dim=0 if column else -1,
                 partition_stride=1,
                 **on_row,
+                **self._product_tags(),
             )
         else:
             setattr(self, f"{prefix}_bias", None)
+
+    def _product_names(self, product: str) -> tuple[list[str], list[str]]:
+        return [f"{product}_weight"], [f"{product}_bias"] if self.use_bias else []
 
     def forward(
         self,
@@ -151,6 +160,24 @@ class LayerNormMLP(NormParameters):
         residual (ours beyond the common API): the MLP is taken of h = inp + residual, added inside the norm's kernel,
         and h is returned last.
         """
+        fc1_sink, fc2_sink = self._sink("fc1", is_first_microbatch), self._sink("fc2", is_first_microbatch)
+        fc2_bias = self.fc2_bias if self.apply_bias else None
+        if self.checkpoint:
+            out, norm_output, h = F.layernorm_mlp(
+                inp,
+                self.layer_norm_weight,
+                self.layer_norm_bias,
+                self.fc1_weight,
+                self.fc1_bias,
+                self.fc2_weight,
+                fc2_bias,
+                kind=self.activation,
+                params=self._activation_values,
+                residual=residual,
+                sinks=(fc1_sink, fc2_sink),
+                **self._norm_options(),
+            )
+            return self._results(out, norm_output, None if residual is None else h)
         pre_activation, norm_output, h = F.normalization_linear(
             inp,
             self.layer_norm_weight,
@@ -158,21 +185,27 @@ class LayerNormMLP(NormParameters):
             self.fc1_weight,
             self.fc1_bias,
             residual=residual,
+            recompute_output=self.recompute_norm_output,
+            sink=fc1_sink,
             **self._norm_options(),
         )
         out = F.activation_linear(
             pre_activation,
             self.fc2_weight,
-            self.fc2_bias if self.apply_bias else None,
+            fc2_bias,
             kind=self.activation,
             params=self._activation_values,
+            sink=fc2_sink,
         )
+        return self._results(out, norm_output, None if residual is None else h)
+
+    def _results(self, out: torch.Tensor, norm_output: torch.Tensor, h: torch.Tensor | None):
         results = [out]
         if self.return_bias:
             results.append(self.fc2_bias)
         if self.return_layernorm_output:
             results.append(norm_output)
-        if residual is not None:
+        if h is not None:
             results.append(h)
         return tuple(results) if len(results) > 1 else out
 

@@ -65,6 +65,7 @@ class SplitWeights(TransformerEngineBaseModule):
             tensor_model_parallel=parallel,
             partition_dim=dim if parallel else -1,
             partition_stride=1,
+            **self._product_tags(),
         )
         if bias:
             on_row = {"sequence_parallel": sequence_parallel} if parallel_mode == "row" else {}
@@ -76,7 +77,11 @@ class SplitWeights(TransformerEngineBaseModule):
                 partition_dim=0 if parallel_mode == "column" else -1,
                 partition_stride=1,
                 **on_row,
+                **self._product_tags(),
             )
+
+    def _product_names(self, product: str) -> tuple[list[str], list[str]]:
+        return self.weight_names, self.bias_names
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init)
@@ -113,6 +118,8 @@ class Linear(SplitWeights):
     """y = x weight^T + bias. Parameters `weight`, `bias`, or `<split>_weight`, `<split>_bias` with parameters_split.
 
     With return_bias the bias is not added but returned: (y, bias). Shapes: x [..., in_features] -> [..., out_features].
+    fuse_wgrad_accumulation: the weight's gradient is added into weight.main_grad by the product itself, and .grad stays
+    None (or a dummy, where the weight has grad_added_to_main_grad). delay_wgrad_compute: it waits for backward_dw().
     """
 
     def __init__(
@@ -154,8 +161,6 @@ class Linear(SplitWeights):
             ub_bulk_wgrad=ub_bulk_wgrad,
             symmetric_ar_type=symmetric_ar_type,
         )
-        refuse("Linear", "fused weight-gradient accumulation", fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        refuse("Linear", "delayed weight gradients", delay_wgrad_compute=delay_wgrad_compute)
         self._setup(
             params_dtype=params_dtype,
             device=device,
@@ -163,6 +168,7 @@ class Linear(SplitWeights):
             rng_tracker_name=rng_tracker_name,
             name=name,
         )
+        self._setup_wgrad("", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
@@ -172,7 +178,6 @@ class Linear(SplitWeights):
         self.tp_size = tp_size
         self.tp_group = tp_group
         self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input  # nothing to choose between while inputs are not quantized
         self.ub_name = ub_name
         self._declare_linear(
@@ -191,10 +196,16 @@ class Linear(SplitWeights):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """is_first_microbatch only matters to quantized weights and fused accumulation, and is accepted without."""
+        """is_first_microbatch: with fuse_wgrad_accumulation, True overwrites main_grad in this call's backward, False or
+        None adds to it."""
         refuse("Linear", "FP8", fp8_output=fp8_output, fp8_grad=fp8_grad)
         bias = self._joined(self.bias_names)
-        out = F.linear(inp, self._joined(self.weight_names), bias if self.apply_bias else None)
+        out = F.linear(
+            inp,
+            self._joined(self.weight_names),
+            bias if self.apply_bias else None,
+            sink=self._sink("", is_first_microbatch),
+        )
         return (out, bias) if self.return_bias else out
 
     def extra_repr(self) -> str:

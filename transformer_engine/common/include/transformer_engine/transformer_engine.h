@@ -57,6 +57,11 @@ typedef void* te_stream;
 /* The message of this thread's last failure; valid until its next te_* call. Never NULL. */
 TE_API const char* te_last_error(void);
 
+/* The path an op takes, in words: a room's call notes it for its thread ("registers hold the row"), with the reason why
+ * not a faster one ("" where there is none). Static strings; costs two stores. NULL clears. For te.explain. */
+TE_API void te_note_path(const char* path, const char* why_not_faster);
+TE_API void te_noted_path(const char** path, const char** why_not_faster);
+
 /* "2.20.0": the level of the Python API this library is built for. */
 TE_API const char* te_version(void);
 

@@ -1,0 +1,98 @@
+// See recorder.h. One recording at a time in the process: calls of other threads made meanwhile are recorded as well.
+#include "recorder.h"
+
+#include <torch/csrc/utils/pybind.h>
+#include <transformer_engine/transformer_engine.h>
+
+#include <atomic>
+#include <mutex>
+
+namespace te_torch {
+
+namespace recorder {
+
+namespace {
+
+struct KeptRow {
+  std::string label;
+  const char* op;
+  Kept what;
+  const void* storage;
+  size_t offset;
+};
+
+struct PathRow {
+  std::string label;
+  std::string op, path, why_not_faster;
+};
+
+std::atomic<bool> recording{false};
+std::mutex mutex;
+std::vector<KeptRow> kept_rows;
+std::vector<PathRow> path_rows;
+thread_local std::string current_label;
+
+}  // namespace
+
+bool active() { return recording.load(std::memory_order_relaxed); }
+
+const std::string& label() { return current_label; }
+
+Label::Label(const std::string& label) {
+  if (active()) {
+    outer_ = std::exchange(current_label, label);
+  }
+}
+
+Label::~Label() {
+  if (active()) current_label = std::move(outer_);
+}
+
+void keep(const char* op, const Kept& what, const at::Tensor& tensor) {
+  const void* storage = tensor.has_storage() ? tensor.storage().data() : nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept_rows.push_back({current_label, op, what, storage, static_cast<size_t>(tensor.storage_offset())});
+}
+
+void begin_call() { te_note_path(nullptr, nullptr); }
+
+void end_call(const char* op) {
+  const char* path = nullptr;
+  const char* why_not_faster = nullptr;
+  te_noted_path(&path, &why_not_faster);
+  if (path == nullptr) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  path_rows.push_back({current_label, op, path, why_not_faster == nullptr ? "" : why_not_faster});
+}
+
+}  // namespace recorder
+
+void register_recorder(pybind11::module_& m) {
+  namespace py = pybind11;
+  using namespace recorder;
+  m.def("start_recording", [] {
+    const std::lock_guard<std::mutex> lock(mutex);
+    TORCH_CHECK(!active(),
+                "te.memory_plan and te.explain: another recording is under way in this process; wait for it.");
+    kept_rows.clear();
+    path_rows.clear();
+    recording.store(true, std::memory_order_relaxed);
+  });
+  m.def("stop_recording", [] {
+    const std::lock_guard<std::mutex> lock(mutex);
+    recording.store(false, std::memory_order_relaxed);
+    current_label.clear();
+    py::list kept, paths;
+    for (const auto& row : kept_rows) {
+      kept.append(py::make_tuple(row.label, row.op, row.what.name, row.what.why, row.what.recompute,
+                                 reinterpret_cast<uintptr_t>(row.storage), row.offset));
+    }
+    for (const auto& row : path_rows) paths.append(py::make_tuple(row.label, row.op, row.path, row.why_not_faster));
+    kept_rows.clear();
+    path_rows.clear();
+    return py::make_tuple(kept, paths);
+  });
+  m.def("set_recording_label", [](const std::string& label) { current_label = label; });
+}
+
+}  // namespace te_torch

@@ -1,0 +1,49 @@
+// What te.memory_plan and te.explain ask of the extension: while somebody records, each node tells what it keeps for
+// backward and each engine call which path it took. Off, it costs one relaxed load; it never changes what runs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace te_torch {
+
+// A tensor kept for backward, in words.
+struct Kept {
+  const char* name;       // what it is
+  const char* why;        // who reads it
+  const char* recompute;  // what not keeping it would cost, and the option that does so
+};
+
+inline constexpr const char* kCallers = "the caller's tensor: keeping it costs only what freeing it would give back";
+inline constexpr Kept kParameter{"parameter", "the gradients behind it read it", "a parameter: kept in any case"};
+inline constexpr Kept kStatistic{"norm statistic", "the norm's backward reads one value a row",
+                                 "reading the norm's input once"};
+inline constexpr Kept kAngles{"rotary angles", "the backward turns the gradient back by them", kCallers};
+
+namespace recorder {
+
+bool active();
+
+// The module at work on this thread, as set from Python; backward restores the label of its forward.
+const std::string& label();
+
+class Label {
+ public:
+  explicit Label(const std::string& label);
+  ~Label();
+  Label(const Label&) = delete;
+  Label& operator=(const Label&) = delete;
+
+ private:
+  std::string outer_;
+};
+
+void keep(const char* op, const Kept& what, const at::Tensor& tensor);
+
+// The path that the engine noted since the last begin_call on this thread.
+void begin_call();
+void end_call(const char* op);
+
+}  // namespace recorder
+}  // namespace te_torch
