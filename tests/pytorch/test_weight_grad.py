@@ -398,7 +398,7 @@ def test_a_bad_lazy_main_grad_is_named_in_backward(device):
 def test_compiling_is_refused_by_name(device, option):
     module = with_main_grads(build(linear, device, **{option: True}))
     x, _ = microbatch(device, torch.float32, 1)
-    with pytest.raises(Exception, match="not available under torch.compile"):
+    with pytest.raises(Exception, match=r"not available under torch\.compile"):
         torch.compile(module, fullgraph=True, backend="aot_eager")(x)
 
 

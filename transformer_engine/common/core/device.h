@@ -50,8 +50,10 @@ class DeviceGuard {
 #define TE_ON_DEVICE_OF(op, tensor, cpu_call, cuda_call) \
   do {                                                   \
     if ((tensor).device == TE_DEVICE_CPU) {              \
+      te_note_path("CPU loop", "");                      \
       cpu_call;                                          \
     } else {                                             \
+      te_note_path("CUDA kernel", "");                   \
       ::te::DeviceGuard guard((tensor).device);          \
       cuda_call;                                         \
     }                                                    \
@@ -64,6 +66,7 @@ class DeviceGuard {
   do {                                                       \
     static_cast<void>(sizeof((cuda_call, 0)));               \
     if ((tensor).device != TE_DEVICE_CPU) ::te::no_cuda(op); \
+    te_note_path("CPU loop", "");                            \
     cpu_call;                                                \
   } while (0)
 

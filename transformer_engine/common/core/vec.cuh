@@ -20,6 +20,13 @@ inline bool aligned16(const te_tensor& t) {
   return address % 16 == 0 && (t.rows <= 1 || (t.row_pitch * int64_t(te_dtype_bytes(t.dtype))) % 16 == 0);
 }
 
+// Notes (te_note_path) that a kernel uses 16-byte accesses, or why it takes one element at a time.
+inline void note_width(bool aligned, bool divides, const char* wide_path = "CUDA, 16-byte accesses") {
+  if (aligned && divides) return te_note_path(wide_path, "");
+  te_note_path("CUDA, one element at a time", aligned ? "the last dimension is not a multiple of 16 bytes"
+                                                      : "rows of a tensor do not start on multiples of 16 bytes");
+}
+
 // True where elements are handled as pairs, one 32-bit word each: the compiler would keep 16-bit ones a register each.
 template <class T, int N>
 constexpr bool kPaired = sizeof(T) == 2 && N % 2 == 0;

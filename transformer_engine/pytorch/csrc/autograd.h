@@ -24,7 +24,7 @@ class Keeper {
  public:
   explicit Keeper(const char* op = nullptr) : op_(op) {}
   void keep(const Tensor& t, const Kept& what) {
-    if (op_ != nullptr && recorder::active() && t.defined()) recorder::keep(op_, what, t);
+    if (op_ != nullptr && recorder::active() && t.defined()) recorder::tell(op_, what, t, true);
     list_.push_back(t);
   }
   void keep(const OptionalTensor& t, const Kept& what) { keep(t.has_value() ? *t : Tensor(), what); }
@@ -35,6 +35,10 @@ class Keeper {
     } else {
       list_.emplace_back();
     }
+  }
+  // What is not kept, because the backward computes it again.
+  void recompute(const Tensor& t, const Kept& what) const {
+    if (op_ != nullptr && recorder::active()) recorder::tell(op_, what, t, false);
   }
 
  private:

@@ -179,6 +179,7 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
   check_epilogue(a_in, e, layout, epilogue, epilogue_name, bias_in, aux_in, out_dtype);
   const c10::NoGradGuard no_graph;
   if (a_in.is_cpu()) {
+    te_note_path("LibTorch's CPU product", "");
     return gemm_cpu(a_in, b_in, layout, epilogue, bias_in, aux_in, out_dtype);
   }
   const int64_t rows = e.rows.expect_int();
@@ -222,6 +223,7 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   check_out(a_in, e, layout, out, bias_grad);
   const c10::NoGradGuard no_graph;
   if (a_in.is_cpu()) {
+    te_note_path("LibTorch's CPU product", "");
     const auto [d, extra] = gemm_cpu(a_in, b_in, layout, bias_grad ? TE_GEMM_BGRAD : TE_GEMM_NONE, std::nullopt,
                                      std::nullopt, out.scalar_type());
     overwrite ? out.copy_(d) : out.add_(d);

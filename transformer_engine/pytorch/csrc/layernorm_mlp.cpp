@@ -42,6 +42,10 @@ struct MlpFamily {
     keeper.keep_if(again, weight1, kParameter);
     keeper.keep_if(again, bias1, kParameter);
     keeper.keep_if(into_first, weight2, kParameter);
+    if (again) {
+      keeper.recompute(first[1], LinearFamily::kNormOutput);
+      keeper.recompute(first[0], LinearFamily::kPreActivation);
+    }
     first[0] = second[0];
     return first;
   }

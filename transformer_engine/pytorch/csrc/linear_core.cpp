@@ -54,7 +54,10 @@ std::tuple<Tensor, Tensor> linear_wgrad_meta(const Tensor& dy, const Tensor& x, 
 
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_operands(x, weight, bias);
-  if (x.is_cpu()) return at::linear(x, weight, bias);
+  if (x.is_cpu()) {
+    te_note_path("LibTorch's CPU product", "");
+    return at::linear(x, weight, bias);
+  }
   const auto d =
       std::get<0>(gemm(weight, x, "TN", bias.has_value() ? "bias" : "none", bias, std::nullopt, std::nullopt));
   return unfold(d, x, weight.size(0));

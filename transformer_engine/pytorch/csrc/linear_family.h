@@ -90,6 +90,8 @@ struct LinearFamily {
     keeper.keep_if(again, beta, kParameter);
     keeper.keep_if(norm && into_prologue, mean, kStatistic);
     keeper.keep_if(norm && into_prologue, rstd, kStatistic);
+    if (again) keeper.recompute(operand, kNormOutput);
+    if (activation && into_weight) keeper.recompute(operand, kActivation);
     if (!norm) return {y};
     if (residual.has_value() || p.return_input) return {y, operand, h};
     return {y, operand};
@@ -150,15 +152,17 @@ struct LinearFamily {
     return out;
   }
 
- private:
   static constexpr Kept kNormInput{"norm input", "the norm's backward normalises it again",
                                    "the product or sum that made it: te.checkpoint around the layer"};
   static constexpr Kept kNormOutput{"norm output", "the weight's gradient is taken with it",
                                     "the norm's forward, 4 B per 16-bit element: recompute_norm_output=True"};
   static constexpr Kept kPreActivation{"pre-activation", "the activation's backward reads it and writes it again",
                                        "norm and first product: LayerNormMLP(checkpoint=True)"};
+  static constexpr Kept kActivation{"activation", "the weight's gradient is taken with it",
+                                    "nothing beside the activation's backward, which writes it again: 2 B of 12"};
   static constexpr Kept kLinearInput{"linear input", "the weight's gradient is taken with it", kCallers};
 
+ private:
   template <class Route>
   static Tensor normed_again(const Prologue& p, const variable_list& saved) {
     const OptionalTensor beta = saved[kSavedBeta].defined() ? OptionalTensor(saved[kSavedBeta]) : OptionalTensor();

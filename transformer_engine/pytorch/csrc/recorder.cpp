@@ -1,6 +1,7 @@
 // See recorder.h. One recording at a time in the process: calls of other threads made meanwhile are recorded as well.
 #include "recorder.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <transformer_engine/transformer_engine.h>
 
@@ -17,8 +18,12 @@ struct KeptRow {
   std::string label;
   const char* op;
   Kept what;
+  bool kept;
   const void* storage;
-  size_t offset;
+  int64_t offset;  // in elements
+  std::vector<int64_t> shape;
+  at::ScalarType dtype;
+  size_t bytes;
 };
 
 struct PathRow {
@@ -48,10 +53,11 @@ Label::~Label() {
   if (active()) current_label = std::move(outer_);
 }
 
-void keep(const char* op, const Kept& what, const at::Tensor& tensor) {
-  const void* storage = tensor.has_storage() ? tensor.storage().data() : nullptr;
+void tell(const char* op, const Kept& what, const at::Tensor& t, bool kept) {
+  const void* storage = t.has_storage() ? t.storage().data() : nullptr;
   const std::lock_guard<std::mutex> lock(mutex);
-  kept_rows.push_back({current_label, op, what, storage, static_cast<size_t>(tensor.storage_offset())});
+  kept_rows.push_back(
+      {current_label, op, what, kept, storage, t.storage_offset(), t.sizes().vec(), t.scalar_type(), t.nbytes()});
 }
 
 void begin_call() { te_note_path(nullptr, nullptr); }
@@ -70,27 +76,33 @@ void end_call(const char* op) {
 void register_recorder(pybind11::module_& m) {
   namespace py = pybind11;
   using namespace recorder;
-  m.def("start_recording", [] {
-    const std::lock_guard<std::mutex> lock(mutex);
-    TORCH_CHECK(!active(),
-                "te.memory_plan and te.explain: another recording is under way in this process; wait for it.");
-    kept_rows.clear();
-    path_rows.clear();
-    recording.store(true, std::memory_order_relaxed);
-  });
+  m.def("start_recording", torch::wrap_pybind_function([] {
+          const std::lock_guard<std::mutex> lock(mutex);
+          TORCH_CHECK(!active(),
+                      "te.memory_plan and te.explain: another recording is under way in this process; wait for it.");
+          kept_rows.clear();
+          path_rows.clear();
+          recording.store(true, std::memory_order_relaxed);
+        }));
   m.def("stop_recording", [] {
     const std::lock_guard<std::mutex> lock(mutex);
     recording.store(false, std::memory_order_relaxed);
     current_label.clear();
     py::list kept, paths;
     for (const auto& row : kept_rows) {
-      kept.append(py::make_tuple(row.label, row.op, row.what.name, row.what.why, row.what.recompute,
-                                 reinterpret_cast<uintptr_t>(row.storage), row.offset));
+      kept.append(py::make_tuple(row.label, row.op, row.what.name, row.what.why, row.what.recompute, row.kept,
+                                 reinterpret_cast<uintptr_t>(row.storage), row.offset, row.shape, row.dtype,
+                                 row.bytes));
     }
     for (const auto& row : path_rows) paths.append(py::make_tuple(row.label, row.op, row.path, row.why_not_faster));
     kept_rows.clear();
     path_rows.clear();
     return py::make_tuple(kept, paths);
+  });
+  m.def("is_recording", active);
+  m.def("record_path", [](const std::string& op, const std::string& path, const std::string& why_not_faster) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    path_rows.push_back({current_label, op, path, why_not_faster});
   });
   m.def("set_recording_label", [](const std::string& label) { current_label = label; });
 }

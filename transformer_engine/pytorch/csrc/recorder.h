@@ -39,7 +39,8 @@ class Label {
   std::string outer_;
 };
 
-void keep(const char* op, const Kept& what, const at::Tensor& tensor);
+// kept: it is held for backward; else the backward computes it again.
+void tell(const char* op, const Kept& what, const at::Tensor& tensor, bool kept);
 
 // The path that the engine noted since the last begin_call on this thread.
 void begin_call();

@@ -6,7 +6,6 @@ import torch
 
 from transformer_engine.pytorch import _C
 
-
 # Where a weight's gradient goes when it is not simply returned: called in backward as sink(dy, operand, with_bias), it
 # returns (dweight or None, dbias or None). Eager mode only.
 Sink = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor | None, torch.Tensor | None]]

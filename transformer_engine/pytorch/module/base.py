@@ -171,9 +171,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._wgrad_hooks.append(hook)
 
     def backward_dw(self) -> None:
-        """The weight (and bias) gradients of the oldest backward() that left them, then the registered hooks. They are
-        what an immediate backward gives, bit for bit: .grad is set where it is None and added to otherwise, or main_grad
-        is accumulated. Does nothing without delay_wgrad_compute.
+        """The weight (and bias) gradients of the oldest backward() that left them, then the registered hooks.
+
+        They are what an immediate backward gives, bit for bit: .grad is set where it is None and added to otherwise, or
+        main_grad is accumulated. Does nothing without delay_wgrad_compute.
         Errors: RuntimeError where no backward() has left any; nothing is changed then."""
         wanted = {product: self._product_names(product)[0][0] for product in self._wgrad_stores}
         wanted = {product: name for product, name in wanted.items() if getattr(self, name).requires_grad}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
-from transformer_engine.pytorch.module.base import InitMethod, default_init, refuse, refuse_parallel
+from transformer_engine.pytorch.module.base import InitMethod, default_init, refuse_parallel
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -35,10 +35,10 @@ class LayerNormMLP(NormParameters):
 
     Parameters `layer_norm_weight/_bias`, `fc1_weight/_bias` (twice as wide for gated activations, the half that the
     activation acts on first), `fc2_weight/_bias`. Kept for backward: the norm's input, statistics and output, and the
-    pre-activation; with checkpoint the norm's input alone, everything up to the activation is computed again in backward,
-    to the same bits; with recompute_norm_output (ours beyond the common API) all but the norm's output. Returns y, then
-    fc2_bias with return_bias, then the norm's output with return_layernorm_output. fuse_wgrad_accumulation and
-    delay_wgrad_compute as in Linear.
+    pre-activation; with checkpoint the norm's input alone, and everything up to the activation is computed again in
+    backward, to the same bits; with recompute_norm_output (ours beyond the common API) all but the norm's output.
+    Returns y, then fc2_bias with return_bias, then the norm's output with return_layernorm_output.
+    fuse_wgrad_accumulation and delay_wgrad_compute as in Linear.
     """
 
     def __init__(

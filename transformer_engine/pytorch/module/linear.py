@@ -196,8 +196,8 @@ class Linear(SplitWeights):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """is_first_microbatch: with fuse_wgrad_accumulation, True overwrites main_grad in this call's backward, False or
-        None adds to it."""
+        """is_first_microbatch: with fuse_wgrad_accumulation, True overwrites main_grad in this call's backward, False
+        or None adds to it."""
         refuse("Linear", "FP8", fp8_output=fp8_output, fp8_grad=fp8_grad)
         bias = self._joined(self.bias_names)
         out = F.linear(

@@ -1,5 +1,5 @@
-"""Where a module's weight gradients go: returned, accumulated into main_grad, or stored until backward_dw(). The products
-are the gemm room's; nothing here computes one."""
+"""Where a module's weight gradients go: returned, accumulated into main_grad, or stored until backward_dw(). The
+products are the gemm room's; nothing here computes one."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class WeightGradStore:
 def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object) -> None:
     if not isinstance(main_grad, torch.Tensor):
         raise ValueError(
-            f"{op}: argument 'fuse_wgrad_accumulation' is True, but parameter '{name}' has main_grad {main_grad!r}; give "
-            f"it a tensor, {name}.main_grad = torch.zeros({list(weight.shape)}, dtype=torch.float32), or a "
+            f"{op}: argument 'fuse_wgrad_accumulation' is True, but parameter '{name}' has main_grad {main_grad!r}; "
+            f"give it a tensor, {name}.main_grad = torch.zeros({list(weight.shape)}, dtype=torch.float32), or a "
             "get_main_grad() that returns one."
         )
     fits = main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous()
@@ -159,8 +159,8 @@ class WeightGradSink:
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     def _stand_in(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What autograd gets for a gradient that is in main_grad already: nothing, or where the owner of main_grad waits
-        for autograd's hooks (it set grad_added_to_main_grad) a dummy."""
+        """What autograd gets for a gradient that is in main_grad already: nothing, or where the owner of main_grad
+        waits for autograd's hooks (it set grad_added_to_main_grad) a dummy."""
         if not all(hasattr(weight, "grad_added_to_main_grad") for weight in self.weights):
             return None
         zero = any(getattr(weight, "zero_out_wgrad", False) for weight in self.weights)

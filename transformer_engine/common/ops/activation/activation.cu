@@ -89,6 +89,7 @@ void for_width(int64_t rows, int64_t cols, bool aligned, Launch&& launch) {
     if (blocks > INT32_MAX) throw Error(TE_NOT_IMPLEMENTED, "te_activation: more than 2^39 vectors in one call.");
     launch(width, vectors, per_row, vectors <= UINT32_MAX, dim3(static_cast<unsigned>(blocks)));
   };
+  note_width(aligned, cols % kVec<T> == 0);
   if (aligned && cols % kVec<T> == 0) {
     go(std::integral_constant<int, kVec<T>>{});
   } else {

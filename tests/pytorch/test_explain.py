@@ -1,0 +1,85 @@
+# te.explain: the paths that a run really took. On the GPU torch's profiler is the judge of which kernels ran. Mutant:
+# calling note_width(true, true) in activation.cu turns test_why_not_faster red (on the GPU).
+import pytest
+import torch
+from support import randn
+
+import transformer_engine.pytorch as te
+
+
+def paths(explanation, op):
+    return [(row.path, row.why_not_faster, row.calls) for row in explanation.rows if row.op == op]
+
+
+def mlp(device, hidden=64, ffn=128, **options):
+    return te.LayerNormMLP(hidden, ffn, activation="swiglu", device=device, params_dtype=torch.bfloat16, **options)
+
+
+def test_every_op_of_a_run_is_there(device):
+    module = mlp(device)
+    found = {(row.op, row.calls) for row in te.explain(module).rows}
+    assert found == {
+        ("normalization_fwd", 1),
+        ("linear_fwd", 2),
+        ("activation_fwd", 1),
+        ("linear_dgrad", 2),
+        ("linear_wgrad", 2),
+        ("activation_bwd", 1),
+        ("normalization_bwd", 1),
+    }
+    again = {(row.op, row.calls) for row in te.explain(mlp(device, checkpoint=True)).rows}
+    assert again == found - {("normalization_fwd", 1), ("linear_fwd", 2)} | {
+        ("normalization_fwd", 2),
+        ("linear_fwd", 3),
+    }
+
+
+def test_frozen_weights_have_no_product(device):
+    module = mlp(device)
+    module.fc1_weight.requires_grad_(False)
+    module.fc1_bias.requires_grad_(False)
+    assert [row.calls for row in te.explain(module).rows if row.op == "linear_wgrad"] == [1]
+
+
+def test_cpu_paths():
+    rows = te.explain(mlp("cpu")).rows
+    assert {row.path for row in rows} == {"CPU loop", "LibTorch's CPU product"}
+    text = str(te.explain(mlp("cpu")))
+    assert "why not faster" in text and "activation_bwd" in text
+
+
+def test_main_grad_and_delayed_gradients_are_left_alone(device):
+    module = mlp(device, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    for p in (module.fc1_weight, module.fc2_weight):
+        p.main_grad = torch.zeros(p.shape, device=device)
+    te.explain(module)
+    assert all(p.main_grad.eq(0).all() for p in (module.fc1_weight, module.fc2_weight))
+    with pytest.raises(RuntimeError, match="no weight gradient"):
+        module.backward_dw()
+    assert module.fuse_wgrad_accumulation and module.need_backward_dw()
+
+
+@pytest.mark.gpu
+def test_why_not_faster():
+    fast = te.explain(mlp("cuda"))
+    assert paths(fast, "activation_fwd") == [("CUDA, 16-byte accesses", "", 1)]
+    odd = te.explain(mlp("cuda", ffn=127))
+    assert paths(odd, "activation_fwd") == [
+        ("CUDA, one element at a time", "the last dimension is not a multiple of 16 bytes", 1)
+    ]
+    assert all("one element at a time" in path and why for path, why, _ in paths(odd, "activation_bwd"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ffn", [128, 127])
+def test_the_kernels_that_ran_are_those_it_names(ffn):
+    """forward_kernel<..., width> is instantiated with 8 elements a thread on the wide path and 1 otherwise."""
+    module, x = mlp("cuda", ffn=ffn), randn(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    ((path, _, _),) = paths(te.explain(module, x), "activation_fwd")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        module(x)
+        torch.cuda.synchronize()
+    names = [e.key for e in profile.key_averages() if "activation" in e.key and "forward_kernel" in e.key]
+    assert len(names) == 1, names
+    width = 8 if path == "CUDA, 16-byte accesses" else 1
+    assert f", {width}>" in names[0] or f"(int){width}" in names[0], names

@@ -1,0 +1,134 @@
+# te.memory_plan: it says what saved-tensor hooks see, to the byte, under names that are right, and changes nothing.
+# Mutant: counting t.nbytes instead of the storage's bytes in memory_plan.py turns test_equals_the_hooks red for views.
+import pytest
+import torch
+from plain_modules import angles
+from support import assert_same_bits, randn, refused, saved_tensors
+
+import transformer_engine.pytorch as te
+
+HIDDEN, FFN, TOKENS = 32, 56, (6, 2)
+
+
+def mlp(**options):
+    return te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", normalization="RMSNorm", bias=False, **options)
+
+
+def layer(**options):
+    return te.TransformerLayer(HIDDEN, FFN, 4, 2, activation="swiglu", hidden_dropout=0.1, **options)
+
+
+MODULES = {
+    "linear": lambda **o: te.Linear(HIDDEN, 24, **o),
+    "split": lambda **o: te.Linear(HIDDEN, 24, parameters_split=["a", "b"], **o),
+    "norm_linear": lambda **o: te.LayerNormLinear(HIDDEN, 24, **o),
+    "norm": lambda **o: te.LayerNorm(HIDDEN, **o),
+    "mlp": mlp,
+    "recomputed": lambda **o: mlp(checkpoint=True, **o),
+    "norm_recomputed": lambda **o: mlp(recompute_norm_output=True, **o),
+    "layer": layer,
+    "sequence": lambda **o: torch.nn.Sequential(te.Linear(HIDDEN, HIDDEN, **o), torch.nn.GELU(), mlp(**o)),
+}
+
+
+def hooked_bytes(module, *sample):
+    """The targets' definition, by hooks of our own: distinct storages, less parameters and the module's input."""
+    with saved_tensors() as kept:
+        out = module(*sample)
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *sample)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if t.numel()}
+    del out
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_equals_the_hooks(device, name, frozen):
+    module = MODULES[name](device=device, params_dtype=torch.bfloat16).eval()
+    if frozen:
+        module.requires_grad_(False)
+    x = randn(*TOKENS, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    plan = te.memory_plan(module, x)
+    assert plan.kept_bytes == hooked_bytes(module, x)
+    kinds = {row.status for row in plan.rows}
+    assert kinds <= {"kept", "recomputed", "parameter", "input"}
+    names = dict(module.named_parameters())
+    for row in plan.rows:
+        if row.status == "parameter":
+            assert all(part in names for part in row.name.split(" + ")), row
+    assert all(row.why and row.recompute for row in plan.rows)
+    assert f"kept {plan.kept_bytes:,} B" in str(plan)
+
+
+def test_case_14_to_the_byte(device):
+    """RMSNorm SwiGLU MLP: norm output and pre-activation, and four bytes a row; recomputing leaves less."""
+    rows, size = TOKENS[0] * TOKENS[1], 2
+    x = randn(*TOKENS, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    built = {name: MODULES[name](device=device, params_dtype=torch.bfloat16) for name in MODULES}
+    statistic, norm_output, gate_up = rows * 4, rows * HIDDEN * size, rows * 2 * FFN * size
+    assert te.memory_plan(built["mlp"], x).kept_bytes == statistic + norm_output + gate_up
+    assert te.memory_plan(built["norm_recomputed"], x).kept_bytes == statistic + gate_up
+    assert te.memory_plan(built["recomputed"], x).kept_bytes == 0
+
+
+def test_what_is_recomputed_is_listed_with_its_price(device):
+    x = randn(*TOKENS, HIDDEN, device=device, requires_grad=True)
+
+    def recomputed(name):
+        plan = te.memory_plan(MODULES[name](device=device), x)
+        return {row.name: row for row in plan.rows if row.status == "recomputed"}
+
+    assert set(recomputed("mlp")) == {"activation"}
+    assert set(recomputed("norm_recomputed")) == {"activation", "norm output"}
+    rows = recomputed("recomputed")
+    assert set(rows) == {"norm output", "pre-activation"}
+    assert rows["pre-activation"].bytes == 2 * FFN * TOKENS[0] * TOKENS[1] * 4
+    assert "checkpoint=True" in rows["pre-activation"].recompute
+
+
+def test_names_say_which_module(device):
+    module = layer(device=device)
+    x = randn(*TOKENS, HIDDEN, device=device, requires_grad=True)
+    freqs = angles(TOKENS[0], HIDDEN // 4).to(device)
+    plan = te.memory_plan(module, x, rotary_pos_emb=freqs)
+    found = {(row.module, row.name): row for row in plan.rows}
+    assert found["layernorm_mlp", "pre-activation"].status == "kept"
+    assert found["self_attention.layernorm_qkv", "norm input"].status == "input"
+    assert found["layernorm_mlp", "layernorm_mlp.fc1_weight"].status == "parameter"
+    assert [row.status for row in plan.rows if row.name == "rotary angles"] == ["input"]
+    attention = [row for row in plan.rows if row.module.endswith("core_attention") and row.status == "kept"]
+    assert attention and all("checkpoint_core_attention=True" in row.recompute for row in attention)
+
+
+def test_nothing_changes(device):
+    module = layer(device=device).train()
+    x = randn(*TOKENS, HIDDEN, device=device, requires_grad=True)
+    torch.manual_seed(5)
+    wanted = module(x)
+    torch.manual_seed(5)
+    te.memory_plan(module, x)
+    te.explain(module, x)
+    assert_same_bits(module(x), wanted)
+    assert x.grad is None and all(p.grad is None for p in module.parameters())
+    assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_an_error_inside_leaves_nothing_behind(device):
+    module = mlp(device=device)
+    x = randn(*TOKENS, HIDDEN, device=device, requires_grad=True)
+    for probe in (te.memory_plan, te.explain):
+        with refused(ValueError, "gamma", "[32]"):
+            probe(module, x[..., :-1])
+    assert not module._forward_hooks and not module._forward_pre_hooks
+    assert te.memory_plan(module, x).kept_bytes == hooked_bytes(module, x)
+
+
+def test_bad_modules_are_named():
+    for probe in (te.memory_plan, te.explain):
+        with refused(TypeError, probe.__name__, "'module'", "function", "torch.nn.Module"):
+            probe(test_bad_modules_are_named, torch.zeros(2))
+        compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+        with refused(TypeError, probe.__name__, "not compiled", "torch.compile"):
+            probe(compiled, torch.zeros(2, 2))
+    with refused(TypeError, "explain", "ReLU", "te.explain(module, *sample)"):
+        te.explain(torch.nn.ReLU())

@@ -1,0 +1,82 @@
+"""te.explain: the path that each op of a module takes, and why not a faster one. It reports what a run did; it predicts
+nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.recording import recording, table, tensors_in
+
+
+@dataclass(frozen=True)
+class Path:
+    """calls: how often the op took this path, forward and backward together. why_not_faster: '' where nothing is."""
+
+    module: str
+    op: str
+    path: str
+    why_not_faster: str
+    calls: int
+
+
+class Explanation:
+    """rows: a Path for each module, op and path, in the order of the run."""
+
+    def __init__(self, rows: list[Path]) -> None:
+        self.rows = rows
+
+    def __str__(self) -> str:
+        cells = [(r.module, r.op, r.calls, r.path, r.why_not_faster or "-") for r in self.rows]
+        return table(("module", "op", "calls", "path", "why not faster"), cells)
+
+    __repr__ = __str__
+
+
+def _sample_for(module: torch.nn.Module) -> list[torch.Tensor]:
+    """16 tokens for a module that says how wide its input is."""
+    like = next(module.parameters(), None)
+    width = next((getattr(module, n) for n in ("in_features", "hidden_size") if hasattr(module, n)), None)
+    if like is None or not isinstance(width, int):
+        raise TypeError(
+            f"explain: {type(module).__name__} does not say what its input looks like; pass one: "
+            "te.explain(module, *sample)."
+        )
+    return [torch.randn(16, 1, width, dtype=like.dtype, device=like.device, requires_grad=True)]
+
+
+@contextmanager
+def _gradients_returned(module: torch.nn.Module):
+    """Weight gradients go to autograd inside, not to main_grad or to backward_dw()."""
+    parts = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]
+    before = [(m, m.fuse_wgrad_accumulation, m._wgrad_stores) for m in parts]
+    try:
+        for m in parts:
+            m.fuse_wgrad_accumulation, m._wgrad_stores = False, {}
+        yield
+    finally:
+        for m, fused, stores in before:
+            m.fuse_wgrad_accumulation, m._wgrad_stores = fused, stores
+
+
+def explain(module: torch.nn.Module, *sample: object, **options: object) -> Explanation:
+    """Runs module(*sample, **options) and its backward once and lists which path each op took.
+
+    Without a sample, one of 16 tokens is made for modules that have in_features or hidden_size. Paths depend on shapes,
+    strides and alignment: pass what you train with. Gradients go nowhere: .grad, main_grad, what waits for
+    backward_dw() and the random states are as before afterwards.
+    Errors: TypeError for something that is not a module, is compiled, or whose input is not known.
+    """
+    with recording("explain", module) as (record, _), _gradients_returned(module), torch.enable_grad():
+        outputs = tensors_in(module(*(sample or _sample_for(module)), **options))
+        outputs = [t for t in outputs if t.requires_grad]
+        wanted = [t for t in (*tensors_in([sample, options]), *module.parameters()) if t.requires_grad]
+        if outputs and wanted:
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+    counts = Counter(record.paths)
+    rows = [Path(label, op.removeprefix("te::"), *rest, calls) for (label, op, *rest), calls in counts.items()]
+    return Explanation(rows)
