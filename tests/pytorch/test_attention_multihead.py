@@ -126,11 +126,7 @@ def test_frozen_parts(device, frozen):
 # ---- refusals, signature, state ----
 
 REFUSED = {
-    "attention_type": "cross",
-    "fuse_qkv_params": True,
-    "qk_norm_type": "RMSNorm",
     "tp_size": 2,
-    "fuse_wgrad_accumulation": True,
     "ub_overlap_ag": True,
     "ub_overlap_rs": True,
     "ub_overlap_rs_dgrad": True,
@@ -140,7 +136,6 @@ REFUSED = {
     "qkv_format": "thd",
 }
 CALL_REFUSED = {
-    "encoder_output": torch.zeros(1),
     "inference_params": object(),
     "softcap": 30.0,
 }

@@ -170,36 +170,27 @@ def test_keeps_no_sum_twice(device):
 
 
 REFUSED = {
-    "layer_type": "decoder",
-    "output_layernorm": True,
-    "apply_residual_connection_post_layernorm": True,
-    "parallel_attention_mlp": True,
-    "drop_path_rate": 0.1,
     "ub_tp_comm_overlap": True,
     "tp_size": 2,
-    "fuse_wgrad_accumulation": True,
-    "fuse_qkv_params": True,
-    "qk_norm_type": "L2Normalization",
     "softmax_type": "learnable",
     "attn_input_format": "thd",
 }
 CALL_REFUSED = {
-    "encoder_output": torch.zeros(1),
     "inference_params": object(),
     "softcap": 30.0,
 }
 
 
 @pytest.mark.parametrize("argument", REFUSED)
-def test_refuses_what_has_not_landed(argument):
+def test_refuses_what_has_not_landed(device, argument):
     with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
-        te.TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", **{argument: REFUSED[argument]})
+        te.TransformerLayer(HIDDEN, FFN, HEADS, device=device, **{argument: REFUSED[argument]})
 
 
 @pytest.mark.parametrize("argument", CALL_REFUSED)
-def test_call_refuses_what_has_not_landed(argument):
+def test_call_refuses_what_has_not_landed(device, argument):
     with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
-        build("cpu")(tokens("cpu"), **{argument: CALL_REFUSED[argument]})
+        build(device)(tokens(device), **{argument: CALL_REFUSED[argument]})
 
 
 @pytest.mark.parametrize(

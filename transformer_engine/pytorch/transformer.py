@@ -1,19 +1,34 @@
-"""TransformerLayer: self-attention and an MLP, each behind its norm, with residual connections."""
+"""TransformerLayer: attention (one or two) and an MLP, each behind its norm, with residual connections. It orders them
+and adds; the parts compute."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 
-from transformer_engine.pytorch.attention.dot_product_attention import check_format, check_mask
+from transformer_engine.pytorch.attention.dot_product_attention import check_format
+from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
+from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+
+
+def _check_rate(op: str, argument: str, rate: float) -> None:
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"{op}: argument '{argument}' is {rate}, wanted 0 <= p < 1.")
 
 
 class TransformerLayer(torch.nn.Module):
-    """h = x + dropout(attention(norm(x))); y = h + dropout(mlp(norm(h))).
+    """h = x + drop(attention(norm(x))); y = h + drop(mlp(norm(h))).
 
-    Submodules `self_attention` and `layernorm_mlp`; the residual addition before the MLP is part of its norm.
+    drop: hidden_dropout of elements, then drop_path_rate of whole sequences of the batch, both in training alone.
+    layer_type 'decoder': between the two h = h + drop(cross_attention(norm(h), encoder_output)).
+    parallel_attention_mlp: y = x + drop(attention(norm(x)) + mlp(norm'(x))).
+    apply_residual_connection_post_layernorm: each sum takes norm's output in place of its input.
+    output_layernorm: no norm before the (self-)attention, one behind the last sum.
+    Submodules `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (output_layernorm). The
+    residual addition before the MLP is part of its norm.
     Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
     """
 
@@ -31,11 +46,11 @@ class TransformerLayer(torch.nn.Module):
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
+        window_size: Window = None,
         bottom_right_diagonal: bool | None = None,
         enc_dec_attn_mask_type: str = "no_mask",
         enc_dec_bottom_right_diagonal: bool | None = None,
-        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_window_size: Window = None,
         tp_group: object | None = None,
         tp_size: int = 1,
         params_dtype: torch.dtype | None = None,
@@ -74,26 +89,44 @@ class TransformerLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         op = "TransformerLayer"
-        check_choice(op, "layer_type", layer_type, ("encoder",), ("decoder",))
+        check_choice(op, "layer_type", layer_type, ("encoder", "decoder"))
         check_mask(op, self_attn_mask_type, "self_attn_mask_type")
+        check_mask(op, enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
+        check_window(op, window_size)
+        check_window(op, enc_dec_window_size, "enc_dec_window_size")
         check_format(op, attn_input_format, "attn_input_format")
-        if not 0.0 <= hidden_dropout < 1.0:
-            raise ValueError(f"{op}: argument 'hidden_dropout' is {hidden_dropout}, wanted 0 <= p < 1.")
-        refuse(op, "this order of norm and residual", output_layernorm=output_layernorm)
-        refuse(
-            op,
-            "this order of norm and residual",
-            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
-        )
-        refuse(op, "attention beside the MLP", parallel_attention_mlp=parallel_attention_mlp)
-        refuse(op, "stochastic depth", drop_path_rate=drop_path_rate)
+        _check_rate(op, "hidden_dropout", hidden_dropout)
+        _check_rate(op, "drop_path_rate", drop_path_rate)
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(
+                f"{op}: argument 'fuse_wgrad_accumulation' is True and 'fuse_qkv_params' False: gradients accumulate "
+                "into one main_grad for the projections; wanted fuse_qkv_params=True."
+            )
+        if parallel_attention_mlp:
+            for name_of, excluded in (
+                ("layer_type", layer_type == "decoder" and layer_type),
+                ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm),
+                ("output_layernorm", output_layernorm),
+            ):
+                if excluded:
+                    raise ValueError(
+                        f"{op}: argument 'parallel_attention_mlp' is True and '{name_of}' is {excluded!r}, which "
+                        "exclude each other; leave one of them at its default."
+                    )
         refuse(op, "overlap of tensor-parallel communication", ub_tp_comm_overlap=ub_tp_comm_overlap)
         self.name = name
         self.layer_number = layer_number
         self.layer_type = layer_type
         self.hidden_dropout = hidden_dropout
+        self.drop_path_rate = drop_path_rate
         self.self_attn_mask_type = self_attn_mask_type
         self.window_size = window_size
+        self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
+        self.enc_dec_window_size = enc_dec_window_size
+        self.attn_input_format = attn_input_format
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.output_layernorm = output_layernorm
+        self.parallel_attention_mlp = parallel_attention_mlp
         self.get_rng_state_tracker = get_rng_state_tracker
         shared = {
             "tp_group": tp_group,
@@ -110,50 +143,76 @@ class TransformerLayer(torch.nn.Module):
             "bias": bias,
             "device": device,
         }
+        attention = {
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_attention_heads,
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "num_gqa_groups": num_gqa_groups,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qkv_format": attn_input_format,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "softmax_type": softmax_type,
+            **shared,
+        }
         self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            kv_channels,
-            attention_dropout,
-            layernorm_epsilon,
-            layer_number=layer_number,
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            num_gqa_groups=num_gqa_groups,
-            input_layernorm=True,
-            fuse_qkv_params=fuse_qkv_params,
-            qkv_weight_interleaved=qkv_weight_interleaved,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            qkv_format=attn_input_format,
-            qk_norm_type=qk_norm_type,
-            qk_norm_eps=qk_norm_eps,
-            qk_norm_before_rope=qk_norm_before_rope,
-            softmax_type=softmax_type,
+            input_layernorm=not output_layernorm,
+            return_layernorm_output=apply_residual_connection_post_layernorm and not output_layernorm,
             name=name and f"{name}.self_attention",
-            **shared,
+            **attention,
         )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                input_layernorm=True,
+                return_layernorm_output=apply_residual_connection_post_layernorm,
+                attention_type="cross",
+                name=name and f"{name}.inter_attention",
+                **attention,
+            )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
             layernorm_epsilon,
             activation=activation,
             activation_params=activation_params,
+            return_layernorm_output=apply_residual_connection_post_layernorm,
             name=name and f"{name}.layernorm_mlp",
             **shared,
         )
+        if output_layernorm:
+            kind = RMSNorm if normalization == "RMSNorm" else LayerNorm
+            self.layernorm = kind(
+                hidden_size,
+                layernorm_epsilon,
+                sequence_parallel=tp_size > 1 and sequence_parallel,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+            )
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: AttentionMask = None,
         self_attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
+        window_size: Window = None,
         bottom_right_diagonal: bool | None = None,
         encoder_output: torch.Tensor | None = None,
-        enc_dec_attn_mask: torch.Tensor | None = None,
+        enc_dec_attn_mask: AttentionMask = None,
         enc_dec_attn_mask_type: str | None = None,
-        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_window_size: Window = None,
         enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
@@ -174,36 +233,84 @@ class TransformerLayer(torch.nn.Module):
         thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """The arguments about encoders, sequence lengths and padding belong to capabilities that raise when chosen."""
+        """Masks, windows, lengths and biases as in DotProductAttention. A decoder's cross-attention takes the enc_dec_
+        ones, and the same rotary embedding and bias as its self-attention; cu_seqlens_kv are its encoder's lengths."""
+        op = "TransformerLayer"
         mask = self_attn_mask_type or self.self_attn_mask_type
-        check_mask("TransformerLayer", mask, "self_attn_mask_type")
-        refuse("TransformerLayer", "cross-attention", encoder_output=encoder_output is not None)
+        cross_mask = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
+        check_mask(op, mask, "self_attn_mask_type")
+        check_mask(op, cross_mask, "enc_dec_attn_mask_type")
+        check_window(op, window_size)
+        check_window(op, enc_dec_window_size, "enc_dec_window_size")
+        decoder = self.layer_type == "decoder"
+        if decoder != (encoder_output is not None):
+            got, wanted = ("None", "a tensor") if decoder else ("given", "None")
+            raise ValueError(
+                f"{op}: argument 'encoder_output' is {got}, wanted {wanted}, as layer_type is {self.layer_type!r}."
+            )
+        shared = {
+            "is_first_microbatch": is_first_microbatch,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "inference_params": inference_params,
+            "rotary_pos_emb": rotary_pos_emb,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
+            "softcap": softcap,
+        }
         attended = self.self_attention(
             hidden_states,
             attention_mask,
             attn_mask_type=mask,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            is_first_microbatch=is_first_microbatch,
-            checkpoint_core_attention=checkpoint_core_attention,
-            inference_params=inference_params,
-            rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            softcap=softcap,
+            cu_seqlens_kv=cu_seqlens_q if decoder else cu_seqlens_kv,
+            max_seqlen_kv=max_seqlen_q if decoder else max_seqlen_kv,
+            **shared,
         )
-        attended = self._dropout(attended)
-        if attended.dtype == hidden_states.dtype:
-            mlp, h = self.layernorm_mlp(attended, is_first_microbatch=is_first_microbatch, residual=hidden_states)
+        if self.parallel_attention_mlp:
+            return hidden_states + self._drop(
+                attended + self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
+            )
+        attended, residual = self._branch(attended, hidden_states)
+        if decoder:
+            hidden = residual + attended
+            attended = self.inter_attention(
+                hidden,
+                enc_dec_attn_mask,
+                encoder_output,
+                attn_mask_type=cross_mask,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                cu_seqlens_kv=cu_seqlens_kv,
+                max_seqlen_kv=max_seqlen_kv,
+                **shared,
+            )
+            attended, residual = self._branch(attended, hidden)
+        if attended.dtype == residual.dtype:
+            *mlp, h = self.layernorm_mlp(attended, is_first_microbatch=is_first_microbatch, residual=residual)
         else:  # autocast below a wider residual stream, which keeps its precision, as torch's promotion has it
-            h = hidden_states + attended
+            h = residual + attended
             mlp = self.layernorm_mlp(h, is_first_microbatch=is_first_microbatch)
-        return h + self._dropout(mlp)
+        mlp, residual = self._branch(mlp, h)
+        out = residual + mlp
+        return self.layernorm(out) if self.output_layernorm else out
 
-    def _dropout(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout else x
+    def _branch(
+        self, result: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor], residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a submodule returned, dropped from, and what it is added to: the norm's output if it came along."""
+        if isinstance(result, torch.Tensor):
+            return self._drop(result), residual
+        return self._drop(result[0]), result[1] if len(result) > 1 else residual
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        if self.hidden_dropout:
+            x = torch.nn.functional.dropout(x, self.hidden_dropout, self.training)
+        if self.drop_path_rate and self.training:
+            batch_dim, keep = self.attn_input_format.index("b"), 1.0 - self.drop_path_rate
+            shape = [x.shape[dim] if dim == batch_dim else 1 for dim in range(x.dim())]
+            x = x * (torch.bernoulli(torch.full(shape, keep, device=x.device)) / keep).to(x.dtype)
+        return x

@@ -5,17 +5,34 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, check_format, groups_of
-from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed
+from transformer_engine.pytorch.attention.masks import AttentionMask, Window
+from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
+from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 
 
-class MultiheadAttention(torch.nn.Module):
-    """proj(attention(rope(q), rope(k), v)) with [q | k | v] = linear(norm(x)) or linear(x).
+def _split_heads(
+    projected: torch.Tensor, heads: tuple[int, ...], head_dim: int, groups: int
+) -> tuple[torch.Tensor, ...]:
+    """The parts of a projection, [..., n * head_dim] -> [..., n_i, head_dim] for each n_i of `heads`; they lie one
+    behind the other in each of `groups`."""
+    if groups == 1:
+        return tuple(p.unflatten(-1, (-1, head_dim)) for p in projected.split([n * head_dim for n in heads], dim=-1))
+    grouped = projected.unflatten(-1, (groups, sum(heads) // groups, head_dim))
+    return tuple(part.flatten(-3, -2) for part in grouped.split([n // groups for n in heads], dim=-2))
 
-    Submodules `layernorm_qkv` (with input_layernorm) or `qkv`, `core_attention`, `proj`; the projections have the
-    parameters `query_weight`, `key_weight`, `value_weight` (and biases).
+
+class MultiheadAttention(torch.nn.Module):
+    """proj(attention(q_norm(rope(q)), k_norm(rope(k)), v)) with [q | k | v] = linear(norm(x)) or linear(x).
+
+    Self-attention has the submodules `layernorm_qkv` (with input_layernorm) or `qkv`; attention_type 'cross' takes q
+    from `layernorm_query` or `query_layer` and [k | v] of encoder_output, which no norm sees, from `key_value`. Then
+    `core_attention`, `proj`, and with qk_norm_type `q_norm` and `k_norm`, over each head, behind the rotary embedding
+    unless qk_norm_before_rope. The projections have parameters `query_weight`, `key_weight`, `value_weight` (and
+    biases); with fuse_qkv_params one `weight`, whose rows are for each group its query heads, its key and its value, or
+    without qkv_weight_interleaved all queries, all keys, all values.
     Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
     """
 
@@ -30,7 +47,7 @@ class MultiheadAttention(torch.nn.Module):
         output_layer_init_method: InitMethod | None = None,
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
+        window_size: Window = None,
         bottom_right_diagonal: bool | None = None,
         tp_group: object | None = None,
         tp_size: int = 1,
@@ -67,9 +84,7 @@ class MultiheadAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         op = "MultiheadAttention"
-        check_choice(op, "attention_type", attention_type, ("self",), ("cross",))
-        refuse(op, "one fused projection parameter", fuse_qkv_params=fuse_qkv_params)
-        refuse(op, "a norm of queries and keys", qk_norm_type=qk_norm_type)
+        check_choice(op, "attention_type", attention_type, ("self", "cross"))
         check_format(op, qkv_format)
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
@@ -89,7 +104,12 @@ class MultiheadAttention(torch.nn.Module):
         self.return_layernorm_output = return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
         head = self.hidden_size_per_attention_head
-        self._widths = (num_attention_heads * head, self.num_gqa_groups * head, self.num_gqa_groups * head)
+        # Split parameters join to all queries, all keys, all values.
+        self.qkv_weight_interleaved = fuse_qkv_params and qkv_weight_interleaved
+        self.qk_norm_before_rope = qk_norm_before_rope
+        for submodule in ("q_norm", "k_norm"):
+            made = make_qk_norm(op, qk_norm_type, head, eps=qk_norm_eps, params_dtype=params_dtype, device=device)
+            self.add_module(submodule, made)
         shared = {
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
@@ -103,27 +123,36 @@ class MultiheadAttention(torch.nn.Module):
             "ub_overlap_ag": ub_overlap_ag,
             "ub_overlap_rs": ub_overlap_rs,
         }
-        qkv = dict(
-            init_method=init_method,
-            parallel_mode="column" if set_parallel_mode else None,
-            parameters_split=dict(zip(("query", "key", "value"), self._widths, strict=True)),
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-            **shared,
-        )
-        if input_layernorm:
-            self.layernorm_qkv = LayerNormLinear(
+        norm = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+
+        def projection(submodule: str, parts: dict[str, int], with_norm: bool) -> None:
+            kind, options = (LayerNormLinear, norm) if with_norm else (Linear, {})
+            made = kind(
                 hidden_size,
-                sum(self._widths),
-                eps=layernorm_epsilon,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
-                return_layernorm_output=return_layernorm_output,
-                name=name and f"{name}.layernorm_qkv",
-                **qkv,
+                sum(parts.values()),
+                init_method=init_method,
+                parallel_mode="column" if set_parallel_mode else None,
+                parameters_split=None if fuse_qkv_params else parts,
+                ub_bulk_dgrad=ub_bulk_dgrad,
+                ub_bulk_wgrad=ub_bulk_wgrad,
+                name=name and f"{name}.{submodule}",
+                **options,
+                **shared,
             )
+            self.add_module(submodule, made)
+
+        queries = {"query": num_attention_heads * head}
+        pairs = {"key": self.num_gqa_groups * head, "value": self.num_gqa_groups * head}
+        if attention_type == "self":
+            projection("layernorm_qkv" if input_layernorm else "qkv", queries | pairs, input_layernorm)
         else:
-            self.qkv = Linear(hidden_size, sum(self._widths), name=name and f"{name}.qkv", **qkv)
+            projection("layernorm_query" if input_layernorm else "query_layer", queries, input_layernorm)
+            projection("key_value", pairs, False)
         self.core_attention = DotProductAttention(
             num_attention_heads,
             head,
@@ -151,10 +180,10 @@ class MultiheadAttention(torch.nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: AttentionMask = None,
         encoder_output: torch.Tensor | None = None,
         attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
+        window_size: Window = None,
         bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
@@ -175,34 +204,16 @@ class MultiheadAttention(torch.nn.Module):
         thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """rotary_pos_emb: angles [s, 1, 1, d] from RotaryPositionEmbedding, or a pair of them for q and k. Returns the
-        output, then proj's bias with return_bias, then the norm's output with return_layernorm_output."""
+        """rotary_pos_emb: angles [s, 1, 1, d] from RotaryPositionEmbedding, or a pair of them for q and k.
+        encoder_output: what cross-attention looks at; self-attention refuses it. Masks, windows, lengths and biases as
+        in DotProductAttention.
+        Returns the output, then proj's bias with return_bias, then the norm's output with return_layernorm_output."""
         op = "MultiheadAttention"
-        refuse(op, "cross-attention", encoder_output=encoder_output is not None)
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
-        if hidden_states.dim() != 3:
-            raise ValueError(
-                f"{op}: argument 'hidden_states' has shape {tuple(hidden_states.shape)}, wanted three dimensions "
-                f"({self.qkv_format[:2]}, hidden)."
-            )
-        norm_output = None
-        if self.input_layernorm:
-            qkv = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
-            if self.return_layernorm_output:
-                qkv, norm_output = qkv
-        else:
-            qkv = self.qkv(hidden_states, is_first_microbatch=is_first_microbatch)
-        head = self.hidden_size_per_attention_head
-        if rotary_pos_emb is None:
-            query, key, value = (part.unflatten(-1, (-1, head)) for part in qkv.split(self._widths, dim=-1))
-        else:
-            query, key, value = apply_rotary_to_packed(
-                qkv,
-                rotary_pos_emb,
-                heads=(self.num_attention_heads, self.num_gqa_groups),
-                tensor_format=self.qkv_format,
-                interleaved=self.rotary_pos_interleaved,
-            )
+        self._check_inputs(hidden_states, encoder_output)
+        query, key, value, norm_output = self._project(
+            hidden_states, encoder_output, rotary_pos_emb, is_first_microbatch=is_first_microbatch
+        )
         context = self.core_attention(
             query,
             key,
@@ -227,3 +238,64 @@ class MultiheadAttention(torch.nn.Module):
             return projected
         results = list(projected) if self.return_bias else [projected]
         return tuple(results if norm_output is None else [*results, norm_output])
+
+    def _check_inputs(self, hidden_states: torch.Tensor, encoder_output: torch.Tensor | None) -> None:
+        op = "MultiheadAttention"
+        cross = self.attention_type == "cross"
+        if cross != (encoder_output is not None):
+            got, wanted = ("None", "a tensor") if cross else ("given", "None")
+            raise ValueError(
+                f"{op}: argument 'encoder_output' is {got}, wanted {wanted}, as attention_type is "
+                f"{self.attention_type!r}."
+            )
+        for name, tensor in (("hidden_states", hidden_states), ("encoder_output", encoder_output)):
+            if tensor is not None and tensor.dim() != 3:
+                raise ValueError(
+                    f"{op}: argument '{name}' has shape {tuple(tensor.shape)}, wanted three dimensions "
+                    f"({self.qkv_format[:2]}, hidden)."
+                )
+        batch_dim = self.qkv_format.index("b")
+        if cross and encoder_output.shape[batch_dim] != hidden_states.shape[batch_dim]:
+            raise ValueError(
+                f"{op}: argument 'encoder_output' has shape {tuple(encoder_output.shape)} in {self.qkv_format}, wanted "
+                f"the batch size {hidden_states.shape[batch_dim]} of 'hidden_states'."
+            )
+
+    def _project(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_output: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+        *,
+        is_first_microbatch: bool | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """query, key and value, rotated and normed, and the norm's output where it is to be returned."""
+        cross = self.attention_type == "cross"
+        if self.input_layernorm:
+            first = self.layernorm_query if cross else self.layernorm_qkv
+        else:
+            first = self.query_layer if cross else self.qkv
+        projected, norm_output = first(hidden_states, is_first_microbatch=is_first_microbatch), None
+        if isinstance(projected, tuple):
+            projected, norm_output = projected
+        counts, head = (self.num_attention_heads, self.num_gqa_groups), self.hidden_size_per_attention_head
+        groups = self.num_gqa_groups if self.qkv_weight_interleaved else 1
+        layout = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
+        norm_first = self.q_norm is not None and self.qk_norm_before_rope
+        rotated = rotary_pos_emb is None
+        if cross:
+            pairs = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
+            query = projected.unflatten(-1, (-1, head))
+            key, value = _split_heads(pairs, (counts[1], counts[1]), head, groups)
+        elif rotated or norm_first:
+            query, key, value = _split_heads(projected, (counts[0], counts[1], counts[1]), head, groups)
+        else:
+            query, key, value = apply_rotary_to_packed(projected, rotary_pos_emb, heads=counts, groups=groups, **layout)
+            rotated = True
+        if norm_first:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if not rotated:
+            query, key = apply_rotary_to_pair(query, key, rotary_pos_emb, **layout)
+        if self.q_norm is not None and not norm_first:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query, key, value, norm_output

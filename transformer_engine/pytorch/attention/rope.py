@@ -181,20 +181,36 @@ def apply_rotary_to_packed(
     rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     *,
     heads: tuple[int, int],
+    groups: int = 1,
     tensor_format: str = "sbhd",
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As apply_fused_qkv_rotary_pos_emb, for a projection whose last dimension is [all of q | all of k | all of v].
+    """As apply_fused_qkv_rotary_pos_emb, for a projection whose last dimension is [q | k | v] of each group in turn;
+    one group is [all of q | all of k | all of v].
 
-    Shapes: qkv [s, b, (nq + 2 nk) * head_dim] (bshd: batch first) with heads = (nq, nk) -> q [s, b, nq, head_dim], k
-    and v [s, b, nk, head_dim]. rotary_pos_emb: the angles, or a pair of them for q and k.
+    Shapes: qkv [s, b, (nq + 2 nk) * head_dim] (bshd: batch first) with heads = (nq, nk), both multiples of groups, ->
+    q [s, b, nq, head_dim], k and v [s, b, nk, head_dim]. rotary_pos_emb: the angles, or a pair of them for q and k.
     """
     q_freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, None)
     return functional.rope_qkv(
-        qkv.unsqueeze(2),
-        heads=(heads[0], heads[1], heads[1]),
+        qkv.unflatten(2, (groups, qkv.shape[2] // groups)),
+        heads=(heads[0] // groups, heads[1] // groups, heads[1] // groups),
         q_freqs=q_freqs,
         k_freqs=k_freqs,
         tensor_format=tensor_format,
         interleaved=interleaved,
     )
+
+
+def apply_rotary_to_pair(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    *,
+    tensor_format: str = "sbhd",
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated, of sequences that may differ in length; the angles, or a pair of them for q and k."""
+    q_freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+    layout = {"tensor_format": tensor_format, "interleaved": interleaved}
+    return functional.rope(query, freqs=q_freqs, **layout)[0], functional.rope(key, freqs=k_freqs, **layout)[0]

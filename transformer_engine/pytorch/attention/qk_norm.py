@@ -1,0 +1,43 @@
+"""The norms of queries and keys, over one head each. Which of them and when is MultiheadAttention's choice."""
+
+import torch
+
+from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.module.base import check_choice
+from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+
+
+class L2Normalization(torch.nn.Module):
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension: unit length, no parameters."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        width = inp.shape[-1]
+        # The RMS norm's sum is a mean: width times smaller, eps with it, and its root sqrt(width) times.
+        gamma = torch.full((width,), width**-0.5, dtype=torch.float32, device=inp.device)
+        return F.normalization(inp, gamma, rms=True, eps=self.eps / width)[0]
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
+
+
+def make_qk_norm(
+    op: str,
+    kind: str | None,
+    head_dim: int,
+    *,
+    eps: float,
+    params_dtype: torch.dtype | None,
+    device: torch.device | str | int | None,
+) -> torch.nn.Module | None:
+    check_choice(op, "qk_norm_type", kind, (None, "RMSNorm", "LayerNorm", "L2Normalization"))
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(eps)
+    norm = RMSNorm if kind == "RMSNorm" else LayerNorm
+    return norm(head_dim, eps, params_dtype=params_dtype, device=device)
