@@ -8,6 +8,8 @@ from transformer_engine.pytorch import functional as functional
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention as DotProductAttention
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention as MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding as RotaryPositionEmbedding
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker as CudaRNGStatesTracker
+from transformer_engine.pytorch.distributed import checkpoint as checkpoint
 from transformer_engine.pytorch.explain import explain as explain
 from transformer_engine.pytorch.memory_plan import memory_plan as memory_plan
 from transformer_engine.pytorch.module.layernorm import LayerNorm as LayerNorm

@@ -1,0 +1,451 @@
+# te.checkpoint: with and without it the same bits, in outputs, in every gradient and in whatever is drawn afterwards,
+# for both of torch's ways. Mutants: a second run without `snapshot.replayed()`, or a tracker left out of the snapshot,
+# turns these red.
+import contextlib
+import copy
+
+import pytest
+import torch
+from module_contract import Tracker
+from plain_modules import angles, randomize
+from support import assert_same_bits, in_threads, randn, refused, saved_tensors
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.distributed import (
+    activation_recompute_forward,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
+
+HIDDEN, FFN, HEADS, SEQ, BATCH = 16, 24, 2, 6, 2
+
+BLOCKS = {
+    "Linear": lambda **options: te.Linear(HIDDEN, HIDDEN, **options),
+    "LayerNormLinear": lambda **options: te.LayerNormLinear(HIDDEN, HIDDEN, **options),
+    "LayerNormMLP": lambda **options: te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", **options),
+    "LayerNorm": lambda **options: te.LayerNorm(HIDDEN, **options),
+    "RMSNorm": lambda **options: te.RMSNorm(HIDDEN, **options),
+    "MultiheadAttention": lambda **options: te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, **options),
+    "TransformerLayer": lambda **options: te.TransformerLayer(
+        HIDDEN, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, **options
+    ),
+}
+both_ways = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+
+
+def tokens(device, dtype=torch.float32, requires_grad=True):
+    return randn(SEQ, BATCH, HIDDEN, dtype=dtype, device=device).requires_grad_(requires_grad)
+
+
+class Dropping(torch.nn.Module):
+    """A block that draws from the default state and, with a tracker, from a forked one."""
+
+    def __init__(self, device, tracker=None):
+        super().__init__()
+        self.first = randomize(te.Linear(HIDDEN, HIDDEN, device=device))
+        self.second = randomize(te.LayerNormMLP(HIDDEN, FFN, device=device))
+        self.tracker = tracker
+
+    def forward(self, x, scale=None, *, shift=None):
+        h = torch.nn.functional.dropout(self.first(x), 0.5, True)
+        h = h if scale is None else h * scale
+        h = h if shift is None else h + shift
+        if self.tracker is not None:
+            with self.tracker.fork():
+                h = torch.nn.functional.dropout(h, 0.5, True)
+        return torch.nn.functional.dropout(self.second(h), 0.5, True)
+
+
+def step(call, module, *inputs, seed=11, tracker=None):
+    """{name: tensor} of one step from that seed: outputs, gradients, and what is drawn behind forward and backward."""
+    torch.manual_seed(seed)
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    module.zero_grad()
+    outputs = call(module, *leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    device = outputs[0].device
+    got = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    got["drawn behind forward"] = torch.rand(4, device=device)
+    torch.autograd.backward([t for t in outputs if t.requires_grad], [t.cos() for t in outputs if t.requires_grad])
+    got["drawn behind backward"] = torch.cat([torch.rand(4), torch.rand(4, device=device).cpu()])
+    if tracker is not None:
+        got |= {f"tracker {name}": state for name, state in tracker.get_states().items()}
+    got |= {f"gradient of input {i}": t.grad for i, t in enumerate(leaves) if t.requires_grad}
+    return got | {f"gradient of {name}": p.grad for name, p in module.named_parameters()}
+
+
+def same_bits(got, wanted):
+    assert list(got) == list(wanted)
+    for key, want in wanted.items():
+        assert (got[key] is None) == (want is None), key
+        if want is not None:
+            assert_same_bits(got[key], want, key)
+
+
+# ---- the same bits ----
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_module(device, name, dtype, use_reentrant):
+    module, x = randomize_block(name, device, dtype), tokens(device, dtype)
+    kept = step(lambda m, t: m(t), module, x)
+    same_bits(step(lambda m, t: te.checkpoint(m, t, use_reentrant=use_reentrant), module, x), kept)
+
+
+def randomize_block(name, device, dtype=torch.float32):
+    module = BLOCKS[name](params_dtype=dtype, device=device)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape).to(p) * 0.3)
+    return module
+
+
+@both_ways
+@pytest.mark.parametrize("retain", [False, True])
+def test_dropout_and_a_tracker(device, use_reentrant, retain):
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 6)
+    module, x, start = Dropping(device, tracker), tokens(device), tracker.get_states()
+    kept = step(lambda m, t: m(t), module, x, tracker=tracker)
+    tracker.set_states(start)
+
+    def call(m, t):
+        out = te.checkpoint(m, t, use_reentrant=use_reentrant, get_rng_state_tracker=lambda: tracker)
+        if retain:  # a first backward that is thrown away, other numbers drawn between
+            out.backward(torch.ones_like(out), retain_graph=True)
+            m.zero_grad()
+            t.grad = None
+        return out
+
+    same_bits(step(call, module, x, tracker=tracker), kept)
+    with tracker.fork():
+        after = torch.rand(3)
+    assert not torch.equal(after, kept["drawn behind backward"][:3])
+
+
+@both_ways
+def test_a_tracker_that_is_not_ours(device, use_reentrant):
+    """Any tracker with get_states, set_states and fork."""
+    tracker = Tracker()
+    module, x, start = Dropping(device, tracker), tokens(device), tracker.get_states()
+    kept = step(lambda m, t: m(t), module, x, tracker=tracker)
+    tracker.set_states(start)
+
+    def call(m, t):
+        return te.checkpoint(m, t, use_reentrant=use_reentrant, get_rng_state_tracker=lambda: tracker)
+
+    same_bits(step(call, module, x, tracker=tracker), kept)
+
+
+@both_ways
+@pytest.mark.parametrize("inner", [True, False], ids=["reentrant", "not_reentrant"])
+def test_checkpoints_nest(device, use_reentrant, inner):
+    module, x = torch.nn.Sequential(Dropping(device), Dropping(device)), tokens(device)
+
+    def nested(t):
+        return te.checkpoint(module[1], te.checkpoint(module[0], t, use_reentrant=inner), use_reentrant=inner)
+
+    kept = step(lambda m, t: m(t), module, x)
+    same_bits(step(lambda m, t: te.checkpoint(nested, t, use_reentrant=use_reentrant), module, x), kept)
+
+
+@both_ways
+def test_autocast(device, use_reentrant):
+    """The second run is under the first one's autocast, although the backward is under none."""
+    module, x = Dropping(device), tokens(device)
+
+    def plain(m, t):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return m(t)
+
+    def checkpointed(m, t):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return te.checkpoint(m, t, use_reentrant=use_reentrant)
+
+    kept = step(plain, module, x)
+    assert kept["output 0"].dtype == torch.bfloat16
+    same_bits(step(checkpointed, module, x), kept)
+
+
+@both_ways
+def test_tensors_by_name_and_inside_containers(device, use_reentrant):
+    module, x = Dropping(device), tokens(device)
+    scale, shift, extra = (torch.randn(HIDDEN, device=device, requires_grad=True) for _ in range(3))
+
+    def function(tensors, factor, *, shift, options):
+        out = module(tensors[0], scale=tensors[1]["scale"], shift=shift)
+        return {"out": out * factor, "pair": (out + options["extra"], None)}, "done"
+
+    def plain(_, t, *rest):
+        return flat(function((t, {"scale": rest[0]}), 2.0, shift=rest[1], options={"extra": rest[2]}))
+
+    def checkpointed(_, t, *rest):
+        return flat(
+            te.checkpoint(
+                function,
+                (t, {"scale": rest[0]}),
+                2.0,
+                shift=rest[1],
+                options={"extra": rest[2]},
+                use_reentrant=use_reentrant,
+            )
+        )
+
+    def flat(result):
+        tensors, word = result
+        assert word == "done" and tensors["pair"][1] is None
+        return tensors["out"], tensors["pair"][0]
+
+    inputs = (x, scale, shift, extra)
+    same_bits(step(checkpointed, module, *inputs), step(plain, module, *inputs))
+
+
+@both_ways
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1, 2)])
+def test_several_outputs_of_which_some_are_used(device, use_reentrant, used):
+    """One of them is a parameter: it is returned as it is, and its gradient is its own."""
+    module = te.LayerNormLinear(HIDDEN, HIDDEN, return_layernorm_output=True, return_bias=True, device=device)
+    x = tokens(device)
+
+    def chosen(outputs):
+        assert outputs[1] is module.bias
+        return tuple(outputs[i] * 2 for i in used)
+
+    kept = step(lambda m, t: chosen(m(t)), module, x)
+    same_bits(step(lambda m, t: chosen(te.checkpoint(m, t, use_reentrant=use_reentrant)), module, x), kept)
+
+
+@both_ways
+def test_inputs_that_want_no_gradient_leave_the_parameters_theirs(device, use_reentrant):
+    """The first block of a model: its input is data."""
+    module, x = Dropping(device), tokens(device, requires_grad=False)
+    kept = step(lambda m, t: m(t), module, x)
+    same_bits(step(lambda m, t: te.checkpoint(m, t, use_reentrant=use_reentrant), module, x), kept)
+
+
+@both_ways
+def test_without_gradients_it_is_a_plain_call(device, use_reentrant):
+    module, x = Dropping(device), tokens(device)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.manual_seed(2)
+            wanted = module(x)
+            torch.manual_seed(2)
+            with saved_tensors() as kept:
+                got = te.checkpoint(module, x, use_reentrant=use_reentrant)
+        assert_same_bits(got, wanted)
+        assert not got.requires_grad and not kept
+
+
+@both_ways
+def test_it_keeps_its_inputs_alone(device, use_reentrant):
+    module, x = te.LayerNormMLP(HIDDEN, FFN, device=device), tokens(device)
+    with saved_tensors() as kept:
+        te.checkpoint(module, x, use_reentrant=use_reentrant)
+    assert [t.data_ptr() for t in kept if t.numel()] == [x.data_ptr()]
+
+
+@both_ways
+def test_the_module_is_called_twice_and_frozen_weights_stay_so(device, use_reentrant):
+    module, x = te.LayerNormMLP(HIDDEN, FFN, device=device), tokens(device)
+    module.fc1_weight.requires_grad_(False)
+    calls = []
+
+    def counted(t):
+        calls.append(torch.is_grad_enabled())
+        return module(t)
+
+    te.checkpoint(counted, x, use_reentrant=use_reentrant).sum().backward()
+    assert calls == [not use_reentrant, True]
+    assert module.fc1_weight.grad is None and module.fc2_weight.grad is not None
+
+
+@both_ways
+def test_threads(device, use_reentrant):
+    """Several threads through one module: each gradient of an input has the bits of the serial run."""
+    module = randomize(te.LayerNormMLP(HIDDEN, FFN, device=device))
+    inputs = [tokens(device) for _ in range(4)]
+
+    def gradient(i):
+        x = inputs[i].detach().clone().requires_grad_()
+        out = te.checkpoint(module, x, use_reentrant=use_reentrant)
+        return torch.autograd.backward(out, out.detach().cos()) or x.grad
+
+    wanted = [gradient(i) for i in range(4)]
+    for got, want in zip(in_threads(4, gradient), wanted, strict=True):
+        assert_same_bits(got, want)
+
+
+# ---- phases ----
+
+
+def phase():
+    return is_fp8_activation_recompute_enabled(), in_fp8_activation_recompute_phase()
+
+
+@both_ways
+def test_phases(device, use_reentrant):
+    seen, linear = [], te.Linear(HIDDEN, HIDDEN, device=device)
+
+    def watched(x):
+        seen.append(phase())
+        return linear(x)
+
+    def outer(x):
+        y = te.checkpoint(watched, x, use_reentrant=use_reentrant)
+        seen.append(("outer", *phase()))
+        return linear(y)
+
+    te.checkpoint(watched, tokens(device), use_reentrant=use_reentrant).sum().backward()
+    assert seen == [(True, False), (True, True)] and phase() == (False, False)
+    seen.clear()
+    te.checkpoint(outer, tokens(device), use_reentrant=use_reentrant).sum().backward()
+    first, second = [(True, False), ("outer", True, False)], [(True, False), ("outer", True, True)]
+    assert seen == [*first, *second, (True, True)] and phase() == (False, False)
+
+
+def test_phases_are_a_threads_own():
+    with activation_recompute_forward(activation_recompute=True, recompute_phase=True):
+        assert phase() == (True, True)
+        assert in_threads(2, lambda _: phase()) == [(False, False)] * 2
+        with activation_recompute_forward():
+            assert phase() == (False, False)
+        assert phase() == (True, True)
+    with pytest.raises(KeyError), activation_recompute_forward(True, False):
+        raise KeyError
+    assert phase() == (False, False)
+
+
+# ---- exceptions and misuse ----
+
+
+@both_ways
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_exception_inside(device, use_reentrant, when):
+    """It comes out as it is; random states, phases and the module are as before the step that failed."""
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 6)
+    module, x, calls = Dropping(device, tracker), tokens(device), []
+
+    def failing(t):
+        out = module(t)
+        calls.append(0)
+        if len(calls) == (1 if when == "forward" else 2):
+            raise KeyError("mine")
+        return out
+
+    start = tracker.get_states()
+    kept = step(lambda m, t: m(t), module, x, tracker=tracker)
+    module.zero_grad()
+    tracker.set_states(start)
+    torch.manual_seed(11)
+    if when == "forward":
+        with pytest.raises(KeyError, match="mine"):
+            te.checkpoint(failing, x, use_reentrant=use_reentrant, get_rng_state_tracker=lambda: tracker)
+    else:
+        out = te.checkpoint(failing, x, use_reentrant=use_reentrant, get_rng_state_tracker=lambda: tracker)
+        states, drawn = tracker.get_states(), torch.get_rng_state()
+        if use_reentrant:
+            with pytest.raises(KeyError, match="mine"):
+                out.sum().backward()
+        else:
+            # Without reentrance the second run stops where the last tensor that the backward needs is there.
+            with torch.utils.checkpoint.set_checkpoint_early_stop(False), pytest.raises(KeyError, match="mine"):
+                te.checkpoint(failing_from(calls, failing), x, use_reentrant=False).sum().backward()
+            tracker.set_states(states)
+            torch.set_rng_state(drawn)
+        assert_same_bits(torch.get_rng_state(), drawn)
+        same_bits(tracker.get_states(), states)
+    assert phase() == (False, False)
+    assert all(p.grad is None for p in module.parameters())
+    tracker.set_states(start)
+    same_bits(step(lambda m, t: m(t), module, x, tracker=tracker), kept)
+
+
+def failing_from(calls, failing):
+    calls.clear()
+    return failing
+
+
+def test_what_excludes_itself_is_refused_by_name(device):
+    linear, x = te.Linear(HIDDEN, HIDDEN, device=device), tokens(device)
+    for name, value in (("context_fn", lambda: None), ("determinism_check", "none"), ("debug", True)):
+        with refused(ValueError, "checkpoint", f"'{name}'", "use_reentrant=True"):
+            te.checkpoint(linear, x, **{name: value})
+    with refused(ValueError, "checkpoint", "'use_reentrant'", "None"):
+        te.checkpoint(linear, x, use_reentrant=None)
+    for way in (True, False):
+        with refused(NotImplementedError, "checkpoint", "'distribute_saved_activations'", "tensor parallelism"):
+            te.checkpoint(linear, x, distribute_saved_activations=True, use_reentrant=way)
+    assert phase() == (False, False)
+
+
+def test_torchs_options_reach_torch(device):
+    """context_fn's two contexts are around the two runs; determinism_check sees a second run that differs."""
+    linear, x, log = te.Linear(HIDDEN, HIDDEN, device=device), tokens(device), []
+
+    @contextlib.contextmanager
+    def note(word):
+        log.append(word)
+        yield
+
+    def pair():
+        return note("first"), note("second")
+
+    te.checkpoint(linear, x, use_reentrant=False, context_fn=pair).sum().backward()
+    assert log == ["first", "second"]
+    calls = []
+
+    def differs(t):
+        calls.append(0)
+        return linear(t if len(calls) == 1 else t[1:])
+
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        te.checkpoint(differs, x, use_reentrant=False, determinism_check="default").sum().backward()
+    with pytest.raises(ValueError, match="determinism_check"):
+        te.checkpoint(linear, x, use_reentrant=False, determinism_check="sometimes")
+
+
+# ---- torch.compile ----
+
+
+@both_ways
+@pytest.mark.parametrize("name", ["LayerNormMLP", "TransformerLayer"])
+def test_inside_a_compiled_function(device, name, use_reentrant):
+    module, x = randomize_block(name, device), tokens(device)
+    freqs = angles(SEQ, HIDDEN // HEADS).to(device)
+    kwargs = {"rotary_pos_emb": freqs} if name == "TransformerLayer" else {}
+
+    def checkpointed(m, t):
+        return te.checkpoint(m, t, use_reentrant=use_reentrant, **kwargs)
+
+    compiled = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")
+    kept = step(lambda m, t: torch.compile(m, fullgraph=True, backend="aot_eager")(t, **kwargs), module, x)
+    same_bits(step(compiled, module, x), kept)
+
+
+def test_a_tracker_is_refused_under_compile():
+    linear, tracker = te.Linear(HIDDEN, HIDDEN, device="cpu"), te.CudaRNGStatesTracker()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(t):
+        return te.checkpoint(linear, t, get_rng_state_tracker=lambda: tracker)
+
+    with pytest.raises(Exception, match="get_rng_state_tracker"):
+        compiled(tokens("cpu"))
+
+
+def test_a_module_that_holds_checkpointed_blocks_copies():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = randomize(te.LayerNormMLP(HIDDEN, FFN, device="cpu"))
+
+        def forward(self, x):
+            return te.checkpoint(self.block, x)
+
+    model, x = Model(), tokens("cpu")
+    kept = step(lambda m, t: m(t), model, x)
+    same_bits(step(lambda m, t: m(t), copy.deepcopy(model), x), kept)

@@ -1,0 +1,176 @@
+"""Activation recomputation: run a function without keeping what its backward needs, and run it again in the backward.
+What is kept, and autograd's part in it, is torch.utils.checkpoint's; this adds arguments of any form and every random
+state. It recomputes only what is asked for."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from transformer_engine.pytorch.distributed.rng import Snapshot
+
+
+class _Phase(threading.local):
+    """Where this thread is. Recomputations run on autograd's threads, several modules on several threads."""
+
+    enabled = False
+    recomputing = False
+
+
+_phase = _Phase()
+
+
+@contextmanager
+def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
+    """Says that the forward inside will be recomputed (activation_recompute), and that it is the second run of it
+    (recompute_phase); `checkpoint` does so for both of its runs."""
+    before = _phase.enabled, _phase.recomputing
+    _phase.enabled, _phase.recomputing = activation_recompute, recompute_phase
+    try:
+        yield
+    finally:
+        _phase.enabled, _phase.recomputing = before
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Whether this thread runs a forward that is recomputed in the backward, in either of its two runs."""
+    return _phase.enabled
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether this thread is recomputing a forward."""
+    return _phase.recomputing
+
+
+class _Twice:
+    """`function` with arguments and results flat, so that torch sees every tensor in them. The first call notes the
+    random states; every later one is a recomputation and draws what the first one drew."""
+
+    def __init__(self, function: Callable, form: object, tracker: object | None) -> None:
+        self.function, self.form, self.tracker = function, form, tracker
+        self.snapshot: Snapshot | None = None
+        self.result_form = None
+        self.passed: dict[int, torch.Tensor] = {}
+
+    def __call__(self, *leaves: object) -> tuple:
+        if self.snapshot is not None:
+            with activation_recompute_forward(True, True), self.snapshot.replayed():
+                results = self._call(leaves)
+        else:
+            self.snapshot = Snapshot((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), self.tracker)
+            with activation_recompute_forward(True, False):
+                results = self._call(leaves)
+            self._pass_by(leaves, results)
+        return tuple(None if i in self.passed else result for i, result in enumerate(results))
+
+    def _call(self, leaves: tuple) -> list:
+        args, kwargs = tree_unflatten(leaves, self.form)
+        results, self.result_form = tree_flatten(self.function(*args, **kwargs))
+        return results
+
+    def _pass_by(self, leaves: tuple, results: list) -> None:
+        """A result of the reentrant way's first run, which has no graph, that wants a gradient all the same and is no
+        input is a parameter (the bias of return_bias) or another tensor from outside. It has a history of its own,
+        which torch would overwrite with the checkpoint's: its backward would then call itself without end."""
+        inputs = {id(leaf) for leaf in leaves}
+        if not torch.is_grad_enabled():
+            for i, result in enumerate(results):
+                if isinstance(result, torch.Tensor) and result.requires_grad and id(result) not in inputs:
+                    self.passed[i] = result
+
+    def assemble(self, results: tuple) -> object:
+        """The function's result, of the form that the function gave it."""
+        return tree_unflatten([self.passed.get(i, result) for i, result in enumerate(results)], self.result_form)
+
+
+def _refuse_combinations(use_reentrant: bool, distribute: bool, **only_without: tuple[object, object]) -> None:
+    if not isinstance(use_reentrant, bool):
+        raise ValueError(f"checkpoint: argument 'use_reentrant' is {use_reentrant!r}, wanted True or False.")
+    if distribute:
+        raise NotImplementedError(
+            f"checkpoint: argument 'distribute_saved_activations' is {distribute!r}, but tensor parallelism is not "
+            "available in this version; leave it at False."
+        )
+    for name, (value, default) in only_without.items():
+        if use_reentrant and value is not default and value != default:
+            raise ValueError(
+                f"checkpoint: argument '{name}' is {value!r} together with use_reentrant=True, which cannot honour it; "
+                "pass use_reentrant=False."
+            )
+
+
+def checkpoint(
+    function: Callable,
+    *args: object,
+    use_reentrant: bool = True,
+    distribute_saved_activations: bool = False,
+    tp_group: object | None = None,
+    get_rng_state_tracker: Callable | None = None,
+    context_fn: Callable | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    **kwargs: object,
+) -> object:
+    """function(*args, **kwargs), keeping its inputs alone; the backward runs it again. The bits are those of a plain
+    call, gradients, dropout and autocast included.
+
+    Tensors may stand anywhere in args, kwargs and the result: in tuples, lists and dicts too.
+    use_reentrant: torch's two ways. Where no argument wants a gradient the reentrant one would leave the parameters
+      without theirs, so the other one is taken. Backward through the reentrant one takes no `inputs`, and neither gives
+      a second derivative.
+    get_rng_state_tracker: () -> a tracker whose states are part of what is drawn from (CudaRNGStatesTracker or one with
+      its get_states and set_states).
+    context_fn, determinism_check, debug: torch's, without use_reentrant.
+    tp_group: where saved activations would be distributed; nothing is communicated without that.
+    Random states: the CPU's, CUDA's on the inputs' devices and the current one, and the tracker's are put where they
+      were for the second run, and back behind it.
+    Errors: ValueError for a combination that excludes itself; NotImplementedError for distribute_saved_activations, and
+      inside a CUDA graph's capture.
+    """
+    _refuse_combinations(
+        use_reentrant,
+        distribute_saved_activations,
+        context_fn=(context_fn, None),
+        determinism_check=(determinism_check, "default"),
+        debug=(debug, False),
+    )
+    if torch.compiler.is_compiling():
+        return _traced(function, args, kwargs, get_rng_state_tracker, context_fn)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "checkpoint: called inside a CUDA graph's capture, where the states of the random generators cannot be "
+            "noted; that is not available in this version. Capture the function without checkpoint."
+        )
+    leaves, form = tree_flatten((args, kwargs))
+    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+    twice = _Twice(function, form, tracker)
+    options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}  # _Twice sees to those states
+    if not use_reentrant or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        options = {
+            **options,
+            "use_reentrant": False,
+            "context_fn": noop_context_fn if context_fn is None else context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+        }
+    return twice.assemble(torch_checkpoint(twice, *leaves, **options))
+
+
+def _traced(
+    function: Callable, args: tuple, kwargs: dict, get_rng_state_tracker: Callable | None, context_fn: Callable | None
+) -> object:
+    """Under torch.compile the compiler decides what is kept, and replays random numbers itself."""
+    if get_rng_state_tracker is not None:
+        raise NotImplementedError(
+            "checkpoint: argument 'get_rng_state_tracker' is given under torch.compile, which cannot follow the states "
+            "of a tracker; that is not available in this version. Compile the function inside checkpoint instead."
+        )
+    if context_fn is not None:
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)

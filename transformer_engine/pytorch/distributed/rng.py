@@ -1,0 +1,153 @@
+"""Named random states beside the default one, and snapshots of all of them. It draws no numbers itself and never waits
+for a device."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+DEFAULT_NAME = "model-parallel-rng"
+
+
+class CudaRNGStatesTracker:
+    """Random states by name; inside `fork(name)` the default generator runs on that state.
+
+    With CUDA they are states of the CUDA generator of the current device, and fork swaps them by their graph-safe
+    handles, in a capture too (register what get_all_rng_states() returns with the graph first). On a machine without
+    CUDA they are states of the CPU generator.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every state."""
+        self.states_: dict[str, torch.Generator] = {}
+        self.seeds_: set[int] = set()
+        self._inside: str | None = None  # on the CPU: whose numbers the default generator is drawing
+        _trackers.add(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        _trackers.add(self)
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """A snapshot: name -> the bytes of the state. Drawing numbers does not change it; torch.save takes it."""
+        states = {name: generator.get_state() for name, generator in self.states_.items()}
+        if self._inside is not None:
+            states[self._inside] = torch.get_rng_state()
+        return states
+
+    def set_states(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
+        """Goes back to a snapshot; generators stay the same objects, so that graphs which know them follow."""
+        generators = {}
+        for name, state in states.items():
+            generators[name] = self.states_.get(name) or _new_generator()
+            generators[name].set_state(state.get_state() if isinstance(state, torch.Generator) else state)
+        self.states_ = generators
+        if self._inside in states:
+            torch.set_rng_state(generators[self._inside].get_state())
+
+    def add(self, name: str, seed: int) -> None:
+        """Adds the state that seeding the default generator with `seed` would give.
+
+        Errors: ValueError where the seed or the name is already there.
+        """
+        if seed in self.seeds_:
+            raise ValueError(
+                f"CudaRNGStatesTracker.add: argument 'seed' is {seed}, which another state has; two states of one seed "
+                "draw the same numbers. Pass another seed."
+            )
+        if name in self.states_:
+            raise ValueError(
+                f"CudaRNGStatesTracker.add: argument 'name' is {name!r}, which is already there; wanted a new name, or "
+                "reset() first."
+            )
+        self.states_[name] = _new_generator().manual_seed(seed)
+        self.seeds_.add(seed)
+
+    @contextmanager
+    def fork(self, name: str = DEFAULT_NAME) -> Iterator[None]:
+        """Draws from state `name` inside the block, and from where it was before behind it, exceptions included."""
+        if name not in self.states_:
+            raise ValueError(
+                f"CudaRNGStatesTracker.fork: argument 'name' is {name!r}, wanted one of {sorted(self.states_)}; "
+                "add(name, seed) first."
+            )
+        generator = self.states_[name]
+        if generator.device.type == "cpu":
+            with self._on_cpu(name):
+                yield
+            return
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        outside = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)  # they share one state now: what is drawn moves it on
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(outside)
+
+    @contextmanager
+    def _on_cpu(self, name: str) -> Iterator[None]:
+        """As above by copies of the bytes: the CPU generator has no handles. Forks of one tracker may nest freely."""
+        around, before = self._inside, torch.get_rng_state()
+        if around is not None:
+            self.states_[around].set_state(before)
+        torch.set_rng_state(self.states_[name].get_state())
+        self._inside = name
+        try:
+            yield
+        finally:
+            self.states_[name].set_state(torch.get_rng_state())
+            torch.set_rng_state(before if around is None else self.states_[around].get_state())
+            self._inside = around
+
+
+def _new_generator() -> torch.Generator:
+    return torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
+
+
+_trackers: weakref.WeakSet[CudaRNGStatesTracker] = weakref.WeakSet()
+
+
+def get_all_rng_states() -> dict[str, torch.Generator]:
+    """Name -> live generator, of every tracker there is: what a CUDA graph has to be told before its capture
+    (`graph.register_generator_state`)."""
+    return {name: generator for tracker in _trackers for name, generator in tracker.states_.items()}
+
+
+class Snapshot:
+    """The random states that a block of work may draw from, as they are now: the CPU's, CUDA's on the devices of
+    `tensors` and the current one (where CUDA is in use), and those of a tracker with get_states and set_states."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = (), tracker: object | None = None) -> None:
+        self.cpu = torch.get_rng_state()
+        self.cuda: dict[int, torch.Tensor] = {}
+        if torch.cuda.is_initialized():
+            devices = {t.device.index for t in tensors if t.device.type == "cuda"} | {torch.cuda.current_device()}
+            self.cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(devices)}
+        self.tracker = tracker
+        self.tracked = None if tracker is None else tracker.get_states()
+
+    def _now(self) -> "Snapshot":
+        now = Snapshot((), self.tracker)
+        now.cuda |= {index: torch.cuda.get_rng_state(index) for index in self.cuda}
+        return now
+
+    def _set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for index, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, index)
+        if self.tracker is not None:
+            self.tracker.set_states(self.tracked)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, numbers are drawn as they were from here on; behind it, as if the block had drawn none."""
+        now = self._now()
+        try:
+            self._set()
+            yield
+        finally:
+            now._set()
