@@ -48,8 +48,8 @@ struct Case {
   bool starts = false;
 };
 
-// 16-byte access and elementwise access on the GPU, whole and partial rotation, half a copied slot, one and several
-// positions a block, more heads than one pass takes, more slots than a block takes, nothing at all.
+// 16-byte access and elementwise access on the GPU, whole and partial rotation, half a copied slot, more heads than a
+// warp takes, more slots than a warp takes, nothing at all.
 const Case kCases[] = {
     {5, 3, 32, 8, 0, 128, 128},
     {5, 3, 32, 8, 0, 128, 128, true},
@@ -276,6 +276,37 @@ TEST_P(Rope, InPlaceGivesTheSameBits) {
         const int64_t to = apart.offset(*outputs[part], apart.out[part]->data(), s, b, h) + i;
         ASSERT_EQ(got[size_t(from)].bits, want[size_t(to)].bits) << "part " << part << " i " << i;
       });
+    }
+  }
+}
+
+// Where positions are many, a warp of the GPU walks over more heads than it asks for ahead; where they are few, heads
+// are split over warps. A position's bits do not follow from the others.
+TEST_P(Rope, ManyPositionsGiveTheBitsOfFew) {
+  for (const Case& c :
+       {Case{3200, 1, 60, 8, 3, 32, 32, false, kSbhd, true}, Case{1700, 2, 25, 5, 5, 32, 16, true, kPacked},
+        Case{1600, 2, 130, 7, 7, 5, 4, false, kBshd, false, true}}) {
+    SCOPED_TRACE(describe(c));
+    Problem<bf16> whole(GetParam(), c), cut(GetParam(), c);
+    TE_ASSERT_OK(te_rope_apply(&whole.plan, nullptr));
+    constexpr int64_t kStep = 100;
+    for (int64_t first = 0; first < c.seq; first += kStep) {
+      te_rope_plan plan = cut.plan;
+      plan.seq = std::min(kStep, c.seq - first);
+      for (te_rope_tensor* t : {&plan.q, &plan.k, &plan.v, &plan.q_out, &plan.k_out, &plan.v_out}) {
+        t->data = static_cast<bf16*>(t->data) + first * t->seq_stride;
+      }
+      for (te_tensor* t : {&plan.q_freqs, &plan.k_freqs}) {
+        if (t->data == nullptr) continue;
+        t->data = static_cast<float*>(t->data) + first * t->row_pitch;
+        t->rows -= first;
+      }
+      TE_ASSERT_OK(te_rope_apply(&plan, nullptr));
+    }
+    for (int part = 0; part < 3; ++part) {
+      const std::vector<bf16> got = whole.out[part]->read(), want = cut.out[part]->read();
+      ASSERT_EQ(std::memcmp(got.data(), want.data(), got.size() * sizeof(bf16)), 0) << "part " << part;
+      EXPECT_TRUE(whole.out[part]->padding_untouched());
     }
   }
 }
