@@ -76,7 +76,7 @@ class Bench:
         args = parser.parse_args()
         self.device, self._only, self._failed = args.device, args.only, []
         stem, self._machine = table.machine(self.device)  # first: a run that cannot be named is not started
-        self._path = args.results / f"{stem}.csv"
+        self.folder, self._path = args.results, args.results / f"{stem}.csv"
         self.cuda = self.device.type == "cuda"
         torch.manual_seed(0)
 

@@ -179,6 +179,8 @@ def test_signature():
         qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla\"""",
         f"""hidden_states, attention_mask=None, encoder_output=None, attn_mask_type=None, window_size=None,
         bottom_right_diagonal=None, is_first_microbatch=None, {AFTER_MICROBATCH}""",
+        ours_init=("recompute_norm_output",),
+        ours=("return_input",),
     )
 
 

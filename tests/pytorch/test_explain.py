@@ -59,6 +59,33 @@ def test_main_grad_and_delayed_gradients_are_left_alone(device):
     assert module.fuse_wgrad_accumulation and module.need_backward_dw()
 
 
+def attention_paths(device, dtype=torch.bfloat16, **options):
+    module = te.DotProductAttention(4, 32, 2, attn_mask_type="causal", **options)
+    q, k, v = (randn(16, 2, n, 32, dtype=dtype, device=device, requires_grad=True) for n in (4, 2, 2))
+    return paths(te.explain(module, q, k, v), "attention"), (module, q, k, v)
+
+
+def test_attention_on_the_cpu():
+    ((path, why, calls),), _ = attention_paths("cpu", torch.float32)
+    assert (path, calls) == ("torch's fused CPU attention", 1) and why
+    ((path, why, _),), _ = attention_paths("cpu", torch.float32, attention_dropout=0.5)
+    assert path == "torch's plain attention" and "dropout" in why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_backend_is_the_one_that_ran(deterministic):
+    """By the name of the operation that torch dispatched."""
+    torch.use_deterministic_algorithms(deterministic)
+    ((path, why, _),), (module, q, k, v) = attention_paths("cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        module(q, k, v)
+    ran = {e.key for e in profile.key_averages()}
+    assert path == ("flash" if deterministic else "cuDNN")
+    assert f"aten::_scaled_dot_product_{'flash' if deterministic else 'cudnn'}_attention" in ran
+    assert ("Deterministic" in why) == deterministic
+
+
 @pytest.mark.gpu
 def test_why_not_faster():
     fast = te.explain(mlp("cuda"))

@@ -209,6 +209,39 @@ def test_bad_arguments(options, words):
         te.TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", **options)
 
 
+@pytest.mark.parametrize("kind", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recomputing_norm_outputs_gives_the_same_bits(device, dtype, kind):
+    keeping, other = build(device, dtype, **kind), build(device, dtype, recompute_norm_output=True, **kind)
+    other.load_state_dict(keeping.state_dict())
+    x = tokens(device, dtype)
+    wanted, got = run(keeping, x), run(other, x)
+    for name, value in wanted.items():
+        assert_same_bits(got[name], value, name)
+    x.requires_grad_()
+    plans = [te.memory_plan(module, x).kept_bytes for module in (keeping, other)]
+    assert plans[0] - plans[1] == 2 * x.nbytes, "the outputs of two norms"
+
+
+def test_main_grads_of_the_whole_layer(device):
+    """fuse_qkv_params and fuse_wgrad_accumulation: every weight's gradient is in main_grad, twice over after two
+    microbatches, and once after one that is the first."""
+    layer = build(device, fuse_qkv_params=True, fuse_wgrad_accumulation=True)
+    plain = build(device, fuse_qkv_params=True)
+    plain.load_state_dict(layer.state_dict())
+    x = tokens(device)
+    weights = {name: p for name, p in layer.named_parameters() if p.dim() == 2}
+    for p in weights.values():
+        p.main_grad = torch.full_like(p, torch.nan)
+    for first in (True, False):
+        layer(x, is_first_microbatch=first).square().sum().backward()
+    plain(x).square().sum().backward()
+    for name, p in weights.items():
+        want = 2 * wide(plain.get_parameter(name).grad)
+        assert p.grad is None
+        assert (wide(p.main_grad) - want).abs().max() <= 64 * 2.0**-24 * want.abs().max(), name
+
+
 def test_signature():
     check_signature(
         te.TransformerLayer,
@@ -227,6 +260,7 @@ def test_signature():
         f"""hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None,
         bottom_right_diagonal=None, encoder_output=None, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
         enc_dec_window_size=None, enc_dec_bottom_right_diagonal=None, is_first_microbatch=None, {AFTER_MICROBATCH}""",
+        ours_init=("recompute_norm_output",),
     )
 
 

@@ -86,6 +86,8 @@ class TransformerLayer(torch.nn.Module):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
+        *,
+        recompute_norm_output: bool = False,
     ) -> None:
         super().__init__()
         op = "TransformerLayer"
@@ -115,6 +117,7 @@ class TransformerLayer(torch.nn.Module):
                     )
         refuse(op, "overlap of tensor-parallel communication", ub_tp_comm_overlap=ub_tp_comm_overlap)
         self.name = name
+        self.hidden_size = hidden_size
         self.layer_number = layer_number
         self.layer_type = layer_type
         self.hidden_dropout = hidden_dropout
@@ -142,6 +145,7 @@ class TransformerLayer(torch.nn.Module):
             "output_layer_init_method": output_layer_init_method,
             "bias": bias,
             "device": device,
+            "recompute_norm_output": recompute_norm_output,
         }
         attention = {
             "hidden_size": hidden_size,
@@ -260,6 +264,7 @@ class TransformerLayer(torch.nn.Module):
             "max_seqlen_q": max_seqlen_q,
             "softcap": softcap,
         }
+        joins = self._gradients_join(hidden_states)
         attended = self.self_attention(
             hidden_states,
             attention_mask,
@@ -268,6 +273,7 @@ class TransformerLayer(torch.nn.Module):
             bottom_right_diagonal=bottom_right_diagonal,
             cu_seqlens_kv=cu_seqlens_q if decoder else cu_seqlens_kv,
             max_seqlen_kv=max_seqlen_q if decoder else max_seqlen_kv,
+            **({"return_input": True} if joins else {}),
             **shared,
         )
         if self.parallel_attention_mlp:
@@ -298,10 +304,20 @@ class TransformerLayer(torch.nn.Module):
         out = residual + mlp
         return self.layernorm(out) if self.output_layernorm else out
 
+    def _gradients_join(self, hidden_states: torch.Tensor) -> bool:
+        """Whether the residual branch goes on from the input that the attention's norm hands back, so that both
+        gradients meet inside the norm's backward. Autocast narrows what a norm reads; the residual stays wide."""
+        plain = not (self.output_layernorm or self.parallel_attention_mlp)
+        return (
+            plain
+            and not self.apply_residual_connection_post_layernorm
+            and not torch.is_autocast_enabled(hidden_states.device.type)
+        )
+
     def _branch(
         self, result: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor], residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a submodule returned, dropped from, and what it is added to: the norm's output if it came along."""
+        """What a submodule returned, dropped from, and what it is added to: what came along, if anything did."""
         if isinstance(result, torch.Tensor):
             return self._drop(result), residual
         return self._drop(result[0]), result[1] if len(result) > 1 else residual

@@ -60,6 +60,21 @@ def attention_path(
     return AttentionPath(backends, pattern, is_causal, mask_tensor, repeats, reason)
 
 
+_NODES = {
+    "ScaledDotProductCudnnAttention": "cuDNN",
+    "ScaledDotProductFlashAttentionForCpu": "torch's fused CPU attention",
+    "ScaledDotProductFlashAttention": "flash",
+    "ScaledDotProductEfficientAttention": "memory-efficient attention",
+}
+
+
+def path_taken(out: torch.Tensor, path: AttentionPath) -> tuple[str, str]:
+    """For te.explain: the backend that made `out`, by its autograd node, and why no faster one did."""
+    node = out.grad_fn.name() if out.grad_fn is not None else ""
+    backend = _NODES.get(node.removesuffix("Backward0"), "torch's plain attention")
+    return backend, "" if backend == "cuDNN" else path.reason
+
+
 def _order(
     device: torch.device, dtype: torch.dtype, mask_tensor: bool, bias_grad: bool, dropout: float, deterministic: bool
 ) -> tuple[tuple[SDPBackend, ...] | None, str]:

@@ -10,7 +10,8 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from transformer_engine.pytorch.attention.backends import AttentionPath, attention_path
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.attention.backends import AttentionPath, attention_path, path_taken
 from transformer_engine.pytorch.attention.masks import (
     AttentionMask,
     build_scores,
@@ -278,6 +279,8 @@ class DotProductAttention(TransformerEngineBaseModule):
                 scale=self.softmax_scale,
                 enable_gqa=grouped,
             )
+        if not torch.compiler.is_compiling() and _C.is_recording():
+            _C.record_path("attention", *path_taken(out, path))
         if unseen is not None:
             out = out.masked_fill(unseen, 0.0)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)

@@ -81,6 +81,8 @@ class MultiheadAttention(torch.nn.Module):
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
+        *,
+        recompute_norm_output: bool = False,
     ) -> None:
         super().__init__()
         op = "MultiheadAttention"
@@ -92,6 +94,7 @@ class MultiheadAttention(torch.nn.Module):
                 f"{hidden_size}; pass kv_channels."
             )
         self.name = name
+        self.hidden_size = hidden_size
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
@@ -128,6 +131,7 @@ class MultiheadAttention(torch.nn.Module):
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
+            "recompute_norm_output": recompute_norm_output,
         }
 
         def projection(submodule: str, parts: dict[str, int], with_norm: bool) -> None:
@@ -203,16 +207,24 @@ class MultiheadAttention(torch.nn.Module):
         thd_attention_policies: object | None = None,
         thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
+        *,
+        return_input: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """rotary_pos_emb: angles [s, 1, 1, d] from RotaryPositionEmbedding, or a pair of them for q and k.
         encoder_output: what cross-attention looks at; self-attention refuses it. Masks, windows, lengths and biases as
         in DotProductAttention.
-        Returns the output, then proj's bias with return_bias, then the norm's output with return_layernorm_output."""
+        Returns the output, then proj's bias with return_bias, then the norm's output with return_layernorm_output, then
+        hidden_states with return_input (ours beyond the common API, for attention with input_layernorm: a residual
+        branch that goes on from it has its gradient added inside the norm's backward)."""
         op = "MultiheadAttention"
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
         self._check_inputs(hidden_states, encoder_output)
-        query, key, value, norm_output = self._project(
-            hidden_states, encoder_output, rotary_pos_emb, is_first_microbatch=is_first_microbatch
+        query, key, value, beside = self._project(
+            hidden_states,
+            encoder_output,
+            rotary_pos_emb,
+            is_first_microbatch=is_first_microbatch,
+            **({"return_input": True} if return_input else {}),
         )
         context = self.core_attention(
             query,
@@ -234,10 +246,8 @@ class MultiheadAttention(torch.nn.Module):
             softcap=softcap,
         )
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
-        if not (self.return_bias or norm_output is not None):
-            return projected
-        results = list(projected) if self.return_bias else [projected]
-        return tuple(results if norm_output is None else [*results, norm_output])
+        results = [*(projected if self.return_bias else [projected]), *beside]
+        return tuple(results) if len(results) > 1 else projected
 
     def _check_inputs(self, hidden_states: torch.Tensor, encoder_output: torch.Tensor | None) -> None:
         op = "MultiheadAttention"
@@ -266,25 +276,24 @@ class MultiheadAttention(torch.nn.Module):
         hidden_states: torch.Tensor,
         encoder_output: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
-        *,
-        is_first_microbatch: bool | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """query, key and value, rotated and normed, and the norm's output where it is to be returned."""
+        **options: bool | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """query, key and value, rotated and normed, and what the first projection returns beside its product."""
         cross = self.attention_type == "cross"
         if self.input_layernorm:
             first = self.layernorm_query if cross else self.layernorm_qkv
         else:
             first = self.query_layer if cross else self.qkv
-        projected, norm_output = first(hidden_states, is_first_microbatch=is_first_microbatch), None
+        projected, beside = first(hidden_states, **options), []
         if isinstance(projected, tuple):
-            projected, norm_output = projected
+            projected, *beside = projected
         counts, head = (self.num_attention_heads, self.num_gqa_groups), self.hidden_size_per_attention_head
         groups = self.num_gqa_groups if self.qkv_weight_interleaved else 1
         layout = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
         norm_first = self.q_norm is not None and self.qk_norm_before_rope
         rotated = rotary_pos_emb is None
         if cross:
-            pairs = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
+            pairs = self.key_value(encoder_output, is_first_microbatch=options["is_first_microbatch"])
             query = projected.unflatten(-1, (-1, head))
             key, value = _split_heads(pairs, (counts[1], counts[1]), head, groups)
         elif rotated or norm_first:
@@ -298,4 +307,4 @@ class MultiheadAttention(torch.nn.Module):
             query, key = apply_rotary_to_pair(query, key, rotary_pos_emb, **layout)
         if self.q_norm is not None and not norm_first:
             query, key = self.q_norm(query), self.k_norm(key)
-        return query, key, value, norm_output
+        return query, key, value, beside
