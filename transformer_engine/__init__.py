@@ -1,13 +1,14 @@
 """Fused transformer modules for PyTorch: ``import transformer_engine.pytorch as te``.
 
-``import transformer_engine`` alone is cheap; ``.pytorch`` and ``.common`` are imported when they are first touched.
+``import transformer_engine`` alone is cheap; ``.pytorch``, ``.common`` and ``.doctor`` are imported when they are first
+touched.
 """
 
 import importlib
 
 __version__ = "2.20.0"
 
-_SUBPACKAGES = ("common", "pytorch")
+_SUBPACKAGES = ("common", "doctor", "pytorch")
 
 
 def __getattr__(name):

@@ -8,6 +8,7 @@ import importlib
 import pathlib
 import platform
 import sys
+import types
 
 import transformer_engine
 
@@ -85,6 +86,15 @@ def doctor(*, devices: bool = False) -> None:
     for name, detail, fix in _rows(devices):
         print(f"{name:<20}{detail}" + (f"\n{'':<20}-> {fix}" if fix else ""))
 
+
+class _CallableModule(types.ModuleType):
+    """transformer_engine.doctor is this module, and called it is the function."""
+
+    def __call__(self, *, devices: bool = False) -> None:
+        doctor(devices=devices)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m transformer_engine.doctor", description=doctor.__doc__)

@@ -1,0 +1,265 @@
+"""Recipes: what is quantized, to which format and with which scales. Plain data with checks; nothing is quantized here,
+and making a recipe never asks what the machine can do."""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import NamedTuple
+
+
+class FormatRange(NamedTuple):
+    """The largest finite values of a format's forward and backward types."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """E4M3 and E5M2 for everything; HYBRID: E4M3 forward, E5M2 for gradients; E2M1: four bits."""
+
+    E2M1 = FormatRange(6.0, 6.0)
+    E4M3 = FormatRange(448.0, 448.0)
+    E5M2 = FormatRange(57344.0, 57344.0)
+    HYBRID = FormatRange(448.0, 57344.0)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How a product is computed. use_split_accumulator: with float32 accumulation throughout."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How a tensor is quantized. amax_epsilon: the least amax that a scale is made from."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+# ---- checks: (recipe, argument, value) -> the value to keep ----
+
+
+def _fail(op: str, name: str, value: object, wanted: str) -> None:
+    raise ValueError(f"{op}: argument '{name}' is {value!r}, wanted {wanted}.")
+
+
+def _a_bool(op: str, name: str, value: object) -> bool:
+    return value if isinstance(value, bool) else _fail(op, name, value, "True or False")
+
+
+def _whole(least: int) -> Callable:
+    def check(op: str, name: str, value: object) -> int:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
+            _fail(op, name, value, f"a whole number, at least {least}")
+        return int(value)
+
+    return check
+
+
+def _one_of(*choices: object) -> Callable:
+    def check(op: str, name: str, value: object) -> object:
+        return value if value in choices else _fail(op, name, value, f"one of {list(choices)}")
+
+    return check
+
+
+def _called(*others: object) -> Callable:
+    """A function, or one of `others`."""
+
+    def check(op: str, name: str, value: object) -> object:
+        if callable(value) or any(value is other or value == other for other in others):
+            return value
+        return _fail(op, name, value, " or ".join(["a function", *map(repr, others)]))
+
+    return check
+
+
+def _a_format(op: str, name: str, value: object) -> Format:
+    """A Format, or the name of one."""
+    if isinstance(value, str) and value in Format.__members__:
+        return Format[value]
+    return value if isinstance(value, Format) else _fail(op, name, value, f"one of {list(Format.__members__)}")
+
+
+def _a(kind: type) -> Callable:
+    def check(op: str, name: str, value: object) -> object:
+        return value if isinstance(value, kind) else _fail(op, name, value, f"a {kind.__name__}")
+
+    return check
+
+
+def _field(default: object, check: Callable):
+    return field(default=default, metadata={"check": check})
+
+
+def _flag(default: bool = False):
+    return _field(default, _a_bool)
+
+
+class Recipe:
+    """What every recipe can be asked. Recipes compare by value and ignore arguments that they do not know."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = item.metadata["check"](type(self).__name__, item.name, getattr(self, item.name))
+            setattr(self, item.name, value)
+
+    def __repr__(self) -> str:
+        values = [f"recipe_type={type(self).__name__}"]
+        for item in fields(self):
+            value = getattr(self, item.name)
+            shown = value.name if isinstance(value, Format) else repr(value)
+            values.append(f"{item.name}={shown}")
+        return ", ".join(values)
+
+    @classmethod
+    def delayed(cls) -> bool:
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        return issubclass(cls, CustomRecipe)
+
+
+def _recipe(cls: type) -> type:
+    """A dataclass whose __init__ leaves aside keywords that it does not know: clients pass those of other versions."""
+    cls = dataclass(repr=False)(cls)
+    known, init = {item.name for item in fields(cls)}, cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args, **kwargs):
+        init(self, *args, **{name: value for name, value in kwargs.items() if name in known})
+
+    cls.__init__ = __init__
+    return cls
+
+
+def _override():
+    return _field(None, _one_of(None, "high_precision", "dequantized"))
+
+
+@_recipe
+class DelayedScaling(Recipe):
+    """Per-tensor scales from the amax history of earlier steps: scale = (largest of format / amax) / 2**margin."""
+
+    margin: int = _field(0, _whole(0))
+    fp8_format: Format = _field(Format.HYBRID, _a_format)
+    amax_history_len: int = _field(1024, _whole(1))
+    amax_compute_algo: str | Callable = _field("max", _called("max", "most_recent"))
+    scaling_factor_compute_algo: Callable | None = _field(None, _called(None))
+    reduce_amax: bool = _flag(True)
+    fp8_dpa: bool = _flag()
+    fp8_mha: bool = _flag()
+    backward_override: None = _field(None, _one_of(None))
+
+
+@_recipe
+class Float8CurrentScaling(Recipe):
+    """Per-tensor scales from the tensor itself."""
+
+    fp8_format: Format = _field(Format.HYBRID, _a_format)
+    fp8_quant_fwd_inp: QParams = _field(QParams(), _a(QParams))
+    fp8_quant_fwd_weight: QParams = _field(QParams(), _a(QParams))
+    fp8_quant_bwd_grad: QParams = _field(QParams(), _a(QParams))
+    fp8_gemm_fprop: MMParams = _field(MMParams(use_split_accumulator=False), _a(MMParams))
+    fp8_gemm_dgrad: MMParams = _field(MMParams(), _a(MMParams))
+    fp8_gemm_wgrad: MMParams = _field(MMParams(), _a(MMParams))
+    fp8_dpa: bool = _flag()
+    fp8_mha: bool = _flag()
+    backward_override: str | None = _override()
+
+
+def _block_quantization():
+    """Scales are powers of two unless the environment asks for any float32."""
+    pow_2 = os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1"
+    return QParams(power_2_scale=pow_2)
+
+
+def _block_params():
+    return field(default_factory=_block_quantization, metadata={"check": _a(QParams)})
+
+
+@_recipe
+class Float8BlockScaling(Recipe):
+    """A scale for each 1 x 128 (dim 1) or 128 x 128 (dim 2) block."""
+
+    fp8_format: Format = _field(Format.E4M3, _a_format)
+    fp8_quant_fwd_inp: QParams = _block_params()
+    fp8_quant_fwd_weight: QParams = _block_params()
+    fp8_quant_bwd_grad: QParams = _block_params()
+    x_block_scaling_dim: int = _field(1, _one_of(1, 2))
+    w_block_scaling_dim: int = _field(2, _one_of(1, 2))
+    grad_block_scaling_dim: int = _field(1, _one_of(1, 2))
+    fp8_gemm_fprop: MMParams = _field(MMParams(), _a(MMParams))
+    fp8_gemm_dgrad: MMParams = _field(MMParams(), _a(MMParams))
+    fp8_gemm_wgrad: MMParams = _field(MMParams(), _a(MMParams))
+    fp8_dpa: bool = _flag()
+    fp8_mha: bool = _flag()
+    backward_override: str | None = _override()
+
+
+@_recipe
+class MXFP8BlockScaling(Recipe):
+    """A power-of-two scale for each block of 32; Blackwell's."""
+
+    margin: int = _field(0, _whole(0))
+    fp8_format: Format = _field(Format.E4M3, _a_format)
+    fp8_dpa: bool = _flag()
+    fp8_mha: bool = _flag()
+    enable_2d_quantization: bool = _flag()
+    backward_override: str | None = _override()
+
+
+@_recipe
+class NVFP4BlockScaling(Recipe):
+    """Four bits, an E4M3 scale for each block of 16 and a float32 one for the tensor; Blackwell's."""
+
+    disable_rht: bool = _flag()
+    disable_stochastic_rounding: bool = _flag()
+    disable_2d_quantization: bool = _flag()
+    row_scaled_activation: bool = _flag()
+    nvfp4_4over6: bool = _flag()
+    fp4_format: Format = _field(Format.E2M1, _a_format)
+    fp8_format: Format = _field(Format.E4M3, _a_format)
+    fp8_dpa: bool = _flag()
+    fp8_mha: bool = _flag()
+    backward_override: str | None = _override()
+
+
+@_recipe
+class CustomRecipe(Recipe):
+    """qfactory(role) gives the quantizer of each role."""
+
+    qfactory: Callable = field(metadata={"check": _called()})
+    fp8_format: Format = _field(Format.HYBRID, _a_format)
+    quantization_alignment: int = _field(128, _whole(1))
+    fp8_dpa: bool = _flag()
+    fp8_mha: bool = _flag()
+    backward_override: str | None = _override()

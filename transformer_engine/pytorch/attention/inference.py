@@ -1,0 +1,33 @@
+"""Key-value caches for inference, and the fused MLA projection: the names that clients import. Neither is here yet."""
+
+from collections.abc import Callable
+
+import torch
+
+from transformer_engine.pytorch._absent import absent
+
+
+@absent("the key-value cache is", "attend without inference_params")
+class InferenceParams:
+    """Keys and values of the tokens so far."""
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Callable | None = None,
+    ) -> None: ...
+
+
+@absent("the fused MLA projection, which needs Blackwell, is", "use Linear and apply_rotary_pos_emb")
+class FusedMLAQUpProjRopeQuant(torch.nn.Module):
+    """Up-projection of MLA's queries, rotation and quantization in one."""

@@ -1,0 +1,74 @@
+"""Small questions and helpers that clients import: what the device can do, NVTX ranges, the layout of gated weights."""
+
+import torch
+
+from transformer_engine.pytorch._absent import absent
+
+
+def _need_cuda(op: str) -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"{op}: torch {torch.__version__} finds no CUDA device, wanted one; te.doctor() says more.")
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """(major, minor) of the current CUDA device."""
+    _need_cuda("get_device_compute_capability")
+    return torch.cuda.get_device_capability()
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the device computes in bfloat16 (the CPU does; a GPU from compute capability 8.0); with return_reason
+    also why not."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0):
+        available, reason = True, ""
+    else:
+        available, reason = False, "bfloat16 needs a GPU of compute capability 8.0 or higher."
+    return (available, reason) if return_reason else available
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of the cuDNN that torch uses; (0, 0, 0) without one."""
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if version is None:
+        return 0, 0, 0
+    scale = 10000 if version >= 90000 else 1000  # from 9.0 on, versions are written with five digits
+    return version // scale, version % scale // 100, version % 100
+
+
+def nvtx_range_push(msg: str) -> None:
+    """Opens an NVTX range; nothing without CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.nvtx.range_push(msg)
+
+
+def nvtx_range_pop(msg: str | None = None) -> None:
+    """Closes the innermost NVTX range; nothing without CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.nvtx.range_pop()
+
+
+@absent("weak references to a graph's buffers are")
+def make_weak_ref(x: object) -> object:
+    """The tensors in x, without keeping their memory."""
+
+
+def _check_glu(op: str, tensor: torch.Tensor, interleave_size: int) -> None:
+    if interleave_size < 1 or tensor.dim() < 1 or tensor.shape[0] % (2 * interleave_size):
+        raise ValueError(
+            f"{op}: argument 'interleave_size' is {interleave_size} for a tensor of shape {tuple(tensor.shape)}, "
+            "wanted a size of at least 1 of which the first dimension is an even multiple."
+        )
+
+
+def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
+    """[gate | up] along the first dimension as alternating blocks of interleave_size rows: gate, up, gate, up, ..."""
+    _check_glu("interleave_glu_tensor", tensor, interleave_size)
+    blocks = tensor.shape[0] // (2 * interleave_size)
+    return tensor.unflatten(0, (2, blocks, interleave_size)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
+    """The inverse of interleave_glu_tensor."""
+    _check_glu("deinterleave_glu_tensor", tensor, interleave_size)
+    blocks = tensor.shape[0] // (2 * interleave_size)
+    return tensor.unflatten(0, (blocks, 2, interleave_size)).transpose(0, 1).flatten(0, 2).contiguous()
