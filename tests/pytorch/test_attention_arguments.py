@@ -8,7 +8,7 @@ from support import assert_same_bits, randn, refused
 from torch.nn.attention import SDPBackend
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.backends import attention_path
+from transformer_engine.pytorch.attention.backends import attention_path, flash_takes
 
 HIDDEN, HEADS, SEQ, BATCH = 32, 4, 7, 3
 HEAD = HIDDEN // HEADS
@@ -224,8 +224,14 @@ TENSOR = {"mask": "padding"}
         ({"mask": "causal_bottom_right"}, (CUDNN, FLASH, EFFICIENT, MATH), True, False, ("cuDNN", "fastest")),
         ({"mask": "causal", "dtype": torch.float32}, (CUDNN, FLASH, EFFICIENT, MATH), True, False, ("float32",)),
         ({"mask": "causal", "deterministic": True}, (FLASH, MATH), True, False, ("Deterministic", "flash")),
-        ({"mask": "causal_bottom_right", "seq_q": 3, "seq_kv": 5}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
-        ({"mask": "causal", "window": (4, 0)}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
+        ({"mask": "causal_bottom_right", "seq_q": 3, "seq_kv": 5}, (FLASH,), False, False, ("window",)),
+        ({"mask": "causal_bottom_right", "seq_q": 5, "seq_kv": 3}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
+        ({"mask": "causal", "window": (4, 0)}, (FLASH,), False, False, ("window",)),
+        ({"mask": "no_mask", "window": (4, 2), "deterministic": True}, (FLASH,), False, False, ("window",)),
+        ({"mask": "causal", "window": (4, 0), "seq_q": 6, "seq_kv": 9}, (CUDNN, EFFICIENT, MATH), False, True, ()),
+        ({"mask": "causal", "window": (4, 0), "flash_fits": False}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
+        ({"mask": "causal", "window": (4, 0), "dtype": torch.float32}, (EFFICIENT, MATH), False, True, ("float32",)),
+        ({"mask": "causal", "window": (4, 0), "bias": "alibi"}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
         ({"mask": "causal", "bias": "alibi"}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
         (TENSOR, (CUDNN, EFFICIENT, MATH), False, True, ("mask tensor", "cuDNN")),
         ({**TENSOR, "deterministic": True}, (MATH,), False, True, ("Deterministic", "mask tensor")),
@@ -239,6 +245,7 @@ def test_paths(options, backends, is_causal, mask_tensor, words):
     options = {"device": "cuda", "dtype": torch.bfloat16, "deterministic": False, **options}
     path = attention_path(torch.device(options.pop("device")), options.pop("dtype"), **options)
     assert (path.backends, path.is_causal, path.mask_tensor) == (backends, is_causal, mask_tensor)
+    assert path.flash_window == ("window" in words)
     assert path.reason.endswith(".") and "\n" not in path.reason
     assert all(word in path.reason for word in words), path.reason
 
@@ -248,3 +255,29 @@ def test_the_mode_of_torch_counts_where_nothing_is_said(device):
     assert attention_path(**ask).backends == (FLASH, MATH), "the tests run under deterministic algorithms"
     torch.use_deterministic_algorithms(False)  # the fixture that set it restores it
     assert attention_path(**ask).backends[0] == CUDNN
+
+
+@pytest.mark.parametrize(
+    "head_dims, takes", [((64, 64), True), ((256, 256), True), ((64, 32), False), ((20, 20), False)]
+)
+def test_the_heads_that_flash_takes(head_dims, takes):
+    assert flash_takes(head_dims) is takes and not flash_takes((264, 264))
+
+
+@pytest.mark.gpu
+def test_the_kernels_are_the_path_s():
+    """What te.explain says of windows, biases and plain masks, by the names of the kernels that ran."""
+    tensors = [randn(64, 2, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
+    module = te.DotProductAttention(4, 64)
+    torch.use_deterministic_algorithms(False)  # the fixture that set it restores it
+    for arguments, backend in (
+        ({}, "cuDNN"),
+        ({"window_size": (8, 0)}, "flash"),
+        ({"core_attention_bias_type": "alibi"}, "cuDNN"),
+    ):
+        paths = [row.path for row in te.explain(module, *tensors, **arguments).rows if row.op == "attention"]
+        assert paths == [backend]
+        with torch.profiler.profile() as profile:
+            module(*tensors, **arguments)
+        names = " ".join(event.key for event in profile.key_averages())
+        assert ("flash_fwd" in names) == (backend == "flash") and ("cudnn" in names) == (backend == "cuDNN"), names

@@ -102,7 +102,9 @@ def test_fused_parameters_in_every_dtype(device, dtype, fused):
 @pytest.mark.parametrize("groups", [2, HEADS])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_fused_parameters_are_the_split_ones_in_order(device, groups, interleaved):
-    """The rows of the split parameters, laid down as the API says, give the same bits."""
+    """The rows of the split parameters, laid down as the API says, give the same bits.
+
+    On CUDA products of other strides may take other algorithms."""
     split = build(device, num_gqa_groups=groups)
     fused = build(device, num_gqa_groups=groups, fuse_qkv_params=True, qkv_weight_interleaved=interleaved)
     state = split.state_dict()
@@ -117,7 +119,10 @@ def test_fused_parameters_are_the_split_ones_in_order(device, groups, interleave
     fused.load_state_dict(state)
     x, freqs = tokens(device), angles(SEQ, HEAD).to(device)
     for arguments in ({}, {"rotary_pos_emb": freqs}):
-        assert_same_bits(fused(x, **arguments), split(x, **arguments))
+        got, wanted = fused(x, **arguments), split(x, **arguments)
+        if device == "cpu":
+            assert_same_bits(got, wanted)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_state_names(device):

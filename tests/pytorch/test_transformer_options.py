@@ -223,6 +223,32 @@ def test_dropout_replays_and_eval_is_without(device, name):
     assert_same_bits(call(module.eval(), *inputs), call(without, *inputs))
 
 
+# ---- fused weight-gradient accumulation ----
+
+
+@pytest.mark.parametrize("options", [{}, DECODER, {**POST_LN, "qk_norm_type": "RMSNorm"}], ids=["", "decoder", "post"])
+def test_weight_gradients_accumulate_in_every_part(device, options):
+    """Each weight matrix of each submodule: the first microbatch overwrites its main_grad, the next one adds to it."""
+    options = {**options, "fuse_qkv_params": True, "num_gqa_groups": 2}
+    module, plain = build(device, fuse_wgrad_accumulation=True, **options), build(device, **options)
+    plain.load_state_dict(module.state_dict())
+    matrices = {name: p for name, p in module.named_parameters() if p.dim() == 2}
+    assert len(matrices) == (7 if options.get("layer_type") == "decoder" else 4)
+    for p in matrices.values():
+        p.main_grad = torch.full(p.shape, torch.nan, device=device)
+        p.grad_added_to_main_grad = False
+    for first in (True, False):
+        inputs = inputs_of(options, device)
+        for m in (module, plain):
+            calling(is_first_microbatch=first)(m, *inputs).square().sum().backward()
+    for name, p in plain.named_parameters():
+        ours = module.get_parameter(name)
+        got = ours.main_grad if name in matrices else ours.grad
+        assert name not in matrices or ours.grad_added_to_main_grad
+        # Two float32 sums of two addends each; on CUDA the product is added to main_grad before it is rounded.
+        torch.testing.assert_close(got, p.grad, rtol=1e-5, atol=1e-5 * p.grad.abs().max().item())
+
+
 # ---- torch.compile ----
 
 
@@ -263,6 +289,17 @@ def test_autocast_keeps_the_residual_stream(device, name):
 
 
 # ---- state and misuse ----
+
+
+def test_groups_reach_every_part(device):
+    module, group = build(device, **DECODER), object()
+    module.set_tensor_parallel_group(group)
+    attentions = (module.self_attention, module.inter_attention)
+    parts = [module.layernorm_mlp, *(part for a in attentions for part in (a.core_attention, a.proj))]
+    assert all(part.tp_group is group for part in parts)
+    module.set_context_parallel_group(None, None, None)
+    with refused(NotImplementedError, "DotProductAttention", "cp_group", "context parallelism"):
+        module.set_context_parallel_group(group, [0], None, cp_comm_type="a2a")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -330,3 +330,17 @@ class TransformerLayer(torch.nn.Module):
             shape = [x.shape[dim] if dim == batch_dim else 1 for dim in range(x.dim())]
             x = x * (torch.bernoulli(torch.full(shape, keep, device=x.device)) / keep).to(x.dtype)
         return x
+
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """Hands the group to every part; without tensor parallelism nothing is communicated over it."""
+        for part in self.children():
+            if hasattr(part, "set_tensor_parallel_group"):
+                part.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: object | None, cp_global_ranks: list[int] | None, cp_stream: object | None, cp_comm_type="p2p"
+    ) -> None:
+        """As DotProductAttention's."""
+        for part in self.children():
+            if hasattr(part, "set_context_parallel_group"):
+                part.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)

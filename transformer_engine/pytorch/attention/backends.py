@@ -1,4 +1,4 @@
-"""Which of PyTorch's attention backends runs, and why: the one place where that is decided. It runs none itself."""
+"""Which of PyTorch's attention backends runs, and why: the one place where that is decided. It computes nothing."""
 
 from typing import NamedTuple
 
@@ -22,15 +22,23 @@ _BIAS_GRADIENT = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 class AttentionPath(NamedTuple):
     """backends: in the order in which they are tried, those that cannot take the input passed over; None leaves the
-    choice to torch (the CPU). pattern: what is seen, at these lengths. is_causal, mask_tensor: how the backend is told.
+    choice to torch (the CPU). pattern: what is seen, at these lengths. It reaches the backend as is_causal, as a mask
+    tensor, or as flash's own window; or there is nothing to tell. dtype: what the backend computes in.
     repeat_groups: keys and values are repeated, one for each query head, as the backend takes no groups."""
 
     backends: tuple[SDPBackend, ...] | None
+    dtype: torch.dtype
     pattern: Pattern
     is_causal: bool
     mask_tensor: bool
+    flash_window: bool
     repeat_groups: bool
     reason: str
+
+
+def flash_takes(head_dims: tuple[int, int]) -> bool:
+    """Whether flash's own entry, which pads nothing, takes heads of these widths (q and k, v)."""
+    return head_dims[0] == head_dims[1] <= 256 and head_dims[0] % 8 == 0
 
 
 def attention_path(
@@ -46,43 +54,77 @@ def attention_path(
     deterministic: bool | None = None,
     seq_q: int | None = None,
     seq_kv: int | None = None,
+    flash_fits: bool = True,
 ) -> AttentionPath:
-    """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window."""
+    """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
+    flash_fits: there is something to attend to, and flash_takes(its heads)."""
     pattern = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
     bare = not (pattern.padding or pattern.arbitrary) and bias == "no_bias"
     is_causal = bare and pattern.top_left_causal
-    mask_tensor = not (is_causal or (bare and not pattern.positional))
+    positional = bare and pattern.positional and not is_causal
+    flash_window = (
+        positional
+        and device.type == "cuda"
+        and dtype != torch.float32
+        and flash_fits
+        and (seq_q == seq_kv or (pattern.bottom_right and seq_q < seq_kv))  # flash's diagonal ends bottom right
+    )
+    mask_tensor = not bare or (positional and not flash_window)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    backends, reason = _order(device, dtype, mask_tensor, bias_grad, dropout, deterministic)
+    backends, reason = _order(
+        device,
+        dtype,
+        mask_tensor=mask_tensor,
+        flash_window=flash_window,
+        bias_grad=bias_grad,
+        dropout=dropout,
+        deterministic=deterministic,
+    )
     # Of the backends that take a mask tensor on CUDA cuDNN alone takes groups; torch's fused CPU attention takes none.
     repeats = device.type != "cuda" or (mask_tensor and (bias_grad or deterministic or dtype == torch.float32))
-    return AttentionPath(backends, pattern, is_causal, mask_tensor, repeats, reason)
+    return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason)
 
 
 _NODES = {
     "ScaledDotProductCudnnAttention": "cuDNN",
     "ScaledDotProductFlashAttentionForCpu": "torch's fused CPU attention",
     "ScaledDotProductFlashAttention": "flash",
+    "FlashAttention": "flash",  # its own entry, with a window
     "ScaledDotProductEfficientAttention": "memory-efficient attention",
 }
 
 
 def path_taken(out: torch.Tensor, path: AttentionPath) -> tuple[str, str]:
     """For te.explain: the backend that made `out`, by its autograd node, and why no faster one did."""
-    node = out.grad_fn.name() if out.grad_fn is not None else ""
-    backend = _NODES.get(node.removesuffix("Backward0"), "torch's plain attention")
+    backend, node, hops = None, out.grad_fn, 0
+    while backend is None and node is not None and hops < 3:  # views may lie behind it: transposed, or padded heads
+        backend = _NODES.get(node.name().removesuffix("Backward0"))
+        node, hops = (node.next_functions[0][0] if node.next_functions else None), hops + 1
+    backend = backend or "torch's plain attention"
     return backend, "" if backend == "cuDNN" else path.reason
 
 
 def _order(
-    device: torch.device, dtype: torch.dtype, mask_tensor: bool, bias_grad: bool, dropout: float, deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    mask_tensor: bool,
+    flash_window: bool,
+    bias_grad: bool,
+    dropout: float,
+    deterministic: bool,
 ) -> tuple[tuple[SDPBackend, ...] | None, str]:
     if device.type != "cuda":
-        if bias_grad or dropout:
-            why = "a gradient of the bias" if bias_grad else "dropout"
-            return None, f"Torch's plain attention: its fused CPU attention has no {why.removeprefix('a ')}."
-        return None, "Torch's fused CPU attention."
+        if bias_grad:
+            return None, "The bias wants a gradient, which torch's fused CPU attention does not give."
+        if dropout:
+            return None, "Torch's fused CPU attention has no dropout."
+        return None, "Torch's fused CPU attention is the fastest there."
+    if flash_window:
+        return (
+            SDPBackend.FLASH_ATTENTION,
+        ), "A sliding window: flash skips what is outside, cuDNN would need a tensor."
     if not mask_tensor:
         if deterministic:
             return _DETERMINISTIC, "Deterministic algorithms are on: flash repeats its bits, cuDNN's backward does not."

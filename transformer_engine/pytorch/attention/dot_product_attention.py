@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.attention.backends import AttentionPath, attention_path, path_taken
+from transformer_engine.pytorch.attention.backends import AttentionPath, attention_path, flash_takes, path_taken
 from transformer_engine.pytorch.attention.masks import (
     AttentionMask,
     build_scores,
@@ -109,6 +109,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
             kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         )
+        self._flash_fits = flash_takes((self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v))
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
@@ -184,9 +185,10 @@ class DotProductAttention(TransformerEngineBaseModule):
             check_padding(op, attention_mask, lengths, **sizes)
         elif mask == "arbitrary":
             check_arbitrary(op, attention_mask, heads=self.num_attention_heads, **sizes)
+        autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
         path = attention_path(
             device,
-            query_layer.dtype,
+            torch.get_autocast_dtype(device.type) if autocast else query_layer.dtype,
             mask=mask,
             window=window,
             bottom_right=bottom_right,
@@ -196,6 +198,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             dropout=self._dropout(),
             seq_q=seqs[0],
             seq_kv=seqs[1],
+            flash_fits=self._flash_fits and query_layer.numel() > 0 and key_layer.numel() > 0,
         )
         attn_mask, unseen = None, None
         if path.mask_tensor:
@@ -203,7 +206,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 path.pattern,
                 **sizes,
                 heads=self.num_attention_heads,
-                dtype=query_layer.dtype,
+                dtype=path.dtype,
                 scale=self.softmax_scale,
                 attention_mask=attention_mask,
                 cu_seqlens=lengths,
@@ -218,6 +221,12 @@ class DotProductAttention(TransformerEngineBaseModule):
                 contexts["context_fn"] = lambda: (nullcontext(), replay)
             return checkpoint(run, query_layer, key_layer, value_layer, attn_mask, use_reentrant=False, **contexts)
         return run(query_layer, key_layer, value_layer, attn_mask)
+
+    def set_context_parallel_group(
+        self, cp_group: object | None, cp_global_ranks: list[int] | None, cp_stream: object | None, cp_comm_type="p2p"
+    ) -> None:
+        """No group leaves the attention undivided, as it is; one is refused."""
+        refuse("DotProductAttention", "context parallelism", cp_group=cp_group)
 
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
@@ -266,21 +275,37 @@ class DotProductAttention(TransformerEngineBaseModule):
             repeats = self.num_attention_heads // self.num_gqa_groups
             k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
             grouped = False
+        options = {"dropout_p": self._dropout(), "is_causal": path.is_causal, "scale": self.softmax_scale}
         chosen = nullcontext() if path.backends is None else sdpa_kernel(list(path.backends), set_priority=True)
         fork = self.get_rng_state_tracker().fork() if self._forks() else nullcontext()
         with chosen, fork:
-            out = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask,
-                dropout_p=self._dropout(),
-                is_causal=path.is_causal,
-                scale=self.softmax_scale,
-                enable_gqa=grouped,
-            )
+            if path.flash_window:
+                out = self._flash(q, k, v, path)
+            else:
+                out = scaled_dot_product_attention(q, k, v, attn_mask, **options, enable_gqa=grouped)
         if not torch.compiler.is_compiling() and _C.is_recording():
             _C.record_path("attention", *path_taken(out, path))
         if unseen is not None:
             out = out.masked_fill(unseen, 0.0)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
+
+    def _flash(self, q, k, v, path: AttentionPath) -> torch.Tensor:
+        """PyTorch's flash attention by its own entry, which unlike scaled_dot_product_attention takes a window."""
+        q, k, v = (t.transpose(1, 2).to(path.dtype) for t in (q, k, v))  # autocast knows nothing of this entry
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            self._dropout(),
+            False,
+            False,
+            scale=self.softmax_scale,
+            window_size_left=path.pattern.left,
+            window_size_right=path.pattern.right,
+        )
+        return out.transpose(1, 2)
