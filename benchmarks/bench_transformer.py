@@ -100,8 +100,11 @@ def attention(bench, dtype, size):
     def backend(kind):
         def run(q, k, v):
             q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+            grouped = kind != SDPBackend.EFFICIENT_ATTENTION  # which takes no groups: its keys are repeated
+            if not grouped:
+                k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
             with sdpa_kernel(kind):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
             return out.permute(2, 0, 1, 3).flatten(2)
 
         return run

@@ -306,13 +306,15 @@ class TransformerLayer(torch.nn.Module):
 
     def _gradients_join(self, hidden_states: torch.Tensor) -> bool:
         """Whether the residual branch goes on from the input that the attention's norm hands back, so that both
-        gradients meet inside the norm's backward. Autocast narrows what a norm reads; the residual stays wide."""
-        plain = not (self.output_layernorm or self.parallel_attention_mlp)
-        return (
-            plain
-            and not self.apply_residual_connection_post_layernorm
-            and not torch.is_autocast_enabled(hidden_states.device.type)
+        gradients meet inside the norm's backward. Where autocast narrows what the norm reads, it stays wide."""
+        device = hidden_states.device.type
+        narrowed = (
+            device in ("cpu", "cuda")
+            and torch.is_autocast_enabled(device)
+            and torch.get_autocast_dtype(device) != hidden_states.dtype
         )
+        other_order = self.output_layernorm or self.apply_residual_connection_post_layernorm
+        return not (narrowed or other_order or self.parallel_attention_mlp)
 
     def _branch(
         self, result: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor], residual: torch.Tensor

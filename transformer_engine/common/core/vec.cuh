@@ -23,8 +23,8 @@ inline bool aligned16(const te_tensor& t) {
 // Notes (te_note_path) that a kernel uses 16-byte accesses, or why it takes one element at a time.
 inline void note_width(bool aligned, bool divides, const char* wide_path = "CUDA, 16-byte accesses") {
   if (aligned && divides) return te_note_path(wide_path, "");
-  te_note_path("CUDA, one element at a time", aligned ? "the last dimension is not a multiple of 16 bytes"
-                                                      : "rows of a tensor do not start on multiples of 16 bytes");
+  te_note_path("CUDA, one element at a time", divides ? "rows of a tensor do not start on multiples of 16 bytes"
+                                                      : "the last dimension is not a multiple of 16 bytes");
 }
 
 // True where elements are handled as pairs, one 32-bit word each: the compiler would keep 16-bit ones a register each.
