@@ -100,8 +100,12 @@ void register_linear(pybind11::module_& m) {
                 packed.prologue.return_input = return_input;
                 return with_sink(sink)(packed);
               };
-              return NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight, bias, eps,
-                                       rms, zero_centered_gamma, recompute_output);
+              auto results = NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight,
+                                               bias, eps, rms, zero_centered_gamma, recompute_output);
+              // The schema has no alias of x among its results, so the dispatched route leaves this one empty.
+              Tensor& h = std::get<2>(results);
+              if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
+              return results;
             }));
   m.def("activation_linear",
         torch::wrap_pybind_function_no_gil([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
