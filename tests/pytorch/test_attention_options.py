@@ -3,10 +3,10 @@
 # side-by-side ones, or rotating before a norm that comes first turns test_options_match_plain red.
 import pytest
 import torch
+from attention_cases import by_hand, padding_arguments
 from plain_attention import OptionAttention, check_options
 from plain_modules import angles, randomize, run
 from support import DTYPES, assert_same_bits, randn, refused
-from test_attention_masks import by_hand, padding_arguments
 
 import transformer_engine.pytorch as te
 

@@ -1,12 +1,15 @@
 # TransformerLayer's options against their twin: orders of norm and residual, the MLP beside the attention, decoders,
 # stochastic depth, masks handed on. Mutants: taking the norm's input for its output in _branch, or dropping along
 # dimension 0 in every format, turns the comparisons or test_drop_path_drops_whole_sequences red.
+import copy
+import pickle
+
 import pytest
 import torch
+from attention_cases import by_hand, padding_arguments
 from plain_attention import OptionLayer, check_options
 from plain_modules import angles, randomize, run
 from support import DTYPES, assert_same_bits, randn, refused
-from test_attention_masks import by_hand, padding_arguments
 
 import transformer_engine.pytorch as te
 
@@ -309,6 +312,20 @@ def test_state_travels(device, name):
     other.load_state_dict(module.state_dict())
     inputs = inputs_of(options, device)
     assert_same_bits(calling()(other, *inputs), calling()(module, *inputs))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_copies_and_meta_modules(device, name):
+    """Copied, pickled, or built on the meta device and filled: the same bits."""
+    options = OPTIONS[name]
+    module, inputs = build(device, **options), inputs_of(options, device)
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    empty = te.TransformerLayer(HIDDEN, FFN, HEADS, device="meta", **dropout, **options)
+    assert all(p.is_meta for p in empty.parameters())
+    empty.to_empty(device=device).load_state_dict(module.state_dict())
+    wanted = calling()(module, *inputs)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), empty):
+        assert_same_bits(calling()(other, *inputs), wanted)
 
 
 def test_state_names(device):

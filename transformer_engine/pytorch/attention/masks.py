@@ -37,8 +37,9 @@ class Pattern(NamedTuple):
         None: lengths that are equal, and longer than every window."""
         if not self.positional:
             return self
-        left, right = self.left, self.right
-        bottom_right = self.bottom_right and (self.padding or seq_q != seq_kv)  # padded sequences have lengths each
+        left, right, bottom_right = self.left, self.right, self.bottom_right
+        if seq_q == seq_kv and not self.padding:  # padded sequences have lengths of their own
+            bottom_right = False
         if seq_q is not None and (left > 0 or right > 0):
             farthest = max(seq_q, seq_kv) - 1
             left = -1 if left >= farthest else left
@@ -51,7 +52,9 @@ class Pattern(NamedTuple):
 
     @property
     def top_left_causal(self) -> bool:
-        return (self.left, self.right, self.bottom_right) == (-1, 0, False)
+        if self.left != -1 or self.right != 0:  # a branch: torch.compile may hold windows as symbols
+            return False
+        return not self.bottom_right
 
 
 def check_mask(op: str, mask: str, argument: str = "attn_mask_type") -> None:
@@ -89,7 +92,10 @@ def _check_tensor(op: str, name: str, t: object, shapes: tuple, dtype: torch.dty
     wanted = f"wanted {kind} [{sizes}] on {device}; {hint}"
     if not isinstance(t, torch.Tensor):
         raise ValueError(f"{op}: argument '{name}' is {t!r}, {wanted}")
-    fits = t.dim() == len(shapes) and all(n in options for n, options in zip(t.shape, shapes, strict=True))
+    # == and not `in`, which torch.compile does not ask of sizes that it leaves open.
+    fits = t.dim() == len(shapes) and all(
+        any(n == option for option in options) for n, options in zip(t.shape, shapes, strict=True)
+    )
     right_type = t.is_floating_point() if dtype is None else t.dtype == dtype
     if not fits or not right_type or t.device != device:
         raise ValueError(f"{op}: argument '{name}' is {t.dtype} {list(t.shape)} on {t.device}, {wanted}")
