@@ -1,8 +1,15 @@
 # What the suites run on each of several ranks (ranks.py starts them). A worker returns what its test compares.
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from families import FAMILIES, build, inputs_of, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from transformer_engine.pytorch import distributed
+
+STEPS, RATE = 3, 0.1
 
 
 def of_rank(rank, *shape):
@@ -37,3 +44,50 @@ def collectives(rank):
     except ValueError as error:
         got["three rows"] = str(error)
     return got
+
+
+def batch_of(name, step, rank):
+    torch.manual_seed(100 * step + rank)
+    return inputs_of(name, "cpu")[0]
+
+
+def fresh(name):
+    torch.manual_seed(5)
+    return build(name, "cpu")
+
+
+def optimizer_of(module):
+    return torch.optim.SGD(module.parameters(), RATE, momentum=0.9)
+
+
+def ddp(rank):
+    """{family: (losses, parameters)} after a few steps, each rank with its own half of the data."""
+    results = {}
+    for name in FAMILIES:
+        module = fresh(name)
+        wrapper = DistributedDataParallel(module)
+        losses = train(wrapper, [batch_of(name, step, rank) for step in range(STEPS)], optimizer_of(wrapper))
+        results[name] = losses, {key: p.detach() for key, p in module.named_parameters()}
+    return results
+
+
+def whole(module):
+    """A sharded module's parameters, put together."""
+    return {key: p.full_tensor().detach() for key, p in module.named_parameters()}
+
+
+def fsdp2(rank, folder):
+    """As ddp, with the parameters sharded; the trained state is also saved by DCP, and loaded into a fresh module."""
+    results, mesh = {}, init_device_mesh("cpu", (2,))
+    for name in FAMILIES:
+        module = fully_shard(fresh(name), mesh=mesh)
+        losses = train(module, [batch_of(name, step, rank) for step in range(STEPS)], optimizer_of(module))
+        results[name] = losses, whole(module)
+        dcp.save(module.state_dict(), checkpoint_id=f"{folder}/{name}")
+        other = fully_shard(FAMILIES[name](device="cpu"), mesh=mesh)
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        other.load_state_dict(state)
+        for key, tensor in whole(other).items():
+            assert torch.equal(tensor, results[name][1][key]), f"{name}: {key}"
+    return results

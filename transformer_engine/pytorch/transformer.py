@@ -12,6 +12,7 @@ from transformer_engine.pytorch.module.base import InitMethod, check_choice, ref
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.module.state import WholeCheckpoints
 
 
 def _check_rate(op: str, argument: str, rate: float) -> None:
@@ -19,7 +20,7 @@ def _check_rate(op: str, argument: str, rate: float) -> None:
         raise ValueError(f"{op}: argument '{argument}' is {rate}, wanted 0 <= p < 1.")
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(WholeCheckpoints):
     """h = x + drop(attention(norm(x))); y = h + drop(mlp(norm(h))).
 
     drop: hidden_dropout of elements, then drop_path_rate of whole sequences of the batch, both in training alone.

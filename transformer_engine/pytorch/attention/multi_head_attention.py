@@ -11,6 +11,7 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, ap
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.state import WholeCheckpoints
 
 
 def _split_heads(
@@ -24,7 +25,7 @@ def _split_heads(
     return tuple(part.flatten(-3, -2) for part in grouped.split([n // groups for n in heads], dim=-2))
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(WholeCheckpoints):
     """proj(attention(q_norm(rope(q)), k_norm(rope(k)), v)) with [q | k | v] = linear(norm(x)) or linear(x).
 
     Self-attention has the submodules `layernorm_qkv` (with input_layernorm) or `qkv`; attention_type 'cross' takes q

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
+from transformer_engine.pytorch.module.state import WholeCheckpoints
 from transformer_engine.pytorch.module.weight_grad import WeightGradSink, WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
 
@@ -56,7 +57,7 @@ def refuse_parallel(op: str, *, tp_size: int, **overlap: object) -> None:
     refuse(op, "overlap of tensor-parallel communication", **overlap)
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(WholeCheckpoints):
     """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`."""
 
     def __init__(self) -> None:
@@ -192,6 +193,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
+        self.check_extra_state(state)
+
+    def check_extra_state(self, state: torch.Tensor | None) -> None:
+        """Raises for state that set_extra_state cannot take."""
         if state is not None and state.numel() > 0:
             raise NotImplementedError(
                 f"{type(self).__name__}: the checkpoint carries {state.numel()} bytes of quantization state under "

@@ -1,0 +1,46 @@
+"""Loading a checkpoint that fits, or changing nothing. What a module's checkpoint holds is the module's business."""
+
+from collections.abc import Mapping
+
+import torch
+
+
+class WholeCheckpoints(torch.nn.Module):
+    """A module whose load_state_dict compares the whole checkpoint with it before the first tensor is copied. As part
+    of another module it loads as that one does: torch's own copies what fits and raises afterwards."""
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """As torch's. Errors: RuntimeError naming missing and unexpected keys (if strict) and shapes that differ,
+        NotImplementedError for state that this version cannot take; nothing has been loaded then."""
+        # A hook may rename keys: what fits is known only when it has run.
+        hooked = any(part._load_state_dict_pre_hooks for part in self.modules())
+        if isinstance(state_dict, Mapping) and not hooked:
+            _compare(self, state_dict, strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+def _compare(module: torch.nn.Module, given: Mapping[str, object], strict: bool) -> None:
+    own = module.state_dict(keep_vars=True)
+    missing = [key for key in own if key not in given and not key.endswith("_extra_state")]
+    unexpected = [key for key in given if key not in own]
+    differing = [
+        (key, tuple(value.shape), tuple(own[key].shape))
+        for key, value in given.items()
+        if key in own and not key.endswith("_extra_state") and isinstance(value, torch.Tensor)
+        if value.shape != own[key].shape
+    ]
+    wrong = []
+    if strict and missing:
+        wrong.append(f"Missing key(s) in state_dict: {', '.join(missing)}.")
+    if strict and unexpected:
+        wrong.append(f"Unexpected key(s) in state_dict: {', '.join(unexpected)}.")
+    wrong += [f"size mismatch for {key}: the checkpoint's is {got}, wanted {size}." for key, got, size in differing]
+    if wrong:
+        name = type(module).__name__
+        raise RuntimeError(f"Error(s) in loading state_dict for {name}, nothing was loaded:\n\t" + "\n\t".join(wrong))
+    for prefix, part in module.named_modules():
+        check = getattr(part, "check_extra_state", None)
+        if check is not None:
+            check(given.get(f"{prefix}._extra_state" if prefix else "_extra_state"))
