@@ -1,14 +1,42 @@
-"""Host time of a step at 16 tokens, 256 wide, where the kernels are shorter than their launches (targets.py case H).
+"""Host time of a step at 16 tokens, 256 wide, where the kernels are shorter than their launches (targets.py case H),
+and of the parts of a forward.
 
 Counts the GEMMs' flops, as the other benchmarks of the same modules do; refuses to run without a GPU."""
 
 import torch
+import torch.nn.functional as F
 from common import Bench, Case, training_step
 from plain import Mlp
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _C, functional
 
 TOKENS, HIDDEN, FFN_HIDDEN = 16, 256, 512
+
+
+def parts_of(linear):
+    """Where a forward's host time goes, from the inside out: the product alone, the function without a graph, with one;
+    what the module's own row has beyond the second is its Python. Forward rows run without gradients."""
+    ours, plain = (module.weight for module in linear)
+
+    def with_graph(function):
+        def run(x):
+            with torch.enable_grad():
+                return function(x)
+
+        return run
+
+    def functions():
+        return {"ours": lambda x: functional.linear(x, ours), "torch eager": lambda x: F.linear(x, plain)}
+
+    return {
+        "linear_product": {
+            "ours": lambda x: _C.gemm(ours, x, "TN", "none", None, None, None),
+            "torch eager": lambda x: torch.mm(x, plain.t()),
+        },
+        "linear_function": functions(),
+        "linear_node": {name: with_graph(function) for name, function in functions().items()},
+    }
 
 
 def main():
@@ -32,6 +60,10 @@ def main():
     case = Case("H", "linear", "bf16", shape, "forward", flops=2 * TOKENS * HIDDEN * HIDDEN)
     if bench.wants(case):
         bench.compare_host(case, dict(zip(("ours", "torch eager"), linear, strict=True)), lambda: sets()[:1])
+    for op, contenders in parts_of(linear).items():
+        case = Case("H", op, "bf16", shape, "forward", flops=2 * TOKENS * HIDDEN * HIDDEN)
+        if bench.wants(case):
+            bench.compare_host(case, contenders, lambda: sets()[:1])
     step("linear", linear, shape, 6 * TOKENS * HIDDEN * HIDDEN)
     step("layernorm_mlp", mlp, (TOKENS, HIDDEN, FFN_HIDDEN), 18 * TOKENS * HIDDEN * FFN_HIDDEN)
     bench.finish()
