@@ -59,7 +59,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     masked: attn_mask_type, narrowed by window_size = (keys before, keys after the diagonal, -1 for all of them). The
     diagonal starts top left for causal and padding_causal and ends bottom right for *_bottom_right, and for the other
     masks unless bottom_right_diagonal is False. With padding the lengths that count are each sequence's own, its tokens
-    coming first. A query that sees no key, and one that is padding, gives zeros and gets zeros back.
+    coming first. A query that sees no key, and one that is padding, gives zeros and gets zeros back. What the
+    padding holds does not matter as long as it is finite.
     Biases: scale * (q k^T + bias) for pre_scale_bias, scale * q k^T + bias for post_scale_bias (its gradient comes if
     it is wanted), and scale * q k^T - slope * |distance from the diagonal| for alibi.
 
@@ -276,7 +277,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
             grouped = False
         options = {"dropout_p": self._dropout(), "is_causal": path.is_causal, "scale": self.softmax_scale}
-        chosen = nullcontext() if path.backends is None else sdpa_kernel(list(path.backends), set_priority=True)
+        chosen = nullcontext()
+        if path.backends is not None and not path.flash_window:
+            chosen = sdpa_kernel(list(path.backends), set_priority=True)
         fork = self.get_rng_state_tracker().fork() if self._forks() else nullcontext()
         with chosen, fork:
             if path.flash_window:
