@@ -287,7 +287,7 @@ def test_bad_norm_of_queries_and_keys(device):
 
 @pytest.mark.parametrize("change", ["missing", "extra", "shape", "split"])
 def test_checkpoints_that_do_not_fit(device, change):
-    """The error names the key; a missing, foreign or misshapen one leaves the others as strict loading does."""
+    """The error names the key, and nothing of the checkpoint has been loaded."""
     module, x = build(device, fuse_qkv_params=True, qk_norm_type="RMSNorm"), tokens(device)
     before, state = module(x), module.state_dict()
     if change == "missing":
@@ -298,13 +298,11 @@ def test_checkpoints_that_do_not_fit(device, change):
         words = ("Unexpected key", "qkv.scale")
     elif change == "shape":
         state["q_norm.weight"] = torch.ones(HEAD + 1)
-        words = ("q_norm.weight", f"[{HEAD + 1}]")
+        words = ("q_norm.weight", str(HEAD + 1), str(HEAD))
     else:
         state = build(device).state_dict()
         words = ("Missing key", "qkv.weight", "Unexpected key", "qkv.query_weight")
-    state = {name: value.clone() for name, value in state.items()}
+    state = {name: value + 1 for name, value in state.items()}
     with refused(RuntimeError, *words):
         module.load_state_dict(state)
-    if change != "split":  # what does fit has been loaded, and was the same
-        assert_same_bits(module(x), before)
-    assert module(x).isfinite().all()
+    assert_same_bits(module(x), before)

@@ -402,9 +402,7 @@ def test_checkpoints_that_do_not_fit(device, change):
     else:
         state = build(device).state_dict()
         words = ("Missing key", "self_attention.qkv.query_weight", "Unexpected key", "layernorm_qkv")
-    state = {name: value.clone() for name, value in state.items()}
+    state = {name: value + 1 for name, value in state.items()}
     with refused(RuntimeError, *words):
         module.load_state_dict(state)
-    if change != "other layer":  # what does fit has been loaded, and was the same
-        assert_same_bits(module(x), before)
-    assert module(x).isfinite().all()
+    assert_same_bits(module(x), before)
