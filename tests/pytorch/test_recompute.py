@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from families import EVERY_FAMILY, FFN, HEAD, HIDDEN, build, inputs_of
 from module_contract import Tracker
 from plain_modules import angles, randomize
-from support import assert_same_bits, in_threads, randn, refused, saved_tensors
+from support import assert_same_bits, in_threads, refused, saved_tensors
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import (
@@ -17,24 +18,11 @@ from transformer_engine.pytorch.distributed import (
     is_fp8_activation_recompute_enabled,
 )
 
-HIDDEN, FFN, HEADS, SEQ, BATCH = 16, 24, 2, 6, 2
-
-BLOCKS = {
-    "Linear": lambda **options: te.Linear(HIDDEN, HIDDEN, **options),
-    "LayerNormLinear": lambda **options: te.LayerNormLinear(HIDDEN, HIDDEN, **options),
-    "LayerNormMLP": lambda **options: te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", **options),
-    "LayerNorm": lambda **options: te.LayerNorm(HIDDEN, **options),
-    "RMSNorm": lambda **options: te.RMSNorm(HIDDEN, **options),
-    "MultiheadAttention": lambda **options: te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, **options),
-    "TransformerLayer": lambda **options: te.TransformerLayer(
-        HIDDEN, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, **options
-    ),
-}
 both_ways = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 
 
-def tokens(device, dtype=torch.float32, requires_grad=True):
-    return randn(SEQ, BATCH, HIDDEN, dtype=dtype, device=device).requires_grad_(requires_grad)
+def tokens(device, requires_grad=True):
+    return inputs_of("Linear", device)[0].requires_grad_(requires_grad)
 
 
 class Dropping(torch.nn.Module):
@@ -87,19 +75,36 @@ def same_bits(got, wanted):
 
 @both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_every_module(device, name, dtype, use_reentrant):
-    module, x = randomize_block(name, device, dtype), tokens(device, dtype)
-    kept = step(lambda m, t: m(t), module, x)
-    same_bits(step(lambda m, t: te.checkpoint(m, t, use_reentrant=use_reentrant), module, x), kept)
+    module, inputs = build(name, device, dtype), [t.requires_grad_() for t in inputs_of(name, device, dtype)]
+    kept = step(lambda m, *t: m(*t), module, *inputs)
+    same_bits(step(lambda m, *t: te.checkpoint(m, *t, use_reentrant=use_reentrant), module, *inputs), kept)
 
 
-def randomize_block(name, device, dtype=torch.float32):
-    module = BLOCKS[name](params_dtype=dtype, device=device)
-    with torch.no_grad():
+@both_ways
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute", "both"])
+def test_weight_gradients_that_go_elsewhere(device, option, use_reentrant):
+    """Into main_grad or until backward_dw(): once, although the forward ran twice."""
+    chosen = ("fuse_wgrad_accumulation", "delay_wgrad_compute") if option == "both" else (option,)
+    module, x = te.LayerNormMLP(HIDDEN, FFN, device=device, **dict.fromkeys(chosen, True)), tokens(device)
+
+    def gradients(call):
         for p in module.parameters():
-            p.add_(torch.randn(p.shape).to(p) * 0.3)
-    return module
+            p.grad, p.main_grad = None, torch.ones(p.shape, device=device)
+        out = call(x)
+        out.backward(out.detach().cos())
+        if "delay_wgrad_compute" in chosen:
+            module.backward_dw()
+            with refused(RuntimeError, "backward_dw", "no weight gradient"):
+                module.backward_dw()
+        return {
+            n: p.main_grad if p.dim() > 1 and "fuse_wgrad_accumulation" in chosen else p.grad
+            for n, p in module.named_parameters()
+        }
+
+    kept = gradients(module)
+    same_bits(gradients(lambda t: te.checkpoint(module, t, use_reentrant=use_reentrant)), kept)
 
 
 @both_ways
@@ -414,8 +419,8 @@ def test_torchs_options_reach_torch(device):
 @both_ways
 @pytest.mark.parametrize("name", ["LayerNormMLP", "TransformerLayer"])
 def test_inside_a_compiled_function(device, name, use_reentrant):
-    module, x = randomize_block(name, device), tokens(device)
-    freqs = angles(SEQ, HIDDEN // HEADS).to(device)
+    module, x = build(name, device), tokens(device)
+    freqs = angles(x.shape[0], HEAD).to(device)
     kwargs = {"rotary_pos_emb": freqs} if name == "TransformerLayer" else {}
 
     def checkpointed(m, t):

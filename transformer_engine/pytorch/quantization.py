@@ -5,12 +5,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch._absent import absent, refusal
 
 _FP8 = "FP8 is"
 _OFF = "pass enabled=False, or compute in bfloat16"
 _REASON = "FP8 is not available in this version."
+
+
+def _deprecated(old: str, new: str) -> None:
+    if not torch.compiler.is_compiling():  # which cannot follow a warning
+        warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
 
 
 class autocast:
@@ -42,7 +49,7 @@ def fp8_autocast(
     _graph: bool = False,
 ) -> autocast:
     """autocast under its older names."""
-    warnings.warn("fp8_autocast is deprecated, use autocast", DeprecationWarning, stacklevel=2)
+    _deprecated("fp8_autocast", "autocast")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
@@ -60,7 +67,7 @@ def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> object:
     """quantized_model_init under its older name."""
-    warnings.warn("fp8_model_init is deprecated, use quantized_model_init", DeprecationWarning, stacklevel=2)
+    _deprecated("fp8_model_init", "quantized_model_init")
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 

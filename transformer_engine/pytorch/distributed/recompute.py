@@ -120,8 +120,7 @@ def checkpoint(
 
     Tensors may stand anywhere in args, kwargs and the result: in tuples, lists and dicts too.
     use_reentrant: torch's two ways. Where no argument wants a gradient the reentrant one would leave the parameters
-      without theirs, so the other one is taken. Backward through the reentrant one takes no `inputs`, and neither gives
-      a second derivative.
+      without theirs, so the other one is taken. Backward through the reentrant one takes no `inputs`.
     get_rng_state_tracker: () -> a tracker whose states are part of what is drawn from (CudaRNGStatesTracker or one with
       its get_states and set_states).
     context_fn, determinism_check, debug: torch's, without use_reentrant.
