@@ -99,7 +99,8 @@ def by_torch(state, folder):
 
 
 def by_safetensors(state, folder):
-    safetensors.torch.save_file(state, folder / "state.safetensors")
+    """It wants a storage for each tensor, which the parts of a split weight do not have."""
+    safetensors.torch.save_file({key: t.clone() for key, t in state.items()}, folder / "state.safetensors")
     return safetensors.torch.load_file(folder / "state.safetensors")
 
 
@@ -115,7 +116,7 @@ def by_dcp(state, folder):
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_state_through_a_file(device, name, save_and_load, tmp_path):
     module, inputs = build(name, device), inputs_of(name, device)
-    state = {key: t.contiguous().clone() for key, t in module.state_dict().items()}
+    state = module.state_dict()
     loaded = save_and_load(state, tmp_path)
     assert sorted(loaded) == sorted(state)
     other = FAMILIES[name](device=device)
