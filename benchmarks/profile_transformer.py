@@ -70,30 +70,35 @@ def name_of(event):
 
 
 def profiled(step):
-    """[(op, {kernel: us})] of each step's ops that launched something, in their order."""
+    """For each step but the first, in which the profiler starts up: [(op, {kernel: us})] of what launched something."""
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
-        for _ in range(STEPS):
-            step()
+        for _ in range(1 + STEPS):
+            with torch.profiler.record_function("step"):
+                step()
         torch.cuda.synchronize()
-    events = [e for e in profile.events() if e.kernels and e.device_type == torch.autograd.DeviceType.CPU]
-    launching = [e for e in events if e.name != "Activity Buffer Request"]  # the profiler's own, on top of an op
-    launching.sort(key=lambda e: e.time_range.start)
-    return [(name_of(e), [(k.name, k.duration) for k in e.kernels]) for e in launching]
+    host = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CPU]
+    launching = sorted((e for e in host if e.kernels and e.name != "step"), key=lambda e: e.time_range.start)
+    ranges = sorted((e.time_range.start, e.time_range.end) for e in host if e.name == "step")
+    return [
+        [
+            (name_of(e), [(k.name, k.duration) for k in e.kernels])
+            for e in launching
+            if start <= e.time_range.start < end
+        ]
+        for start, end in ranges[1:]
+    ]
 
 
-def lines(calls, size):
+def lines(steps, size):
+    names = [[op for op, _ in calls] for calls in steps]
+    if any(other != names[0] for other in names):
+        raise RuntimeError(f"profile: steps differ in what they ran: {names}")
     wanted, seen, found = floors(size), collections.Counter(), []
-    per_step = len(calls) // STEPS
-    for turn in range(STEPS):
-        names = [op for op, _ in calls[turn * per_step :][:per_step]]
-        if names != [op for op, _ in calls[:per_step]] or len(calls) != STEPS * per_step:
-            raise RuntimeError(f"profile: step {turn} ran {names}, the first one {[op for op, _ in calls[:per_step]]}")
-    for at in range(per_step):
-        op = calls[at][0]
+    for at, op in enumerate(names[0]):
         kernels = collections.Counter()
-        for turn in range(STEPS):
-            for name, us in calls[turn * per_step + at][1]:
-                kernels[name] += us / STEPS
+        for calls in steps:
+            for name, us in calls[at][1]:
+                kernels[name] += us / len(steps)
         known = wanted.get(op, [])
         what, floor = known[seen[op]] if seen[op] < len(known) else ("", 0.0)
         seen[op] += 1
@@ -146,12 +151,12 @@ def main():
     torch.cuda.synchronize()
     _C.start_recording()  # names our ops to the profiler
     try:
-        calls = profiled(lambda: step(x, dy))
+        steps = profiled(lambda: step(x, dy))
     finally:
         _C.stop_recording()
     stem, machine = rows.machine(bench.device)
     path = bench.folder / f"transformer_layer_{stem}.md"
-    path.write_text(written(lines(calls, size), machine, size))
+    path.write_text(written(lines(steps, size), machine, size))
     print(path.read_text())
 
 
