@@ -4,7 +4,7 @@
 # where it is not that interpreter's own, TE_CPP_TESTS the folder of the C++ binaries (default build/test).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-export PYTHONSAFEPATH=1 PYTHONPATH="${TE_PACKAGE:-}" TE_TEST_DEVICE=cuda
+export PYTHONSAFEPATH=1 PYTHONPATH="${TE_PACKAGE:-}" TE_TEST_DEVICE=cuda OMP_NUM_THREADS=1
 python=${TE_PYTHON:-$PWD/.venv/bin/python}
 package=$(cd / && "$python" -c 'import transformer_engine as te; print(te.__path__[0])')
 # The C++ binaries have no torch in their process: cuBLASLt is found where torch keeps its copy.
