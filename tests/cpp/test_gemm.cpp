@@ -378,5 +378,86 @@ TEST_P(Gemm, BadArgumentsAreNamedAndWriteNothing) {
   TE_EXPECT_OK(p.run());
 }
 
+// ---- the choice of an algorithm ----
+
+std::vector<te_gemm_choice> candidates_of(const te_gemm_key& key, int32_t most) {
+  std::vector<te_gemm_choice> choices(static_cast<size_t>(most));
+  int32_t found = 0;
+  TE_EXPECT_OK(te_gemm_candidates(&key, most, choices.data(), &found));
+  choices.resize(size_t(found));
+  return choices;
+}
+
+TEST_P(Gemm, EveryCandidateIsRightAndRepeatsItsBits) {
+  if (GetParam() == TE_DEVICE_CPU) GTEST_SKIP() << "cuBLASLt's algorithms are on CUDA";
+  for (const te_gemm_layout layout : kLayouts) {
+    const Shape s{72, 88, 2000, 0};
+    Problem<bf16, float> p(GetParam(), layout, s);
+    TE_ASSERT_OK(p.run());
+    const std::vector<float> unasked = p.d.read();
+    te_gemm_key key;
+    TE_ASSERT_OK(te_gemm_key_of(&p.problem, &key));
+    const std::vector<te_gemm_choice> choices = candidates_of(key, 64);
+    ASSERT_FALSE(choices.empty());
+    for (size_t i = 0; i < choices.size(); ++i) {
+      TE_ASSERT_OK(te_gemm_choose(&key, &choices[i], 1));
+      p.d.poison();
+      TE_ASSERT_OK(p.run());
+      const std::vector<float> got = p.d.read();
+      if (i == 0) {
+        EXPECT_EQ(got, unasked) << "the first candidate is not the one that runs unasked";
+      }
+      for (size_t j = 0; j < got.size(); ++j) ASSERT_NEAR(got[j], p.product[j], p.sum_error(j)) << "candidate " << i;
+      p.d.poison();
+      const Buffer<uint8_t> workspace(GetParam(), 1, int64_t(choices[i].workspace_bytes));
+      const te_gemm_operands operands{p.a.data(), p.b.data(), p.d.data(), nullptr, nullptr};
+      TE_ASSERT_OK(te_gemm_try(&key, &choices[i], &operands, 2, workspace.data(), choices[i].workspace_bytes, nullptr));
+      EXPECT_EQ(p.d.read(), got) << "candidate " << i << " in " << name_of(layout, s);
+    }
+    TE_ASSERT_OK(te_gemm_forget_choices());
+    p.d.poison();
+    TE_ASSERT_OK(p.run());
+    EXPECT_EQ(p.d.read(), unasked);
+  }
+}
+
+TEST_P(Gemm, WrongChoicesAreNamedAndChangeNothing) {
+  Problem<bf16, bf16> p(GetParam(), TE_GEMM_TN, {16, 24, 40, 0});
+  te_gemm_key key{};
+  int32_t found = 0;
+  te_gemm_choice choice{};
+  const auto refused = [](te_status status, const char* words) {
+    EXPECT_EQ(status, TE_INVALID_ARGUMENT) << words;
+    EXPECT_NE(std::string(te_last_error()).find(words), std::string::npos) << te_last_error();
+  };
+  if (GetParam() == TE_DEVICE_CPU) {
+    refused(te_gemm_key_of(&p.problem, &key), "the CPU");
+    key.device = TE_DEVICE_CPU;
+    refused(te_gemm_candidates(&key, 1, &choice, &found), "the CPU");
+    refused(te_gemm_choose(&key, &choice, 1), "the CPU");
+    refused(te_gemm_try(&key, &choice, nullptr, 1, nullptr, 0, nullptr), "the CPU");
+    return;
+  }
+  TE_ASSERT_OK(te_gemm_key_of(&p.problem, &key));
+  TE_ASSERT_OK(te_gemm_candidates(&key, 1, &choice, &found));
+  refused(te_gemm_candidates(&key, 0, &choice, &found), "'most'");
+  te_gemm_key keys[2] = {key, key};
+  te_gemm_choice choices[2] = {choice, choice};
+  std::fill(std::begin(choices[1].algorithm), std::end(choices[1].algorithm), ~uint64_t(0));
+  refused(te_gemm_choose(keys, choices, 2), "'choice'");
+  keys[1].a_alignment = 3;
+  refused(te_gemm_choose(keys, choices, 2), "'key'");
+  keys[1] = key;
+  keys[1].tf32 = 1;  // of bfloat16 operands
+  refused(te_gemm_choose(keys, choices, 2), "'key'");
+  keys[1].device = 99;
+  refused(te_gemm_choose(keys, choices, 2), "'keys'");
+  const te_gemm_operands askew{p.a.data() + 1, p.b.data(), p.d.data(), nullptr, nullptr};
+  refused(te_gemm_try(&key, &choice, &askew, 1, nullptr, 0, nullptr), "'operands'");
+  Problem<bf16, bf16> nothing(GetParam(), TE_GEMM_TN, {0, 24, 40, 0});
+  refused(te_gemm_key_of(&nothing.problem, &key), "'problem'");
+  TE_EXPECT_OK(p.run());
+}
+
 }  // namespace
 }  // namespace te

@@ -82,6 +82,7 @@ from transformer_engine.pytorch.tensor import prepare_for_saving as prepare_for_
 from transformer_engine.pytorch.tensor import restore_from_func_ctx as restore_from_func_ctx
 from transformer_engine.pytorch.tensor import restore_from_saved as restore_from_saved
 from transformer_engine.pytorch.transformer import TransformerLayer as TransformerLayer
+from transformer_engine.pytorch.tune import tune as tune
 from transformer_engine.pytorch.userbuffers import UserBufferQuantizationMode as UserBufferQuantizationMode
 from transformer_engine.pytorch.userbuffers import destroy_ub as destroy_ub
 from transformer_engine.pytorch.userbuffers import initialize_ub as initialize_ub

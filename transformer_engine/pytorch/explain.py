@@ -4,13 +4,11 @@ nothing."""
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.recording import recording, table, tensors_in
+from transformer_engine.pytorch.recording import recording, run_with_gradients, table
 
 
 @dataclass(frozen=True)
@@ -49,20 +47,6 @@ def _sample_for(module: torch.nn.Module) -> list[torch.Tensor]:
     return [torch.randn(16, 1, width, dtype=like.dtype, device=like.device, requires_grad=True)]
 
 
-@contextmanager
-def _gradients_returned(module: torch.nn.Module):
-    """Weight gradients go to autograd inside, not to main_grad or to backward_dw()."""
-    parts = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]
-    before = [(m, m.fuse_wgrad_accumulation, m._wgrad_stores) for m in parts]
-    try:
-        for m in parts:
-            m.fuse_wgrad_accumulation, m._wgrad_stores = False, {}
-        yield
-    finally:
-        for m, fused, stores in before:
-            m.fuse_wgrad_accumulation, m._wgrad_stores = fused, stores
-
-
 def explain(module: torch.nn.Module, *sample: object, **options: object) -> Explanation:
     """Runs module(*sample, **options) and its backward once and lists which path each op took.
 
@@ -71,12 +55,8 @@ def explain(module: torch.nn.Module, *sample: object, **options: object) -> Expl
     backward_dw() and the random states are as before afterwards.
     Errors: TypeError for something that is not a module, is compiled, or whose input is not known.
     """
-    with recording("explain", module) as (record, _), _gradients_returned(module), torch.enable_grad():
-        outputs = tensors_in(module(*(sample or _sample_for(module)), **options))
-        outputs = [t for t in outputs if t.requires_grad]
-        wanted = [t for t in (*tensors_in([sample, options]), *module.parameters()) if t.requires_grad]
-        if outputs and wanted:
-            torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+    with recording("explain", module) as (record, _):
+        run_with_gradients(module, sample or _sample_for(module), options)
     counts = Counter(record.paths)
     rows = [Path(label, op.removeprefix("te::"), *rest, calls) for (label, op, *rest), calls in counts.items()]
     return Explanation(rows)

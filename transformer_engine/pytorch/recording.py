@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 
 @dataclass
@@ -55,6 +56,29 @@ def recording(op: str, module: torch.nn.Module) -> Iterator[tuple[Recording, _La
             yield record, labels
         finally:
             record.kept, record.paths = _C.stop_recording()
+
+
+@contextmanager
+def _gradients_returned(module: torch.nn.Module) -> Iterator[None]:
+    """Weight gradients go to autograd inside, not to main_grad or to backward_dw()."""
+    parts = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]
+    before = [(m, m.fuse_wgrad_accumulation, m._wgrad_stores) for m in parts]
+    try:
+        for m in parts:
+            m.fuse_wgrad_accumulation, m._wgrad_stores = False, {}
+        yield
+    finally:
+        for m, fused, stores in before:
+            m.fuse_wgrad_accumulation, m._wgrad_stores = fused, stores
+
+
+def run_with_gradients(module: torch.nn.Module, sample: Sequence[object], options: Mapping[str, object]) -> None:
+    """One forward and backward whose gradients go nowhere: .grad, main_grad and what waits for backward_dw() stay."""
+    with _gradients_returned(module), torch.enable_grad():
+        outputs = [t for t in tensors_in(module(*sample, **options)) if t.requires_grad]
+        wanted = [t for t in (*tensors_in([sample, options]), *module.parameters()) if t.requires_grad]
+        if outputs and wanted:
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:

@@ -13,6 +13,8 @@
 #include <torch/library.h>
 #include <transformer_engine/gemm.h>
 
+#include "tune.h"
+
 namespace te_torch {
 
 namespace {
@@ -106,6 +108,7 @@ void check_out(const Tensor& a, const Extents& e, te_gemm_layout layout, const T
 
 void run_cuda(te_gemm_problem& problem, const Tensor& like) {
   problem.allow_tf32 = like.scalar_type() == at::kFloat && at::globalContext().allowTF32CuBLAS();
+  tuning::meet(problem);
   size_t bytes = 0;
   check(te_gemm_workspace(&problem, &bytes));
   // From the caching allocator for each call: a cached workspace would be raced on by side streams, and one born in a

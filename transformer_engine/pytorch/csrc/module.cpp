@@ -14,6 +14,7 @@ void register_noop_cat(pybind11::module_& m);
 void register_recorder(pybind11::module_& m);
 void register_rope(pybind11::module_& m);
 void register_normalization(pybind11::module_& m);
+void register_tune(pybind11::module_& m);
 }  // namespace te_torch
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -25,6 +26,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_recorder(m);
   te_torch::register_rope(m);
   te_torch::register_normalization(m);
+  te_torch::register_tune(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;
   m.attr("version") = te_version();

@@ -16,7 +16,7 @@
  *   the dtype of d. Accumulation in float32; allow_tf32 lets float32 operands be cut to TF32 on CUDA.
  * Determinism. The heuristic's first algorithm whose reduction order is fixed, remembered per problem: the same call
  *   gives the same bits. Alignment enters as "16 bytes, or what the pointers and pitches have", so views and fresh
- *   tensors of one shape pick alike.
+ *   tensors of one shape pick alike. te_gemm_choose() puts another algorithm of fixed order in its place.
  * Aliasing. d must not overlap any input (with accumulate it is read and written).
  * Errors. TE_INVALID_ARGUMENT for shapes, dtypes, devices; TE_NOT_IMPLEMENTED, naming the combination, when cuBLASLt
  *   has no algorithm; TE_RUNTIME_ERROR when the library is missing or fails. */
@@ -56,6 +56,66 @@ TE_API te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes
 
 /* workspace: at least te_gemm_workspace bytes on the problem's device, 256-byte aligned, free to use on the stream. */
 TE_API te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t workspace_bytes, te_stream stream);
+
+/* All of a problem that the choice of an algorithm may depend on. Alignments: the largest power of two up to 16 that
+ * divides address and pitch in bytes; 0, and a dtype of -1, where there is no such tensor. Unused fields are 0. */
+typedef struct te_gemm_key {
+  int64_t rows; /* of d */
+  int64_t cols; /* of d */
+  int64_t depth;
+  int64_t a_pitch;
+  int64_t b_pitch;
+  int64_t d_pitch;
+  int64_t aux_pitch;
+  int32_t layout;
+  int32_t epilogue;
+  int32_t accumulate;
+  int32_t tf32;
+  int32_t dtype; /* of a and b */
+  int32_t d_dtype;
+  int32_t bias_dtype;
+  int32_t a_alignment;
+  int32_t b_alignment;
+  int32_t d_alignment;
+  int32_t aux_alignment;
+  int32_t device;
+} te_gemm_key;
+
+/* An algorithm, as bytes of cuBLASLt's that mean something to the version that gave them on the same kind of GPU. */
+typedef struct te_gemm_choice {
+  uint64_t algorithm[8];
+  uint64_t workspace_bytes;
+} te_gemm_choice;
+
+/* The key of a problem on CUDA with something to multiply; TE_INVALID_ARGUMENT for one on the CPU or an empty one. */
+TE_API te_status te_gemm_key_of(const te_gemm_problem* problem, te_gemm_key* key);
+
+/* Up to `most` algorithms of fixed reduction order for a key: first the one that te_gemm takes unasked, then as the
+ * heuristic ranks them. Times nothing. */
+TE_API te_status te_gemm_candidates(const te_gemm_key* key, int32_t most, te_gemm_choice* choices, int32_t* found);
+
+/* From now on te_gemm takes choices[i] for problems of keys[i]; calls that have begun are not disturbed. All or none:
+ * TE_INVALID_ARGUMENT, naming the first that cuBLASLt does not accept for its key, or whose reduction order varies. */
+TE_API te_status te_gemm_choose(const te_gemm_key* keys, const te_gemm_choice* choices, int32_t count);
+
+/* Takes all choices back. */
+TE_API te_status te_gemm_forget_choices(void);
+
+/* Device addresses, aligned as the key says; bias on its dtype, aux and bias NULL where the key has none. */
+typedef struct te_gemm_operands {
+  void* a;
+  void* b;
+  void* d;
+  void* bias;
+  void* aux;
+} te_gemm_operands;
+
+/* The product of a key by `choice`, `repeats` times over, for whoever times it. */
+TE_API te_status te_gemm_try(const te_gemm_key* key, const te_gemm_choice* choice, const te_gemm_operands* operands,
+                             int32_t repeats, void* workspace, size_t workspace_bytes, te_stream stream);
+
+/* cuBLASLt's version, e.g. 130100. */
+TE_API te_status te_gemm_library_version(int64_t* version);
 
 #ifdef __cplusplus
 }

@@ -11,11 +11,6 @@
 
 namespace te::gemm {
 
-namespace cuda {
-size_t workspace(const te_gemm_problem& problem, const Sizes& sizes);
-void run(const te_gemm_problem& problem, const Sizes& sizes, void* workspace, size_t bytes, te_stream stream);
-}  // namespace cuda
-
 namespace {
 
 float load(const te_tensor& t, int64_t row, int64_t col) {
@@ -118,6 +113,14 @@ Sizes check_problem(const te_gemm_problem& p) {
   return s;
 }
 
+namespace {
+
+[[noreturn]] void nothing_to_choose(const char* op) {
+  bad_argument(op, "device", "the CPU", "a CUDA device: only cuBLASLt's algorithms can be chosen");
+}
+
+}  // namespace
+
 }  // namespace te::gemm
 
 extern "C" {
@@ -138,6 +141,68 @@ te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t worksp
     const gemm::Sizes sizes = gemm::check_problem(*problem);
     TE_ON_DEVICE_OF("te_gemm", problem->a, gemm::cpu::run(*problem, sizes),
                     gemm::cuda::run(*problem, sizes, workspace, workspace_bytes, stream));
+  });
+}
+
+te_status te_gemm_key_of(const te_gemm_problem* problem, te_gemm_key* key) {
+  return te::c_guard([&] {
+    using namespace te;
+    const gemm::Sizes sizes = gemm::check_problem(*problem);
+    if (gemm::is_empty(sizes)) bad_argument("te_gemm_key_of", "problem", shape_of(problem->d), "a product to compute");
+    TE_ON_DEVICE_OF("te_gemm_key_of", problem->a, gemm::nothing_to_choose("te_gemm_key_of"),
+                    *key = gemm::cuda::key_of(*problem, sizes));
+  });
+}
+
+te_status te_gemm_candidates(const te_gemm_key* key, int32_t most, te_gemm_choice* choices, int32_t* found) {
+  return te::c_guard([&] {
+    using namespace te;
+    const char* op = "te_gemm_candidates";
+    if (most < 1) bad_argument(op, "most", most, ">= 1");
+    TE_ON_DEVICE_OF(op, *key, gemm::nothing_to_choose(op), *found = gemm::cuda::candidates(*key, most, choices));
+  });
+}
+
+te_status te_gemm_choose(const te_gemm_key* keys, const te_gemm_choice* choices, int32_t count) {
+  return te::c_guard([&] {
+    using namespace te;
+    const char* op = "te_gemm_choose";
+    if (count == 0) return;
+    for (int32_t i = 1; i < count; ++i) {
+      if (keys[i].device != keys[0].device) {
+        bad_argument(op, "keys", concat("of devices ", keys[0].device, " and ", keys[i].device), "keys of one device");
+      }
+    }
+    TE_ON_DEVICE_OF(op, *keys, gemm::nothing_to_choose(op), gemm::cuda::choose(keys, choices, count));
+  });
+}
+
+te_status te_gemm_forget_choices(void) {
+  return te::c_guard([&] {
+#if defined(TE_WITH_CUDA)
+    te::gemm::cuda::forget_choices();
+#endif
+  });
+}
+
+te_status te_gemm_try(const te_gemm_key* key, const te_gemm_choice* choice, const te_gemm_operands* operands,
+                      int32_t repeats, void* workspace, size_t workspace_bytes, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    const char* op = "te_gemm_try";
+    TE_ON_DEVICE_OF(op, *key, gemm::nothing_to_choose(op),
+                    gemm::cuda::try_choice(*key, *choice, *operands, repeats, workspace, workspace_bytes, stream));
+  });
+}
+
+te_status te_gemm_library_version(int64_t* version) {
+  return te::c_guard([&] {
+#if defined(TE_WITH_CUDA)
+    *version = te::gemm::cuda::library_version();
+#else
+    (void)version;
+    te::no_cuda("te_gemm_library_version");
+#endif
   });
 }
 

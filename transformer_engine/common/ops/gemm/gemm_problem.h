@@ -31,4 +31,20 @@ inline Sizes sizes_of(const te_gemm_problem& p) {
   return {p.b.cols, p.a.cols, p.a.rows};
 }
 
+inline bool is_empty(const Sizes& s) { return s.rows == 0 || s.cols == 0 || s.depth == 0; }
+
+Sizes check_problem(const te_gemm_problem& p);  // throws the argument's error
+
+namespace cuda {
+size_t workspace(const te_gemm_problem& problem, const Sizes& sizes);
+void run(const te_gemm_problem& problem, const Sizes& sizes, void* workspace, size_t bytes, te_stream stream);
+te_gemm_key key_of(const te_gemm_problem& problem, const Sizes& sizes);
+int32_t candidates(const te_gemm_key& key, int32_t most, te_gemm_choice* choices);
+void choose(const te_gemm_key* keys, const te_gemm_choice* choices, int32_t count);
+void forget_choices();
+void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const te_gemm_operands& operands, int32_t repeats,
+                void* workspace, size_t bytes, te_stream stream);
+int64_t library_version();
+}  // namespace cuda
+
 }  // namespace te::gemm

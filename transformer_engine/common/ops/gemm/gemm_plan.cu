@@ -1,0 +1,273 @@
+// gemm, CUDA path: which algorithm a problem takes. Holds the plans, the choices that somebody made over the heuristic,
+// and one library handle per device, under one mutex. It times nothing and owns no device memory.
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "ops/gemm/cublaslt.h"
+
+namespace te::gemm::cuda {
+
+namespace {
+
+constexpr int kMostCandidates = 256;
+
+// The largest power of two, at most 16, that divides the address and the pitch in bytes.
+int32_t alignment_of(const te_tensor& t) {
+  if (t.data == nullptr) return 0;
+  const uint64_t bits = reinterpret_cast<uint64_t>(t.data) | uint64_t(t.row_pitch) * te_dtype_bytes(t.dtype) | 16u;
+  return int32_t(bits & (~bits + 1));
+}
+
+struct ByBytes {
+  bool operator()(const te_gemm_key& x, const te_gemm_key& y) const { return std::memcmp(&x, &y, sizeof x) < 0; }
+};
+static_assert(sizeof(te_gemm_key) == 7 * 8 + 12 * 4, "keys are compared as bytes, padding would count");
+static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof(te_gemm_choice::algorithm), "an algorithm is passed as bytes");
+
+// A problem with this key; its addresses only say how they are aligned.
+te_gemm_problem problem_of(const te_gemm_key& k) {
+  const auto tensor = [&](int32_t alignment, int64_t rows, int64_t cols, int64_t pitch, int32_t dtype) {
+    return te_tensor{reinterpret_cast<void*>(intptr_t(alignment)), rows, cols, pitch, te_dtype(dtype), k.device};
+  };
+  const auto absent = te_tensor{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
+  const bool a_along_depth = k.layout == TE_GEMM_TN, b_along_depth = k.layout != TE_GEMM_NT;
+  te_gemm_problem p{};
+  p.a = tensor(k.a_alignment, a_along_depth ? k.cols : k.depth, a_along_depth ? k.depth : k.cols, k.a_pitch, k.dtype);
+  p.b = tensor(k.b_alignment, b_along_depth ? k.rows : k.depth, b_along_depth ? k.depth : k.rows, k.b_pitch, k.dtype);
+  p.d = tensor(k.d_alignment, k.rows, k.cols, k.d_pitch, k.d_dtype);
+  const int64_t bias_cols = k.epilogue == TE_GEMM_BGRAD ? k.rows : k.cols;
+  p.bias = k.bias_dtype < 0 ? absent : tensor(16, 1, bias_cols, bias_cols, k.bias_dtype);
+  p.aux = k.aux_alignment == 0 ? absent : tensor(k.aux_alignment, k.rows, k.cols, k.aux_pitch, k.d_dtype);
+  p.layout = te_gemm_layout(k.layout);
+  p.epilogue = te_gemm_epilogue(k.epilogue);
+  p.accumulate = k.accumulate;
+  p.allow_tf32 = k.tf32;
+  return p;
+}
+
+// The caller's words for a key, which may come out of a file.
+te_gemm_problem checked_problem_of(const char* op, const te_gemm_key& k) {
+  const auto wrong = [&](const char* field, int64_t got, const char* wanted) {
+    bad_argument(op, "key", concat("with ", field, " ", got), wanted);
+  };
+  if (k.rows < 1 || k.cols < 1 || k.depth < 1) wrong("an extent of", std::min({k.rows, k.cols, k.depth}), ">= 1");
+  if (k.dtype < 0 || k.d_dtype < 0 || k.bias_dtype < -1) wrong("a dtype of", -1, "a te_dtype");
+  for (const int32_t alignment : {k.a_alignment, k.b_alignment, k.d_alignment}) {
+    if (alignment < 1 || alignment > 16 || (alignment & (alignment - 1)) != 0) {
+      wrong("an alignment of", alignment, "1, 2, 4, 8 or 16");
+    }
+  }
+  const te_gemm_problem p = problem_of(k);
+  check_problem(p);
+  const te_gemm_key again = key_of(p, sizes_of(p));
+  if (std::memcmp(&again, &k, sizeof k) != 0) bad_argument(op, "key", "of no problem", "one that te_gemm_key_of gave");
+  return p;
+}
+
+cublasLtHandle_t handle_of(int32_t device) {  // the caller holds the mutex; the device is current
+  static std::map<int32_t, cublasLtHandle_t> handles;
+  cublasLtHandle_t& handle = handles[device];
+  if (handle == nullptr) check(lt().cublasLtCreate(&handle), "cublasLtCreate");
+  return handle;
+}
+
+class Preference {
+ public:
+  explicit Preference(const te_gemm_problem& p) {
+    check(lt().cublasLtMatmulPreferenceCreate(&preference_), "cublasLtMatmulPreferenceCreate");
+    const uint64_t most = 32u << 20;  // cuBLAS's own recommendation for Hopper
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, most);
+    // Partial sums added in a separate pass have one order; schemes that reduce in place are left out.
+    const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(alignment_of(p.a)));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(alignment_of(p.b)));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t(alignment_of(p.d)));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t(alignment_of(p.d)));
+  }
+  ~Preference() { lt().cublasLtMatmulPreferenceDestroy(preference_); }
+  Preference(const Preference&) = delete;
+  Preference& operator=(const Preference&) = delete;
+  cublasLtMatmulPreference_t get() const { return preference_; }
+
+ private:
+  template <class T>
+  void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
+    check(lt().cublasLtMatmulPreferenceSetAttribute(preference_, attribute, &value, sizeof value),
+          "cublasLtMatmulPreferenceSetAttribute");
+  }
+
+  cublasLtMatmulPreference_t preference_ = nullptr;
+};
+
+std::vector<cublasLtMatmulHeuristicResult_t> ranked(const te_gemm_problem& p, int most) {
+  const MatrixLayout a(p.a), b(p.b), d(p.d);
+  const Preference preference(p);
+  const Descriptor descriptor(p);
+  std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(most));
+  int found = 0;
+  const cublasStatus_t status =
+      lt().cublasLtMatmulAlgoGetHeuristic(handle_of(p.a.device), descriptor.get(), a.get(), b.get(), d.get(), d.get(),
+                                          preference.get(), most, results.data(), &found);
+  if (status != CUBLAS_STATUS_SUCCESS || found == 0) {
+    throw Error(TE_NOT_IMPLEMENTED, concat("te_gemm: cuBLASLt has no algorithm for a ", te_dtype_name(p.a.dtype), " ",
+                                           shape_of(p.a), ", b ", shape_of(p.b), ", d ", te_dtype_name(p.d.dtype), " ",
+                                           shape_of(p.d), ", layout ", layout_name(p.layout), ", epilogue ",
+                                           int(p.epilogue), " (", lt().cublasLtGetStatusString(status),
+                                           "). Drop the epilogue, or pad the sizes to multiples of 8."));
+  }
+  results.resize(size_t(found));
+  return results;
+}
+
+bool order_is_fixed(const cublasLtMatmulAlgo_t& algo) {
+  uint32_t scheme = 0;
+  size_t written = 0;
+  check(lt().cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof scheme,
+                                                  &written),
+        "cublasLtMatmulAlgoConfigGetAttribute");
+  return scheme == CUBLASLT_REDUCTION_SCHEME_NONE || scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+}
+
+using PlanPointer = std::unique_ptr<const Plan>;
+
+PlanPointer plan_with(const te_gemm_problem& p, const cublasLtMatmulAlgo_t& algo, size_t workspace_bytes) {
+  return PlanPointer(
+      new Plan{handle_of(p.a.device), MatrixLayout(p.a), MatrixLayout(p.b), MatrixLayout(p.d), algo, workspace_bytes});
+}
+
+// The choice as a plan, if cuBLASLt takes it for the problem.
+PlanPointer plan_chosen(const char* op, const te_gemm_problem& p, const te_gemm_choice& choice) {
+  cublasLtMatmulAlgo_t algo;
+  std::memcpy(&algo, choice.algorithm, sizeof algo);
+  const MatrixLayout a(p.a), b(p.b), d(p.d);
+  const Descriptor descriptor(p);
+  cublasLtMatmulHeuristicResult_t result{};
+  const cublasStatus_t status = lt().cublasLtMatmulAlgoCheck(handle_of(p.a.device), descriptor.get(), a.get(), b.get(),
+                                                             d.get(), d.get(), &algo, &result);
+  if (status != CUBLAS_STATUS_SUCCESS || result.state != CUBLAS_STATUS_SUCCESS || !order_is_fixed(algo)) {
+    const cublasStatus_t why = status != CUBLAS_STATUS_SUCCESS ? status : result.state;
+    bad_argument(op, "choice",
+                 why == CUBLAS_STATUS_SUCCESS ? "an algorithm whose order of reduction may vary"
+                                              : concat("refused by cuBLASLt (", lt().cublasLtGetStatusString(why),
+                                                       ") for d ", shape_of(p.d), ", layout ", layout_name(p.layout)),
+                 "one that te_gemm_candidates gave for this key, on this GPU and library");
+  }
+  return plan_with(p, algo, std::max<size_t>(result.workspaceSize, choice.workspace_bytes));
+}
+
+// Plans are never freed: a call may be running one while another thread puts a choice in its place.
+struct Entry {
+  const Plan* heuristic = nullptr;  // until somebody needs it
+  const Plan* chosen = nullptr;
+};
+
+std::mutex& mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+std::map<te_gemm_key, Entry, ByBytes>& entries() {
+  static auto* entries = new std::map<te_gemm_key, Entry, ByBytes>;
+  return *entries;
+}
+
+}  // namespace
+
+te_gemm_key key_of(const te_gemm_problem& p, const Sizes& s) {
+  te_gemm_key k{};
+  k.rows = s.rows;
+  k.cols = s.cols;
+  k.depth = s.depth;
+  k.a_pitch = p.a.row_pitch;
+  k.b_pitch = p.b.row_pitch;
+  k.d_pitch = p.d.row_pitch;
+  k.aux_pitch = p.aux.data != nullptr ? p.aux.row_pitch : 0;
+  k.layout = p.layout;
+  k.epilogue = p.epilogue;
+  k.accumulate = p.accumulate != 0;
+  k.tf32 = p.a.dtype == TE_FLOAT32 && p.allow_tf32;
+  k.dtype = p.a.dtype;
+  k.d_dtype = p.d.dtype;
+  k.bias_dtype = p.bias.data != nullptr ? p.bias.dtype : -1;
+  k.a_alignment = alignment_of(p.a);
+  k.b_alignment = alignment_of(p.b);
+  k.d_alignment = alignment_of(p.d);
+  k.aux_alignment = alignment_of(p.aux);
+  k.device = p.a.device;
+  return k;
+}
+
+const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
+  const te_gemm_key key = key_of(p, s);
+  const std::lock_guard<std::mutex> lock(mutex());
+  Entry& entry = entries()[key];
+  if (entry.chosen != nullptr && entry.chosen->workspace_bytes <= bytes) return *entry.chosen;
+  if (entry.heuristic == nullptr) {
+    const cublasLtMatmulHeuristicResult_t first = ranked(p, 1).front();
+    entry.heuristic = plan_with(p, first.algo, first.workspaceSize).release();
+  }
+  return *entry.heuristic;
+}
+
+int32_t candidates(const te_gemm_key& key, int32_t most, te_gemm_choice* choices) {
+  const te_gemm_problem p = checked_problem_of("te_gemm_candidates", key);
+  const std::lock_guard<std::mutex> lock(mutex());
+  int32_t found = 0;
+  // The first is asked for alone, as te_gemm does.
+  for (const int wanted : {1, std::min(most, kMostCandidates)}) {
+    for (const cublasLtMatmulHeuristicResult_t& result : ranked(p, wanted)) {
+      if (found == most || result.state != CUBLAS_STATUS_SUCCESS || !order_is_fixed(result.algo)) continue;
+      te_gemm_choice choice{};
+      std::memcpy(choice.algorithm, &result.algo, sizeof choice.algorithm);
+      choice.workspace_bytes = result.workspaceSize;
+      if (found > 0 && std::memcmp(choices, &choice, sizeof choice) == 0) continue;
+      choices[found++] = choice;
+    }
+  }
+  return found;
+}
+
+void choose(const te_gemm_key* keys, const te_gemm_choice* choices, int32_t count) {
+  const std::lock_guard<std::mutex> lock(mutex());
+  std::vector<PlanPointer> plans;
+  for (int32_t i = 0; i < count; ++i) {
+    plans.push_back(plan_chosen("te_gemm_choose", checked_problem_of("te_gemm_choose", keys[i]), choices[i]));
+  }
+  for (int32_t i = 0; i < count; ++i) entries()[keys[i]].chosen = plans[size_t(i)].release();
+}
+
+void forget_choices() {
+  const std::lock_guard<std::mutex> lock(mutex());
+  for (auto& [key, entry] : entries()) entry.chosen = nullptr;
+}
+
+void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const te_gemm_operands& operands, int32_t repeats,
+                void* workspace, size_t bytes, te_stream stream) {
+  const char* op = "te_gemm_try";
+  te_gemm_problem p = checked_problem_of(op, key);
+  p.a.data = operands.a;
+  p.b.data = operands.b;
+  p.d.data = operands.d;
+  p.bias.data = operands.bias;
+  p.aux.data = operands.aux;
+  const te_gemm_key own = key_of(p, sizes_of(p));
+  if (std::memcmp(&own, &key, sizeof key) != 0) {
+    bad_argument(op, "operands", "aligned otherwise, or there, where the key says otherwise", "what the key says");
+  }
+  PlanPointer plan;
+  {
+    const std::lock_guard<std::mutex> lock(mutex());
+    plan = plan_chosen(op, p, choice);
+  }
+  if (bytes < plan->workspace_bytes) bad_argument(op, "workspace_bytes", bytes, concat(">= ", plan->workspace_bytes));
+  const Descriptor descriptor(p);
+  for (int32_t i = 0; i < repeats; ++i) plan->run(p, descriptor, workspace, bytes, stream);
+}
+
+int64_t library_version() { return int64_t(lt().cublasLtGetVersion()); }
+
+}  // namespace te::gemm::cuda
