@@ -4,6 +4,7 @@ compiled; what each keeps for backward; host time at a small size; attention's b
 Flops: 6 T for each weight element, and 3 * 4 * T^2 / 2 * heads * head_dim for causal attention; norms, rotary
 embedding and activation are not counted. The peers' attention prefers cuDNN's kernels, as ours does."""
 
+import bench_tune
 import torch
 import torch.nn.functional as F
 from common import TE_PEER, TORCH_DTYPES, Bench, Case, keeps_mib, training_step
@@ -78,6 +79,9 @@ def layers(bench, dtype, size):
     def sets():
         return bench.randn(*shape, dtype=dtype, grad=True), bench.randn(*shape, dtype=dtype)
 
+    case = Case("24", "transformer_layer_tuned", dtype, shape, "forward+backward", flops=layer_flops(size))
+    if bench.cuda and bench.wants(case):
+        bench_tune.compare(bench, case, mine, sets, peers)
     for op, modules in variants.items():
         case = Case("24", op, dtype, shape, "forward+backward", flops=layer_flops(size))
         if bench.wants(case):

@@ -15,7 +15,8 @@ DTYPE = "bf16"
 CANDIDATES = 64
 
 
-def compare(bench, case, module, sets):
+def compare(bench, case, module, sets, peers=()):
+    """The module with its choices in force, without, and its peers ({name: module})."""
     tuning = te.tune(module, sets()[0], candidates=CANDIDATES)
     print(tuning, flush=True)
     keys, choices = [dict(r.problem) for r in tuning.rows], [r.algorithm for r in tuning.rows]
@@ -29,7 +30,8 @@ def compare(bench, case, module, sets):
         _C.gemm_forget_choices()
         step(x, dy)
 
-    bench.compare(case, {"ours": tuned, "own bf16": untuned}, sets)
+    others = {name: training_step(peer) for name, peer in dict(peers).items()}
+    bench.compare(case, {"ours": tuned, f"own {case.dtype}": untuned} | others, sets)
     te.tune.clear()
 
 

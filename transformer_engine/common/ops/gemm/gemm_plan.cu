@@ -205,7 +205,11 @@ const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
   const te_gemm_key key = key_of(p, s);
   const std::lock_guard<std::mutex> lock(mutex());
   Entry& entry = entries()[key];
-  if (entry.chosen != nullptr && entry.chosen->workspace_bytes <= bytes) return *entry.chosen;
+  if (entry.chosen != nullptr && entry.chosen->workspace_bytes <= bytes) {
+    te_note_path("cuBLASLt, the tuned algorithm", "");
+    return *entry.chosen;
+  }
+  te_note_path("cuBLASLt, its heuristic's first algorithm", "te.tune(module, *sample) may find a faster one");
   if (entry.heuristic == nullptr) {
     const cublasLtMatmulHeuristicResult_t first = ranked(p, 1).front();
     entry.heuristic = plan_with(p, first.algo, first.workspaceSize).release();

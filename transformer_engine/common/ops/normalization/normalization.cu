@@ -215,7 +215,10 @@ void forward(const Plan& plan, const ForwardTensors& t, te_stream stream) {
     using T = decltype(x_type);
     using G = decltype(gamma_type);
     const int64_t vectors = t.x.cols / kVec<T>;
-    if (!aligned || t.x.cols % kVec<T> != 0 || vectors > 8 * kMaxLanes<8>) {
+    const bool divides = t.x.cols % kVec<T> == 0;
+    const bool held = aligned && divides && vectors <= 8 * kMaxLanes<8>;
+    note_row_path(aligned, divides, held);
+    if (!held) {
       launch_any<T, G>(plan, t, cudaStream_t(stream));
     } else if (vectors <= 4 * kMaxLanes<4>) {
       launch_held<T, G, 4>(plan, t, cudaStream_t(stream));

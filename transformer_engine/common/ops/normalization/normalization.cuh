@@ -88,4 +88,10 @@ __device__ __forceinline__ float vector_sum(const float (&x)[N]) {
   }
 }
 
+// Notes (te_note_path) which of a pass's two kernels runs, and why not the one that reads a row once.
+inline void note_row_path(bool aligned, bool divides, bool held) {
+  if (held || !aligned || !divides) return note_width(aligned, divides, "CUDA, each row read once, held on the chip");
+  te_note_path("CUDA, one element at a time", "a row is longer than what the threads of a block hold");
+}
+
 }  // namespace te::normalization::cuda

@@ -338,7 +338,9 @@ void backward(const Plan& plan, const BackwardTensors& t, te_stream stream) {
   dispatch_types(t.x, t.gamma, kOp, [&](auto x_type, auto gamma_type) {
     using T = decltype(x_type);
     using G = decltype(gamma_type);
-    const bool held = aligned && t.x.cols % kVec<T> == 0 && t.x.cols / kVec<T> <= kVectors * kMaxLanes;
+    const bool divides = t.x.cols % kVec<T> == 0;
+    const bool held = aligned && divides && t.x.cols / kVec<T> <= kVectors * kMaxLanes;
+    note_row_path(aligned, divides, held);
     int64_t parts = 0;
     if (t.x.rows > 0) {
       parts =

@@ -257,11 +257,13 @@ void apply(const te_rope_plan& plan, te_stream stream) {
   }
   dispatch_float(plan.dtype, "te_rope_apply", "plan.dtype", [&](auto t) {
     using T = decltype(t);
-    bool vectors = plan.rot_dim % (2 * kVec<T>) == 0 && plan.head_dim % kVec<T> == 0;
+    const bool divides = plan.rot_dim % (2 * kVec<T>) == 0 && plan.head_dim % kVec<T> == 0;
+    bool aligned = true;
     for (const Part& part : parts.part) {
-      vectors = vectors && aligned16(plan, part.in, part.heads) && aligned16(plan, part.out, part.heads);
+      aligned = aligned && aligned16(plan, part.in, part.heads) && aligned16(plan, part.out, part.heads);
     }
-    if (vectors) {
+    note_width(aligned, divides);
+    if (aligned && divides) {
       launch<T, kVec<T>>(plan, parts, cudaStream_t(stream));
     } else {
       launch<T, 1>(plan, parts, cudaStream_t(stream));
