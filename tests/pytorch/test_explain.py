@@ -92,6 +92,13 @@ def test_attention_backend_is_the_one_that_ran(deterministic):
 def test_why_not_faster():
     fast = te.explain(mlp("cuda"))
     assert paths(fast, "activation_fwd") == [("CUDA, 16-byte accesses", "", 1)]
+    assert paths(fast, "normalization_fwd") == [("CUDA, each row read once, held on the chip", "", 1)]
+    ((path, why, calls),) = paths(fast, "linear_fwd")
+    assert path == "cuBLASLt, its heuristic's first algorithm" and "te.tune" in why and calls == 2
+    narrow = te.explain(mlp("cuda", hidden=63))
+    for op in ("normalization_fwd", "normalization_bwd"):
+        ((path, why, _),) = paths(narrow, op)
+        assert path == "CUDA, one element at a time" and "not a multiple of 16 bytes" in why
     odd = te.explain(mlp("cuda", ffn=127))
     assert paths(odd, "activation_fwd") == [
         ("CUDA, one element at a time", "the last dimension is not a multiple of 16 bytes", 1)
