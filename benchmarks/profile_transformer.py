@@ -107,7 +107,7 @@ def lines(steps, size):
 
 
 def short(kernel):
-    return kernel.replace("void ", "").split("<")[0].split("(")[0][-48:]
+    return kernel.replace("void ", "").replace("(anonymous namespace)::", "").split("<")[0].split("(")[0][-48:]
 
 
 def written(found, machine, size):
