@@ -1,13 +1,14 @@
 """What every module shares: parameters and their initialisation, the options that have not landed, checkpoint state.
 No module's arithmetic is here."""
 
+import io
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
 
 from transformer_engine.pytorch.module.state import WholeCheckpoints
-from transformer_engine.pytorch.module.weight_grad import WeightGradSink, WeightGradStore
+from transformer_engine.pytorch.module.weight_grad import Product, WeightGradSink, WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
 
 InitMethod = Callable[[torch.Tensor], object]
@@ -105,6 +106,11 @@ class TransformerEngineBaseModule(WholeCheckpoints):
         for tag, value in self._tags[name].items():
             setattr(getattr(self, name), tag, value)
 
+    def _tag_all(self) -> None:
+        for name in self._tags:
+            if getattr(self, name, None) is not None:
+                self._tag(name)
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialises the parameters in their order; those on the meta device are first made on a real one. With
         defer_init nothing happens, so that a meta module stays meta."""
@@ -149,19 +155,27 @@ class TransformerEngineBaseModule(WholeCheckpoints):
         store = self._wgrad_stores.get(product)
         if not (self.fuse_wgrad_accumulation or store) or not torch.is_grad_enabled():
             return None
+        op = type(self).__name__
         weight_names, bias_names = self._product_names(product)
         weights = [getattr(self, name) for name in weight_names]
-        if not weights[0].requires_grad:
+        wanted = [weight.requires_grad for weight in weights]
+        if not any(wanted):
             return None
-        return WeightGradSink(
-            type(self).__name__,
-            weight_names,
-            weights,
-            [getattr(self, name) for name in bias_names],
-            fused=self.fuse_wgrad_accumulation,
-            overwrite=is_first_microbatch is True,
-            store=store,
-        )
+        if isinstance(is_first_microbatch, torch.Tensor) or is_first_microbatch not in (None, True, False):
+            raise ValueError(
+                f"{op}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, False or None."
+            )
+        for name, weight in zip(weight_names, weights, strict=True):
+            if weight.requires_grad and not weight.is_leaf:
+                raise ValueError(
+                    f"{op}: '{name}' is computed from other tensors (a parametrization, weight_norm), and only "
+                    "autograd brings a gradient back to these; build the module without fuse_wgrad_accumulation and "
+                    "delay_wgrad_compute."
+                )
+        biases = [getattr(self, name) for name in bias_names]
+        overwrite = bool(is_first_microbatch)
+        described = Product(op, weight_names, weights, biases, wanted, self.fuse_wgrad_accumulation, overwrite)
+        return WeightGradSink(described, store)
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for backward_dw(), as delay_wgrad_compute=True has it."""
@@ -175,17 +189,34 @@ class TransformerEngineBaseModule(WholeCheckpoints):
         """The weight (and bias) gradients of the oldest backward() that left them, then the registered hooks.
 
         They are what an immediate backward gives, bit for bit: .grad is set where it is None and added to otherwise, or
-        main_grad is accumulated. Does nothing without delay_wgrad_compute.
-        Errors: RuntimeError where no backward() has left any; nothing is changed then."""
-        wanted = {product: self._product_names(product)[0][0] for product in self._wgrad_stores}
-        wanted = {product: name for product, name in wanted.items() if getattr(self, name).requires_grad}
-        for product, name in wanted.items():
-            self._wgrad_stores[product].check(type(self).__name__, name)
-        for product in wanted:
-            self._wgrad_stores[product].pop()
+        main_grad is accumulated. Does nothing without delay_wgrad_compute. DistributedDataParallel reduces in
+        backward(), before these are there: reduce them in a registered hook.
+        Errors: RuntimeError where no backward() has left any, where a tensor that a gradient is made of was changed in
+        place since, or where the parameter is another one now; ValueError for an unfit main_grad. Nothing is changed
+        then, and what is left stays."""
+        due: list[tuple[WeightGradStore, list[torch.Tensor | None]]] = []
+        for product, store in self._wgrad_stores.items():
+            weights = [getattr(self, name) for name in self._product_names(product)[0]]
+            oldest = store.oldest()
+            if oldest is not None:
+                due.append((store, oldest.check(weights)))
+            elif any(weight.requires_grad for weight in weights):
+                raise RuntimeError(
+                    f"{type(self).__name__}: backward_dw() was called, but no weight gradient of "
+                    f"'{self._product_names(product)[0][0]}' is left to compute; call it once after each backward() of "
+                    "a step that wanted that gradient."
+                )
+        for store, main_grads in due:
+            store.oldest().compute(main_grads)
+            store.pop()
         if self._wgrad_stores:
             for hook in self._wgrad_hooks:
                 hook()
+
+    def drop_backward_dw(self) -> None:
+        """Forgets what waits for backward_dw(): for a step that is given up."""
+        for store in self._wgrad_stores.values():
+            store.clear()
 
     # State beyond parameters: one uint8 tensor, empty as long as there is no quantization state.
 
@@ -197,9 +228,18 @@ class TransformerEngineBaseModule(WholeCheckpoints):
 
     def check_extra_state(self, state: torch.Tensor | None) -> None:
         """Raises for state that set_extra_state cannot take."""
-        if state is not None and state.numel() > 0:
+        if isinstance(state, io.BytesIO):  # what other versions of the API wrote
+            size = len(state.getvalue())
+        elif state is None or isinstance(state, torch.Tensor):
+            size = 0 if state is None else state.numel()
+        else:
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint's '_extra_state' is a {type(state).__name__}, wanted a uint8 "
+                "tensor or an io.BytesIO; drop that key to load the rest."
+            )
+        if size > 0:
             raise NotImplementedError(
-                f"{type(self).__name__}: the checkpoint carries {state.numel()} bytes of quantization state under "
+                f"{type(self).__name__}: the checkpoint carries {size} bytes of quantization state under "
                 "'_extra_state', but quantization is not available in this version; drop that key to load the rest."
             )
 
@@ -209,3 +249,8 @@ class TransformerEngineBaseModule(WholeCheckpoints):
         key = prefix + "_extra_state"
         if key in missing:
             missing.remove(key)
+        self._tag_all()  # assign=True puts other parameters in place
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        self._tag_all()  # a deep copy of a parameter has none of its marks

@@ -3,9 +3,11 @@ products are the gemm room's; nothing here computes one."""
 
 from __future__ import annotations
 
+import collections
 import functools
-import queue
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,45 +23,9 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
     """A gradient that stands for one already in main_grad, so that autograd's hooks fire. One buffer a shape, shared by
     all: a fresh alias of it each time, else autograd would copy it. Its values mean nothing, unless `zero`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
-    dummy = _dummy(tuple(shape), dtype, device)
+    with torch.inference_mode(False):  # a buffer made there would be an inference tensor for good
+        dummy = _dummy(tuple(shape), dtype, device)
     return dummy.zero_().detach() if zero else dummy.detach()
-
-
-class WeightGradStore:
-    """First in, first out: the weight gradients that a backward left to backward_dw(). Copies of it are empty."""
-
-    def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
-        if delay_wgrad_compute and ub_bulk_wgrad:
-            raise ValueError(
-                "WeightGradStore: arguments 'delay_wgrad_compute' and 'ub_bulk_wgrad' are both True; a gradient whose "
-                "communication is overlapped with its product cannot wait. Leave one of them at False."
-            )
-        self.enabled = delay_wgrad_compute
-        self._left: queue.Queue[Callable[[], None]] = queue.Queue()
-
-    def delay_wgrad_compute(self) -> bool:
-        return self.enabled
-
-    def put(self, compute: Callable[[], None]) -> None:
-        self._left.put(compute)
-
-    def check(self, op: str, parameter: str) -> None:
-        """RuntimeError where there is nothing to pop: a backward comes first."""
-        if self._left.empty():
-            raise RuntimeError(
-                f"{op}: backward_dw() was called, but no weight gradient of '{parameter}' is left to compute; call it "
-                "once after each backward() of a step that wanted that gradient."
-            )
-
-    def pop(self) -> None:
-        """Computes the oldest gradient; queue.Empty where there is none."""
-        self._left.get_nowait()()
-
-    def __reduce__(self):
-        return WeightGradStore, (self.enabled,)
-
-    def __deepcopy__(self, memo) -> WeightGradStore:
-        return WeightGradStore(self.enabled)
 
 
 def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object) -> None:
@@ -78,14 +44,18 @@ def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object
         )
 
 
-def _main_grad(op: str, name: str, weight: torch.Tensor) -> torch.Tensor:
-    found = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
-    _check_main_grad(op, name, weight, found)
-    return found
+# Additions to one main_grad from several threads take turns. Striped, so that no parameter carries a lock.
+_LOCKS = [threading.Lock() for _ in range(64)]
+
+
+def _lock_of(main_grad: torch.Tensor) -> threading.Lock:
+    return _LOCKS[main_grad.data_ptr() // 256 % len(_LOCKS)]
 
 
 def _accumulate_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """As autograd does at a leaf."""
+    """As autograd does at a leaf; a frozen one gets nothing."""
+    if not parameter.requires_grad:
+        return
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
@@ -93,76 +63,162 @@ def _accumulate_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad += gradient
 
 
-class WeightGradSink:
-    """One call's answer to "where does the gradient of this weight go": the extension calls it in backward with dy and
-    the product's operand. weights and biases are the rows of one matrix, in order."""
+@dataclass(frozen=True)
+class Product:
+    """A call's product, as its weight gradients need it: weights and biases are the rows of one matrix, in order; those
+    that wanted no gradient when it was called get none."""
 
-    def __init__(
-        self,
-        op: str,
-        names: Sequence[str],
-        weights: Sequence[torch.nn.Parameter],
-        biases: Sequence[torch.nn.Parameter],
-        *,
-        fused: bool,
-        overwrite: bool,
-        store: WeightGradStore | None,
-    ) -> None:
-        self.op, self.names, self.weights, self.biases = op, names, weights, biases
-        self.fused, self.overwrite, self.store = fused, overwrite, store
-        if fused:  # what can be known to be wrong is said before anything has run
-            for name, weight in zip(names, weights, strict=True):
-                if not hasattr(weight, "get_main_grad"):
-                    _main_grad(op, name, weight)
+    op: str
+    names: Sequence[str]
+    weights: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor]
+    wanted: Sequence[bool]  # of the weights
+    fused: bool
+    overwrite: bool
 
-    def __call__(
-        self, dy: torch.Tensor, operand: torch.Tensor, with_bias: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if self.store is not None:
-            self.store.put(functools.partial(self._later, dy, operand, with_bias))
-            return None, None
-        dbias = self._accumulate(dy, operand, with_bias)
-        return self._stand_in(dy.dtype), dbias
-
-    @torch.no_grad()
-    def _later(self, dy: torch.Tensor, operand: torch.Tensor, with_bias: bool) -> None:
-        if self.fused:
-            dbias = self._accumulate(dy, operand, with_bias)
-            for weight in self.weights:
-                if weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):
-                    zero = getattr(weight, "zero_out_wgrad", False)
-                    weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
-        else:
-            dweight, dbias = F.linear_wgrad(dy, operand, with_bias)
-            for weight, part in zip(self.weights, dweight.split(self._rows()), strict=True):
-                _accumulate_grad(weight, part)
-        if with_bias:
-            for bias, part in zip(self.biases, dbias.split(self._rows()), strict=True):
-                _accumulate_grad(bias, part)
-
-    def _rows(self) -> list[int]:
+    @property
+    def rows(self) -> list[int]:
         return [weight.shape[0] for weight in self.weights]
 
-    def _accumulate(self, dy: torch.Tensor, operand: torch.Tensor, with_bias: bool) -> torch.Tensor | None:
-        """main_grad of each weight; returns the bias's gradient."""
+    def main_grads(self, *, ask: bool = True) -> list[torch.Tensor | None]:
+        """Where the wanted gradients are added to. Unless `ask`, a get_main_grad() is left to the backward.
+        ValueError for a missing or unfit one."""
+        found = []
+        for name, weight, wanted in zip(self.names, self.weights, self.wanted, strict=True):
+            lazy = hasattr(weight, "get_main_grad")
+            found.append(None)
+            if wanted and (ask or not lazy):
+                found[-1] = weight.get_main_grad() if lazy else getattr(weight, "main_grad", None)
+                _check_main_grad(self.op, name, weight, found[-1])
+        return found
+
+    def accumulate(
+        self, dy: torch.Tensor, operand: torch.Tensor, with_bias: bool, main_grads: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """The wanted gradients into main_grads; returns the bias's."""
         sums = []
-        for name, weight, part in zip(self.names, self.weights, dy.split(self._rows(), dim=-1), strict=True):
-            overwrite = self.overwrite or getattr(weight, "overwrite_main_grad", False)
-            main_grad = _main_grad(self.op, name, weight)
-            sums.append(
-                F.gemm_accumulate(operand, part, "NT", main_grad, bias_grad=with_bias, overwrite=bool(overwrite))
-            )
+        parts = dy.split(self.rows, dim=-1)
+        for weight, main_grad, part in zip(self.weights, main_grads, parts, strict=True):
+            if main_grad is None:
+                sums += [part.flatten(0, -2).sum(0)] if with_bias else []
+                continue
+            overwrite = self.overwrite or bool(getattr(weight, "overwrite_main_grad", False))
+            with _lock_of(main_grad):
+                sums.append(F.gemm_accumulate(operand, part, "NT", main_grad, bias_grad=with_bias, overwrite=overwrite))
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = True
         if not with_bias:
             return None
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
-    def _stand_in(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What autograd gets for a gradient that is in main_grad already: nothing, or where the owner of main_grad
+    def stand_in(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What autograd gets for gradients that are in main_grad already: nothing, or where the owner of main_grad
         waits for autograd's hooks (it set grad_added_to_main_grad) a dummy."""
-        if not all(hasattr(weight, "grad_added_to_main_grad") for weight in self.weights):
+        wanted = [weight for weight, wanted in zip(self.weights, self.wanted, strict=True) if wanted]
+        if not all(hasattr(weight, "grad_added_to_main_grad") for weight in wanted):
             return None
-        zero = any(getattr(weight, "zero_out_wgrad", False) for weight in self.weights)
-        shape = (sum(self._rows()), *self.weights[0].shape[1:])
+        zero = any(getattr(weight, "zero_out_wgrad", False) for weight in wanted)
+        shape = (sum(self.rows), *self.weights[0].shape[1:])
         return get_dummy_wgrad(shape, dtype, zero, self.weights[0].device)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A weight gradient that backward() left: what it is made of, and the versions that these tensors had."""
+
+    product: Product
+    dy: torch.Tensor
+    operand: torch.Tensor
+    with_bias: bool
+    versions: tuple[int, int]
+
+    def check(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The main_grads. Raises where the gradient cannot be computed any more, or has nowhere to go; `current` are
+        the module's weights now."""
+        product, name = self.product, self.product.names[0]
+        if any(now is not then for now, then in zip(current, product.weights, strict=True)):
+            raise RuntimeError(
+                f"{product.op}: backward_dw() was called, but '{name}' is not the parameter that backward() saw "
+                "(FSDP2 puts its shards back after a backward): a delayed gradient cannot reach it. Build the module "
+                "without delay_wgrad_compute there."
+            )
+        for what, tensor, version in zip(("gradient", "input"), (self.dy, self.operand), self.versions, strict=True):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{product.op}: backward_dw() was called, but the {what} of the product with '{name}' was changed "
+                    "in place since backward(); leave it alone until backward_dw(), or give the module a copy. "
+                    "drop_backward_dw() gives the gradient up."
+                )
+        return product.main_grads() if product.fused else []
+
+    @torch.no_grad()
+    def compute(self, main_grads: Sequence[torch.Tensor | None]) -> None:
+        product = self.product
+        if product.fused:
+            dbias = product.accumulate(self.dy, self.operand, self.with_bias, main_grads)
+            for weight, main_grad in zip(product.weights, main_grads, strict=True):
+                if main_grad is not None and weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):
+                    zero = getattr(weight, "zero_out_wgrad", False)
+                    weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
+        else:
+            dweight, dbias = F.linear_wgrad(self.dy, self.operand, self.with_bias)
+            for weight, part in zip(product.weights, dweight.split(product.rows), strict=True):
+                _accumulate_grad(weight, part)
+        if self.with_bias:
+            for bias, part in zip(product.biases, dbias.split(product.rows), strict=True):
+                _accumulate_grad(bias, part)
+
+
+class WeightGradStore:
+    """First in, first out: the weight gradients that a backward left to backward_dw(). Copies of it are empty."""
+
+    def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
+        if delay_wgrad_compute and ub_bulk_wgrad:
+            raise ValueError(
+                "WeightGradStore: arguments 'delay_wgrad_compute' and 'ub_bulk_wgrad' are both True; a gradient whose "
+                "communication is overlapped with its product cannot wait. Leave one of them at False."
+            )
+        self.enabled = delay_wgrad_compute
+        self._left: collections.deque[Pending] = collections.deque()  # its ends are safe to use from several threads
+
+    def delay_wgrad_compute(self) -> bool:
+        return self.enabled
+
+    def put(self, pending: Pending) -> None:
+        self._left.append(pending)
+
+    def oldest(self) -> Pending | None:
+        return self._left[0] if self._left else None
+
+    def pop(self) -> Pending:
+        return self._left.popleft()
+
+    def clear(self) -> None:
+        self._left.clear()
+
+    def __reduce__(self):
+        return WeightGradStore, (self.enabled,)
+
+    def __deepcopy__(self, memo) -> WeightGradStore:
+        return WeightGradStore(self.enabled)
+
+
+class WeightGradSink:
+    """One call's answer to "where does the gradient of this weight go": the extension calls it in backward with dy and
+    the product's operand."""
+
+    def __init__(self, product: Product, store: WeightGradStore | None) -> None:
+        self.product, self.store = product, store
+        if product.fused:  # what can be known to be wrong is said before anything has run
+            product.main_grads(ask=False)
+
+    def __call__(
+        self, dy: torch.Tensor, operand: torch.Tensor, with_bias: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.store is not None:
+            versions = dy._version, operand._version
+            self.store.put(Pending(self.product, dy, operand, with_bias, versions))
+            return None, None
+        main_grads = self.product.main_grads()
+        dbias = self.product.accumulate(dy, operand, with_bias, main_grads)
+        return self.product.stand_in(dy.dtype), dbias
