@@ -1,6 +1,6 @@
 # te.checkpoint: with and without it the same bits, in outputs, in every gradient and in whatever is drawn afterwards,
 # for both of torch's ways. Mutants: a second run without `snapshot.replayed()`, or a tracker left out of the snapshot,
-# turns these red.
+# turns these red, as passing by every result that wants a gradient does.
 import contextlib
 import copy
 
@@ -220,6 +220,66 @@ def test_several_outputs_of_which_some_are_used(device, use_reentrant, used):
 
     kept = step(lambda m, t: chosen(m(t)), module, x)
     same_bits(step(lambda m, t: chosen(te.checkpoint(m, t, use_reentrant=use_reentrant)), module, x), kept)
+
+
+VIEWS = {
+    "transposed": lambda t: t.transpose(0, 1),
+    "flat": lambda t: t.reshape(-1),
+    "row": lambda t: t[None],
+    "slice": lambda t: t[..., 1:],
+    "expanded": lambda t: t.expand(2, *t.shape),
+    "view of a view": lambda t: t.transpose(0, 1)[1:],
+    "parts": lambda t: t.split(1),
+    "itself": lambda t: t,
+}
+
+
+@both_ways
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("of", ["input", "parameter", "closure"])
+def test_views_that_are_returned(device, use_reentrant, of, view):
+    """Of an input, of a parameter and of a tensor with a graph from outside: gradients go through them."""
+    module, inputs = te.Linear(HIDDEN, HIDDEN, device=device), [tokens(device).detach()[:, 0] for _ in range(2)]
+
+    def call(m, x, other, around=lambda function, t: function(t)):
+        outer = other * 2
+
+        def function(t):
+            seen = VIEWS[view]({"input": t, "parameter": m.weight, "closure": outer}[of])
+            return m(t), *(seen if isinstance(seen, tuple) else (seen,))
+
+        return tuple(t * 3 for t in around(function, x))
+
+    def checkpointed(m, *t):
+        return call(m, *t, around=lambda *args: te.checkpoint(*args, use_reentrant=use_reentrant))
+
+    inputs = [t.requires_grad_() for t in inputs]
+    kept = step(call, module, *inputs)
+    reached = {"input": "input 0", "parameter": "weight", "closure": "input 1"}[of]
+    assert kept[f"gradient of {reached}"].count_nonzero() > 0
+    same_bits(step(checkpointed, module, *inputs), kept)
+
+
+@both_ways
+@pytest.mark.parametrize("made", ["leaf of a buffer", "view without gradients"])
+def test_views_from_outside_that_are_returned(device, use_reentrant, made):
+    """A leaf that lies in a buffer keeps its own gradient; so does a view of a leaf made under no_grad, in which
+    autograd accumulates as in a leaf."""
+
+    start = tokens(device)
+
+    def gradients(around):
+        x = start.detach().clone().requires_grad_()
+        base = torch.ones(HIDDEN, device=device, requires_grad=made != "leaf of a buffer")
+        with torch.no_grad():
+            outer = base[1:].requires_grad_()
+        first, second = around(lambda t: (t.sin(), outer), x)
+        (first.sum() + (3 * second).sum()).backward()
+        return {"x": x.grad, "outer": outer.grad, "base": base.grad}
+
+    kept = gradients(lambda function, *t: function(*t))
+    assert kept["outer"].eq(3).all()
+    same_bits(gradients(lambda *t: te.checkpoint(*t, use_reentrant=use_reentrant)), kept)
 
 
 @both_ways

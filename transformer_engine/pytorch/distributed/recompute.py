@@ -74,13 +74,20 @@ class _Twice:
 
     def _pass_by(self, leaves: tuple, results: list) -> None:
         """A result of the reentrant way's first run, which has no graph, that wants a gradient all the same and is no
-        input is a parameter (the bias of return_bias) or another tensor from outside. It has a history of its own,
-        which torch would overwrite with the checkpoint's: its backward would then call itself without end."""
+        input comes from outside, as a parameter does (the bias of return_bias), and has a history of its own, which
+        torch would overwrite with the checkpoint's: its backward would then call itself without end. Or it is a view
+        made without gradients, which has none: that one gets the checkpoint's, on an alias, as it may be from outside
+        too."""
         inputs = {id(leaf) for leaf in leaves}
-        if not torch.is_grad_enabled():
-            for i, result in enumerate(results):
-                if isinstance(result, torch.Tensor) and result.requires_grad and id(result) not in inputs:
-                    self.passed[i] = result
+        if torch.is_grad_enabled():
+            return
+        for i, result in enumerate(results):
+            if not isinstance(result, torch.Tensor) or not result.requires_grad or id(result) in inputs:
+                continue
+            if result.grad_fn is None and result._is_view():
+                results[i] = result.view_as(result)
+            else:
+                self.passed[i] = result
 
     def assemble(self, results: tuple) -> object:
         """The function's result, of the form that the function gave it."""
