@@ -189,7 +189,12 @@ def training_step(module, parameters=None):
 def keeps_mib(module, x):
     """MiB of the distinct storages that saved-tensor hooks see, less the parameters and the module's own input."""
     seen = []  # tensors, not addresses: a freed storage's address could come back
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+
+    def pack(t):
+        seen.append(t.detach())  # an output itself would hold the node that holds it, for good
+        return seen[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = module(x)
     own = {t.untyped_storage().data_ptr() for t in (x, *module.parameters(), *module.buffers())}
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}

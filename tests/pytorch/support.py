@@ -91,8 +91,8 @@ def saved_tensors():
     kept = []
 
     def pack(t):
-        kept.append(t)
-        return t
+        kept.append(t.detach())  # an output itself would hold the node that holds it, for good
+        return kept[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield kept

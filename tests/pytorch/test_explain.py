@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support import randn
+from support import randn, refused
 
 import transformer_engine.pytorch as te
 
@@ -41,6 +41,29 @@ def test_frozen_weights_have_no_product(device):
     module.fc1_weight.requires_grad_(False)
     module.fc1_bias.requires_grad_(False)
     assert [row.calls for row in te.explain(module).rows if row.op == "linear_wgrad"] == [1]
+
+
+def test_a_backward_that_recomputes_keeps_the_names(device):
+    """Unpacking what a checkpoint kept runs modules, in the middle of the backward of another one."""
+    inner = torch.nn.Sequential(mlp(device), te.Linear(64, 64, device=device, params_dtype=torch.bfloat16))
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return te.checkpoint(self.inner, x, use_reentrant=False)
+
+    rows = te.explain(Checkpointed(), randn(8, 64, dtype=torch.bfloat16, device=device, requires_grad=True)).rows
+    products = {(row.module, row.op, row.calls) for row in rows if row.op in ("linear_dgrad", "linear_wgrad")}
+    assert products == {(f"inner.{i}", op, 2 - i) for i in (0, 1) for op in ("linear_dgrad", "linear_wgrad")}
+
+
+@pytest.mark.parametrize("module", [torch.nn.LSTM(4, 8), torch.nn.Linear(4, 4), torch.nn.Bilinear(3, 4, 5)])
+def test_the_input_of_other_modules_is_not_guessed(module):
+    with refused(TypeError, "explain", type(module).__name__, "te.explain(module, *sample)"):
+        te.explain(module)
 
 
 def test_cpu_paths():

@@ -100,6 +100,97 @@ def test_names_say_which_module(device):
     assert attention and all("checkpoint_core_attention=True" in row.recompute for row in attention)
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_the_meta_device_has_the_same_plan(name):
+    """Storages there have no address to tell them apart."""
+
+    def plan(device):
+        module = MODULES[name](device=device)
+        return [
+            (row.module, row.op, row.name, row.shape, row.bytes, row.status)
+            for row in te.memory_plan(module, torch.randn(*TOKENS, HIDDEN, device=device, requires_grad=True)).rows
+        ]
+
+    assert plan("meta") == plan("cpu")
+
+
+def test_names_survive_memory_that_is_used_again():
+    """A kept tensor that lies where an earlier one, told of and dropped, was."""
+
+    class Drops(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = te.RMSNorm(HIDDEN, device="cpu"), te.Linear(HIDDEN, HIDDEN, device="cpu")
+
+        def forward(self, x):
+            for _ in range(20):
+                self.norm(x * 2)
+            return self.linear(x * 3)
+
+    plan = te.memory_plan(Drops(), randn(64, HIDDEN, requires_grad=True))
+    assert [row.name for row in plan.rows if row.status == "kept"] == ["linear input"]
+
+
+def test_graphs_that_the_forward_drops_are_not_kept():
+    class Drops(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = mlp(device="cpu")
+
+        def forward(self, x):
+            for _ in range(20):
+                self.mlp(x)
+            return Result(self.mlp(x))
+
+    class Result:  # nothing that can be looked into
+        def __init__(self, y):
+            self.y = y
+
+    module, x = Drops(), randn(*TOKENS, HIDDEN, requires_grad=True)
+    assert te.memory_plan(module, x).kept_bytes == hooked_bytes(module.mlp, x) > 0
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_main_grad_need_not_be_there(delay, device):
+    x = randn(*TOKENS, HIDDEN, device=device, requires_grad=True)
+    module = mlp(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, device=device)
+    plan = te.memory_plan(module, x)
+    assert module.fuse_wgrad_accumulation and module.need_backward_dw() is delay
+    for p in module.parameters():
+        p.main_grad = torch.zeros(p.shape, device=device)
+    assert plan.kept_bytes == hooked_bytes(module, x)
+
+
+LAYOUTS = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_tensors_are_listed_by_their_parts(layout):
+    class Product(torch.nn.Module):
+        def __init__(self, matrix):
+            super().__init__()
+            self.register_buffer("matrix", matrix)
+
+        def forward(self, x):
+            return torch.sparse.mm(self.matrix, x)
+
+    matrix = torch.eye(4).to_sparse(layout=layout)  # of COO a coalesced one
+    plan = te.memory_plan(Product(matrix), randn(4, 3, requires_grad=True))
+    sizes = [part.untyped_storage().nbytes() for part in (getattr(matrix, name)() for name in LAYOUTS[layout])]
+    rows = [row for row in plan.rows if row.name == "matrix"]
+    assert {row.status for row in rows} == {"parameter"} and plan.bytes_of("parameter") == sum(sizes)
+    assert plan.kept_bytes == 0
+
+
+def test_a_layout_whose_storages_are_not_known_is_named():
+    with refused(NotImplementedError, "memory_plan", "[4, 3]", "mkldnn", "strided and sparse"):
+        te.memory_plan(torch.nn.Identity(), torch.ones(4, 3).to_mkldnn())
+
+
 def test_nothing_changes(device):
     module = layer(device=device).train()
     x = randn(*TOKENS, HIDDEN, device=device, requires_grad=True)

@@ -36,9 +36,10 @@ class Explanation:
 
 
 def _sample_for(module: torch.nn.Module) -> list[torch.Tensor]:
-    """16 tokens for a module that says how wide its input is."""
+    """16 tokens for one of our modules that says how wide its input is; elsewhere the names may mean other things."""
+    ours = any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
     like = next(module.parameters(), None)
-    width = next((getattr(module, n) for n in ("in_features", "hidden_size") if hasattr(module, n)), None)
+    width = next((getattr(module, n) for n in ("in_features", "hidden_size") if ours and hasattr(module, n)), None)
     if like is None or not isinstance(width, int):
         raise TypeError(
             f"explain: {type(module).__name__} does not say what its input looks like; pass one: "
@@ -50,10 +51,11 @@ def _sample_for(module: torch.nn.Module) -> list[torch.Tensor]:
 def explain(module: torch.nn.Module, *sample: object, **options: object) -> Explanation:
     """Runs module(*sample, **options) and its backward once and lists which path each op took.
 
-    Without a sample, one of 16 tokens is made for modules that have in_features or hidden_size. Paths depend on shapes,
-    strides and alignment: pass what you train with. Gradients go nowhere: .grad, main_grad, what waits for
-    backward_dw() and the random states are as before afterwards.
-    Errors: TypeError for something that is not a module, is compiled, or whose input is not known.
+    Without a sample, one of 16 tokens is made for our modules that have in_features or hidden_size. Paths depend on
+    shapes, strides and alignment: pass what you train with. Gradients go nowhere: .grad, main_grad, what waits for
+    backward_dw(), buffers and the random states are as before afterwards; hooks on parameters and the sample do not
+    run (but for DistributedDataParallel's, where a reentrant checkpoint is inside: no_sync() quiets them).
+    Errors: TypeError for something that is not a module, has a compiled part, or whose input is not known.
     """
     with recording("explain", module) as (record, _):
         run_with_gradients(module, sample or _sample_for(module), options)

@@ -3,11 +3,12 @@ forward pass; it estimates nothing."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch.recording import recording, table, tensors_in
+from transformer_engine.pytorch.recording import gradients_returned, nodes_behind, recording, table, tensors_in
 
 
 @dataclass(frozen=True)
@@ -53,53 +54,92 @@ class MemoryPlan:
     __repr__ = __str__
 
 
+class _Packed:
+    """What the graph holds in place of a tensor that it keeps: it lives as long as the node does. Detached, else an
+    output would hold the node that holds it, which nothing could ever free."""
+
+    __slots__ = ("__weakref__", "module", "tensor")
+
+    def __init__(self, module: str, tensor: torch.Tensor) -> None:
+        self.module, self.tensor = module, tensor.detach()
+
+
+def _strided(t: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have t's storages: itself, or the parts of a sparse one."""
+    if t.layout is torch.strided:
+        return [t]
+    if t.layout is torch.sparse_coo:
+        return [t._indices(), t._values()]
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [t.crow_indices(), t.col_indices(), t.values()]
+    if t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [t.ccol_indices(), t.row_indices(), t.values()]
+    raise NotImplementedError(
+        f"memory_plan: a tensor {list(t.shape)} of layout {t.layout} takes part, whose storages are not known; wanted "
+        "strided and sparse ones. Plan the parts of the module that have none."
+    )
+
+
+def _storages(tensors: list[torch.Tensor]) -> list[int]:
+    return [_place(part)[0] for t in tensors for part in _strided(t)]
+
+
 def _place(t: torch.Tensor) -> tuple[int, int]:
-    return t.untyped_storage().data_ptr(), t.storage_offset()
+    """The storage, by identity (on the meta device data pointers are all null), and the offset in it."""
+    return t.untyped_storage()._cdata, t.storage_offset()
+
+
+def _saved(node: torch.autograd.graph.Node, attribute: str) -> list[torch.Tensor]:
+    try:
+        return tensors_in(getattr(node, attribute))
+    except RuntimeError:  # written in place since, or freed: its backward would fail, and it goes without a name
+        return []
 
 
 def _names_in_graph(outputs: list[torch.Tensor]) -> dict[tuple[int, int], tuple[str, str]]:
     """Place of a saved tensor -> (node, attribute), for the nodes of torch's own operations."""
     names: dict[tuple[int, int], tuple[str, str]] = {}
-    seen, todo = set(), [t.grad_fn for t in outputs if t.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions if following is not None]
+    for node in nodes_behind(outputs):
         for attribute in dir(node):
             if attribute.startswith("_saved_"):
-                for tensor in tensors_in(getattr(node, attribute)):
-                    what = node.name().removesuffix("Backward0"), attribute.removeprefix("_saved_")
-                    names.setdefault(_place(tensor), what)
+                what = node.name().removesuffix("Backward0"), attribute.removeprefix("_saved_")
+                for tensor in _saved(node, attribute):
+                    for part in _strided(tensor):
+                        names.setdefault(_place(part), what)
     return names
 
 
 def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> MemoryPlan:
-    """Runs module(*sample, **options) once, forward alone, and lists what its graph keeps for backward.
+    """Runs module(*sample, **options) once, forward alone, and lists what its graph keeps for backward when it returns.
 
     Bytes are those of distinct storages that saved-tensor hooks see. What wants a gradient decides what is kept: a
-    sample that requires one, as inside a network it would, keeps more. The module, its gradients and the random states
-    are as before afterwards.
-    Errors: TypeError for something that is not a module, or is compiled; whatever module(*sample) raises.
+    sample that requires one, as inside a network it would, keeps more. The module, its gradients, its buffers and the
+    random states are as before afterwards. fuse_wgrad_accumulation and delay_wgrad_compute keep nothing more in a
+    forward; main_grad need not be there.
+    Errors: TypeError for something that is not a module, or has a compiled part; NotImplementedError for tensors that
+    are neither strided nor sparse; whatever module(*sample) raises.
     """
-    seen: list[tuple[str, torch.Tensor]] = []
-    with recording("memory_plan", module) as (record, labels), torch.enable_grad():
+    seen: list[weakref.ref[_Packed]] = []
+    with recording("memory_plan", module) as (record, labels), gradients_returned(module), torch.enable_grad():
+        at_work = labels.at_work  # pack lives as long as the graph does, and is to hold neither module nor tensors
 
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            seen.append((labels.at_work[-1] if labels.at_work else "", t))
-            return t
+        def pack(t: torch.Tensor) -> _Packed:
+            packed = _Packed(at_work[-1] if at_work else "", t)
+            seen.append(weakref.ref(packed))
+            return packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            outputs = tensors_in(module(*sample, **options))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+            result = module(*sample, **options)
+        kept = [packed for ref in seen if (packed := ref()) is not None]  # the others' graphs are gone already
+        in_graph = _names_in_graph(tensors_in(result))
     names: dict[int, str] = {}
     for name, p in (*module.named_parameters(), *module.named_buffers()):  # split weights share a storage
-        names[_place(p)[0]] = f"{names[_place(p)[0]]} + {name}" if _place(p)[0] in names else name
-    given = {_place(t)[0] for t in tensors_in([sample, options])}
-    words = {(storage, offset): what for *what, kept, storage, offset, _, _, _ in reversed(record.kept) if kept}
-    in_graph = _names_in_graph(outputs)
+        for storage in _storages([p]):
+            names[storage] = f"{names[storage]} + {name}" if storage in names else name
+    given = set(_storages(tensors_in([sample, options])))
+    words = {(storage, offset): what for *what, told, storage, offset, _, _, _ in reversed(record.kept) if told}
     rows: dict[int, SavedTensor] = {}
-    for label, t in seen:
+    for label, t in ((packed.module, part) for packed in kept for part in _strided(packed.tensor)):
         storage = _place(t)[0]
         if t.numel() == 0 or storage in rows:
             continue
@@ -113,8 +153,8 @@ def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> 
         rows[storage] = SavedTensor(label, op, name, tuple(t.shape), _name(t.dtype), size, status, why, recompute)
     again = [
         SavedTensor(label, op, name, tuple(shape), _name(dtype), size, "recomputed", why, recompute)
-        for label, op, name, why, recompute, kept, _, _, shape, dtype, size in record.kept
-        if not kept
+        for label, op, name, why, recompute, told, _, _, shape, dtype, size in record.kept
+        if not told
     ]
     return MemoryPlan([*rows.values(), *again])
 

@@ -1,5 +1,6 @@
 """What te.memory_plan and te.explain share: one run of a module while the extension tells what it keeps and which path
-each op takes. Nothing of the module, its gradients or its random states is changed by it."""
+each op takes. Nothing of the module, its gradients or the random states is changed by it; a forward that writes into
+parameters is not undone."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.restoring import gradients_restored, state_restored
 
 
 @dataclass
@@ -37,17 +40,31 @@ class _Labels:
         _C.set_recording_label(self.at_work[-1] if self.at_work else "")
 
 
-@contextmanager
-def recording(op: str, module: torch.nn.Module) -> Iterator[tuple[Recording, _Labels]]:
-    if not isinstance(module, torch.nn.Module) or hasattr(module, "_orig_mod"):
+def _check(op: str, module: object) -> None:
+    if not isinstance(module, torch.nn.Module) or _is_compiled(module):
         raise TypeError(
             f"{op}: argument 'module' is a {type(module).__name__}, wanted a torch.nn.Module that is not compiled; "
-            "pass the one that went into torch.compile."
+            "pass one before it goes into torch.compile."
         )
+    compiled = [name for name, part in module.named_modules() if _is_compiled(part)]
+    if compiled:
+        raise TypeError(
+            f"{op}: argument 'module' is a {type(module).__name__} whose submodule '{compiled[0]}' is compiled, wanted "
+            "one without: what runs inside of a compiled graph tells nothing. Pass it before torch.compile."
+        )
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """By torch.compile(module), or in place by module.compile()."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def recording(op: str, module: torch.nn.Module) -> Iterator[tuple[Recording, _Labels]]:
+    _check(op, module)
     record, labels = Recording(), _Labels(module)
-    devices = sorted({t.device.index for t in module.parameters() if t.is_cuda})
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(state_restored(module))
         for part in module.modules():
             stack.callback(part.register_forward_pre_hook(labels.enter, prepend=True).remove)
             stack.callback(part.register_forward_hook(labels.leave, always_call=True).remove)
@@ -59,8 +76,8 @@ def recording(op: str, module: torch.nn.Module) -> Iterator[tuple[Recording, _La
 
 
 @contextmanager
-def _gradients_returned(module: torch.nn.Module) -> Iterator[None]:
-    """Weight gradients go to autograd inside, not to main_grad or to backward_dw()."""
+def gradients_returned(module: torch.nn.Module) -> Iterator[None]:
+    """Weight gradients go to autograd inside, not to main_grad (which need not be there) or to backward_dw()."""
     parts = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]
     before = [(m, m.fuse_wgrad_accumulation, m._wgrad_stores) for m in parts]
     try:
@@ -73,12 +90,41 @@ def _gradients_returned(module: torch.nn.Module) -> Iterator[None]:
 
 
 def run_with_gradients(module: torch.nn.Module, sample: Sequence[object], options: Mapping[str, object]) -> None:
-    """One forward and backward whose gradients go nowhere: .grad, main_grad and what waits for backward_dw() stay."""
-    with _gradients_returned(module), torch.enable_grad():
-        outputs = [t for t in tensors_in(module(*sample, **options)) if t.requires_grad]
-        wanted = [t for t in (*tensors_in([sample, options]), *module.parameters()) if t.requires_grad]
-        if outputs and wanted:
-            torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+    """One forward and backward whose gradients go nowhere: .grad, main_grad and what waits for backward_dw() stay.
+
+    Hooks on parameters and on the sample do not run. A reentrant checkpoint inside works only in a backward that
+    accumulates: there hooks on AccumulateGrad nodes (DistributedDataParallel's; its no_sync() quiets them) do run.
+    """
+    leaves: dict[int, torch.Tensor] = {}
+
+    def leaf(t: torch.Tensor) -> torch.Tensor:  # backward ends there, whatever made the caller's tensor
+        return leaves.setdefault(id(t), t.detach().requires_grad_()) if t.requires_grad else t
+
+    given, named = tree_map_only(torch.Tensor, leaf, (list(sample), dict(options)))
+    with gradients_returned(module), torch.enable_grad():
+        result = module(*given, **named)
+        outputs = [t for t in tensors_in(result) if t.requires_grad]
+        wanted = [t for t in (*tensors_in([given, named]), *module.parameters()) if t.requires_grad]
+        if not (outputs and wanted):
+            return
+        ones, nodes = [torch.ones_like(t) for t in outputs], list(nodes_behind(outputs))
+        met = [node.variable for node in nodes if hasattr(node, "variable")]
+        with gradients_restored({id(t): t for t in (*met, *wanted) if t.is_leaf}.values()):
+            if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+                torch.autograd.backward(outputs, ones)
+            else:
+                torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+
+
+def nodes_behind(outputs: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
+    """Each node of the graph once."""
+    seen, todo = set(), [t.grad_fn for t in outputs if t.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions if following is not None]
+            yield node
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:

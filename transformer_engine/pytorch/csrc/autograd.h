@@ -120,9 +120,9 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto holder = ctx->saved_data.at("held").toCapsule();
     const auto& held = static_cast<const Holder&>(*holder);
+    const variable_list saved = ctx->get_saved_variables();  // may run modules, which set the label
     const recorder::Label label(held.label);
-    variable_list out =
-        Family::template backward<Route>(held.state, Wanted(ctx, held.edge_of_slot), ctx->get_saved_variables(), grads);
+    variable_list out = Family::template backward<Route>(held.state, Wanted(ctx, held.edge_of_slot), saved, grads);
     out.resize(static_cast<size_t>(held.slots));
     return out;
   }

@@ -19,7 +19,9 @@ struct KeptRow {
   const char* op;
   Kept what;
   bool kept;
-  const void* storage;
+  // Weak: memory is freed as without a recording, but no later storage gets the same address, which is the row's key
+  // (data pointers are none: on the meta device all of them are null).
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
   int64_t offset;  // in elements
   std::vector<int64_t> shape;
   at::ScalarType dtype;
@@ -54,10 +56,11 @@ Label::~Label() {
 }
 
 void tell(const char* op, const Kept& what, const at::Tensor& t, bool kept) {
-  const void* storage = t.has_storage() ? t.storage().data() : nullptr;
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
+  if (t.has_storage()) storage.emplace(t.storage().getWeakStorageImpl());
   const std::lock_guard<std::mutex> lock(mutex);
-  kept_rows.push_back(
-      {current_label, op, what, kept, storage, t.storage_offset(), t.sizes().vec(), t.scalar_type(), t.nbytes()});
+  kept_rows.push_back({current_label, op, what, kept, std::move(storage), t.storage_offset(), t.sizes().vec(),
+                       t.scalar_type(), t.nbytes()});
 }
 
 void begin_call() { te_note_path(nullptr, nullptr); }
@@ -90,9 +93,9 @@ void register_recorder(pybind11::module_& m) {
     current_label.clear();
     py::list kept, paths;
     for (const auto& row : kept_rows) {
-      kept.append(py::make_tuple(row.label, row.op, row.what.name, row.what.why, row.what.recompute, row.kept,
-                                 reinterpret_cast<uintptr_t>(row.storage), row.offset, row.shape, row.dtype,
-                                 row.bytes));
+      const uintptr_t storage = row.storage ? reinterpret_cast<uintptr_t>(row.storage->_unsafe_get_target()) : 0;
+      kept.append(py::make_tuple(row.label, row.op, row.what.name, row.what.why, row.what.recompute, row.kept, storage,
+                                 row.offset, row.shape, row.dtype, row.bytes));
     }
     for (const auto& row : path_rows) paths.append(py::make_tuple(row.label, row.op, row.path, row.why_not_faster));
     kept_rows.clear();

@@ -111,10 +111,15 @@ def _new_generator() -> torch.Generator:
 _trackers: weakref.WeakSet[CudaRNGStatesTracker] = weakref.WeakSet()
 
 
+def trackers() -> list[CudaRNGStatesTracker]:
+    """Every tracker there is."""
+    return list(_trackers)
+
+
 def get_all_rng_states() -> dict[str, torch.Generator]:
     """Name -> live generator, of every tracker there is: what a CUDA graph has to be told before its capture
     (`graph.register_generator_state`)."""
-    return {name: generator for tracker in _trackers for name, generator in tracker.states_.items()}
+    return {name: generator for tracker in trackers() for name, generator in tracker.states_.items()}
 
 
 class Snapshot:

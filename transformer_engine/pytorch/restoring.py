@@ -1,0 +1,81 @@
+"""Puts back what a probing run of a module moves: its buffers, the random states, the gradients and their hooks. It
+copies no parameters: a forward that writes into them is not undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from transformer_engine.pytorch.distributed.rng import trackers
+
+
+@contextmanager
+def state_restored(module: torch.nn.Module) -> Iterator[None]:
+    """Buffers and random states, those of the trackers too, are as before behind the block, exceptions included."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        for tracker in _trackers_of(module):
+            stack.callback(tracker.set_states, tracker.get_states())
+        stack.enter_context(_buffers_restored(module))
+        yield
+
+
+def _trackers_of(module: torch.nn.Module) -> list:
+    found = list(trackers())
+    for part in module.modules():
+        get = getattr(part, "get_rng_state_tracker", None)
+        if callable(get):
+            found.append(get())
+    return list({id(t): t for t in found if hasattr(t, "get_states") and hasattr(t, "set_states")}.values())
+
+
+@contextmanager
+def _buffers_restored(module: torch.nn.Module) -> Iterator[None]:
+    """The same tensors with the same bytes, in place: who holds a view of one sees nothing either. Their versions are
+    put back too, so that a graph that the caller has not run backward through yet still may."""
+    tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    buffers = [b for _, before in tables for b in before.values() if b is not None and b.device.type != "meta"]
+    copies = [(alias, alias.clone()) for alias in {_key(b): _alias(b) for b in buffers}.values()]
+    versioned = tuple(b for b in buffers if not b.is_inference())
+    try:
+        with torch.autograd._unsafe_preserve_version_counter(versioned):
+            yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        for alias, copy in copies:
+            alias.copy_(copy)
+
+
+def _key(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
+
+
+def _alias(t: torch.Tensor) -> torch.Tensor:
+    """The whole storage, under a version of its own; elements that a view has twice are copied once."""
+    if t.layout is not torch.strided:
+        return t.data
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+@contextmanager
+def gradients_restored(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A backward inside reaches neither the .grad of the leaves nor the hooks on them."""
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    tables = [t for leaf, _ in before for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
+    hooks = [(table, dict(table)) for table in tables]
+    try:
+        for leaf, _ in before:
+            leaf.grad = None
+        for table, _ in hooks:
+            table.clear()
+        yield
+    finally:
+        for leaf, grad in before:
+            leaf.grad = grad
+        for table, entries in hooks:
+            table.update(entries)
