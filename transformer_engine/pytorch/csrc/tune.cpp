@@ -25,10 +25,12 @@ std::atomic<bool> noting{false};
 std::mutex mutex;
 std::vector<te_gemm_key> noted;  // each once, in the order met
 
-#define TE_KEY_FIELDS(X)                                                                                              \
-  X(rows)                                                                                                             \
-  X(cols) X(depth) X(a_pitch) X(b_pitch) X(d_pitch) X(aux_pitch) X(layout) X(epilogue) X(accumulate) X(tf32) X(dtype) \
-      X(d_dtype) X(bias_dtype) X(a_alignment) X(b_alignment) X(d_alignment) X(aux_alignment) X(device)
+// clang-format off
+#define TE_KEY_FIELDS(X)                                                                     \
+  X(rows) X(cols) X(depth) X(a_pitch) X(b_pitch) X(d_pitch) X(aux_pitch) X(layout)           \
+  X(epilogue) X(accumulate) X(tf32) X(dtype) X(d_dtype) X(bias_dtype) X(a_alignment)         \
+  X(b_alignment) X(d_alignment) X(aux_alignment) X(device)
+// clang-format on
 
 py::dict dict_of(const te_gemm_key& key) {
   py::dict fields;
