@@ -1,6 +1,7 @@
 # DotProductAttention's arguments: what it refuses by name, what it says of masks, windows, biases and tensors that do
 # not fit; a call after a refused one gives the same bits. Which backend is chosen and why. Mutant: testing
 # `t.dim() == 4` instead of every size in masks._check_tensor turns test_bad_masks red.
+import numpy
 import pytest
 import torch
 from module_contract import refusals
@@ -60,6 +61,10 @@ def test_call_refuses_what_has_not_landed(device, argument):
         ({"attention_dropout": -0.1}, ("attention_dropout", "-0.1")),
         ({"num_gqa_groups": 3}, ("num_gqa_groups", "3", str(HEADS))),
         ({"num_gqa_groups": 0}, ("num_gqa_groups", "0", str(HEADS))),
+        ({"kv_channels": 0}, ("kv_channels", "0", "at least 1")),
+        ({"kv_channels": -8}, ("kv_channels", "-8", "at least 1")),
+        ({"num_attention_heads": 0}, ("num_attention_heads", "0", "at least 1")),
+        ({"num_attention_heads": 2.0}, ("num_attention_heads", "2.0", "integer")),
         ({"attention_type": "sideways"}, ("attention_type", "sideways", "self")),
         ({"softmax_type": "hard"}, ("softmax_type", "hard", "vanilla")),
         ({"window_size": 4}, ("window_size", "4", "left, right")),
@@ -71,9 +76,17 @@ def test_call_refuses_what_has_not_landed(device, argument):
 )
 def test_bad_arguments(options, words):
     with refused(ValueError, "DotProductAttention", *words):
-        te.DotProductAttention(HEADS, HEAD, **options)
+        te.DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": HEAD, **options})
     with refused(ValueError, *words):
-        te.MultiheadAttention(HIDDEN, HEADS, device="cpu", **options)
+        te.MultiheadAttention(HIDDEN, **{"num_attention_heads": HEADS, "device": "cpu", **options})
+
+
+def test_windows_of_numpy(device):
+    """An integer of any kind."""
+    window, module, tensors = (numpy.int64(2), numpy.int32(0)), te.DotProductAttention(HEADS, HEAD), qkv(device)
+    wanted = module(*tensors, window_size=(2, 0))
+    assert_same_bits(module(*tensors, window_size=window), wanted)
+    assert_same_bits(te.DotProductAttention(HEADS, HEAD, window_size=window)(*tensors), wanted)
 
 
 @pytest.mark.parametrize("cls, sizes", [(te.DotProductAttention, (HEADS, HEAD)), (te.MultiheadAttention, (32, 4))])

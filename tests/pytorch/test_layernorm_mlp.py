@@ -289,6 +289,11 @@ def test_refuses_what_has_not_landed(argument):
     [
         ({"activation": "tanh"}, ("activation", "tanh", "swiglu")),
         ({"activation": "gelu", "activation_params": {"limit": 1.0}}, ("activation_params", "clamped_swiglu")),
+        (
+            {"activation": "clamped_swiglu", "activation_params": {"limit": "x"}},
+            ("activation_params", "'x'", "numbers"),
+        ),
+        ({"activation": "clamped_swiglu", "activation_params": {"alpha": None}}, ("activation_params", "numbers")),
         ({"activation": "clamped_swiglu", "activation_params": {"beta": 1.0}}, ("activation_params", "beta", "alpha")),
         ({"normalization": "BatchNorm"}, ("normalization", "BatchNorm", "RMSNorm")),
     ],

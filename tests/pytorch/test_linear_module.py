@@ -316,8 +316,12 @@ def test_bad_splits_are_named():
     for split, words in (
         (["a", "b", "c", "d", "e"], ("5 names", "24")),
         ({"a": 12, "b": 13}, ("25", "24")),
+        ({"a": 25, "b": -1}, ("'b'", "-1", "at least 0")),
+        ({"a": 12.0, "b": 12.0}, ("'a'", "12.0", "integer")),
+        ([1, 2], ("[1, 2]", "strings")),
+        ({"a": 12, "a_": 12}, ("'a_'", "differ")),
     ):
-        with refused(ValueError, "Linear", "'parameters_split'", *words):
+        with refused(ValueError, "Linear", "'parameters_split", *words):
             te.Linear(16, 24, parameters_split=split, device="cpu")
 
 

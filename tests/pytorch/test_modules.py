@@ -502,3 +502,23 @@ def test_nan_and_infinity_stay_where_they_belong(device, name, value):
     for got, want in zip(as_tuple(module(x)), clean, strict=True):
         assert not got[3, 0].isfinite().all()
         assert_same_bits(got[~touched], want[~touched])
+
+
+@pytest.mark.parametrize(
+    "cls, sizes, argument",
+    [
+        (te.Linear, (-1, 4), "in_features"),
+        (te.Linear, (4, -1), "out_features"),
+        (te.LayerNormLinear, (-1, 4), "in_features"),
+        (te.LayerNormLinear, (4, -1), "out_features"),
+        (te.LayerNormMLP, (-1, 4), "hidden_size"),
+        (te.LayerNormMLP, (4, -1), "ffn_hidden_size"),
+        (te.LayerNorm, (-1,), "normalized_shape"),
+        (te.RMSNorm, (-1,), "normalized_shape"),
+        (te.MultiheadAttention, (-1, 1), "hidden_size"),
+        (te.TransformerLayer, (4, -1, 1), "ffn_hidden_size"),
+    ],
+)
+def test_sizes_below_zero_are_refused_by_name(cls, sizes, argument):
+    with refused(ValueError, f"'{argument}'", "-1", "at least"):
+        cls(*sizes, device="cpu")

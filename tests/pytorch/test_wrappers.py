@@ -165,6 +165,8 @@ def spoiled(state):
     yield "missing", {k: t for k, t in other.items() if k != key}, ("Missing key", key)
     yield "extra", {**other, "unknown_weight": torch.ones(2)}, ("Unexpected key", "unknown_weight")
     yield "shape", {**other, key: torch.ones(3, 5)}, ("size mismatch", key)
+    yield "no tensor", {**other, key: [0.0] * 3}, ("type mismatch", key, "list", "tensor")
+    yield "complex", {**other, key: state[key].to(torch.complex64)}, ("type mismatch", key, "complex64", "real")
     yield "quantized", {**other, extra_key(state): torch.ones(3, dtype=torch.uint8)}, ("_extra_state", "3 bytes")
 
 

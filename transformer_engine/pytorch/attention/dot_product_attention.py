@@ -21,6 +21,7 @@ from transformer_engine.pytorch.attention.masks import (
     check_padding,
     check_window,
 )
+from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 
 
@@ -30,6 +31,7 @@ def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None
 
 def groups_of(op: str, heads: int, groups: int | None) -> int:
     """The number of key and value heads; each is shared by heads / groups query heads."""
+    check_size(op, "num_attention_heads", heads, 1)
     groups = heads if groups is None else groups
     if groups < 1 or heads % groups:
         raise ValueError(
@@ -110,6 +112,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
             kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         )
+        for head_dim in (self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v):
+            check_size(op, "kv_channels", head_dim, 1)
         self._flash_fits = flash_takes((self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v))
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format

@@ -1,6 +1,8 @@
 """What attention may look at: mask names, windows, padding and biases as one pattern, and that pattern as tensors.
 It checks what it is given and attends to nothing. No function here waits for the device."""
 
+import operator
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -65,7 +67,7 @@ def check_window(op: str, window_size: Window, argument: str = "window_size") ->
     if window_size is None:
         return
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or any(isinstance(n, bool) or not isinstance(n, int) or n < -1 for n in window_size):
+    if not pair or any(isinstance(n, bool) or not isinstance(n, (int, Integral)) or n < -1 for n in window_size):
         raise ValueError(
             f"{op}: argument '{argument}' is {window_size!r}, wanted None or (left, right): how many keys before and "
             "after the diagonal a query sees, -1 for all of them."
@@ -75,7 +77,7 @@ def check_window(op: str, window_size: Window, argument: str = "window_size") ->
 def pattern_of(mask: str, window_size: Window, bottom_right_diagonal: bool | None) -> Pattern:
     """A causal mask cuts a window's right side to 0, and its name says where its diagonal ends; for the other masks
     bottom_right_diagonal says it, and None means the bottom right."""
-    left, right = (-1, -1) if window_size is None else window_size
+    left, right = (-1, -1) if window_size is None else (operator.index(n) for n in window_size)
     bottom_right = bottom_right_diagonal is None or bottom_right_diagonal
     if "causal" in mask:
         right, bottom_right = 0, mask.endswith("bottom_right")

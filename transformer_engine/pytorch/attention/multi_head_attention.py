@@ -8,6 +8,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import DotProduc
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window
 from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
 from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair
+from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
@@ -89,6 +90,10 @@ class MultiheadAttention(WholeCheckpoints):
         op = "MultiheadAttention"
         check_choice(op, "attention_type", attention_type, ("self", "cross"))
         check_format(op, qkv_format)
+        check_size(op, "hidden_size", hidden_size, 1)
+        check_size(op, "num_attention_heads", num_attention_heads, 1)
+        if kv_channels is not None:
+            check_size(op, "kv_channels", kv_channels, 1)
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"{op}: argument 'num_attention_heads' is {num_attention_heads}, which does not divide hidden_size "
@@ -219,6 +224,11 @@ class MultiheadAttention(WholeCheckpoints):
         branch that goes on from it has its gradient added inside the norm's backward)."""
         op = "MultiheadAttention"
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
+        if return_input and not self.input_layernorm:
+            raise ValueError(
+                f"{op}: argument 'return_input' is True, but the attention has no norm in front; wanted False, or "
+                "input_layernorm=True in the constructor."
+            )
         self._check_inputs(hidden_states, encoder_output)
         query, key, value, beside = self._project(
             hidden_states,

@@ -80,7 +80,12 @@ class LayerNormLinear(NormParameters, SplitWeights):
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.ub_name = ub_name
         self._declare_norm(
-            "LayerNormLinear", in_features, normalization=normalization, eps=eps, zero_centered=zero_centered_gamma
+            "LayerNormLinear",
+            in_features,
+            "in_features",
+            normalization=normalization,
+            eps=eps,
+            zero_centered=zero_centered_gamma,
         )
         self._declare_linear(
             parameters_split,

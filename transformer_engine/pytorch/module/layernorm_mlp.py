@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.module.base import InitMethod, default_init, refuse_parallel
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 
@@ -27,7 +28,10 @@ def activation_parameters(op: str, activation: str, params: Mapping[str, float] 
     unknown = set(params) - set(_CLAMPED)
     if unknown:
         raise ValueError(f"{op}: argument 'activation_params' has {sorted(unknown)}, wanted some of {list(_CLAMPED)}.")
-    return tuple(float({**_CLAMPED, **params}[name]) for name in _CLAMPED)
+    try:
+        return tuple(float({**_CLAMPED, **params}[name]) for name in _CLAMPED)
+    except (TypeError, ValueError):
+        raise ValueError(f"{op}: argument 'activation_params' is {dict(params)!r}, wanted numbers.") from None
 
 
 class LayerNormMLP(NormParameters):
@@ -109,8 +113,14 @@ class LayerNormMLP(NormParameters):
         self.tp_group = tp_group
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self._declare_norm(
-            "LayerNormMLP", hidden_size, normalization=normalization, eps=eps, zero_centered=zero_centered_gamma
+            "LayerNormMLP",
+            hidden_size,
+            "hidden_size",
+            normalization=normalization,
+            eps=eps,
+            zero_centered=zero_centered_gamma,
         )
+        check_size("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
         fc1_rows = ffn_hidden_size * (2 if F.activation_kinds[activation] else 1)
         self._declare_product("fc1", fc1_rows, hidden_size, init_method, partition_dim=0)
         self._declare_product("fc2", hidden_size, ffn_hidden_size, output_layer_init_method, partition_dim=1)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.module.base import (
     InitMethod,
     TransformerEngineBaseModule,
@@ -20,10 +21,15 @@ def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[st
     """Name prefix -> rows: {"": rows} without a split, equal parts for a list of names, what a mapping says."""
     if not parameters_split:
         return {"": rows}
+    names = list(parameters_split)
+    prefixes = [name.removesuffix("_") + "_" if isinstance(name, str) else None for name in names]
+    if None in prefixes or len(set(prefixes)) < len(prefixes):
+        raise ValueError(f"{op}: argument 'parameters_split' has the names {names!r}, wanted strings that differ.")
     if isinstance(parameters_split, Mapping):
         splits = dict(parameters_split)
+        for name, size in splits.items():
+            check_size(op, f"parameters_split[{name!r}]", size)
     else:
-        names = list(parameters_split)
         if rows % len(names):
             raise ValueError(
                 f"{op}: argument 'parameters_split' has {len(names)} names, which do not divide out_features {rows}; "
@@ -34,7 +40,7 @@ def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[st
         raise ValueError(
             f"{op}: argument 'parameters_split' adds up to {sum(splits.values())} rows, wanted out_features {rows}."
         )
-    return {name.removesuffix("_") + "_": n for name, n in splits.items()}
+    return dict(zip(prefixes, splits.values(), strict=True))
 
 
 class SplitWeights(TransformerEngineBaseModule):
@@ -52,6 +58,8 @@ class SplitWeights(TransformerEngineBaseModule):
         op = type(self).__name__
         if parallel_mode not in (None, "column", "row"):
             raise ValueError(f"{op}: argument 'parallel_mode' is {parallel_mode!r}, wanted None, 'column' or 'row'.")
+        check_size(op, "in_features", self.in_features)
+        check_size(op, "out_features", self.out_features)
         splits = split_rows(op, parameters_split, self.out_features)
         parallel = parallel_mode is not None
         dim = 1 if parallel_mode == "row" else 0

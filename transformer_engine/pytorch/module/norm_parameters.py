@@ -2,15 +2,19 @@
 
 import torch
 
+from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 
 class NormParameters(TransformerEngineBaseModule):
     """Adds `layer_norm_weight` and, for LayerNorm, `layer_norm_bias` (None for RMSNorm)."""
 
-    def _declare_norm(self, op: str, hidden: int, *, normalization: str, eps: float, zero_centered: bool) -> None:
+    def _declare_norm(
+        self, op: str, hidden: int, hidden_name: str, *, normalization: str, eps: float, zero_centered: bool
+    ) -> None:
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"{op}: argument 'normalization' is {normalization!r}, wanted 'LayerNorm' or 'RMSNorm'.")
+        check_size(op, hidden_name, hidden)
         self.normalization = normalization
         self.eps = eps
         self.zero_centered_gamma = zero_centered

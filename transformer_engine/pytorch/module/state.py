@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from torch.overrides import is_tensor_like
 
 
 class WholeCheckpoints(torch.nn.Module):
@@ -12,8 +13,9 @@ class WholeCheckpoints(torch.nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> torch.nn.modules.module._IncompatibleKeys:
-        """As torch's. Errors: RuntimeError naming missing and unexpected keys (if strict) and shapes that differ,
-        NotImplementedError for state that this version cannot take; nothing has been loaded then."""
+        """As torch's. Errors: RuntimeError naming missing and unexpected keys (if strict), shapes that differ and
+        values that are no tensors or complex, NotImplementedError for state that this version cannot take; nothing has
+        been loaded then."""
         # A hook may rename keys: what fits is known only when it has run.
         hooked = any(part._load_state_dict_pre_hooks for part in self.modules())
         if isinstance(state_dict, Mapping) and not hooked:
@@ -31,12 +33,21 @@ def _compare(module: torch.nn.Module, given: Mapping[str, object], strict: bool)
         if key in own and not key.endswith("_extra_state") and isinstance(value, torch.Tensor)
         if value.shape != own[key].shape
     ]
+    unfit = []
+    for key, value in given.items():
+        if key not in own or key.endswith("_extra_state"):
+            continue
+        if not is_tensor_like(value):
+            unfit.append((key, f"{type(value).__name__}, wanted a tensor"))
+        elif value.is_complex() and not own[key].is_complex():
+            unfit.append((key, f"{value.dtype}, wanted real numbers as in {own[key].dtype}"))
     wrong = []
     if strict and missing:
         wrong.append(f"Missing key(s) in state_dict: {', '.join(missing)}.")
     if strict and unexpected:
         wrong.append(f"Unexpected key(s) in state_dict: {', '.join(unexpected)}.")
     wrong += [f"size mismatch for {key}: the checkpoint's is {got}, wanted {size}." for key, got, size in differing]
+    wrong += [f"type mismatch for {key}: the checkpoint's is {what}." for key, what in unfit]
     if wrong:
         name = type(module).__name__
         raise RuntimeError(f"Error(s) in loading state_dict for {name}, nothing was loaded:\n\t" + "\n\t".join(wrong))
