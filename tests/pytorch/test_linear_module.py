@@ -451,6 +451,13 @@ def test_fp8_is_refused_by_name(argument, device):
     assert module(randn(3, 16, device=device)).shape == (3, 24)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, "bf16", 16], ids=str)
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear, te.LayerNormMLP], ids=lambda cls: cls.__name__)
+def test_parameters_that_are_no_floats_are_named(make, dtype):
+    with refused(ValueError, make.__name__, "'params_dtype'", repr(dtype), "torch.bfloat16"):
+        make(16, 24, params_dtype=dtype, device="cpu")
+
+
 def test_bad_parallel_mode_is_named():
     with refused(ValueError, "Linear", "'parallel_mode'", "'diagonal'", "'column'", "'row'"):
         te.Linear(16, 24, parallel_mode="diagonal", device="cpu")

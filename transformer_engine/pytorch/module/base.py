@@ -80,6 +80,11 @@ class TransformerEngineBaseModule(WholeCheckpoints):
     ) -> None:
         self.name = name
         self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        if not isinstance(self.params_dtype, torch.dtype) or not self.params_dtype.is_floating_point:
+            raise ValueError(
+                f"{type(self).__name__}: argument 'params_dtype' is {params_dtype!r}, wanted torch.float32, "
+                "torch.float16 or torch.bfloat16."
+            )
         self.device = resolve_device(device)
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = rng_tracker_name
