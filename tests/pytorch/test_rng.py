@@ -226,6 +226,16 @@ def test_a_snapshot_replays_and_puts_back(device):
         assert_same_bits(numbers(), fourth, "behind an exception")
 
 
+def test_trackers_that_share_a_name_are_all_listed():
+    trackers = [te.CudaRNGStatesTracker() for _ in range(3)]
+    for seed, tracker in enumerate(trackers):
+        tracker.add("shared", seed)
+    listed = get_all_rng_states()
+    for tracker in trackers:
+        assert any(generator is tracker.states_["shared"] for generator in listed.values())
+    assert {"shared", "shared (2)", "shared (3)"} <= set(listed)
+
+
 @pytest.mark.gpu
 def test_forks_inside_a_capture_are_replayed_with_fresh_numbers():
     """Replays of one graph draw what consecutive eager forks draw."""

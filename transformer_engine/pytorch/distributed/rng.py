@@ -118,8 +118,16 @@ def trackers() -> list[CudaRNGStatesTracker]:
 
 def get_all_rng_states() -> dict[str, torch.Generator]:
     """Name -> live generator, of every tracker there is: what a CUDA graph has to be told before its capture
-    (`graph.register_generator_state`)."""
-    return {name: generator for tracker in trackers() for name, generator in tracker.states_.items()}
+    (`graph.register_generator_state`). Where several trackers use a name, it is numbered: "name", "name (2)"."""
+    states: dict[str, torch.Generator] = {}
+    for tracker in trackers():
+        for name, generator in tracker.states_.items():
+            unique, turn = name, 1
+            while unique in states:
+                turn += 1
+                unique = f"{name} ({turn})"
+            states[unique] = generator
+    return states
 
 
 class Snapshot:
