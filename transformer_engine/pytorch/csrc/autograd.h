@@ -22,7 +22,7 @@ using torch::autograd::variable_list;
 // it.
 class Keeper {
  public:
-  explicit Keeper(const char* op = nullptr) : op_(op) {}
+  explicit Keeper(const char* op = nullptr) : op_(op) { list_.reserve(8); }
   void keep(const Tensor& t, const Kept& what) {
     if (op_ != nullptr && recorder::active() && t.defined()) recorder::tell(op_, what, t, true);
     list_.push_back(t);
@@ -100,6 +100,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     auto holder = c10::make_intrusive<Holder>();
+    holder->edge_of_slot.reserve(sizeof...(Args));
     int8_t next_edge = 0;
     (holder->edge_of_slot.push_back(detail::is_present(args) ? next_edge++ : int8_t{-1}), ...);
     holder->slots = sizeof...(Args);
