@@ -196,3 +196,31 @@ def test_what_fits_in_part_is_loaded_on_request(device, name):
     assert (result.missing_keys, result.unexpected_keys) == ([key], ["unknown"])
     for k, t in module.state_dict().items():
         assert_same_bits(t, kept if k == key else state[k], k)
+
+
+@pytest.mark.parametrize(
+    "state", [io.BytesIO(), torch.empty(0, dtype=torch.uint8), None], ids=["bytes", "tensor", "none"]
+)
+def test_extra_state_without_content_loads(device, state):
+    module, inputs = build("Linear", device), inputs_of("Linear", device)
+    given = {**module.state_dict(), "_extra_state": state}
+    assert module.load_state_dict(given).missing_keys == []
+    assert module(*inputs) is not None
+
+
+@pytest.mark.parametrize(
+    "state, error, words",
+    [
+        (io.BytesIO(b"scales"), NotImplementedError, "6 bytes of quantization state"),
+        (torch.ones(3, dtype=torch.uint8), NotImplementedError, "3 bytes of quantization state"),
+        ({"scale": 1}, ValueError, "is a dict, wanted a uint8 tensor or an io.BytesIO"),
+    ],
+    ids=["bytes", "tensor", "dict"],
+)
+def test_extra_state_with_content_is_named_and_nothing_loads(device, state, error, words):
+    module = build("Linear", device)
+    before = {key: p.clone() for key, p in tensors_of(module).items()}
+    given = {key: torch.zeros_like(p) for key, p in tensors_of(module).items()} | {"_extra_state": state}
+    with pytest.raises(error, match=words):
+        module.load_state_dict(given)
+    same_bits(tensors_of(module), before)
