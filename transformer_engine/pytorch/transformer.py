@@ -9,10 +9,10 @@ from transformer_engine.pytorch.attention.dot_product_attention import check_for
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
+from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
-from transformer_engine.pytorch.module.state import WholeCheckpoints
 
 
 def _check_rate(op: str, argument: str, rate: float) -> None:
@@ -20,7 +20,7 @@ def _check_rate(op: str, argument: str, rate: float) -> None:
         raise ValueError(f"{op}: argument '{argument}' is {rate}, wanted 0 <= p < 1.")
 
 
-class TransformerLayer(WholeCheckpoints):
+class TransformerLayer(Composite):
     """h = x + drop(attention(norm(x))); y = h + drop(mlp(norm(h))).
 
     drop: hidden_dropout of elements, then drop_path_rate of whole sequences of the batch, both in training alone.
@@ -333,17 +333,3 @@ class TransformerLayer(WholeCheckpoints):
             shape = [x.shape[dim] if dim == batch_dim else 1 for dim in range(x.dim())]
             x = x * (torch.bernoulli(torch.full(shape, keep, device=x.device)) / keep).to(x.dtype)
         return x
-
-    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Hands the group to every part; without tensor parallelism nothing is communicated over it."""
-        for part in self.children():
-            if hasattr(part, "set_tensor_parallel_group"):
-                part.set_tensor_parallel_group(tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group: object | None, cp_global_ranks: list[int] | None, cp_stream: object | None, cp_comm_type="p2p"
-    ) -> None:
-        """As DotProductAttention's."""
-        for part in self.children():
-            if hasattr(part, "set_context_parallel_group"):
-                part.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)

@@ -10,9 +10,9 @@ from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
 from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair
 from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
+from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
-from transformer_engine.pytorch.module.state import WholeCheckpoints
 
 
 def _split_heads(
@@ -26,7 +26,7 @@ def _split_heads(
     return tuple(part.flatten(-3, -2) for part in grouped.split([n // groups for n in heads], dim=-2))
 
 
-class MultiheadAttention(WholeCheckpoints):
+class MultiheadAttention(Composite):
     """proj(attention(q_norm(rope(q)), k_norm(rope(k)), v)) with [q | k | v] = linear(norm(x)) or linear(x).
 
     Self-attention has the submodules `layernorm_qkv` (with input_layernorm) or `qkv`; attention_type 'cross' takes q
@@ -319,17 +319,3 @@ class MultiheadAttention(WholeCheckpoints):
         if self.q_norm is not None and not norm_first:
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, value, beside
-
-    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Hands the group to every part; without tensor parallelism nothing is communicated over it."""
-        for part in self.children():
-            if hasattr(part, "set_tensor_parallel_group"):
-                part.set_tensor_parallel_group(tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group: object | None, cp_global_ranks: list[int] | None, cp_stream: object | None, cp_comm_type="p2p"
-    ) -> None:
-        """As DotProductAttention's."""
-        for part in self.children():
-            if hasattr(part, "set_context_parallel_group"):
-                part.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
