@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.attention.backends import AttentionPath, attention_path, flash_takes, path_taken
@@ -21,6 +20,7 @@ from transformer_engine.pytorch.attention.masks import (
     check_padding,
     check_window,
 )
+from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 
@@ -38,20 +38,6 @@ def groups_of(op: str, heads: int, groups: int | None) -> int:
             f"{op}: argument 'num_gqa_groups' is {groups}, wanted a divisor of num_attention_heads {heads}."
         )
     return groups
-
-
-class _Replay:
-    """Inside, the tracker is in the states of an earlier time: a second run drops what the first one dropped."""
-
-    def __init__(self, tracker) -> None:
-        self.tracker, self.then = tracker, tracker.get_states()
-
-    def __enter__(self) -> None:
-        self.now = self.tracker.get_states()
-        self.tracker.set_states(self.then)
-
-    def __exit__(self, *_) -> None:
-        self.tracker.set_states(self.now)
 
 
 class DotProductAttention(TransformerEngineBaseModule):
@@ -219,12 +205,9 @@ class DotProductAttention(TransformerEngineBaseModule):
                 **biases,
             )
         run = partial(self._attend, layout=layout, path=path, unseen=unseen)
-        if checkpoint_core_attention and torch.is_grad_enabled():
-            contexts = {}
-            if self._forks():  # torch's checkpoint restores the default random state itself
-                replay = _Replay(self.get_rng_state_tracker())
-                contexts["context_fn"] = lambda: (nullcontext(), replay)
-            return checkpoint(run, query_layer, key_layer, value_layer, attn_mask, use_reentrant=False, **contexts)
+        if checkpoint_core_attention:
+            tracker = {"get_rng_state_tracker": self.get_rng_state_tracker} if self._forks() else {}
+            return checkpoint(run, query_layer, key_layer, value_layer, attn_mask, use_reentrant=False, **tracker)
         return run(query_layer, key_layer, value_layer, attn_mask)
 
     def set_context_parallel_group(
