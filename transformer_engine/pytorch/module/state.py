@@ -27,27 +27,24 @@ def _compare(module: torch.nn.Module, given: Mapping[str, object], strict: bool)
     own = module.state_dict(keep_vars=True)
     missing = [key for key in own if key not in given and not key.endswith("_extra_state")]
     unexpected = [key for key in given if key not in own]
-    differing = [
-        (key, tuple(value.shape), tuple(own[key].shape))
-        for key, value in given.items()
-        if key in own and not key.endswith("_extra_state") and isinstance(value, torch.Tensor)
-        if value.shape != own[key].shape
-    ]
     unfit = []
     for key, value in given.items():
         if key not in own or key.endswith("_extra_state"):
             continue
         if not is_tensor_like(value):
-            unfit.append((key, f"{type(value).__name__}, wanted a tensor"))
+            unfit.append(f"type mismatch for {key}: the checkpoint's is {type(value).__name__}, wanted a tensor.")
         elif value.is_complex() and not own[key].is_complex():
-            unfit.append((key, f"{value.dtype}, wanted real numbers as in {own[key].dtype}"))
+            found = f"{value.dtype}, wanted real numbers as in {own[key].dtype}"
+            unfit.append(f"type mismatch for {key}: the checkpoint's is {found}.")
+        elif value.shape != own[key].shape:
+            got, wanted = tuple(value.shape), tuple(own[key].shape)
+            unfit.append(f"size mismatch for {key}: the checkpoint's is {got}, wanted {wanted}.")
     wrong = []
     if strict and missing:
         wrong.append(f"Missing key(s) in state_dict: {', '.join(missing)}.")
     if strict and unexpected:
         wrong.append(f"Unexpected key(s) in state_dict: {', '.join(unexpected)}.")
-    wrong += [f"size mismatch for {key}: the checkpoint's is {got}, wanted {size}." for key, got, size in differing]
-    wrong += [f"type mismatch for {key}: the checkpoint's is {what}." for key, what in unfit]
+    wrong += unfit
     if wrong:
         name = type(module).__name__
         raise RuntimeError(f"Error(s) in loading state_dict for {name}, nothing was loaded:\n\t" + "\n\t".join(wrong))

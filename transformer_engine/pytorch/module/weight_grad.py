@@ -136,7 +136,7 @@ class Pending:
         """The main_grads. Raises where the gradient cannot be computed any more, or has nowhere to go; `current` are
         the module's weights now."""
         product, name = self.product, self.product.names[0]
-        if any(now is not then for now, then in zip(current, product.weights, strict=True)):
+        if any(own is not seen for own, seen in zip(current, product.weights, strict=True)):
             raise RuntimeError(
                 f"{product.op}: backward_dw() was called, but '{name}' is not the parameter that backward() saw "
                 "(FSDP2 puts its shards back after a backward): a delayed gradient cannot reach it. Build the module "
