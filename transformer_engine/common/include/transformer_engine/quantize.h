@@ -1,0 +1,90 @@
+/* quantize: FP8 data with scales from float matrices, in both directions that products read, and back.
+ *
+ * Formula. data = fp8(clamp(x * scale, -fp8_max, fp8_max)), to nearest even, in float32; NaN stays NaN. fp8_max is 448
+ *   for E4M3 (no Inf), 57344 for E5M2. scale_inv = 1 / scale; value = data * scale_inv.
+ *   scale from an amax: fp8_max / max(amax, amax_epsilon); 1 where that amax is 0, Inf or NaN; FLT_MAX where the
+ *   quotient overflows; then, with pow_2_scales, its mantissa is dropped (2^floor(log2 scale)).
+ *   amax = max |x|, NaN left aside.
+ * Directions. rowwise: data as x lies, [rows, cols]; columnwise: its transpose, [cols, rows]. Either may be absent. Both
+ *   are made from one read. With BLOCK_1D the columnwise blocks lie along x's columns (128 x 1), so the two directions
+ *   hold different values; with TENSOR and BLOCK_2D they hold the same.
+ * Pitch. A row of data starts on 16 bytes; bytes between its columns and the pitch are written as 0.
+ * Scales, float32, every element written, padding as 0:
+ *   TENSOR    [1, 1] or [1, 2]: scale_inv, then (where there is room) the scale that was used. One for both directions;
+ *             the columnwise one, where present and other memory, is written alike.
+ *   BLOCK_1D  rowwise [ceil(cols / 128), roundup(rows, 4)]; columnwise [ceil(rows / 128), roundup(cols, 4)]
+ *   BLOCK_2D  rowwise [ceil(rows / 128), roundup(ceil(cols / 128), 4)]; columnwise [ceil(cols / 128),
+ *             roundup(ceil(rows / 128), 4)]; pitch equal to width everywhere
+ * Dtypes. x: float32, float16, bfloat16. data: float8_e4m3 or float8_e5m2, one for both directions.
+ * Determinism. Bit-equal on the CPU and on CUDA: maxima have no order, sums over rows a fixed one.
+ * Aliasing. No output overlaps an input or another output, but for the scales of TENSOR.
+ * Errors. TE_INVALID_ARGUMENT for shapes, dtypes, devices, pitches; nothing is written then. */
+#ifndef TRANSFORMER_ENGINE_QUANTIZE_H_
+#define TRANSFORMER_ENGINE_QUANTIZE_H_
+
+#include "transformer_engine/transformer_engine.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Directions and scales that are absent have data NULL; a direction that is there has its scales. */
+typedef struct te_quantized {
+  te_scaling scaling;
+  te_tensor rowwise;
+  te_tensor columnwise;
+  te_tensor rowwise_scale_inv;
+  te_tensor columnwise_scale_inv;
+} te_quantized;
+
+/* Where a quantization takes its scale from and what it leaves beside the data. All tensors are float32 and may be
+ * absent (data NULL), but TENSOR needs scale or amax_parts, and not both. */
+typedef struct te_quantize_plan {
+  te_tensor scale;       /* [1, 1], TENSOR: the scale, given */
+  te_tensor amax_parts;  /* [1, n], TENSOR: the scale is made from the largest of these */
+  te_tensor amax;        /* [1, 1], TENSOR: with scale, amax = max(amax, max |x|); with amax_parts, amax = their max */
+  te_tensor column_sums; /* [ceil(rows / 128), cols]: sums of x over each 128 rows, for a bias gradient */
+  te_tensor noop;        /* [1, 1]: where it holds anything but 0, nothing at all is written */
+  int pow_2_scales;      /* of scales that are made here */
+  float amax_epsilon;    /* >= 0 */
+} te_quantize_plan;
+
+/* Writes what is present in `out`. One launch. */
+TE_API te_status te_quantize(const te_quantize_plan* plan, te_tensor x, const te_quantized* out, te_stream stream);
+
+/* Most parts that one launch writes; amax_parts [1, TE_QUANTIZE_PARTS] is always enough and always filled. */
+#define TE_QUANTIZE_PARTS 1024
+
+/* parts [1, TE_QUANTIZE_PARTS]: maxima of |x| over parts of x, 0 for empty ones. One launch. noop as in the plan. */
+TE_API te_status te_quantize_amax(te_tensor x, te_tensor parts, te_tensor noop, te_stream stream);
+
+/* dbias [1, cols], in a float dtype: the sums of column_sums' rows, in their order. */
+TE_API te_status te_quantize_sum_columns(te_tensor column_sums, te_tensor dbias, te_stream stream);
+
+/* y [rows, cols] = data * scale_inv, from the rowwise direction where it is there, else from the columnwise one. */
+TE_API te_status te_dequantize(const te_quantized* x, te_tensor y, te_stream stream);
+
+/* columnwise [cols, rows] = the transpose of rowwise [rows, cols], bytes as they are; pitch and tail as above. */
+TE_API te_status te_quantize_transpose(te_tensor rowwise, te_tensor columnwise, te_stream stream);
+
+/* Delayed scaling, between steps. For each of n tensors, history [len, n] holding amaxes, newest in row 0:
+ *   amax = the largest of the column (NaN left aside), or row 0 of it with most_recent;
+ *   scale = (fp8_max / amax) / 2^margin, by the rules above; kept as it is where amax is 0, Inf or NaN;
+ *   then the history rolls by one: row i takes row i + 1, the last takes row 0, and row 0 becomes 0. */
+typedef struct te_scale_update {
+  te_tensor history; /* float32 [len, n] */
+  te_tensor scale;   /* float32 [1, n] */
+  float fp8_max;
+  int margin; /* >= 0 */
+  int most_recent;
+  int pow_2_scales;
+} te_scale_update;
+
+/* All of `updates`, on one device, in one launch for up to 32 of them. */
+TE_API te_status te_quantize_update_scales(const te_scale_update* updates, int32_t count, te_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TRANSFORMER_ENGINE_QUANTIZE_H_ */

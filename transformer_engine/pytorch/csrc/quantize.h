@@ -1,0 +1,84 @@
+// quantize, kernel wrappers that other bindings call, and what they pass around: a Quantizer says how a tensor becomes
+// FP8, a Quantized is the result as plain tensors, which autograd keeps like any others.
+#pragma once
+
+#include <transformer_engine/quantize.h>
+
+#include <memory>
+
+#include "common.h"
+
+namespace te_torch {
+
+// How a tensor is quantized, as plain values: what a schema carries.
+struct QuantizeSpec {
+  // none: as it is. delayed: by a scale that is given. current: by the tensor's own amax. blocks: te_scaling's.
+  // python: by a quantizer written in Python, eager alone.
+  enum Kind : int8_t { kNone, kDelayed, kCurrent, kBlock1d, kBlock2d, kPython } kind = kNone;
+  bool e5m2 = false;
+  bool pow_2_scales = false;
+  float amax_epsilon = 0;
+
+  te_scaling scaling() const {
+    return kind == kBlock1d ? TE_SCALING_BLOCK_1D : kind == kBlock2d ? TE_SCALING_BLOCK_2D : TE_SCALING_TENSOR;
+  }
+  te_dtype dtype() const { return e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3; }
+  // Four integers: kind, e5m2, pow_2_scales, the bits of amax_epsilon.
+  static constexpr size_t kPacked = 4;
+  void pack(std::vector<int64_t>& into) const;
+  static QuantizeSpec unpack(at::ArrayRef<int64_t> values);
+};
+
+// An FP8 matrix: uint8 data [rows, cols] and [cols, rows], float32 scales as in transformer_engine/quantize.h (those of
+// TENSOR hold two: scale_inv and scale). Undefined where a direction is not there.
+struct Quantized {
+  te_scaling scaling = TE_SCALING_TENSOR;
+  bool e5m2 = false;
+  Tensor rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv;
+
+  bool defined() const { return rowwise.defined() || columnwise.defined(); }
+  te_dtype dtype() const { return e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3; }
+};
+
+// Which directions are wanted.
+struct Directions {
+  bool rowwise = false;
+  bool columnwise = false;
+};
+
+// A quantizer of a module: the spec, and the state that delayed scaling keeps between steps.
+struct Quantizer {
+  QuantizeSpec spec;
+  Tensor scale;  // float32 [1], kDelayed: read
+  Tensor amax;   // float32 [1], kDelayed: takes the maximum; undefined: not wanted
+  std::shared_ptr<const PyObject> python;  // kPython
+
+  bool active() const { return spec.kind != QuantizeSpec::kNone; }
+};
+
+// Buffers for the directions of a [rows, cols] matrix, rows and pitch rounded up to 16 (FP8 products need both) and the
+// rows beyond zeroed; the data are views of [rows, cols] and [cols, rows] on them. Not otherwise initialised.
+Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
+                          const at::TensorOptions& like);
+
+// The C API's view of it.
+te_quantized view_of(const Quantized& q, const char* op, const char* argument);
+
+// x, its leading dimensions folded into rows, by the quantizer. With dbias also the sums of its columns, in x's dtype.
+// noop: float32 [1], or undefined.
+Quantized quantize(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias = nullptr);
+
+// Again by the scale that was used before (TENSOR: `used` holds it; blocks need none): same bits, no amax touched.
+Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, Directions directions);
+
+// [rows, cols] in `dtype`.
+Tensor dequantize(const Quantized& q, at::ScalarType dtype);
+
+// Quantizers without state as a registered op, te::quantize: (rowwise, rowwise_scale_inv, columnwise,
+// columnwise_scale_inv, dbias), empty where not wanted.
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
+Tensor dequantize_op(const Tensor& data, const Tensor& scale_inv, int64_t scaling, bool e5m2, bool columnwise,
+                     at::ScalarType dtype);
+
+}  // namespace te_torch
