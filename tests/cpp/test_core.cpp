@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/cpu_chunk.h"
+#include "core/fp8.h"
 #include "core/parallel_for.h"
 #include "device_buffer.h"
 #include "transformer_engine/activation.h"
@@ -72,6 +73,32 @@ void check_format(int exponent_bits, int mantissa_bits) {
 
 TEST(Dtype, HalfConvertsExactlyAndRoundsToNearestEven) { check_format<fp16>(5, 10); }
 TEST(Dtype, BfloatConvertsExactlyAndRoundsToNearestEven) { check_format<bf16>(8, 7); }
+
+// Both FP8 formats over all patterns, from their definitions (OFP8: E4M3 spends no exponent on Inf and NaN).
+TEST(Dtype, Fp8WidensExactly) {
+  for (int pattern = 0; pattern < 256; ++pattern) {
+    const double sign = pattern & 0x80 ? -1 : 1;
+    const int mantissa = pattern & 7, exponent = pattern >> 3 & 15;
+    const double want = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(mantissa + 8, exponent - 10);
+    const float got = to_float(e4m3{uint8_t(pattern)});
+    ASSERT_EQ(std::signbit(got), sign < 0) << std::hex << pattern;
+    if ((pattern & 0x7f) == 0x7f) {
+      EXPECT_TRUE(std::isnan(got)) << std::hex << pattern;
+    } else {
+      EXPECT_EQ(double(got), sign * want) << std::hex << pattern;
+    }
+    const double half = value_of(uint16_t(pattern << 8), 5, 10);
+    const float wide = to_float(e5m2{uint8_t(pattern)});
+    ASSERT_EQ(std::signbit(wide), sign < 0) << std::hex << pattern;
+    if (std::isnan(half)) {
+      EXPECT_TRUE(std::isnan(wide)) << std::hex << pattern;
+    } else {
+      EXPECT_EQ(double(wide), half) << std::hex << pattern;
+    }
+  }
+  EXPECT_EQ(to_float(e4m3{0x7e}), kFp8Max<e4m3>);
+  EXPECT_EQ(to_float(e5m2{0x7b}), kFp8Max<e5m2>);
+}
 
 // The chunked conversions of the CPU paths are the same function, element by element: patterns from the whole range
 // (every 65521st float, NaN and subnormals among them), in lengths that end inside a vector.

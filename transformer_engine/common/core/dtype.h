@@ -1,6 +1,6 @@
 // Element types of the C++ side: the 16-bit floats, conversion to and from float, and dispatch from te_dtype to a type.
-// Conversions round to nearest even and keep NaN (quiet) and Inf, on host and device alike. FP8 values are converted
-// by the quantize room, not here.
+// Conversions round to nearest even and keep NaN (quiet) and Inf, on host and device alike. FP8 values are read as
+// floats by core/fp8.h and made by the quantize room, not here.
 #pragma once
 
 #include <cstdint>
