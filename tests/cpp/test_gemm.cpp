@@ -73,7 +73,12 @@ struct Problem {
     b_values = draw<T>(s.rows * s.depth, 2);
     a.fill(a_values);
     b.fill(b_values);
-    problem = {a.tensor(), b.tensor(), d.tensor(), kAbsent, kAbsent, layout, TE_GEMM_NONE, 0, 0};
+    problem = te_gemm_problem{};
+    problem.a = a.tensor();
+    problem.b = b.tensor();
+    problem.d = d.tensor();
+    problem.bias = problem.aux = kAbsent;
+    problem.layout = layout;
     product.assign(size_t(s.rows * s.cols), 0);
     magnitude.assign(size_t(s.rows * s.cols), 0);
     for (int64_t i = 0; i < s.rows; ++i) {
@@ -410,7 +415,8 @@ TEST_P(Gemm, EveryCandidateIsRightAndRepeatsItsBits) {
       for (size_t j = 0; j < got.size(); ++j) ASSERT_NEAR(got[j], p.product[j], p.sum_error(j)) << "candidate " << i;
       p.d.poison();
       const Buffer<uint8_t> workspace(GetParam(), 1, int64_t(choices[i].workspace_bytes));
-      const te_gemm_operands operands{p.a.data(), p.b.data(), p.d.data(), nullptr, nullptr};
+      const te_gemm_operands operands{p.a.data(), p.b.data(), p.d.data(), nullptr, nullptr,
+                                      nullptr,    nullptr,    nullptr,    nullptr};
       TE_ASSERT_OK(te_gemm_try(&key, &choices[i], &operands, 2, workspace.data(), choices[i].workspace_bytes, nullptr));
       EXPECT_EQ(p.d.read(), got) << "candidate " << i << " in " << name_of(layout, s);
     }
@@ -452,7 +458,8 @@ TEST_P(Gemm, WrongChoicesAreNamedAndChangeNothing) {
   refused(te_gemm_choose(keys, choices, 2), "'key'");
   keys[1].device = 99;
   refused(te_gemm_choose(keys, choices, 2), "'keys'");
-  const te_gemm_operands askew{p.a.data() + 1, p.b.data(), p.d.data(), nullptr, nullptr};
+  const te_gemm_operands askew{p.a.data() + 1, p.b.data(), p.d.data(), nullptr, nullptr,
+                               nullptr,        nullptr,    nullptr,    nullptr};
   refused(te_gemm_try(&key, &choice, &askew, 1, nullptr, 0, nullptr), "'operands'");
   Problem<bf16, bf16> nothing(GetParam(), TE_GEMM_TN, {0, 24, 40, 0});
   refused(te_gemm_key_of(&nothing.problem, &key), "'problem'");

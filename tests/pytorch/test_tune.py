@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
+from fp8_operands import BLOCK_1D, BLOCK_2D, TENSOR, Operand
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.tune import FORMAT, _accumulated, _Scratch
+from transformer_engine.pytorch.tune import FORMAT, _accumulated, _Scratch, _tune_one
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def nothing_chosen():
 def key(**changes):
     fields = dict.fromkeys(_C.gemm_key_fields(), 0)
     fields |= {"rows": 16, "cols": 24, "depth": 32, "a_pitch": 32, "b_pitch": 32, "d_pitch": 24, "dtype": 5}
-    fields |= {"d_dtype": 5, "bias_dtype": -1, "a_alignment": 16, "b_alignment": 16, "d_alignment": 16}
+    fields |= {"b_dtype": 5, "d_dtype": 5, "bias_dtype": -1, "a_alignment": 16, "b_alignment": 16, "d_alignment": 16}
     return fields | changes
 
 
@@ -67,7 +68,9 @@ def broken_tables():
     yield table(problems=[problem | {"algorithm": "00"}]), "of another shape"
     yield table(problems=[problem | {"algorithm": "zz"}]), "is no table"
     yield table(problems=[problem | {"problem": problem["problem"] | {"more": 1}}]), "of another shape"
-    yield table(problems=[problem | {"problem": problem["problem"] | {"dtype": 7}}]), "a dtype that no product takes"
+    yield table(problems=[problem | {"problem": problem["problem"] | {"dtype": 2}}]), "a dtype that no product takes"
+    yield table(problems=[problem | {"problem": problem["problem"] | {"d_dtype": 6}}]), "a dtype that no product takes"
+    yield table(problems=[problem | {"problem": problem["problem"] | {"a_scaling": 3}}]), "a scaling that no product"
     yield table(problems=[problem | {"problem": problem["problem"] | {"layout": 3}}]), "a layout or an epilogue"
     yield table(problems=[problem | {"problem": problem["problem"] | {"rows": "many"}}]), "is no table"
     yield table(cublaslt=None), "is no table"
@@ -114,6 +117,20 @@ def test_fused_accumulation_adds_its_products():
         (1, 3, 0, -1),
     ]
     assert _accumulated(te.Linear(24, 16, device="cpu"), [fprop, wgrad]) == []
+
+
+def test_fp8_weight_gradients_are_accumulated_too():
+    linear = te.Linear(24, 16, bias=False, device="cpu", fuse_wgrad_accumulation=True)
+    fp8 = {"dtype": 6, "b_dtype": 7}
+    squares, wgrad = key(**fp8, a_scaling=2, b_scaling=1), key(**fp8, a_scaling=1, b_scaling=1)
+    fast, whole = key(**fp8, fast_accumulation=1), key(**fp8)
+    more = _accumulated(linear, [squares, wgrad, fast, whole])
+    assert [(k["accumulate"], k["d_dtype"], k["a_scaling"]) for k in more] == [
+        (0, 3, 1),
+        (1, 3, 1),
+        (0, 3, 0),
+        (1, 3, 0),
+    ]
 
 
 # ---- on a GPU ----
@@ -247,3 +264,22 @@ def test_a_capture_is_refused(layer):
         y = module(x)
     graph.replay()
     assert torch.equal(y, module(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", [(TENSOR, TENSOR), (BLOCK_2D, BLOCK_1D), (BLOCK_1D, BLOCK_1D)])
+def test_fp8_products_are_tuned(tmp_path, scaling):
+    a, b = Operand(256, 1024, scaling[0], False, "cuda"), Operand(512, 1024, scaling[1], True, "cuda")
+
+    def product():
+        return torch.ops.te.gemm_fp8(*a.arguments, *b.arguments, torch.float32, None, False)
+
+    _C.tune_start()
+    untuned = product()
+    (met,) = _C.tune_stop()
+    row = _tune_one(met, 8)
+    te.tune._install([row])
+    assert "float8_e4m3fn x float8_e5m2" in str(row) and torch.equal(product(), untuned)
+    te.tune.save(tmp_path / "table.json")
+    te.tune.clear()
+    assert te.tune.load(tmp_path / "table.json").rows[0].algorithm == row.algorithm

@@ -18,13 +18,17 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.recording import recording, run_with_gradients, table, tensors_in
 
-FORMAT = "transformer_engine gemm tuning 1"
+FORMAT = "transformer_engine gemm tuning 2"
 LAYOUTS = ("TN", "NN", "NT")
 NT = 2
 EPILOGUES = ("none", "bias", "gelu", "dgelu", "bgrad")
 NONE, BGRAD = 0, 4
-DTYPES = {3: torch.float32, 4: torch.float16, 5: torch.bfloat16}  # by the engine's numbers
+# By the engine's numbers. A result is never FP8 here.
+DTYPES = {3: torch.float32, 4: torch.float16, 5: torch.bfloat16}
+FP8_DTYPES = {6: torch.float8_e4m3fn, 7: torch.float8_e5m2}
+OPERAND_DTYPES = DTYPES | FP8_DTYPES
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+SCALINGS = ("tensor", "1x128", "128x128")
 
 BATCH_US = 1000.0  # of one timing, so that an event's resolution does not show
 SCREEN_ROUNDS = 3
@@ -53,7 +57,11 @@ class Tuned:
         accumulated = " accumulated" if p["accumulate"] else ""
         out = "" if p["d_dtype"] == p["dtype"] else f" -> {_name(p['d_dtype'])}"
         extents = f"{p['rows']}x{p['cols']}x{p['depth']}"
-        return f"{LAYOUTS[p['layout']]} {extents} {_name(p['dtype'])}{out} {EPILOGUES[p['epilogue']]}{accumulated}"
+        operands = _name(p["dtype"])
+        if p["dtype"] in FP8_DTYPES:
+            scales = f"{SCALINGS[p['a_scaling']]} x {SCALINGS[p['b_scaling']]}"
+            operands += f" x {_name(p['b_dtype'])} {scales}{' fast' if p['fast_accumulation'] else ''}"
+        return f"{LAYOUTS[p['layout']]} {extents} {operands}{out} {EPILOGUES[p['epilogue']]}{accumulated}"
 
 
 class Tuning:
@@ -72,7 +80,7 @@ class Tuning:
 
 
 def _name(dtype: int) -> str:
-    return str(DTYPES[dtype]).removeprefix("torch.")
+    return str(OPERAND_DTYPES[dtype]).removeprefix("torch.")
 
 
 def _need_gpu(op: str) -> None:
@@ -88,7 +96,7 @@ def _accumulated(module: torch.nn.Module, keys: list[dict[str, int]]) -> list[di
     grads = [getattr(p, "main_grad", None) for m in parts for p in m.parameters()]
     dtypes = {g.dtype for g in grads if isinstance(g, torch.Tensor)} or ({torch.float32} if parts else set())
     more = []
-    for key in (k for k in keys if k["layout"] == NT and k["epilogue"] in (NONE, BGRAD)):
+    for key in filter(_may_be_wgrad, keys):
         for dtype in sorted(dtypes, key=str):
             own = key["dtype"] == NUMBERS[dtype]
             fused = {} if own else {"epilogue": NONE, "bias_dtype": -1}
@@ -96,6 +104,13 @@ def _accumulated(module: torch.nn.Module, keys: list[dict[str, int]]) -> list[di
             place = {"d_dtype": NUMBERS[dtype], "d_pitch": key["cols"], "d_alignment": min(16, pitch & -pitch)}
             more += [{**key, **fused, **place, "accumulate": accumulate} for accumulate in (0, 1)]
     return more
+
+
+def _may_be_wgrad(key: Mapping[str, int]) -> bool:
+    """FP8 products have one layout; a weight gradient is one whose sums are split and, in blocks, 1 x 128 twice."""
+    if key["dtype"] not in FP8_DTYPES:
+        return key["layout"] == NT and key["epilogue"] in (NONE, BGRAD)
+    return key["epilogue"] == NONE and not key["fast_accumulation"] and key["a_scaling"] == key["b_scaling"]
 
 
 class _Scratch:
@@ -106,24 +121,37 @@ class _Scratch:
         self.key, self.device = key, torch.device("cuda", key["device"])
         self._generator = torch.Generator(self.device).manual_seed(0)
         tn, nt = key["layout"] == 0, key["layout"] == NT
-        dtype, d_dtype = DTYPES[key["dtype"]], DTYPES[key["d_dtype"]]
+        dtype, b_dtype = OPERAND_DTYPES[key["dtype"]], OPERAND_DTYPES[key["b_dtype"]]
+        d_dtype = DTYPES[key["d_dtype"]]
         bias_size = key["rows"] if key["epilogue"] == BGRAD else key["cols"]
         self.a = self._draw(key["cols"] if tn else key["depth"], key["a_pitch"], key["a_alignment"], dtype)
-        self.b = self._draw(key["depth"] if nt else key["rows"], key["b_pitch"], key["b_alignment"], dtype)
+        self.b = self._draw(key["depth"] if nt else key["rows"], key["b_pitch"], key["b_alignment"], b_dtype)
         self.d = self._draw(key["rows"], key["d_pitch"], key["d_alignment"], d_dtype)
         bias = key["bias_dtype"] >= 0
         self.bias = self._draw(1, bias_size, 16, DTYPES[key["bias_dtype"]]) if bias else None
         aux = key["aux_alignment"] > 0
         self.aux = self._draw(key["rows"], key["aux_pitch"], key["aux_alignment"], d_dtype) if aux else None
+        fp8 = key["dtype"] in FP8_DTYPES
+        self.scales = [
+            self._ones(key[f"{x}_scaling"], key[outer]) for x, outer in (("a", "cols"), ("b", "rows")) if fp8
+        ]
         self.workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _draw(self, rows: int, pitch: int, alignment: int, dtype: torch.dtype) -> torch.Tensor:
         offset = alignment // dtype.itemsize if alignment < 16 else 0  # an allocation lies on 512 bytes
-        data = torch.empty(rows * pitch + offset, dtype=dtype, device=self.device)
-        return data.normal_(generator=self._generator)[offset:]
+        data = torch.empty(
+            rows * pitch + offset, dtype=dtype if dtype in NUMBERS else torch.bfloat16, device=self.device
+        )
+        return data.normal_(generator=self._generator).to(dtype)[offset:]
+
+    def _ones(self, scaling: int, outer: int) -> torch.Tensor:
+        """At least as many scales as the operand has blocks."""
+        blocks = -(-self.key["depth"] // 128)
+        shape = (1, (blocks, outer + 3), (outer // 128 + 1, blocks + 3))[scaling]
+        return torch.ones(shape, device=self.device)
 
     def run(self, choice: bytes, repeats: int = 1) -> None:
-        operands = [self.a, self.b, self.d, self.bias, self.aux]
+        operands = [self.a, self.b, self.d, self.bias, self.aux, *self.scales]
         _C.gemm_try(dict(self.key), choice, operands, self.workspace, repeats)
 
     def sample(self, choice: bytes, repeats: int) -> float:
@@ -280,10 +308,13 @@ def _read(path: str | os.PathLike) -> tuple[list[Tuned], str, int]:
             algorithm = bytes.fromhex(entry["algorithm"])
             if len(algorithm) != 72 or set(entry["problem"]) != set(key):
                 raise ValueError("a problem or its algorithm is of another shape")
-            if not all(key[field] in DTYPES for field in ("dtype", "d_dtype")):
+            operands = (key["dtype"], key["b_dtype"])
+            if not (set(operands) <= set(OPERAND_DTYPES) and key["d_dtype"] in DTYPES):
                 raise ValueError("a problem has a dtype that no product takes")
             if not (0 <= key["layout"] < len(LAYOUTS) and 0 <= key["epilogue"] < len(EPILOGUES)):
                 raise ValueError("a problem has a layout or an epilogue that no product takes")
+            if not all(0 <= key[field] < len(SCALINGS) for field in ("a_scaling", "b_scaling")):
+                raise ValueError("a problem has a scaling that no product takes")
             times = float(entry["heuristic_us"]), float(entry["chosen_us"]), int(entry["candidates"])
             rows.append(Tuned(key, *times, algorithm))
         return rows, str(text["gpu"]), int(text["cublaslt"])

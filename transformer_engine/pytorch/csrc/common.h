@@ -65,9 +65,14 @@ struct Direct {
     if (!recorder::active()) return kFunction(args...);
     RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>{});  // a profiler beside the recording names the op too
     recorder::begin_call();
-    auto result = kFunction(args...);
-    recorder::end_call(name);
-    return result;
+    if constexpr (std::is_void_v<decltype(kFunction(args...))>) {
+      kFunction(args...);
+      recorder::end_call(name);
+    } else {
+      auto result = kFunction(args...);
+      recorder::end_call(name);
+      return result;
+    }
   }
 };
 

@@ -106,16 +106,14 @@ void check_out(const Tensor& a, const Extents& e, te_gemm_layout layout, const T
   TORCH_CHECK_VALUE(out.is_contiguous(), "gemm: argument 'out' is not contiguous, and it is written in place.");
 }
 
-void run_cuda(te_gemm_problem& problem, const Tensor& like) {
-  problem.allow_tf32 = like.scalar_type() == at::kFloat && at::globalContext().allowTF32CuBLAS();
-  tuning::meet(problem);
-  size_t bytes = 0;
-  check(te_gemm_workspace(&problem, &bytes));
-  // From the caching allocator for each call: a cached workspace would be raced on by side streams, and one born in a
-  // graph capture would live in the graph's pool.
-  const Tensor workspace =
-      bytes > 0 ? at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte)) : Tensor();
-  check(te_gemm(&problem, bytes > 0 ? workspace.data_ptr() : nullptr, bytes, current_stream(like)));
+te_gemm_problem problem_of(const Tensor& a, const Tensor& b, te_gemm_layout layout, te_gemm_epilogue epilogue) {
+  te_gemm_problem p{};
+  p.a = view_2d(a, "gemm", "a");
+  p.b = view_2d(b, "gemm", "b");
+  p.bias = p.aux = absent();
+  p.layout = layout;
+  p.epilogue = epilogue;
+  return p;
 }
 
 Tensor folded(const Tensor& t) { return t.reshape_symint({rows_in(t), t.sym_size(-1)}); }
@@ -172,6 +170,18 @@ Tensor gemm_accumulate_meta(const Tensor& a, const Tensor& b, std::string_view l
 
 }  // namespace
 
+void run_gemm(te_gemm_problem& problem, const Tensor& like) {
+  problem.allow_tf32 = like.scalar_type() == at::kFloat && at::globalContext().allowTF32CuBLAS();
+  tuning::meet(problem);
+  size_t bytes = 0;
+  check(te_gemm_workspace(&problem, &bytes));
+  // From the caching allocator for each call: a cached workspace would be raced on by side streams, and one born in a
+  // graph capture would live in the graph's pool.
+  const Tensor workspace =
+      bytes > 0 ? at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte)) : Tensor();
+  check(te_gemm(&problem, bytes > 0 ? workspace.data_ptr() : nullptr, bytes, current_stream(like)));
+}
+
 std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name,
                                 std::string_view epilogue_name, const OptionalTensor& bias_in,
                                 const OptionalTensor& aux_in, std::optional<at::ScalarType> out_dtype_in) {
@@ -198,15 +208,10 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
   const Tensor d = at::empty({rows, cols}, a.options().dtype(out_dtype));
   const OptionalTensor bias = bias_in.has_value() ? OptionalTensor(bias_in->contiguous()) : std::nullopt;
   const OptionalTensor aux = aux_in.has_value() ? OptionalTensor(rows_of(*aux_in)) : std::nullopt;
-  te_gemm_problem problem{view_2d(a, "gemm", "a"),
-                          view_2d(b, "gemm", "b"),
-                          view_2d(d, "gemm", "d"),
-                          view_2d(bias, "gemm", "bias"),
-                          view_2d(aux, "gemm", "aux"),
-                          layout,
-                          epilogue,
-                          0,
-                          0};
+  te_gemm_problem problem = problem_of(a, b, layout, epilogue);
+  problem.d = view_2d(d, "gemm", "d");
+  problem.bias = view_2d(bias, "gemm", "bias");
+  problem.aux = view_2d(aux, "gemm", "aux");
   Tensor extra = at::empty({0}, a.options());
   if (epilogue == TE_GEMM_GELU) {
     extra = at::empty({rows, cols}, d.options());
@@ -215,7 +220,7 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
     extra = at::empty({rows}, a.options());
     problem.bias = view_2d(extra, "gemm", "bias");
   }
-  run_cuda(problem, a);
+  run_gemm(problem, a);
   return {d, extra};
 }
 
@@ -243,16 +248,11 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   // cuBLASLt makes no bias gradient beside a float32 out of 16-bit operands: that one is summed on its own.
   const bool fused = bias_grad && out.scalar_type() == a.scalar_type();
   if (bias_grad && !fused) extra.copy_(column_sum(b));
-  te_gemm_problem problem{view_2d(a, "gemm", "a"),
-                          view_2d(b, "gemm", "b"),
-                          view_2d(out, "gemm", "out"),
-                          fused ? view_2d(extra, "gemm", "bias") : absent(),
-                          absent(),
-                          layout,
-                          fused ? TE_GEMM_BGRAD : TE_GEMM_NONE,
-                          overwrite ? 0 : 1,
-                          0};
-  run_cuda(problem, a);
+  te_gemm_problem problem = problem_of(a, b, layout, fused ? TE_GEMM_BGRAD : TE_GEMM_NONE);
+  problem.d = view_2d(out, "gemm", "out");
+  if (fused) problem.bias = view_2d(extra, "gemm", "bias");
+  problem.accumulate = overwrite ? 0 : 1;
+  run_gemm(problem, a);
   out.unsafeGetTensorImpl()->bump_version();  // autograd must notice the change, as it does after out.add_
   return extra;
 }

@@ -1,6 +1,8 @@
 // gemm, kernel wrappers that other bindings call. On the CPU the product is LibTorch's own.
 #pragma once
 
+#include <transformer_engine/gemm.h>
+
 #include "common.h"
 
 namespace te_torch {
@@ -15,5 +17,8 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_vi
 // gradient of "bgrad", else empty.
 Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,
                        bool overwrite);
+
+// te_gemm on CUDA, on `like`'s current stream, with a workspace from ATen.
+void run_gemm(te_gemm_problem& problem, const Tensor& like);
 
 }  // namespace te_torch

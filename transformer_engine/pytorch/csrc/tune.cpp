@@ -28,8 +28,9 @@ std::vector<te_gemm_key> noted;  // each once, in the order met
 // clang-format off
 #define TE_KEY_FIELDS(X)                                                                     \
   X(rows) X(cols) X(depth) X(a_pitch) X(b_pitch) X(d_pitch) X(aux_pitch) X(layout)           \
-  X(epilogue) X(accumulate) X(tf32) X(dtype) X(d_dtype) X(bias_dtype) X(a_alignment)         \
-  X(b_alignment) X(d_alignment) X(aux_alignment) X(device)
+  X(epilogue) X(accumulate) X(tf32) X(dtype) X(b_dtype) X(d_dtype) X(bias_dtype)             \
+  X(a_scaling) X(b_scaling) X(fast_accumulation) X(a_alignment) X(b_alignment)               \
+  X(d_alignment) X(aux_alignment) X(device)
 // clang-format on
 
 py::dict dict_of(const te_gemm_key& key) {
@@ -83,8 +84,11 @@ std::vector<te_gemm_choice> candidates(const te_gemm_key& key, int32_t most) {
 
 void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const std::vector<OptionalTensor>& operands,
                 const Tensor& workspace, int32_t repeats) {
-  const auto address = [&](size_t i) { return operands[i].has_value() ? operands[i]->data_ptr() : nullptr; };
-  const te_gemm_operands pointers{address(0), address(1), address(2), address(3), address(4)};
+  const auto address = [&](size_t i) {
+    return i < operands.size() && operands[i].has_value() ? operands[i]->data_ptr() : nullptr;
+  };
+  const te_gemm_operands pointers{address(0), address(1), address(2), address(3), address(4),
+                                  address(5), address(6), address(7), address(8)};
   check(te_gemm_try(&key, &choice, &pointers, repeats, workspace.data_ptr(), size_t(workspace.numel()),
                     current_stream(workspace)));
 }

@@ -14,6 +14,15 @@
  *   BGRAD      bias[rows of d] = sum over the rows of b; layout NT alone
  * Dtypes. a and b: float32, float16 or bfloat16, the same; d: theirs or float32; bias: the dtype of a or of d; aux:
  *   the dtype of d. Accumulation in float32; allow_tf32 lets float32 operands be cut to TF32 on CUDA.
+ * FP8 operands, as transformer_engine/quantize.h makes them: value = data * scale_inv. Layout TN alone (hand over the
+ *   columnwise data for dgrad and wgrad), cols and depth multiples of 16, addresses and pitches of a, b and d multiples
+ *   of 16 bytes; where the matrix is narrower than depth its data beyond are 0. Pairs of dtypes: E4M3 with E4M3 or
+ *   E5M2. Scalings: TENSOR with TENSOR (scale_inv [1, 1 or 2]); BLOCK_1D with BLOCK_1D or BLOCK_2D, not BLOCK_2D with
+ *   itself; rows are a multiple of 4 where b has BLOCK_1D. Scales lie densely, in blocks on 16 bytes.
+ *   d: float32, bfloat16, float16, or with TENSOR float8: d = fp8(clamp(product * d_scale)), d_amax = max |product|,
+ *   bias included, NaN left aside on the CPU. bias: float16 with a float16 d, bfloat16 otherwise (an FP8 d takes
+ *   either). No other epilogue. fast_accumulation keeps sums in the tensor cores, with fewer bits than float32
+ *   (TENSOR alone); without it they are added up in float32 in steps of some ten products.
  * Determinism. The heuristic's first algorithm whose reduction order is fixed, remembered per problem: the same call
  *   gives the same bits. Alignment enters as "16 bytes, or what the pointers and pitches have", so views and fresh
  *   tensors of one shape pick alike. te_gemm_choose() puts another algorithm of fixed order in its place.
@@ -49,6 +58,14 @@ typedef struct te_gemm_problem {
   te_gemm_epilogue epilogue;
   int accumulate;
   int allow_tf32;
+  /* For FP8 operands; data NULL and 0 with others. */
+  te_tensor a_scale_inv;
+  te_tensor b_scale_inv;
+  te_tensor d_scale; /* float32 [1, 1], read: for an FP8 d */
+  te_tensor d_amax;  /* float32 [1, 1], written: for an FP8 d */
+  te_scaling a_scaling;
+  te_scaling b_scaling;
+  int fast_accumulation;
 } te_gemm_problem;
 
 /* Bytes of device memory the chosen algorithm wants; 0 on the CPU. */
@@ -71,9 +88,13 @@ typedef struct te_gemm_key {
   int32_t epilogue;
   int32_t accumulate;
   int32_t tf32;
-  int32_t dtype; /* of a and b */
+  int32_t dtype; /* of a */
+  int32_t b_dtype;
   int32_t d_dtype;
   int32_t bias_dtype;
+  int32_t a_scaling;
+  int32_t b_scaling;
+  int32_t fast_accumulation;
   int32_t a_alignment;
   int32_t b_alignment;
   int32_t d_alignment;
@@ -101,13 +122,17 @@ TE_API te_status te_gemm_choose(const te_gemm_key* keys, const te_gemm_choice* c
 /* Takes all choices back. */
 TE_API te_status te_gemm_forget_choices(void);
 
-/* Device addresses, aligned as the key says; bias on its dtype, aux and bias NULL where the key has none. */
+/* Device addresses, aligned as the key says; bias on its dtype; NULL where the key has none. */
 typedef struct te_gemm_operands {
   void* a;
   void* b;
   void* d;
   void* bias;
   void* aux;
+  void* a_scale_inv;
+  void* b_scale_inv;
+  void* d_scale;
+  void* d_amax;
 } te_gemm_operands;
 
 /* The product of a key by `choice`, `repeats` times over, for whoever times it. */

@@ -5,6 +5,7 @@
 #include <cublasLt.h>
 
 #include "core/device.h"
+#include "core/fp8.h"
 #include "ops/gemm/gemm_problem.h"
 
 namespace te::gemm::cuda {
@@ -46,7 +47,15 @@ inline void check(cublasStatus_t status, const char* what) {
 }
 
 inline cudaDataType_t cuda_type(int32_t dtype) {
+  if (dtype == TE_FLOAT8_E4M3) return CUDA_R_8F_E4M3;
+  if (dtype == TE_FLOAT8_E5M2) return CUDA_R_8F_E5M2;
   return dtype == TE_FLOAT32 ? CUDA_R_32F : dtype == TE_FLOAT16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+inline cublasLtMatmulMatrixScale_t scale_mode_of(te_scaling scaling) {
+  return scaling == TE_SCALING_TENSOR     ? CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F
+         : scaling == TE_SCALING_BLOCK_1D ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                                          : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
 }
 
 inline cublasLtEpilogue_t epilogue_of(const te_gemm_problem& p) {
@@ -84,6 +93,7 @@ class Descriptor {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.aux.row_pitch);
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(cuda_type(p.aux.dtype)));
     }
+    if (is_fp8(p.a.dtype)) set_fp8(p);
   }
   ~Descriptor() { lt().cublasLtMatmulDescDestroy(desc_); }
   Descriptor(const Descriptor&) = delete;
@@ -95,6 +105,18 @@ class Descriptor {
   void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
     check(lt().cublasLtMatmulDescSetAttribute(desc_, attribute, &value, sizeof value),
           "cublasLtMatmulDescSetAttribute");
+  }
+
+  void set_fp8(const te_gemm_problem& p) {
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, int32_t(scale_mode_of(p.a_scaling)));
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, int32_t(scale_mode_of(p.b_scaling)));
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.a_scale_inv.data);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.b_scale_inv.data);
+    set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(p.fast_accumulation != 0));
+    if (is_fp8(p.d.dtype)) {
+      set(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, p.d_scale.data);
+      set(CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, p.d_amax.data);
+    }
   }
 
   cublasLtMatmulDesc_t desc_ = nullptr;
@@ -116,10 +138,17 @@ class MatrixLayout {
   cublasLtMatrixLayout_t layout_ = nullptr;
 };
 
+// What is added to: d itself, but nothing is ever added to an FP8 d, and cuBLASLt wants a 16-bit summand beside one.
+inline te_tensor summand_of(const te_gemm_problem& p) {
+  te_tensor c = p.d;
+  if (is_fp8(c.dtype)) c.dtype = p.bias.data != nullptr ? p.bias.dtype : TE_BFLOAT16;
+  return c;
+}
+
 // What te_gemm runs; never changed once made.
 struct Plan {
   cublasLtHandle_t handle;
-  MatrixLayout a, b, d;
+  MatrixLayout a, b, c, d;
   cublasLtMatmulAlgo_t algo;
   size_t workspace_bytes;
 
@@ -128,7 +157,7 @@ struct Plan {
     const float alpha = 1.f;
     const float beta = p.accumulate ? 1.f : 0.f;
     check(lt().cublasLtMatmul(handle, descriptor.get(), &alpha, p.a.data, a.get(), p.b.data, b.get(), &beta, p.d.data,
-                              d.get(), p.d.data, d.get(), &algo, workspace, bytes, cudaStream_t(stream)),
+                              c.get(), p.d.data, d.get(), &algo, workspace, bytes, cudaStream_t(stream)),
           "cublasLtMatmul");
   }
 };

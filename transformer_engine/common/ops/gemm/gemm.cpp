@@ -7,7 +7,7 @@
 #include "core/device.h"
 #include "core/parallel_for.h"
 #include "core/tensor.h"
-#include "ops/gemm/gemm_problem.h"
+#include "ops/gemm/gemm_fp8.h"
 
 namespace te::gemm {
 
@@ -42,7 +42,29 @@ Gelu gelu(float x) {
 
 namespace cpu {
 
+void run_fp8(const te_gemm_problem& p, const Sizes& s) {
+  const bool fp8_out = is_fp8(p.d.dtype);
+  float* amax = fp8_out ? static_cast<float*>(p.d_amax.data) : nullptr;
+  if (fp8_out) *amax = 0.f;
+  for (int64_t row = 0; row < s.rows; ++row) {
+    for (int64_t col = 0; col < s.cols; ++col) {
+      float sum = 0.f;
+      for (int64_t k = 0; k < s.depth; ++k) {
+        sum += load_fp8(p.a, p.a_scale_inv, p.a_scaling, col, k) * load_fp8(p.b, p.b_scale_inv, p.b_scaling, row, k);
+      }
+      if (p.epilogue == TE_GEMM_BIAS) sum += load(p.bias, 0, col);
+      if (fp8_out) {
+        *amax = std::fmax(*amax, std::fabs(sum));
+        store_fp8(p.d, row, col, sum * *static_cast<const float*>(p.d_scale.data));
+      } else {
+        store(p.d, row, col, p.accumulate ? load(p.d, row, col) + sum : sum);
+      }
+    }
+  }
+}
+
 void run(const te_gemm_problem& p, const Sizes& s) {
+  if (is_fp8(p.a.dtype)) return run_fp8(p, s);
   const bool a_along_k = p.layout == TE_GEMM_TN;  // a's rows are outputs, its columns the reduced dimension
   const bool b_along_k = p.layout != TE_GEMM_NT;
   parallel_for(s.rows, [&](int64_t row) {
@@ -77,8 +99,12 @@ Sizes check_problem(const te_gemm_problem& p) {
   const char* op = "te_gemm";
   check_tensor(op, "a", p.a);
   check_tensor(op, "b", p.b);
-  dispatch_float(p.a.dtype, op, "a", [](auto) {});
-  check_like(op, "b", p.b, p.a);
+  const bool fp8 = is_fp8(p.a.dtype) || is_fp8(p.b.dtype);
+  if (!fp8) {
+    dispatch_float(p.a.dtype, op, "a", [](auto) {});
+    check_like(op, "b", p.b, p.a);
+    refuse_fp8_arguments(p);
+  }
   const Sizes s = sizes_of(p);
   const int64_t depth_of_b = p.layout == TE_GEMM_NT ? p.b.rows : p.b.cols;
   if (depth_of_b != s.depth) {
@@ -86,11 +112,12 @@ Sizes check_problem(const te_gemm_problem& p) {
                  concat("a reduced dimension of ", s.depth));
   }
   check_shape(op, "d", p.d, s.rows, s.cols);
-  if (p.d.dtype != TE_FLOAT32) check_like(op, "d", p.d, p.a);
+  if (!fp8 && p.d.dtype != TE_FLOAT32) check_like(op, "d", p.d, p.a);
   if (p.d.device != p.a.device) bad_argument(op, "d", concat("on ", device_of(p.d)), device_of(p.a));
   if (int(p.epilogue) < TE_GEMM_NONE || int(p.epilogue) > TE_GEMM_BGRAD) {
     bad_argument(op, "epilogue", int(p.epilogue), "a te_gemm_epilogue");
   }
+  if (fp8) check_fp8(p, s);
   const bool needs_bias = p.epilogue == TE_GEMM_BIAS || p.epilogue == TE_GEMM_BGRAD;
   const bool takes_bias = needs_bias || p.epilogue == TE_GEMM_GELU;
   const bool takes_aux = p.epilogue == TE_GEMM_GELU || p.epilogue == TE_GEMM_DGELU;
@@ -98,7 +125,8 @@ Sizes check_problem(const te_gemm_problem& p) {
   if (!takes_aux && p.aux.data != nullptr) bad_argument(op, "aux", shape_of(p.aux), "none for this epilogue");
   if (needs_bias || (takes_bias && p.bias.data != nullptr)) {
     check_shape(op, "bias", p.bias, 1, p.epilogue == TE_GEMM_BGRAD ? s.rows : s.cols);
-    if (p.bias.dtype != p.a.dtype && p.bias.dtype != p.d.dtype) check_like(op, "bias", p.bias, p.a);
+    if (fp8) check_fp8_bias(p);
+    if (!fp8 && p.bias.dtype != p.a.dtype && p.bias.dtype != p.d.dtype) check_like(op, "bias", p.bias, p.a);
     if (p.bias.device != p.a.device) bad_argument(op, "bias", concat("on ", device_of(p.bias)), device_of(p.a));
   }
   if (p.epilogue == TE_GEMM_BGRAD && p.layout != TE_GEMM_NT) {

@@ -24,7 +24,7 @@ int32_t alignment_of(const te_tensor& t) {
 struct ByBytes {
   bool operator()(const te_gemm_key& x, const te_gemm_key& y) const { return std::memcmp(&x, &y, sizeof x) < 0; }
 };
-static_assert(sizeof(te_gemm_key) == 7 * 8 + 12 * 4, "keys are compared as bytes, padding would count");
+static_assert(sizeof(te_gemm_key) == 7 * 8 + 16 * 4, "keys are compared as bytes, padding would count");
 static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof(te_gemm_choice::algorithm), "an algorithm is passed as bytes");
 
 // A problem with this key; its addresses only say how they are aligned.
@@ -36,7 +36,7 @@ te_gemm_problem problem_of(const te_gemm_key& k) {
   const bool a_along_depth = k.layout == TE_GEMM_TN, b_along_depth = k.layout != TE_GEMM_NT;
   te_gemm_problem p{};
   p.a = tensor(k.a_alignment, a_along_depth ? k.cols : k.depth, a_along_depth ? k.depth : k.cols, k.a_pitch, k.dtype);
-  p.b = tensor(k.b_alignment, b_along_depth ? k.rows : k.depth, b_along_depth ? k.depth : k.rows, k.b_pitch, k.dtype);
+  p.b = tensor(k.b_alignment, b_along_depth ? k.rows : k.depth, b_along_depth ? k.depth : k.rows, k.b_pitch, k.b_dtype);
   p.d = tensor(k.d_alignment, k.rows, k.cols, k.d_pitch, k.d_dtype);
   const int64_t bias_cols = k.epilogue == TE_GEMM_BGRAD ? k.rows : k.cols;
   p.bias = k.bias_dtype < 0 ? absent : tensor(16, 1, bias_cols, bias_cols, k.bias_dtype);
@@ -45,6 +45,16 @@ te_gemm_problem problem_of(const te_gemm_key& k) {
   p.epilogue = te_gemm_epilogue(k.epilogue);
   p.accumulate = k.accumulate;
   p.allow_tf32 = k.tf32;
+  p.a_scale_inv = p.b_scale_inv = p.d_scale = p.d_amax = absent;
+  p.a_scaling = te_scaling(k.a_scaling);
+  p.b_scaling = te_scaling(k.b_scaling);
+  p.fast_accumulation = k.fast_accumulation;
+  const auto scales = [&](const Extent& e) { return tensor(16, e.rows, e.cols, e.cols, TE_FLOAT32); };
+  if (is_fp8(p.a.dtype)) {
+    p.a_scale_inv = scales(scales_of(p.a_scaling, k.cols, k.depth));
+    p.b_scale_inv = scales(scales_of(p.b_scaling, k.rows, k.depth));
+  }
+  if (is_fp8(p.d.dtype)) p.d_scale = p.d_amax = scales({1, 1});
   return p;
 }
 
@@ -54,7 +64,7 @@ te_gemm_problem checked_problem_of(const char* op, const te_gemm_key& k) {
     bad_argument(op, "key", concat("with ", field, " ", got), wanted);
   };
   if (k.rows < 1 || k.cols < 1 || k.depth < 1) wrong("an extent of", std::min({k.rows, k.cols, k.depth}), ">= 1");
-  if (k.dtype < 0 || k.d_dtype < 0 || k.bias_dtype < -1) wrong("a dtype of", -1, "a te_dtype");
+  if (k.dtype < 0 || k.b_dtype < 0 || k.d_dtype < 0 || k.bias_dtype < -1) wrong("a dtype of", -1, "a te_dtype");
   for (const int32_t alignment : {k.a_alignment, k.b_alignment, k.d_alignment}) {
     if (alignment < 1 || alignment > 16 || (alignment & (alignment - 1)) != 0) {
       wrong("an alignment of", alignment, "1, 2, 4, 8 or 16");
@@ -104,20 +114,26 @@ class Preference {
 };
 
 std::vector<cublasLtMatmulHeuristicResult_t> ranked(const te_gemm_problem& p, int most) {
-  const MatrixLayout a(p.a), b(p.b), d(p.d);
+  const MatrixLayout a(p.a), b(p.b), c(summand_of(p)), d(p.d);
   const Preference preference(p);
   const Descriptor descriptor(p);
   std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(most));
   int found = 0;
   const cublasStatus_t status =
-      lt().cublasLtMatmulAlgoGetHeuristic(handle_of(p.a.device), descriptor.get(), a.get(), b.get(), d.get(), d.get(),
+      lt().cublasLtMatmulAlgoGetHeuristic(handle_of(p.a.device), descriptor.get(), a.get(), b.get(), c.get(), d.get(),
                                           preference.get(), most, results.data(), &found);
   if (status != CUBLAS_STATUS_SUCCESS || found == 0) {
-    throw Error(TE_NOT_IMPLEMENTED, concat("te_gemm: cuBLASLt has no algorithm for a ", te_dtype_name(p.a.dtype), " ",
-                                           shape_of(p.a), ", b ", shape_of(p.b), ", d ", te_dtype_name(p.d.dtype), " ",
-                                           shape_of(p.d), ", layout ", layout_name(p.layout), ", epilogue ",
-                                           int(p.epilogue), " (", lt().cublasLtGetStatusString(status),
-                                           "). Drop the epilogue, or pad the sizes to multiples of 8."));
+    const std::string fp8 = is_fp8(p.a.dtype)
+                                ? concat(", scalings ", scaling_name(p.a_scaling), " and ", scaling_name(p.b_scaling),
+                                         ", fast accumulation ", p.fast_accumulation ? "on" : "off", ", accumulate ",
+                                         p.accumulate ? "on" : "off")
+                                : std::string();
+    throw Error(TE_NOT_IMPLEMENTED,
+                concat("te_gemm: cuBLASLt has no algorithm for a ", te_dtype_name(p.a.dtype), " ", shape_of(p.a),
+                       ", b ", te_dtype_name(p.b.dtype), " ", shape_of(p.b), ", d ", te_dtype_name(p.d.dtype), " ",
+                       shape_of(p.d), ", layout ", layout_name(p.layout), ", epilogue ", int(p.epilogue), fp8, " (",
+                       lt().cublasLtGetStatusString(status), "). Drop the epilogue, or pad the sizes to multiples of ",
+                       fp8.empty() ? 8 : 128, "."));
   }
   results.resize(size_t(found));
   return results;
@@ -135,19 +151,19 @@ bool order_is_fixed(const cublasLtMatmulAlgo_t& algo) {
 using PlanPointer = std::unique_ptr<const Plan>;
 
 PlanPointer plan_with(const te_gemm_problem& p, const cublasLtMatmulAlgo_t& algo, size_t workspace_bytes) {
-  return PlanPointer(
-      new Plan{handle_of(p.a.device), MatrixLayout(p.a), MatrixLayout(p.b), MatrixLayout(p.d), algo, workspace_bytes});
+  return PlanPointer(new Plan{handle_of(p.a.device), MatrixLayout(p.a), MatrixLayout(p.b), MatrixLayout(summand_of(p)),
+                              MatrixLayout(p.d), algo, workspace_bytes});
 }
 
 // The choice as a plan, if cuBLASLt takes it for the problem.
 PlanPointer plan_chosen(const char* op, const te_gemm_problem& p, const te_gemm_choice& choice) {
   cublasLtMatmulAlgo_t algo;
   std::memcpy(&algo, choice.algorithm, sizeof algo);
-  const MatrixLayout a(p.a), b(p.b), d(p.d);
+  const MatrixLayout a(p.a), b(p.b), c(summand_of(p)), d(p.d);
   const Descriptor descriptor(p);
   cublasLtMatmulHeuristicResult_t result{};
   const cublasStatus_t status = lt().cublasLtMatmulAlgoCheck(handle_of(p.a.device), descriptor.get(), a.get(), b.get(),
-                                                             d.get(), d.get(), &algo, &result);
+                                                             c.get(), d.get(), &algo, &result);
   if (status != CUBLAS_STATUS_SUCCESS || result.state != CUBLAS_STATUS_SUCCESS || !order_is_fixed(algo)) {
     const cublasStatus_t why = status != CUBLAS_STATUS_SUCCESS ? status : result.state;
     bad_argument(op, "choice",
@@ -191,8 +207,14 @@ te_gemm_key key_of(const te_gemm_problem& p, const Sizes& s) {
   k.accumulate = p.accumulate != 0;
   k.tf32 = p.a.dtype == TE_FLOAT32 && p.allow_tf32;
   k.dtype = p.a.dtype;
+  k.b_dtype = p.b.dtype;
   k.d_dtype = p.d.dtype;
   k.bias_dtype = p.bias.data != nullptr ? p.bias.dtype : -1;
+  if (is_fp8(p.a.dtype)) {
+    k.a_scaling = p.a_scaling;
+    k.b_scaling = p.b_scaling;
+    k.fast_accumulation = p.fast_accumulation != 0;
+  }
   k.a_alignment = alignment_of(p.a);
   k.b_alignment = alignment_of(p.b);
   k.d_alignment = alignment_of(p.d);
@@ -258,6 +280,15 @@ void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const te_g
   p.d.data = operands.d;
   p.bias.data = operands.bias;
   p.aux.data = operands.aux;
+  p.a_scale_inv.data = operands.a_scale_inv;
+  p.b_scale_inv.data = operands.b_scale_inv;
+  p.d_scale.data = operands.d_scale;
+  p.d_amax.data = operands.d_amax;
+  const bool scaled = is_fp8(p.a.dtype), scaled_out = is_fp8(p.d.dtype);
+  if (scaled != (operands.a_scale_inv != nullptr) || scaled != (operands.b_scale_inv != nullptr) ||
+      scaled_out != (operands.d_scale != nullptr) || scaled_out != (operands.d_amax != nullptr)) {
+    bad_argument(op, "operands", "with other scales than the key wants", "those of its FP8 tensors, and no others");
+  }
   const te_gemm_key own = key_of(p, sizes_of(p));
   if (std::memcmp(&own, &key, sizeof key) != 0) {
     bad_argument(op, "operands", "aligned otherwise, or there, where the key says otherwise", "what the key says");

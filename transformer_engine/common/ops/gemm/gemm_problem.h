@@ -1,4 +1,4 @@
-// The sizes of a gemm problem, read off its operands; shared by both paths.
+// The sizes of a gemm problem and of its scales, read off its operands; shared by both paths.
 #pragma once
 
 #include "core/tensor.h"
@@ -32,6 +32,26 @@ inline Sizes sizes_of(const te_gemm_problem& p) {
 }
 
 inline bool is_empty(const Sizes& s) { return s.rows == 0 || s.cols == 0 || s.depth == 0; }
+
+inline const char* scaling_name(te_scaling scaling) {
+  return scaling == TE_SCALING_TENSOR     ? "TENSOR"
+         : scaling == TE_SCALING_BLOCK_1D ? "BLOCK_1D"
+         : scaling == TE_SCALING_BLOCK_2D ? "BLOCK_2D"
+                                          : "unknown";
+}
+
+struct Extent {
+  int64_t rows, cols;
+};
+
+// The scales of an FP8 operand [outer, depth], as transformer_engine/quantize.h lays them.
+inline Extent scales_of(te_scaling scaling, int64_t outer, int64_t depth) {
+  const auto blocks = [](int64_t n) { return (n + 127) / 128; };
+  const auto padded = [](int64_t n) { return (n + 3) / 4 * 4; };
+  if (scaling == TE_SCALING_BLOCK_1D) return {blocks(depth), padded(outer)};
+  if (scaling == TE_SCALING_BLOCK_2D) return {blocks(outer), padded(blocks(depth))};
+  return {1, 1};
+}
 
 Sizes check_problem(const te_gemm_problem& p);  // throws the argument's error
 

@@ -1,0 +1,158 @@
+// gemm, FP8: which problems are refused, by name and before any call, and what the plain CPU loop needs to read and
+// write FP8 matrices. Quantizing a matrix is the quantize room's.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/fp8.h"
+#include "ops/gemm/gemm_problem.h"
+
+namespace te::gemm {
+
+template <class... Parts>
+[[noreturn]] void not_for_fp8(const Parts&... parts) {
+  throw Error(TE_NOT_IMPLEMENTED, concat("te_gemm: FP8 operands ", parts...));
+}
+
+inline void check_aligned(const char* argument, const te_tensor& t) {
+  const int64_t pitch = t.row_pitch * int64_t(te_dtype_bytes(t.dtype));
+  if (pitch % 16 != 0) {
+    bad_argument("te_gemm", argument, concat("of row pitch ", pitch, " bytes"), "a multiple of 16 beside FP8 operands");
+  }
+  if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) {
+    bad_argument("te_gemm", argument, "at an address that is no multiple of 16", "one that is beside FP8 operands");
+  }
+}
+
+inline void check_scales(const char* argument, const te_tensor& scales, te_scaling scaling, int64_t outer,
+                         int64_t depth, const te_tensor& like) {
+  const char* op = "te_gemm";
+  const Extent e = scales_of(scaling, outer, depth);
+  const bool pair = scaling == TE_SCALING_TENSOR && scales.cols == 2;  // scale_inv, then the scale it is the inverse of
+  check_shape(op, argument, scales, e.rows, pair ? 2 : e.cols);
+  if (scales.dtype != TE_FLOAT32) {
+    bad_argument(op, argument, concat("of dtype ", te_dtype_name(scales.dtype)), "float32");
+  }
+  if (scales.device != like.device) bad_argument(op, argument, concat("on ", device_of(scales)), device_of(like));
+  if (scales.row_pitch != scales.cols) {
+    bad_argument(op, argument, concat("of row pitch ", scales.row_pitch), concat(scales.cols, ", its columns"));
+  }
+  if (scaling != TE_SCALING_TENSOR && reinterpret_cast<uintptr_t>(scales.data) % 16 != 0) {
+    bad_argument(op, argument, "at an address that is no multiple of 16", "one that is");
+  }
+}
+
+inline void check_fp8_d(const te_gemm_problem& p) {
+  const char* op = "te_gemm";
+  if (p.a_scaling != TE_SCALING_TENSOR) {
+    not_for_fp8("of scaling ", scaling_name(p.a_scaling), " with an FP8 d: quantize a bfloat16 d instead.");
+  }
+  if (p.accumulate) not_for_fp8("accumulate into float32, float16 or bfloat16, not into an FP8 d.");
+  for (const auto& [name, t] : {std::pair("d_scale", p.d_scale), std::pair("d_amax", p.d_amax)}) {
+    check_shape(op, name, t, 1, 1);
+    if (t.dtype != TE_FLOAT32) bad_argument(op, name, concat("of dtype ", te_dtype_name(t.dtype)), "float32");
+    if (t.device != p.d.device) bad_argument(op, name, concat("on ", device_of(t)), device_of(p.d));
+  }
+}
+
+// All that is FP8's own; extents and epilogue arguments are checked as for other operands.
+inline void check_fp8(const te_gemm_problem& p, const Sizes& s) {
+  const char* op = "te_gemm";
+  dispatch_fp8(p.a.dtype, op, "a", [](auto) {});
+  dispatch_fp8(p.b.dtype, op, "b", [](auto) {});
+  if (p.a.device != p.b.device) bad_argument(op, "b", concat("on ", device_of(p.b)), device_of(p.a));
+  if (p.layout != TE_GEMM_TN) {
+    not_for_fp8("in layout ", layout_name(p.layout), ": layout TN alone; pass the columnwise data.");
+  }
+  if (p.a.dtype == TE_FLOAT8_E5M2 && p.b.dtype == TE_FLOAT8_E5M2) {
+    not_for_fp8("are both float8_e5m2: at most one of them may be, quantize the other to float8_e4m3.");
+  }
+  for (const auto& [name, scaling] : {std::pair("a_scaling", p.a_scaling), std::pair("b_scaling", p.b_scaling)}) {
+    if (int(scaling) < TE_SCALING_TENSOR || int(scaling) > TE_SCALING_BLOCK_2D) {
+      bad_argument(op, name, int(scaling), "a te_scaling");
+    }
+  }
+  if ((p.a_scaling == TE_SCALING_TENSOR) != (p.b_scaling == TE_SCALING_TENSOR) ||
+      (p.a_scaling == TE_SCALING_BLOCK_2D && p.b_scaling == TE_SCALING_BLOCK_2D)) {
+    not_for_fp8("of scalings ", scaling_name(p.a_scaling), " and ", scaling_name(p.b_scaling),
+                ": TENSOR goes with TENSOR, BLOCK_1D with BLOCK_1D or BLOCK_2D.");
+  }
+  if (p.fast_accumulation && p.a_scaling != TE_SCALING_TENSOR) {
+    not_for_fp8("of scaling ", scaling_name(p.a_scaling), " with fast_accumulation: TENSOR alone has it.");
+  }
+  if (p.epilogue != TE_GEMM_NONE && p.epilogue != TE_GEMM_BIAS) {
+    not_for_fp8("with epilogue ", int(p.epilogue), ": none and BIAS are there.");
+  }
+  if (s.cols % 16 != 0 || s.depth % 16 != 0) {
+    bad_argument(op, "a", concat("FP8 ", shape_of(p.a)), "sizes that are multiples of 16: pad it with zeros");
+  }
+  if (p.b_scaling == TE_SCALING_BLOCK_1D && s.rows % 4 != 0) {
+    bad_argument(op, "b", concat("FP8 ", shape_of(p.b), " of scaling BLOCK_1D"), "rows that are a multiple of 4");
+  }
+  check_aligned("a", p.a);
+  check_aligned("b", p.b);
+  check_aligned("d", p.d);
+  check_scales("a_scale_inv", p.a_scale_inv, p.a_scaling, s.cols, s.depth, p.a);
+  check_scales("b_scale_inv", p.b_scale_inv, p.b_scaling, s.rows, s.depth, p.b);
+  if (is_fp8(p.d.dtype)) {
+    check_fp8_d(p);
+  } else {
+    dispatch_float(p.d.dtype, op, "d", [](auto) {});
+  }
+}
+
+inline void check_fp8_bias(const te_gemm_problem& p) {
+  const bool half = p.bias.dtype == TE_FLOAT16, brain = p.bias.dtype == TE_BFLOAT16;
+  const bool fits = is_fp8(p.d.dtype) ? half || brain : p.d.dtype == TE_FLOAT16 ? half : brain;
+  if (fits) return;
+  bad_argument(
+      "te_gemm", "bias", concat("of dtype ", te_dtype_name(p.bias.dtype)),
+      p.d.dtype == TE_FLOAT16 ? "float16 beside FP8 operands and a float16 d" : "bfloat16 beside FP8 operands");
+}
+
+// What only FP8 operands read: given with others it would be ignored in silence.
+inline void refuse_fp8_arguments(const te_gemm_problem& p) {
+  for (const auto& [name, t] : {std::pair("a_scale_inv", p.a_scale_inv), std::pair("b_scale_inv", p.b_scale_inv),
+                                std::pair("d_scale", p.d_scale), std::pair("d_amax", p.d_amax)}) {
+    if (t.data != nullptr) bad_argument("te_gemm", name, shape_of(t), "none without FP8 tensors");
+  }
+  if (p.fast_accumulation) bad_argument("te_gemm", "fast_accumulation", 1, "0 without FP8 operands");
+}
+
+namespace cpu {
+
+// data * scale_inv of one element.
+inline float load_fp8(const te_tensor& t, const te_tensor& scales, te_scaling scaling, int64_t row, int64_t col) {
+  float value = 0.f;
+  dispatch_fp8(t.dtype, "te_gemm", "a", [&](auto type) { value = to_float(row_ptr<decltype(type)>(t, row)[col]); });
+  const int64_t i = scaling == TE_SCALING_BLOCK_1D ? col / 128 : scaling == TE_SCALING_BLOCK_2D ? row / 128 : 0;
+  const int64_t j = scaling == TE_SCALING_BLOCK_1D ? row : scaling == TE_SCALING_BLOCK_2D ? col / 128 : 0;
+  return value * row_ptr<const float>(scales, i)[j];
+}
+
+// To nearest even, saturating; NaN stays NaN. By search, since FP8's bits rise with its magnitudes.
+template <class T>
+T nearest_fp8(float x) {
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  if (std::isnan(x)) return T{uint8_t(sign | 0x7f)};
+  const float magnitude = std::min(std::fabs(x), kFp8Max<T>);
+  uint8_t above = 0;
+  while (to_float(T{above}) < magnitude) ++above;
+  if (above == 0) return T{sign};
+  const uint8_t below = above - 1;
+  const float up = to_float(T{above}) - magnitude, down = magnitude - to_float(T{below});
+  const uint8_t even = above % 2 == 0 ? above : below;
+  return T{uint8_t(sign | (up < down ? above : down < up ? below : even))};
+}
+
+inline void store_fp8(const te_tensor& t, int64_t row, int64_t col, float value) {
+  dispatch_fp8(t.dtype, "te_gemm", "d", [&](auto type) {
+    using T = decltype(type);
+    row_ptr<T>(t, row)[col] = nearest_fp8<T>(value);
+  });
+}
+
+}  // namespace cpu
+
+}  // namespace te::gemm

@@ -1,0 +1,345 @@
+// gemm_fp8, binding: products of FP8 matrices of any shape. cuBLASLt takes multiples of 16, so operands whose memory
+// reaches that far are handed over as they are, others as zero-padded copies; what is beyond the shape is cut off
+// again.
+#include "gemm_fp8.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "gemm.h"
+
+namespace te_torch {
+
+namespace {
+
+constexpr int64_t kBlock = 128;
+
+template <class Int>
+Int blocks_of(Int n) {
+  return (n + (kBlock - 1)) / kBlock;
+}
+
+template <class Int>
+Int rounded_up(Int n, int64_t to) {
+  return (n + (to - 1)) / to * to;
+}
+
+// One operand: data [outer, depth] and what its code says.
+struct Operand {
+  const Tensor& data;
+  const Tensor& scale_inv;
+  te_scaling scaling;
+  bool e5m2;
+
+  Operand(const Tensor& data, const Tensor& scale_inv, int64_t code, const char* argument)
+      : data(data), scale_inv(scale_inv), scaling(te_scaling(code / 2)), e5m2(code % 2 != 0) {
+    TORCH_CHECK_VALUE(code >= 0 && code < 6, "gemm_fp8: argument '", argument, "_code' is ", code,
+                      ", wanted 2 * scaling + e5m2, 0 to 5.");
+    TORCH_CHECK_VALUE(data.dim() == 2 && data.scalar_type() == at::kByte, "gemm_fp8: argument '", argument, "' is ",
+                      data.scalar_type(), " ", data.sym_sizes(), ", wanted Byte [outer, depth].");
+    TORCH_CHECK_VALUE(scale_inv.scalar_type() == at::kFloat && scale_inv.device() == data.device(),
+                      "gemm_fp8: argument '", argument, "_scale_inv' is ", scale_inv.scalar_type(), " on ",
+                      scale_inv.device(), ", wanted Float on ", data.device(), ".");
+    if (scaling == TE_SCALING_TENSOR) {
+      TORCH_CHECK_VALUE(scale_inv.sym_numel() == 1 || scale_inv.sym_numel() == 2, "gemm_fp8: argument '", argument,
+                        "_scale_inv' has shape ", scale_inv.sym_sizes(), ", wanted one scale, or it and its inverse.");
+      return;
+    }
+    const bool rows = scaling == TE_SCALING_BLOCK_1D;
+    const c10::SymInt major = blocks_of(rows ? depth() : outer());
+    const c10::SymInt minor = rounded_up(rows ? outer() : blocks_of(depth()), 4);
+    TORCH_CHECK_VALUE(scale_inv.dim() == 2 && scale_inv.sym_size(0) == major && scale_inv.sym_size(1) == minor,
+                      "gemm_fp8: argument '", argument, "_scale_inv' has shape ", scale_inv.sym_sizes(), ", wanted [",
+                      major, ", ", minor, "] for data of ", data.sym_sizes(),
+                      rows ? " in 1 x 128 blocks." : " in 128 x 128 blocks.");
+  }
+
+  c10::SymInt outer() const { return data.sym_size(0); }
+  c10::SymInt depth() const { return data.sym_size(1); }
+  const char* name() const {
+    return scaling == TE_SCALING_TENSOR ? "per-tensor" : scaling == TE_SCALING_BLOCK_1D ? "1 x 128" : "128 x 128";
+  }
+};
+
+void check_fit(const Operand& a, const Operand& b, at::ScalarType out_dtype) {
+  TORCH_CHECK_VALUE(a.data.device() == b.data.device(), "gemm_fp8: argument 'b' is on ", b.data.device(), ", wanted ",
+                    a.data.device(), ".");
+  TORCH_CHECK_VALUE(a.depth() == b.depth(), "gemm_fp8: argument 'b' has shape ", b.data.sym_sizes(),
+                    ", which does not fit 'a' of ", a.data.sym_sizes(), ": reduced dimensions ", b.depth(), " and ",
+                    a.depth(), ".");
+  TORCH_CHECK_VALUE(out_dtype == at::kFloat || out_dtype == at::kHalf || out_dtype == at::kBFloat16,
+                    "gemm_fp8: argument 'out_dtype' is ", out_dtype, ", wanted Float, Half or BFloat16.");
+}
+
+// What no FP8 product here does, refused on the CPU too. Not by Meta, whose NotImplementedError fake tensors take for a
+// missing kernel: a compiled call is refused when it runs.
+void check_pair(const Operand& a, const Operand& b, bool fast) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!(a.e5m2 && b.e5m2),
+                              "gemm_fp8: arguments 'a' and 'b' are both E5M2; at most one may be, quantize the other "
+                              "to E4M3.");
+  const bool whole = a.scaling == TE_SCALING_TENSOR;
+  const bool squares = a.scaling == TE_SCALING_BLOCK_2D && b.scaling == TE_SCALING_BLOCK_2D;
+  TORCH_CHECK_NOT_IMPLEMENTED(whole == (b.scaling == TE_SCALING_TENSOR) && !squares,
+                              "gemm_fp8: arguments 'a' and 'b' have ", a.name(), " and ", b.name(),
+                              " scales; per-tensor goes with per-tensor, 1 x 128 with 1 x 128 or 128 x 128.");
+  TORCH_CHECK_NOT_IMPLEMENTED(whole || !fast, "gemm_fp8: argument 'fast' is True with ", a.name(),
+                              " scales; fast accumulation is for per-tensor ones.");
+}
+
+void check_bias(const Operand& a, const OptionalTensor& bias) {
+  if (!bias.has_value()) return;
+  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == a.outer(), "gemm_fp8: argument 'bias' has shape ",
+                    bias->sym_sizes(), ", wanted [", a.outer(), "].");
+  check_float(*bias, "gemm_fp8", "bias");
+  TORCH_CHECK_VALUE(bias->device() == a.data.device(), "gemm_fp8: argument 'bias' is on ", bias->device(), ", wanted ",
+                    a.data.device(), ".");
+}
+
+void check_out(const Operand& a, const Operand& b, const Tensor& out) {
+  TORCH_CHECK_VALUE(out.dim() == 2 && out.sym_size(0) == b.outer() && out.sym_size(1) == a.outer(),
+                    "gemm_fp8_accumulate: argument 'out' has shape ", out.sym_sizes(), ", wanted [", b.outer(), ", ",
+                    a.outer(), "].");
+  TORCH_CHECK_VALUE(out.device() == a.data.device(), "gemm_fp8_accumulate: argument 'out' is on ", out.device(),
+                    ", wanted ", a.data.device(), ".");
+  TORCH_CHECK_VALUE(out.is_contiguous(),
+                    "gemm_fp8_accumulate: argument 'out' is not contiguous, and it is written in place.");
+}
+
+// ---- the CPU: widen, multiply ----
+
+Tensor scales_over(const Operand& o) {
+  const int64_t outer = o.data.size(0), depth = o.data.size(1);
+  if (o.scaling == TE_SCALING_TENSOR) return o.scale_inv.flatten()[0];
+  if (o.scaling == TE_SCALING_BLOCK_1D) {
+    return o.scale_inv.narrow(1, 0, outer).t().repeat_interleave(kBlock, 1).narrow(1, 0, depth);
+  }
+  const Tensor squares = o.scale_inv.narrow(1, 0, blocks_of(depth)).repeat_interleave(kBlock, 1).narrow(1, 0, depth);
+  return squares.repeat_interleave(kBlock, 0).narrow(0, 0, outer);
+}
+
+Tensor widened(const Operand& o) {
+  const Tensor values = o.data.contiguous().view(o.e5m2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn).to(at::kFloat);
+  return values * scales_over(o);
+}
+
+// ---- CUDA: the operands as te_gemm takes them ----
+
+// An operand with outer and depth rounded up to 16. `keep` owns what was copied.
+struct Padded {
+  te_tensor data;
+  te_tensor scales;
+  Tensor keep, keep_scales;
+  bool copied = false;
+
+  explicit Padded(const Operand& o) {
+    const int64_t outer = o.data.size(0), depth = o.data.size(1);
+    const int64_t rows = rounded_up(outer, 16), pitch = rounded_up(depth, 16);
+    keep = o.data;
+    const bool dense = keep.stride(1) == 1 && keep.stride(0) == pitch;
+    const int64_t reach = keep.storage_offset() + rows * pitch;
+    if (!dense || int64_t(keep.storage().nbytes()) < reach || reinterpret_cast<uintptr_t>(keep.data_ptr()) % 16 != 0) {
+      keep = at::zeros({rows, pitch}, o.data.options());
+      keep.narrow(0, 0, outer).narrow(1, 0, depth).copy_(o.data);
+      copied = true;
+    }
+    data = {keep.data_ptr(), rows, pitch, pitch, o.e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3, device()};
+    keep_scales = o.scale_inv.contiguous();
+    if (o.scaling == TE_SCALING_TENSOR) {
+      scales = {keep_scales.data_ptr(), 1, 1, 1, TE_FLOAT32, device()};
+      return;
+    }
+    const bool odd = reinterpret_cast<uintptr_t>(keep_scales.data_ptr()) % 16 != 0;
+    const bool short_rows = o.scaling == TE_SCALING_BLOCK_1D && keep_scales.size(1) != rows;
+    if (odd || short_rows) {
+      const int64_t wide = o.scaling == TE_SCALING_BLOCK_1D ? rows : keep_scales.size(1);
+      keep_scales = at::zeros({o.scale_inv.size(0), wide}, o.scale_inv.options());
+      keep_scales.narrow(1, 0, o.scale_inv.size(1)).copy_(o.scale_inv);
+      copied = true;
+    }
+    scales = {keep_scales.data_ptr(), keep_scales.size(0), keep_scales.size(1),
+              keep_scales.size(1),    TE_FLOAT32,          device()};
+  }
+
+  int32_t device() const { return keep.get_device(); }
+};
+
+te_gemm_problem problem_of(const Padded& a, const Operand& a_operand, const Padded& b, const Operand& b_operand,
+                           bool fast) {
+  te_gemm_problem p{};
+  p.a = a.data;
+  p.b = b.data;
+  p.bias = p.aux = p.d_scale = p.d_amax = absent();
+  p.layout = TE_GEMM_TN;
+  p.a_scale_inv = a.scales;
+  p.b_scale_inv = b.scales;
+  p.a_scaling = a_operand.scaling;
+  p.b_scaling = b_operand.scaling;
+  p.fast_accumulation = fast ? 1 : 0;
+  return p;
+}
+
+void note_copies(bool copied) {
+  if (copied) te_note_path("cuBLASLt on padded copies", "FP8 products take addresses and sizes in multiples of 16");
+}
+
+bool epilogue_takes(at::ScalarType bias, at::ScalarType out) {
+  return bias == (out == at::kHalf ? at::kHalf : at::kBFloat16);
+}
+
+// The bias as the epilogue reads it, as long as d is wide.
+Tensor padded_bias(const Tensor& bias, int64_t cols) {
+  if (bias.size(0) == cols && bias.is_contiguous() && reinterpret_cast<uintptr_t>(bias.data_ptr()) % 16 == 0) {
+    return bias;
+  }
+  const Tensor wide = at::zeros({cols}, bias.options());
+  wide.narrow(0, 0, bias.size(0)).copy_(bias);
+  return wide;
+}
+
+Tensor product_cuda(const Operand& a, const Operand& b, at::ScalarType out_dtype, const OptionalTensor& bias,
+                    bool fast) {
+  const int64_t rows = b.data.size(0), cols = a.data.size(0);
+  const Padded left(a), right(b);
+  const Tensor d = at::empty({right.data.rows, left.data.rows}, a.data.options().dtype(out_dtype));
+  te_gemm_problem p = problem_of(left, a, right, b, fast);
+  p.d = view_2d(d, "gemm_fp8", "d");
+  Tensor wide_bias;
+  if (bias.has_value()) {
+    wide_bias = padded_bias(*bias, left.data.rows);
+    p.bias = view_2d(wide_bias, "gemm_fp8", "bias");
+    p.epilogue = TE_GEMM_BIAS;
+  }
+  run_gemm(p, a.data);
+  note_copies(left.copied || right.copied);
+  if (d.size(1) != cols) return d.narrow(0, 0, rows).narrow(1, 0, cols).contiguous();
+  if (d.size(0) == rows) return d;
+  // No view of d: one made without a graph could not be changed in place.
+  return at::empty({0}, d.options()).set_(d.storage(), 0, {rows, cols}, {cols, 1});
+}
+
+Tensor product(const Operand& a, const Operand& b, at::ScalarType out_dtype, const OptionalTensor& bias, bool fast) {
+  const c10::NoGradGuard no_graph;
+  const int64_t rows = b.data.size(0), cols = a.data.size(0);
+  if (rows == 0 || cols == 0 || a.data.size(1) == 0) {
+    te_note_path("nothing to multiply", "");
+    const Tensor zero = at::zeros({rows, cols}, a.data.options().dtype(out_dtype));
+    return bias.has_value() ? at::add(zero, bias->to(out_dtype)) : zero;
+  }
+  if (a.data.is_cpu()) {
+    te_note_path("LibTorch's CPU product of widened operands", "");
+    Tensor d = at::mm(widened(b), widened(a).t());
+    if (bias.has_value()) d.add_(*bias);
+    return d.to(out_dtype);
+  }
+  if (bias.has_value() && !epilogue_takes(bias->scalar_type(), out_dtype)) {  // added in float32, rounded once
+    return product_cuda(a, b, at::kFloat, std::nullopt, fast).add_(*bias).to(out_dtype);
+  }
+  return product_cuda(a, b, out_dtype, bias, fast);
+}
+
+Tensor gemm_fp8_meta(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,
+                     const Tensor& b_scale_inv, int64_t b_code, at::ScalarType out_dtype, const OptionalTensor& bias,
+                     bool fast) {
+  const Operand left(a, a_scale_inv, a_code, "a"), right(b, b_scale_inv, b_code, "b");
+  check_fit(left, right, out_dtype);
+  check_bias(left, bias);
+  return at::empty_symint({right.outer(), left.outer()}, a.options().dtype(out_dtype));
+}
+
+void gemm_fp8_accumulate_meta(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,
+                              const Tensor& b_scale_inv, int64_t b_code, Tensor& out, bool, bool fast) {
+  const Operand left(a, a_scale_inv, a_code, "a"), right(b, b_scale_inv, b_code, "b");
+  check_fit(left, right, out.scalar_type());
+  check_out(left, right, out);
+}
+
+}  // namespace
+
+Tensor gemm_fp8_op(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,
+                   const Tensor& b_scale_inv, int64_t b_code, at::ScalarType out_dtype, const OptionalTensor& bias,
+                   bool fast) {
+  const Operand left(a, a_scale_inv, a_code, "a"), right(b, b_scale_inv, b_code, "b");
+  check_fit(left, right, out_dtype);
+  check_pair(left, right, fast);
+  check_bias(left, bias);
+  return product(left, right, out_dtype, bias, fast);
+}
+
+void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,
+                            const Tensor& b_scale_inv, int64_t b_code, Tensor& out, bool overwrite, bool fast) {
+  const Operand left(a, a_scale_inv, a_code, "a"), right(b, b_scale_inv, b_code, "b");
+  check_fit(left, right, out.scalar_type());
+  check_pair(left, right, fast);
+  check_out(left, right, out);
+  const c10::NoGradGuard no_graph;
+  const bool fits = out.is_cuda() && out.numel() > 0 && a.size(1) > 0 && out.size(0) % 16 == 0 &&
+                    out.size(1) % 16 == 0 && reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
+  if (!fits) {
+    const Tensor d = product(left, right, at::kFloat, std::nullopt, fast);
+    overwrite ? out.copy_(d) : out.add_(d);
+    return;
+  }
+  const Padded left_padded(left), right_padded(right);
+  te_gemm_problem p = problem_of(left_padded, left, right_padded, right, fast);
+  p.d = view_2d(out, "gemm_fp8_accumulate", "out");
+  p.accumulate = overwrite ? 0 : 1;
+  run_gemm(p, a);
+  note_copies(left_padded.copied || right_padded.copied);
+  out.unsafeGetTensorImpl()->bump_version();  // autograd must notice the change, as it does after out.add_
+}
+
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def(
+      "gemm_fp8(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, ScalarType "
+      "out_dtype, Tensor? bias, bool fast) -> Tensor");
+  m.def(
+      "gemm_fp8_accumulate(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, "
+      "Tensor(a!) out, bool overwrite, bool fast) -> ()");
+}
+TORCH_LIBRARY_IMPL(te, CPU, m) {
+  m.impl("gemm_fp8", gemm_fp8_op);
+  m.impl("gemm_fp8_accumulate", gemm_fp8_accumulate_op);
+}
+TORCH_LIBRARY_IMPL(te, CUDA, m) {
+  m.impl("gemm_fp8", gemm_fp8_op);
+  m.impl("gemm_fp8_accumulate", gemm_fp8_accumulate_op);
+}
+TORCH_LIBRARY_IMPL(te, Meta, m) {
+  m.impl("gemm_fp8", gemm_fp8_meta);
+  m.impl("gemm_fp8_accumulate", gemm_fp8_accumulate_meta);
+}
+
+void register_gemm_fp8(pybind11::module_& m) {
+  m.def("gemm_fp8",
+        torch::wrap_pybind_function_no_gil([](const Quantized& a, bool a_columnwise, const Quantized& b,
+                                              bool b_columnwise, at::ScalarType out_dtype, const OptionalTensor& bias,
+                                              bool fast) {
+          const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
+          if (must_dispatch({&left.data, &left.scale_inv, &right.data, &right.scale_inv, pointer_to(bias)})) {
+            return gemm_fp8<Dispatched>(a, a_columnwise, b, b_columnwise, out_dtype, bias, fast);
+          }
+          return gemm_fp8(a, a_columnwise, b, b_columnwise, out_dtype, bias, fast);
+        }),
+        pybind11::arg("a"), pybind11::arg("a_columnwise"), pybind11::arg("b"), pybind11::arg("b_columnwise"),
+        pybind11::arg("out_dtype"), pybind11::arg("bias") = pybind11::none(), pybind11::arg("fast") = false);
+  m.def("gemm_fp8_accumulate",
+        torch::wrap_pybind_function_no_gil([](const Quantized& a, bool a_columnwise, const Quantized& b,
+                                              bool b_columnwise, Tensor out, bool overwrite, bool fast) {
+          const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
+          if (must_dispatch({&left.data, &left.scale_inv, &right.data, &right.scale_inv, &out})) {
+            return gemm_fp8_accumulate<Dispatched>(a, a_columnwise, b, b_columnwise, out, overwrite, fast);
+          }
+          gemm_fp8_accumulate(a, a_columnwise, b, b_columnwise, out, overwrite, fast);
+        }),
+        pybind11::arg("a"), pybind11::arg("a_columnwise"), pybind11::arg("b"), pybind11::arg("b_columnwise"),
+        pybind11::arg("out"), pybind11::arg("overwrite"), pybind11::arg("fast") = false);
+}
+
+}  // namespace te_torch
