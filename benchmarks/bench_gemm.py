@@ -38,7 +38,7 @@ def run(bench, dtype, shape):
     if bench.wants(case):
         out = torch.zeros(n, k, dtype=torch.float32, device=bench.device)
         contenders = {
-            "ours": lambda x, dy: _C.gemm_accumulate(x, dy, "NT", out, False),
+            "ours": lambda x, dy: _C.gemm_accumulate(x, dy, "NT", out, False, False),
             "torch eager": lambda x, dy: out.add_(torch.mm(dy.t(), x)),
         }
         bench.compare(case, contenders, sets("xy"))
