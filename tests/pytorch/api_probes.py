@@ -52,6 +52,47 @@ def entered(context):
         pass
 
 
+# ---- quantized tensors ----
+
+FP8 = te.DType.kFloat8E4M3
+
+
+def quantizers():
+    """Format -> a quantizer of it."""
+    both = {"rowwise": True, "columnwise": True}
+    current, block = te.Float8CurrentScalingQuantizer(FP8, "cpu"), te.Float8BlockQuantizer(FP8, **both)
+    return {
+        "Float8": te.Float8Quantizer(torch.ones(1), torch.zeros(1), FP8),
+        "Float8CurrentScaling": current,
+        "Float8Block": block,
+        "MXFP8": te.MXFP8Quantizer(FP8),
+        "NVFP4": te.NVFP4Quantizer(),
+        "Hybrid": te.HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=block),
+        "Identity": te.IdentityQuantizer(),
+    }
+
+
+def quantized(name, internal=False):
+    """A tensor of that format, or a bare storage."""
+    quantizer = quantizers()[name]
+    quantizer.internal = internal
+    return quantizer.make_empty((6, 40), device="cpu")
+
+
+def saved_and_restored():
+    tensors, objects = te.prepare_for_saving(quantizers()["Identity"](torch.ones(2)), None)
+    return te.restore_from_saved(objects, tensors)
+
+
+# Format -> its tensor class; those that are not made here are tried by their constructors.
+TENSORS = {
+    "Float8": "Float8Tensor",
+    "Float8Block": "Float8BlockwiseQTensor",
+    "Hybrid": "HybridQuantizedTensor",
+    "Identity": "IdentityTensor",
+}
+BLACKWELL = ("MXFP8Tensor", "MXFP8TensorStorage", "NVFP4Tensor", "NVFP4TensorStorage")
+
 # ---- functions and classes that are no modules: name -> a call ----
 
 CALLS = {
@@ -93,6 +134,16 @@ CALLS = {
     "apply_fused_qkv_rotary_pos_emb": rotate_packed,
     "get_dummy_wgrad": lambda: module.base.get_dummy_wgrad([2, 2], torch.float32),
     "TransformerEngineBaseModule": module.base.TransformerEngineBaseModule,
+    "Quantizer": lambda: te.Quantizer(rowwise=True, columnwise=False),
+    "QuantizedTensor": lambda: isinstance(torch.ones(1), te.QuantizedTensor),
+    "QuantizedTensorStorage": lambda: isinstance(torch.ones(1), te.QuantizedTensorStorage),
+    "prepare_for_saving": saved_and_restored,
+    "restore_from_saved": saved_and_restored,
+    "restore_from_func_ctx": lambda: inspect.signature(te.restore_from_func_ctx),  # its own suite has a context
+    **{f"{name}Quantizer": lambda name=name: quantized(name) for name in quantizers()},
+    **{tensor: lambda name=name: quantized(name) for name, tensor in TENSORS.items()},
+    **{f"{tensor}Storage": lambda name=name: quantized(name, internal=True) for name, tensor in TENSORS.items()},
+    **{name: getattr(te, name) for name in BLACKWELL},
     "Recipe": recipe.Recipe,
     "CustomRecipe": lambda: recipe.CustomRecipe(lambda role: None),
     **{

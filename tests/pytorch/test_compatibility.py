@@ -76,10 +76,11 @@ def test_an_absent_module_keeps_its_signature_and_its_subclasses():
     assert inspect.signature(permutation.moe_permute).parameters["map_type"].default == "mask"
 
 
-def test_quantized_tensors_refuse_before_torch_sees_the_arguments():
-    for data in ((), (torch.ones(2),), ([1.0],)):
-        with refused(NotImplementedError, "QuantizedTensor", "quantized tensors"):
-            te.QuantizedTensor(*data)
+def test_the_bases_of_quantized_tensors_are_not_made_by_themselves():
+    for base in (te.QuantizedTensorStorage, te.QuantizedTensor):
+        for data in ((torch.ones(2), torch.float32), ([1.0], torch.float32)):
+            with refused(TypeError, base.__name__, "by a quantizer"):
+                base(*data)
     assert not isinstance(torch.nn.Parameter(torch.ones(1)), te.QuantizedTensor)
 
 

@@ -1,0 +1,238 @@
+"""What torch's operations do to a quantized tensor: a few keep it quantized, the rest compute with its values, and one
+that writes in place quantizes what it wrote. One table; a format has no operations of its own here."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+
+aten = torch.ops.aten
+
+_RULES: dict[Any, Callable] = {}
+
+
+class _Otherwise(Exception):
+    """A rule does not hold for these arguments: compute with the values."""
+
+
+def _rule(*ops: Any) -> Callable:
+    def register(rule: Callable) -> Callable:
+        _RULES.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return register
+
+
+def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """func(*args, **kwargs), at least one of them a quantized tensor."""
+    rule = _RULES.get(func)
+    if rule is not None:
+        try:
+            return rule(*args, **kwargs)
+        except _Otherwise:
+            pass
+    return _with_values(func, args, kwargs)
+
+
+def _is_quantized(value: object) -> bool:
+    return isinstance(value, QuantizedTensorStorage)
+
+
+# ---- whatever has no rule ----
+
+
+def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    values: dict[int, torch.Tensor] = {}
+
+    def value_of(given: Any) -> Any:
+        if not _is_quantized(given):
+            return given
+        if id(given) not in values:
+            values[id(given)] = given._dequantize(given.dtype)
+        return values[id(given)]
+
+    result = func(*tree_map(value_of, list(args)), **tree_map(value_of, kwargs))
+    back = {}  # what func wrote into, and may have returned
+    for given in _written_arguments(func, args, kwargs):
+        value = values[id(given)]
+        back[id(value)] = given
+        given.quantize_(value)
+    return tree_map(lambda t: back.get(id(t), t), result) if back else result
+
+
+def _written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[QuantizedTensorStorage]:
+    found = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            if _is_quantized(one):
+                found[id(one)] = one
+    return list(found.values())
+
+
+# ---- the same tensor, another one of the kind ----
+
+
+@_rule(aten.detach.default, aten.alias.default)
+def _alias(t: QuantizedTensorStorage) -> QuantizedTensorStorage:
+    return t._like(t._tensors(), t.shape)
+
+
+@_rule(aten.clone.default)
+def _clone(t: QuantizedTensorStorage, *, memory_format: Any = None) -> QuantizedTensorStorage:
+    return t._like(t._copied(), t.shape)
+
+
+@_rule(aten._to_copy.default)
+def _to_copy(
+    t: QuantizedTensorStorage,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool = False,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> QuantizedTensorStorage:
+    if dtype is not None and dtype not in FLOATS:
+        raise _Otherwise
+    parts = t._copied(None if device is None else torch.device(device), non_blocking)
+    if pin_memory:
+        parts = {name: part.pin_memory() for name, part in parts.items()}
+    return t._like(parts, t.shape, dtype=dtype)
+
+
+@_rule(aten.is_pinned.default)
+def _is_pinned(t: QuantizedTensorStorage, device: torch.device | None = None) -> bool:
+    return all(part.is_pinned() for part in t._tensors().values())
+
+
+@_rule(aten._pin_memory.default)
+def _pin_memory(t: QuantizedTensorStorage, device: torch.device | None = None) -> QuantizedTensorStorage:
+    return t._like({name: part.pin_memory() for name, part in t._tensors().items()}, t.shape)
+
+
+# ---- new ones ----
+
+
+def _empty(t: QuantizedTensorStorage, shape: Sequence[int], given: dict[str, Any]) -> QuantizedTensorStorage:
+    """As t is, in `shape`, on memory that nobody has written."""
+    dtype = given.get("dtype") or t.dtype
+    if dtype not in FLOATS:
+        raise _Otherwise
+    device = torch.device(given.get("device") or t.device)
+    return t._like(t._empty_parts(shape, device, bool(given.get("pin_memory"))), shape, dtype=dtype)
+
+
+@_rule(aten.empty_like.default)
+def _empty_like(t: QuantizedTensorStorage, **given: Any) -> QuantizedTensorStorage:
+    return _empty(t, t.shape, given)
+
+
+@_rule(aten.new_empty.default)
+def _new_empty(t: QuantizedTensorStorage, shape: Sequence[int], **given: Any) -> QuantizedTensorStorage:
+    return _empty(t, shape, given)
+
+
+@_rule(aten.new_zeros.default)
+def _new_zeros(t: QuantizedTensorStorage, shape: Sequence[int], **given: Any) -> QuantizedTensorStorage:
+    """Rowwise alone, where there is that: FSDP2 makes shards so, and they need no more."""
+    result = _empty(t, shape, given)
+    if result.get_usages()[layout.ROWWISE]:
+        result.update_usage(columnwise_usage=False)
+    result._zero()
+    return result
+
+
+# ---- values come in ----
+
+
+@_rule(aten.copy_.default)
+def _copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not _is_quantized(dst):
+        return dst.copy_(src._dequantize(src.dtype), non_blocking)
+    if _is_quantized(src):
+        if dst.shape == src.shape and dst.copy_from_storage(src):
+            return dst
+        src = src._dequantize(src.dtype)
+    if dst.shape != src.shape:
+        src = src.expand(dst.shape)
+    if src.dtype not in FLOATS:
+        src = src.to(dst.dtype)
+    return dst.quantize_(src.to(dst.device))
+
+
+# ---- views ----
+
+
+def _view_of(t: QuantizedTensorStorage, parts: dict | None, shape: Sequence[int]) -> QuantizedTensorStorage:
+    if parts is None:
+        raise _Otherwise
+    return t._like(parts, shape)
+
+
+@_rule(aten.view.default, aten._unsafe_view.default)
+def _view(t: QuantizedTensorStorage, shape: Sequence[int]) -> QuantizedTensorStorage:
+    wanted = _inferred(t, shape)
+    return _view_of(t, t._tensors() if wanted == tuple(t.shape) else t._viewed(wanted), wanted)
+
+
+def _inferred(t: QuantizedTensorStorage, shape: Sequence[int]) -> tuple[int, ...]:
+    """shape, its -1 resolved."""
+    if -1 not in shape:
+        return tuple(shape)
+    rest = 1
+    for n in shape:
+        rest *= 1 if n == -1 else n
+    if rest == 0:
+        raise _Otherwise
+    return tuple(t.numel() // rest if n == -1 else n for n in shape)
+
+
+@_rule(aten.as_strided.default)
+def _as_strided(
+    t: QuantizedTensorStorage, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> QuantizedTensorStorage:
+    if tuple(size) != tuple(t.shape) or tuple(stride) != tuple(t.stride()) or offset:
+        raise _Otherwise
+    return _alias(t)
+
+
+@_rule(aten.slice.Tensor)
+def _slice(
+    t: QuantizedTensorStorage, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensorStorage:
+    if dim % t.dim() or step != 1:
+        raise _Otherwise
+    first, last, _ = slice(start, end).indices(t.shape[0])
+    return _some_rows(t, first, max(first, last))
+
+
+@_rule(aten.split.Tensor)
+def _split(t: QuantizedTensorStorage, size: int, dim: int = 0) -> list[QuantizedTensorStorage]:
+    if dim % t.dim() or size <= 0:
+        raise _Otherwise
+    rows = t.shape[0]
+    return [_some_rows(t, first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
+
+
+def _some_rows(t: QuantizedTensorStorage, first: int, last: int) -> QuantizedTensorStorage:
+    """Rows [first, last). A view where t has rowwise data alone, or where they are all rows; else a copy of the rowwise
+    data: no view of rows could keep t's columnwise data right when it is written."""
+    shape = (last - first, *t.shape[1:])
+    if last - first == t.shape[0]:
+        return _alias(t)
+    usages = t.get_usages()
+    if not usages[layout.ROWWISE]:
+        raise _Otherwise
+    parts = t._rows(first, last)
+    if parts is None:
+        raise _Otherwise
+    rows = _view_of(t, parts, shape)
+    return rows if not usages[layout.COLUMNWISE] else rows._like(rows._copied(), shape)

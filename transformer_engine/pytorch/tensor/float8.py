@@ -1,0 +1,315 @@
+"""FP8 with one scale for the whole tensor: Float8Tensor, and the quantizers whose scale is given (delayed scaling) or
+made from the tensor's own amax (current scaling). The arithmetic is the engine's: transformer_engine/quantize.h."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE, PartSpec
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantizer import Quantizer, fp8_dtype_of
+from transformer_engine.pytorch.tensor.storage import Part, QuantizedTensorStorage
+
+_SCALING_TENSOR = 0  # te_scaling
+FP8_MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
+
+
+def device_of(*parts: torch.Tensor | None) -> torch.device | None:
+    return next((t.device for t in parts if t is not None), None)
+
+
+def bytes_of(cls: type, argument: str, data: torch.Tensor | None) -> torch.Tensor | None:
+    """FP8 data as bytes."""
+    if data is None or data.dtype is torch.uint8:
+        return data
+    if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return data.view(torch.uint8)
+    raise ValueError(f"{cls.__name__}: argument '{argument}' is {data.dtype}, wanted uint8.")
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    """value = data * scale_inv.
+
+    _data: uint8, of the tensor's shape. _transpose: the same bytes, last dimension first; not to be read while
+    _transpose_invalid. _scale_inv: float32 [1]. Rows of data whose pitch is wider than they are hold zeros behind."""
+
+    _parts: ClassVar[dict[str, Part]] = {
+        "_data": Part("data", ROWWISE),
+        "_transpose": Part("data_transpose", COLUMNWISE),
+        "_scale_inv": Part("fp8_scale_inv", "scale"),
+    }
+    _details: ClassVar[dict[str, str]] = {"_fp8_dtype": "fp8_dtype", "_quantizer": "quantizer"}
+    _gathered = ("_data",)
+
+    def __new__(
+        cls,
+        *args: Any,
+        data: torch.Tensor | None,
+        fp8_scale_inv: torch.Tensor | None,
+        fp8_dtype: DType | torch.dtype,
+        data_transpose: torch.Tensor | None = None,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> "Float8TensorStorage":
+        device = device_of(data, data_transpose, fp8_scale_inv)
+        self = super().__new__(cls, *args, device=device, fake_dtype=fake_dtype, **kwargs)
+        self._data = bytes_of(cls, "data", data)
+        self._transpose = bytes_of(cls, "data_transpose", data_transpose)
+        self._scale_inv = fp8_scale_inv
+        self._fp8_dtype = fp8_dtype_of(cls.__name__, fp8_dtype)
+        self._quantizer = quantizer
+        self._transpose_invalid = data_transpose is None
+        return self
+
+    @classmethod
+    def _specs(cls, shape: Sequence[int], details: Mapping[str, object]) -> dict[str, PartSpec]:
+        return {
+            "_data": PartSpec(ROWWISE, torch.uint8, tuple(shape)),
+            "_transpose": PartSpec(COLUMNWISE, torch.uint8, layout.transposed(shape)),
+            "_scale_inv": PartSpec("scale", torch.float32, (1,)),
+        }
+
+    @classmethod
+    def _checked_details(cls, details: Mapping[str, object]) -> dict[str, object]:
+        return {"_fp8_dtype": fp8_dtype_of(f"{cls.__name__} in a file", details.get("_fp8_dtype"))}
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        if self._data is not None:
+            return tuple(self._data.shape)
+        self._must_hold_data("size")
+        return layout.untransposed(self._transpose.shape)
+
+    @classmethod
+    def _parts_of(cls, native: "_C.Quantized", shape: Sequence[int]) -> dict[str, torch.Tensor | None]:
+        rowwise, columnwise = native.rowwise, native.columnwise
+        scale_inv = native.columnwise_scale_inv if rowwise is None else native.rowwise_scale_inv
+        return {
+            "_data": None if rowwise is None else rowwise.view(shape),
+            "_transpose": None if columnwise is None else columnwise.view(layout.transposed(shape)),
+            "_scale_inv": scale_inv.as_strided((1,), (1,)),  # behind it the engine keeps the scale itself
+        }
+
+    def _make_native(self) -> "_C.Quantized":
+        self._must_hold_data("use")
+        rowwise = None if self._data is None else layout.matrix_of(ROWWISE, self._data)
+        columnwise = self._transpose if self.get_usages()[COLUMNWISE] else None
+        columnwise = None if columnwise is None else layout.matrix_of(COLUMNWISE, columnwise)
+        return _C.Quantized(
+            _SCALING_TENSOR,
+            self._fp8_dtype is DType.kFloat8E5M2,
+            rowwise,
+            None if rowwise is None else self._scale_inv,
+            columnwise,
+            None if columnwise is None else self._scale_inv,
+        )
+
+    def get_usages(self) -> dict[str, bool]:
+        return {
+            ROWWISE: self._data is not None,
+            COLUMNWISE: self._transpose is not None and not self._transpose_invalid,
+        }
+
+    def _derivable(self) -> bool:
+        return True
+
+    def _derive(self, kind: str) -> None:
+        shape = tuple(self.size())
+        if kind == COLUMNWISE:
+            transpose = _C.fp8_transpose(layout.matrix_of(ROWWISE, self._data))
+            self._transpose, self._transpose_invalid = transpose.view(layout.transposed(shape)), False
+        else:
+            self._data = _C.fp8_transpose(layout.matrix_of(COLUMNWISE, self._transpose)).view(shape)
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        rest = super().restore_from_saved(tensors)
+        self._transpose_invalid = self._transpose is None
+        return rest
+
+    def _written(self) -> None:
+        self._transpose_invalid = self._transpose is None
+
+    def _create_transpose(self) -> None:
+        """Makes the columnwise data from the rowwise one."""
+        self._transpose_invalid = True
+        self.update_usage(columnwise_usage=True)
+
+    def _reset_caches(self) -> None:
+        """To be called by who writes _data: the columnwise data is no longer its transpose."""
+        self._transpose_invalid = True
+        self._handle = None
+
+    def _viewed(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor | None] | None:
+        parts = super()._viewed(shape)
+        if parts is None and self._transpose is None and self._data is not None and self._data.is_contiguous():
+            return {"_data": self._data.view(shape), "_scale_inv": self._scale_inv}
+        return parts
+
+    def _rows(self, start: int, stop: int) -> dict[str, torch.Tensor | None] | None:
+        return {"_data": self._data[start:stop], "_scale_inv": self._scale_inv}
+
+    def _default_quantizer(self) -> Quantizer:
+        return Float8CurrentScalingQuantizer(self._fp8_dtype, self.device, columnwise=self._transpose is not None)
+
+    def _before_sharding(self, group: Any) -> None:
+        quantizer = self._quantizer
+        if isinstance(quantizer, Float8CurrentScalingQuantizer) and not quantizer.with_amax_reduction:
+            # one scale for the whole tensor: its shards have to agree on it whenever they take new values
+            self._quantizer = quantizer.copy()
+            self._quantizer.with_amax_reduction = True
+            self._quantizer.amax_reduction_group = group
+
+
+class Float8Tensor(Float8TensorStorage, QuantizedTensor):
+    """FP8 with one scale. Fields: Float8TensorStorage."""
+
+
+class _PerTensorQuantizer(Quantizer, python_written=False):
+    """What both kinds of scaling share."""
+
+    storage_class = Float8TensorStorage
+    tensor_class = Float8Tensor
+
+    def __init__(self, fp8_dtype: DType | torch.dtype, *, rowwise: bool, columnwise: bool) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = fp8_dtype_of(type(self).__name__, fp8_dtype)
+
+    def _details(self) -> dict[str, object]:
+        return {"_fp8_dtype": self.dtype, "_quantizer": self}
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def _given(self, scale: torch.Tensor, amax: torch.Tensor | None = None) -> "_C.Quantizer":
+        """By that scale, whatever it comes from."""
+        return _C.Quantizer("delayed", self.dtype is DType.kFloat8E5M2, False, 0.0, scale, amax)
+
+
+class Float8Quantizer(_PerTensorQuantizer, python_written=False):
+    """FP8 by a scale that is given: delayed scaling. Every tensor that it quantizes raises `amax` to its own.
+
+    scale, amax: float32 [1]."""
+
+    _configuration: ClassVar[dict[str, str]] = {"dtype": "fp8_dtype"}
+
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        amax: torch.Tensor,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self.scale = scale
+        self.amax = amax
+
+    def _engine_arguments(self) -> tuple:
+        return "delayed", self.dtype is DType.kFloat8E5M2, False, 0.0, self.scale, self.amax
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        self._take_note_of(_C.quantize_amax(tensor.detach()))
+
+    def _records_amax(self) -> bool:
+        return True
+
+    def _engine_recording(self, amax: torch.Tensor) -> "_C.Quantizer":
+        return self._given(self.scale, amax.zero_())
+
+    def _take_note_of(self, amax: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.amax.copy_(torch.fmax(self.amax, amax.view_as(self.amax)))
+
+    def _get_compatible_recipe(self) -> type:
+        return DelayedScaling
+
+
+def scale_from_amax(
+    amax: torch.Tensor, fp8_max: float, amax_epsilon: float = 0.0, pow_2_scales: bool = False
+) -> torch.Tensor:
+    """The scale that transformer_engine/quantize.h makes of an amax, float32."""
+    amax = amax.clamp(min=amax_epsilon) if amax_epsilon else amax
+    scale = torch.full_like(amax, fp8_max) / amax
+    scale = torch.where(scale.isinf(), torch.finfo(torch.float32).max, scale)
+    scale = torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+    if pow_2_scales:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+class Float8CurrentScalingQuantizer(_PerTensorQuantizer, python_written=False):
+    """FP8 by the tensor's own amax.
+
+    use_existing_amax: `amax` holds it already. with_amax_reduction: the largest of the group's ranks counts, and every
+    rank of it has to quantize at the same time."""
+
+    _configuration: ClassVar[dict[str, str]] = {
+        "dtype": "fp8_dtype",
+        "force_pow_2_scales": "force_pow_2_scales",
+        "amax_epsilon": "amax_epsilon",
+    }
+    _in_files = True
+    _shared_by_copies = ("amax_reduction_group",)
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype,
+        device: torch.device | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        if amax_epsilon < 0:
+            raise ValueError(f"{type(self).__name__}: argument 'amax_epsilon' is {amax_epsilon}, wanted at least 0.")
+        if use_existing_amax and amax is None:
+            raise ValueError(f"{type(self).__name__}: argument 'use_existing_amax' is True, but 'amax' is None.")
+        self.device = device
+        self.use_existing_amax = use_existing_amax
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.force_pow_2_scales = bool(force_pow_2_scales)
+        self.amax_epsilon = float(amax_epsilon)
+        self.scale = scale
+        self.amax = amax
+
+    def _is_python(self) -> bool:
+        return self._python_written or self.with_amax_reduction or self.use_existing_amax
+
+    def _engine_arguments(self) -> tuple:
+        return "current", self.dtype is DType.kFloat8E5M2, self.force_pow_2_scales, self.amax_epsilon, None, None
+
+    def _engine_for(self, x: torch.Tensor) -> "_C.Quantizer":
+        if not (self.with_amax_reduction or self.use_existing_amax):
+            return self._built_in()
+        amax = self.amax if self.use_existing_amax else _C.quantize_amax(x.detach())
+        if self.with_amax_reduction:
+            amax = amax.clone()
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+        scale = scale_from_amax(amax.view(1), FP8_MAX[self.dtype], self.amax_epsilon, self.force_pow_2_scales)
+        for kept, found in ((self.amax, amax), (self.scale, scale)):
+            if kept is not None and kept is not found:
+                kept.copy_(found.view_as(kept))
+        return self._given(scale)
+
+    def is_requantization_safe(self) -> bool:
+        return not self.use_existing_amax
+
+    def _rebuildable(self) -> bool:
+        return super()._rebuildable() and not self.use_existing_amax
+
+    def _get_compatible_recipe(self) -> type:
+        return Float8CurrentScaling

@@ -1,0 +1,223 @@
+"""FP8 with a scale for each 1 x 128 or 128 x 128 block. The arithmetic is the engine's
+(transformer_engine/quantize.h)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from transformer_engine.common.recipe import Float8BlockScaling
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor.float8 import bytes_of, device_of
+from transformer_engine.pytorch.tensor.layout import (
+    BLOCK,
+    COLUMNWISE,
+    COLUMNWISE_SCALE,
+    ROWWISE,
+    ROWWISE_SCALE,
+    PartSpec,
+)
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantizer import Quantizer, fp8_dtype_of
+from transformer_engine.pytorch.tensor.storage import Part, QuantizedTensorStorage
+
+_SCALING = {False: 1, True: 2}  # te_scaling: TE_SCALING_BLOCK_1D, TE_SCALING_BLOCK_2D
+
+
+class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
+    """value = data * the scale_inv of its block.
+
+    _rowwise_data: uint8, of the tensor's shape. _columnwise_data: its transpose, last dimension first. With M rows (the
+    leading dimensions) and K columns, float32: _rowwise_scale_inv [ceil(K / 128), roundup(M, 4)] for 1 x 128 blocks,
+    [ceil(M / 128), roundup(ceil(K / 128), 4)] for 128 x 128 ones (_is_2D_scaled); _columnwise_scale_inv the same of the
+    transpose."""
+
+    _parts: ClassVar[dict[str, Part]] = {
+        "_rowwise_data": Part("rowwise_data", ROWWISE),
+        "_columnwise_data": Part("columnwise_data", COLUMNWISE),
+        "_rowwise_scale_inv": Part("rowwise_scale_inv", ROWWISE_SCALE),
+        "_columnwise_scale_inv": Part("columnwise_scale_inv", COLUMNWISE_SCALE),
+    }
+    _details: ClassVar[dict[str, str]] = {
+        "_fp8_dtype": "fp8_dtype",
+        "_is_2D_scaled": "is_2D_scaled",
+        "_quantizer": "quantizer",
+    }
+    _gathered = ("_rowwise_data", "_rowwise_scale_inv")
+    _rows_per_scale = BLOCK
+
+    def __new__(
+        cls,
+        *args: Any,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: DType | torch.dtype,
+        quantizer: Quantizer | None = None,
+        is_2D_scaled: bool = True,
+        fake_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> "Float8BlockwiseQTensorStorage":
+        device = device_of(rowwise_data, columnwise_data)
+        self = super().__new__(cls, *args, device=device, fake_dtype=fake_dtype, **kwargs)
+        self._rowwise_data = bytes_of(cls, "rowwise_data", rowwise_data)
+        self._columnwise_data = bytes_of(cls, "columnwise_data", columnwise_data)
+        self._rowwise_scale_inv = rowwise_scale_inv
+        self._columnwise_scale_inv = columnwise_scale_inv
+        self._fp8_dtype = fp8_dtype_of(cls.__name__, fp8_dtype)
+        self._is_2D_scaled = bool(is_2D_scaled)
+        self._quantizer = quantizer
+        return self
+
+    @classmethod
+    def _specs(cls, shape: Sequence[int], details: Mapping[str, object]) -> dict[str, PartSpec]:
+        rows, cols = layout.fold(shape)
+        scale_shape = layout.scale_shape_2d if details["_is_2D_scaled"] else layout.scale_shape_1d
+        return {
+            "_rowwise_data": PartSpec(ROWWISE, torch.uint8, tuple(shape)),
+            "_columnwise_data": PartSpec(COLUMNWISE, torch.uint8, layout.transposed(shape)),
+            "_rowwise_scale_inv": PartSpec(ROWWISE_SCALE, torch.float32, scale_shape(rows, cols)),
+            "_columnwise_scale_inv": PartSpec(COLUMNWISE_SCALE, torch.float32, scale_shape(cols, rows)),
+        }
+
+    @classmethod
+    def _checked_details(cls, details: Mapping[str, object]) -> dict[str, object]:
+        if not isinstance(details.get("_is_2D_scaled"), bool):
+            raise ValueError(f"{cls.__name__} in a file: its _is_2D_scaled is {details.get('_is_2D_scaled')!r:.100}.")
+        fp8_dtype = fp8_dtype_of(f"{cls.__name__} in a file", details.get("_fp8_dtype"))
+        return {"_fp8_dtype": fp8_dtype, "_is_2D_scaled": details["_is_2D_scaled"]}
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        if self._rowwise_data is not None:
+            return tuple(self._rowwise_data.shape)
+        self._must_hold_data("size")
+        return layout.untransposed(self._columnwise_data.shape)
+
+    @classmethod
+    def _parts_of(cls, native: "_C.Quantized", shape: Sequence[int]) -> dict[str, torch.Tensor | None]:
+        rowwise, columnwise = native.rowwise, native.columnwise
+        return {
+            "_rowwise_data": None if rowwise is None else rowwise.view(shape),
+            "_columnwise_data": None if columnwise is None else columnwise.view(layout.transposed(shape)),
+            "_rowwise_scale_inv": native.rowwise_scale_inv,
+            "_columnwise_scale_inv": native.columnwise_scale_inv,
+        }
+
+    def _make_native(self) -> "_C.Quantized":
+        self._must_hold_data("use")
+        rowwise, columnwise = self._rowwise_data, self._columnwise_data
+        return _C.Quantized(
+            _SCALING[self._is_2D_scaled],
+            self._fp8_dtype is DType.kFloat8E5M2,
+            None if rowwise is None else layout.matrix_of(ROWWISE, rowwise),
+            self._rowwise_scale_inv,
+            None if columnwise is None else layout.matrix_of(COLUMNWISE, columnwise),
+            self._columnwise_scale_inv,
+        )
+
+    def _derivable(self) -> bool:
+        return self._is_2D_scaled
+
+    def _derive(self, kind: str) -> None:
+        if not self._is_2D_scaled:
+            raise NotImplementedError(
+                f"{type(self).__name__}.update_usage: {kind} data of 1 x 128 blocks cannot be made of the other "
+                "direction, whose blocks lie across it: quantize in both directions at once (set_usage)."
+            )
+        shape = tuple(self.size())
+        rows, cols = (math.ceil(n / BLOCK) for n in layout.fold(shape))
+        if kind == COLUMNWISE:
+            data = _C.fp8_transpose(layout.matrix_of(ROWWISE, self._rowwise_data))
+            self._columnwise_data = data.view(layout.transposed(shape))
+            self._columnwise_scale_inv = _transposed_scales(self._rowwise_scale_inv, rows, cols)
+        else:
+            data = _C.fp8_transpose(layout.matrix_of(COLUMNWISE, self._columnwise_data))
+            self._rowwise_data = data.view(shape)
+            self._rowwise_scale_inv = _transposed_scales(self._columnwise_scale_inv, cols, rows)
+
+    def _rows(self, start: int, stop: int) -> dict[str, torch.Tensor | None] | None:
+        data = self._rowwise_data
+        if not self._is_2D_scaled or data.dim() < 2:
+            return None
+        rows = layout.fold(data.shape)[0] // max(data.shape[0], 1)  # of the matrix, in each of the first dimension's
+        first, last, whole = start * rows, stop * rows, data.shape[0] * rows
+        if first % BLOCK or (last % BLOCK and last != whole):
+            return None
+        scales = self._rowwise_scale_inv[first // BLOCK : math.ceil(last / BLOCK)]
+        return {"_rowwise_data": data[start:stop], "_rowwise_scale_inv": scales}
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        if not self._is_2D_scaled:
+            raise NotImplementedError(
+                f"{type(self).__name__}: scales of 1 x 128 blocks do not lie row by row, so its shards cannot be "
+                "gathered: shard weights of 128 x 128 blocks (block_scaling_dim=2)."
+            )
+        return super().fsdp_buffer_fields()
+
+    def _default_quantizer(self) -> Quantizer:
+        usages = self.get_usages()
+        return Float8BlockQuantizer(self._fp8_dtype, **usages, block_scaling_dim=2 if self._is_2D_scaled else 1)
+
+
+def _transposed_scales(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Scales of rows x cols blocks, for the transpose; padding as 0."""
+    result = scales.new_zeros(cols, layout.round_up(rows, layout.SCALES))
+    result[:, :rows] = scales[:, :cols].t()
+    return result
+
+
+class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
+    """FP8 with a scale for each block. Fields: Float8BlockwiseQTensorStorage."""
+
+
+class Float8BlockQuantizer(Quantizer, python_written=False):
+    """FP8 by blocks: 1 x 128 along the direction that is read (block_scaling_dim=1), or 128 x 128 (2)."""
+
+    storage_class = Float8BlockwiseQTensorStorage
+    tensor_class = Float8BlockwiseQTensor
+    _configuration: ClassVar[dict[str, str]] = {
+        "dtype": "fp8_dtype",
+        "amax_epsilon": "amax_epsilon",
+        "force_pow_2_scales": "force_pow_2_scales",
+        "block_scaling_dim": "block_scaling_dim",
+    }
+    _in_files = True
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        op = type(self).__name__
+        if block_scaling_dim not in (1, 2):
+            raise ValueError(f"{op}: argument 'block_scaling_dim' is {block_scaling_dim!r}, wanted 1 or 2.")
+        if amax_epsilon < 0:
+            raise ValueError(f"{op}: argument 'amax_epsilon' is {amax_epsilon}, wanted at least 0.")
+        self.dtype = fp8_dtype_of(op, fp8_dtype)
+        self.block_len = BLOCK
+        self.amax_epsilon = float(amax_epsilon)
+        self.force_pow_2_scales = bool(force_pow_2_scales)
+        self.block_scaling_dim = block_scaling_dim
+
+    def _engine_arguments(self) -> tuple:
+        kind = "block1d" if self.block_scaling_dim == 1 else "block2d"
+        return kind, self.dtype is DType.kFloat8E5M2, self.force_pow_2_scales, self.amax_epsilon, None, None
+
+    def _details(self) -> dict[str, object]:
+        return {"_fp8_dtype": self.dtype, "_is_2D_scaled": self.block_scaling_dim == 2, "_quantizer": self}
+
+    def is_requantization_safe(self) -> bool:
+        return True
+
+    def _get_compatible_recipe(self) -> type:
+        return Float8BlockScaling

@@ -1,0 +1,399 @@
+"""Two quantizers that compose: HybridQuantizer gives each direction a format of its own, IdentityQuantizer keeps values
+as they are. No arithmetic of a format is here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantizer import Quantizer, source_of
+from transformer_engine.pytorch.tensor.storage import FLOATS, Part, QuantizedTensorStorage
+
+# ---- identity ----
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """Values as they are, _hp_data, which serves both directions."""
+
+    _parts: ClassVar[dict[str, Part]] = {"_hp_data": Part("hp_data", "values")}
+    _details: ClassVar[dict[str, str]] = {"_quantizer": "quantizer"}
+    _gathered = ("_hp_data",)
+
+    def __new__(
+        cls,
+        *args: Any,
+        hp_data: torch.Tensor | None,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> "IdentityTensorStorage":
+        device = None if hp_data is None else hp_data.device
+        self = super().__new__(cls, *args, device=device, fake_dtype=fake_dtype, **kwargs)
+        self._hp_data = hp_data
+        self._quantizer = quantizer
+        return self
+
+    @classmethod
+    def _specs(cls, shape: Sequence[int], details: Mapping[str, object]) -> dict[str, PartSpec]:
+        quantizer = details.get("_quantizer")
+        dtype = torch.float32 if quantizer is None or quantizer.dtype is None else quantizer.dtype
+        return {"_hp_data": PartSpec("values", dtype, tuple(shape))}
+
+    @classmethod
+    def _checked_parts(cls, parts: Mapping[str, object], shape: tuple[int, ...], details: Mapping[str, object]) -> None:
+        data = parts.get("_hp_data")
+        if set(parts) != {"_hp_data"} or type(data) is not torch.Tensor or data.dtype not in FLOATS:
+            raise ValueError(f"{cls.__name__} in a file: it has {list(parts)}, wanted float values _hp_data.")
+        if tuple(data.shape) != shape:
+            raise ValueError(f"{cls.__name__} in a file: its _hp_data is {tuple(data.shape)}, wanted {shape}.")
+
+    @classmethod
+    def _checked_details(cls, details: Mapping[str, object]) -> dict[str, object]:
+        return {}
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        self._must_hold_data("size")
+        return tuple(self._hp_data.shape)
+
+    def get_usages(self) -> dict[str, bool]:
+        return dict.fromkeys(DATA, self._hp_data is not None)
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        return (self._hp_data, self._hp_data) if rowwise_data and columnwise_data else self._hp_data
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        if rowwise_usage is False and columnwise_usage is False:
+            self.clear()
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        self._must_hold_data("dequantize")
+        return self._hp_data.to(dtype)
+
+    def _viewed(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor | None] | None:
+        return {"_hp_data": self._hp_data.view(shape)} if self._hp_data.is_contiguous() else None
+
+    def _rows(self, start: int, stop: int) -> dict[str, torch.Tensor | None] | None:
+        return {"_hp_data": self._hp_data[start:stop]}
+
+    def _empty_parts(
+        self, shape: Sequence[int], device: torch.device, pin_memory: bool = False
+    ) -> dict[str, torch.Tensor]:
+        return {"_hp_data": torch.empty(shape, dtype=self._hp_data.dtype, device=device, pin_memory=pin_memory)}
+
+    def _zero(self) -> None:
+        self._hp_data.zero_()
+
+    def _default_quantizer(self) -> Quantizer:
+        return IdentityQuantizer(dtype=self._hp_data.dtype)
+
+
+class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
+    """Values as they are."""
+
+
+class IdentityQuantizer(Quantizer, python_written=False):
+    """No quantization: its tensors hold what they are given, in `dtype` where that is set, else in place: sharing the
+    memory of the tensor they are made of."""
+
+    storage_class = IdentityTensorStorage
+    tensor_class = IdentityTensor
+
+    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if dtype is not None and dtype not in FLOATS:
+            raise ValueError(f"IdentityQuantizer: argument 'dtype' is {dtype}, wanted float32, float16 or bfloat16.")
+        self.dtype = dtype
+
+    def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
+        x = source_of(type(self).__name__, tensor).detach()
+        return self._made({"_hp_data": x if self.dtype is None else x.to(self.dtype)}, x.shape, x.dtype)
+
+    def update_quantized(
+        self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        x = source_of(type(self).__name__, src).detach()
+        self._must_fit(x, dst)
+        dst._take({"_hp_data": x}, noop_flag)
+        return dst
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> QuantizedTensorStorage:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        data = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=device, pin_memory=pin_memory)
+        return self._made({"_hp_data": data}, shape, dtype, requires_grad)
+
+    def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedTensorStorage]:
+        return [self.quantize_impl(t) for t in tensors]
+
+    def _engine_arguments(self) -> tuple:
+        return "none", False, False, 0.0, None, None
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def is_requantization_safe(self) -> bool:
+        return True
+
+
+# ---- hybrid ----
+
+
+class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+    """Two quantized tensors of the same values, one for each direction: rowwise_storage, columnwise_storage."""
+
+    _parts: ClassVar[dict[str, Part]] = {
+        "rowwise_storage": Part("rowwise_storage", "rowwise tensor"),
+        "columnwise_storage": Part("columnwise_storage", "columnwise tensor"),
+    }
+    _details: ClassVar[dict[str, str]] = {"_quantizer": "quantizer"}
+
+    def __new__(
+        cls,
+        *args: Any,
+        rowwise_storage: QuantizedTensor | None,
+        columnwise_storage: QuantizedTensor | None,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> "HybridQuantizedTensorStorage":
+        there = [t for t in (rowwise_storage, columnwise_storage) if t is not None]
+        device = there[0].device if there else None
+        self = super().__new__(cls, *args, device=device, fake_dtype=fake_dtype, **kwargs)
+        self.rowwise_storage = rowwise_storage
+        self.columnwise_storage = columnwise_storage
+        self._quantizer = quantizer
+        self._saved: list[QuantizedTensor | None] = []
+        return self
+
+    @classmethod
+    def _checked_parts(cls, parts: Mapping[str, object], shape: tuple[int, ...], details: Mapping[str, object]) -> None:
+        for name, t in parts.items():
+            if name not in cls._parts or not isinstance(t, QuantizedTensor) or tuple(t.shape) != shape:
+                raise ValueError(
+                    f"{cls.__name__} in a file: its {name:.100} is a {type(t).__name__}, wanted a quantized tensor of "
+                    f"shape {shape} for one of {list(cls._parts)}."
+                )
+        if not parts:
+            raise ValueError(f"{cls.__name__} in a file: it has none of {list(cls._parts)}.")
+
+    @classmethod
+    def _checked_details(cls, details: Mapping[str, object]) -> dict[str, object]:
+        return {}
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        self._must_hold_data("size")
+        return tuple(next(iter(self._tensors().values())).shape)
+
+    def get_usages(self) -> dict[str, bool]:
+        return {ROWWISE: self.rowwise_storage is not None, COLUMNWISE: self.columnwise_storage is not None}
+
+    def _of_direction(self, kind: str) -> list[str]:
+        return [f"{kind}_storage"]
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        found = [
+            None if part is None else part.get_data_tensors(kind == ROWWISE, kind == COLUMNWISE)
+            for kind, part in ((ROWWISE, self.rowwise_storage), (COLUMNWISE, self.columnwise_storage))
+        ]
+        return tuple(found) if rowwise_data and columnwise_data else found[0] if rowwise_data else found[1]
+
+    def _derive(self, kind: str) -> None:
+        raise NotImplementedError(
+            f"{type(self).__name__}.update_usage: {kind} data has a format of its own and cannot be made of the other "
+            "direction: quantize in both directions at once (set_usage)."
+        )
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        self._must_hold_data("dequantize")
+        return next(iter(self._tensors().values()))._dequantize(dtype)
+
+    def _make_native(self) -> "_C.Quantized":
+        self._must_hold_data("use")
+        natives = [t._native() for t in self._tensors().values()]
+        if len(natives) == 1:
+            return natives[0]
+        rowwise, columnwise = natives
+        if (rowwise.scaling, rowwise.e5m2) != (columnwise.scaling, columnwise.e5m2):
+            raise NotImplementedError(
+                f"{type(self).__name__}: a product reads one format from both directions of a tensor; these are "
+                f"{self.rowwise_storage!r:.80} and {self.columnwise_storage!r:.80}."
+            )
+        return _C.Quantized(
+            rowwise.scaling,
+            rowwise.e5m2,
+            rowwise.rowwise,
+            rowwise.rowwise_scale_inv,
+            columnwise.columnwise,
+            columnwise.columnwise_scale_inv,
+        )
+
+    def _is_pitched(self) -> bool:
+        return all(t._is_pitched() for t in self._tensors().values())
+
+    def _viewed(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor | None] | None:
+        viewed = {n: t._viewed(shape) for n, t in self._tensors().items()}
+        if any(parts is None for parts in viewed.values()):
+            return None
+        return {n: t._like(viewed[n], shape) for n, t in self._tensors().items()}
+
+    def _empty_parts(
+        self, shape: Sequence[int], device: torch.device, pin_memory: bool = False
+    ) -> dict[str, torch.Tensor]:
+        return {n: t._like(t._empty_parts(shape, device, pin_memory), shape) for n, t in self._tensors().items()}
+
+    def _copied(self, device: torch.device | None = None, non_blocking: bool = False) -> dict[str, torch.Tensor]:
+        return {n: t._like(t._copied(device, non_blocking), t.shape) for n, t in self._tensors().items()}
+
+    def _zero(self) -> None:
+        for t in self._tensors().values():
+            t._zero()
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        raise NotImplementedError(f"{type(self).__name__}: shards in two formats are not gathered; use one format.")
+
+    def get_rowwise_subview_info(self) -> dict | None:
+        return None if self.rowwise_storage is None else self.rowwise_storage.get_rowwise_subview_info()
+
+    def get_columnwise_subview_info(self) -> dict | None:
+        return None if self.columnwise_storage is None else self.columnwise_storage.get_columnwise_subview_info()
+
+    def restore_rowwise_subviews(self, buffer: torch.Tensor, info: Mapping) -> None:
+        self.rowwise_storage.restore_rowwise_subviews(buffer, info)
+
+    def restore_columnwise_subviews(self, buffer: torch.Tensor, info: Mapping) -> None:
+        self.columnwise_storage.restore_columnwise_subviews(buffer, info)
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
+        plain: list[torch.Tensor | None] = []
+        self._saved = []
+        for name in self._parts:
+            part = getattr(self, name)
+            if part is not None:
+                part = part.detach()
+                tensors, part = part.prepare_for_saving()
+                plain += tensors
+            self._saved.append(part)
+        self.clear()
+        return plain, self
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        rest = list(tensors)
+        for name, part in zip(self._parts, self._saved):
+            if part is not None:
+                rest = part.restore_from_saved(rest)
+            setattr(self, name, part)
+        self._saved = []
+        return rest
+
+
+class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
+    """One format for rows, another one for columns."""
+
+
+_SOURCES = ("original", "rowwise_dequantized")
+
+
+class HybridQuantizer(Quantizer):
+    """Each direction by a quantizer of its own. columnwise_source: what the columnwise one quantizes, the tensor or
+    what the rowwise one has made of it."""
+
+    storage_class = HybridQuantizedTensorStorage
+    tensor_class = HybridQuantizedTensor
+
+    def __init__(
+        self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, columnwise_source: str = "original"
+    ) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        if columnwise_source not in _SOURCES:
+            raise ValueError(
+                f"HybridQuantizer: argument 'columnwise_source' is {columnwise_source!r}, wanted one of {_SOURCES}."
+            )
+        self.rowwise_quantizer = _of_one_direction(rowwise_quantizer, "rowwise_quantizer", rowwise=True)
+        self.columnwise_quantizer = _of_one_direction(columnwise_quantizer, "columnwise_quantizer", rowwise=False)
+        self.columnwise_source = columnwise_source
+
+    def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
+        x = source_of(type(self).__name__, tensor).detach()
+        self._must_want_something()
+        from_rows = self.columnwise_usage and self.columnwise_source != "original"
+        rowwise = self.rowwise_quantizer.quantize_impl(x) if self.rowwise_usage or from_rows else None
+        columnwise = None
+        if self.columnwise_usage:
+            columnwise = self.columnwise_quantizer.quantize_impl(rowwise.dequantize() if from_rows else x)
+        parts = {"rowwise_storage": rowwise if self.rowwise_usage else None, "columnwise_storage": columnwise}
+        return self._made(parts, x.shape, x.dtype)
+
+    def update_quantized(
+        self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        x = source_of(type(self).__name__, src).detach()
+        self._must_fit(x, dst)
+        if dst.rowwise_storage is not None:
+            self.rowwise_quantizer.update_quantized(x, dst.rowwise_storage, noop_flag=noop_flag)
+        if dst.columnwise_storage is not None:
+            if self.columnwise_source != "original":
+                rowwise = dst.rowwise_storage
+                x = (self.rowwise_quantizer.quantize_impl(x) if rowwise is None else rowwise).dequantize()
+            self.columnwise_quantizer.update_quantized(x, dst.columnwise_storage, noop_flag=noop_flag)
+        return dst
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> QuantizedTensorStorage:
+        self._must_want_something()
+        options = {"dtype": dtype, "device": device, "pin_memory": pin_memory}
+        parts = {
+            "rowwise_storage": self.rowwise_quantizer.make_empty(shape, **options) if self.rowwise_usage else None,
+            "columnwise_storage": self.columnwise_quantizer.make_empty(shape, **options)
+            if self.columnwise_usage
+            else None,
+        }
+        return self._made(parts, shape, dtype, requires_grad)
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        self.rowwise_quantizer.calibrate(tensor)
+        self.columnwise_quantizer.calibrate(tensor)
+
+    def copy(self) -> "HybridQuantizer":
+        result = super().copy()
+        result.rowwise_quantizer = self.rowwise_quantizer.copy()
+        result.columnwise_quantizer = self.columnwise_quantizer.copy()
+        return result
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        return self.rowwise_quantizer.is_quantizable(inp) and self.columnwise_quantizer.is_quantizable(inp)
+
+    def is_requantization_safe(self) -> bool:
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return all(quantizer.is_requantization_safe() for quantizer in parts)
+
+    def _plain(self) -> dict[str, object]:
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return super()._plain() | {"parts": str([quantizer._plain() for quantizer in parts])}
+
+
+def _of_one_direction(quantizer: object, argument: str, rowwise: bool) -> Quantizer:
+    """A copy of `quantizer` for that direction alone."""
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(f"HybridQuantizer: argument '{argument}' is a {type(quantizer).__name__}, wanted a Quantizer.")
+    result = quantizer.copy()
+    result.internal = False
+    result.set_usage(rowwise=rowwise, columnwise=not rowwise)
+    return result

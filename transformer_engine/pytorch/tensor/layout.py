@@ -1,0 +1,120 @@
+"""How quantized data lies in memory: the shapes of its parts, the pitch that products read, buffers that have it. No
+value is computed here."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+ROWWISE, COLUMNWISE, ROWWISE_SCALE, COLUMNWISE_SCALE = "rowwise", "columnwise", "rowwise scale", "columnwise scale"
+DATA = (ROWWISE, COLUMNWISE)
+
+PITCH = 16  # a row of data starts on 16 bytes, and a buffer has rows in sixteens: transformer_engine/quantize.h
+BLOCK = 128
+SCALES = 4  # block scales are padded to fours
+
+
+class PartSpec(NamedTuple):
+    """What a part of a tensor has to be."""
+
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def fold(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns), leading dimensions folded; a scalar is one by one."""
+    return math.prod(shape[:-1]), (shape[-1] if len(shape) else 1)
+
+
+def transposed(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of columnwise data: the last dimension comes first."""
+    return (*shape[-1:], *shape[:-1])
+
+
+def untransposed(shape: Sequence[int]) -> tuple[int, ...]:
+    return (*shape[1:], *shape[:1])
+
+
+def matrix_shape(kind: str, shape: Sequence[int]) -> tuple[int, int]:
+    """The rows and columns of data of that kind."""
+    if kind == COLUMNWISE:
+        rows, cols = fold(untransposed(shape))
+        return cols, rows
+    return fold(shape)
+
+
+def scale_shape_1d(rows: int, cols: int) -> tuple[int, int]:
+    """Of 1 x 128 blocks along rows of `cols`."""
+    return math.ceil(cols / BLOCK), round_up(rows, SCALES)
+
+
+def scale_shape_2d(rows: int, cols: int) -> tuple[int, int]:
+    """Of 128 x 128 blocks."""
+    return math.ceil(rows / BLOCK), round_up(math.ceil(cols / BLOCK), SCALES)
+
+
+def data_bytes(rows: int, cols: int) -> int:
+    """What a buffer of data takes, its padding included."""
+    return round_up(rows, PITCH) * round_up(cols, PITCH)
+
+
+def lay_out(buffer: torch.Tensor, kind: str, shape: Sequence[int]) -> torch.Tensor:
+    """Data of `shape` on a buffer of data_bytes; whatever of the buffer is no data is zeroed."""
+    rows, cols = matrix_shape(kind, shape)
+    pitch = round_up(cols, PITCH)
+    if pitch != cols:
+        buffer.zero_()
+    elif rows % PITCH:
+        buffer[rows * pitch :].zero_()
+    return buffer.as_strided((rows, cols), (pitch, 1), buffer.storage_offset()).view(tuple(shape))
+
+
+def empty_data(kind: str, shape: Sequence[int], device: torch.device | None, pin_memory: bool = False) -> torch.Tensor:
+    """Data of `shape` on a buffer of its own."""
+    size = data_bytes(*matrix_shape(kind, shape))
+    return lay_out(torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory), kind, shape)
+
+
+def empty_part(spec: PartSpec, device: torch.device | None, pin_memory: bool = False) -> torch.Tensor:
+    if spec.kind in DATA:
+        return empty_data(spec.kind, spec.shape, device, pin_memory)
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device, pin_memory=pin_memory)
+
+
+def copy_of(
+    kind: str, part: torch.Tensor, device: torch.device | None = None, non_blocking: bool = False
+) -> torch.Tensor:
+    """Own memory, on `device` if that is given."""
+    device = part.device if device is None else device
+    if kind not in DATA:
+        return part.to(device, non_blocking=non_blocking, copy=True)
+    return empty_data(kind, part.shape, device).copy_(part, non_blocking=non_blocking)
+
+
+def pitched(kind: str, part: torch.Tensor) -> torch.Tensor | None:
+    """`part` as the matrix that products can read where it lies; None: it has to be copied for that."""
+    rows, cols = matrix_shape(kind, part.shape)
+    if part.numel() == 0 or part.is_meta or type(part) is not torch.Tensor:
+        return part.reshape(rows, cols)
+    pitch, start = round_up(cols, PITCH), part.storage_offset()
+    if start % PITCH or part.untyped_storage().nbytes() < start + data_bytes(rows, cols):
+        return None
+    if rows == 1:  # its stride says nothing about what lies behind it
+        return part.view(1, cols) if pitch == cols and part.is_contiguous() else None
+    try:
+        matrix = part.view(rows, cols)
+    except RuntimeError:
+        return None
+    return matrix if matrix.stride() == (pitch, 1) else None
+
+
+def matrix_of(kind: str, part: torch.Tensor) -> torch.Tensor:
+    """`part` as the matrix that products can read: itself, or a copy."""
+    found = pitched(kind, part)
+    return copy_of(kind, part).view(matrix_shape(kind, part.shape)) if found is None else found

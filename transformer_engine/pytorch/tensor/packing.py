@@ -1,0 +1,93 @@
+"""Several tensors quantized into one byte buffer: one allocation for all their data, scales and amaxes. The
+arithmetic is each quantizer's own."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.tensor import layout
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.tensor.quantizer import Quantizer
+    from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+
+ALIGNMENT = 256  # of the data; what follows it, a few bytes each, stands on 16
+SMALL_ALIGNMENT = 16
+AMAX = "_amax"
+
+
+class _Place(NamedTuple):
+    tensor: int
+    name: str
+    spec: layout.PartSpec
+    bytes: int
+
+
+def _places(sources: Sequence[torch.Tensor], quantizers: Sequence["Quantizer"]) -> list[_Place]:
+    """What goes into the buffer: data first, the small parts behind it."""
+    data, small = [], []
+    for i, (source, quantizer) in enumerate(zip(sources, quantizers)):
+        specs = quantizer._wanted_specs(source.shape)
+        if quantizer._records_amax():
+            specs[AMAX] = layout.PartSpec("amax", torch.float32, (1,))
+        for name, spec in specs.items():
+            if spec.kind in layout.DATA:
+                data.append(_Place(i, name, spec, layout.data_bytes(*layout.matrix_shape(spec.kind, spec.shape))))
+            else:
+                count = torch.Size(spec.shape).numel()
+                small.append(_Place(i, name, spec, count * spec.dtype.itemsize))
+    return data + small
+
+
+def _laid_out(places: Sequence[_Place], device: torch.device) -> list[torch.Tensor]:
+    """A view of one new buffer for each of `places`."""
+    offsets, end = [], 0
+    for place in places:
+        offsets.append(layout.round_up(end, ALIGNMENT if place.spec.kind in layout.DATA else SMALL_ALIGNMENT))
+        end = offsets[-1] + place.bytes
+    buffer = torch.empty(end, dtype=torch.uint8, device=device)
+    views = []
+    for place, offset in zip(places, offsets):
+        piece = buffer[offset : offset + place.bytes]
+        if place.spec.kind in layout.DATA:
+            views.append(layout.lay_out(piece, place.spec.kind, place.spec.shape))
+        else:
+            views.append(piece.view(place.spec.dtype).view(place.spec.shape))
+    return views
+
+
+def quantize_into_one_buffer(
+    tensors: Sequence[torch.Tensor], quantizers: Sequence["Quantizer"]
+) -> list["QuantizedTensorStorage"]:
+    """Each tensor by its quantizer, on one buffer. Errors: ValueError where devices differ or a quantizer's format is
+    not made by the engine."""
+    from transformer_engine.pytorch.tensor.quantizer import source_of
+
+    op = "multi_quantize"
+    sources = [source_of(op, t).detach() for t in tensors]
+    devices = {t.device for t in sources}
+    if len(devices) > 1:
+        raise ValueError(f"{op}: argument 'tensors' is on {sorted(map(str, devices))}, wanted one device.")
+    for quantizer in quantizers:
+        if quantizer._python_written or quantizer.storage_class is None:
+            raise ValueError(f"{op}: {type(quantizer).__name__} is written in Python, wanted a built-in format.")
+    if not sources:
+        return []
+    places = _places(sources, quantizers)
+    made: list[dict[str, torch.Tensor]] = [{} for _ in sources]
+    for place, view in zip(places, _laid_out(places, sources[0].device)):
+        made[place.tensor][place.name] = view
+    results = []
+    for source, quantizer, parts in zip(sources, quantizers, made):
+        result = quantizer._made(parts, source.shape, source.dtype)
+        amax = parts.get(AMAX)
+        there = result.get_usages()
+        engine = quantizer._engine_for(source) if amax is None else quantizer._engine_recording(amax)
+        _C.quantize(engine, source, there[layout.ROWWISE], there[layout.COLUMNWISE], None, result._native())
+        if amax is not None:
+            result._amax = amax
+            quantizer._take_note_of(amax)
+        results.append(result)
+    return results

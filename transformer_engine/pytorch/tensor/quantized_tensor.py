@@ -1,0 +1,210 @@
+"""A quantized storage that behaves as a torch.Tensor of its nominal dtype. How operations see it: dispatch.py. No
+format is known here."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.tensor import dispatch, flattening
+from transformer_engine.pytorch.tensor.sharding import FSDPHooks
+from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+
+
+class _Dequantize(torch.autograd.Function):
+    """Straight through: the gradient of the values is the quantized tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: "QuantizedTensor", dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor._dequantize(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return grad.to(ctx.dtype), None
+
+
+class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
+    """A tensor whose values are quantized: of its nominal dtype to everyone who asks, and computed with in high
+    precision by every operation that does not know better."""
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+        fake_dtype: torch.dtype | None = None,
+    ) -> "QuantizedTensor":
+        if cls is QuantizedTensor:
+            raise TypeError("QuantizedTensor: make one by a quantizer, or a format's class from its parts by name.")
+        if dtype not in FLOATS:
+            raise ValueError(f"{cls.__name__}: argument 'dtype' is {dtype}, wanted float32, float16 or bfloat16.")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        self._dtype = dtype
+        return self
+
+    # What torch.Tensor knows of itself is right.
+    size = torch.Tensor.size
+    shape = torch.Tensor.shape
+    device = torch.Tensor.device
+    dtype = torch.Tensor.dtype
+    numel = torch.Tensor.numel
+    view = torch.Tensor.view
+
+    def _logical_shape(self) -> torch.Size:
+        return torch.Tensor.size(self)
+
+    def _like(
+        self,
+        parts: dict[str, torch.Tensor | None],
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> "QuantizedTensor":
+        return type(self)(
+            shape=torch.Size(shape),
+            dtype=self.dtype if dtype is None else dtype,
+            requires_grad=requires_grad,
+            **self._fields(parts),
+        )
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: "QuantizedTensor",
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> "QuantizedTensor":
+        """Another tensor on the same data. shape, dtype: nominal, tensor's by default."""
+        parts = (
+            tensor._tensors() if shape is None or tuple(shape) == tuple(tensor.shape) else tensor._viewed(tuple(shape))
+        )
+        if parts is None:
+            raise ValueError(
+                f"{cls.__name__}.make_like: argument 'shape' is {tuple(shape)} for {tuple(tensor.shape)}, wanted one "
+                "with the same last dimension."
+            )
+        return tensor._like(parts, tensor.shape if shape is None else shape, dtype=dtype, requires_grad=requires_grad)
+
+    def to_dtype(self, dtype: torch.dtype) -> "QuantizedTensor":
+        """The same data under another nominal dtype."""
+        return self._like(self._tensors(), self.shape, dtype=dtype, requires_grad=self.requires_grad)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor, by default in the nominal dtype; differentiable."""
+        dtype = self.dtype if dtype is None else dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype)
+        return self._dequantize(dtype)
+
+    def float(self, **_: object) -> torch.Tensor:
+        """dequantize(float32)."""
+        return self.dequantize(dtype=torch.float32)
+
+    def half(self, **_: object) -> torch.Tensor:
+        """dequantize(float16)."""
+        return self.dequantize(dtype=torch.float16)
+
+    def bfloat16(self, **_: object) -> torch.Tensor:
+        """dequantize(bfloat16)."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensor":
+        with torch.no_grad():
+            return super().quantize_(tensor, noop_flag=noop_flag)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Empty: the memory is that of the parts."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    def data_ptr(self) -> int:
+        """Errors: ValueError; the parts have addresses, the values do not."""
+        raise ValueError(
+            f"{type(self).__name__}.data_ptr: its values lie nowhere in memory; dequantize() it where plain data is "
+            "needed, or pack_state_dict for files of plain tensors."
+        )
+
+    def _get_data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    def _set_data(self, tensor: torch.Tensor) -> None:
+        """Plain values are quantized into this one; a quantized tensor's data is taken as it is."""
+        if isinstance(tensor, QuantizedTensor):
+            if not self._same_format(tensor) or self.shape != tensor.shape:
+                raise ValueError(
+                    f"{type(self).__name__}.data: got a {type(tensor).__name__} {tuple(tensor.shape)}, wanted the same "
+                    f"format and the shape {tuple(self.shape)}."
+                )
+            torch.Tensor.data.__set__(self, tensor)
+            for name in (*self._parts, "_dtype"):
+                setattr(self, name, getattr(tensor, name))
+            self._written()
+        elif tensor.shape == self.shape:
+            self.quantize_(tensor.to(self.device))
+        else:
+            raise ValueError(
+                f"{type(self).__name__}.data: got values of shape {tuple(tensor.shape)}, wanted {tuple(self.shape)}."
+            )
+
+    data = property(_get_data, _set_data)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return QuantizedTensorStorage.__repr__(self)
+
+    # ---- operations ----
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch.run(func, args, kwargs or {})
+
+    # ---- taken apart and put together ----
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, object]]:
+        details = {name: getattr(self, name) for name in self._details}
+        return list(self._tensors()), flattening.context(details, self.dtype, self.requires_grad)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner_tensors: dict[str, torch.Tensor],
+        context: dict[str, object],
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+    ) -> "QuantizedTensor":
+        details = flattening.details_of(context)
+        fields = {part.argument: inner_tensors.get(name) for name, part in cls._parts.items()}
+        fields |= {argument: details[name] for name, argument in cls._details.items()}
+        return cls(shape=outer_size, dtype=context["dtype"], requires_grad=context["requires_grad"], **fields)
+
+    def __deepcopy__(self, memo: dict) -> "QuantizedTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(f"{type(self).__name__}: a tensor with a history has no deepcopy: detach() it.")
+        result = self._like(self._copied(), self.shape, requires_grad=self.requires_grad)
+        memo[id(self)] = result
+        quantizer = copy.deepcopy(self._quantizer, memo)
+        for name, value in own_attributes(self).items():
+            setattr(result, name, copy.deepcopy(value, memo))
+        result._quantizer = quantizer
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        return result
+
+
+def own_attributes(tensor: QuantizedTensor) -> dict[str, object]:
+    """What someone has hung on it: parameters carry marks for distributed training."""
+    fields = {*tensor._parts, *tensor._details, *tensor._bookkeeping}
+    return {name: value for name, value in tensor.__dict__.items() if name not in fields}

@@ -1,0 +1,336 @@
+"""The base of quantizers: what makes quantized tensors of one format, and how clients write one in Python. No format's
+arithmetic is here."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._absent import refusal
+from transformer_engine.pytorch.constants import DType, TE_DType
+from transformer_engine.pytorch.tensor import flattening, layout, packing
+from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
+from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+
+_FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
+
+# Class name -> class: how a file finds it again.
+QUANTIZERS: dict[str, type] = {}
+
+
+def fp8_dtype_of(op: str, value: object) -> DType:
+    """DType, its number, or torch's dtype."""
+    found = TE_DType.get(value) if isinstance(value, torch.dtype) else value
+    if isinstance(found, bool) or found not in _FP8:
+        raise ValueError(f"{op}: argument 'fp8_dtype' is {value!r}, wanted DType.kFloat8E4M3 or DType.kFloat8E5M2.")
+    return DType(found)
+
+
+def source_of(op: str, tensor: object) -> torch.Tensor:
+    """The plain tensor to quantize. Errors: TypeError for what is no tensor, ValueError for what is not of a float
+    dtype that has room for the values."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        tensor = tensor.dequantize()
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op}: argument 'tensor' is a {type(tensor).__name__}, wanted a tensor.")
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{op}: argument 'tensor' is {tensor.dtype}, wanted float32, float16 or bfloat16.")
+    return tensor
+
+
+class _Quantize(torch.autograd.Function):
+    """Straight through: the gradient of the quantized tensor is the tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, quantizer: "Quantizer", dtype: torch.dtype | None) -> torch.Tensor:
+        return quantizer._quantized(tensor, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return grad.dequantize() if isinstance(grad, QuantizedTensorStorage) else grad, None, None
+
+
+class Quantizer:
+    """Makes quantized tensors of one format. In Python one is written by overriding quantize_impl (and, where its
+    tensors take new values, update_quantized).
+
+    rowwise_usage, columnwise_usage: the directions that tensors get. internal: they are bare storages, without
+    torch.Tensor's behaviour and without autograd."""
+
+    tensor_class: ClassVar[type | None] = None
+    storage_class: ClassVar[type | None] = None
+    _python_written: ClassVar[bool] = True  # the engine calls back into Python
+    _configuration: ClassVar[dict[str, str]] = {}  # plain attributes that make the same one again: the arguments
+    _in_files: ClassVar[bool] = False  # its settings are all there is, and files keep them
+
+    _shared_by_copies: ClassVar[tuple[str, ...]] = ()  # attributes that a deepcopy keeps as they are
+
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    def __init_subclass__(cls, python_written: bool | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if python_written is not None:
+            cls._python_written = python_written
+        elif {"quantize", "quantize_impl", "update_quantized", "__call__"} & set(vars(cls)):
+            cls._python_written = True
+        QUANTIZERS.setdefault(cls.__name__, cls)
+
+    # ---- quantizing ----
+
+    def quantize(
+        self, tensor: torch.Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
+        """tensor, quantized; differentiable, the gradient passes through unchanged. out: written instead of a new one.
+        dtype: the nominal one, tensor's by default.
+
+        NaN stays NaN and takes no part in an amax. Errors: ValueError for integers, for FP8 or double data and where
+        no direction is asked for, TypeError for what is no tensor."""
+        if out is not None:
+            self.update_quantized(tensor, out)
+            return out
+        if not self.internal and torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
+            return _Quantize.apply(tensor, self, dtype)
+        return self._quantized(tensor, dtype)
+
+    def __call__(
+        self, tensor: torch.Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
+        """quantize."""
+        return self.quantize(tensor, out=out, dtype=dtype)
+
+    def _quantized(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> QuantizedTensorStorage:
+        result = self.quantize_impl(tensor)
+        return result if dtype in (None, result.dtype) else result.to_dtype(dtype)
+
+    def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
+        """tensor, quantized, in the directions of the usages."""
+        x = source_of(type(self).__name__, tensor)
+        self._must_want_something()
+        native = self._quantize_native(x, self.rowwise_usage, self.columnwise_usage)
+        return self._of_native(native, x.shape, x.dtype)
+
+    def update_quantized(
+        self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        """dst takes src's values in the directions that it has. noop_flag: float32 [1] on the device; unless it holds
+        0, nothing is written. Errors: ValueError for a dst of another format or shape."""
+        x = source_of(type(self).__name__, src).detach()
+        self._must_fit(x, dst)
+        there = dst.get_usages()
+        if not any(there.values()):
+            raise RuntimeError(f"{type(self).__name__}.update_quantized: argument 'dst' holds no data.")
+        engine = self._engine_for(x)
+        if dst._is_pitched():
+            _C.quantize(engine, x, there[ROWWISE], there[COLUMNWISE], noop_flag, dst._native())
+        else:  # its rows do not start where the engine writes them
+            native = _C.quantize(engine, x, there[ROWWISE], there[COLUMNWISE])
+            dst._take(dst._parts_of(native, dst.size()), noop_flag)
+        dst._written()
+        return dst
+
+    def _must_want_something(self) -> None:
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise ValueError(
+                f"{type(self).__name__}: rowwise_usage and columnwise_usage are False, wanted at least one."
+            )
+
+    def _must_fit(self, x: torch.Tensor, dst: object) -> None:
+        op = f"{type(self).__name__}.update_quantized"
+        details = {n: v for n, v in self._details().items() if n != "_quantizer"}
+        if self.storage_class is None or not isinstance(dst, self.storage_class):
+            wanted = "another format" if self.storage_class is None else self.storage_class.__name__
+            raise ValueError(f"{op}: argument 'dst' is a {type(dst).__name__}, wanted a {wanted}.")
+        for name, value in details.items():
+            if getattr(dst, name) != value:
+                raise ValueError(f"{op}: argument 'dst' has {name[1:]} {getattr(dst, name)!r}, wanted {value!r}.")
+        if tuple(dst.size()) != tuple(x.shape):
+            raise ValueError(f"{op}: argument 'dst' has shape {tuple(dst.size())}, wanted {tuple(x.shape)}, src's.")
+
+    # ---- the engine ----
+
+    def _native(self) -> "_C.Quantizer":
+        """What modules hand to the engine."""
+        if self._is_python():  # not kept: each would keep the other alive
+            return _C.Quantizer("python", False, False, 0.0, python=self)
+        return self._built_in()
+
+    def _is_python(self) -> bool:
+        """Whether the engine calls back for every tensor."""
+        return self._python_written
+
+    def _built_in(self) -> "_C.Quantizer":
+        """The engine's own, kept while its arguments are the same objects."""
+        arguments = self._engine_arguments()
+        kept = self.__dict__.get("_kept")
+        if kept is None or any(old is not new for old, new in zip(kept[0], arguments)):
+            self.__dict__["_kept"] = kept = arguments, _C.Quantizer(*arguments)
+        return kept[1]
+
+    def _engine_arguments(self) -> tuple:
+        """Of _C.Quantizer: kind, e5m2, pow_2_scales, amax_epsilon, scale, amax."""
+        raise NotImplementedError(f"{type(self).__name__} has no built-in form: override quantize_impl.")
+
+    def _engine_for(self, x: torch.Tensor) -> "_C.Quantizer":
+        """The built-in quantizer that quantizes x."""
+        return self._built_in()
+
+    def _quantize_native(self, x: torch.Tensor, rowwise: bool, columnwise: bool) -> "_C.Quantized":
+        """What the engine calls of a quantizer that is written in Python."""
+        if type(self).quantize_impl is Quantizer.quantize_impl:
+            return _C.quantize(self._engine_for(x), x.detach(), rowwise, columnwise)
+        twin = self.copy()
+        twin.internal = True
+        twin.set_usage(rowwise=rowwise, columnwise=columnwise)
+        with torch.no_grad():
+            return twin.quantize_impl(x)._native()
+
+    def _details(self) -> dict[str, object]:
+        """Fields of its tensors that are no parts."""
+        return {"_quantizer": self}
+
+    def _of_native(self, native: "_C.Quantized", shape: Sequence[int], dtype: torch.dtype) -> QuantizedTensorStorage:
+        made = self._made(self.storage_class._parts_of(native, shape), shape, dtype)
+        if not made._parts.keys() - made._tensors().keys():
+            made.__dict__["_handle"] = native
+        return made
+
+    def _made(
+        self,
+        parts: dict[str, torch.Tensor | None],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+    ) -> QuantizedTensorStorage:
+        """The storage, or the tensor, that has these parts."""
+        fields = {part.argument: parts.get(name) for name, part in self.storage_class._parts.items()}
+        details = self._details()
+        fields |= {argument: details[name] for name, argument in self.storage_class._details.items()}
+        if self.internal:
+            return self.storage_class(**fields, fake_dtype=dtype)
+        return self.tensor_class(shape=torch.Size(shape), dtype=dtype, requires_grad=requires_grad, **fields)
+
+    # ---- tensors without values, many tensors ----
+
+    def _wanted_specs(self, shape: Sequence[int]) -> dict[str, PartSpec]:
+        """The parts of a tensor of `shape` in the directions of the usages."""
+        self._must_want_something()
+        specs = self.storage_class._specs(tuple(shape), self._details())
+        wanted = {ROWWISE: self.rowwise_usage, COLUMNWISE: self.columnwise_usage}
+        directions = [kind for kind in DATA if wanted[kind]]
+        return {n: s for n, s in specs.items() if any(s.kind.startswith(d) for d in directions) or s.kind == "scale"}
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> QuantizedTensorStorage:
+        """A tensor whose values nobody has written. device: CUDA where there is one, unless it is given."""
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        specs = self._wanted_specs(shape)
+        parts = {name: layout.empty_part(spec, torch.device(device), pin_memory) for name, spec in specs.items()}
+        return self._made(parts, shape, dtype, requires_grad)
+
+    def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedTensorStorage]:
+        """Each of `tensors`, quantized, all parts of all of them in one buffer: one allocation. Each part is a typed
+        view of it (get_rowwise_subview_info says where). Where the quantizer records an amax, each tensor's own stands
+        in the buffer too. No gradient."""
+        return packing.quantize_into_one_buffer(tensors, [self] * len(tensors))
+
+    # ---- questions and settings ----
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Which directions the next tensors get; None: as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Takes note of tensor's range, where the format keeps one between steps."""
+
+    def copy(self) -> "Quantizer":
+        """Another one with the same settings and the same state tensors."""
+        return copy.copy(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+
+    def __deepcopy__(self, memo: dict) -> "Quantizer":
+        memo[id(self)] = result = object.__new__(type(self))
+        for name, value in self.__getstate__().items():
+            setattr(result, name, value if name in self._shared_by_copies else copy.deepcopy(value, memo))
+        return result
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Any shape is; integers and doubles are not."""
+        return inp.dtype in FLOATS
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether a gathered tensor makes its columnwise data of its rowwise data, so that only that has to travel."""
+        return False
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing the same values again later gives the same bits: not where a state between steps has
+        moved on."""
+        return False
+
+    def _get_compatible_recipe(self) -> type | None:
+        """The recipe under which modules use this quantizer."""
+        return None
+
+    def inner_tensor_specs(
+        self, shape: Sequence[int], *, device: torch.device | None = None
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """{field: (shape, dtype)} of the parts that a tensor of `shape` has: what a custom op's Meta function makes."""
+        return {name: (spec.shape, spec.dtype) for name, spec in self._wanted_specs(shape).items()}
+
+    def storage_metadata(self, dtype: torch.dtype) -> dict[str, object]:
+        """What __tensor_unflatten__ wants beside those parts."""
+        return flattening.context(self._details(), dtype)
+
+    def onnx_quantize(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
+        raise refusal(f"{type(self).__name__}.onnx_quantize", "ONNX export is")
+
+    def onnx_dequantize(self, tensor: QuantizedTensorStorage) -> torch.Tensor:
+        raise refusal(f"{type(self).__name__}.onnx_dequantize", "ONNX export is")
+
+    def _plain(self) -> dict[str, object]:
+        """Settings as plain values: what files keep, and what is compared."""
+        usages = {f"{kind}_usage": getattr(self, f"{kind}_usage") for kind in DATA}
+        settings = {name: getattr(self, name) for name in self._configuration}
+        numbers = {name: int(value) if isinstance(value, DType) else value for name, value in settings.items()}
+        return {"class": type(self).__name__} | numbers | usages
+
+    @classmethod
+    def _from_plain(cls, plain: Mapping[str, object]) -> "Quantizer":
+        """The quantizer of _plain. Errors: ValueError for settings that are none of its own."""
+        own = {*cls._configuration, *(f"{kind}_usage" for kind in DATA)}
+        given = {name: value for name, value in plain.items() if name != "class"}
+        if set(given) != own or not all(isinstance(v, (bool, int, float)) for v in given.values()):
+            raise ValueError(f"{cls.__name__}: its settings are {given!r:.200}, wanted numbers for {sorted(own)}.")
+        usages = {kind: bool(given[f"{kind}_usage"]) for kind in DATA}
+        return cls(**{argument: given[name] for name, argument in cls._configuration.items()}, **usages)
+
+    def _rebuildable(self) -> bool:
+        """Whether _plain says all about it."""
+        return self._in_files and type(self) is QUANTIZERS.get(type(self).__name__)
+
+    def _records_amax(self) -> bool:
+        """Whether each tensor's amax is kept."""
+        return False
+
+    def __repr__(self) -> str:
+        settings = [f"{name}={getattr(self, name)!r}" for name in self._configuration]
+        usages = [kind for kind in DATA if getattr(self, f"{kind}_usage")]
+        return f"{type(self).__name__}({', '.join([*settings, f'usages={usages}'])})"

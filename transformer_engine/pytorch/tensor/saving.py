@@ -1,0 +1,68 @@
+"""Quantized storages through save_for_backward: taken apart into plain tensors, which autograd and saved-tensor hooks
+see, and put together again. Each storage does its own part."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+
+
+def prepare_for_saving(
+    *tensors: torch.Tensor | QuantizedTensorStorage | None,
+) -> tuple[list[torch.Tensor | None], list[QuantizedTensorStorage | None]]:
+    """(plain tensors for save_for_backward, what they are put back into).
+
+    A bare storage gives its parts away and is empty until it is restored. A QuantizedTensor, which others may hold,
+    stays whole: another one on the same parts is what comes back. Plain tensors and None pass through."""
+    plain: list[torch.Tensor | None] = []
+    objects: list[QuantizedTensorStorage | None] = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            tensor = tensor.detach()
+        if not isinstance(tensor, QuantizedTensorStorage):
+            plain.append(tensor)
+            objects.append(None)
+            continue
+        parts, restorer = tensor.prepare_for_saving()
+        plain += parts
+        objects.append(restorer)
+    return plain, objects
+
+
+def restore_from_saved(
+    tensors: Sequence[QuantizedTensorStorage | None],
+    saved_tensors: Sequence[torch.Tensor | None],
+    return_saved_tensors: bool = False,
+) -> list[Any] | tuple[list[Any], list[torch.Tensor | None]]:
+    """The arguments of prepare_for_saving, whole again, from what it returned (objects first). return_saved_tensors:
+    with what is left of `saved_tensors`. Errors: ValueError where there are too few."""
+    rest = list(saved_tensors)
+    whole: list[Any] = []
+    for restorer in tensors:
+        if restorer is not None:
+            rest = restorer.restore_from_saved(rest)
+            whole.append(restorer)
+            continue
+        if not rest:
+            raise ValueError(
+                f"restore_from_saved: argument 'saved_tensors' has {len(saved_tensors)}, fewer than prepare_for_saving "
+                "gave."
+            )
+        whole.append(rest.pop(0))
+    return (whole, rest) if return_saved_tensors else whole
+
+
+def restore_from_func_ctx(ctx: Any) -> list[Any]:
+    """restore_from_saved with ctx.saved_tensors and ctx.tensor_objects, which is let go of: what it holds is freed with
+    the result."""
+    objects = getattr(ctx, "tensor_objects", None)
+    if objects is None:
+        raise ValueError(
+            "restore_from_func_ctx: argument 'ctx' has no tensor_objects: set it to prepare_for_saving's second result "
+            "in forward, and restore once."
+        )
+    ctx.tensor_objects = None
+    return restore_from_saved(objects, ctx.saved_tensors)
