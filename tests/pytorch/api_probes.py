@@ -10,6 +10,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import cpu_offload, distributed, module, utils
 from transformer_engine.pytorch.attention import rope
+from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.fp8 import check_fp8_support, check_mxfp8_support
 
 HIDDEN, FFN, HEADS, SEQ, BATCH = 16, 24, 2, 4, 2
@@ -101,6 +102,7 @@ CALLS = {
     "memory_plan": lambda: te.memory_plan(te.Linear(8, 8, device="cpu"), torch.randn(2, 8)),
     "tune": lambda: inspect.signature(te.tune),  # it searches on a GPU, where its own suite calls it
     "convert": lambda: inspect.signature(te.convert),
+    "general_gemm": lambda: general_gemm(torch.ones(2, 4), torch.ones(3, 4)),
     "autocast": lambda: entered(te.autocast(enabled=False)),
     "fp8_autocast": lambda: entered(te.fp8_autocast(enabled=False)),
     "quantized_model_init": lambda: entered(te.quantized_model_init(enabled=False)),

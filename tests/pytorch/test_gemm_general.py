@@ -1,0 +1,110 @@
+# cpp_extensions.general_gemm, the product by the name that frameworks use: plain tensors against float64, outputs in
+# place, bias and its gradient, refusals. Mutant: accumulate for `not accumulate` in _plain turns
+# test_out_is_written_or_added_to red.
+import pytest
+import torch
+from support import UNIT_ROUNDOFF, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
+
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+LAYOUTS = ("TN", "NN", "NT")
+
+
+@pytest.fixture(autouse=True)
+def no_tf32():
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def operands(layout, device, dtype=torch.float32):
+    """Weight [24, 16], input [5, 3, 16], output gradient [5, 3, 24], as the layout's A and B."""
+    w, x, dy = (randn(*shape, dtype=dtype, device=device) for shape in ((24, 16), (5, 3, 16), (5, 3, 24)))
+    return {"TN": (w, x), "NN": (w, dy), "NT": (x, dy)}[layout]
+
+
+def oracle(a, b, layout):
+    """(product, sum of magnitudes, depth), out of 2-D operands, in float64."""
+    a, b = wide(a).flatten(0, -2), wide(b).flatten(0, -2)
+    left, right = b.T if layout == "NT" else b, a.T if layout == "TN" else a
+    return left @ right, left.abs() @ right.abs(), left.shape[1]
+
+
+def bound(want, magnitude, depth, dtype):
+    """Sums in float32 (tensor cores truncate: 2u a term), one rounding; a 16-bit product may be rounded before an
+    addend, so two."""
+    return sum_error(magnitude, 2 * depth + 2) + 2 * rounding(magnitude, dtype) * (1 + UNIT_ROUNDOFF[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products(layout, dtype, device):
+    a, b = operands(layout, device, dtype)
+    for out_dtype in (None, torch.float32):
+        d, bias_grad, gelu_in, extra = general_gemm(a, b, out_dtype, layout=layout)
+        want, magnitude, depth = oracle(a, b, layout)
+        assert d.dtype == (out_dtype or dtype) and bias_grad is gelu_in is extra is None
+        assert d.shape == (want.shape if layout == "NT" else (5, 3, want.shape[1]))
+        assert_within(d.flatten(0, -2), want, bound(want, magnitude, depth, d.dtype), layout)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_out_is_written_or_added_to(layout, accumulate, with_bias, device):
+    a, b = operands(layout, device)
+    want, magnitude, depth = oracle(a, b, layout)
+    before = randn(*want.shape, device=device)
+    bias = randn(want.shape[1], device=device) if with_bias else None
+    out = before.clone() if accumulate else torch.full_like(before, torch.nan)
+    d, *_ = general_gemm(a, b, layout=layout, out=out, accumulate=accumulate, bias=bias)
+    assert d is out
+    for addend in ([before] if accumulate else []) + ([bias] if with_bias else []):
+        want, magnitude = want + wide(addend), magnitude + wide(addend).abs()
+    assert_within(out, want, bound(want, magnitude, depth, out.dtype), layout)
+
+
+def test_bias_and_its_gradient(device):
+    w, x = operands("TN", device)
+    bias = randn(24, device=device)
+    d, *_ = general_gemm(w, x, bias=bias)
+    want, magnitude, depth = oracle(w, x, "TN")
+    want, magnitude = want + wide(bias), magnitude + wide(bias).abs()
+    assert_within(d.flatten(0, -2), want, bound(want, magnitude, depth, d.dtype))
+    x, dy = operands("NT", device)
+    main_grad = torch.zeros(24, 16, device=device)
+    dw, db, *_ = general_gemm(x, dy, layout="NT", grad=True, bias=bias, out=main_grad, accumulate=True)
+    rows = wide(dy).flatten(0, -2)
+    assert dw is main_grad and db.dtype == bias.dtype
+    assert_within(db, rows.sum(0), sum_error(rows.abs().sum(0), 2 * len(rows)))
+
+
+def test_a_quantizer_takes_the_result(device):
+    a, b = operands("TN", device)
+    want, *_ = general_gemm(a, b)
+    d, *_ = general_gemm(a, b, quantization_params=lambda t: t * 2)
+    assert_same_bits(d, want * 2)
+
+
+class Packed:
+    """Stands for a quantized tensor."""
+
+    dtype = torch.float32
+
+    def _native(self):
+        raise AssertionError("a refused call read its operand")
+
+
+def test_refused_by_name(device):
+    a, b = operands("TN", device)
+    bias = randn(24, device=device)
+    with refused(ValueError, "general_gemm", "'layout'", "TT"):
+        general_gemm(a, b, layout="TT")
+    with refused(ValueError, "general_gemm", "'A' alone is quantized"):
+        general_gemm(Packed(), b)
+    with refused(ValueError, "general_gemm", "'B' alone is quantized"):
+        general_gemm(a, Packed())
+    with refused(ValueError, "general_gemm", "'accumulate'", "'out'"):
+        general_gemm(a, b, accumulate=True)
+    with refused(ValueError, "general_gemm", "'bias'", "NT"):
+        general_gemm(a, b, grad=True, bias=bias)
