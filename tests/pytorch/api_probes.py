@@ -8,7 +8,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
-from transformer_engine.pytorch import cpu_offload, distributed, module, utils
+from transformer_engine.pytorch import cpu_offload, distributed, graph, module, utils
 from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.fp8 import check_fp8_support, check_mxfp8_support
@@ -94,6 +94,12 @@ TENSORS = {
 }
 BLACKWELL = ("MXFP8Tensor", "MXFP8TensorStorage", "NVFP4Tensor", "NVFP4TensorStorage")
 
+
+def captured():
+    module = te.make_graphed_callables(te.Linear(HIDDEN, HIDDEN, device="cpu"), (tokens(),))
+    module(tokens()).sum().backward()
+
+
 # ---- functions and classes that are no modules: name -> a call ----
 
 CALLS = {
@@ -119,6 +125,10 @@ CALLS = {
     "CudaRNGStatesTracker": lambda: entered(tracker().fork()),
     "activation_recompute_forward": lambda: entered(distributed.activation_recompute_forward(True)),
     "get_all_rng_states": distributed.get_all_rng_states,
+    "make_graphed_callables": captured,
+    "set_capture_start": lambda: (graph.set_capture_start(), graph.set_capture_end()),
+    "set_capture_end": graph.set_capture_end,
+    "make_weak_ref": lambda: utils.make_weak_ref(torch.ones(2)),
     "gather_along_first_dim": lambda: distributed.gather_along_first_dim(torch.ones(2), None),
     "reduce_scatter_along_first_dim": lambda: distributed.reduce_scatter_along_first_dim(torch.ones(2), None),
     "allreduce": lambda: distributed.allreduce(torch.ones(2)),

@@ -2,8 +2,6 @@
 
 import torch
 
-from transformer_engine.pytorch._absent import absent
-
 
 def _need_cuda(op: str) -> None:
     if not torch.cuda.is_available():
@@ -47,9 +45,22 @@ def nvtx_range_pop(msg: str | None = None) -> None:
         torch.cuda.nvtx.range_pop()
 
 
-@absent("weak references to a graph's buffers are")
 def make_weak_ref(x: object) -> object:
-    """The tensors in x, without keeping their memory."""
+    """The tensors in x (alone, or in tuples, lists and dicts), at the same addresses, without keeping their memory;
+    what is none is handed back. For use only while somebody else keeps that memory, as a CUDA graph's pool does."""
+    if isinstance(x, torch.Tensor):
+        storage = x.untyped_storage()
+        weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
+        alias = torch.empty(0, dtype=x.dtype, device=x.device)
+        return alias.set_(weak, x.storage_offset(), x.shape, x.stride())
+    if isinstance(x, tuple | list):
+        parts = [make_weak_ref(part) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    if isinstance(x, dict):
+        return {key: make_weak_ref(value) for key, value in x.items()}
+    if x is None or isinstance(x, bool | int | float | str):
+        return x
+    raise TypeError(f"make_weak_ref: argument 'x' has a {type(x).__name__}, wanted tensors, numbers and containers.")
 
 
 def _check_glu(op: str, tensor: torch.Tensor, interleave_size: int) -> None:

@@ -148,7 +148,8 @@ class Snapshot:
         now.cuda |= {index: torch.cuda.get_rng_state(index) for index in self.cuda}
         return now
 
-    def _set(self) -> None:
+    def restore(self) -> None:
+        """Every state is as it was."""
         torch.set_rng_state(self.cpu)
         for index, state in self.cuda.items():
             torch.cuda.set_rng_state(state, index)
@@ -160,7 +161,7 @@ class Snapshot:
         """Inside, numbers are drawn as they were from here on; behind it, as if the block had drawn none."""
         now = self._now()
         try:
-            self._set()
+            self.restore()
             yield
         finally:
-            now._set()
+            now.restore()

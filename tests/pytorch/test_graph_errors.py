@@ -1,0 +1,381 @@
+# What make_graphed_callables refuses, before anything is changed; and what an exception inside of warm-up or capture
+# leaves: nothing. Mutant: leaving out the restoring of random states or of .grad when a capture fails turns the faults
+# red.
+import copy
+import gc
+
+import pytest
+import torch
+from graph_cases import (
+    HIDDEN,
+    assert_same_step,
+    build,
+    capture,
+    dropout_layer,
+    left_by,
+    linear,
+    mlp,
+    step,
+    tokens,
+    twins,
+)
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph import is_graph_capturing
+
+OP = "make_graphed_callables"
+
+# ---- arguments ----
+
+
+def sample(device):
+    return (tokens(device, grad=True),)
+
+
+@pytest.mark.parametrize(
+    ("count", "args", "kwargs", "words"),
+    [
+        (1, torch.ones(2), None, ["'sample_args'", "(x,)"]),
+        (2, (torch.ones(2),), None, ["'sample_args'", "tuple for each"]),
+        (2, ((torch.ones(2),),), None, ["'sample_args'", "1 entries", "wanted 2"]),
+        (1, (1.0,), None, ["'sample_args'", "1.0", "argument 0", "'sample_kwargs'"]),
+        (1, ([torch.ones(2), None],), None, ["'sample_args'", "None", "argument 0[1]"]),
+        (1, (torch.ones(2).expand(3, 2),), None, ["argument 0", "strides [0, 1]", "contiguous"]),
+        (2, ((torch.ones(2),),) * 2, ({},), ["'sample_kwargs'", "1 dicts", "wanted 2"]),
+        (1, (torch.ones(2),), "x", ["'sample_kwargs'", "'x'"]),
+        (1, (torch.ones(2),), {"is_first_microbatch": True}, ["'sample_kwargs'", "'is_first_microbatch'"]),
+    ],
+)
+def test_samples(count, args, kwargs, words):
+    modules = tuple(build(linear, "cpu") for _ in range(count))
+    with refused(ValueError, OP, *words):
+        te.make_graphed_callables(modules if count > 1 else modules[0], args, sample_kwargs=kwargs)
+
+
+def test_samples_of_an_order(device):
+    modules = (build(linear, device), build(linear, device))
+    with refused(ValueError, OP, "'sample_args'", "3 entries", "wanted 4", "microbatches"):
+        te.make_graphed_callables(modules, (sample(device),) * 3, _order=[1, 2, -2, -1, 1, 2, -2, -1])
+
+
+def test_modules(device):
+    module = build(linear, device)
+    with refused(ValueError, OP, "'modules'", "empty"):
+        te.make_graphed_callables((), ())
+    with refused(ValueError, OP, "'modules'", "int"):
+        te.make_graphed_callables(3, sample(device))
+    with refused(ValueError, OP, "'modules'", "twice", "'_order'"):
+        te.make_graphed_callables((module, module), (sample(device),) * 2)
+    with refused(ValueError, OP, "'modules'", "train", "eval"):
+        te.make_graphed_callables((module, build(linear, device).eval()), (sample(device),) * 2)
+    other = torch.nn.Linear(HIDDEN, HIDDEN, device="meta")
+    with refused(ValueError, OP, "'sample_args'", "meta"):
+        te.make_graphed_callables(other, sample(device))
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_modules_with_hooks(device, register):
+    module = build(linear, device)
+    handle = getattr(module, register)(lambda *_: None)
+    with refused(ValueError, OP, "callable 0 (Linear)", "hooks", "remove"):
+        capture(module, device)
+    handle.remove()
+    capture(module, device)
+
+
+def test_a_buffer_with_a_gradient(device):
+    module = build(mlp, device)
+    module.register_buffer("extra", torch.ones(2, device=device, requires_grad=True))
+    with refused(ValueError, OP, "'extra'", "LayerNormMLP", "gradient"):
+        capture(module, device)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_warmup_iters": -1}, ["'num_warmup_iters'", "-1"]),
+        ({"num_warmup_iters": 1.0}, ["'num_warmup_iters'", "1.0"]),
+        ({"on_mismatch": "ignore"}, ["'on_mismatch'", "'ignore'", "'eager'"]),
+        ({"enabled": (True, False)}, ["'enabled'", "(True, False)"]),
+        ({"enabled": False, "fp8_enabled": False}, ["'enabled'", "'fp8_enabled'", "older name"]),
+        ({"recipe": 1, "fp8_recipe": 2}, ["'recipe'", "'fp8_recipe'"]),
+        ({"_num_layers_per_chunk": 1}, ["'_num_layers_per_chunk'", "'_order'"]),
+        ({"_reuse_graph_input_output_buffers": True}, ["'_reuse_graph_input_output_buffers'", "'_order'"]),
+        ({"capture_time_hooks": [{}, {}]}, ["'capture_time_hooks'", "1 callables"]),
+        ({"capture_time_hooks": [{"forward": {}}]}, ["'capture_time_hooks'", "'forward'", "'forward_pre_hooks'"]),
+        ({"capture_time_hooks": [{"forward_hooks": [print]}]}, ["'capture_time_hooks'", "'forward_hooks'"]),
+        ({"capture_time_hooks": [{"forward_hooks": {0: 3}}]}, ["'capture_time_hooks'", "3"]),
+        ({"_order": [1, -1, -1.5]}, ["'_order'", "-1.5", "delay_wgrad_compute"]),
+    ],
+)
+def test_options(options, words):
+    module = build(linear, "cpu")
+    given = (sample("cpu"),) if "_order" in options else sample("cpu")
+    with refused(ValueError, OP, *words):
+        te.make_graphed_callables((module,) if "_order" in options else module, given, **options)
+    assert "forward" not in vars(module)
+
+
+def test_reuse_in_eval_mode(device):
+    with refused(ValueError, "'_reuse_graph_input_output_buffers'", "train"):
+        te.make_graphed_callables(
+            (build(linear, device).eval(),),
+            (sample(device),),
+            _order=[1, -1],
+            _reuse_graph_input_output_buffers=True,
+        )
+
+
+def test_older_names_warn(device):
+    module = build(linear, device)
+    with pytest.warns(DeprecationWarning, match="'fp8_enabled' is deprecated, use 'enabled'"):
+        capture(module, device, fp8_enabled=False)
+
+
+def test_autocast_with_its_cache(device):
+    module = build(linear, device)
+    with torch.autocast(device, torch.bfloat16), refused(RuntimeError, OP, "autocast", "cache_enabled=False"):
+        capture(module, device)
+
+
+def test_inside_a_capture(device):
+    module, inner = build(mlp, device), build(linear, device)
+
+    def hook(_):
+        capture(inner, device)
+
+    with refused(RuntimeError, OP, "inside a capture"):
+        capture(module, device, capture_time_hooks=[{"forward_pre_hooks": {0: hook}}])
+    assert not is_graph_capturing()
+
+
+def test_a_hook_that_returns_something(device):
+    module = build(linear, device)
+    with refused(RuntimeError, OP, "'capture_time_hooks'", "backward_hooks", "callable 0 (Linear)", "int", "None"):
+        capture(module, device, capture_time_hooks=[{"backward_hooks": {0: lambda m: 3}}])
+
+
+@pytest.mark.parametrize("warmups", [0, 1])
+def test_inputs_and_parameters_that_nothing_depends_on(device, warmups):
+    def first(x, y):
+        return x * 2
+
+    with refused(RuntimeError, OP, "argument 1", "allow_unused_input=True"):
+        te.make_graphed_callables(
+            first, (tokens(device, grad=True), tokens(device, grad=True)), num_warmup_iters=warmups
+        )
+    module = build(linear, device)
+    module.register_parameter("unused", torch.nn.Parameter(torch.ones(7, device=device)))
+    with refused(RuntimeError, OP, "[7]", "callable 0 (Linear)", "allow_unused_input=True"):
+        capture(module, device, num_warmup_iters=warmups)
+    capture(module, device, num_warmup_iters=warmups, allow_unused_input=True)
+
+
+# ---- what waits for the device ----
+
+
+def values(x):
+    return x * x.sum().item()
+
+
+def condition(x):
+    return x * 2 if x.sum() > 0 else x
+
+
+def mask(x):
+    return x[x > 0].sum() + x
+
+
+def sizes(x):
+    return x * torch.nonzero(x).shape[0]
+
+
+@pytest.mark.parametrize("function", [values, condition, mask, sizes], ids=lambda f: f.__name__)
+def test_what_waits_for_the_device_is_named(device, function):
+    torch.manual_seed(3)
+    wanted = torch.rand(3, device=device)
+    torch.manual_seed(3)
+    line = {"values": ".item()", "condition": "x.sum() > 0", "mask": "x[x > 0]", "sizes": "torch.nonzero(x)"}
+    given = (torch.ones(4, device=device, requires_grad=True),)
+    with refused(RuntimeError, OP, "forward", f"callable 0 ({function.__name__})", "host", line[function.__name__]):
+        te.make_graphed_callables(function, given)
+    assert_same_bits(torch.rand(3, device=device), wanted)
+    module, eager = twins(mlp, device)
+    capture(module, device)  # the machine captures on
+    x = tokens(device)
+    assert_same_step(step(module, x, 1), step(eager, x, 1))
+
+
+@pytest.mark.gpu
+def test_a_synchronization_that_spoils_the_capture():
+    def function(x):
+        y = torch.nn.functional.dropout(x, 0.5)
+        torch.cuda.synchronize()
+        return y
+
+    with refused(RuntimeError, OP, "forward", "host", "synchronize"):
+        te.make_graphed_callables(function, (tokens("cuda", grad=True),), num_warmup_iters=1)
+    torch.manual_seed(1)
+    a = torch.nn.functional.dropout(torch.ones(100, device="cuda"), 0.5)  # the generator counts again
+    torch.manual_seed(1)
+    assert_same_bits(torch.nn.functional.dropout(torch.ones(100, device="cuda"), 0.5), a)
+    module, eager = twins(dropout_layer, "cuda")
+    capture(module, "cuda")
+    x = tokens("cuda")
+    assert_same_step(step(module, x, 1), step(eager, x, 1))
+
+
+# ---- faults ----
+
+
+class Fault(Exception):
+    pass
+
+
+class Faulty(torch.nn.Module):
+    """Raises in the `count`-th forward, or in the `count`-th backward."""
+
+    def __init__(self, device, where=None, count=0):
+        super().__init__()
+        self.inner = build(mlp, device, delay_wgrad_compute=True)
+        self.register_buffer("calls", torch.zeros(1, device=device))
+        self.where, self.count, self.seen = where, count, {"forward": 0, "backward": 0}
+
+    def _pass(self, kind):
+        self.seen[kind] += 1
+        if self.where == kind and self.seen[kind] == self.count:
+            raise Fault(kind)
+
+    def forward(self, x):
+        self._pass("forward")
+        self.calls += 1
+        x = torch.nn.functional.dropout(x, 0.3)
+        ballast = torch.empty(2**20, device=x.device)
+        y = Through.apply(self.inner(x), self) + 0 * ballast[:1].fill_(1)
+        return y
+
+
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.module._pass("backward")
+        return dy.clone(), None
+
+
+def failing_hook(when, count):
+    seen = []
+
+    def hook(_):
+        seen.append(1)
+        if len(seen) == count:
+            raise Fault(when)
+
+    return {"capture_time_hooks": [{when: {0: hook}}]}
+
+
+def raising():
+    raise Fault("hook")
+
+
+WARMUPS = 2
+STAGES = {
+    "pre_warmup_hook": (None, 0, {"pre_warmup_hook": raising}),
+    "post_warmup_hook": (None, 0, {"post_warmup_hook": raising}),
+    "warm-up 1": ("forward", 1, {}),
+    "warm-up 2": ("forward", 2, {}),
+    "warm-up 2 backward": ("backward", 2, {}),
+    "forward capture": ("forward", WARMUPS + 1, {}),
+    "backward capture": ("backward", WARMUPS + 1, {}),
+    "wgrad warm-up": ("wgrad", 1, {}),
+    "wgrad capture": ("wgrad", WARMUPS + 1, {}),
+    **{
+        f"{when} {count}": (None, 0, failing_hook(when, count))
+        for when in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+        for count in (1, WARMUPS + 1)
+    },
+}
+
+
+def allocated(device):
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_leaves_everything_as_it_was(device, stage, monkeypatch):
+    where, count, options = STAGES[stage]
+    if device == "cuda":
+        capture(build(mlp, device), device)  # what libraries allocate once
+    module = Faulty(device, where, count)
+    eager = copy.deepcopy(module)
+    eager.where = None
+    for m in (module, eager):
+        for p in m.parameters():
+            p.grad = torch.full_like(p, 0.25)
+    if where == "wgrad":
+        original, calls = te.LayerNormMLP.backward_dw, []
+
+        def backward_dw(self):
+            calls.append(1)
+            if len(calls) == count:
+                raise Fault("wgrad")
+            original(self)
+
+        monkeypatch.setattr(te.LayerNormMLP, "backward_dw", backward_dw)
+    given = sample(device)
+    torch.manual_seed(21)
+    rng = torch.get_rng_state()
+    wanted = torch.rand(4, device=device)
+    torch.manual_seed(21)
+    before = allocated(device)
+    with pytest.raises(Fault):
+        te.make_graphed_callables(module, given, num_warmup_iters=WARMUPS, **options)
+    assert allocated(device) - before < 2**20
+    assert not is_graph_capturing()
+    assert "forward" not in vars(module) and module.calls.eq(0).all()
+    assert device == "cuda" or torch.equal(torch.get_rng_state(), rng)
+    assert_same_bits(torch.rand(4, device=device), wanted)
+    assert all(p.grad.eq(0.25).all() for p in module.parameters())
+    with pytest.raises(RuntimeError, match="backward_dw"):
+        module.inner.backward_dw()  # nothing is left there
+    monkeypatch.undo()
+    module.where = None
+    for capture_first in (False, True):
+        if capture_first:
+            te.make_graphed_callables(module, sample(device))
+        x = tokens(device)
+        got, want = step(module, x, 4), step(eager, x, 4)
+        assert_same_step(got, want)
+        (module if capture_first else module.inner).backward_dw()
+        eager.inner.backward_dw()
+        assert_same_step(left_by(module), left_by(eager))
+
+
+@pytest.mark.gpu
+def test_out_of_memory_in_a_capture():
+    module = Faulty("cuda")
+    capture(build(mlp, "cuda"), "cuda")
+
+    def function(x):
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+        return module.inner(x)
+
+    given = (tokens("cuda"),)
+    before = allocated("cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        te.make_graphed_callables(function, given, num_warmup_iters=1)
+    assert allocated("cuda") - before < 2**20
+    assert not is_graph_capturing() and not torch.cuda.is_current_stream_capturing()

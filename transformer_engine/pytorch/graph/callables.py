@@ -1,0 +1,321 @@
+"""make_graphed_callables: checks everything it is given, then has it captured. Copies the signature of the API."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from transformer_engine.pytorch.distributed import get_all_rng_states
+from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of
+from transformer_engine.pytorch.graph.order import pipeline_schedule, plain_schedule
+from transformer_engine.pytorch.graph.replay import Graphed
+from transformer_engine.pytorch.graph.signature import OP, Signature
+from transformer_engine.pytorch.graph.state import fused_weights, is_graph_capturing
+from transformer_engine.pytorch.graph.work import our_modules
+from transformer_engine.pytorch.quantization import autocast
+
+HOOK_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+def _renamed(old: dict[str, object], new: dict[str, object]) -> list[object]:
+    """The values of `new`, some of them given under their older names."""
+    values = []
+    for (old_name, old_value), (name, value) in zip(old.items(), new.items(), strict=True):
+        if old_value is not None:
+            if value is not None:
+                raise ValueError(
+                    f"{OP}: arguments '{name}' and '{old_name}' are both given, {value!r} and {old_value!r}; "
+                    f"'{old_name}' is the older name of '{name}', pass that alone."
+                )
+            warnings.warn(f"{OP}: argument '{old_name}' is deprecated, use '{name}'", DeprecationWarning, stacklevel=3)
+            value = old_value
+        values.append(value)
+    return values
+
+
+def _check_modules(modules: Sequence[object]) -> None:
+    if not modules:
+        raise ValueError(f"{OP}: argument 'modules' is empty, wanted at least one module.")
+    modes = set()
+    for i, module in enumerate(modules):
+        if not callable(module):
+            raise ValueError(f"{OP}: argument 'modules' has a {type(module).__name__} at {i}, wanted modules.")
+        if not isinstance(module, torch.nn.Module):
+            continue
+        modes.add(module.training)
+        if any(isinstance(vars(part).get("forward"), Graphed) for part in module.modules()):
+            raise ValueError(
+                f"{OP}: {name_of(module, i)} of 'modules' is captured already, or a module in it is; reset() it first."
+            )
+        hooked = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+        if any(hooked):
+            raise ValueError(
+                f"{OP}: {name_of(module, i)} of 'modules' has hooks, which a graph would not call; remove them, and "
+                "register them again afterwards, when they run around each replay."
+            )
+        for name, buffer in module.named_buffers():
+            if buffer.requires_grad:
+                raise ValueError(
+                    f"{OP}: buffer '{name}' of {name_of(module, i)} requires a gradient, which only parameters and "
+                    "inputs can get from a graph; make it a parameter, or detach it."
+                )
+    if len(modes) > 1:
+        raise ValueError(
+            f"{OP}: argument 'modules' has modules in train and in eval mode; call .train() or .eval() on all of them."
+        )
+
+
+def _samples(sample_args: object, count: int, single: bool) -> list[tuple]:
+    if single:
+        sample_args = (sample_args,)
+    good = isinstance(sample_args, tuple | list) and all(isinstance(args, tuple | list) for args in sample_args)
+    if not good:
+        raise ValueError(
+            f"{OP}: argument 'sample_args' is not "
+            + ("a tuple of tensors; for one tensor pass (x,)." if single else "a tuple with a tuple for each callable.")
+        )
+    if len(sample_args) != count:
+        raise ValueError(
+            f"{OP}: argument 'sample_args' has {len(sample_args)} entries, wanted {count}: one for each callable, and "
+            "with '_order' one for each of its microbatches too."
+        )
+    return [tuple(args) for args in sample_args]
+
+
+def _sample_kwargs(sample_kwargs: object, count: int, single: bool) -> list[Mapping[str, object]]:
+    if sample_kwargs is None:
+        return [{}] * count
+    if isinstance(sample_kwargs, Mapping) and single:
+        sample_kwargs = (sample_kwargs,)
+    if not isinstance(sample_kwargs, tuple | list) or not all(isinstance(k, Mapping) for k in sample_kwargs):
+        raise ValueError(
+            f"{OP}: argument 'sample_kwargs' is {sample_kwargs!r}, wanted a dict for each of 'sample_args'."
+        )
+    if len(sample_kwargs) != count:
+        raise ValueError(f"{OP}: argument 'sample_kwargs' has {len(sample_kwargs)} dicts, wanted {count}.")
+    return list(sample_kwargs)
+
+
+def _hooks(capture_time_hooks: object, count: int) -> list[Hooks]:
+    if capture_time_hooks is None:
+        return [{}] * count
+    if isinstance(capture_time_hooks, Mapping) and count == 1:
+        capture_time_hooks = (capture_time_hooks,)
+    if not isinstance(capture_time_hooks, tuple | list) or len(capture_time_hooks) != count:
+        raise ValueError(f"{OP}: argument 'capture_time_hooks' wants one dict, or None, for each of {count} callables.")
+    for i, hooks in enumerate(capture_time_hooks):
+        for key, functions in (hooks or {}).items():
+            if key not in HOOK_KEYS:
+                raise ValueError(
+                    f"{OP}: argument 'capture_time_hooks' has the key {key!r} for callable {i}, wanted one of "
+                    f"{HOOK_KEYS}."
+                )
+            if not isinstance(functions, Mapping) or not all(map(callable, functions.values())):
+                raise ValueError(
+                    f"{OP}: argument 'capture_time_hooks' has {functions!r} for {key!r} of callable {i}, wanted a dict "
+                    "of functions."
+                )
+    return [hooks or {} for hooks in capture_time_hooks]
+
+
+def _device(signatures: Sequence[Signature], modules: Sequence[object]) -> torch.device:
+    """The one device of all tensors."""
+    found = {t.device for signature in signatures for t in signature.tensors()}
+    found |= {p.device for m in modules if isinstance(m, torch.nn.Module) for p in (*m.parameters(), *m.buffers())}
+    if len(found) > 1:
+        raise ValueError(
+            f"{OP}: 'sample_args', 'sample_kwargs' and the modules are on {sorted(map(str, found))}; a graph runs on "
+            "one device, move them there."
+        )
+    return found.pop() if found else torch.device("cpu")
+
+
+def _contexts(
+    count: int,
+    enabled: bool | Sequence[bool] | None,
+    calibrating: bool | None,
+    recipe: object | None,
+    group: object | None,
+) -> list[Callable[[], AbstractContextManager]]:
+    """Around each callable's forward: quantized where `enabled` says so."""
+    if enabled is None or isinstance(enabled, bool):
+        enabled = [bool(enabled)] * count
+    if len(enabled) != count or not all(isinstance(e, bool) for e in enabled):
+        raise ValueError(
+            f"{OP}: argument 'enabled' is {enabled!r}, wanted a bool, or one for each of {count} callables."
+        )
+    recipes = list(recipe) if isinstance(recipe, tuple | list) else [recipe] * count
+    if len(recipes) != count:
+        raise ValueError(
+            f"{OP}: argument 'recipe' has {len(recipes)} recipes, wanted one for each of {count} callables."
+        )
+
+    def context(enabled: bool, recipe: object | None) -> Callable[[], AbstractContextManager]:
+        if not (enabled or calibrating):
+            return nullcontext
+        return lambda: autocast(enabled, bool(calibrating), recipe, group, _graph=True)
+
+    made = [context(*pair) for pair in zip(enabled, recipes)]
+    for make in made:
+        make()  # what is wrong with a recipe is said here
+    return made
+
+
+def make_graphed_callables(
+    modules: Callable | tuple[Callable, ...],
+    sample_args: tuple,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: dict | tuple[dict, ...] | None = None,
+    fp8_enabled: bool | tuple[bool, ...] | None = None,
+    fp8_calibrating: bool | None = None,
+    fp8_recipe: object | None = None,
+    fp8_group: object | None = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: bool | tuple[bool, ...] | None = None,
+    calibrating: bool | None = None,
+    recipe: object | None = None,
+    amax_reduction_group: object | None = None,
+    cache_quantized_params: bool | None = None,
+    _order: list[int | float] | None = None,
+    _num_layers_per_chunk: int | list[int] | None = None,
+    pool: object | None = None,
+    retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Callable[[], object] | None = None,
+    post_warmup_hook: Callable[[], object] | None = None,
+    capture_time_hooks: Sequence[Hooks | None] | None = None,
+    *,
+    on_mismatch: str = "raise",
+) -> Callable | tuple[Callable, ...]:
+    """The modules as CUDA graphs, forward and backward: same results and gradients, bit for bit, at the host's cost of
+    a launch. On a CPU the same checks and static tensors, with the eager work in place of graphs.
+
+    modules: one, or a tuple; plain torch modules too. Without `_order` each comes back with its forward replaced; its
+      reset() takes that back. A module is called as before, with tensors of the same form: replay.Graphed says more.
+    sample_args, sample_kwargs: the tuple of tensors, and a dict, that a module is called with; a tuple of them for
+      several. They become the static inputs, so their values are overwritten. What is no tensor in a dict is part of
+      the graph, and checked at each call.
+    num_warmup_iters: eager runs before the captures, on a side stream, in the schedule's order.
+    allow_unused_input: inputs and parameters that want a gradient may go without.
+    enabled, calibrating, recipe, amax_reduction_group: autocast's, around each module (`enabled` and `recipe` may be
+      tuples, one for each); cache_quantized_params: each call says in is_first_microbatch whether quantized weights are
+      made anew. The fp8_* names are the older ones.
+    _order: a pipeline's schedule. +c is chunk c's forward, -c its backward, -c-0.5 the weight gradients that the latest
+      -c left (delay_wgrad_compute); chunks from 1, of _num_layers_per_chunk modules. sample_args has an entry for every
+      chunk, microbatch and layer, in this order of nesting, and what comes back is a tuple of callables, one for each.
+      Call them in this order. _reuse_graph_input_output_buffers: microbatches that do not overlap share static memory.
+    pool: a graph memory pool to share. retain_graph_in_backward: a backward may be replayed again.
+    clone_param_grads_on_return: False hands out the static gradients of parameters, valid until the next replay.
+    pre_warmup_hook, post_warmup_hook: called around the whole warm-up, on its stream. capture_time_hooks: for each
+      module {"forward_pre_hooks" | "forward_hooks" | "backward_pre_hooks" | "backward_hooks": {id: fn(module)}}, called
+      around each of its warm-up passes and captures, outside of them; they return None.
+    on_mismatch: "eager" runs a module whose train or eval mode differs from the captured one without its graph, with a
+      warning; "raise" refuses.
+    Errors: ValueError or RuntimeError that names the argument, before anything is changed; an exception inside warm-up
+      or capture leaves modules, random states, gradients and memory as they were.
+    Saves: the static inputs and the graphs' pool.
+    """
+    enabled, calibrating, recipe, group, caching = _renamed(
+        {
+            "fp8_enabled": fp8_enabled,
+            "fp8_calibrating": fp8_calibrating,
+            "fp8_recipe": fp8_recipe,
+            "fp8_group": fp8_group,
+            "fp8_weight_caching": fp8_weight_caching,
+        },
+        {
+            "enabled": enabled,
+            "calibrating": calibrating,
+            "recipe": recipe,
+            "amax_reduction_group": amax_reduction_group,
+            "cache_quantized_params": cache_quantized_params,
+        },
+    )
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if is_graph_capturing() or capturing:
+        raise RuntimeError(f"{OP}: called inside a capture; capture one after the other.")
+    if torch.is_autocast_cache_enabled() and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+        raise RuntimeError(
+            f"{OP}: called under torch.autocast with its cache of cast weights, which a graph would go on reading when "
+            "the weights have changed; use torch.autocast(..., cache_enabled=False)."
+        )
+    if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, int) or num_warmup_iters < 0:
+        raise ValueError(f"{OP}: argument 'num_warmup_iters' is {num_warmup_iters!r}, wanted 0 or more.")
+    if on_mismatch not in ("raise", "eager"):
+        raise ValueError(f"{OP}: argument 'on_mismatch' is {on_mismatch!r}, wanted 'raise' or 'eager'.")
+    single = not isinstance(modules, tuple | list)
+    modules = [modules] if single else list(modules)
+    _check_modules(modules)
+    training = any(module.training for module in modules if isinstance(module, torch.nn.Module))
+    delays = [training and any(part.need_backward_dw() for part in our_modules(module)) for module in modules]
+    if _order is None:
+        if _num_layers_per_chunk is not None:
+            raise ValueError(f"{OP}: argument '_num_layers_per_chunk' is given without '_order', which has the chunks.")
+        repeated = len({id(module) for module in modules if isinstance(module, torch.nn.Module)})
+        if repeated != sum(isinstance(module, torch.nn.Module) for module in modules):
+            raise ValueError(f"{OP}: argument 'modules' has a module twice; its passes need '_order'.")
+        schedule = plain_schedule(len(modules))
+    else:
+        schedule = pipeline_schedule(_order, _num_layers_per_chunk, len(modules), delays)
+    if _reuse_graph_input_output_buffers and (_order is None or not training):
+        raise ValueError(
+            f"{OP}: argument '_reuse_graph_input_output_buffers' is True, which needs '_order' and modules in train "
+            "mode: without backward passes nothing says when a buffer is free."
+        )
+    one = single and _order is None
+    args = _samples(sample_args, schedule.samples, one)
+    kwargs = _sample_kwargs(sample_kwargs, schedule.samples, one)
+    owner = {step.sample: step.module for step in schedule.steps}
+    signatures = [
+        Signature(f"graphed {name_of(modules[owner[i]], owner[i])}", args[i], kwargs[i])
+        for i in range(schedule.samples)
+    ]
+    if any(map(fused_weights, modules)):
+        num_warmup_iters = max(num_warmup_iters, 1)  # dummy gradients are shared by all: none may be made in a capture
+    plan = Plan(
+        modules=modules,
+        signatures=signatures,
+        schedule=schedule,
+        device=_device(signatures, modules),
+        warmup_iterations=num_warmup_iters,
+        hooks=_hooks(capture_time_hooks, len(modules)),
+        contexts=_contexts(len(modules), enabled, calibrating, recipe, group),
+        allow_unused_input=allow_unused_input,
+        retain=retain_graph_in_backward,
+        reuse=_reuse_graph_input_output_buffers,
+        clone_parameter_grads=clone_param_grads_on_return,
+        pool=pool,
+        before_warmup=pre_warmup_hook,
+        after_warmup=post_warmup_hook,
+        delays=delays,
+    )
+    graphed = Capture(plan, list(get_all_rng_states().values())).run()
+    for one_graphed in graphed:
+        one_graphed.on_mismatch = on_mismatch
+        one_graphed.needs_microbatch = bool(caching)
+    if _order is not None:
+        return tuple(graphed)
+    replaced = tuple(_installed(module, g) for module, g in zip(modules, graphed))
+    return replaced[0] if single else replaced
+
+
+def _installed(module: object, graphed: Graphed) -> object:
+    """The module with its forward replaced; of a function, the captured callable itself."""
+    if not isinstance(module, torch.nn.Module):
+        return graphed
+    names = ("forward", "backward_dw", "need_backward_dw", "drop_backward_dw", "reset")
+    before = {name: vars(module)[name] for name in names if name in vars(module)}
+
+    def restore() -> None:
+        for name in names:
+            vars(module).pop(name, None)
+        vars(module).update(before)
+
+    graphed.on_reset = restore
+    module.forward = graphed
+    for name in names[1:]:
+        setattr(module, name, getattr(graphed, name))
+    return module

@@ -1,0 +1,280 @@
+"""Warm-up and captures of a set of callables in the order of a schedule. Either all of it succeeds, or nothing of it
+stays: modules, random states and memory are as before."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from transformer_engine.pytorch.graph import order
+from transformer_engine.pytorch.graph.buffers import Buffers
+from transformer_engine.pytorch.graph.cuda import CudaGraphs
+from transformer_engine.pytorch.graph.order import Schedule, Step
+from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
+from transformer_engine.pytorch.graph.replay import Fused, Graphed
+from transformer_engine.pytorch.graph.signature import OP, Signature
+from transformer_engine.pytorch.graph.state import Untouched, fused_weights, own_fused
+from transformer_engine.pytorch.graph.work import Ambient, Work
+
+Hooks = Mapping[str, Mapping[object, Callable[[object], None]]]
+
+
+@dataclass
+class Plan:
+    """What is to be captured, all of it checked."""
+
+    modules: Sequence[object]
+    signatures: Sequence[Signature]  # one for each sample
+    schedule: Schedule
+    device: torch.device
+    warmup_iterations: int
+    hooks: Sequence[Hooks]  # one for each module
+    contexts: Sequence[Callable[[], AbstractContextManager]]  # around each module's forward
+    allow_unused_input: bool = False
+    retain: bool = False
+    reuse: bool = False
+    clone_parameter_grads: bool = True
+    pool: object | None = None
+    before_warmup: Callable[[], object] | None = None
+    after_warmup: Callable[[], object] | None = None
+    delays: Sequence[bool] = field(default_factory=tuple)  # of each module: whether backward_dw() has something to do
+
+    def module_of(self, sample: int) -> int:
+        return next(step.module for step in self.schedule.steps if step.sample == sample)
+
+
+def name_of(module: object, index: int) -> str:
+    named = type(module) if isinstance(module, torch.nn.Module) else module
+    return f"callable {index} ({getattr(named, '__name__', type(module).__name__)})"
+
+
+class Capture:
+    def __init__(self, plan: Plan, generators: Sequence[torch.Generator]) -> None:
+        self.plan = plan
+        if plan.device.type == "cuda":
+            self.backend = CudaGraphs(plan.device, plan.pool, generators)
+        else:
+            self.backend = Recorder()
+        self.buffers = Buffers()  # of gradients that come in
+        self.works: list[Work] = []
+        self.graphed: list[Graphed] = []
+        self.last_grad_inputs: tuple[Graphed, ...] = ()
+        self.held: list[object] = []  # until every capture is done
+        self.checked = False
+
+    def run(self) -> list[Graphed]:
+        plan = self.plan
+        inputs = self._static_inputs()
+        ambient = Ambient(plan.device.type)
+        owners = [plan.module_of(i) for i in range(plan.schedule.samples)]
+        for i, module in enumerate(owners):
+            eager = plan.modules[module]
+            function = eager.forward if isinstance(eager, torch.nn.Module) else eager
+            work = Work(function, eager, plan.signatures[i], inputs[i], ambient)
+            work.context, work.retain = plan.contexts[module], plan.retain
+            self.works.append(work)
+            label = f"graphed {name_of(eager, module)}"
+            self.graphed.append(Graphed(label, plan.signatures[i], self.backend, eager=function, module=eager))
+        try:
+            with self.backend.session(), Untouched(plan.modules, [t for own in inputs for t in own]):
+                self._warm_up()
+                self.backend.prepare()
+                for step in plan.schedule.steps:
+                    getattr(self, f"_capture_{step.kind}")(step)
+        except BaseException:
+            for graphed in self.graphed:
+                graphed.reset()
+            for work in self.works:
+                work.forget()
+            raise
+        finally:
+            self.held.clear()
+        for graphed, work in zip(self.graphed, self.works):
+            self._finish(graphed, work)
+        return self.graphed
+
+    # ---- static inputs ----
+
+    def _static_inputs(self) -> list[list[torch.Tensor]]:
+        """One list for each sample: its own tensors, or with `reuse` those of samples that are done by then. A tensor
+        that two samples share is copied: the second would overwrite what the first one's backward needs."""
+        samples = [signature.tensors() for signature in self.plan.signatures]
+        taken: set[int] = set()
+        if not self.plan.reuse:
+            return [[self._own(t, taken) for t in tensors] for tensors in samples]
+        buffers, inputs = Buffers(), [[] for _ in samples]
+        for step in self.plan.schedule.steps:
+            if step.kind == order.FORWARD:
+                for t in samples[step.sample]:
+                    memory = buffers.take(t) if buffers.has(t) else self._own(t, taken)
+                    inputs[step.sample].append(memory.detach().requires_grad_(t.requires_grad))
+            elif self._last_use(step):
+                for t in inputs[step.sample]:
+                    buffers.give(t)
+        return inputs
+
+    @staticmethod
+    def _own(t: torch.Tensor, taken: set[int]) -> torch.Tensor:
+        address = t.untyped_storage().data_ptr()
+        own = t.detach().clone() if t.numel() and address in taken else t.detach()
+        taken.add(own.untyped_storage().data_ptr())
+        return own.requires_grad_(t.requires_grad)
+
+    def _last_use(self, step: Step) -> bool:
+        """Whether a pass is over with this step. One whose weight gradients may be asked for at any time never is."""
+        if not self.plan.delays[step.module]:
+            return step.kind == order.BACKWARD
+        return step.kind == order.WGRAD and step.module in self.plan.schedule.scheduled_wgrad
+
+    # ---- warm-up ----
+
+    def _warm_up(self) -> None:
+        plan = self.plan
+        with self.backend.warming():
+            if plan.before_warmup is not None:
+                plan.before_warmup()
+            for _ in range(plan.warmup_iterations):
+                for step in plan.schedule.steps:
+                    getattr(self, f"_warm_{step.kind}")(step)
+            for work in self.works:
+                work.live = []
+            if plan.after_warmup is not None:
+                plan.after_warmup()
+
+    def _hooks(self, step: Step, when: str) -> None:
+        for hook in self.plan.hooks[step.module].get(when, {}).values():
+            answer = hook(self.plan.modules[step.module])
+            if answer is not None:
+                raise RuntimeError(
+                    f"{OP}: a hook of 'capture_time_hooks' ({when} of {self._name(step)}) returned a "
+                    f"{type(answer).__name__}, wanted None: it runs outside the graph and cannot replace anything."
+                )
+
+    def _name(self, step: Step) -> str:
+        return name_of(self.plan.modules[step.module], step.module)
+
+    def _warm_forward(self, step: Step) -> None:
+        self._hooks(step, "forward_pre_hooks")
+        self.works[step.sample].forward()
+        self._hooks(step, "forward_hooks")
+
+    def _warm_backward(self, step: Step) -> None:
+        work = self.works[step.sample]
+        if not work.has_backward():
+            return
+        work.grad_outputs = [torch.ones_like(t) for t in work.live]
+        self._hooks(step, "backward_pre_hooks")
+        grads = work.backward()
+        self._hooks(step, "backward_hooks")
+        work.grad_outputs, work.live = [], []
+        self._check_used(step, grads)
+
+    def _check_used(self, step: Step, grads: list[torch.Tensor | None]) -> None:
+        """Once for each pass: every input and parameter that wants a gradient gets one, now or later."""
+        work, plan = self.works[step.sample], self.plan
+        if plan.allow_unused_input:
+            return
+        later = {id(p) for p in fused_weights(plan.modules[step.module])} | work.left_for_later()
+        names = [work.signature.names[work.signature.slots[i]] for i in work.wanted]
+        names += [f"parameter of shape {list(p.shape)}" for p in work.parameters]
+        wanted = [work.inputs[i] for i in work.wanted] + work.parameters
+        for name, tensor, grad in zip(names, wanted, grads, strict=True):
+            if grad is None and id(tensor) not in later:
+                raise RuntimeError(
+                    f"{OP}: {name} of {self._name(step)} wants a gradient, but the outputs do not depend on it; pass "
+                    "allow_unused_input=True, or requires_grad=False for it."
+                )
+
+    def _warm_wgrad(self, step: Step) -> None:
+        if self.works[step.sample].pending:
+            self.works[step.sample].wgrad()
+
+    # ---- captures ----
+
+    def _capture(self, step: Step, work: Callable[[], list]) -> tuple[object, list[torch.Tensor | None]]:
+        try:
+            return self.backend.capture(work)
+        except HostSync as error:
+            raise RuntimeError(
+                f"{OP}: the {step.kind} of {self._name(step)} cannot be captured: {error}, and a graph runs without "
+                "the host. Compute it on the device, or leave this part outside of what is captured."
+            ) from error
+
+    def _capture_forward(self, step: Step) -> None:
+        work, graphed = self.works[step.sample], self.graphed[step.sample]
+        self._hooks(step, "forward_pre_hooks")
+        graphed.forward_graph, graphed.outputs = self._capture(step, work.forward)
+        self._hooks(step, "forward_hooks")
+        work.static_live = [t for t, wants in zip(graphed.outputs, work.differentiable) if wants]
+
+    def _capture_backward(self, step: Step) -> None:
+        work, graphed = self.works[step.sample], self.graphed[step.sample]
+        if not work.has_backward():
+            return
+        work.grad_outputs = [self.buffers.take(t) for t in work.static_live]
+        for t in work.grad_outputs:
+            t.fill_(1)
+        grad_outputs = iter(work.grad_outputs)
+        graphed.grad_outputs = [next(grad_outputs) if wants else None for wants in work.differentiable]
+        self._hooks(step, "backward_pre_hooks")
+        graphed.backward_graph, grads = self._capture(step, work.backward)
+        self._hooks(step, "backward_hooks")
+        self._check_used(step, grads)
+        count = len(work.wanted)
+        graphed.grad_inputs, graphed.grad_parameters = grads[:count], grads[count:]
+        if step.module not in self.plan.schedule.scheduled_wgrad:
+            self.held.append(list(work.pending))
+        if self.plan.reuse:
+            self._bury(graphed, work, step)
+
+    def _bury(self, graphed: Graphed, work: Work, step: Step) -> None:
+        """Gives the memory back that nobody reads once this backward has been replayed: its outputs, whatever was made
+        of them is through with its own backward; the gradients of the inputs that the backward before this one handed
+        on. Parameters' gradients are handed out as copies, else they stay."""
+        release = self.backend.release
+        graphed.outputs = release(graphed.outputs)
+        work.static_live = []
+        for before in self.last_grad_inputs:
+            before.grad_inputs = release(before.grad_inputs)
+        self.last_grad_inputs = (graphed,)
+        if self.plan.clone_parameter_grads:
+            fused = {id(p) for p in fused_weights(graphed.module)}
+            graphed.grad_parameters = [
+                grad if id(p) in fused else release([grad])[0]
+                for p, grad in zip(work.parameters, graphed.grad_parameters)
+            ]
+        if self._last_use(step):
+            for t in work.grad_outputs:
+                self.buffers.give(t)
+
+    def _capture_wgrad(self, step: Step) -> None:
+        work, graphed = self.works[step.sample], self.graphed[step.sample]
+        if not work.pending:
+            return
+        graphed.wgrad_graph, grads = self._capture(step, work.wgrad)
+        fused = {id(p) for p in fused_weights(graphed.module)}
+        pairs = [(p, g) for p, g in zip(work.parameters, grads) if g is not None and id(p) not in fused]
+        if self.plan.reuse and self.plan.clone_parameter_grads:
+            pairs = [(p, self.backend.release([g])[0]) for p, g in pairs]
+        graphed.wgrads = pairs
+        graphed.delaying = list(work.delaying)
+        if self.plan.reuse and self._last_use(step):
+            for t in work.grad_outputs:
+                self.buffers.give(t)
+
+    def _finish(self, graphed: Graphed, work: Work) -> None:
+        """What replay needs of a pass; a graph needs nothing else, a recorder keeps its work."""
+        graphed.inputs, graphed.wanted, graphed.wanted_count = work.inputs, work.wanted, len(work.wanted)
+        graphed.parameters, graphed.retain = work.parameters, work.retain
+        graphed.form, graphed.result, graphed.is_tensor = work.form, work.result, work.is_tensor
+        graphed.constant_outputs = [i for i, wants in enumerate(work.differentiable) if not wants]
+        graphed.clone_parameter_grads = self.plan.clone_parameter_grads
+        if graphed.backward_graph is not None:
+            delaying = {id(part) for part in graphed.delaying}
+            graphed.fused = [Fused.of(p) for part in work.parts if id(part) not in delaying for p in own_fused(part)]
+            graphed.fused_later = [Fused.of(p) for part in graphed.delaying for p in own_fused(part)]
+        fused = {id(p) for p in fused_weights(graphed.module)}
+        graphed.cloned_parameters = [self.plan.clone_parameter_grads and id(p) not in fused for p in work.parameters]
+        graphed.signature.forget_tensors()
+        work.live = []

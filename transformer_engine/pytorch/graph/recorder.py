@@ -1,0 +1,112 @@
+"""What stands in for CUDA graphs on a machine without CUDA: the same static tensors, written by calling the eager work
+again. It makes nothing faster; it lets schedules, buffers, hooks and refusals run anywhere."""
+
+import collections
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from transformer_engine.pytorch.graph.buffers import Buffers
+
+Written = Sequence[torch.Tensor | None]
+
+# What asks a device for a value or for a size that depends on values: a graph cannot.
+_VALUES = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_SIZES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "is_nonzero"}
+
+
+class HostSync(RuntimeError):
+    """An operation that waits for the device stands in what is captured."""
+
+
+class _RefuseWaiting(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        mask = name == "__getitem__" and any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
+            for i in (args[1] if isinstance(args[1], tuple) else (args[1],))
+        )
+        if name in _VALUES or name in _SIZES or mask:
+            frame = sys._getframe(1)
+            where = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            raise HostSync(f"'{name}' waits for the device, in `{where}` ({frame.f_code.co_name})")
+        return func(*args, **(kwargs or {}))
+
+
+class RecordedStream:
+    """Stands for a stream: says in its log what waits for what, in the order of the calls."""
+
+    def __init__(self, name: str, log: collections.deque | None = None) -> None:
+        self.name, self.log = name, collections.deque(maxlen=256) if log is None else log
+
+    def wait_stream(self, other: "RecordedStream") -> None:
+        self.log.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event: object) -> None:
+        self.log.append((self.name, "waits for event", event))
+
+
+_main = RecordedStream("main")
+
+
+class RecordedGraph:
+    """Work and the static tensors that it writes."""
+
+    def __init__(self, work: Callable[[], Written], static: Written) -> None:
+        self.work, self.static = work, static
+
+    def replay(self) -> None:
+        for static, tensor in zip(self.static, self.work(), strict=True):
+            if static is not None:
+                static.copy_(tensor.detach())
+
+    def reset(self) -> None:
+        self.work, self.static = None, ()
+
+
+class Recorder:
+    """The interface of CudaGraphs. Static tensors that died are given out again, as a graph pool's memory is."""
+
+    def __init__(self) -> None:
+        self.buffers = Buffers()
+        self._running = _main
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        yield
+
+    def prepare(self) -> None:
+        pass
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    def capture(self, work: Callable[[], Written]) -> tuple[RecordedGraph, list[torch.Tensor | None]]:
+        with _RefuseWaiting():
+            written = work()
+        static = []
+        for tensor in written:
+            static.append(None if tensor is None else self.buffers.take(tensor).copy_(tensor.detach()))
+        return RecordedGraph(work, static), static
+
+    def release(self, tensors: Written) -> list[torch.Tensor | None]:
+        """These static tensors are dead once the captures so far have been replayed; replay goes on using them."""
+        for tensor in tensors:
+            self.buffers.give(tensor)
+        return list(tensors)
+
+    def current_stream(self) -> RecordedStream:
+        return self._running
+
+    @contextmanager
+    def on(self, stream: RecordedStream) -> Iterator[None]:
+        before, self._running = self._running, stream
+        try:
+            yield
+        finally:
+            self._running = before

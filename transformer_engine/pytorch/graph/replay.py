@@ -1,0 +1,289 @@
+"""A captured callable: checks its arguments, copies them into the static tensors, replays. Nothing is captured here."""
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.graph.signature import Signature
+from transformer_engine.pytorch.graph.state import main_grad_of
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad
+
+
+class Fused(NamedTuple):
+    """A weight, and where its main_grad was when the graph was captured."""
+
+    weight: torch.nn.Parameter
+    address: int
+
+    @classmethod
+    def of(cls, weight: torch.nn.Parameter) -> "Fused":
+        return cls(weight, main_grad_of(weight).data_ptr())
+
+
+class _Replay(torch.autograd.Function):
+    """One node for a captured forward and its backward. Gradients go to the tensors that follow `microbatch`."""
+
+    @staticmethod
+    def forward(ctx, graphed, given, stream, event, microbatch, *surface):
+        ctx.graphed, ctx.stream, ctx.event, ctx.microbatch = graphed, stream, event, microbatch
+        ctx.to_leaf = [t.is_leaf for t in surface[: graphed.wanted_count]]
+        ctx.set_materialize_grads(False)
+        outputs = graphed.run_forward(given, stream, event, microbatch)
+        ctx.turn = graphed.turn
+        if graphed.constant_outputs:
+            ctx.mark_non_differentiable(*(outputs[i] for i in graphed.constant_outputs))
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, None, None, None, *ctx.graphed.run_backward(ctx, grads)
+
+
+class Graphed:
+    """Call it as the callable that it was captured from, with tensors of the same form.
+
+    Three more keywords: is_first_microbatch, as the modules have it; cuda_graph_stream, where to replay (forward and
+    backward) instead of on the current stream, which then waits for cuda_graph_event, one that is recorded inside the
+    captured region, or without one for the end of the graph. backward_dw() computes the weight gradients that the
+    latest backward left; reset() gives the graphs and their memory back. One forward, one backward and one
+    backward_dw() at a time: the static tensors hold one pass.
+    """
+
+    def __init__(self, label: str, signature: Signature, backend: object, *, eager: Callable, module: object) -> None:
+        self.label, self.signature, self.backend = label, signature, backend
+        self.eager = eager
+        self.module = module if isinstance(module, torch.nn.Module) else None
+        self.training = None if self.module is None else module.training
+        self.on_mismatch = "raise"
+        self.mismatches = 0
+        self.needs_microbatch = False
+        self.gone = False
+        self.turn = 0  # of forward replays: a backward belongs to the latest one
+        self.backward_turn = 0
+        self.wgrad_due: tuple | None = None
+        self.forward_graph = self.backward_graph = self.wgrad_graph = None
+        self.inputs: list[torch.Tensor] = []
+        self.wanted: list[int] = []
+        self.wanted_count = 0
+        self.parameters: list[torch.nn.Parameter] = []
+        self.outputs: list[torch.Tensor] = []
+        self.constant_outputs: list[int] = []
+        self.grad_outputs: list[torch.Tensor | None] = []  # one for each output
+        self.grad_inputs: list[torch.Tensor | None] = []  # of the wanted inputs
+        self.grad_parameters: list[torch.Tensor | None] = []
+        self.cloned_parameters: list[bool] = []  # whose gradients are handed out as copies
+        self.clone_parameter_grads = True
+        self.form = None  # of the result
+        self.result: list[object] = []  # its leaves; None where a tensor stands
+        self.is_tensor: list[bool] = []
+        self.retain = False
+        self.wgrads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.fused: list[Fused] = []  # whose gradients the backward adds to main_grad
+        self.fused_later: list[Fused] = []  # and backward_dw()
+        self.delaying: list[TransformerEngineBaseModule] = []
+        self.on_reset: Callable[[], object] | None = None
+
+    # ---- forward ----
+
+    def __call__(
+        self, *args, is_first_microbatch=None, cuda_graph_stream=None, cuda_graph_event=None, **kwargs
+    ) -> object:
+        if self.gone:
+            raise RuntimeError(f"{self.label}: called after reset(), which dropped its graphs; capture again.")
+        if self.module is not None and self.module.training is not self.training:
+            return self._other_mode(args, kwargs, is_first_microbatch)
+        if self.needs_microbatch and is_first_microbatch is None:
+            raise TypeError(
+                f"{self.label}: captured with cache_quantized_params=True, so each call has to say "
+                "'is_first_microbatch'; pass True where the weights have changed since the last call, else False."
+            )
+        if cuda_graph_event is not None:
+            self._check_event(cuda_graph_stream)
+        given = self.signature.match(args, kwargs)
+        if self.wgrad_due is not None:
+            raise RuntimeError(
+                f"{self.label}: called while the weight gradients of its last backward wait for backward_dw(), which "
+                "reads what this call overwrites; call backward_dw() first, or capture a pass for each microbatch by "
+                "'_order'."
+            )
+        if self.backward_graph is not None and torch.is_grad_enabled():
+            surface = [given[i] for i in self.wanted]
+            outputs = _Replay.apply(
+                self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, *surface, *self.parameters
+            )
+        else:
+            with torch.no_grad():
+                outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
+        return self.assemble(outputs)
+
+    def assemble(self, outputs: tuple[torch.Tensor, ...]) -> object:
+        if self.form.is_leaf():
+            return outputs[0]
+        tensors = iter(outputs)
+        return self.form.unflatten(next(tensors) if t else leaf for t, leaf in zip(self.is_tensor, self.result))
+
+    def _other_mode(self, args: tuple, kwargs: dict, is_first_microbatch: bool | None) -> object:
+        modes = {True: "train", False: "eval"}
+        if self.on_mismatch == "raise":
+            raise RuntimeError(
+                f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode; "
+                f"call .{modes[self.training]}() first, or capture with on_mismatch='eager' to run without the graph."
+            )
+        self.mismatches += 1
+        warnings.warn(
+            f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode: runs "
+            f"without the graph, {self.mismatches} times so far.",
+            stacklevel=3,
+        )
+        if is_first_microbatch is not None and self.needs_microbatch:
+            kwargs = {**kwargs, "is_first_microbatch": is_first_microbatch}
+        return self.eager(*args, **kwargs)
+
+    def _check_event(self, stream: object | None) -> None:
+        if stream is None or stream == self.backend.current_stream():
+            raise ValueError(
+                f"{self.label}: argument 'cuda_graph_event' was given without a stream of the graph's own, where it "
+                "would wait for nothing; pass that stream as 'cuda_graph_stream', or leave the event out."
+            )
+
+    def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
+        self._launch(self.forward_graph, self.inputs, given, stream, event)
+        self.turn += 1
+        return tuple([t.detach() for t in self.outputs])
+
+    def _launch(self, graph, static, tensors, stream, event) -> None:
+        """Copies what lies elsewhere, then replays; on a stream of its own, the current one waits behind it."""
+        if stream is None or stream == self.backend.current_stream():
+            self._copy(static, tensors)
+            graph.replay()
+            return
+        current = self.backend.current_stream()
+        stream.wait_stream(current)
+        with self.backend.on(stream):  # the copies too: the tail of the last replay may still read what they write
+            self._copy(static, tensors)
+            graph.replay()
+        if event is None:
+            current.wait_stream(stream)
+        else:
+            current.wait_event(event)
+
+    @staticmethod
+    def _copy(static, tensors) -> None:
+        for target, source in zip(static, tensors):
+            if source is None:
+                if target is not None:
+                    target.zero_()
+            elif target is not None and target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+
+    # ---- backward ----
+
+    def run_backward(self, ctx, grads) -> list[torch.Tensor | None]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{self.label}: double backward is not supported (backward ran with create_graph=True); run the "
+                "callable without its graph where a gradient of a gradient is needed."
+            )
+        if self.gone:
+            raise RuntimeError(f"{self.label}: backward after reset(), which dropped its graphs; capture again.")
+        if ctx.turn != self.turn or (self.backward_turn == self.turn and not self.retain):
+            raise RuntimeError(
+                f"{self.label}: backward of a call whose tensors are gone: "
+                + ("another call came behind it" if ctx.turn != self.turn else "it ran already")
+                + ". Run it between this call and the next, once; '_order' captures a pass for each microbatch, "
+                "retain_graph_in_backward=True one that runs again."
+            )
+        if self.fused:
+            self._prepare_main_grads(self.fused, ctx.microbatch)
+        self._launch(self.backward_graph, self.grad_outputs, grads, ctx.stream, ctx.event)
+        self.backward_turn = self.turn
+        found = []
+        for grad, to_leaf in zip(self.grad_inputs, ctx.to_leaf):
+            # A leaf would keep the static tensor itself as its .grad, and the next replay would write over it.
+            found.append(None if grad is None else grad.clone() if to_leaf else grad.detach())
+        for grad, cloned in zip(self.grad_parameters, self.cloned_parameters):
+            found.append(None if grad is None else grad.clone() if cloned else grad.detach())
+        for weight, _ in self.fused:
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = True
+        if self.wgrad_graph is not None:
+            self.wgrad_due = ctx.stream, ctx.event, ctx.microbatch
+        return found
+
+    def backward_dw(self) -> None:
+        """The weight gradients that the latest backward left, then the hooks of the modules that left them.
+        RuntimeError where none did."""
+        if self.wgrad_graph is None:
+            return
+        if self.gone or self.wgrad_due is None:
+            raise RuntimeError(
+                f"{self.label}: backward_dw() was called, but "
+                + ("reset() dropped its graphs; capture again." if self.gone else "no backward has left it anything.")
+            )
+        stream, event, microbatch = self.wgrad_due
+        with torch.no_grad():
+            self._prepare_main_grads(self.fused_later, microbatch)
+            self._launch(self.wgrad_graph, (), (), stream, event)
+            self.wgrad_due = None
+            for parameter, grad in self.wgrads:
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = grad.clone() if self.clone_parameter_grads else grad.detach()
+                else:
+                    parameter.grad += grad
+            for weight, _ in self.fused_later:
+                if hasattr(weight, "grad_added_to_main_grad"):
+                    weight.grad_added_to_main_grad = True
+                    if weight.grad is None:
+                        zero = getattr(weight, "zero_out_wgrad", False)
+                        weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
+        for part in self.delaying:
+            for hook in part._wgrad_hooks:
+                hook()
+
+    def drop_backward_dw(self) -> None:
+        """Forgets what waits for backward_dw(): for a step that is given up."""
+        self.wgrad_due = None
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for backward_dw()."""
+        return self.wgrad_graph is not None
+
+    def _prepare_main_grads(self, fused: list[Fused], microbatch: bool | None) -> None:
+        """The graph adds; where a gradient is to replace what is there, that is zeroed first."""
+        for weight, address in fused:
+            main_grad = main_grad_of(weight)
+            if not isinstance(main_grad, torch.Tensor) or main_grad.data_ptr() != address:
+                raise RuntimeError(
+                    f"{self.label}: a parameter of shape {list(weight.shape)} has another main_grad than when it was "
+                    "captured, and the graph adds to that one; keep the tensor and zero it, or capture again."
+                )
+            if microbatch or getattr(weight, "overwrite_main_grad", False):
+                main_grad.zero_()
+
+    # ---- the end ----
+
+    def reset(self) -> None:
+        """Drops the graphs and the static tensors; a module runs without graph again. Twice is once."""
+        if self.gone:
+            return
+        self.gone = True
+        for graph in (self.forward_graph, self.backward_graph, self.wgrad_graph):
+            if graph is not None:
+                graph.reset()
+        self.forward_graph = self.backward_graph = None
+        self.inputs, self.outputs, self.grad_outputs = [], [], []
+        self.grad_inputs, self.grad_parameters, self.wgrads = [], [], []
+        self.wgrad_due = None
+        if self.on_reset is not None:
+            self.on_reset()
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError(f"{self.label}: a captured callable cannot be copied or pickled; reset() it first.")
+
+    def __reduce__(self):
+        self.__deepcopy__(None)

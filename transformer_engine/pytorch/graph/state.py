@@ -1,0 +1,100 @@
+"""What a capture must leave as it found it: random states, buffers, gradients, quantization state, and the flag that
+says that a capture is under way. Everything is put back whether it succeeded or not."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
+from transformer_engine.pytorch.graph.work import our_modules
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+_capturing = False
+
+
+def set_capture_start() -> None:
+    """Tells the modules that a capture begins; its warm-up counts as part of it."""
+    global _capturing
+    _capturing = True
+
+
+def set_capture_end() -> None:
+    """Tells the modules that a capture has ended."""
+    global _capturing
+    _capturing = False
+
+
+def is_graph_capturing() -> bool:
+    """Whether callables are being captured, warm-up included: a module may then leave out what only eager needs."""
+    return _capturing
+
+
+def fused_weights(module: object) -> list[torch.nn.Parameter]:
+    """The parameters whose gradients the modules of this library add to main_grad themselves."""
+    return [p for part in our_modules(module) for p in own_fused(part)]
+
+
+def own_fused(part: TransformerEngineBaseModule) -> list[torch.nn.Parameter]:
+    """As above, of one module without its submodules: there every matrix is a product's weight."""
+    if not part.fuse_wgrad_accumulation:
+        return []
+    return [p for p in part.parameters(recurse=False) if p.dim() == 2 and p.requires_grad]
+
+
+def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor | None:
+    return weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
+
+
+def _restorer(t: torch.Tensor) -> Callable[[], object]:
+    """Puts t's values back; memory for a copy is taken only where there is something to keep."""
+    if t.numel() == 0 or (t.is_contiguous() and not t.view(-1).view(torch.uint8).any()):
+        return t.zero_
+    kept = t.clone()
+    return lambda: t.copy_(kept)
+
+
+class Untouched:
+    """Around warm-up and captures. Inside, gradients accumulate from nothing and into main_grad always."""
+
+    def __init__(self, modules: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
+        unique = {id(m): m for m in modules if isinstance(m, torch.nn.Module)}
+        self.modules = list(unique.values())
+        self.tensors = list(tensors)
+
+    def __enter__(self) -> None:
+        set_capture_start()
+        self.undo: list[Callable[[], object]] = []
+        try:
+            self._note()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    @torch.no_grad()
+    def _note(self) -> None:
+        self.undo.append(Snapshot(self.tensors).restore)
+        for tracker in trackers():
+            self.undo.append(partial(tracker.set_states, tracker.get_states()))
+        parameters = {id(p): p for m in self.modules for p in m.parameters()}.values()
+        for p in parameters:
+            self.undo.append(partial(setattr, p, "grad", p.grad))
+            p.grad = None
+        for buffer in {id(b): b for m in self.modules for b in m.buffers()}.values():
+            self.undo.append(_restorer(buffer))
+        for weight in {id(w): w for m in self.modules for w in fused_weights(m)}.values():
+            main_grad = main_grad_of(weight)
+            if isinstance(main_grad, torch.Tensor):  # else the module itself says what is missing
+                self.undo.append(_restorer(main_grad))
+            for name in ("grad_added_to_main_grad", "overwrite_main_grad"):
+                if hasattr(weight, name):
+                    self.undo.append(partial(setattr, weight, name, getattr(weight, name)))
+                    setattr(weight, name, False)
+
+    @torch.no_grad()
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        while self.undo:
+            self.undo.pop()()
+        self.tensors, self.modules = [], []
+        set_capture_end()

@@ -1,0 +1,137 @@
+"""What graphs are captured from: one pass of a callable over static tensors, forward, backward and delayed weight
+gradients. Decides nothing about when, and keeps nothing that a graph does not need."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from transformer_engine.pytorch.graph.signature import Signature
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradStore
+
+
+class Ambient:
+    """The modes that a call depends on, as they are now: autocast and whether gradients are recorded."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.grad = device, torch.is_grad_enabled()
+        self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        enabled, dtype = self.autocast
+        with (
+            torch.set_grad_enabled(self.grad),
+            torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False),
+        ):
+            yield
+
+
+def our_modules(module: object) -> list[TransformerEngineBaseModule]:
+    """The modules of this library in a callable."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    return [part for part in module.modules() if isinstance(part, TransformerEngineBaseModule)]
+
+
+def _emptied(store: WeightGradStore) -> list[Pending]:
+    left = []
+    while store.oldest() is not None:
+        left.append(store.pop())
+    return left
+
+
+def _put_back(others: list[tuple[WeightGradStore, list[Pending]]]) -> None:
+    """Each store has what it had before, and nothing beside."""
+    for store, left in others:
+        store.clear()
+        for pending in left:
+            store.put(pending)
+
+
+class Work:
+    """A callable with its static inputs. `forward`, `backward` and `wgrad` return the tensors that they made, for the
+    graph to keep; they run again each time where a recorder stands in for a graph."""
+
+    def __init__(
+        self, function: Callable, module: object, signature: Signature, inputs: list[torch.Tensor], ambient: Ambient
+    ) -> None:
+        self.function, self.signature, self.inputs, self.ambient = function, signature, inputs, ambient
+        self.parts = our_modules(module)
+        self.stores = [store for part in self.parts for store in part._wgrad_stores.values()]
+        parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.wanted = [i for i, t in enumerate(inputs) if t.requires_grad]  # inputs with gradients
+        self.grad_outputs: list[torch.Tensor] = []
+        self.static_live: list[torch.Tensor] = []  # the static tensors of `live`
+        self.context: Callable[[], AbstractContextManager] = nullcontext  # around each forward
+        self.retain = False
+        self.result: list[object] = []
+        self.live: list[torch.Tensor] = []  # outputs that want gradients, with their history
+        self.pending: list[tuple[WeightGradStore, Pending]] = []  # (store, what backward left there)
+        self.delaying: list[TransformerEngineBaseModule] = []
+        self.backward_dw = {id(part): part.backward_dw for part in self.parts}  # a captured module has another one
+
+    def forward(self) -> list[torch.Tensor]:
+        args, kwargs = self.signature.filled(self.inputs)
+        with self.ambient.restored(), self.context():
+            leaves, self.form = tree_flatten(self.function(*args, **kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.result = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self.differentiable = [t.requires_grad for t in tensors]
+        self.live = [t for t in tensors if t.requires_grad]
+        return tensors
+
+    def has_backward(self) -> bool:
+        return bool(self.live) and bool(self.wanted or self.parameters)
+
+    def left_for_later(self) -> set[int]:
+        """The parameters (by id) whose gradients the last backward left to backward_dw()."""
+        products = [left.product for _, left in self.pending]
+        return {id(p) for product in products for p in (*product.weights, *product.biases)}
+
+    def backward(self) -> list[torch.Tensor | None]:
+        """Gradients of the wanted inputs, then of the parameters."""
+        surface = [self.inputs[i] for i in self.wanted] + self.parameters
+        others = [(store, _emptied(store)) for store in self.stores]
+        try:
+            grads = torch.autograd.grad(
+                self.live, surface, self.grad_outputs, retain_graph=self.retain, allow_unused=True
+            )
+            self.pending = [(store, left) for store in self.stores for left in _emptied(store)]
+        finally:
+            _put_back(others)
+        if not self.retain:
+            self.live = []
+        mine = {id(store) for store, _ in self.pending}
+        self.delaying = [part for part in self.parts if any(id(s) in mine for s in part._wgrad_stores.values())]
+        return list(grads)
+
+    def wgrad(self) -> list[torch.Tensor | None]:
+        """What backward_dw() adds to each parameter's .grad; main_grads are added to here."""
+        grads = [p.grad for p in self.parameters]
+        hooks = [part._wgrad_hooks for part in self.delaying]
+        others = [(store, _emptied(store)) for store in self.stores]
+        try:
+            for p in self.parameters:
+                p.grad = None
+            for store, left in self.pending:
+                store.put(left)
+            for part in self.delaying:
+                part._wgrad_hooks = []
+                self.backward_dw[id(part)]()
+            return [p.grad for p in self.parameters]
+        finally:
+            for p, grad in zip(self.parameters, grads, strict=True):
+                p.grad = grad
+            for part, own in zip(self.delaying, hooks):
+                part._wgrad_hooks = own
+            _put_back(others)
+            self.pending = []
+
+    def forget(self) -> None:
+        """Drops every tensor that is no parameter."""
+        self.inputs, self.grad_outputs, self.live, self.result, self.pending = [], [], [], [], []
