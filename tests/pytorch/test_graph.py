@@ -344,3 +344,18 @@ def test_weak_references(device):
     assert alias.untyped_storage()._cdata != t.untyped_storage()._cdata
     with pytest.raises(TypeError, match="make_weak_ref"):
         make_weak_ref(object())
+
+
+# ---- the example ----
+
+
+def test_the_example(device, monkeypatch, capsys, tmp_path):
+    import graph_layers
+
+    sizes = ["--layers", "2", "--hidden", "64", "--tokens", "16"]
+    monkeypatch.setattr("sys.argv", ["graph_layers.py", "--device", device, *sizes, "--out", str(tmp_path)])
+    graph_layers.main()
+    printed = capsys.readouterr().out
+    assert "102 of 102 results and gradients are equal to eager" in printed
+    if device == "cuda":
+        assert "host time" in printed and "<svg" in (tmp_path / "timeline.svg").read_text()
