@@ -163,6 +163,53 @@ def test_capture_changes_nothing(device):
     assert not is_graph_capturing()
 
 
+class Checkpointed(torch.nn.Module):
+    def __init__(self, inner, **options):
+        super().__init__()
+        self.inner, self.options = inner, options
+
+    def forward(self, x):
+        return te.checkpoint(self.inner, x, **self.options)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", [mlp, layer], ids=lambda f: f.__name__)
+def test_checkpoint_inside(device, family, reentrant):
+    module = Checkpointed(build(family, device, **({"attention_dropout": 0.0} if family is layer else {})))
+    module.options = {"use_reentrant": reentrant}
+    eager = copy.deepcopy(module)
+    capture(module, device)
+    for seed in range(2):
+        x = tokens(device)
+        assert_same_step(step(module, x, seed), step(eager, x, seed))
+
+
+def test_checkpoint_that_draws_numbers(device):
+    module = Checkpointed(build(plain, device))
+    eager = copy.deepcopy(module)
+    if device == "cuda":
+        with refused(NotImplementedError, "checkpoint", "random numbers", "capture", "dropout"):
+            capture(module, device)
+    else:
+        capture(module, device)
+    for seed in range(2):
+        x = tokens(device)
+        assert_same_step(step(module, x, seed), step(eager, x, seed))
+
+
+@pytest.mark.gpu
+def test_checkpoint_with_a_tracker_that_forks():
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 77)
+
+    def forked(x):
+        with tracker.fork():
+            return torch.nn.functional.dropout(x, 0.4)
+
+    with refused(NotImplementedError, "checkpoint", "random numbers"):
+        te.make_graphed_callables(lambda x: te.checkpoint(forked, x), (tokens("cuda", grad=True),))
+
+
 # ---- arguments ----
 
 
@@ -300,8 +347,6 @@ def test_autograd_keeps_nothing():
 def test_a_thousand_replays(device):
     module, eager = twins(mlp, device)
     capture(module, device)
-    for m in (module, eager):
-        m.requires_grad_(True)
     for i in range(1000):
         x = tokens(device)
         if i == 10 and device == "cuda":

@@ -237,7 +237,7 @@ def test_shared_buffers_take_less(device):
         if device == "cuda":
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
-        graphed, *_ = pipelines(modules, FOUR_STAGES, 1, device, _reuse_graph_input_output_buffers=reuse)
+        graphed = pipelines(modules, FOUR_STAGES, 1, device, _reuse_graph_input_output_buffers=reuse)[0]
         if device == "cuda":
             torch.cuda.synchronize()
             sizes.append(torch.cuda.memory_allocated() - before)

@@ -365,6 +365,12 @@ def test_double_backward(device):
         torch.autograd.grad(module(x).sum(), x, create_graph=True)
 
 
+def test_functional_transforms(device):
+    graphed = te.make_graphed_callables(lambda x: x * 2, (tokens(device, grad=True),))
+    with refused(NotImplementedError, "torch.func", "reset()"):
+        torch.func.grad(lambda x: graphed(x).sum())(tokens(device, grad=True))
+
+
 def test_another_mode(device):
     module, eager = twins(plain, device)
     capture(module, device)

@@ -4,14 +4,15 @@ state. It recomputes only what is asked for."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from transformer_engine.pytorch.distributed.rng import Snapshot
+from transformer_engine.pytorch.capturing import is_graph_capturing
+from transformer_engine.pytorch.distributed.rng import NoDraws, Snapshot
 
 
 class _Phase(threading.local):
@@ -52,7 +53,7 @@ class _Twice:
 
     def __init__(self, function: Callable, form: object, tracker: object | None) -> None:
         self.function, self.form, self.tracker = function, form, tracker
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | NoDraws | None = None
         self.result_form = None
         self.passed: dict[int, torch.Tensor] = {}
 
@@ -61,8 +62,13 @@ class _Twice:
             with activation_recompute_forward(True, True), self.snapshot.replayed():
                 results = self._call(leaves)
         else:
-            self.snapshot = Snapshot((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), self.tracker)
-            with activation_recompute_forward(True, False):
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                self.snapshot = NoDraws()
+                guard = self.snapshot.replayed()
+            else:
+                self.snapshot = Snapshot((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), self.tracker)
+                guard = nullcontext()
+            with activation_recompute_forward(True, False), guard:
                 results = self._call(leaves)
             self._pass_by(leaves, results)
         return tuple(None if i in self.passed else result for i, result in enumerate(results))
@@ -134,8 +140,9 @@ def checkpoint(
     tp_group: where saved activations would be distributed; nothing is communicated without that.
     Random states: the CPU's, CUDA's on the inputs' devices and the current one, and the tracker's are put where they
       were for the second run, and back behind it.
+    In a CUDA graph's capture: the way that is not reentrant is taken, and the function may draw no random numbers.
     Errors: ValueError for a combination that excludes itself; NotImplementedError for distribute_saved_activations, and
-      inside a CUDA graph's capture.
+      inside a CUDA graph's capture for a function that draws random numbers.
     """
     _refuse_combinations(
         use_reentrant,
@@ -148,11 +155,9 @@ def checkpoint(
         return _traced(function, args, kwargs, get_rng_state_tracker, context_fn)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            "checkpoint: called inside a CUDA graph's capture, where the states of the random generators cannot be "
-            "noted; that is not available in this version. Capture the function without checkpoint."
-        )
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if is_graph_capturing() or capturing:
+        use_reentrant = False  # captures take gradients by torch.autograd.grad, which the reentrant way refuses
     leaves, form = tree_flatten((args, kwargs))
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     twice = _Twice(function, form, tracker)

@@ -1,6 +1,7 @@
 """Named random states beside the default one, and snapshots of all of them. It draws no numbers itself and never waits
 for a device."""
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,6 +76,8 @@ class CudaRNGStatesTracker:
                 f"CudaRNGStatesTracker.fork: argument 'name' is {name!r}, wanted one of {sorted(self.states_)}; "
                 "add(name, seed) first."
             )
+        if _guard.active:
+            raise _drawn()
         generator = self.states_[name]
         if generator.device.type == "cpu":
             with self._on_cpu(name):
@@ -128,6 +131,42 @@ def get_all_rng_states() -> dict[str, torch.Generator]:
                 unique = f"{name} ({turn})"
             states[unique] = generator
     return states
+
+
+class _Guard(threading.local):
+    active = False  # on this thread nothing may be drawn
+
+
+_guard = _Guard()
+
+
+def _drawn() -> NotImplementedError:
+    return NotImplementedError(
+        "checkpoint: its function draws random numbers inside a CUDA graph's capture, where the states of the "
+        "generators cannot be noted for the second run; that is not available in this version. Capture it without "
+        "dropout, or without checkpoint."
+    )
+
+
+class NoDraws:
+    """Takes a Snapshot's place inside a CUDA graph's capture, where no state can be read: what runs inside may draw no
+    numbers, so that running it again draws the same."""
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        outside, before = default.graphsafe_get_state(), _guard.active
+        default.graphsafe_set_state(torch.Generator("cuda"))  # no graph knows it: torch refuses to draw from it here
+        _guard.active = True
+        try:
+            yield
+        except RuntimeError as error:
+            if "not in capture mode" in str(error):
+                raise _drawn() from error
+            raise
+        finally:
+            _guard.active = before
+            default.graphsafe_set_state(outside)
 
 
 class Snapshot:

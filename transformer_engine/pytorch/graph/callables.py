@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from transformer_engine.pytorch.capturing import is_graph_capturing
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of
 from transformer_engine.pytorch.graph.order import pipeline_schedule, plain_schedule
 from transformer_engine.pytorch.graph.replay import Graphed
 from transformer_engine.pytorch.graph.signature import OP, Signature
-from transformer_engine.pytorch.graph.state import fused_weights, is_graph_capturing
+from transformer_engine.pytorch.graph.state import fused_weights
 from transformer_engine.pytorch.graph.work import our_modules
 from transformer_engine.pytorch.quantization import autocast
 

@@ -87,6 +87,7 @@ class Capture:
                 graphed.reset()
             for work in self.works:
                 work.forget()
+            self.buffers = Buffers()
             raise
         finally:
             self.held.clear()
@@ -265,7 +266,7 @@ class Capture:
 
     def _finish(self, graphed: Graphed, work: Work) -> None:
         """What replay needs of a pass; a graph needs nothing else, a recorder keeps its work."""
-        graphed.inputs, graphed.wanted, graphed.wanted_count = work.inputs, work.wanted, len(work.wanted)
+        graphed.inputs, graphed.wanted = work.inputs, work.wanted
         graphed.parameters, graphed.retain = work.parameters, work.retain
         graphed.form, graphed.result, graphed.is_tensor = work.form, work.result, work.is_tensor
         graphed.constant_outputs = [i for i, wants in enumerate(work.differentiable) if not wants]
@@ -275,6 +276,8 @@ class Capture:
             graphed.fused = [Fused.of(p) for part in work.parts if id(part) not in delaying for p in own_fused(part)]
             graphed.fused_later = [Fused.of(p) for part in graphed.delaying for p in own_fused(part)]
         fused = {id(p) for p in fused_weights(graphed.module)}
-        graphed.cloned_parameters = [self.plan.clone_parameter_grads and id(p) not in fused for p in work.parameters]
+        graphed.grad_surface = [*graphed.grad_inputs, *graphed.grad_parameters]
+        graphed.copied_for_leaf = [True] * len(work.wanted)
+        graphed.copied_for_leaf += [self.plan.clone_parameter_grads and id(p) not in fused for p in work.parameters]
         graphed.signature.forget_tensors()
         work.live = []

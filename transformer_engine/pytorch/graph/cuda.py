@@ -1,6 +1,7 @@
 """Real CUDA graphs behind the recorder's interface. Never leaves a stream capturing, nor a generator, nor a pool held,
 whatever is raised inside a capture."""
 
+import gc
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,18 @@ _WAITED = ("called a synchronizing CUDA operation", "operation not permitted whe
 def _innermost(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f"`{frames[-1].line}` ({frames[-1].name})" if frames else "an operation"
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What the garbage collector frees may ask the device for something that a capture forbids."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CudaGraphs:
@@ -47,6 +60,7 @@ class CudaGraphs:
 
     def prepare(self) -> None:
         """Before the captures: nothing is in flight, and no cached memory is kept from their pool."""
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
@@ -55,7 +69,7 @@ class CudaGraphs:
         for generator in self.generators:
             graph.register_generator_state(generator)
         waiting = torch.cuda.get_sync_debug_mode()
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), _no_collection():
             graph.capture_begin(pool=self.pool)
             try:
                 torch.cuda.set_sync_debug_mode("error")  # raises before the call that would spoil the capture

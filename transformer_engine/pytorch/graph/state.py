@@ -1,5 +1,5 @@
-"""What a capture must leave as it found it: random states, buffers, gradients, quantization state, and the flag that
-says that a capture is under way. Everything is put back whether it succeeded or not."""
+"""What a capture must leave as it found it: random states, buffers, gradients, and the flag that says that a capture is
+under way. Everything is put back whether it succeeded or not."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -7,28 +7,10 @@ from types import TracebackType
 
 import torch
 
+from transformer_engine.pytorch.capturing import set_capture_end, set_capture_start
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
 from transformer_engine.pytorch.graph.work import our_modules
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-
-_capturing = False
-
-
-def set_capture_start() -> None:
-    """Tells the modules that a capture begins; its warm-up counts as part of it."""
-    global _capturing
-    _capturing = True
-
-
-def set_capture_end() -> None:
-    """Tells the modules that a capture has ended."""
-    global _capturing
-    _capturing = False
-
-
-def is_graph_capturing() -> bool:
-    """Whether callables are being captured, warm-up included: a module may then leave out what only eager needs."""
-    return _capturing
 
 
 def fused_weights(module: object) -> list[torch.nn.Parameter]:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.utils._pytree import tree_flatten
 
+from transformer_engine.pytorch.capturing import as_captured
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradStore
@@ -23,6 +24,7 @@ class Ambient:
     def restored(self) -> Iterator[None]:
         enabled, dtype = self.autocast
         with (
+            as_captured(),
             torch.set_grad_enabled(self.grad),
             torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False),
         ):
