@@ -15,6 +15,7 @@ void register_noop_cat(pybind11::module_& m);
 void register_recorder(pybind11::module_& m);
 void register_rope(pybind11::module_& m);
 void register_normalization(pybind11::module_& m);
+void register_quantize(pybind11::module_& m);
 void register_tune(pybind11::module_& m);
 }  // namespace te_torch
 
@@ -28,6 +29,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_recorder(m);
   te_torch::register_rope(m);
   te_torch::register_normalization(m);
+  te_torch::register_quantize(m);
   te_torch::register_tune(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;

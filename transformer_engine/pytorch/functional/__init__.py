@@ -12,12 +12,14 @@ from transformer_engine.pytorch.functional.linear import (
     normalization_linear,
 )
 from transformer_engine.pytorch.functional.normalization import normalization
+from transformer_engine.pytorch.functional.quantize import dequantize, quantize
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
 
 __all__ = [
     "activation",
     "activation_kinds",
     "activation_linear",
+    "dequantize",
     "gemm",
     "gemm_accumulate",
     "layernorm_mlp",
@@ -26,6 +28,7 @@ __all__ = [
     "noop_cat",
     "normalization",
     "normalization_linear",
+    "quantize",
     "rope",
     "rope_qkv",
 ]

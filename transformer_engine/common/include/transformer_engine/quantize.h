@@ -38,12 +38,14 @@ typedef struct te_quantized {
 } te_quantized;
 
 /* Where a quantization takes its scale from and what it leaves beside the data. All tensors are float32 and may be
- * absent (data NULL), but TENSOR needs scale or amax_parts, and not both. */
+ * absent (data NULL), but TENSOR needs scale or amax_parts, and not both. With neither direction in `out` (and block
+ * scaling) the column sums are still made. */
 typedef struct te_quantize_plan {
   te_tensor scale;       /* [1, 1], TENSOR: the scale, given */
   te_tensor amax_parts;  /* [1, n], TENSOR: the scale is made from the largest of these */
   te_tensor amax;        /* [1, 1], TENSOR: with scale, amax = max(amax, max |x|); with amax_parts, amax = their max */
-  te_tensor column_sums; /* [ceil(rows / 128), cols]: sums of x over each 128 rows, for a bias gradient */
+  te_tensor column_sums; /* [ceil(rows / 128), cols]: sums of x over each 128 rows, for a bias gradient: of 4 rows in
+                            order, of neighbours, of neighbours of these, then of the 8 results in order */
   te_tensor noop;        /* [1, 1]: where it holds anything but 0, nothing at all is written */
   int pow_2_scales;      /* of scales that are made here */
   float amax_epsilon;    /* >= 0 */
@@ -69,7 +71,7 @@ TE_API te_status te_quantize_transpose(te_tensor rowwise, te_tensor columnwise, 
 
 /* Delayed scaling, between steps. For each of n tensors, history [len, n] holding amaxes, newest in row 0:
  *   amax = the largest of the column (NaN left aside), or row 0 of it with most_recent;
- *   scale = (fp8_max / amax) / 2^margin, by the rules above; kept as it is where amax is 0, Inf or NaN;
+ *   scale = (fp8_max / amax) / 2^margin, by the rules above, and no less than FLT_MIN; kept where amax is 0, Inf or NaN;
  *   then the history rolls by one: row i takes row i + 1, the last takes row 0, and row 0 becomes 0. */
 typedef struct te_scale_update {
   te_tensor history; /* float32 [len, n] */

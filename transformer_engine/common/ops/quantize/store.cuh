@@ -1,9 +1,11 @@
 // The porch of the quantize room: how a fused producer puts its float results into memory. A policy is a small object
 // passed by value to a kernel; the producer calls store(row, col, values) with N consecutive elements of one row and
-// never learns the format. The plain policy rounds to the output's own dtype.
+// never learns the format. The plain policy rounds to the output's own dtype. Tiles of FP8 are another matter: a
+// producer hands its values to the kernel of tile.cuh.
 #pragma once
 
 #include "core/vec.cuh"
+#include "ops/quantize/tile.cuh"
 
 namespace te::quantize {
 

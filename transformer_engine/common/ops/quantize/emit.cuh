@@ -1,0 +1,436 @@
+// One tile of values, held by the threads of a block as tile.cuh says, into FP8: amaxes, scales, bytes in both
+// directions, partial column sums. Every thread of the block calls what is here.
+#pragma once
+
+#include "core/reduce.cuh"
+#include "core/vec.cuh"
+#include "ops/quantize/fp8.h"
+#include "transformer_engine/quantize.h"
+
+namespace te::quantize {
+
+constexpr int kTile = 128;  // rows and columns
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kRows = 8, kColumns = 8;  // of a thread
+
+static_assert(kTile == kBlock && kThreads * kRows * kColumns == kTile * kTile);
+
+template <class T>
+using Vector = Packed<T, kColumns>;
+
+// Where one output of a producer goes: a te_quantized, its plan, and the column of it that the output starts at.
+struct Dest {
+  int64_t rows, cols;  // of the whole matrix
+  int64_t first_col;   // a multiple of kTile
+  te_scaling scaling;
+  bool e5m2, pow_2_scales;
+  float amax_epsilon, max;
+  uint8_t *rowwise, *columnwise;
+  int64_t row_pitch, column_pitch;
+  te_tensor rowwise_scale_inv, columnwise_scale_inv;
+  const float *scale, *amax_parts;
+  int n_parts;
+  float* amax;
+  te_tensor column_sums;
+  const float* noop;
+
+  Dest() = default;
+  Dest(const te_quantize_plan& plan, const te_quantized& out, int64_t rows, int64_t cols, int64_t first_col = 0)
+      : rows(rows),
+        cols(cols),
+        first_col(first_col),
+        scaling(out.scaling),
+        e5m2((out.rowwise.data != nullptr ? out.rowwise : out.columnwise).dtype == TE_FLOAT8_E5M2),
+        pow_2_scales(plan.pow_2_scales != 0),
+        amax_epsilon(plan.amax_epsilon),
+        max(fp8_max(e5m2)),
+        rowwise(static_cast<uint8_t*>(out.rowwise.data)),
+        columnwise(static_cast<uint8_t*>(out.columnwise.data)),
+        row_pitch(out.rowwise.row_pitch),
+        column_pitch(out.columnwise.row_pitch),
+        rowwise_scale_inv(out.rowwise_scale_inv),
+        columnwise_scale_inv(out.columnwise_scale_inv),
+        scale(static_cast<const float*>(plan.scale.data)),
+        amax_parts(static_cast<const float*>(plan.amax_parts.data)),
+        n_parts(int(plan.amax_parts.cols)),
+        amax(static_cast<float*>(plan.amax.data)),
+        column_sums(plan.column_sums),
+        noop(static_cast<const float*>(plan.noop.data)) {}
+
+  __device__ __forceinline__ float scale_for(float amax) const {
+    return scale_of(amax, amax_epsilon, max, pow_2_scales);
+  }
+};
+
+// A thread's place: which tile, and where its 8 x 8 elements lie in it.
+struct Place {
+  int64_t tile_row, tile_col;
+  int group_row, group_col;  // of 16 x 16 groups of 8 x 8 elements
+
+  __device__ __forceinline__ Place(int64_t tile_row, int64_t tile_col)
+      : tile_row(tile_row), tile_col(tile_col), group_row(threadIdx.x / 16), group_col(threadIdx.x % 16) {}
+  __device__ __forceinline__ int64_t row() const { return tile_row * kTile + group_row * kRows; }
+  __device__ __forceinline__ int64_t col() const { return tile_col * kTile + group_col * kColumns; }
+};
+
+struct Shared {
+  union {
+    uint2 bytes[kTile][kTile / 8];  // the tile's bytes, transposed: 8 rows of a column a word, see put_transposed
+    float columns[kWarps][kTile];   // what each warp found for a column
+  };
+  float scales[kTile];
+  uint32_t largest[kWarps];
+};
+
+// ---- values in their own dtype ----
+
+template <class T>
+__device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
+  Pair x, y;
+  memcpy(&x, &a, 4);
+  memcpy(&y, &b, 4);
+  x = __hmax2(x, y);  // of a NaN and a number: the number
+  memcpy(&a, &x, 4);
+  return a;
+}
+
+// largest = max(largest, |x|), element by element, NaN left aside.
+template <class T>
+__device__ __forceinline__ void take_magnitudes(Vector<T>& largest, const Vector<T>& x) {
+#pragma unroll
+  for (int w = 0; w < int(sizeof(x.v) / sizeof(x.v[0])); ++w) {
+    if constexpr (kPaired<T, kColumns>) {
+      largest.v[w] = larger_pair<T>(largest.v[w], x.v[w] & 0x7fff7fffu);
+    } else {
+      largest.v[w] = fmaxf(largest.v[w], fabsf(x.v[w]));
+    }
+  }
+}
+
+// Columns 2w and 2w + 1.
+template <class T>
+__device__ __forceinline__ float2 pair_of(const Vector<T>& x, int w) {
+  if constexpr (!kPaired<T, kColumns>) {
+    return make_float2(x.v[2 * w], x.v[2 * w + 1]);
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    return make_float2(__uint_as_float(x.v[w] << 16), __uint_as_float(x.v[w] & 0xffff0000u));
+  } else {
+    return make_float2(to_float(fp16{uint16_t(x.v[w])}), to_float(fp16{uint16_t(x.v[w] >> 16)}));
+  }
+}
+
+// Of magnitudes.
+template <class T>
+__device__ __forceinline__ float largest_of(const Vector<T>& x) {
+  if constexpr (kPaired<T, kColumns>) {
+    Vector<T> last = {};
+    last.v[0] = larger_pair<T>(larger_pair<T>(x.v[0], x.v[1]), larger_pair<T>(x.v[2], x.v[3]));
+    const float2 pair = pair_of<T>(last, 0);
+    return fmaxf(pair.x, pair.y);
+  } else {
+    float largest = x.v[0];
+#pragma unroll
+    for (int j = 1; j < kColumns; ++j) largest = fmaxf(largest, x.v[j]);
+    return largest;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void clear_from(Vector<T>& x, int n) {
+  T elements[kColumns];
+  memcpy(elements, &x, sizeof(x));
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    if (j >= n) elements[j] = T{};
+  }
+  memcpy(&x, elements, sizeof(x));
+}
+
+// ---- over the block ----
+
+// The largest of all threads' x >= 0, for all of them. One barrier: a second call needs another before it.
+__device__ __forceinline__ float block_max(float x, Shared& shared) {
+  const uint32_t warp = __reduce_max_sync(0xffffffffu, __float_as_uint(x));  // as integers: the same order
+  if (threadIdx.x % kWarp == 0) shared.largest[threadIdx.x / kWarp] = warp;
+  __syncthreads();
+  uint32_t largest = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) largest = max(largest, shared.largest[w]);
+  return __uint_as_float(largest);
+}
+
+// x[i] of a half warp's 16 threads -> the largest of row (lane / 2) % 8, for each lane.
+__device__ __forceinline__ float row_maxima(float (&x)[kRows]) {
+  const unsigned lane = threadIdx.x;
+#pragma unroll
+  for (int n = kRows / 2; n > 0; n /= 2) {  // lanes 2n apart: each keeps n rows and gives n away
+    const bool upper = (lane & (2 * n)) != 0;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float kept = upper ? x[n + i] : x[i], given = upper ? x[i] : x[n + i];
+      x[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, 2 * n));
+    }
+  }
+  return fmaxf(x[0], __shfl_xor_sync(0xffffffffu, x[0], 1));
+}
+
+// What each warp found for its 128 columns, as 8 floats of each of its first 16 threads.
+__device__ __forceinline__ void put_columns(const float (&x)[kColumns], Shared& shared) {
+  if (threadIdx.x % kWarp >= 16) return;
+  float4* target = reinterpret_cast<float4*>(&shared.columns[threadIdx.x / kWarp][threadIdx.x % 16 * kColumns]);
+  target[0] = make_float4(x[0], x[1], x[2], x[3]);
+  target[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// ---- bytes ----
+
+__device__ __forceinline__ void put_row(const Dest& dest, int64_t row, int64_t col, uint2 bytes) {
+  if (row >= dest.rows || col >= dest.row_pitch) return;
+  asm volatile(
+      "st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(dest.rowwise + row * dest.row_pitch + col)),
+      "r"(bytes.x), "r"(bytes.y)
+      : "memory");
+}
+
+// A thread's 8 bytes of its column j. Where they lie within the column is swapped around by the thread's columns, or
+// the 16 threads of a row would all meet in one bank; the 16-byte halves of get_transposed stay together.
+__device__ __forceinline__ void put_transposed(const Place& at, int j, uint2 bytes, Shared& shared) {
+  shared.bytes[at.group_col * kColumns + j][at.group_row ^ at.group_col] = bytes;
+}
+
+__device__ __forceinline__ void put_columnwise(const Dest& dest, const Place& at, const Shared& shared) {
+  __syncthreads();
+#pragma unroll
+  for (int turn = 0; turn < kTile * 8 / kThreads; ++turn) {
+    const int number = turn * kThreads + int(threadIdx.x), column = number / 8, piece = number % 8;
+    const int group = column / kColumns;
+    uint4 x = reinterpret_cast<const uint4*>(shared.bytes[column])[piece ^ (group / 2)];
+    if (group % 2 != 0) x = make_uint4(x.z, x.w, x.x, x.y);
+    const int64_t c = dest.first_col + at.tile_col * kTile + column, row = at.tile_row * kTile + piece * 16;
+    if (c < dest.cols && row < dest.column_pitch) {
+      Packed<uint8_t, 16> packed;
+      memcpy(&packed, &x, 16);
+      store_packed<uint8_t, 16>(dest.columnwise + c * dest.column_pitch + row, packed);
+    }
+  }
+}
+
+__device__ __forceinline__ void put_scale(const te_tensor& scale_inv, int64_t row, int64_t col, float value) {
+  if (row < scale_inv.rows && col < scale_inv.cols) {
+    static_cast<float*>(scale_inv.data)[row * scale_inv.row_pitch + col] = value;
+  }
+}
+
+// Bytes a, b, c, d of four rows -> rows' bytes of four columns.
+__device__ __forceinline__ void transpose_4x4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
+  const uint32_t low_ab = __byte_perm(a, b, 0x5140), low_cd = __byte_perm(c, d, 0x5140);
+  const uint32_t high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
+  out[0] = __byte_perm(low_ab, low_cd, 0x5410);
+  out[1] = __byte_perm(low_ab, low_cd, 0x7632);
+  out[2] = __byte_perm(high_ab, high_cd, 0x5410);
+  out[3] = __byte_perm(high_ab, high_cd, 0x7632);
+}
+
+__device__ __forceinline__ void put_block_transposed(const Place& at, const uint2 (&bytes)[kRows], Shared& shared) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t upper[4], lower[4];
+    const auto word = [&](int i) { return half == 0 ? bytes[i].x : bytes[i].y; };
+    transpose_4x4(word(0), word(1), word(2), word(3), upper);
+    transpose_4x4(word(4), word(5), word(6), word(7), lower);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) put_transposed(at, 4 * half + j, make_uint2(upper[j], lower[j]), shared);
+  }
+}
+
+// ---- tiles ----
+
+// In the order of the CPU path: 4 rows, neighbours, neighbours of these, then the warps' results.
+template <class T>
+__device__ __forceinline__ void emit_column_sums(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
+                                                 Shared& shared) {
+  float sums[kColumns];
+#pragma unroll
+  for (int w = 0; w < kColumns / 2; ++w) {
+    float2 quads[2] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float2 x = pair_of<T>(values[i], w);
+      quads[i / 4].x += x.x;
+      quads[i / 4].y += x.y;
+    }
+    sums[2 * w] = quads[0].x + quads[1].x;
+    sums[2 * w + 1] = quads[0].y + quads[1].y;
+  }
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], 16);
+  put_columns(sums, shared);
+  __syncthreads();
+  if (threadIdx.x < kTile) {
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += shared.columns[w][threadIdx.x];
+    put_scale(dest.column_sums, at.tile_row, dest.first_col + at.tile_col * kTile + threadIdx.x, total);
+  }
+  __syncthreads();
+}
+
+template <class T>
+__device__ __forceinline__ void emit_rowwise_1d(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at) {
+  float amaxes[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    Vector<T> magnitudes = {};
+    take_magnitudes(magnitudes, values[i]);
+    amaxes[i] = largest_of(magnitudes);
+  }
+  const int64_t col = dest.first_col + at.col(), row = at.row();
+  const float mine = dest.scale_for(row_maxima(amaxes));  // of row (lane / 2) % 8
+  const int64_t own = row + threadIdx.x / 2 % kRows;
+  if (threadIdx.x % 2 == 0) {
+    put_scale(dest.rowwise_scale_inv, dest.first_col / kTile + at.tile_col, own, own < dest.rows ? 1.f / mine : 0.f);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const float s = __shfl_sync(0xffffffffu, mine, (threadIdx.x & 16) | (2 * i));
+    float x[kColumns];
+    widen<T, kColumns>(values[i], x);
+    put_row(dest, row + i, col,
+            make_uint2(to_fp8_word(x[0] * s, x[1] * s, x[2] * s, x[3] * s, dest.e5m2),
+                       to_fp8_word(x[4] * s, x[5] * s, x[6] * s, x[7] * s, dest.e5m2)));
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void emit_columnwise_1d(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
+                                                   Shared& shared) {
+  Vector<T> magnitudes = {};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) take_magnitudes(magnitudes, values[i]);
+  float amaxes[kColumns];
+  widen<T, kColumns>(magnitudes, amaxes);
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) amaxes[j] = fmaxf(amaxes[j], __shfl_xor_sync(0xffffffffu, amaxes[j], 16));
+  put_columns(amaxes, shared);
+  __syncthreads();
+  if (threadIdx.x < kTile) {
+    float amax = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, shared.columns[w][threadIdx.x]);
+    const float scale = dest.scale_for(amax);
+    const int64_t column = dest.first_col + at.tile_col * kTile + threadIdx.x;
+    put_scale(dest.columnwise_scale_inv, at.tile_row, column, column < dest.cols ? 1.f / scale : 0.f);
+    shared.scales[threadIdx.x] = scale;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kColumns / 2; ++w) {
+    const float2 s = reinterpret_cast<const float2*>(shared.scales)[at.group_col * (kColumns / 2) + w];
+    float2 x[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      x[i] = pair_of<T>(values[i], w);
+      x[i] = make_float2(x[i].x * s.x, x[i].y * s.y);
+    }
+    put_transposed(at, 2 * w,
+                   make_uint2(to_fp8_word(x[0].x, x[1].x, x[2].x, x[3].x, dest.e5m2),
+                              to_fp8_word(x[4].x, x[5].x, x[6].x, x[7].x, dest.e5m2)),
+                   shared);
+    put_transposed(at, 2 * w + 1,
+                   make_uint2(to_fp8_word(x[0].y, x[1].y, x[2].y, x[3].y, dest.e5m2),
+                              to_fp8_word(x[4].y, x[5].y, x[6].y, x[7].y, dest.e5m2)),
+                   shared);
+  }
+  put_columnwise(dest, at, shared);
+}
+
+template <class T>
+__device__ __forceinline__ float tile_amax(const Vector<T> (&values)[kRows], Shared& shared) {
+  Vector<T> magnitudes = {};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) take_magnitudes(magnitudes, values[i]);
+  return block_max(largest_of(magnitudes), shared);
+}
+
+// Per-tensor: the scale, from where the plan says; the first tile's first thread leaves what belongs to the tensor.
+template <class T>
+__device__ __forceinline__ float tensor_scale(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
+                                              Shared& shared) {
+  const bool first = threadIdx.x == 0 && blockIdx.x == 0 && dest.first_col == 0;
+  float scale, amax = 0.f;
+  if (dest.scale != nullptr) {
+    scale = *dest.scale;
+    if (dest.amax != nullptr) {
+      amax = tile_amax<T>(values, shared);
+      // Not less than what is there already: most tiles need no atomic. Non-negative floats have integers' order.
+      auto* target = reinterpret_cast<unsigned*>(dest.amax);
+      if (threadIdx.x == 0 && __float_as_uint(amax) > *static_cast<volatile unsigned*>(target)) {
+        atomicMax(target, __float_as_uint(amax));
+      }
+    }
+  } else {
+    for (int part = int(threadIdx.x); part < dest.n_parts; part += kThreads) amax = fmaxf(amax, dest.amax_parts[part]);
+    amax = block_max(amax, shared);
+    scale = dest.scale_for(amax);
+    if (first && dest.amax != nullptr) *dest.amax = amax;
+  }
+  if (first) {
+    put_scale(dest.rowwise_scale_inv, 0, 0, 1.f / scale);
+    put_scale(dest.rowwise_scale_inv, 0, 1, scale);
+    put_scale(dest.columnwise_scale_inv, 0, 0, 1.f / scale);
+    put_scale(dest.columnwise_scale_inv, 0, 1, scale);
+  }
+  return scale;
+}
+
+__device__ __forceinline__ int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
+
+template <class T>
+__device__ __forceinline__ float block_2d_scale(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
+                                                Shared& shared) {
+  const float scale = dest.scale_for(tile_amax<T>(values, shared));
+  const int64_t row = at.tile_row, col = dest.first_col / kTile + at.tile_col;
+  const int64_t rows = blocks_of(dest.rows), cols = blocks_of(dest.cols);
+  if (threadIdx.x < 4) {  // the block's own scale, and up to three of padding behind the last
+    const float value = threadIdx.x == 0 ? 1.f / scale : 0.f;
+    const int64_t shift = threadIdx.x;
+    if (col < cols && (shift == 0 || col == cols - 1)) put_scale(dest.rowwise_scale_inv, row, col + shift, value);
+    if (row < rows && (shift == 0 || row == rows - 1)) put_scale(dest.columnwise_scale_inv, col, row + shift, value);
+  }
+  return scale;
+}
+
+template <class T>
+__device__ __forceinline__ void emit_one_scale(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
+                                               float s, Shared& shared) {
+  uint2 bytes[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    float x[kColumns];
+    widen<T, kColumns>(values[i], x);
+    bytes[i] = make_uint2(to_fp8_word(x[0] * s, x[1] * s, x[2] * s, x[3] * s, dest.e5m2),
+                          to_fp8_word(x[4] * s, x[5] * s, x[6] * s, x[7] * s, dest.e5m2));
+    if (dest.rowwise != nullptr) put_row(dest, at.row() + i, dest.first_col + at.col(), bytes[i]);
+  }
+  if (dest.columnwise == nullptr) return;
+  put_block_transposed(at, bytes, shared);
+  put_columnwise(dest, at, shared);
+}
+
+template <class T>
+__device__ __forceinline__ void emit(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
+                                     Shared& shared) {
+  if (dest.column_sums.data != nullptr) emit_column_sums<T>(dest, values, at, shared);
+  if (dest.scaling == TE_SCALING_BLOCK_1D) {
+    if (dest.rowwise != nullptr) emit_rowwise_1d<T>(dest, values, at);
+    if (dest.columnwise != nullptr) emit_columnwise_1d<T>(dest, values, at, shared);
+  } else {
+    const float scale = dest.scaling == TE_SCALING_TENSOR ? tensor_scale<T>(dest, values, at, shared)
+                                                          : block_2d_scale<T>(dest, values, at, shared);
+    emit_one_scale<T>(dest, values, at, scale, shared);
+  }
+}
+
+}  // namespace te::quantize
