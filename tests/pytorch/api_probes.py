@@ -74,10 +74,10 @@ def quantizers():
 
 
 def quantized(name, internal=False):
-    """A tensor of that format, or a bare storage."""
+    """A tensor of that format, or a bare storage; used."""
     quantizer = quantizers()[name]
     quantizer.internal = internal
-    return quantizer.make_empty((6, 40), device="cpu")
+    return quantizer(torch.randn(6, 40)).dequantize()
 
 
 def saved_and_restored():

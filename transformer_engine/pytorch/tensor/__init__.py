@@ -7,6 +7,8 @@ from transformer_engine.pytorch.tensor.blackwell import MXFP8TensorStorage as MX
 from transformer_engine.pytorch.tensor.blackwell import NVFP4Quantizer as NVFP4Quantizer
 from transformer_engine.pytorch.tensor.blackwell import NVFP4Tensor as NVFP4Tensor
 from transformer_engine.pytorch.tensor.blackwell import NVFP4TensorStorage as NVFP4TensorStorage
+from transformer_engine.pytorch.tensor.files import pack_state_dict as pack_state_dict
+from transformer_engine.pytorch.tensor.files import unpack_state_dict as unpack_state_dict
 from transformer_engine.pytorch.tensor.float8 import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
 from transformer_engine.pytorch.tensor.float8 import Float8Quantizer as Float8Quantizer
 from transformer_engine.pytorch.tensor.float8 import Float8Tensor as Float8Tensor
@@ -18,14 +20,14 @@ from transformer_engine.pytorch.tensor.float8_blockwise import (
 )
 from transformer_engine.pytorch.tensor.grouped import GroupedTensor as GroupedTensor
 from transformer_engine.pytorch.tensor.grouped import GroupedTensorStorage as GroupedTensorStorage
-from transformer_engine.pytorch.tensor.hybrid_identity import HybridQuantizedTensor as HybridQuantizedTensor
-from transformer_engine.pytorch.tensor.hybrid_identity import (
+from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensor as HybridQuantizedTensor
+from transformer_engine.pytorch.tensor.hybrid import (
     HybridQuantizedTensorStorage as HybridQuantizedTensorStorage,
 )
-from transformer_engine.pytorch.tensor.hybrid_identity import HybridQuantizer as HybridQuantizer
-from transformer_engine.pytorch.tensor.hybrid_identity import IdentityQuantizer as IdentityQuantizer
-from transformer_engine.pytorch.tensor.hybrid_identity import IdentityTensor as IdentityTensor
-from transformer_engine.pytorch.tensor.hybrid_identity import IdentityTensorStorage as IdentityTensorStorage
+from transformer_engine.pytorch.tensor.hybrid import HybridQuantizer as HybridQuantizer
+from transformer_engine.pytorch.tensor.identity import IdentityQuantizer as IdentityQuantizer
+from transformer_engine.pytorch.tensor.identity import IdentityTensor as IdentityTensor
+from transformer_engine.pytorch.tensor.identity import IdentityTensorStorage as IdentityTensorStorage
 from transformer_engine.pytorch.tensor.nominal import keep_quantized_parameters
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor as QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer as Quantizer

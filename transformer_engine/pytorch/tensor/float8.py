@@ -9,14 +9,11 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE, PartSpec
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, fp8_dtype_of
 from transformer_engine.pytorch.tensor.storage import Part, QuantizedTensorStorage
-
-_SCALING_TENSOR = 0  # te_scaling
-FP8_MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 
 
 def device_of(*parts: torch.Tensor | None) -> torch.device | None:
@@ -101,7 +98,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         columnwise = self._transpose if self.get_usages()[COLUMNWISE] else None
         columnwise = None if columnwise is None else layout.matrix_of(COLUMNWISE, columnwise)
         return _C.Quantized(
-            _SCALING_TENSOR,
+            engine.TENSOR,
             self._fp8_dtype is DType.kFloat8E5M2,
             rowwise,
             None if rowwise is None else self._scale_inv,
@@ -121,10 +118,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _derive(self, kind: str) -> None:
         shape = tuple(self.size())
         if kind == COLUMNWISE:
-            transpose = _C.fp8_transpose(layout.matrix_of(ROWWISE, self._data))
+            transpose = engine.transpose(layout.matrix_of(ROWWISE, self._data))
             self._transpose, self._transpose_invalid = transpose.view(layout.transposed(shape)), False
         else:
-            self._data = _C.fp8_transpose(layout.matrix_of(COLUMNWISE, self._transpose)).view(shape)
+            self._data = engine.transpose(layout.matrix_of(COLUMNWISE, self._transpose)).view(shape)
 
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         rest = super().restore_from_saved(tensors)
@@ -185,9 +182,15 @@ class _PerTensorQuantizer(Quantizer, python_written=False):
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
 
-    def _given(self, scale: torch.Tensor, amax: torch.Tensor | None = None) -> "_C.Quantizer":
-        """By that scale, whatever it comes from."""
-        return _C.Quantizer("delayed", self.dtype is DType.kFloat8E5M2, False, 0.0, scale, amax)
+    def _recording(self, amax: torch.Tensor) -> Quantizer:
+        result = self.copy()
+        result.amax = amax
+        return result
+
+    def _take_note_of(self, amax: torch.Tensor) -> None:
+        if self.amax is not None:
+            with torch.no_grad():
+                self.amax.copy_(torch.fmax(self.amax, amax.view_as(self.amax)))
 
 
 class Float8Quantizer(_PerTensorQuantizer, python_written=False):
@@ -214,33 +217,10 @@ class Float8Quantizer(_PerTensorQuantizer, python_written=False):
         return "delayed", self.dtype is DType.kFloat8E5M2, False, 0.0, self.scale, self.amax
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        self._take_note_of(_C.quantize_amax(tensor.detach()))
-
-    def _records_amax(self) -> bool:
-        return True
-
-    def _engine_recording(self, amax: torch.Tensor) -> "_C.Quantizer":
-        return self._given(self.scale, amax.zero_())
-
-    def _take_note_of(self, amax: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.amax.copy_(torch.fmax(self.amax, amax.view_as(self.amax)))
+        self._take_note_of(engine.amax(tensor))
 
     def _get_compatible_recipe(self) -> type:
         return DelayedScaling
-
-
-def scale_from_amax(
-    amax: torch.Tensor, fp8_max: float, amax_epsilon: float = 0.0, pow_2_scales: bool = False
-) -> torch.Tensor:
-    """The scale that transformer_engine/quantize.h makes of an amax, float32."""
-    amax = amax.clamp(min=amax_epsilon) if amax_epsilon else amax
-    scale = torch.full_like(amax, fp8_max) / amax
-    scale = torch.where(scale.isinf(), torch.finfo(torch.float32).max, scale)
-    scale = torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
-    if pow_2_scales:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return scale
 
 
 class Float8CurrentScalingQuantizer(_PerTensorQuantizer, python_written=False):
@@ -287,23 +267,29 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer, python_written=False):
         self.amax = amax
 
     def _is_python(self) -> bool:
-        return self._python_written or self.with_amax_reduction or self.use_existing_amax
+        return super()._is_python() or self.with_amax_reduction or self.use_existing_amax or self.scale is not None
 
     def _engine_arguments(self) -> tuple:
-        return "current", self.dtype is DType.kFloat8E5M2, self.force_pow_2_scales, self.amax_epsilon, None, None
+        amax = None if self.use_existing_amax else self.amax
+        return "current", self.dtype is DType.kFloat8E5M2, self.force_pow_2_scales, self.amax_epsilon, None, amax
 
-    def _engine_for(self, x: torch.Tensor) -> "_C.Quantizer":
-        if not (self.with_amax_reduction or self.use_existing_amax):
-            return self._built_in()
-        amax = self.amax if self.use_existing_amax else _C.quantize_amax(x.detach())
+    def _quantize_by_engine(
+        self,
+        x: torch.Tensor,
+        rowwise: bool,
+        columnwise: bool,
+        noop: torch.Tensor | None = None,
+        out: "_C.Quantized | None" = None,
+    ) -> "_C.Quantized":
+        amax = self.amax if self.use_existing_amax else None
         if self.with_amax_reduction:
-            amax = amax.clone()
+            amax = engine.amax(x) if amax is None else amax.clone()
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
-        scale = scale_from_amax(amax.view(1), FP8_MAX[self.dtype], self.amax_epsilon, self.force_pow_2_scales)
-        for kept, found in ((self.amax, amax), (self.scale, scale)):
-            if kept is not None and kept is not found:
-                kept.copy_(found.view_as(kept))
-        return self._given(scale)
+        native = engine.quantize(self._built_in(), x, rowwise, columnwise, noop, out, amax)
+        if self.scale is not None:
+            scales = (native.rowwise_scale_inv if rowwise else native.columnwise_scale_inv).view(-1)
+            self.scale.copy_((scales[1:] if scales.numel() > 1 else 1 / scales).view_as(self.scale))
+        return native
 
     def is_requantization_safe(self) -> bool:
         return not self.use_existing_amax

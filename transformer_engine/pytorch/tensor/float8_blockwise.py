@@ -10,7 +10,7 @@ import torch
 from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.float8 import bytes_of, device_of
 from transformer_engine.pytorch.tensor.layout import (
     BLOCK,
@@ -24,7 +24,7 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, fp8_dtype_of
 from transformer_engine.pytorch.tensor.storage import Part, QuantizedTensorStorage
 
-_SCALING = {False: 1, True: 2}  # te_scaling: TE_SCALING_BLOCK_1D, TE_SCALING_BLOCK_2D
+_SCALING = {False: engine.BLOCK_1D, True: engine.BLOCK_2D}
 
 
 class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
@@ -131,11 +131,11 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         shape = tuple(self.size())
         rows, cols = (math.ceil(n / BLOCK) for n in layout.fold(shape))
         if kind == COLUMNWISE:
-            data = _C.fp8_transpose(layout.matrix_of(ROWWISE, self._rowwise_data))
+            data = engine.transpose(layout.matrix_of(ROWWISE, self._rowwise_data))
             self._columnwise_data = data.view(layout.transposed(shape))
             self._columnwise_scale_inv = _transposed_scales(self._rowwise_scale_inv, rows, cols)
         else:
-            data = _C.fp8_transpose(layout.matrix_of(COLUMNWISE, self._columnwise_data))
+            data = engine.transpose(layout.matrix_of(COLUMNWISE, self._columnwise_data))
             self._rowwise_data = data.view(shape)
             self._rowwise_scale_inv = _transposed_scales(self._columnwise_scale_inv, cols, rows)
 

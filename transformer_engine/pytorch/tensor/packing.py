@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.tensor import layout
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def _places(sources: Sequence[torch.Tensor], quantizers: Sequence["Quantizer"]) 
     data, small = [], []
     for i, (source, quantizer) in enumerate(zip(sources, quantizers)):
         specs = quantizer._wanted_specs(source.shape)
-        if quantizer._records_amax():
+        if quantizer._recording(source) is not None:
             specs[AMAX] = layout.PartSpec("amax", torch.float32, (1,))
         for name, spec in specs.items():
             if spec.kind in layout.DATA:
@@ -83,9 +82,8 @@ def quantize_into_one_buffer(
     for source, quantizer, parts in zip(sources, quantizers, made):
         result = quantizer._made(parts, source.shape, source.dtype)
         amax = parts.get(AMAX)
-        there = result.get_usages()
-        engine = quantizer._engine_for(source) if amax is None else quantizer._engine_recording(amax)
-        _C.quantize(engine, source, there[layout.ROWWISE], there[layout.COLUMNWISE], None, result._native())
+        used = quantizer if amax is None else quantizer._recording(amax.zero_())
+        used._write(source, result)
         if amax is not None:
             result._amax = amax
             quantizer._take_note_of(amax)

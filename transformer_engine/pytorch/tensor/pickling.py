@@ -103,7 +103,11 @@ def _quantizer_of(plain: object) -> Any:
 
 
 def rebuilt_tensor(
-    parts: Mapping[str, torch.Tensor], about: Mapping[str, Any], requires_grad: bool, parameter: bool
+    parts: Mapping[str, torch.Tensor],
+    about: Mapping[str, Any],
+    requires_grad: bool,
+    parameter: bool,
+    attributes: Mapping[str, Any],
 ) -> "QuantizedTensor":
     """What pickle calls."""
     result = rebuilt(parts, about)
@@ -111,6 +115,7 @@ def rebuilt_tensor(
         result.requires_grad_(bool(requires_grad))
         if parameter:
             result._is_param = True
+        result.__setstate__(attributes)
     return result
 
 
@@ -118,12 +123,14 @@ def reduced(storage: QuantizedTensorStorage) -> tuple:
     """For __reduce_ex__: names and numbers and plain tensors, so that weights_only loads it."""
     parts, about = described(storage)
     if not isinstance(storage, torch.Tensor):
-        return rebuilt_tensor, (parts, about, False, False)
+        return rebuilt_tensor, (parts, about, False, False, {})
     from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
 
     attributes = own_attributes(storage)
     parameter = bool(attributes.pop("_is_param", False))
-    return rebuilt_tensor, (parts, about, storage.requires_grad, parameter), attributes or None
+    plain = {n: v for n, v in attributes.items() if isinstance(v, (bool, int, float, str)) or type(v) is torch.Tensor}
+    others = {n: v for n, v in attributes.items() if n not in plain}  # may point back here, and are code
+    return rebuilt_tensor, (parts, about, storage.requires_grad, parameter, plain), others or None
 
 
 torch.serialization.add_safe_globals([rebuilt_tensor])

@@ -188,6 +188,13 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         fields |= {argument: details[name] for name, argument in cls._details.items()}
         return cls(shape=outer_size, dtype=context["dtype"], requires_grad=context["requires_grad"], **fields)
 
+    def __setstate__(self, attributes: dict[str, object]) -> None:
+        """Takes what someone hung on the tensor that was saved."""
+        hidden = {*self._parts, *self._details, *self._bookkeeping, "_is_param"} & set(attributes)
+        if hidden:
+            raise ValueError(f"{type(self).__name__} in a file: it sets {sorted(hidden)}, which are no attributes.")
+        self.__dict__.update(attributes)
+
     def __deepcopy__(self, memo: dict) -> "QuantizedTensor":
         if id(self) in memo:
             return memo[id(self)]

@@ -10,7 +10,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._absent import refusal
 from transformer_engine.pytorch.constants import DType, TE_DType
-from transformer_engine.pytorch.tensor import flattening, layout, packing
+from transformer_engine.pytorch.tensor import engine, flattening, layout, packing
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
 
@@ -112,7 +112,7 @@ class Quantizer:
         """tensor, quantized, in the directions of the usages."""
         x = source_of(type(self).__name__, tensor)
         self._must_want_something()
-        native = self._quantize_native(x, self.rowwise_usage, self.columnwise_usage)
+        native = self._quantize_by_engine(x, self.rowwise_usage, self.columnwise_usage)
         return self._of_native(native, x.shape, x.dtype)
 
     def update_quantized(
@@ -122,17 +122,19 @@ class Quantizer:
         0, nothing is written. Errors: ValueError for a dst of another format or shape."""
         x = source_of(type(self).__name__, src).detach()
         self._must_fit(x, dst)
+        self._write(x, dst, noop_flag)
+        return dst
+
+    def _write(self, x: torch.Tensor, dst: QuantizedTensorStorage, noop_flag: torch.Tensor | None = None) -> None:
         there = dst.get_usages()
         if not any(there.values()):
             raise RuntimeError(f"{type(self).__name__}.update_quantized: argument 'dst' holds no data.")
-        engine = self._engine_for(x)
-        if dst._is_pitched():
-            _C.quantize(engine, x, there[ROWWISE], there[COLUMNWISE], noop_flag, dst._native())
-        else:  # its rows do not start where the engine writes them
-            native = _C.quantize(engine, x, there[ROWWISE], there[COLUMNWISE])
+        if dst._is_pitched() and engine.is_plain(x, *dst._tensors().values()):
+            self._quantize_by_engine(x, there[ROWWISE], there[COLUMNWISE], noop_flag, dst._native())
+        else:  # traced, or its rows do not start where the engine writes them
+            native = self._quantize_by_engine(x, there[ROWWISE], there[COLUMNWISE])
             dst._take(dst._parts_of(native, dst.size()), noop_flag)
         dst._written()
-        return dst
 
     def _must_want_something(self) -> None:
         if not (self.rowwise_usage or self.columnwise_usage):
@@ -176,14 +178,20 @@ class Quantizer:
         """Of _C.Quantizer: kind, e5m2, pow_2_scales, amax_epsilon, scale, amax."""
         raise NotImplementedError(f"{type(self).__name__} has no built-in form: override quantize_impl.")
 
-    def _engine_for(self, x: torch.Tensor) -> "_C.Quantizer":
-        """The built-in quantizer that quantizes x."""
-        return self._built_in()
+    def _quantize_by_engine(
+        self,
+        x: torch.Tensor,
+        rowwise: bool,
+        columnwise: bool,
+        noop: torch.Tensor | None = None,
+        out: "_C.Quantized | None" = None,
+    ) -> "_C.Quantized":
+        return engine.quantize(self._built_in(), x, rowwise, columnwise, noop, out)
 
     def _quantize_native(self, x: torch.Tensor, rowwise: bool, columnwise: bool) -> "_C.Quantized":
         """What the engine calls of a quantizer that is written in Python."""
         if type(self).quantize_impl is Quantizer.quantize_impl:
-            return _C.quantize(self._engine_for(x), x.detach(), rowwise, columnwise)
+            return self._quantize_by_engine(x, rowwise, columnwise)
         twin = self.copy()
         twin.internal = True
         twin.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -326,9 +334,12 @@ class Quantizer:
         """Whether _plain says all about it."""
         return self._in_files and type(self) is QUANTIZERS.get(type(self).__name__)
 
-    def _records_amax(self) -> bool:
-        """Whether each tensor's amax is kept."""
-        return False
+    def _recording(self, amax: torch.Tensor) -> "Quantizer | None":
+        """One that is as this one is, and writes a tensor's amax to `amax`; None where the format has none."""
+        return None
+
+    def _take_note_of(self, amax: torch.Tensor) -> None:
+        """A tensor's amax, found by a quantizer of _recording."""
 
     def __repr__(self) -> str:
         settings = [f"{name}={getattr(self, name)!r}" for name in self._configuration]

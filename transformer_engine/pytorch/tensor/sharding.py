@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from transformer_engine.pytorch.tensor import layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE
+from transformer_engine.pytorch.tensor.subviews import buffer_of
 
 
 class Sharding:
@@ -36,7 +38,7 @@ class Sharding:
         if any(t is not None for t in before.values()):
             self.update_usage(columnwise_usage=True)
             for name, old in before.items():
-                setattr(self, name, old.copy_(getattr(self, name)))
+                setattr(self, name, _laid_again(self._kind(name), old).copy_(getattr(self, name)))
             self._written()
 
     def _before_sharding(self, group: Any) -> None:
@@ -87,8 +89,13 @@ class FSDPHooks:
         inner = list(all_gather_outputs)
         if self._quantizer is not None and self._quantizer.columnwise_usage:
             whole.update_usage(columnwise_usage=True)
-            inner += [getattr(whole, n) for n in whole._of_direction(COLUMNWISE)]
+            inner += [buffer_of(getattr(whole, n)) for n in whole._of_direction(COLUMNWISE)]
         return whole, tuple(inner)
+
+
+def _laid_again(kind: str, old: torch.Tensor) -> torch.Tensor:
+    """The part that stood in old's memory, which has been given back and taken again: its padding is zeroed anew."""
+    return layout.lay_out(buffer_of(old), kind, old.shape) if kind in layout.DATA else old
 
 
 def _of_rows(t: torch.Tensor, rows: int | None) -> torch.Tensor:

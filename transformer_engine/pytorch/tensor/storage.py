@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 from transformer_engine.pytorch.tensor.sharding import Sharding
 from transformer_engine.pytorch.tensor.subviews import Subviews
@@ -256,8 +256,8 @@ class QuantizedTensorStorage(Subviews, Sharding):
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         self._must_hold_data("dequantize")
         if dtype not in FLOATS:
-            return _C.dequantize(self._native(), torch.float32).view(self._logical_shape()).to(dtype)
-        return _C.dequantize(self._native(), dtype).view(self._logical_shape())
+            return self._dequantize(torch.float32).to(dtype)
+        return engine.dequantize(self._native(), dtype).view(self._logical_shape())
 
     def _must_hold_data(self, op: str) -> None:
         if not any(self.get_usages().values()):

@@ -1,0 +1,70 @@
+"""The engine's calls that quantized tensors make, by the direct route where tensors are plain and by the registered ops
+where something traces or watches. No formula is here: transformer_engine/quantize.h."""
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.tensor import layout
+
+TENSOR, BLOCK_1D, BLOCK_2D = 0, 1, 2  # te_scaling
+
+_STATELESS = ("current", "block1d", "block2d")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether the engine can be given their memory: no tracing, no subclass, no meta tensor."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return False
+    return all(type(t) in _PLAIN and not t.is_meta for t in tensors)
+
+
+def quantize(
+    quantizer: "_C.Quantizer",
+    x: torch.Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    noop: torch.Tensor | None = None,
+    out: "_C.Quantized | None" = None,
+    amax: torch.Tensor | None = None,
+) -> "_C.Quantized":
+    """x by a built-in quantizer. noop, out: only for plain tensors. amax: float32 [1], the tensor's, where it is known
+    already (current scaling)."""
+    x = x.detach()
+    x = x.view(1) if x.dim() == 0 else x
+    if is_plain(x):
+        return _C.quantize(quantizer, x, rowwise, columnwise, noop, out, amax)
+    if quantizer.kind not in _STATELESS or amax is not None:
+        raise NotImplementedError(
+            f"quantize: scaling that keeps a state ({quantizer.kind}) cannot be traced; quantize outside torch.compile."
+        )
+    made = torch.ops.te.quantize(x, quantizer.spec, rowwise, columnwise, False)
+    rows, row_scales, columns, column_scales, _ = made
+    scaling = {"current": TENSOR, "block1d": BLOCK_1D, "block2d": BLOCK_2D}[quantizer.kind]
+    there = [t if wanted else None for t, wanted in ((rows, rowwise), (row_scales, rowwise))]
+    there += [t if wanted else None for t, wanted in ((columns, columnwise), (column_scales, columnwise))]
+    return _C.Quantized(scaling, quantizer.e5m2, *there)
+
+
+def dequantize(quantized: "_C.Quantized", dtype: torch.dtype) -> torch.Tensor:
+    """[rows, columns], from the rowwise direction where it is there."""
+    columnwise = quantized.rowwise is None
+    data = quantized.columnwise if columnwise else quantized.rowwise
+    scales = quantized.columnwise_scale_inv if columnwise else quantized.rowwise_scale_inv
+    if is_plain(data, scales):
+        return _C.dequantize(quantized, dtype)
+    return torch.ops.te.dequantize(data, scales, quantized.scaling, quantized.e5m2, columnwise, dtype)
+
+
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """The bytes of a matrix, transposed, on memory that has the pitch."""
+    if is_plain(data):
+        return _C.fp8_transpose(data)
+    return layout.empty_data(layout.ROWWISE, data.shape[::-1], data.device).copy_(data.t())
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """float32 [1]: the largest |x|, NaN left aside."""
+    x = x.detach()
+    return _C.quantize_amax(x.view(1) if x.dim() == 0 else x)
