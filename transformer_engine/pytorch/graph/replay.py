@@ -53,8 +53,8 @@ class Graphed:
     backward) instead of on the current stream, which then waits for cuda_graph_event, one that is recorded inside the
     captured region, or without one for the end of the graph. backward_dw() computes the weight gradients that the
     latest backward left; reset() gives the graphs and their memory back. One forward, one backward and one
-    backward_dw() at a time: the static tensors hold one pass. Results and input gradients are views of them, valid until
-    the next call. The graphs read parameters where they were: change them in place.
+    backward_dw() at a time: the static tensors hold one pass. Results and input gradients are views of them, valid
+    until the next call. The graphs read parameters where they were: change them in place.
     """
 
     def __init__(self, label: str, signature: Signature, backend: object, *, eager: Callable, module: object) -> None:
