@@ -16,6 +16,7 @@ void register_recorder(pybind11::module_& m);
 void register_rope(pybind11::module_& m);
 void register_normalization(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);
+void register_offload(pybind11::module_& m);
 void register_tune(pybind11::module_& m);
 }  // namespace te_torch
 
@@ -30,6 +31,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_rope(m);
   te_torch::register_normalization(m);
   te_torch::register_quantize(m);
+  te_torch::register_offload(m);
   te_torch::register_tune(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;

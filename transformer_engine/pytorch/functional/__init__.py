@@ -12,6 +12,7 @@ from transformer_engine.pytorch.functional.linear import (
     normalization_linear,
 )
 from transformer_engine.pytorch.functional.normalization import normalization
+from transformer_engine.pytorch.functional.offload import offload_pack, offload_packed_bytes, offload_unpack
 from transformer_engine.pytorch.functional.quantize import dequantize, quantize
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
 
@@ -28,6 +29,9 @@ __all__ = [
     "noop_cat",
     "normalization",
     "normalization_linear",
+    "offload_pack",
+    "offload_packed_bytes",
+    "offload_unpack",
     "quantize",
     "rope",
     "rope_qkv",

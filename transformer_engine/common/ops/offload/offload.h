@@ -1,0 +1,36 @@
+// What the room's machine asks of a device: memory, streams, events, copies. The CPU answers with plain copies, CUDA
+// with asynchronous ones; the order of calls is the machine's.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "transformer_engine/offload.h"
+
+namespace te::offload {
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual void* allocate(size_t bytes) = 0;  // host memory that copies run to at full speed; nullptr: none left
+  virtual void free(void* data) = 0;
+  virtual te_stream d2h() const = 0;
+  virtual te_stream h2d() const = 0;
+  virtual uint64_t capture_of(te_stream stream) = 0;  // number of the capture that the stream takes part in, or 0
+  virtual void* create_event() = 0;
+  virtual void destroy_event(void* event) = 0;
+  virtual void record(void* event, te_stream stream) = 0;
+  virtual void wait(te_stream stream, void* event) = 0;
+  virtual void wait_on_host(void* event) = 0;
+  virtual void copy(void* to, const void* from, size_t bytes, te_stream stream) = 0;
+  virtual void pack(const te_offload_piece* pieces, int64_t count, void* packed, te_stream stream) = 0;
+  virtual void unpack(const void* packed, const te_offload_piece* pieces, int64_t count, te_stream stream) = 0;
+};
+
+namespace cuda {
+std::unique_ptr<Backend> make_backend(const te_offload_options& options);
+void pack(const te_offload_piece* pieces, int64_t count, void* packed, te_stream stream);
+void unpack(const void* packed, const te_offload_piece* pieces, int64_t count, te_stream stream);
+}  // namespace cuda
+
+}  // namespace te::offload
