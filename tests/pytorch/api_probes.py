@@ -100,6 +100,24 @@ def captured():
     module(tokens()).sum().backward()
 
 
+def offloaded():
+    context, sync = te.get_cpu_offload_context(True, 1, 2)
+    with context:
+        y = te.Linear(HIDDEN, HIDDEN, device="cpu")(tokens())
+    sync(y).sum().backward()
+
+
+def offloaded_by_hand():
+    context, sync, manual = te.get_cpu_offload_context(True, None, 1, manual_synchronization=True)
+    with context:
+        y = te.Linear(HIDDEN, HIDDEN, device="cpu")(tokens())
+    y = sync(y)
+    manual.start_offload_layer(0)
+    manual.release_activation_forward_gpu_memory(0)
+    manual.start_reload_layer(0)
+    y.sum().backward()
+
+
 # ---- functions and classes that are no modules: name -> a call ----
 
 CALLS = {
@@ -114,8 +132,11 @@ CALLS = {
     "quantized_model_init": lambda: entered(te.quantized_model_init(enabled=False)),
     "fp8_model_init": lambda: entered(te.fp8_model_init(enabled=False)),
     "onnx_export": lambda: entered(te.onnx_export()),
-    "get_cpu_offload_context": lambda: entered(te.get_cpu_offload_context()[0]),
+    "get_cpu_offload_context": offloaded,
     "mark_not_offload": lambda: te.mark_not_offload(torch.ones(1)),
+    "start_offload": lambda: cpu_offload.start_offload(torch.ones(1)),
+    "mark_activation_offload": lambda: cpu_offload.mark_activation_offload(torch.ones(1)),
+    "ManualOffloadSynchronizer": offloaded_by_hand,
     "is_cpu_offload_enabled": lambda: cpu_offload.is_cpu_offload_enabled(),
     "get_default_recipe": te.get_default_recipe,
     "check_fp8_support": check_fp8_support,
@@ -183,7 +204,7 @@ REFUSED = {
     "quantized_model_init": {"enabled=True": lambda: entered(te.quantized_model_init())},
     "fp8_model_init": {"enabled=True": lambda: entered(te.fp8_model_init())},
     "onnx_export": {"enabled=True": lambda: entered(te.onnx_export(enabled=True))},
-    "get_cpu_offload_context": {"enabled=True": lambda: te.get_cpu_offload_context(enabled=True)},
+    "get_cpu_offload_context": {"offload_weights=True": lambda: te.get_cpu_offload_context(True, offload_weights=True)},
     "checkpoint": {
         "distribute_saved_activations=True": lambda: te.checkpoint(abs, tokens(), distribute_saved_activations=True)
     },

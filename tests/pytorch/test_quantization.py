@@ -61,7 +61,6 @@ def test_switched_on_they_are_refused_by_name():
         ("autocast: FP8 calibration", lambda: te.autocast(enabled=False, calibrating=True)),
         ("quantized_model_init", lambda: te.quantized_model_init().__enter__()),
         ("quantized_model_init", lambda: old("fp8_model_init").__enter__()),
-        ("get_cpu_offload_context", lambda: te.get_cpu_offload_context(enabled=True)),
         ("onnx_export", lambda: te.onnx_export(enabled=True).__enter__()),
     ):
         with refused(NotImplementedError, name, "not available in this version"):
@@ -95,5 +94,3 @@ def test_offload_switched_off():
         assert not is_cpu_offload_enabled()
     assert sync(x) is x
     te.mark_not_offload(x, None)
-    with refused(NotImplementedError, "get_cpu_offload_context", "manual_synchronization"):
-        te.get_cpu_offload_context(manual_synchronization=True)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from transformer_engine.pytorch.cpu_offload.layer import observers as offload_observers
 from transformer_engine.pytorch.recording import gradients_returned, nodes_behind, recording, table, tensors_in
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One storage. status: 'kept', 'parameter' or 'input' (there in any case), or 'recomputed' (not kept; the backward
-    computes it again). bytes: the storage's, of a recomputed one what keeping it would take."""
+    """One storage. status: 'kept', 'parameter' or 'input' (there in any case), 'offloaded' (in host memory until the
+    backward), or 'recomputed' (not kept; the backward computes it again). bytes: the storage's, of a recomputed one
+    what keeping it would take."""
 
     module: str
     op: str
@@ -28,7 +30,8 @@ class SavedTensor:
 
 
 class MemoryPlan:
-    """rows: a SavedTensor for each storage; kept_bytes counts those that are neither parameters nor inputs."""
+    """rows: a SavedTensor for each storage; kept_bytes counts those that are neither parameters nor inputs, and stay on
+    the device."""
 
     def __init__(self, rows: list[SavedTensor]) -> None:
         self.rows = rows
@@ -45,9 +48,8 @@ class MemoryPlan:
             (r.module, r.op, r.name, "x".join(map(str, r.shape)) or "-", r.dtype, r.bytes, r.status, r.why, r.recompute)
             for r in self.rows
         ]
-        totals = ", ".join(
-            f"{status} {self.bytes_of(status):,} B" for status in ("kept", "recomputed", "parameter", "input")
-        )
+        statuses = ("kept", "offloaded", "recomputed", "parameter", "input")
+        totals = ", ".join(f"{status} {self.bytes_of(status):,} B" for status in statuses)
         columns = ("module", "op", "tensor", "shape", "dtype", "bytes", "status", "why", "recomputing it costs")
         return f"{table(columns, cells)}\n{totals}"
 
@@ -62,6 +64,20 @@ class _Packed:
 
     def __init__(self, module: str, tensor: torch.Tensor) -> None:
         self.module, self.tensor = module, tensor.detach()
+
+
+class _Offloadable:
+    """A tensor that an offload context inside of the module sees; whether it left is known when the forward is over."""
+
+    def __init__(self, module: str, tensor: torch.Tensor, saved: object) -> None:
+        self.module, self.tensor, self.saved = module, tensor.detach(), weakref.ref(saved)
+
+    def __call__(self) -> _Offloadable | None:
+        return None if self.saved() is None else self
+
+    @property
+    def left(self) -> bool:
+        return getattr(getattr(self.saved(), "memory", None), "piece", None) is not None
 
 
 def _strided(t: torch.Tensor) -> list[torch.Tensor]:
@@ -119,7 +135,7 @@ def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> 
     Errors: TypeError for something that is not a module, or has a compiled part; NotImplementedError for tensors that
     are neither strided nor sparse; whatever module(*sample) raises.
     """
-    seen: list[weakref.ref[_Packed]] = []
+    seen: list[weakref.ref[_Packed] | _Offloadable] = []
     with recording("memory_plan", module) as (record, labels), gradients_returned(module), torch.enable_grad():
         at_work = labels.at_work  # pack lives as long as the graph does, and is to hold neither module nor tensors
 
@@ -128,9 +144,17 @@ def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> 
             seen.append(weakref.ref(packed))
             return packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
-            result = module(*sample, **options)
+        def observe(t: torch.Tensor, saved: object) -> None:
+            seen.append(_Offloadable(at_work[-1] if at_work else "", t, saved))
+
+        offload_observers.append(observe)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+                result = module(*sample, **options)
+        finally:
+            offload_observers.remove(observe)
         kept = [packed for ref in seen if (packed := ref()) is not None]  # the others' graphs are gone already
+        offloaded = {_place(packed.tensor)[0] for packed in kept if isinstance(packed, _Offloadable) and packed.left}
         in_graph = _names_in_graph(tensors_in(result))
     names: dict[int, str] = {}
     for name, p in (*module.named_parameters(), *module.named_buffers()):  # split weights share a storage
@@ -147,6 +171,8 @@ def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> 
         name, status = names.get(storage, name), "kept"
         if storage in names:
             status = "parameter"
+        elif storage in offloaded:
+            status, recompute = "offloaded", "nothing: it comes back from the host"
         elif storage in given:
             status = "input"
         size = t.untyped_storage().nbytes()

@@ -1,0 +1,235 @@
+#!/usr/bin/env python3
+"""Move the saved tensors of the first k of n TransformerLayers to pinned memory and back, eager and in captured layers:
+the same bits as without, device memory predicted and measured, step times, and a timeline of copies against compute.
+Without a GPU the copies are the host's own and captures run over a recorder: only the bits are of interest.
+
+    python examples/offload_graph.py [--layers 6] [--offload 3] [--hidden 4096] [--tokens 4096] [--out runs/offload]
+
+Writes <out>/timeline.svg.
+"""
+
+import argparse
+import itertools
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # wanted by deterministic algorithms, before CUDA starts
+
+import torch
+
+import transformer_engine.pytorch as te
+
+STEPS = 5
+LANES = ("compute", "to the host", "to the device")
+COLOURS = ("#4e79a7", "#e15759", "#76b7b2")
+WIDTH, LANE, MARGIN = 900, 40, 110  # of the picture
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--offload", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=4096 if cuda else 256)
+    parser.add_argument("--tokens", type=int, default=4096 if cuda else 1024)
+    parser.add_argument("--out", type=Path, default=Path("runs/offload"))
+    return parser.parse_args(argv)
+
+
+class Layer(torch.nn.Module):
+    """A TransformerLayer in its offload context, which a capture takes along."""
+
+    def __init__(self, layer: te.TransformerLayer, context: object, sync: object) -> None:
+        super().__init__()
+        self.layer, self.context, self.sync = layer, context, sync
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.context:
+            x = self.layer(x)
+        return self.sync(x)
+
+
+def step(stack: list[torch.nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    """One forward and backward: the result, the input's gradient, the parameters'. Gradients keep their memory."""
+    for module in stack:
+        module.zero_grad(set_to_none=False)
+    torch.manual_seed(1)  # the layers drop out
+    x = x.detach().requires_grad_()
+    y = x
+    for module in stack:
+        y = module(y)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), x.grad, *(p.grad for module in stack for p in module.parameters())]
+
+
+def bits(stack: list[torch.nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    torch.use_deterministic_algorithms(True)  # attention's backward repeats its bits only so
+    try:
+        return [t.clone() for t in step(stack, x)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def measure(stack: list[torch.nn.Module], x: torch.Tensor, cuda: bool) -> tuple[float, float]:
+    """ms of a step; MiB of its peak above the start."""
+    for _ in range(2):
+        step(stack, x)
+    if not cuda:
+        start = time.perf_counter()
+        step(stack, x)
+        return 1e3 * (time.perf_counter() - start), float("nan")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(STEPS):
+        step(stack, x)
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / STEPS, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+class Clock:
+    """Instants on streams, or on a CPU of the host, whose work is done when it returns."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+
+    def now(self, stream: torch.cuda.Stream | None = None) -> object:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream() if stream is None else stream)
+        return event
+
+    def ms(self, start: object, end: object) -> float:
+        return start.elapsed_time(end) if self.cuda else 1e3 * (end - start)
+
+
+def timeline(layers: list, x: torch.Tensor, context: object, sync: object, cuda: bool) -> list[tuple]:
+    """(lane, layer, from, to in ms) of an eager step. A copy begins when its stream is through with the one before and
+    the compute stream reaches the call that starts it, and ends at an event behind it on its own stream."""
+    clock, synchronizer = Clock(cuda), context.offload_synchronizer
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # cycles, 10 ms: the host is ahead from the start
+    out_stream, back_stream = synchronizer.copy_streams(x.device)
+    start, spans = clock.now(), []
+    y = x.detach().requires_grad_()
+    last_copy: list[object] = [None]
+
+    def came_back(layer: int) -> None:
+        """The backward reaches the layer, and another one may have started to come back."""
+        began = clock.now()
+        returning = layer - (len(layers) - args_offload - 1)
+        if 0 <= returning < args_offload:
+            spans.append(("to the device", returning, last_copy[0], reached[layer], clock.now(back_stream)))
+            last_copy[0] = spans[-1][-1]
+        edges.append((layer, began))
+
+    args_offload = synchronizer.num_offloaded_layers
+    reached, edges = {}, []
+    for i, layer in enumerate(layers):
+        began = clock.now()
+        with context:
+            y = layer(y)
+        inner, ready = y, clock.now()
+        spans.append(("compute", i, None, began, ready))
+        y = sync(y)
+        if i < args_offload:
+            spans.append(("to the host", i, last_copy[0], ready, clock.now(out_stream)))
+            last_copy[0] = spans[-1][-1]
+        y.register_hook(lambda _, i=i: reached.__setitem__(i, clock.now()))
+        inner.register_hook(lambda _, i=i: came_back(i))
+    last_copy[0] = None
+    y.backward(torch.ones_like(y))
+    edges.append((-1, clock.now()))
+    if cuda:
+        torch.cuda.synchronize()
+    spans += [("compute", layer, None, a, b) for (layer, a), (_, b) in itertools.pairwise(edges)]
+    bars = []
+    for lane, layer, behind, begin, end in spans:
+        first = max(clock.ms(start, t) for t in (behind, begin) if t is not None)
+        bars.append((lane, layer, first, max(first, clock.ms(start, end))))
+    return bars
+
+
+def draw(bars: list[tuple], title: str) -> str:
+    total = max(bar[3] for bar in bars)
+    scale = (WIDTH - MARGIN - 20) / total
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{LANE * len(LANES) + 50}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="10" y="18">{title}</text>',
+    ]
+    for i, lane in enumerate(LANES):
+        parts.append(f'<text x="10" y="{30 + LANE * i + 22}">{lane}</text>')
+    for lane, layer, begin, end in bars:
+        row = LANES.index(lane)
+        x, y, width = MARGIN + begin * scale, 30 + LANE * row + 4, (end - begin) * scale
+        parts.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 8}" fill="{COLOURS[row]}" stroke="white">'
+            f"<title>layer {layer}, {lane}: {begin:.2f} to {end:.2f} ms</title></rect>"
+        )
+        parts.append(f'<text x="{x + 3:.1f}" y="{y + 20}" fill="white">{layer if width > 12 else ""}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    cuda = torch.device(args.device).type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    torch.manual_seed(0)
+    heads = max(1, args.hidden // 128)
+    layers = [
+        te.TransformerLayer(
+            args.hidden, 4 * args.hidden, heads, attention_dropout=0.0, params_dtype=dtype, device=args.device
+        )
+        for _ in range(args.layers)
+    ]
+    x = torch.randn(args.tokens, 1, args.hidden, dtype=dtype, device=args.device)
+    context, sync = te.get_cpu_offload_context(True, args.offload, args.layers)
+    stack = [Layer(layer, context, sync) for layer in layers]
+
+    expected = bits(layers, x)
+    equal = {"eager": bits(stack, x)}
+    moved = context.offload_synchronizer.get_offloaded_total_size_mb()
+    (time_without, peak_without), (time_with, peak_with) = measure(layers, x, cuda), measure(stack, x, cuda)
+    bars = timeline(layers, x, context, sync, cuda)
+
+    torch.use_deterministic_algorithms(True)  # in the graphs too
+    te.make_graphed_callables(
+        tuple(stack),
+        tuple((torch.randn_like(x).requires_grad_(),) for _ in stack),
+        pre_warmup_hook=context.disable,
+        post_warmup_hook=context.enable,
+    )
+    torch.use_deterministic_algorithms(False)
+    equal["captured"] = bits(stack, x)
+
+    same = {how: all(map(torch.equal, expected, results)) for how, results in equal.items()}
+    for how, is_same in same.items():
+        print(f"{how}: outputs and gradients {'are' if is_same else 'are NOT'} those of a run without, bit for bit")
+    print(f"{args.offload} of {args.layers} layers offloaded: {moved:.0f} MiB leave in a step")
+    print(f"step: {time_without:.2f} ms without, {time_with:.2f} ms with ({time_with / time_without - 1:+.1%})")
+    if cuda:
+        # The first layer's input is the caller's: that it leaves gives nothing back.
+        predicted = peak_without - moved + x.nbytes / 2**20
+        print(
+            f"peak above the start: {peak_without:.0f} MiB without; with: {predicted:.0f} predicted, {peak_with:.0f} "
+            f"measured ({peak_with / predicted - 1:+.1%})"
+        )
+    usage = context.offload_synchronizer.pinned_usage()
+    print(f"pinned: {usage['reserved'] / 2**20:.0f} MiB, at most {usage['peak'] / 2**20:.0f} in use")
+    args.out.mkdir(parents=True, exist_ok=True)
+    title = f"{args.offload} of {args.layers} layers offloaded, eager, {max(bar[3] for bar in bars):.1f} ms"
+    (args.out / "timeline.svg").write_text(draw(bars, title))
+    print(f"wrote {args.out / 'timeline.svg'}")
+    return 0 if all(same.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,43 @@
+# What the offload suites share: small stacks of layers, one training step with and without a context, and the setting
+# that lets small tensors leave.
+import pytest
+import torch
+
+from transformer_engine.pytorch.cpu_offload import layer as offload_layer
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tensors of 64 elements and more leave."""
+    monkeypatch.setattr(offload_layer, "MIN_ELEMENTS", 64)
+
+
+def forward(layers, x, context=None, sync=None):
+    for layer in layers:
+        if context is None:
+            x = layer(x)
+            continue
+        with context:
+            x = layer(x)
+        x = sync(x)
+    return x
+
+
+def step(layers, inputs, context=None, sync=None, twice=False):
+    """Outputs and gradients of a step over some microbatches, all of them in flight before the first backward."""
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    torch.manual_seed(5)  # dropout
+    given = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = [forward(layers, x, context, sync) for x in given]
+    for y in outputs:
+        y.backward(torch.ones_like(y), retain_graph=twice)
+    for y in outputs if twice else ():
+        y.backward(torch.ones_like(y))
+    results = [y.detach() for y in outputs] + [x.grad for x in given]
+    return results + [p.grad for layer in layers for p in layer.parameters()]
+
+
+def states(synchronizer):
+    """The states of the newest step's layers."""
+    return [layer.state for layer in list(synchronizer.steps())[-1].layers]

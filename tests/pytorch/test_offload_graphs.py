@@ -1,0 +1,210 @@
+# Offload inside of captured layers: the copies are nodes of the graphs (on the CPU the recorder replays them), the bits
+# are those of an eager run without, memory stays what it was, and what cannot be captured is refused by name.
+# Mutant: starting a copy at the end of its own layer inside a capture (_end in cpu_offload/schedule.py) turns these red
+# on a GPU: the capture ends with work that it has not joined.
+import pytest
+import torch
+from offload_cases import forward, small, step  # noqa: F401
+from support import assert_same_bits, randn, refused
+
+import transformer_engine.pytorch as te
+
+pytestmark = pytest.mark.usefixtures("small")
+
+HIDDEN, FFN, LAYERS, K = 64, 128, 4, 2
+
+
+class Offloaded(torch.nn.Module):
+    """A layer with its context inside, as what is captured must have it."""
+
+    def __init__(self, layer, context, sync):
+        super().__init__()
+        self.layer, self.context, self.sync = layer, context, sync
+
+    def forward(self, x):
+        with self.context:
+            x = self.layer(x)
+        return self.sync(x)
+
+
+def build(device, **options):
+    return [te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", device=device, **options) for _ in range(LAYERS)]
+
+
+def captured(layers, x, context, sync, **options):
+    """Each layer captured by itself, after an eager step that makes the pinned memory."""
+    wrapped = [Offloaded(layer, context, sync) for layer in layers]
+    step(layers, [x], context, sync)
+    samples = tuple((torch.randn_like(x).requires_grad_(),) for _ in wrapped)
+    te.make_graphed_callables(
+        tuple(wrapped), samples, pre_warmup_hook=context.disable, post_warmup_hook=context.enable, **options
+    )
+    return wrapped
+
+
+def same(results, expected):
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_same_bits(a, b, f"result {i}")
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_captured_layers_give_the_same_bits(k, device):
+    layers, x = build(device), randn(16, HIDDEN, device=device)
+    context, sync = te.get_cpu_offload_context(True, k, LAYERS)
+    wrapped = captured(layers, x, context, sync)
+    assert context.offload_synchronizer.get_offloaded_total_size_mb() > 0
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = randn(16, HIDDEN, device=device)
+        got = [t.clone() for t in step(wrapped, [x])]
+        same(got, step(layers, [x]))
+
+
+def test_a_stack_captured_as_one(device):
+    """All layers in one callable, copies beside its products in one graph."""
+    layers, x = build(device), randn(16, HIDDEN, device=device)
+    context, sync = te.get_cpu_offload_context(True, K, LAYERS)
+    whole = torch.nn.Sequential(*(Offloaded(layer, context, sync) for layer in layers))
+    step(layers, [x], context, sync)
+    te.make_graphed_callables(whole, (torch.randn_like(x).requires_grad_(),))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = randn(16, HIDDEN, device=device)
+        got = [t.clone() for t in step([whole], [x])]
+        same(got, step(layers, [x]))
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_an_order_of_several_microbatches(reuse, device):
+    layers = build(device)
+    context, sync = te.get_cpu_offload_context(True, K, LAYERS)
+    wrapped = [Offloaded(layer, context, sync) for layer in layers]
+    inputs = [randn(16, HIDDEN, device=device) for _ in range(2)]
+    expected = step(layers, inputs)
+    step(layers, inputs, context, sync)
+    samples = tuple((torch.randn_like(inputs[0]).requires_grad_(),) for _ in range(2 * LAYERS))
+    passes = te.make_graphed_callables(
+        tuple(wrapped),
+        samples,
+        _order=[1, 1, -1, -1],
+        _num_layers_per_chunk=LAYERS,
+        _reuse_graph_input_output_buffers=reuse,
+        pre_warmup_hook=context.disable,
+        post_warmup_hook=context.enable,
+    )
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    given, outputs = [x.clone().requires_grad_() for x in inputs], []
+    for microbatch, x in enumerate(given):
+        for run in passes[microbatch * LAYERS : (microbatch + 1) * LAYERS]:
+            x = run(x)
+        outputs.append(x)
+    results = [y.detach().clone() for y in outputs]
+    for y in outputs:
+        y.backward(torch.ones_like(y))
+    results += [x.grad for x in given] + [p.grad for layer in layers for p in layer.parameters()]
+    same(results, expected)
+
+
+@pytest.mark.parametrize("steps", [500])
+def test_many_captured_steps(steps, device):
+    """No memory grows, and a little training is the same to the last step."""
+    torch.manual_seed(3)
+    layers, x = build(device), randn(16, HIDDEN, device=device)
+    start = [{name: t.clone() for name, t in layer.state_dict().items()} for layer in layers]
+    context, sync = te.get_cpu_offload_context(True, K, LAYERS)
+    steps = steps if device == "cuda" else steps // 20
+
+    def train(stack, run):
+        for layer, state in zip(layers, start, strict=True):
+            layer.load_state_dict(state)
+        optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=1e-2)
+        losses, memory = [], set()
+        for i in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            loss = run(stack, x.clone().requires_grad_()).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if i >= 3:
+                pinned = context.offload_synchronizer.pinned_usage()
+                used = torch.cuda.memory_allocated() - 512 * i if device == "cuda" else 0  # a loss is kept a step
+                memory.add((pinned["reserved"], pinned["used"], used))
+        return torch.stack(losses), memory
+
+    expected, _ = train(layers, forward)
+    wrapped = captured(layers, x, context, sync)
+    losses, memory = train(wrapped, forward)
+    assert_same_bits(losses, expected)
+    assert len({row[:2] for row in memory}) == 1
+    assert max(row[2] for row in memory) - min(row[2] for row in memory) <= 1 << 20
+
+
+def test_recomputed_and_delayed_inside_of_a_capture(device):
+    layers, x = build(device, delay_wgrad_compute=True), randn(16, HIDDEN, device=device)
+    context, sync = te.get_cpu_offload_context(True, K, LAYERS)
+
+    def run(stack):
+        results = step(stack, [x])[:2]
+        for module in stack:
+            module.backward_dw() if hasattr(module, "backward_dw") else module.layer.backward_dw()
+        return results + [p.grad.clone() for layer in layers for p in layer.parameters()]
+
+    expected = run(layers)
+    wrapped = [Offloaded(layer, context, sync) for layer in layers]
+    run(wrapped)
+    te.make_graphed_callables(
+        tuple(wrapped),
+        tuple((torch.randn_like(x).requires_grad_(),) for _ in wrapped),
+        pre_warmup_hook=context.disable,
+        post_warmup_hook=context.enable,
+    )
+    same(run(wrapped), expected)
+
+
+@pytest.mark.gpu
+def test_a_capture_without_pinned_memory_is_refused():
+    layers, x = build("cuda"), randn(16, HIDDEN, device="cuda")
+    context, sync = te.get_cpu_offload_context(True, K, LAYERS)
+    wrapped = [Offloaded(layer, context, sync) for layer in layers]
+    samples = tuple((torch.randn_like(x).requires_grad_(),) for _ in wrapped)
+    hooks = {"pre_warmup_hook": context.disable, "post_warmup_hook": context.enable}
+    with refused(te.cpu_offload.PinnedMemoryError, "capture", "reserve"):
+        te.make_graphed_callables(tuple(wrapped), samples, **hooks)
+    context.offload_synchronizer.forget_step()
+    expected = step(layers, [x])
+    same(step(layers, [x], context, sync), expected)  # nothing is left of the attempt
+    context.offload_synchronizer.reserve_pinned(1 << 20)
+    te.make_graphed_callables(tuple(wrapped), samples, **hooks)
+    same([t.clone() for t in step(wrapped, [x])], expected)
+
+
+@pytest.mark.gpu
+def test_captured_layers_take_less_memory():
+    def pool(k):
+        layers = [te.LayerNormMLP(1024, 4096, params_dtype=torch.bfloat16) for _ in range(6)]
+        x = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda")
+        context, sync = te.get_cpu_offload_context(k > 0, k, 6)
+        wrapped = [Offloaded(layer, context, sync) for layer in layers]
+        step(layers, [x], *((context, sync) if k else ()))
+        hooks = {"pre_warmup_hook": context.disable, "post_warmup_hook": context.enable} if k else {}
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        samples = tuple((torch.randn_like(x).requires_grad_(),) for _ in wrapped)
+        te.make_graphed_callables(tuple(wrapped), samples, **hooks)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - before
+
+    kept = 4096 * 4096 * 2  # a layer's fc1 output; its input is the graph's own
+    assert pool(0) - pool(4) >= 3 * kept
+
+
+def test_the_example(tmp_path, device, monkeypatch, capsys):
+    import offload_graph
+
+    sizes = ["--layers", "3", "--offload", "1", "--hidden", "128", "--tokens", "32"]
+    assert offload_graph.main(["--device", device, *sizes, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("bit for bit") == 2
+    picture = (tmp_path / "timeline.svg").read_text()
+    assert picture.startswith("<svg") and all(picture.count(f", {lane}: ") for lane in offload_graph.LANES)

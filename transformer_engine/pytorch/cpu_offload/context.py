@@ -1,0 +1,206 @@
+"""The context in which a layer's saved tensors are seen, and the function that ends the layer. Saved-tensor hooks see
+them, so any module's leave; which and when is the synchronizer's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+
+from transformer_engine.pytorch._absent import refusal
+from transformer_engine.pytorch.cpu_offload.marks import checked
+from transformer_engine.pytorch.cpu_offload.schedule import (
+    DefaultOffloadSynchronizer,
+    LayerNumber,
+    ManualOffloadSynchronizer,
+    Synchronizer,
+    pop,
+)
+from transformer_engine.pytorch.distributed.recompute import is_fp8_activation_recompute_enabled
+
+
+class _Here(threading.local):
+    """The contexts that this thread is in."""
+
+    depth = 0
+    synchronizer: Synchronizer | None = None
+
+
+_here = _Here()
+
+
+def is_cpu_offload_enabled() -> bool:
+    """Whether the code that asks runs inside an enabled offload context."""
+    return _here.depth > 0
+
+
+def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
+    """What these tensors hold is complete: their copy need not wait for the rest of the layer. Outside of an offload
+    context it does nothing. offload_base_tensor changes nothing: a view always leaves as the whole of its memory."""
+    found = checked("start_offload", tensors)
+    if _here.synchronizer is not None:
+        _here.synchronizer.current_layer().mark_ready(found)
+
+
+class OffloadContext:
+    """`with context:` around a layer, once or in several pieces, until the sync function ends it. Where nothing is
+    recorded (no_grad), in a backward, and inside of a checkpoint, whose tensors are not kept, it does nothing."""
+
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        self.offload_synchronizer = synchronizer
+        self.enabled = True
+        self._entered: list[tuple] = []
+
+    def disable(self) -> None:
+        """Layers from the next one on stay where they are: a pre_warmup_hook of make_graphed_callables."""
+        self.enabled = False
+        self.offload_synchronizer.forget_step()
+
+    def enable(self) -> None:
+        """Layers leave again: a post_warmup_hook of make_graphed_callables."""
+        self.enabled = True
+
+    def _works(self) -> bool:
+        in_backward = torch._C._current_graph_task_id() != -1
+        recorded = torch.is_grad_enabled() and not is_fp8_activation_recompute_enabled()
+        return self.enabled and recorded and not in_backward
+
+    def __enter__(self) -> OffloadContext:
+        works, hooks = self._works(), None
+        if works:
+            synchronizer = self.offload_synchronizer
+            if not synchronizer.layer_open:
+                synchronizer.fwd_step()
+            if synchronizer.wants_tensors(synchronizer.number):
+                hooks = torch.autograd.graph.saved_tensors_hooks(synchronizer.current_layer().push_tensor, pop)
+                hooks.__enter__()
+        self._entered.append((works, hooks, _here.synchronizer))
+        _here.depth += works
+        if works:
+            _here.synchronizer = self.offload_synchronizer
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        works, hooks, _here.synchronizer = self._entered.pop()
+        _here.depth -= works
+        if hooks is not None:
+            hooks.__exit__(kind, error, trace)
+        if works and error is not None:
+            self.offload_synchronizer.forget_step()
+
+
+class _Alive:
+    """Lives as long as the node that has it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _EndOfLayer(torch.autograd.Function):
+    """The identity: in the backward it says that the layer is reached."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, synchronizer: Synchronizer, number: LayerNumber, alive: _Alive) -> torch.Tensor:
+        ctx.synchronizer, ctx.number, ctx.alive = synchronizer, number, alive
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        ctx.synchronizer.bwd_step(ctx.number)
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.synchronizer.finish_part_of_bwd)
+        return gradient, None, None, None
+
+
+def _sync_function(context: OffloadContext) -> Callable[[torch.Tensor], torch.Tensor]:
+    def sync(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"sync_fn: argument 'tensor' is a {type(tensor).__name__}, wanted the layer's output, a tensor; pass "
+                "the one that the next layer reads."
+            )
+        synchronizer = context.offload_synchronizer
+        if not (context._works() and synchronizer.layer_open):
+            return tensor
+        number, alive = synchronizer.number, None
+        if tensor.requires_grad:
+            alive = _Alive()
+            tensor = _EndOfLayer.apply(tensor, synchronizer, number, alive)
+        synchronizer.end_layer(alive)
+        return tensor
+
+    return sync
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _refuse_options(num_layers: object, model_layers: object, activations: bool, weights: bool, manual: bool) -> None:
+    op = "get_cpu_offload_context"
+    if weights:
+        raise refusal(
+            op,
+            "argument 'offload_weights' is True, but offload of weights is",
+            "a parameter that its module holds stays on the device whatever a graph keeps: shard them with FSDP2",
+        )
+    if not activations:
+        raise ValueError(f"{op}: argument 'offload_activations' is {activations!r}: pass enabled=False instead.")
+    if not isinstance(model_layers, int) or model_layers < 1:
+        raise ValueError(f"{op}: argument 'model_layers' is {model_layers!r}, wanted the number of the model's layers.")
+    if manual:
+        return
+    if not isinstance(num_layers, int) or not 0 <= num_layers < model_layers:
+        raise ValueError(
+            f"{op}: argument 'num_layers' is {num_layers!r} and 'model_layers' {model_layers!r}, wanted fewer layers "
+            "to offload than the model has: the last one is wanted again as soon as it is complete."
+        )
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.cuda.Stream | None = None,
+) -> tuple:
+    """(context, sync_fn), or (context, sync_fn, ManualOffloadSynchronizer): saved tensors move to the CPU and back.
+
+        for layer in layers:
+            with context:
+                x = layer(x)
+            x = sync_fn(x)
+
+    num_layers of model_layers leave, the first ones (DefaultOffloadSynchronizer says when). Eligible: tensors of 256 Ki
+    elements and more (cpu_offload.layer.MIN_ELEMENTS), no parameters, not marked by mark_not_offload(); a storage moves
+    once and as a whole, and its tensors come back as the views they were. Gradients are those of a run without, to the
+    bit.
+    manual_synchronization: the third result says when each layer leaves, is released and comes back, by its number.
+    retain_pinned_cpu_buffers: a layer's pinned memory stays its own from one step to the next.
+    offload_stream: copies run there, both ways; otherwise each way has a stream of its own.
+    double_buffering changes nothing: what comes back has memory of its own in any case.
+    enabled=False: neither result changes anything.
+    context.disable() and enable() fit make_graphed_callables' warmup hooks. context.offload_synchronizer tells sizes
+    (get_offloaded_total_size_mb, pinned_usage) and makes or frees pinned memory (reserve_pinned, release_pinned).
+    Errors: ValueError for num_layers not below model_layers; NotImplementedError for offload_weights. Pinned memory
+    that is exhausted: a RuntimeWarning, and the layer stays where it is.
+    """
+    if not enabled:
+        results = nullcontext(), _unchanged
+        if not manual_synchronization:
+            return results
+        synchronizer = ManualOffloadSynchronizer(max(1, model_layers))
+        synchronizer.enabled = False
+        return *results, synchronizer
+    _refuse_options(num_layers, model_layers, offload_activations, offload_weights, manual_synchronization)
+    if manual_synchronization:
+        synchronizer = ManualOffloadSynchronizer(model_layers, offload_stream, retain_pinned_cpu_buffers)
+    else:
+        synchronizer = DefaultOffloadSynchronizer(model_layers, num_layers, offload_stream, retain_pinned_cpu_buffers)
+    context = OffloadContext(synchronizer)
+    sync = _sync_function(context)
+    return (context, sync, synchronizer) if manual_synchronization else (context, sync)

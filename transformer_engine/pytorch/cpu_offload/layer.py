@@ -1,0 +1,293 @@
+"""The saved tensors of one layer: which of them leave for the CPU, and how each comes back as the view that it was.
+When that happens is the synchronizer's; who waits for whom is the engine's (transformer_engine/offload.h)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.cpu_offload.marks import has_storage, stays, taken_apart
+
+MIN_ELEMENTS = 256 * 1024  # a smaller tensor stays where it is, unless it lies in the memory of one that leaves
+
+PinnedMemoryError = _C.PinnedMemoryError
+
+# Told of each tensor that is pushed, and of what stands for it: te.memory_plan.
+observers: list[Callable[[torch.Tensor, object], None]] = []
+
+
+class Engines:
+    """One engine a device, made when the first tensor there leaves. options: _C.OffloadEngine's."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None, **options: object) -> None:
+        self.options = {"stream": 0 if stream is None else stream.cuda_stream, **options}
+        self._stream = stream  # alive as long as the engine copies on it
+        self._engines: dict[torch.device, _C.OffloadEngine] = {}
+
+    def of(self, device: torch.device) -> _C.OffloadEngine:
+        if device not in self._engines:
+            self._engines[device] = _C.OffloadEngine(device, **self.options)
+        return self._engines[device]
+
+    def __iter__(self):
+        return iter(self._engines.items())
+
+
+class Memory:
+    """A storage that saved tensors of one layer lie in. It lives as long as one of them is still wanted."""
+
+    __slots__ = ("__weakref__", "bytes", "layer", "leaves", "piece", "tensor", "watched", "written")
+
+    def __init__(self, layer: OffloadableLayerState, tensor: torch.Tensor) -> None:
+        self.layer, self.tensor = layer, tensor.detach()
+        self.bytes = tensor.untyped_storage().nbytes()
+        self.leaves = False  # a tensor in it is large enough
+        self.piece: int | None = None  # its number among what left
+        self.watched: list[tuple[torch.Tensor, int]] = []  # with the version each was saved at
+        self.written = ""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the device has nothing of it until it is brought back."""
+        return self.tensor is None and not self.written
+
+    def check(self) -> None:
+        """Notes the first tensor that was written to, or freed, since it was saved."""
+        for tensor, version in self.watched:
+            if not self.written and tensor._version != version:
+                self.written = (
+                    f"is at version {tensor._version}, and was saved at version {version}: an operation in place has "
+                    "changed it since. Clone it before that operation"
+                )
+        if not self.written and self.tensor is not None and self.tensor.untyped_storage().nbytes() != self.bytes:
+            self.written = f"had a storage of {self.bytes} bytes, which was resized since. Free it after the backward"
+
+    def let_go(self) -> None:
+        """The copy out is waited for: the device memory is not ours any more."""
+        self.check()
+        self.tensor, self.watched = None, []
+
+    def __del__(self) -> None:
+        if self.piece is not None:
+            self.layer._dropped(self.piece)
+
+
+class Saved:
+    """Stands for a saved tensor: where it lies in its memory. Holds no tensor, so that no cycle can come of it."""
+
+    __slots__ = ("__weakref__", "dtype", "memory", "offset", "shape", "strides")
+
+    def __init__(self, memory: Memory, t: torch.Tensor) -> None:
+        self.memory, self.dtype, self.offset = memory, t.dtype, t.storage_offset()
+        self.shape, self.strides = t.shape, t.stride()
+
+    def pop(self) -> torch.Tensor:
+        return self.memory.layer.pop_tensor(self)
+
+
+class Composed:
+    """A quantized tensor: the object without its parts, and what stands for them."""
+
+    __slots__ = ("parts", "shape", "shell")
+
+    def __init__(self, tensor: object, push: Callable[[torch.Tensor], object]) -> None:
+        self.shape = tuple(tensor.size())
+        parts, self.shell = taken_apart(tensor)
+        self.parts = [None if part is None else push(part) for part in parts]
+
+    def pop(self) -> object:
+        whole = self.shell._like({}, self.shape)
+        whole.restore_from_saved([part.pop() if isinstance(part, Saved) else part for part in self.parts])
+        return whole
+
+
+def _is_parameter(t: object) -> bool:
+    return isinstance(t, torch.nn.Parameter) or isinstance(getattr(t, "_base", None), torch.nn.Parameter)
+
+
+class OffloadableLayerState:
+    """One layer's saved tensors, from the forward that saves them to the last backward that reads them.
+
+    States: not_offloaded, offload_started, offload_finished, reload_started. A call in the wrong one is a RuntimeError
+    that names both.
+    """
+
+    def __init__(
+        self,
+        offload_stream: torch.cuda.Stream | None = None,
+        retain_pinned_cpu_buffers: bool = False,
+        *,
+        engines: Engines | None = None,
+    ) -> None:
+        self.engines = Engines(offload_stream) if engines is None else engines
+        self.retain = retain_pinned_cpu_buffers
+        self._layer: _C.OffloadLayer | None = None
+        self._memory: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        self._marks: dict[int, int] = {}  # storage -> mark
+        self._pieces = 0  # that left and are still wanted
+        self.popped = False  # since they were brought back
+        self.bytes = 0  # that left last
+
+    @property
+    def wanted(self) -> bool:
+        """Whether something saved here is still to be read."""
+        return len(self._memory) > 0
+
+    @property
+    def state(self) -> str:
+        return "not_offloaded" if self._layer is None else self._layer.state
+
+    def __repr__(self) -> str:
+        return f"OffloadableLayerState({self.state}, {len(self._memory)} storages, {self.bytes} bytes offloaded)"
+
+    # ---- forward ----
+
+    def mark_ready(self, tensors: list[torch.Tensor]) -> None:
+        """What these hold is complete: when the layer leaves, they need not wait for what comes after this call."""
+        tensors = [t for t in tensors if has_storage(t) and t.is_cuda] or tensors
+        if not tensors or self.state != "not_offloaded":
+            return
+        mark = self._machine(tensors[0].device).mark()
+        for t in tensors:
+            self._marks[t.untyped_storage()._cdata] = mark
+
+    def push_tensor(self, tensor: torch.Tensor) -> object:
+        """What stands for the tensor until pop_tensor(). It stays where it is until start_offload()."""
+        if hasattr(tensor, "prepare_for_saving") and not _is_parameter(tensor):
+            return Composed(tensor, self.push_tensor)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"push_tensor: argument 'tensor' is a {type(tensor).__name__}, wanted a torch.Tensor.")
+        saved = self._push_plain(tensor)
+        for observe in observers:
+            observe(tensor, saved)
+        return saved
+
+    def _push_plain(self, tensor: torch.Tensor) -> object:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_storage(tensor)
+        if not plain or _is_parameter(tensor):
+            return tensor.detach()
+        key = tensor.untyped_storage()._cdata
+        memory = self._memory.get(key) if self.state == "not_offloaded" else None
+        if memory is None:
+            memory = Memory(self, tensor)
+            if self.state == "not_offloaded":
+                self._memory[key] = memory
+        memory.leaves |= tensor.numel() >= MIN_ELEMENTS
+        if not tensor.is_inference():
+            memory.watched.append((tensor.detach(), tensor._version))
+        return Saved(memory, tensor)
+
+    def start_offload(self) -> None:
+        """What may leave starts to, behind what the current stream has been given so far."""
+        self._want("start_offload", "not_offloaded")
+        leaving = [m for m in list(self._memory.values()) if m.leaves and not stays(m.tensor)]
+        devices = {m.tensor.device for m in leaving}
+        device = min(devices, key=lambda d: (d.type == "cpu", d.index or 0), default=torch.device("cpu"))
+        leaving = [m for m in leaving if m.tensor.device == device]  # host memory stays where device memory leaves
+        for memory in leaving:
+            memory.check()
+        machine = self._machine(device)
+        marks = [self._marks.get(m.tensor.untyped_storage()._cdata, -1) for m in leaving]
+        machine.start([m.tensor for m in leaving], marks)
+        for piece, memory in enumerate(leaving):
+            memory.piece = piece
+        self._pieces = len(leaving)
+        self._marks.clear()
+        self.bytes = sum(m.bytes for m in leaving)
+
+    def release_activation_forward_gpu_memory(self) -> None:
+        """Behind the copy out, in the current stream, the device memory is given up."""
+        self._want("release_activation_forward_gpu_memory", "offload_started")
+        for memory in list(self._memory.values()):
+            if memory.piece is not None:
+                memory.let_go()
+        self._layer.release()
+
+    def join(self) -> None:
+        """The current stream waits for the copy out, as a capture that forked it must before it ends."""
+        self._want("join", "offload_started")
+        self._layer.join()
+
+    # ---- backward ----
+
+    def start_reload(self) -> None:
+        """The copies start to come back, into memory of the current stream."""
+        self._want("start_reload", "offload_finished")
+        self._layer.start_reload()
+        self.popped = False
+
+    def wait_reload(self) -> None:
+        """The current stream waits for the copies, as a capture that forked them must before it ends."""
+        self._want("wait_reload", "reload_started")
+        self._layer.wait_reload()
+
+    def pop_tensor(self, saved: object) -> torch.Tensor:
+        """The tensor that push_tensor() took, with its shape, strides, dtype and bits."""
+        if isinstance(saved, Composed):
+            return saved.pop()
+        if not isinstance(saved, Saved):
+            return saved
+        self.popped, memory = True, saved.memory
+        if memory.tensor is not None:
+            memory.check()
+        if memory.written:
+            raise RuntimeError(
+                f"pop_tensor: one of the tensors needed for the gradient, {saved.dtype} {list(saved.shape)}, "
+                f"{memory.written}."
+            )
+        if memory.tensor is not None:
+            return memory.tensor.new_empty(0, dtype=saved.dtype).set_(
+                memory.tensor.untyped_storage(), saved.offset, saved.shape, saved.strides
+            )
+        return self._layer.pop(memory.piece, saved.dtype, saved.offset, saved.shape, saved.strides)
+
+    def finish_backward(self) -> None:
+        """The device memory that came back is given up; what is wanted still comes back again from the host."""
+        if self.state == "reload_started":
+            self._layer.park()
+
+    def release_all_memory(self) -> None:
+        """Everything is given up, on the host and the device; what is under way is waited for. The tensors of this
+        layer cannot be popped any more."""
+        for memory in list(self._memory.values()):
+            memory.let_go()
+            memory.written = "was given up by release_all_memory()"
+            memory.piece = None
+        self._memory.clear()
+        self._marks.clear()
+        self._pieces = 0
+        if self._layer is not None:
+            self._layer.reset()
+
+    def get_offloaded_total_size_mb(self) -> float:
+        """MiB that left when this layer was last offloaded."""
+        return self.bytes / 2**20
+
+    # ---- inside ----
+
+    def _machine(self, device: torch.device) -> _C.OffloadLayer:
+        if self._layer is None or (self._device != device and self._layer.state == "not_offloaded"):
+            self._device = device
+            self._layer = _C.OffloadLayer(self.engines.of(device), self.retain)
+            self._marks.clear()
+        return self._layer
+
+    def _want(self, call: str, state: str) -> None:
+        if self.state != state:
+            raise RuntimeError(
+                f"{call}: the layer is in state '{self.state}', but this call wants '{state}'. "
+                "The order is start_offload, release_activation_forward_gpu_memory, start_reload."
+            )
+
+    def _dropped(self, piece: int) -> None:
+        """A memory that left is wanted by nobody any more; with the last one the whole layer is."""
+        if self._layer is None:
+            return
+        self._pieces -= 1
+        if self._pieces == 0:
+            self._layer.reset()
+        else:
+            self._layer.drop(piece)

@@ -1,0 +1,81 @@
+"""What the caller says of single tensors: never to be moved, or ready to be. Nothing is written on a tensor; what is
+meant is its memory, so that every view of it is meant as well."""
+
+import threading
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from transformer_engine.pytorch.recording import tensors_in
+
+
+class Storages:
+    """Weak: an entry ends with the memory, and no later storage can be taken for it meanwhile."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, StorageWeakRef] = {}
+        self._lock = threading.Lock()
+        self._sweep_at = 64
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            if len(self._refs) >= self._sweep_at:
+                self._refs = {key: ref for key, ref in self._refs.items() if not ref.expired()}
+                self._sweep_at = max(64, 2 * len(self._refs))
+            self._refs[storage._cdata] = StorageWeakRef(storage)
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        ref = self._refs.get(storage._cdata)
+        return ref is not None and not ref.expired()
+
+
+_stay = Storages()
+
+
+def taken_apart(tensor: object) -> tuple[list[torch.Tensor | None], object]:
+    """(the parts of a quantized tensor, the object without them); the caller's stays whole."""
+    own = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor._twin()
+    return own.prepare_for_saving()
+
+
+def plain_parts(tensor: object) -> list[torch.Tensor]:
+    """The tensors that have memory: itself, or the parts of a quantized or otherwise composed one."""
+    if hasattr(tensor, "prepare_for_saving"):
+        return [t for t in taken_apart(tensor)[0] if t is not None]
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor]
+
+
+def checked(op: str, tensors: tuple) -> list[torch.Tensor]:
+    """The plain tensors in the arguments; None is let through, as an optional operand may be."""
+    found = []
+    for i, t in enumerate(tensors):
+        if t is None:
+            continue
+        if not isinstance(t, torch.Tensor) and not hasattr(t, "prepare_for_saving"):
+            nested = tensors_in(t)
+            advice = "; pass the tensors in it one by one" if nested else ""
+            raise TypeError(f"{op}: argument {i} is a {type(t).__name__}, wanted a tensor{advice}.")
+        found += plain_parts(t)
+    return found
+
+
+def has_storage(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_meta
+
+
+def mark_not_offload(*tensors: torch.Tensor | None) -> None:
+    """The memory of these tensors is never moved, whoever saves it and through whichever view."""
+    for t in checked("mark_not_offload", tensors):
+        if has_storage(t):
+            _stay.add(t.untyped_storage())
+
+
+def stays(t: torch.Tensor) -> bool:
+    return t.untyped_storage() in _stay
+
+
+def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
+    """Accepted for code that marks what may be moved. Everything eligible is, so this changes nothing."""
+    checked("mark_activation_offload", tensors)

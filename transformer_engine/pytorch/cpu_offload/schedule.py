@@ -1,0 +1,307 @@
+"""When layers leave and come back: by the default schedule, or as the caller says layer by layer. It copies nothing."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from transformer_engine.pytorch.cpu_offload.layer import Engines, OffloadableLayerState, PinnedMemoryError, Saved
+
+
+def capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Step:
+    """One forward through the layers, with its own state for each of them: several may wait for their backward."""
+
+    def __init__(self, layers: list[OffloadableLayerState]) -> None:
+        self.layers = layers
+        self.reached = -1  # the layer that the forward is in
+        self.deferred: int | None = None  # a layer that is complete, and leaves with the next one
+        self.last_output: weakref.ref | None = None  # of the last layer that was ended, as the graph holds it
+
+    @property
+    def abandoned(self) -> bool:
+        """The graph of the last layer is gone, so what comes next is no continuation of it."""
+        return self.last_output is not None and self.last_output() is None
+
+
+class LayerNumber(int):
+    """A layer's number, which remembers the step that it belongs to."""
+
+    step: Step
+
+
+class Synchronizer:
+    """What the two schedules share: steps, the layer at work, the way in and out for tensors."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        offload_stream: torch.cuda.Stream | None = None,
+        retain_pinned_cpu_buffers: bool = False,
+        **engine_options: object,
+    ) -> None:
+        if not isinstance(num_layers, int) or num_layers < 1:
+            raise ValueError(f"{type(self).__name__}: argument 'num_layers' is {num_layers!r}, wanted an int >= 1.")
+        self.num_layers = num_layers
+        self.retain = retain_pinned_cpu_buffers
+        self.engines = Engines(offload_stream, **engine_options)
+        self.layer_open = False
+        self.number: LayerNumber | None = None  # of the layer that was begun last
+        self._step: Step | None = None
+        self._steps: list[weakref.ref[Step]] = []
+        self._own: list[list[OffloadableLayerState]] = [[] for _ in range(num_layers)]  # with retain alone
+        self._warned = False
+
+    # ---- forward ----
+
+    def fwd_step(self) -> LayerNumber:
+        """The next layer begins, in a new step behind the last one; the one before it is ended, if it was not."""
+        if self.layer_open:
+            self.end_layer()
+        step = self._step
+        if step is None or step.reached + 1 >= self.num_layers or step.abandoned:
+            step = None
+            self.forget_step()  # so that its layers may serve again, where no graph wants them
+            step = self._step = Step([self._new_layer(i) for i in range(self.num_layers)])
+            self._steps = [ref for ref in self._steps if ref() is not None] + [weakref.ref(step)]
+        step.reached += 1
+        self.layer_open = True
+        self.number = LayerNumber(step.reached)
+        self.number.step = step
+        self._begin(step, step.reached)
+        return self.number
+
+    def end_layer(self, output: object = None) -> None:
+        """The layer at work is complete. `output`: something that lives as long as its graph does."""
+        if not self.layer_open:
+            return
+        self.layer_open = False
+        self._step.last_output = None if output is None else weakref.ref(output)
+        self._end(self._step, self._step.reached)
+
+    def forget_step(self) -> None:
+        """The forward under way will not be continued: the next layer is the first one again. What was saved so far
+        lives as long as its graph."""
+        self._step, self.number, self.layer_open = None, None, False
+
+    def wants_tensors(self, layer_num: int) -> bool:
+        """Whether anything of this layer can leave."""
+        return True
+
+    def current_layer(self) -> OffloadableLayerState:
+        if not self.layer_open:
+            raise RuntimeError("push_tensor: no layer is at work; call fwd_step() before it.")
+        return self._step.layers[self._step.reached]
+
+    def push_tensor(self, tensor: torch.Tensor) -> object:
+        """What stands for a tensor that the layer at work saves."""
+        return self.current_layer().push_tensor(tensor)
+
+    def pop_tensor(self, saved: object) -> torch.Tensor:
+        """The tensor again; one that nobody has brought back yet is brought back now."""
+        return pop(saved)
+
+    # ---- backward ----
+
+    def bwd_step(self, layer_num: int) -> None:
+        """The backward reaches a layer: those behind it are done with, and others may come back."""
+        step = getattr(layer_num, "step", None) or self._newest("bwd_step")
+        number = self._checked("bwd_step", layer_num)
+        for layer in step.layers[number + 1 :]:
+            layer.finish_backward()
+        self._reach(step, number)
+
+    def finish_part_of_bwd(self) -> None:
+        """A backward, or the part of it that one call runs, is over: device memory that came back for layers that it
+        went through is given up. In a capture the copies that are under way are waited for."""
+        for step in self.steps():
+            for layer in step.layers:
+                if layer.state == "reload_started" and layer.popped:
+                    layer.finish_backward()
+                elif layer.state == "reload_started" and capturing():
+                    layer.wait_reload()
+
+    # ---- inquiries ----
+
+    def steps(self) -> Iterator[Step]:
+        """Oldest first."""
+        return iter([step for ref in self._steps if (step := ref()) is not None])
+
+    def get_offloaded_total_size_mb(self) -> float:
+        """MiB that left in the newest step."""
+        newest = list(self.steps())[-1:]
+        return sum(layer.get_offloaded_total_size_mb() for step in newest for layer in step.layers)
+
+    def pinned_usage(self) -> dict[str, int]:
+        """Bytes of pinned memory: reserved, used, the peak of used, those that captured graphs own; and slots."""
+        total = dict.fromkeys(("reserved", "used", "peak", "captured", "slots"), 0)
+        for _, engine in self.engines:
+            for name, value in engine.usage().items():
+                total[name] += value
+        return total
+
+    def copy_streams(self, device: torch.device) -> tuple[torch.cuda.ExternalStream | None, ...]:
+        """The streams of the copies out and back on `device`, to record events on; on a CPU there are none."""
+        if device.type != "cuda":
+            return None, None
+        return tuple(torch.cuda.ExternalStream(s, device) for s in self.engines.of(device).streams())
+
+    def reserve_pinned(self, nbytes: int, device: torch.device | str | int = "cuda") -> None:
+        """Pinned memory for `nbytes` in one piece exists afterwards, as a capture needs it to."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.engines.of(device).reserve(nbytes)
+
+    def release_pinned(self) -> None:
+        """Pinned memory that nothing lies in is given back."""
+        for _, engine in self.engines:
+            engine.trim()
+
+    # ---- inside ----
+
+    def _begin(self, step: Step, number: int) -> None: ...
+
+    def _end(self, step: Step, number: int) -> None: ...
+
+    def _reach(self, step: Step, number: int) -> None: ...
+
+    def _new_layer(self, number: int) -> OffloadableLayerState:
+        in_steps = {id(layer) for step in self.steps() for layer in step.layers}
+        for layer in self._own[number]:
+            if id(layer) not in in_steps and not layer.wanted:
+                layer.release_all_memory()
+                return layer
+        layer = OffloadableLayerState(None, self.retain, engines=self.engines)
+        if self.retain:
+            self._own[number].append(layer)
+        return layer
+
+    def _newest(self, call: str) -> Step:
+        for step in reversed(list(self.steps())):
+            return step
+        raise RuntimeError(f"{call}: no forward has been run; call fwd_step() before it.")
+
+    def _checked(self, call: str, layer_num: int) -> int:
+        if not isinstance(layer_num, int) or not 0 <= layer_num < self.num_layers:
+            raise ValueError(
+                f"{call}: argument 'layer_id' is {layer_num!r}, wanted a layer's number, 0 to {self.num_layers - 1}."
+            )
+        return int(layer_num)
+
+    def _start(self, layer: OffloadableLayerState) -> None:
+        """Where pinned memory is exhausted the step goes on without this layer's offload, and says so once."""
+        try:
+            layer.start_offload()
+        except PinnedMemoryError as error:
+            if capturing():
+                raise
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"CPU offload: a layer stays on the device. {error}", RuntimeWarning, stacklevel=4)
+
+
+def pop(saved: object) -> torch.Tensor:
+    for part in getattr(saved, "parts", (saved,)):
+        if isinstance(part, Saved) and part.memory.layer.state == "offload_finished" and part.memory.gone:
+            part.memory.layer.start_reload()
+    return saved.pop() if hasattr(saved, "pop") else saved
+
+
+class DefaultOffloadSynchronizer(Synchronizer):
+    """The first k of n layers leave. Layer i starts to when it is complete, has left before layer n-k+i runs, and
+    starts to come back when the backward reaches layer n-1-k+i: at most n-k layers are on the device.
+
+    In a capture layer i leaves at the start of layer i+1, for what a graph forks it must join: the copy rides in that
+    layer's graph, or in the one graph of both.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_offloaded_layers: int,
+        offload_stream: torch.cuda.Stream | None = None,
+        retain_pinned_cpu_buffers: bool = False,
+        **engine_options: object,
+    ) -> None:
+        super().__init__(num_layers, offload_stream, retain_pinned_cpu_buffers, **engine_options)
+        if not isinstance(num_offloaded_layers, int) or not 0 <= num_offloaded_layers < num_layers:
+            raise ValueError(
+                f"DefaultOffloadSynchronizer: {num_offloaded_layers!r} of {num_layers} layers are to be offloaded, "
+                "wanted at least 0 and fewer than all: the last layer is wanted again as soon as it is complete. "
+                "Offload fewer, or say when by manual synchronization."
+            )
+        self.num_offloaded_layers = num_offloaded_layers
+        self._kept = num_layers - num_offloaded_layers
+
+    def wants_tensors(self, layer_num: int) -> bool:
+        return layer_num < self.num_offloaded_layers
+
+    def _begin(self, step: Step, number: int) -> None:
+        if step.deferred is not None:
+            self._start(step.layers[step.deferred])
+            step.deferred = None
+        leaving = number - self._kept
+        if leaving >= 0 and step.layers[leaving].state == "offload_started":
+            step.layers[leaving].release_activation_forward_gpu_memory()
+
+    def _end(self, step: Step, number: int) -> None:
+        in_capture = capturing()
+        if in_capture:
+            for layer in step.layers:
+                if layer.state == "offload_started":
+                    layer.join()
+        if number >= self.num_offloaded_layers:
+            return
+        if in_capture:
+            step.deferred = number
+        else:
+            self._start(step.layers[number])
+
+    def _reach(self, step: Step, number: int) -> None:
+        returning = number - (self._kept - 1)
+        if 0 <= returning < self.num_offloaded_layers and step.layers[returning].state == "offload_finished":
+            step.layers[returning].start_reload()
+
+
+class ManualOffloadSynchronizer(Synchronizer):
+    """Layers leave and come back as the caller says, by their numbers. Where several forwards wait for their backward,
+    the newest one's leaves, and the oldest one's whose layer has left is released or comes back."""
+
+    def __init__(self, num_layers: int, *args: object, **options: object) -> None:
+        super().__init__(num_layers, *args, **options)
+        self.enabled = True
+
+    def start_offload_layer(self, layer_id: int) -> None:
+        """The layer is complete and starts to leave."""
+        layer = self._layer("start_offload_layer", layer_id, "not_offloaded")
+        if layer is not None:
+            self._start(layer)
+
+    def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
+        """Behind the copy out, in the current stream, the layer's device memory is given up."""
+        layer = self._layer("release_activation_forward_gpu_memory", layer_id, "offload_started")
+        if layer is not None:
+            layer.release_activation_forward_gpu_memory()
+
+    def start_reload_layer(self, layer_id: int) -> None:
+        """The layer starts to come back. One that nobody brings back is brought back when its backward reads it."""
+        layer = self._layer("start_reload_layer", layer_id, "offload_finished")
+        if layer is not None:
+            layer.start_reload()
+
+    def _layer(self, call: str, layer_id: int, state: str) -> OffloadableLayerState | None:
+        if not self.enabled:
+            return None
+        number = self._checked(call, layer_id)
+        self._newest(call)
+        layers = [step.layers[number] for step in self.steps()]
+        if state == "not_offloaded":  # it is the forward under way that offloads
+            return layers[-1]
+        return next((layer for layer in layers if layer.state == state), layers[-1])
