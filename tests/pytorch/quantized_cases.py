@@ -5,6 +5,8 @@ import torch
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor.subviews import buffer_of
 
 E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
 BOTH = {"rowwise": True, "columnwise": True}
@@ -81,6 +83,20 @@ def assert_same_parts(got, wanted, what=""):
     assert sorted(got) == sorted(wanted), what
     for name, want in wanted.items():
         assert_same_bits(got[name].cpu(), want.cpu(), f"{what} {name}")
+
+
+def assert_readable(t, kinds=("rowwise", "columnwise")):
+    """Products can read its data where they lie: pitch, zeros between the columns and the pitch and behind the rows."""
+    for field, part in t._tensors().items():
+        if isinstance(part, te.QuantizedTensorStorage):
+            assert_readable(part, kinds)
+        if t._kind(field) not in kinds or not part.numel():
+            continue
+        m = layout.pitched(t._kind(field), part)
+        assert m is not None and m.data_ptr() == part.data_ptr(), field
+        (rows, cols), (all_rows, pitch) = m.shape, (layout.round_up(n, layout.PITCH) for n in m.shape)
+        whole = buffer_of(part)[m.storage_offset() :][: all_rows * pitch].view(all_rows, pitch)
+        assert (whole[:, cols:] == 0).all() and (whole[rows:] == 0).all(), field
 
 
 def assert_same_tensor(got, wanted, what=""):

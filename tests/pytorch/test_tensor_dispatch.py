@@ -1,9 +1,20 @@
 # What torch's operations do to quantized tensors: what stays quantized, what computes with the values, what is written
 # back, and that views share memory or are no views. Mutants: a rule that forgets a part, an in-place op that quantizes
 # nothing, or a slice that lets columnwise data go stale turn these red.
+import copy
+
 import pytest
 import torch
-from quantized_cases import FORMATS, FP8_FORMATS, assert_same_parts, assert_same_tensor, block2d, current, parts_of
+from quantized_cases import (
+    FORMATS,
+    FP8_FORMATS,
+    assert_readable,
+    assert_same_parts,
+    assert_same_tensor,
+    block2d,
+    current,
+    parts_of,
+)
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
@@ -61,9 +72,11 @@ def test_the_same_data(device, name):
 
 @every_format
 def test_copies(device, name):
-    t = made(name, device)
-    for other in (t.clone(), t.to(t.dtype, copy=True), t.to(device, copy=True)):
+    t = made(name, device, 5, 7)
+    for other in (t, t.clone(), t.to(t.dtype, copy=True), t.to(device, copy=True), copy.deepcopy(t)):
         assert_same_tensor(other, t)
+        assert_readable(other)
+    for other in (t.clone(), t.to(t.dtype, copy=True), t.to(device, copy=True)):
         assert not set(pointers(other)) & set(pointers(t))
         assert other._quantizer is t._quantizer
     nominal = t.to(torch.bfloat16)
@@ -95,6 +108,7 @@ def test_new_ones(device, name):
         assert not set(pointers(other)) & set(pointers(t))
         x = randn(*shape, device=device)
         other.copy_(x)
+        assert_readable(other)
         assert_same_parts(other, FORMATS[name](device=device)(x))
     assert torch.empty_like(t, dtype=torch.bfloat16).dtype is torch.bfloat16
     assert type(torch.empty_like(t, dtype=torch.int32)) is torch.Tensor

@@ -4,7 +4,15 @@
 import pytest
 import tensor_workers
 import torch
-from quantized_cases import FORMATS, FP8_FORMATS, assert_same_parts, assert_same_tensor, current, parts_of
+from quantized_cases import (
+    FORMATS,
+    FP8_FORMATS,
+    assert_readable,
+    assert_same_parts,
+    assert_same_tensor,
+    current,
+    parts_of,
+)
 from ranks import on_ranks
 from support import assert_same_bits, randn
 from tensor_workers import FSDP_SHAPES, RATE, STEPS, Layer, batch
@@ -122,6 +130,41 @@ def test_optimizers_see_values_and_leave_quantized_ones(device, name, make, fore
 
 
 # ---- several processes ----
+
+
+class Alone:
+    """A mesh of one."""
+
+    def size(self):
+        return 1
+
+    def get_group(self):
+        return None
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block2d", "identity"])
+@pytest.mark.parametrize("shape", [(5, 7), (32, 48), (130, 40)], ids=str)
+def test_gathering_into_memory_that_was_given_back(device, name, shape):
+    """FSDP2 frees what a gathered tensor stands on, and takes as much again for the next one: nothing in it lasts."""
+    t = made(name, device, *shape)
+    call = (Alone(), t.shape, t.stride(), None, None)
+    inputs, metadata = t.fsdp_pre_all_gather(*call)
+    outputs = tuple(x.clone() for x in inputs)
+    whole, inner = t.fsdp_post_all_gather(outputs, metadata, t.dtype)
+    assert_same_tensor(whole, t)
+    assert_readable(whole, ["columnwise"])
+    for memory in inner:
+        assert memory.numel() * memory.element_size() == memory.untyped_storage().nbytes()
+        memory.view(torch.uint8).fill_(255)
+    t.copy_(made(name, device, *shape))
+    inputs, metadata = t.fsdp_pre_all_gather(*call)
+    for memory, x in zip(outputs, inputs):
+        memory.copy_(x)
+    assert t.fsdp_post_all_gather(outputs, metadata, t.dtype, out=whole) is None
+    assert_same_tensor(whole, t)
+    assert_readable(whole, ["columnwise"])
+    addresses = {memory.untyped_storage().data_ptr() for memory in inner}
+    assert {p.untyped_storage().data_ptr() for n, p in parts_of(whole).items() if n != "_scale_inv"} <= addresses
 
 
 def alone(name, shape):
