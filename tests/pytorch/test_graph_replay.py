@@ -455,6 +455,25 @@ def test_reset_returns_all_memory():
 
 
 @pytest.mark.gpu
+def test_extra_memory_is_static_tensors_and_the_pool():
+    """The sample itself is the static input; what comes in for the outputs is the other static tensor."""
+    tokens_, hidden = 1024, 512
+    capture(build(mlp, "cuda"), "cuda")  # what libraries allocate once
+    module = te.LayerNormMLP(hidden, 4 * hidden, device="cuda")
+    sample = torch.randn(tokens_, hidden, device="cuda", requires_grad=True)
+    pool = torch.cuda.graph_pool_handle()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    te.make_graphed_callables(module, (sample,), pool=pool)
+    torch.cuda.synchronize()
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    in_pool = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated")
+    static = sum(t.untyped_storage().nbytes() for t in module.forward.grad_outputs)
+    assert in_pool > 0 and static == sample.untyped_storage().nbytes()
+    assert torch.cuda.memory_allocated() - before - in_pool <= static + 2**16
+
+
+@pytest.mark.gpu
 def test_a_pool_is_shared():
     pool = torch.cuda.graph_pool_handle()
     modules = [build(mlp, "cuda") for _ in range(2)]
