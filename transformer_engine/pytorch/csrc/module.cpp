@@ -17,6 +17,7 @@ void register_rope(pybind11::module_& m);
 void register_normalization(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);
 void register_offload(pybind11::module_& m);
+void register_normalization_quantized(pybind11::module_& m);
 void register_tune(pybind11::module_& m);
 }  // namespace te_torch
 
@@ -32,6 +33,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_normalization(m);
   te_torch::register_quantize(m);
   te_torch::register_offload(m);
+  te_torch::register_normalization_quantized(m);
   te_torch::register_tune(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;

@@ -172,9 +172,12 @@ Outputs normalization(const Tensor& x, const OptionalTensor& residual, const Ten
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, const OptionalTensor& residual,
-                                                             const Tensor& gamma, const OptionalTensor& beta,
-                                                             double eps, bool rms, bool zero_centered_gamma) {
+namespace {
+
+// y is undefined where it is not wanted.
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_forward(const Tensor& x, const OptionalTensor& residual,
+                                                       const Tensor& gamma, const OptionalTensor& beta,
+                                                       const te_normalization_plan& plan, bool with_y) {
   check_forward(x, residual, gamma, beta);
   const Tensor in = rows_of(x), scale = rows_of(gamma);
   const bool added = present(residual);
@@ -182,15 +185,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, co
   const OptionalTensor shift = present(beta) ? OptionalTensor(rows_of(*beta)) : OptionalTensor();
   const te_tensor source = view_2d(in, kOp, "x");
   const auto statistic = in.options().dtype(at::kFloat);
-  const Tensor y = at::empty(in.sizes(), in.options());
+  const Tensor y = with_y ? at::empty(in.sizes(), in.options()) : Tensor();
   const Tensor h = at::empty(added ? in.sizes() : at::IntArrayRef{0}, in.options());
-  const Tensor mean = at::empty({rms ? 0 : source.rows}, statistic);
+  const Tensor mean = at::empty({plan.rms ? 0 : source.rows}, statistic);
   const Tensor rstd = at::empty({source.rows}, statistic);
-  check(te_normalization_forward(plan_of(eps, rms, zero_centered_gamma), source, view_2d(other, kOp, "residual"),
-                                 view_2d(scale, kOp, "gamma"), view_2d(shift, kOp, "beta"), view_2d(y, kOp, "y"),
+  check(te_normalization_forward(plan, source, view_2d(other, kOp, "residual"), view_2d(scale, kOp, "gamma"),
+                                 view_2d(shift, kOp, "beta"), with_y ? view_2d(y, kOp, "y") : absent(),
                                  added ? view_2d(h, kOp, "h") : absent(), view_2d(mean, kOp, "mean"),
                                  view_2d(rstd, kOp, "rstd"), current_stream(in)));
   return {y, h, mean, rstd};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, const OptionalTensor& residual,
+                                                             const Tensor& gamma, const OptionalTensor& beta,
+                                                             double eps, bool rms, bool zero_centered_gamma) {
+  return run_forward(x, residual, gamma, beta, plan_of(eps, rms, zero_centered_gamma), true);
+}
+
+std::tuple<Tensor, Tensor, Tensor> normalization_statistics(const Tensor& x, const OptionalTensor& residual,
+                                                            const Tensor& gamma, const OptionalTensor& beta, double eps,
+                                                            bool rms, bool zero_centered_gamma) {
+  const auto [y, h, mean, rstd] = run_forward(x, residual, gamma, beta, plan_of(eps, rms, zero_centered_gamma), false);
+  return {h, mean, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const OptionalTensor& residual_grad,

@@ -13,6 +13,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, co
                                                              const Tensor& gamma, const OptionalTensor& beta,
                                                              double eps, bool rms, bool zero_centered_gamma);
 
+// normalization_fwd without its y: (h, mean, rstd), what a quantized y is made of.
+std::tuple<Tensor, Tensor, Tensor> normalization_statistics(const Tensor& x, const OptionalTensor& residual,
+                                                            const Tensor& gamma, const OptionalTensor& beta, double eps,
+                                                            bool rms, bool zero_centered_gamma);
+
 // (dx, dgamma, dbeta), each an empty tensor where it is not wanted, from the saved norm input x (h where there was a
 // residual); residual_grad is added to dx before its one rounding. mean is empty for RMSNorm, which has no dbeta.
 std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const OptionalTensor& residual_grad,

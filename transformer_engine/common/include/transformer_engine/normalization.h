@@ -18,6 +18,7 @@
 #ifndef TRANSFORMER_ENGINE_NORMALIZATION_H_
 #define TRANSFORMER_ENGINE_NORMALIZATION_H_
 
+#include "transformer_engine/quantize.h"
 #include "transformer_engine/transformer_engine.h"
 
 #ifdef __cplusplus
@@ -30,11 +31,25 @@ typedef struct te_normalization_plan {
   float eps;               /* >= 0, finite */
 } te_normalization_plan;
 
-/* Writes every element of y, of residual_out (required with residual, refused without), and of mean and rstd where they
- * are present. beta may be absent and must be for RMSNorm; mean must be absent for RMSNorm. */
+/* Writes every element of y where it is present, of residual_out (required with residual, refused without), and of mean
+ * and rstd where they are present. Without y: the statistics that a later te_normalization_quantize reads. beta may be
+ * absent and must be for RMSNorm; mean must be absent for RMSNorm. */
 TE_API te_status te_normalization_forward(te_normalization_plan plan, te_tensor x, te_tensor residual, te_tensor gamma,
                                           te_tensor beta, te_tensor y, te_tensor residual_out, te_tensor mean,
                                           te_tensor rstd, te_stream stream);
+
+/* y in FP8 by statistics that te_normalization_forward left: y is rounded to h's dtype and that is quantized, so the
+ * bytes are those of te_normalization_forward followed by te_quantize, on each device. h [rows, hidden]: the norm input
+ * (residual_out where there was a residual). mean is absent for RMSNorm. `quantize` and `out`: transformer_engine/
+ * quantize.h. One launch. plan.eps is not read. */
+TE_API te_status te_normalization_quantize(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
+                                           te_tensor gamma, te_tensor beta, const te_quantize_plan* quantize,
+                                           const te_quantized* out, te_stream stream);
+
+/* te_quantize_amax of that y, of which nothing is written. One launch. */
+TE_API te_status te_normalization_amax(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
+                                       te_tensor gamma, te_tensor beta, te_tensor parts, te_tensor noop,
+                                       te_stream stream);
 
 /* Bytes that te_normalization_backward wants in `workspace` on CUDA; 0 where no rows are. */
 TE_API size_t te_normalization_backward_workspace(te_normalization_plan plan, int64_t rows, int64_t hidden);

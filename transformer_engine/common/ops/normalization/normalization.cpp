@@ -8,6 +8,7 @@
 #include "core/device.h"
 #include "core/parallel_for.h"
 #include "core/tensor.h"
+#include "ops/quantize/store.h"
 
 namespace te::normalization {
 
@@ -61,27 +62,33 @@ void add_rows(const T* x, const T* residual, T* h, int64_t hidden) {
   });
 }
 
+// y of one row; gamma with its shift.
+template <class T>
+void normalize_row(const T* h, Statistics s, const float* gamma, const float* beta, T* y, int64_t hidden) {
+  float buffer[kChunk], result[kChunk];
+  for_chunks(hidden, [&](int64_t c, int64_t n) {
+    const float* v = load_chunk(h + c, buffer, n);
+    const float *g = gamma + c, *b = beta + c;
+    float* out = chunk_target(y + c, result);
+    for (int64_t i = 0; i < n; ++i) out[i] = (v[i] - s.mean) * s.rstd * g[i] + b[i];
+    store_chunk(y + c, out, n);
+  });
+}
+
 template <class T>
 void forward_rows(const Plan& plan, const ForwardTensors& t, const float* gamma, const float* beta) {
   const int64_t hidden = t.x.cols;
   parallel_rows(t.x.rows, hidden, [&](int64_t first_row, int64_t last_row) {
-    float buffer[kChunk], result[kChunk];
     for (int64_t row = first_row; row < last_row; ++row) {
       const T* h = row_ptr<const T>(t.x, row);
       if (t.residual.data != nullptr) {
         add_rows(h, row_ptr<const T>(t.residual, row), row_ptr<T>(t.residual_out, row), hidden);
         h = row_ptr<const T>(t.residual_out, row);
       }
-      const auto [mean, rstd] = statistics_of(plan, h, hidden);
-      if (t.mean.data != nullptr) static_cast<float*>(t.mean.data)[row] = mean;
-      if (t.rstd.data != nullptr) static_cast<float*>(t.rstd.data)[row] = rstd;
-      for_chunks(hidden, [&, mean = mean, rstd = rstd](int64_t c, int64_t n) {
-        const float* v = load_chunk(h + c, buffer, n);
-        const float *g = gamma + c, *b = beta + c;
-        float* out = chunk_target(row_ptr<T>(t.y, row) + c, result);
-        for (int64_t i = 0; i < n; ++i) out[i] = (v[i] - mean) * rstd * g[i] + b[i];
-        store_chunk(row_ptr<T>(t.y, row) + c, out, n);
-      });
+      const Statistics s = statistics_of(plan, h, hidden);
+      if (t.mean.data != nullptr) static_cast<float*>(t.mean.data)[row] = s.mean;
+      if (t.rstd.data != nullptr) static_cast<float*>(t.rstd.data)[row] = s.rstd;
+      if (t.y.data != nullptr) normalize_row(h, s, gamma, beta, row_ptr<T>(t.y, row), hidden);
     }
   });
 }
@@ -92,6 +99,26 @@ void forward(const Plan& plan, const ForwardTensors& t) {
   const std::vector<float> beta = widened(t.beta, t.x.cols, 0.f, op, "beta");
   dispatch_float(t.x.dtype, op, "x",
                  [&](auto type) { forward_rows<decltype(type)>(plan, t, gamma.data(), beta.data()); });
+}
+
+// y by known statistics, for the quantize room.
+quantize::cpu::Scratch known(const Plan& plan, const KnownTensors& t) {
+  const char* op = "te_normalization_quantize";
+  const int64_t hidden = t.h.cols;
+  const std::vector<float> gamma = widened(t.gamma, hidden, plan.zero_centered_gamma ? 1.f : 0.f, op, "gamma");
+  const std::vector<float> beta = widened(t.beta, hidden, 0.f, op, "beta");
+  quantize::cpu::Scratch y(t.h.rows, hidden, t.h);
+  dispatch_float(t.h.dtype, op, "h", [&](auto type) {
+    using T = decltype(type);
+    parallel_rows(t.h.rows, hidden, [&](int64_t first_row, int64_t last_row) {
+      for (int64_t row = first_row; row < last_row; ++row) {
+        const Statistics s{plan.rms ? 0.f : static_cast<const float*>(t.mean.data)[row],
+                           static_cast<const float*>(t.rstd.data)[row]};
+        normalize_row(row_ptr<const T>(t.h, row), s, gamma.data(), beta.data(), row_ptr<T>(y.tensor(), row), hidden);
+      }
+    });
+  });
+  return y;
 }
 
 // Row means of w and of w * n, with w = dy * g.
@@ -239,7 +266,7 @@ void check_forward(const char* op, const Plan& plan, const ForwardTensors& t) {
   check_plan(op, plan, t.x);
   const int64_t rows = t.x.rows, hidden = t.x.cols;
   check_gamma(op, t.gamma, t.x);
-  check_as(op, "y", t.y, rows, hidden, t.x);
+  if (!is_absent(t.y)) check_as(op, "y", t.y, rows, hidden, t.x);
   if (present(t.residual)) {
     check_as(op, "residual", t.residual, rows, hidden, t.x);
     check_as(op, "residual_out", t.residual_out, rows, hidden, t.x);
@@ -253,6 +280,21 @@ void check_forward(const char* op, const Plan& plan, const ForwardTensors& t) {
   if (present(t.beta)) check_as(op, "beta", t.beta, 1, hidden, t.gamma);
   if (present(t.mean)) check_statistic(op, "mean", t.mean, t.x);
   if (present(t.rstd)) check_statistic(op, "rstd", t.rstd, t.x);
+}
+
+void check_known(const char* op, Plan plan, const KnownTensors& t) {
+  plan.eps = 0.f;  // not read
+  check_plan(op, plan, t.h);
+  dispatch_float(t.h.dtype, op, "h", [](auto) {});
+  check_gamma(op, t.gamma, t.h);
+  if (plan.rms) {
+    check_absent(op, "beta", t.beta, "RMSNorm has no beta");
+    check_absent(op, "mean", t.mean, "RMSNorm takes no mean");
+  } else if (t.h.rows > 0) {
+    check_statistic(op, "mean", t.mean, t.h);
+  }
+  if (t.h.rows > 0) check_statistic(op, "rstd", t.rstd, t.h);
+  if (present(t.beta)) check_as(op, "beta", t.beta, 1, t.h.cols, t.gamma);
 }
 
 void check_workspace(const char* op, const Plan& plan, const BackwardTensors& t) {
@@ -304,6 +346,33 @@ te_status te_normalization_forward(te_normalization_plan plan, te_tensor x, te_t
     const normalization::ForwardTensors t{x, residual, gamma, beta, y, residual_out, mean, rstd};
     normalization::check_forward(op, plan, t);
     TE_ON_DEVICE_OF(op, x, normalization::cpu::forward(plan, t), normalization::cuda::forward(plan, t, stream));
+  });
+}
+
+te_status te_normalization_quantize(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
+                                    te_tensor gamma, te_tensor beta, const te_quantize_plan* quantize,
+                                    const te_quantized* out, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    const char* op = "te_normalization_quantize";
+    const normalization::KnownTensors t{h, mean, rstd, gamma, beta};
+    normalization::check_known(op, plan, t);
+    quantize::check_quantization(op, *quantize, h.rows, h.cols, h, *out, "out");
+    TE_ON_DEVICE_OF(op, h, quantize::cpu::quantize(*quantize, normalization::cpu::known(plan, t).tensor(), *out),
+                    normalization::cuda::quantize(plan, t, *quantize, *out, stream));
+  });
+}
+
+te_status te_normalization_amax(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
+                                te_tensor gamma, te_tensor beta, te_tensor parts, te_tensor noop, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    const char* op = "te_normalization_amax";
+    const normalization::KnownTensors t{h, mean, rstd, gamma, beta};
+    normalization::check_known(op, plan, t);
+    quantize::check_amax_parts(op, parts, noop, h);
+    TE_ON_DEVICE_OF(op, h, quantize::cpu::amax(normalization::cpu::known(plan, t).tensor(), parts, noop),
+                    normalization::cuda::amax(plan, t, parts, noop, stream));
   });
 }
 

@@ -36,6 +36,11 @@ struct ForwardArgs {
         shift(plan.zero_centered_gamma ? 1.f : 0.f) {}
 };
 
+// Where the statistics alone are wanted.
+struct NoStore {};
+template <class Store>
+constexpr bool kStores = !std::is_same_v<Store, NoStore>;
+
 // Vectors that a thread holds: 4 up to 512 threads a row, 8 beyond (2^16 columns of a 16-bit type, 2^15 of float).
 template <int V>
 constexpr int kMaxLanes = V == 4 ? 512 : 1024;
@@ -45,7 +50,7 @@ __global__ void __launch_bounds__(kMaxLanes<V>) forward_kernel(ForwardArgs<T, G>
   constexpr int N = kVec<T>;
   constexpr bool kRoomy = V == 4;  // 8 vectors a thread leave no registers for anything beside x
   constexpr bool kEarlyGamma =
-      kRoomy && sizeof(G) == sizeof(T);  // a float gamma beside 16-bit rows takes twice as many
+      kRoomy && sizeof(G) == sizeof(T) && kStores<Store>;  // a float gamma beside 16-bit rows takes twice as many
   __shared__ float scratch[2][kWarp];
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int vectors = row < a.rows ? a.hidden / N : 0;
@@ -114,21 +119,25 @@ __global__ void __launch_bounds__(kMaxLanes<V>) forward_kernel(ForwardArgs<T, G>
   forget(h);
   const float rstd = rsqrtf(squares[0] / float(a.hidden) + a.eps);
 
+  if constexpr (kStores<Store>) {
 #pragma unroll
-  for (int i = 0; i < V; ++i) {
-    if (vector_of(i) >= vectors) continue;
-    if constexpr (!kEarlyGamma) gamma[0] = load_packed<G, N>(a.gamma + vector_of(i) * N);
-    float v[N], g[N];
-    widen<T, N>(h[i], v);
-    widen<G, N>(gamma[kEarlyGamma ? i : 0], g);
+    for (int i = 0; i < V; ++i) {
+      if (vector_of(i) >= vectors) continue;
+      if constexpr (!kEarlyGamma) gamma[0] = load_packed<G, N>(a.gamma + vector_of(i) * N);
+      float v[N], g[N];
+      widen<T, N>(h[i], v);
+      widen<G, N>(gamma[kEarlyGamma ? i : 0], g);
+      if (!kRms && a.beta != nullptr) {
+        float b[N];
+        load_floats<G, N>(a.beta + vector_of(i) * N, b);
 #pragma unroll
-    for (int j = 0; j < N; ++j) v[j] = (v[j] - mean) * rstd * (g[j] + a.shift);
-    if (!kRms && a.beta != nullptr) {
-      load_floats<G, N>(a.beta + vector_of(i) * N, g);
+        for (int j = 0; j < N; ++j) v[j] = normalized(v[j], mean, rstd, g[j] + a.shift, b[j]);
+      } else {
 #pragma unroll
-      for (int j = 0; j < N; ++j) v[j] += g[j];
+        for (int j = 0; j < N; ++j) v[j] = normalized(v[j], mean, rstd, g[j] + a.shift);
+      }
+      y.store(row, vector_of(i) * N, v);
     }
-    y.store(row, vector_of(i) * N, v);
   }
   if (threadIdx.x == 0 && vectors > 0) {
     if (a.mean != nullptr) a.mean[row] = mean;
@@ -162,10 +171,13 @@ __global__ void __launch_bounds__(512) forward_any_kernel(ForwardArgs<T, G> a, b
   }
   row_sum(squares, scratch[1]);
   const float rstd = rsqrtf(squares[0] / float(a.hidden) + a.eps);
-  for (int c = threadIdx.x; c < hidden; c += blockDim.x) {
-    const float beta = a.beta != nullptr ? to_float(a.beta[c]) : 0.f;
-    const float v[1] = {(to_float(h[c]) - mean[0]) * rstd * (to_float(a.gamma[c]) + a.shift) + beta};
-    y.store(row, c, v);
+  if constexpr (kStores<Store>) {
+    for (int c = threadIdx.x; c < hidden; c += blockDim.x) {
+      const float x = to_float(h[c]), g = to_float(a.gamma[c]) + a.shift;
+      const float v[1] = {a.beta != nullptr ? normalized(x, mean[0], rstd, g, to_float(a.beta[c]))
+                                            : normalized(x, mean[0], rstd, g)};
+      y.store(row, c, v);
+    }
   }
   if (threadIdx.x == 0 && hidden > 0) {
     if (a.mean != nullptr) a.mean[row] = mean[0];
@@ -173,13 +185,12 @@ __global__ void __launch_bounds__(512) forward_any_kernel(ForwardArgs<T, G> a, b
   }
 }
 
-template <class T, class G, int V>
-void launch_held(const Plan& plan, const ForwardTensors& t, cudaStream_t stream) {
+template <class T, class G, int V, class Store>
+void launch_held(const Plan& plan, const ForwardTensors& t, const Store& y, cudaStream_t stream) {
   const ForwardArgs<T, G> args(plan, t);
   const Layout layout = layout_for(t.x.cols / kVec<T>, V, kMaxLanes<V>);
-  const quantize::PlainStore<T> y(t.y);
   const auto launch = [&](auto rms, auto residual) {
-    forward_kernel<T, G, V, rms(), residual()>
+    forward_kernel<T, G, V, rms(), residual(), Store>
         <<<blocks_for(t.x.rows, layout, kOp), layout.block(), 0, stream>>>(args, y);
   };
   const auto with_residual = [&](auto rms) {
@@ -196,11 +207,28 @@ void launch_held(const Plan& plan, const ForwardTensors& t, cudaStream_t stream)
   }
 }
 
-template <class T, class G>
-void launch_any(const Plan& plan, const ForwardTensors& t, cudaStream_t stream) {
+template <class T, class G, class Store>
+void launch_any(const Plan& plan, const ForwardTensors& t, const Store& y, cudaStream_t stream) {
   const Layout layout = layout_for(t.x.cols, 8, 512);
-  forward_any_kernel<<<blocks_for(t.x.rows, layout, kOp), layout.block(), 0, stream>>>(
-      ForwardArgs<T, G>(plan, t), plan.rms != 0, quantize::PlainStore<T>(t.y));
+  forward_any_kernel<<<blocks_for(t.x.rows, layout, kOp), layout.block(), 0, stream>>>(ForwardArgs<T, G>(plan, t),
+                                                                                       plan.rms != 0, y);
+}
+
+// Which kernel a row takes follows from x, gamma and beta alone, so that statistics have the same bits with and
+// without a y (one that is there is aligned as x is, or it goes one element at a time).
+template <class T, class G, class Store>
+void launch(const Plan& plan, const ForwardTensors& t, bool aligned, const Store& y, te_stream stream) {
+  const int64_t vectors = t.x.cols / kVec<T>;
+  const bool divides = t.x.cols % kVec<T> == 0;
+  const bool held = aligned && divides && vectors <= 8 * kMaxLanes<8>;
+  note_row_path(aligned, divides, held);
+  if (!held) {
+    launch_any<T, G>(plan, t, y, cudaStream_t(stream));
+  } else if (vectors <= 4 * kMaxLanes<4>) {
+    launch_held<T, G, 4>(plan, t, y, cudaStream_t(stream));
+  } else {
+    launch_held<T, G, 8>(plan, t, y, cudaStream_t(stream));
+  }
 }
 
 }  // namespace
@@ -211,21 +239,17 @@ void forward(const Plan& plan, const ForwardTensors& t, te_stream stream) {
   for (const te_tensor* tensor : {&t.x, &t.residual, &t.gamma, &t.beta, &t.y, &t.residual_out}) {
     aligned = aligned && aligned16(*tensor);
   }
-  dispatch_types(t.x, t.gamma, kOp, [&](auto x_type, auto gamma_type) {
-    using T = decltype(x_type);
-    using G = decltype(gamma_type);
-    const int64_t vectors = t.x.cols / kVec<T>;
-    const bool divides = t.x.cols % kVec<T> == 0;
-    const bool held = aligned && divides && vectors <= 8 * kMaxLanes<8>;
-    note_row_path(aligned, divides, held);
-    if (!held) {
-      launch_any<T, G>(plan, t, cudaStream_t(stream));
-    } else if (vectors <= 4 * kMaxLanes<4>) {
-      launch_held<T, G, 4>(plan, t, cudaStream_t(stream));
-    } else {
-      launch_held<T, G, 8>(plan, t, cudaStream_t(stream));
-    }
-  });
+  if (t.y.data == nullptr) {  // gamma is not read, so that its dtype is all the same
+    dispatch_float(t.x.dtype, kOp, "x", [&](auto type) {
+      using T = decltype(type);
+      launch<T, T>(plan, t, aligned, NoStore{}, stream);
+    });
+  } else {
+    dispatch_types(t.x, t.gamma, kOp, [&](auto x_type, auto gamma_type) {
+      using T = decltype(x_type);
+      launch<T, decltype(gamma_type)>(plan, t, aligned, quantize::PlainStore<T>(t.y), stream);
+    });
+  }
   check_launch(kOp);
 }
 

@@ -75,6 +75,15 @@ __device__ __forceinline__ void forget(Packed<T, N> (&x)[V]) {
   }
 }
 
+// y of one element; g is gamma with its shift. Rounded as written here in each kernel that makes a y, so that the
+// quantized y has the values of the plain one.
+__device__ __forceinline__ float normalized(float h, float mean, float rstd, float g) {
+  return __fmul_rn(__fmul_rn(h - mean, rstd), g);
+}
+__device__ __forceinline__ float normalized(float h, float mean, float rstd, float g, float beta) {
+  return __fmaf_rn(__fmul_rn(h - mean, rstd), g, beta);
+}
+
 // Pairwise, so that a vector adds log2(N) roundings and not N.
 template <int N>
 __device__ __forceinline__ float vector_sum(const float (&x)[N]) {

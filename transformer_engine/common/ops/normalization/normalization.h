@@ -15,6 +15,11 @@ struct ForwardTensors {
   te_tensor x, residual, gamma, beta, y, residual_out, mean, rstd;
 };
 
+// What makes y of statistics that are known.
+struct KnownTensors {
+  te_tensor h, mean, rstd, gamma, beta;
+};
+
 struct BackwardTensors {
   te_tensor dy, residual_grad, x, gamma, mean, rstd, dx, dgamma, dbeta, workspace;
 };
@@ -34,6 +39,9 @@ inline int64_t max_parts(int64_t rows, int64_t hidden) {
 
 namespace cuda {
 void forward(const Plan& plan, const ForwardTensors& t, te_stream stream);
+void quantize(const Plan& plan, const KnownTensors& t, const te_quantize_plan& quantize, const te_quantized& out,
+              te_stream stream);
+void amax(const Plan& plan, const KnownTensors& t, const te_tensor& parts, const te_tensor& noop, te_stream stream);
 void backward(const Plan& plan, const BackwardTensors& t, te_stream stream);
 }  // namespace cuda
 
