@@ -325,6 +325,21 @@ def test_under_autocast(device):
     assert_same_step(got, want)
 
 
+def test_a_compiled_module(device):
+    module, eager = twins(mlp, device)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    capture(compiled, device)
+    for seed in range(2):
+        x = tokens(device)
+        got, want = step(compiled, x, seed), step(eager, x, seed)
+        assert_same_step({name.replace("_orig_mod.", ""): t for name, t in got.items()}, want)
+    compiled.reset()
+    assert "reset" not in vars(module)
+    x = tokens(device)
+    got, want = step(compiled, x, 3), step(eager, x, 3)
+    assert_same_bits(got["y0"], want["y0"])
+
+
 def test_hooks_registered_afterwards_run_around_each_replay(device):
     module = build(linear, device)
     capture(module, device)

@@ -312,8 +312,10 @@ def _installed(module: object, graphed: Graphed) -> object:
 
     def restore() -> None:
         for name in names:
-            vars(module).pop(name, None)
-        vars(module).update(before)
+            if name in before:
+                setattr(module, name, before[name])
+            else:
+                delattr(module, name)
 
     graphed.on_reset = restore
     module.forward = graphed
