@@ -164,7 +164,10 @@ def test_an_exception_in_a_layer(device):
         step(layers, [x], context, sync)
     assert not cpu_offload.is_cpu_offload_enabled()
     layers[2].before = lambda: None
+    begun = []
+    layers[0].before = lambda: begun.append(int(context.offload_synchronizer.number))
     same(step(layers, [x], context, sync), expected)
+    assert begun[0] == 0  # a new step
     assert context.offload_synchronizer.pinned_usage()["slots"] == 0
 
 

@@ -91,16 +91,15 @@ class Saved:
 class Composed:
     """A quantized tensor: the object without its parts, and what stands for them."""
 
-    __slots__ = ("parts", "shape", "shell")
+    __slots__ = ("parts", "shell")
 
     def __init__(self, tensor: object, push: Callable[[torch.Tensor], object]) -> None:
-        self.shape = tuple(tensor.size())
         parts, self.shell = taken_apart(tensor)
         self.parts = [None if part is None else push(part) for part in parts]
 
     def pop(self) -> object:
-        whole = self.shell._like({}, self.shape)
-        whole.restore_from_saved([part.pop() if isinstance(part, Saved) else part for part in self.parts])
+        self.shell.restore_from_saved([part.pop() if isinstance(part, Saved) else part for part in self.parts])
+        whole, (_, self.shell) = self.shell, taken_apart(self.shell)
         return whole
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
@@ -76,6 +77,7 @@ class Capture:
             self.works.append(work)
             label = f"graphed {name_of(eager, module)}"
             self.graphed.append(Graphed(label, plan.signatures[i], self.backend, eager=function, module=eager))
+        mark_not_offload(*(t for own in inputs for t in own))  # static: that they leave would give nothing back
         try:
             with self.backend.session(), Untouched(plan.modules, [t for own in inputs for t in own]):
                 self._warm_up()

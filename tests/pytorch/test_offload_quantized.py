@@ -1,0 +1,128 @@
+# Quantized tensors under offload: class, dtype, shape, strides, scales, usages, shared memory and bits come back; one
+# buffer of many tensors leaves as one. Mutant: popping every part with its memory's first dtype (pop_tensor in
+# cpu_offload/layer.py; a scale restored as bytes) turns these red.
+import pytest
+import torch
+from offload_cases import small  # noqa: F401
+from support import assert_same_bits, randn, refused
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.cpu_offload import OffloadableLayerState, mark_not_offload
+from transformer_engine.pytorch.tensor.subviews import buffer_of, restore_subview
+
+pytestmark = pytest.mark.usefixtures("small")
+
+E4M3 = te.DType.kFloat8E4M3
+
+
+def quantizers(device):
+    both = {"rowwise": True, "columnwise": True}
+    current, block = te.Float8CurrentScalingQuantizer(E4M3, device), te.Float8BlockQuantizer(E4M3, **both)
+    scale, amax = torch.full((1,), 2.0, device=device), torch.zeros(1, device=device)
+    return {
+        "delayed": te.Float8Quantizer(scale, amax, E4M3),
+        "current": current,
+        "block": block,
+        "block1d": te.Float8BlockQuantizer(E4M3, **both, block_scaling_dim=1),
+        "hybrid": te.HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=block),
+        "identity": te.IdentityQuantizer(),
+    }
+
+
+FORMATS = list(quantizers("cpu"))
+
+
+def parts(tensor):
+    return [t for t in te.prepare_for_saving(tensor)[0] if t is not None]
+
+
+def through(state, saved):
+    state.start_offload()
+    state.release_activation_forward_gpu_memory()
+    state.start_reload()
+    return [state.pop_tensor(s) for s in saved]
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (3, 21, 40)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_tensor_comes_back(name, shape, device):
+    tensor = quantizers(device)[name](randn(*shape, device=device))
+    expected = [t.clone() for t in parts(tensor)]
+    state = OffloadableLayerState()
+    saved = state.push_tensor(tensor)
+    (back,) = through(state, [saved])
+    assert type(back) is type(tensor) and back.shape == tensor.shape and back.dtype == tensor.dtype
+    assert back.get_usages() == tensor.get_usages()
+    for t, b, value in zip(parts(tensor), parts(back), expected, strict=True):
+        assert_same_bits(b, value)
+        assert (b.dtype, b.stride()) == (t.dtype, t.stride())
+    assert_same_bits(back.dequantize(), tensor.dequantize())
+    (again,) = (state.pop_tensor(saved),)
+    assert again is not back and [t.data_ptr() for t in parts(again)] == [t.data_ptr() for t in parts(back)]
+    assert len(parts(tensor)) == len(expected)  # the caller's is whole
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
+def test_one_buffer_of_many_leaves_as_one(name, device):
+    sources = [randn(32, 48, device=device), randn(16, 80, device=device), randn(1, 16, device=device)]
+    quantizer = quantizers(device)[name]
+    made = bulk(quantizer, sources)
+    wanted = [[t.clone() for t in parts(m)] for m in made]
+    storages = {t.untyped_storage()._cdata for m in made for t in parts(m)}
+    assert len(storages) == 1
+    buffer = parts(made[0])[0].untyped_storage()
+    alive, size = StorageWeakRef(buffer), buffer.nbytes()
+    state = OffloadableLayerState()
+    saved = [state.push_tensor(t) for m in made for t in parts(m)]
+    state.start_offload()
+    del buffer, made
+    quantizer = None
+    state.release_activation_forward_gpu_memory()
+    assert state.bytes == size and alive.expired()
+    state.start_reload()
+    back = [state.pop_tensor(s) for s in saved]
+    for b, value in zip(back, (t for own in wanted for t in own), strict=True):
+        assert_same_bits(b, value)
+    assert len({b.untyped_storage().data_ptr() for b in back}) == 1
+
+
+def bulk(quantizer, sources):
+    from transformer_engine.pytorch.tensor.packing import quantize_into_one_buffer
+
+    return quantize_into_one_buffer(sources, [quantizer] * len(sources))
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
+def test_subview_records(name, device):
+    (made,) = bulk(quantizers(device)[name], [randn(32, 48, device=device)])
+    buffer = buffer_of(parts(made)[0]).clone()
+    infos = {kind: getattr(made, f"get_{kind}_subview_info")() for kind in ("rowwise", "columnwise")}
+    for kind, info in infos.items():
+        before = {field: getattr(made, field).clone() for field in info}
+        for field in before:
+            setattr(made, field, None)
+        getattr(made, f"restore_{kind}_subviews")(buffer, info)
+        for field, value in before.items():
+            assert_same_bits(getattr(made, field), value)
+            assert getattr(made, field).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        scale = next(record for record in info.values() if record.dtype is torch.float32)
+        for wrong, word in (
+            (scale._replace(offset=scale.offset + 1), "aligned"),
+            (scale._replace(offset=buffer.numel()), "bytes"),
+            (scale._replace(offset=-4), "aligned"),
+        ):
+            with refused(ValueError, "restore_subview", word):
+                restore_subview(buffer, wrong)
+        # Read as bytes, the scale would be silently another one.
+        as_bytes = restore_subview(buffer, scale._replace(dtype=torch.uint8))
+        assert as_bytes.dtype is not restore_subview(buffer, scale).dtype
+
+
+def test_a_marked_quantized_tensor_stays(device):
+    tensor = quantizers(device)["current"](randn(64, 48, device=device))
+    mark_not_offload(tensor)
+    state = OffloadableLayerState()
+    state.push_tensor(tensor)
+    state.start_offload()
+    assert state.bytes == 0
