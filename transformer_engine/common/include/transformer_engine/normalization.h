@@ -18,12 +18,14 @@
 #ifndef TRANSFORMER_ENGINE_NORMALIZATION_H_
 #define TRANSFORMER_ENGINE_NORMALIZATION_H_
 
-#include "transformer_engine/quantize.h"
 #include "transformer_engine/transformer_engine.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+struct te_quantize_plan; /* transformer_engine/quantize.h */
+struct te_quantized;
 
 typedef struct te_normalization_plan {
   int rms;                 /* 1: RMSNorm, 0: LayerNorm */
@@ -43,8 +45,8 @@ TE_API te_status te_normalization_forward(te_normalization_plan plan, te_tensor 
  * (residual_out where there was a residual). mean is absent for RMSNorm. `quantize` and `out`: transformer_engine/
  * quantize.h. One launch. plan.eps is not read. */
 TE_API te_status te_normalization_quantize(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
-                                           te_tensor gamma, te_tensor beta, const te_quantize_plan* quantize,
-                                           const te_quantized* out, te_stream stream);
+                                           te_tensor gamma, te_tensor beta, const struct te_quantize_plan* quantize,
+                                           const struct te_quantized* out, te_stream stream);
 
 /* te_quantize_amax of that y, of which nothing is written. One launch. */
 TE_API te_status te_normalization_amax(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,

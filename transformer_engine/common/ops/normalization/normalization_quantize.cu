@@ -1,7 +1,6 @@
 // normalization, CUDA: y by known statistics as a producer of the quantize room's tiles. It makes values and stores
 // nothing; tiles, scales and bytes are that room's.
 #include "ops/normalization/normalization.cuh"
-#include "ops/quantize/tile.cuh"
 
 namespace te::normalization::cuda {
 
