@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from fp8_products import product
 from support import (
     DTYPES,
     addresses,
@@ -22,6 +23,7 @@ from support import (
 
 from transformer_engine.pytorch.functional import activation, activation_linear, linear
 
+CURRENT, BLOCK = (product(recipe).spec for recipe in ("current", "block"))
 FEATURES = ((7, 5), (1, 1), (16, 24), (130, 33), (64, 256))
 LEADING = ((5,), (), (0,), (1,), (2, 3), (3, 0, 2), (2, 1, 24))
 
@@ -192,21 +194,26 @@ def test_opcheck(device):
     for leading in ((6,), (2, 3), (0,)):
         x, weight, bias, dy = draw(leading, (8, 16), torch.float32, device)
         plain = x.detach(), weight.detach(), bias.detach()
-        torch.library.opcheck(ops.linear.default, (x, weight, bias))
+        torch.library.opcheck(ops.linear.default, (x, weight, bias, False, []))
         torch.library.opcheck(ops.linear_fwd.default, plain)
         torch.library.opcheck(ops.linear_dgrad.default, (dy, plain[1]))
         for with_bias in (False, True):
             torch.library.opcheck(ops.linear_wgrad.default, (dy, plain[0], with_bias))
-    gate_up = randn(6, 16, device=device, requires_grad=True)
-    torch.library.opcheck(ops.activation_linear.default, (gate_up, weight, None, "swiglu", []))
-    torch.library.opcheck(ops.linear.default, (x, weight.detach(), None))
+    torch.library.opcheck(ops.linear.default, (x, weight.detach(), None, False, []))
     x, weight, bias, _ = draw((6,), (16, 16), torch.float32, device)
+    gate_up = randn(6, 32, device=device, requires_grad=True)
     gamma, residual = randn(16, device=device, requires_grad=True), randn(6, 16, device=device, requires_grad=True)
-    for recompute, added in ((False, residual), (True, None)):
-        args = (x, added, gamma, None, weight, bias, 1e-5, True, False, recompute)
-        torch.library.opcheck(ops.normalization_linear.default, args)
-    mlp = (x, residual, gamma, bias, weight, bias, weight, None, 1e-5, False, True, "gelu", [])
-    torch.library.opcheck(ops.layernorm_mlp.default, mlp)
+    for quantization in ([], CURRENT, BLOCK):
+        torch.library.opcheck(ops.linear.default, (x, weight, bias, bool(quantization), quantization))
+        torch.library.opcheck(ops.activation_linear.default, (gate_up, weight, None, "swiglu", [], quantization))
+        for recompute, added in ((False, residual), (True, None)):
+            norm = (1e-5, True, False, not recompute, recompute)
+            args = (x, added, gamma, None, weight, bias, *norm, quantization)
+            torch.library.opcheck(ops.normalization_linear.default, args)
+        for recompute in (False, True):
+            mlp = (x, residual, gamma, bias, weight, bias, weight, None, 1e-5, False, True, "gelu", [])
+            kept = (not recompute, False, recompute, bool(quantization))
+            torch.library.opcheck(ops.layernorm_mlp.default, (*mlp, *kept, quantization, quantization))
 
 
 def clones(*leaves):

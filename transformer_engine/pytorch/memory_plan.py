@@ -14,9 +14,9 @@ from transformer_engine.pytorch.recording import gradients_returned, nodes_behin
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One storage. status: 'kept', 'parameter' or 'input' (there in any case), 'offloaded' (in host memory until the
-    backward), or 'recomputed' (not kept; the backward computes it again). bytes: the storage's, of a recomputed one
-    what keeping it would take."""
+    """One storage. status: 'kept'; 'parameter' (one, or its FP8 copy) or 'input' (there in any case); 'offloaded' (in
+    host memory until the backward); 'recomputed' (not kept; the backward computes it again). bytes: the storage's, of a
+    recomputed one what keeping it would take."""
 
     module: str
     op: str
@@ -169,7 +169,7 @@ def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> 
             continue
         _, op, name, why, recompute = words.get(_place(t)) or _torch_words(module, label, in_graph.get(_place(t)))
         name, status = names.get(storage, name), "kept"
-        if storage in names:
+        if storage in names or name == "quantized weight":  # a copy of a parameter is counted with it
             status = "parameter"
         elif storage in offloaded:
             status, recompute = "offloaded", "nothing: it comes back from the host"

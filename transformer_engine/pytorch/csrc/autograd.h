@@ -36,6 +36,9 @@ class Keeper {
       list_.emplace_back();
     }
   }
+  // Of a collecting Keeper: what was listed.
+  variable_list take() { return std::move(list_); }
+
   // What is not kept, because the backward computes it again.
   void recompute(const Tensor& t, const Kept& what) const {
     if (op_ != nullptr && recorder::active()) recorder::tell(op_, what, t, false);

@@ -18,16 +18,8 @@ c10::SymDimVector with_last(const Tensor& t, const c10::SymInt& last) {
 }
 
 void check_operands(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  check_float(x, "linear", "x");
-  TORCH_CHECK_VALUE(weight.dim() == 2, "linear: argument 'weight' has shape ", weight.sym_sizes(),
-                    ", wanted [out_features, in_features].");
-  check_last_dim(x, weight.sym_size(1), "linear", "x");
-  check_same(weight, x, "linear", "weight");
-  if (bias.has_value()) {
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "linear: argument 'bias' has shape ",
-                      bias->sym_sizes(), ", wanted [", weight.sym_size(0), "].");
-    check_same(*bias, x, "linear", "bias");
-  }
+  TORCH_CHECK_VALUE(x.dim() >= 1, "linear: argument 'x' has no dimensions, wanted at least one.");
+  check_product(x, x.sym_size(-1), weight, bias, false);
 }
 
 Tensor unfold(const Tensor& d, const Tensor& like, int64_t last) {
@@ -51,6 +43,21 @@ std::tuple<Tensor, Tensor> linear_wgrad_meta(const Tensor& dy, const Tensor& x, 
 }
 
 }  // namespace
+
+void check_product(const Tensor& x, const c10::SymInt& depth, const Tensor& weight, const OptionalTensor& bias,
+                   bool own_copy) {
+  check_float(x, "linear", "x");
+  TORCH_CHECK_VALUE(weight.dim() == 2, "linear: argument 'weight' has shape ", weight.sym_sizes(),
+                    ", wanted [out_features, in_features].");
+  TORCH_CHECK_VALUE(depth == weight.sym_size(1), "linear: argument 'x' has shape ", x.sym_sizes(),
+                    ", wanted a last dimension of ", weight.sym_size(1), ".");
+  if (!own_copy) check_same(weight, x, "linear", "weight");
+  if (bias.has_value()) {
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "linear: argument 'bias' has shape ",
+                      bias->sym_sizes(), ", wanted [", weight.sym_size(0), "].");
+    check_same(*bias, x, "linear", "bias");
+  }
+}
 
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_operands(x, weight, bias);

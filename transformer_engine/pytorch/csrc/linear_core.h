@@ -1,10 +1,15 @@
-// linear_core: the three products of a linear layer, written once for every module family. It knows nothing of autograd
-// or of norms and activations; gather, quantize and reduce steps belong here when their capabilities land.
+// linear_core: the three products of a linear layer on plain tensors, written once for every module family. It knows
+// nothing of autograd, of norms and activations, or of FP8 (product.h).
 #pragma once
 
 #include "common.h"
 
 namespace te_torch {
+
+// Names what does not fit in a product of x, whose operand is `depth` wide. A weight that comes with a quantized copy
+// of its own (own_copy) may have another dtype.
+void check_product(const Tensor& x, const c10::SymInt& depth, const Tensor& weight, const OptionalTensor& bias,
+                   bool own_copy);
 
 // y[..., N] = x[..., K] weight[N, K]^T + bias[N]
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);

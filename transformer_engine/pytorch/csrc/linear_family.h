@@ -1,45 +1,22 @@
 // The linear layers as one autograd family: Linear, LayerNormLinear and the second half of an MLP differ in the
 // prologue of their product (nothing, a norm, an activation). The prologue is data; forward and backward stand here
-// once.
+// once, on operands that are plain or FP8 (product.h).
 #pragma once
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 
-#include "activation.h"
 #include "autograd.h"
-#include "linear_core.h"
-#include "normalization.h"
+#include "prologue.h"
 #include "weight_grad.h"
 
 namespace te_torch {
 
-// What stands before the product, as plain values.
-struct Prologue {
-  enum Kind { kNone, kNorm, kActivation } kind = kNone;
-  double eps = 0;
-  bool rms = false;
-  bool zero_centered_gamma = false;
-  bool recompute_output = false;  // of a norm: written again by the backward instead of kept
-  bool return_input = false;      // of a norm: x is an output too, so that a residual's gradient joins in the backward
-  std::string activation;
-  std::vector<double> params;
-
-  static Prologue norm(double eps, bool rms, bool zero_centered_gamma) {
-    Prologue p;
-    p.kind = kNorm;
-    p.eps = eps;
-    p.rms = rms;
-    p.zero_centered_gamma = zero_centered_gamma;
-    return p;
-  }
-  static Prologue act(std::string_view kind, at::ArrayRef<double> params) {
-    Prologue p;
-    p.kind = kActivation;
-    p.activation = std::string(kind);
-    p.params = params.vec();
-    return p;
-  }
+// The form in which an operand is kept; its data are saved tensors.
+struct Form {
+  bool quantized = false;
+  te_scaling scaling = TE_SCALING_TENSOR;
+  bool e5m2 = false;
 };
 
 struct LinearFamily {
@@ -47,105 +24,180 @@ struct LinearFamily {
   struct State {
     Prologue prologue;
     Sink sink;
+    Quantization quantization;
+    Form weight, operand;
+    at::ScalarType dtype = at::kFloat;
+
+    State() = default;
+    State(Prologue p, Sink s, Quantization q)
+        : prologue(std::move(p)), sink(std::move(s)), quantization(std::move(q)) {}
   };
 
   // Argument positions, and where each tensor lies among the saved ones.
   enum Slot { kX, kWeight, kBias, kGamma, kBeta, kResidual };
-  enum Saved { kInput, kSavedWeight, kProduct, kSavedGamma, kSavedBeta, kMean, kRstd, kSavedCount };
+  enum Saved {
+    kInput,
+    kSavedWeight,
+    kWeightScale,
+    kProduct,
+    kProductScale,  // of the kept operand, or those that an operand made again is quantized by
+    kSavedGamma,
+    kSavedBeta,
+    kMean,
+    kRstd,
+    kSavedCount
+  };
+
+  struct Inputs {
+    const Tensor& x;
+    const Tensor& weight;
+    const OptionalTensor& bias;
+    const OptionalTensor& gamma;
+    const OptionalTensor& beta;
+    const OptionalTensor& residual;
+    const Quantized& quantized_weight;  // the module's own copy, or undefined
+  };
+
+  // Whether a gradient goes on into the prologue, and whether into the weight.
+  struct Needs {
+    bool input;
+    bool weight;
+  };
 
   // Outputs: y; with a norm prologue also the norm's output, and x + residual (or x itself, asked for) after it.
-  // Kept: weight and norm statistics for the input's gradient, the product's operand for the weight's; of an
-  // activation only its input, the activation itself is written again by the backward.
   template <class Route>
   static variable_list forward(State& state, Keeper& keeper, const Tensor& x, const Tensor& weight,
                                const OptionalTensor& bias, const OptionalTensor& gamma, const OptionalTensor& beta,
-                               const OptionalTensor& residual, const Prologue& p, const Sink& sink) {
-    state.prologue = p;
-    state.sink = sink;
-    const auto wants = [](const OptionalTensor& t) { return t.has_value() && t->requires_grad(); };
-    const bool into_prologue = x.requires_grad() || wants(gamma) || wants(beta) || wants(residual);
-    const bool into_weight = weight.requires_grad();
+                               const OptionalTensor& residual, const Prologue& p, const Sink& sink,
+                               const Quantization& quantization, const Quantized& quantized_weight) {
+    state = State(p, sink, quantization);
+    const Needs needs{x.requires_grad() || wants(gamma) || wants(beta) || wants(residual), weight.requires_grad()};
+    return run<Route>(state, keeper, {x, weight, bias, gamma, beta, residual, quantized_weight}, needs);
+  }
+
+  // Kept: weight and norm statistics for the input's gradient, the product's operand for the weight's, each in the one
+  // direction that the backward reads; of an activation only its input, the activation is written again by the
+  // backward.
+  template <class Route>
+  static variable_list run(State& state, Keeper& keeper, const Inputs& in, Needs needs) {
+    const Prologue& p = state.prologue;
+    const ProductQuantization* q = state.quantization.get();
+    const Quantizer* x_quantizer = q != nullptr ? &q->x : nullptr;
     const bool norm = p.kind == Prologue::kNorm;
     const bool activation = p.kind == Prologue::kActivation;
-    Tensor operand = x;
-    Tensor h = x;
-    Tensor mean, rstd;
-    if (norm) {
-      Tensor summed;
-      std::tie(operand, summed, mean, rstd) = Route::template call<normalization_fwd>(
-          "te::normalization_fwd", x, residual, *gamma, beta, p.eps, p.rms, p.zero_centered_gamma);
-      if (residual.has_value()) h = summed;
-    } else if (activation) {
-      operand = Route::template call<activation_fwd>("te::activation_fwd", x, std::string_view(p.activation),
-                                                     at::ArrayRef<double>(p.params));
-    }
-    Tensor y = Route::template call<linear_fwd>("te::linear_fwd", operand, weight, bias);
+    const bool again = needs.weight && (p.recompute_output || (p.keep_input && q != nullptr));
 
-    const bool again = norm && into_weight && p.recompute_output;
-    keeper.keep_if((norm && into_prologue) || (activation && (into_prologue || into_weight)) || again, h,
-                   norm ? kNormInput : kPreActivation);
-    keeper.keep_if(into_prologue, weight, kParameter);
-    keeper.keep_if(into_weight && !activation && !again, operand, norm ? kNormOutput : kLinearInput);
-    keeper.keep_if((norm && into_prologue) || again, gamma, kParameter);
-    keeper.keep_if(again, beta, kParameter);
-    keeper.keep_if(norm && into_prologue, mean, kStatistic);
-    keeper.keep_if(norm && into_prologue, rstd, kStatistic);
-    if (again) keeper.recompute(operand, kNormOutput);
-    if (activation && into_weight) keeper.recompute(operand, kActivation);
+    state.dtype = in.x.scalar_type();
+    const bool keep_operand = needs.weight && !activation && !again;
+    const Produced made = produce<Route>(p, in.x, in.residual, in.gamma, in.beta, x_quantizer, {true, keep_operand});
+    if (q != nullptr) {
+      const Operand& x = made.operand;
+      check_product(in.x, x.quantized() ? x.fp8.rowwise.sym_size(-1) : x.plain.sym_size(-1), in.weight, in.bias,
+                    in.quantized_weight.defined());
+    }
+    const Operand weight = in.quantized_weight.defined()
+                               ? Operand{{}, in.quantized_weight}
+                               : operand_of<Route>(q != nullptr ? &q->weight : nullptr, in.weight, {true, needs.input});
+    const Tensor y = fprop<Route>(made.operand, weight, in.bias, in.x, q == nullptr || q->split_fprop);
+
+    const bool keep_h = (norm && needs.input) || (activation && (needs.input || needs.weight)) || again;
+    keeper.keep_if(keep_h && !p.input_kept_elsewhere, made.h,
+                   norm         ? kNormInput
+                   : activation ? kPreActivation
+                                : kLinearInput);
+    state.weight = keep(keeper, needs.input, weight, weight.quantized() ? kQuantizedWeight : kParameter);
+    if (keep_operand || !needs.weight) {
+      state.operand = keep(keeper, keep_operand, made.operand, norm ? kNormOutput : kLinearInput);
+    } else {
+      const Operand& operand = made.operand;
+      keeper.recompute(operand.quantized() ? operand.fp8.rowwise : operand.plain, norm ? kNormOutput : kActivation);
+      keeper.keep_if(false, Tensor(), kScales);
+      keeper.keep_if(operand.quantized() && operand.fp8.scaling == TE_SCALING_TENSOR, operand.fp8.rowwise_scale_inv,
+                     kScales);
+    }
+    keeper.keep_if(norm && (needs.input || again), in.gamma, kParameter);
+    keeper.keep_if(norm && again, in.beta, kParameter);
+    keeper.keep_if(norm && needs.input, made.mean, kStatistic);
+    keeper.keep_if(norm && needs.input, made.rstd, kStatistic);
     if (!norm) return {y};
-    if (residual.has_value() || p.return_input) return {y, operand, h};
-    return {y, operand};
+    if (in.residual.has_value() || p.return_input) return {y, made.output, made.h};
+    return {y, made.output};
   }
+
+  // What arrives at the outputs: dy as it is, or quantized already by whoever made it, with its column sums then.
+  struct Incoming {
+    Tensor dy;
+    Tensor norm_output;
+    Tensor h;
+    Operand made;
+    Tensor dbias;
+
+    bool any() const { return dy.defined() || made.quantized() || made.plain.defined(); }
+  };
+
+  // Where the gradient of an activation's input goes on to: the dy of another product, which quantizes it so.
+  struct Onward {
+    const Quantizer* quantizer;
+    Directions directions;
+    bool with_bias;
+    ActivationGradient made;
+  };
 
   template <class Route>
   static variable_list backward(const State& state, const Wanted& wanted, const variable_list& saved,
                                 const variable_list& grads) {
+    const auto grad = [&](size_t i) { return grads.size() > i ? grads[i] : Tensor(); };
+    return run_backward<Route>(state, wanted, saved, {grads[0], grad(1), grad(2), {}, {}}, nullptr);
+  }
+
+  template <class Route>
+  static variable_list run_backward(const State& state, const Wanted& wanted, const variable_list& saved,
+                                    const Incoming& in, Onward* onward) {
     const Prologue& p = state.prologue;
+    const ProductQuantization* q = state.quantization.get();
+    const Quantizer* x_quantizer = q != nullptr ? &q->x : nullptr;
     const bool norm = p.kind == Prologue::kNorm;
+    const bool activation = p.kind == Prologue::kActivation;
     const bool into_prologue = wanted[kX] || wanted[kGamma] || wanted[kBeta] || wanted[kResidual];
-    const Tensor& dy = grads[0];
     variable_list out(kResidual + 1);
-    Tensor operand = saved[kProduct];
+
+    Operand dy = in.made;
+    Tensor dbias = in.dbias;
+    if (in.dy.defined() && (into_prologue || wanted[kWeight])) {
+      dy = operand_of<Route>(q != nullptr ? &q->dy : nullptr, in.dy, {into_prologue, wanted[kWeight]},
+                             wanted[kBias] ? &dbias : nullptr);
+    }
     Tensor d_operand;
-    if (dy.defined() && into_prologue) {
-      d_operand = Route::template call<linear_dgrad>("te::linear_dgrad", dy, saved[kSavedWeight]);
+    if (in.any() && into_prologue) {
+      const Tensor& like = in.dy.defined() ? in.dy : saved[kInput];
+      d_operand = dgrad<Route>(dy, kept(saved, kSavedWeight, state.weight), like, q == nullptr || q->split_dgrad);
     }
-    if (norm && grads.size() > 1 && grads[1].defined()) {
-      d_operand = d_operand.defined() ? d_operand + grads[1] : grads[1];
+    if (norm && in.norm_output.defined()) {
+      d_operand = d_operand.defined() ? d_operand + in.norm_output : in.norm_output;
     }
-    if (p.kind == Prologue::kActivation && dy.defined()) {
-      const std::string_view kind(p.activation);
-      const at::ArrayRef<double> params(p.params);
-      if (into_prologue) {
-        std::tie(out[kX], operand) = Route::template call<activation_bwd>("te::activation_bwd", d_operand,
-                                                                          saved[kInput], kind, params, wanted[kWeight]);
-      } else if (wanted[kWeight]) {
-        operand = Route::template call<activation_fwd>("te::activation_fwd", saved[kInput], kind, params);
-      }
-    } else if (!norm) {
+    Operand operand = kept(saved, kProduct, state.operand);
+    if (activation && in.any() && into_prologue) {
+      Onward plain{nullptr, {}, false, {}};
+      Onward& to = onward != nullptr ? *onward : plain;
+      to.made = activation_back<Route>(p, d_operand, saved[kInput], wanted[kWeight], x_quantizer, saved[kProductScale],
+                                       to.quantizer, to.directions, to.with_bias);
+      operand = to.made.operand;
+      out[kX] = to.made.dx.plain;
+    } else if (p.kind == Prologue::kNone) {
       out[kX] = d_operand;
     }
-    if (dy.defined() && wanted[kWeight]) {
-      if (norm && !operand.defined()) operand = normed_again<Route>(p, saved);
-      std::tie(out[kWeight], out[kBias]) =
-          state.sink ? (*state.sink)(dy, operand, wanted[kBias])
-                     : Route::template call<linear_wgrad>("te::linear_wgrad", dy, operand, wanted[kBias]);
-    } else if (dy.defined() && wanted[kBias]) {
-      const c10::SymInt features = dy.sym_size(-1);
-      out[kBias] = at::sum_to(dy, c10::SymIntArrayRef(&features, 1));
-    }
-    if (norm && into_prologue) {
-      const OptionalTensor dh = grads.size() > 2 && grads[2].defined() ? OptionalTensor(grads[2]) : OptionalTensor();
-      if (d_operand.defined()) {
-        std::tie(out[kX], out[kGamma], out[kBeta]) = Route::template call<normalization_bwd>(
-            "te::normalization_bwd", d_operand, dh, saved[kInput], saved[kSavedGamma], saved[kMean], saved[kRstd],
-            p.rms, p.zero_centered_gamma,
-            std::array<bool, 3>{wanted[kX] || wanted[kResidual] || dh.has_value(), wanted[kGamma], wanted[kBeta]});
-      } else if (dh.has_value()) {
-        out[kX] = *dh;
+    if (in.any() && wanted[kWeight]) {
+      if (!operand.quantized() && !operand.plain.defined()) {
+        operand = produce_again<Route>(p, saved[kInput], optional(saved[kSavedGamma]), optional(saved[kSavedBeta]),
+                                       x_quantizer, saved[kProductScale]);
       }
-      out[kResidual] = out[kX];
+      WeightProduct product{dy, operand, dbias, state.dtype, q == nullptr || q->split_wgrad};
+      std::tie(out[kWeight], out[kBias]) = state.sink ? (*state.sink)(std::move(product), wanted[kBias])
+                                                      : product.template compute<Route>(wanted[kBias]);
+    } else if (in.any() && wanted[kBias]) {
+      out[kBias] = dbias.defined() ? dbias : column_sums(in.dy);
     }
+    if (norm && into_prologue) into_norm<Route>(p, wanted, saved, d_operand, in.h, out);
     for (size_t slot = 0; slot < out.size(); ++slot) {
       if (!wanted[slot]) out[slot] = Tensor();
     }
@@ -161,14 +213,49 @@ struct LinearFamily {
   static constexpr Kept kActivation{"activation", "the weight's gradient is taken with it",
                                     "nothing beside the activation's backward, which writes it again: 2 B of 12"};
   static constexpr Kept kLinearInput{"linear input", "the weight's gradient is taken with it", kCallers};
+  static constexpr Kept kQuantizedWeight{"quantized weight", "the input's gradient is taken with it",
+                                         "a copy of a parameter: quantizing it again"};
+  static constexpr Kept kScales{"scales", "FP8 data mean nothing without them", "a few bytes for each block"};
+
+  static bool wants(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
 
  private:
+  static OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : OptionalTensor(); }
+
+  static Tensor column_sums(const Tensor& dy) {
+    const c10::SymInt features = dy.sym_size(-1);
+    return at::sum_to(dy, c10::SymIntArrayRef(&features, 1));
+  }
+
+  // Two places among the saved tensors: the data in the direction that the backward reads, and their scales.
+  static Form keep(Keeper& keeper, bool needed, const Operand& t, const Kept& what) {
+    if (!t.quantized()) {
+      keeper.keep_if(needed, t.plain, what);
+      keeper.keep_if(false, Tensor(), kScales);
+      return {};
+    }
+    keeper.keep_if(needed, t.fp8.columnwise, what);
+    keeper.keep_if(needed, t.fp8.columnwise_scale_inv, kScales);
+    return {true, t.fp8.scaling, t.fp8.e5m2};
+  }
+
+  static Operand kept(const variable_list& saved, size_t slot, const Form& form) {
+    if (!form.quantized) return {saved[slot], {}};
+    return {{}, {form.scaling, form.e5m2, {}, {}, saved[slot], saved[slot + 1]}};
+  }
+
   template <class Route>
-  static Tensor normed_again(const Prologue& p, const variable_list& saved) {
-    const OptionalTensor beta = saved[kSavedBeta].defined() ? OptionalTensor(saved[kSavedBeta]) : OptionalTensor();
-    return std::get<0>(Route::template call<normalization_fwd>("te::normalization_fwd", saved[kInput], OptionalTensor(),
-                                                               saved[kSavedGamma], beta, p.eps, p.rms,
-                                                               p.zero_centered_gamma));
+  static void into_norm(const Prologue& p, const Wanted& wanted, const variable_list& saved, const Tensor& d_operand,
+                        const Tensor& dh, variable_list& out) {
+    if (d_operand.defined()) {
+      std::tie(out[kX], out[kGamma], out[kBeta]) = Route::template call<normalization_bwd>(
+          "te::normalization_bwd", d_operand, optional(dh), saved[kInput], saved[kSavedGamma], saved[kMean],
+          saved[kRstd], p.rms, p.zero_centered_gamma,
+          std::array<bool, 3>{wanted[kX] || wanted[kResidual] || dh.defined(), wanted[kGamma], wanted[kBeta]});
+    } else if (dh.defined()) {
+      out[kX] = dh;
+    }
+    out[kResidual] = out[kX];
   }
 };
 

@@ -1,6 +1,7 @@
 // The faces of a public op, made once from how its schema's arguments become a family's: the dispatcher's four keys and
 // what eager Python calls. `Packed` holds the arguments; it names its Family, hands them to a call in the family's
-// order (with), and lists its tensors (each).
+// order (with), lists its tensors (each; not the weights whose own FP8 copy the module hands over, which serve autograd
+// alone), and says whether any weight wants a gradient (weights_need_graph).
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -10,6 +11,21 @@
 #include "weight_grad.h"
 
 namespace te_torch {
+
+// What eager Python hands over beside a schema's arguments, for each product.
+struct EagerHandles {
+  PyObject* sink;
+  Quantization quantization;    // with its state
+  const Quantized* own_weight;  // the module's own FP8 copy of the weight, or none
+
+  std::vector<int64_t> spec() const { return quantization != nullptr ? quantization->pack() : std::vector<int64_t>(); }
+};
+
+// (y, norm output, x + residual); the last is empty where there was none to return.
+template <class Packed>
+std::tuple<Tensor, Tensor, Tensor> three_outputs(const variable_list& outputs, const Packed& packed) {
+  return {outputs[0], outputs[1], outputs.size() > 2 ? outputs[2] : packed.x.new_empty({0})};
+}
 
 template <class Route, class Packed>
 variable_list run_node(const Packed& packed) {
@@ -77,7 +93,8 @@ struct Op<kPack, kUnpack, Packed (*)(Args...)> {
       return Dispatched::call<&Op::autograd>(name, args...);
     }
     autocast_all(packed);
-    return kUnpack(needs_graph(tensors) ? run_node<Direct>(packed) : run_inference<Direct>(packed), packed);
+    const bool graph = needs_graph(tensors) || (c10::GradMode::is_enabled() && packed.weights_need_graph());
+    return kUnpack(graph ? run_node<Direct>(packed) : run_inference<Direct>(packed), packed);
   }
 };
 

@@ -27,12 +27,11 @@ WeightGradSink::~WeightGradSink() {
   Py_DECREF(callable_);
 }
 
-std::tuple<Tensor, Tensor> WeightGradSink::operator()(const Tensor& dy, const Tensor& operand, bool with_bias) const {
+std::tuple<Tensor, Tensor> WeightGradSink::operator()(WeightProduct product, bool with_bias) const {
   const pybind11::gil_scoped_acquire gil;
-  const THPObjectPtr gradient(THPVariable_Wrap(dy));
-  const THPObjectPtr input(THPVariable_Wrap(operand));
+  const pybind11::object handle = pybind11::cast(std::make_shared<WeightProduct>(std::move(product)));
   const THPObjectPtr result(
-      PyObject_CallFunctionObjArgs(callable_, gradient.get(), input.get(), with_bias ? Py_True : Py_False, nullptr));
+      PyObject_CallFunctionObjArgs(callable_, handle.ptr(), with_bias ? Py_True : Py_False, nullptr));
   if (!result) {
     python_error error;
     error.persist();

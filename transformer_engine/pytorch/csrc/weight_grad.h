@@ -1,12 +1,12 @@
 // Where a product's weight gradient goes when the node does not just return it: to a Python callable that accumulates
-// it into main_grad or stores it for backward_dw(). Eager only; the arithmetic stays in linear_core and the gemm room.
+// it into main_grad or stores it for backward_dw(). Eager only; the arithmetic stays in product.h and the gemm room.
 #pragma once
 
 #include <Python.h>
 
 #include <memory>
 
-#include "common.h"
+#include "product.h"
 
 namespace te_torch {
 
@@ -17,8 +17,8 @@ class WeightGradSink {
   WeightGradSink(const WeightGradSink&) = delete;
   WeightGradSink& operator=(const WeightGradSink&) = delete;
 
-  // callable(dy, operand, with_bias) -> (dweight or None, dbias or None), under the GIL.
-  std::tuple<Tensor, Tensor> operator()(const Tensor& dy, const Tensor& operand, bool with_bias) const;
+  // callable(product, with_bias) -> (dweight or None, dbias or None), under the GIL.
+  std::tuple<Tensor, Tensor> operator()(WeightProduct product, bool with_bias) const;
 
  private:
   PyObject* callable_;

@@ -7,7 +7,6 @@ from transformer_engine.pytorch.functional.linear import (
     activation_linear,
     layernorm_mlp,
     linear,
-    linear_wgrad,
     noop_cat,
     normalization_linear,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "gemm_accumulate",
     "layernorm_mlp",
     "linear",
-    "linear_wgrad",
     "noop_cat",
     "normalization",
     "normalization_linear",

@@ -1,4 +1,4 @@
-"""LayerNormMLP: norm, first product, activation, second product, in two autograd nodes. The activation is not kept."""
+"""LayerNormMLP: norm, first product, activation, second product, in one autograd node. The activation is not kept."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,7 +6,7 @@ import torch
 
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch.module.arguments import check_size
-from transformer_engine.pytorch.module.base import InitMethod, default_init, refuse_parallel
+from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init, refuse_parallel
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -41,6 +41,8 @@ class LayerNormMLP(NormParameters):
     activation acts on first), `fc2_weight/_bias`. Kept for backward: the norm's input, statistics and output, and the
     pre-activation; with checkpoint the norm's input alone, and everything up to the activation is computed again in
     backward, to the same bits; with recompute_norm_output (ours beyond the common API) all but the norm's output.
+    save_preactivation="fp8" (ours too): the pre-activation is kept as E4M3 with a power-of-two scale for each 128 of a
+    row, half the memory; the backward takes the activation and its derivative of those values.
     Returns y, then fc2_bias with return_bias, then the norm's output with return_layernorm_output.
     fuse_wgrad_accumulation and delay_wgrad_compute as in Linear.
     """
@@ -81,6 +83,7 @@ class LayerNormMLP(NormParameters):
         checkpoint: bool = False,
         *,
         recompute_norm_output: bool = False,
+        save_preactivation: str | None = None,
     ) -> None:
         super().__init__()
         refuse_parallel(
@@ -97,6 +100,8 @@ class LayerNormMLP(NormParameters):
         self._setup_wgrad("fc2", "fc1", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
         self.checkpoint = checkpoint
         self.recompute_norm_output = recompute_norm_output
+        check_choice("LayerNormMLP", "save_preactivation", save_preactivation, (None, "fp8"))
+        self.save_preactivation = save_preactivation
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.use_bias = bias
@@ -172,40 +177,23 @@ class LayerNormMLP(NormParameters):
         """
         fc1_sink, fc2_sink = self._sink("fc1", is_first_microbatch), self._sink("fc2", is_first_microbatch)
         fc2_bias = self.fc2_bias if self.apply_bias else None
-        if self.checkpoint:
-            out, norm_output, h = F.layernorm_mlp(
-                inp,
-                self.layer_norm_weight,
-                self.layer_norm_bias,
-                self.fc1_weight,
-                self.fc1_bias,
-                self.fc2_weight,
-                fc2_bias,
-                kind=self.activation,
-                params=self._activation_values,
-                residual=residual,
-                sinks=(fc1_sink, fc2_sink),
-                **self._norm_options(),
-            )
-            return self._results(out, norm_output, None if residual is None else h)
-        pre_activation, norm_output, h = F.normalization_linear(
+        out, norm_output, h = F.layernorm_mlp(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
             self.fc1_weight,
             self.fc1_bias,
-            residual=residual,
-            recompute_output=self.recompute_norm_output,
-            sink=fc1_sink,
-            **self._norm_options(),
-        )
-        out = F.activation_linear(
-            pre_activation,
             self.fc2_weight,
             fc2_bias,
             kind=self.activation,
             params=self._activation_values,
-            sink=fc2_sink,
+            residual=residual,
+            return_output=self.return_layernorm_output,
+            recompute_output=self.recompute_norm_output,
+            recompute=self.checkpoint,
+            fp8_pre_activation=self.save_preactivation == "fp8",
+            sinks=(fc1_sink, fc2_sink),
+            **self._norm_options(),
         )
         return self._results(out, norm_output, None if residual is None else h)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import _C
 
 
 @functools.cache
@@ -93,20 +93,21 @@ class Product:
         return found
 
     def accumulate(
-        self, dy: torch.Tensor, operand: torch.Tensor, with_bias: bool, main_grads: Sequence[torch.Tensor | None]
+        self, work: _C.WeightProduct, with_bias: bool, main_grads: Sequence[torch.Tensor | None]
     ) -> torch.Tensor | None:
         """The wanted gradients into main_grads; returns the bias's."""
-        sums = []
-        parts = dy.split(self.rows, dim=-1)
-        for weight, main_grad, part in zip(self.weights, main_grads, parts, strict=True):
+        sums, first = [], 0
+        for weight, main_grad in zip(self.weights, main_grads, strict=True):
+            rows = weight.shape[0]
             if main_grad is None:
-                sums += [part.flatten(0, -2).sum(0)] if with_bias else []
-                continue
-            overwrite = self.overwrite or bool(getattr(weight, "overwrite_main_grad", False))
-            with _lock_of(main_grad):
-                sums.append(F.gemm_accumulate(operand, part, "NT", main_grad, bias_grad=with_bias, overwrite=overwrite))
-            if hasattr(weight, "grad_added_to_main_grad"):
-                weight.grad_added_to_main_grad = True
+                sums += [work.column_sums(first, rows)] if with_bias else []
+            else:
+                overwrite = self.overwrite or bool(getattr(weight, "overwrite_main_grad", False))
+                with _lock_of(main_grad):
+                    sums.append(work.accumulate(main_grad, first, rows, with_bias, overwrite))
+                if hasattr(weight, "grad_added_to_main_grad"):
+                    weight.grad_added_to_main_grad = True
+            first += rows
         if not with_bias:
             return None
         return sums[0] if len(sums) == 1 else torch.cat(sums)
@@ -127,10 +128,10 @@ class Pending:
     """A weight gradient that backward() left: what it is made of, and the versions that these tensors had."""
 
     product: Product
-    dy: torch.Tensor
-    operand: torch.Tensor
+    work: _C.WeightProduct
     with_bias: bool
-    versions: tuple[int, int]
+    reads: Sequence[torch.Tensor]  # the caller's tensors among the operands: the FP8 ones are nobody else's
+    versions: Sequence[int]
 
     def check(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The main_grads. Raises where the gradient cannot be computed any more, or has nowhere to go; `current` are
@@ -142,26 +143,25 @@ class Pending:
                 "(FSDP2 puts its shards back after a backward): a delayed gradient cannot reach it. Build the module "
                 "without delay_wgrad_compute there."
             )
-        for what, tensor, version in zip(("gradient", "input"), (self.dy, self.operand), self.versions, strict=True):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{product.op}: backward_dw() was called, but the {what} of the product with '{name}' was changed "
-                    "in place since backward(); leave it alone until backward_dw(), or give the module a copy. "
-                    "drop_backward_dw() gives the gradient up."
-                )
+        if [tensor._version for tensor in self.reads] != self.versions:
+            raise RuntimeError(
+                f"{product.op}: backward_dw() was called, but the gradient or the input of the product with '{name}' "
+                "was changed in place since backward(); leave both alone until backward_dw(), or give the module a "
+                "copy. drop_backward_dw() gives the gradient up."
+            )
         return product.main_grads() if product.fused else []
 
     @torch.no_grad()
     def compute(self, main_grads: Sequence[torch.Tensor | None]) -> None:
         product = self.product
         if product.fused:
-            dbias = product.accumulate(self.dy, self.operand, self.with_bias, main_grads)
+            dbias = product.accumulate(self.work, self.with_bias, main_grads)
             for weight, main_grad in zip(product.weights, main_grads, strict=True):
                 if main_grad is not None and weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):
                     zero = getattr(weight, "zero_out_wgrad", False)
                     weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
         else:
-            dweight, dbias = F.linear_wgrad(self.dy, self.operand, self.with_bias)
+            dweight, dbias = self.work.compute(self.with_bias)
             for weight, part in zip(product.weights, dweight.split(product.rows), strict=True):
                 _accumulate_grad(weight, part)
         if self.with_bias:
@@ -204,21 +204,19 @@ class WeightGradStore:
 
 
 class WeightGradSink:
-    """One call's answer to "where does the gradient of this weight go": the extension calls it in backward with dy and
-    the product's operand."""
+    """One call's answer to "where does the gradient of this weight go": the extension calls it in backward with the
+    product that gives it."""
 
     def __init__(self, product: Product, store: WeightGradStore | None) -> None:
         self.product, self.store = product, store
         if product.fused:  # what can be known to be wrong is said before anything has run
             product.main_grads(ask=False)
 
-    def __call__(
-        self, dy: torch.Tensor, operand: torch.Tensor, with_bias: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def __call__(self, work: _C.WeightProduct, with_bias: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self.store is not None:
-            versions = dy._version, operand._version
-            self.store.put(Pending(self.product, dy, operand, with_bias, versions))
+            reads = work.reads
+            self.store.put(Pending(self.product, work, with_bias, reads, [tensor._version for tensor in reads]))
             return None, None
         main_grads = self.product.main_grads()
-        dbias = self.product.accumulate(dy, operand, with_bias, main_grads)
-        return self.product.stand_in(dy.dtype), dbias
+        dbias = self.product.accumulate(work, with_bias, main_grads)
+        return self.product.stand_in(work.dtype), dbias

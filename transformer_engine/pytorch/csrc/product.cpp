@@ -1,0 +1,121 @@
+// See product.h.
+#include "product.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "gemm.h"
+
+namespace te_torch {
+
+std::vector<int64_t> ProductQuantization::pack() const {
+  std::vector<int64_t> packed;
+  packed.reserve(kPacked);
+  for (const Quantizer* q : {&x, &weight, &dy}) q->spec.pack(packed);
+  for (const bool split : {split_fprop, split_dgrad, split_wgrad}) packed.push_back(split);
+  return packed;
+}
+
+Quantization quantization_of(at::ArrayRef<int64_t> packed, const char* op) {
+  if (packed.empty()) return {};
+  TORCH_CHECK_VALUE(packed.size() == ProductQuantization::kPacked, op, ": argument 'quantization' has ", packed.size(),
+                    " integers, wanted ", ProductQuantization::kPacked, " or none.");
+  auto q = std::make_shared<ProductQuantization>();
+  for (Quantizer* quantizer : {&q->x, &q->weight, &q->dy}) {
+    quantizer->spec = QuantizeSpec::unpack(packed.slice(0, QuantizeSpec::kPacked));
+    packed = packed.slice(QuantizeSpec::kPacked);
+  }
+  q->split_fprop = packed[0] != 0;
+  q->split_dgrad = packed[1] != 0;
+  q->split_wgrad = packed[2] != 0;
+  return q;
+}
+
+Quantized quantize_dispatched(const QuantizeSpec& spec, const Tensor& x, Directions directions, Tensor* dbias) {
+  std::vector<int64_t> packed;
+  spec.pack(packed);
+  const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, sums] = Dispatched::call<quantize_op>(
+      "te::quantize", x, at::ArrayRef<int64_t>(packed), directions.rowwise, directions.columnwise, dbias != nullptr);
+  if (dbias != nullptr) *dbias = sums;
+  Quantized q{spec.scaling(), spec.e5m2, {}, {}, {}, {}};
+  if (directions.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scale_inv;
+  if (directions.columnwise) q.columnwise = columnwise, q.columnwise_scale_inv = columnwise_scale_inv;
+  return q;
+}
+
+void refuse_state(const Quantizer& quantizer) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      quantizer.spec.kind != QuantizeSpec::kDelayed && quantizer.spec.kind != QuantizeSpec::kPython,
+      "quantize: delayed scaling and quantizers written in Python work on plain tensors in eager mode, not under "
+      "torch.compile, FakeTensorMode, functorch or with tensor subclasses; use Float8CurrentScaling or "
+      "Float8BlockScaling there.");
+}
+
+Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales) {
+  auto again = std::make_shared<ProductQuantization>(q);
+  const auto kind = q.x.spec.kind;
+  if (used_scales.defined() && (kind == QuantizeSpec::kDelayed || kind == QuantizeSpec::kCurrent)) {
+    again->x.spec.kind = QuantizeSpec::kDelayed;
+    again->x.scale = used_scales.narrow(0, 1, 1);
+    again->x.amax = Tensor();
+  }
+  return again;
+}
+
+Tensor WeightProduct::column_sums(int64_t first, int64_t rows) const {
+  if (dbias.defined()) return dbias.narrow(0, first, rows);
+  return plain_of<Direct>(dy, dtype).narrow(-1, first, rows).flatten(0, -2).sum(0);
+}
+
+Tensor WeightProduct::accumulate(Tensor& out, int64_t first, int64_t rows, bool with_bias, bool overwrite) const {
+  if (dy.quantized() && x.quantized()) {
+    Quantized part = dy.fp8;
+    part.columnwise = dy.fp8.columnwise.narrow(0, first, rows);
+    if (part.scaling == TE_SCALING_BLOCK_1D && rows != dy.fp8.columnwise.size(0)) {
+      // The rows' scales as a matrix of their own, whose pitch is a multiple of 4.
+      const Tensor& scales = dy.fp8.columnwise_scale_inv;
+      part.columnwise_scale_inv = scales.new_zeros({scales.size(0), (rows + 3) / 4 * 4});
+      part.columnwise_scale_inv.narrow(1, 0, rows).copy_(scales.narrow(1, first, rows));
+    }
+    gemm_fp8_accumulate(x.fp8, true, part, true, out, overwrite, detail::may_be_fast(x.fp8, part, split));
+    return with_bias ? column_sums(first, rows) : Tensor();
+  }
+  const Tensor sums = gemm_accumulate(plain_of<Direct>(x, dtype), plain_of<Direct>(dy, dtype).narrow(-1, first, rows),
+                                      "NT", out, with_bias && !dbias.defined(), overwrite);
+  if (!with_bias) return {};
+  return dbias.defined() ? dbias.narrow(0, first, rows) : sums;
+}
+
+std::vector<Tensor> WeightProduct::reads() const {
+  std::vector<Tensor> plain;
+  for (const Operand* t : {&dy, &x}) {
+    if (!t->quantized()) plain.push_back(t->plain);
+  }
+  return plain;
+}
+
+void register_product(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<ProductQuantization, std::shared_ptr<ProductQuantization>>(m, "ProductQuantization")
+      .def(py::init([](const Quantizer& x, const Quantizer& weight, const Quantizer& dy, bool split_fprop,
+                       bool split_dgrad, bool split_wgrad) {
+             return std::make_shared<ProductQuantization>(
+                 ProductQuantization{x, weight, dy, split_fprop, split_dgrad, split_wgrad});
+           }),
+           py::arg("x"), py::arg("weight"), py::arg("dy"), py::arg("split_fprop"), py::arg("split_dgrad"),
+           py::arg("split_wgrad"))
+      .def_property_readonly("spec", &ProductQuantization::pack);
+  py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(m, "WeightProduct")
+      .def_property_readonly("dtype", [](const WeightProduct& p) { return p.dtype; })
+      .def_property_readonly("reads", &WeightProduct::reads)
+      .def("compute", torch::wrap_pybind_function_no_gil(
+                          [](const WeightProduct& p, bool with_bias) { return p.compute<Direct>(with_bias); }))
+      .def("accumulate", torch::wrap_pybind_function_no_gil(
+                             [](const WeightProduct& p, Tensor out, int64_t first, int64_t rows, bool with_bias,
+                                bool overwrite) { return p.accumulate(out, first, rows, with_bias, overwrite); }))
+      .def("column_sums", torch::wrap_pybind_function_no_gil([](const WeightProduct& p, int64_t first, int64_t rows) {
+             return p.column_sums(first, rows);
+           }));
+}
+
+}  // namespace te_torch

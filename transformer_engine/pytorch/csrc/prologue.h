@@ -1,0 +1,105 @@
+// What stands before a linear layer's product (nothing, a norm, an activation) as data, and how it makes the product's
+// operand, makes it again, and takes a gradient back. The arithmetic is the rooms'.
+#pragma once
+
+#include "activation.h"
+#include "normalization.h"
+#include "product.h"
+
+namespace te_torch {
+
+// As plain values.
+struct Prologue {
+  enum Kind { kNone, kNorm, kActivation } kind = kNone;
+  double eps = 0;
+  bool rms = false;
+  bool zero_centered_gamma = false;
+  bool recompute_output = false;  // of a norm: written again by the backward instead of kept
+  bool return_input = false;      // of a norm: x is an output too, so that a residual's gradient joins in the backward
+  bool return_output = true;      // of a norm whose output is quantized: the plain one is wanted too
+  bool keep_input = false;        // of nothing: x is kept as it is and quantized again by the backward
+  bool input_kept_elsewhere = false;  // of an activation: the caller sees to x
+  std::string activation;
+  std::vector<double> params;
+
+  static Prologue norm(double eps, bool rms, bool zero_centered_gamma) {
+    Prologue p;
+    p.kind = kNorm;
+    p.eps = eps;
+    p.rms = rms;
+    p.zero_centered_gamma = zero_centered_gamma;
+    return p;
+  }
+  static Prologue act(std::string_view kind, at::ArrayRef<double> params) {
+    Prologue p;
+    p.kind = kActivation;
+    p.activation = std::string(kind);
+    p.params = params.vec();
+    return p;
+  }
+};
+
+struct Produced {
+  Operand operand;
+  Tensor h;       // what the prologue read: x, or x + residual
+  Tensor output;  // of a norm, plain; an empty tensor where nobody wants it beside the quantized one
+  Tensor mean, rstd;
+};
+
+template <class Route>
+Produced produce(const Prologue& p, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& gamma,
+                 const OptionalTensor& beta, const Quantizer* quantizer, Directions directions) {
+  Produced made;
+  made.h = x;
+  if (p.kind == Prologue::kNorm) {
+    Tensor summed;
+    std::tie(made.output, summed, made.mean, made.rstd) = Route::template call<normalization_fwd>(
+        "te::normalization_fwd", x, residual, *gamma, beta, p.eps, p.rms, p.zero_centered_gamma);
+    if (residual.has_value()) made.h = summed;
+    made.operand = operand_of<Route>(quantizer, made.output, directions);
+    if (made.operand.quantized() && !p.return_output) made.output = x.new_empty({0});
+  } else if (p.kind == Prologue::kActivation) {
+    const Tensor y = Route::template call<activation_fwd>("te::activation_fwd", x, std::string_view(p.activation),
+                                                          at::ArrayRef<double>(p.params));
+    made.operand = operand_of<Route>(quantizer, y, directions);
+  } else {
+    made.operand = operand_of<Route>(quantizer, x, directions);
+  }
+  return made;
+}
+
+// The operand in the direction that a weight's gradient reads, from what the prologue read, to the same bits.
+template <class Route>
+Operand produce_again(const Prologue& p, const Tensor& h, const OptionalTensor& gamma, const OptionalTensor& beta,
+                      const Quantizer* quantizer, const Tensor& used_scales) {
+  Tensor value = h;
+  if (p.kind == Prologue::kNorm) {
+    value = std::get<0>(Route::template call<normalization_fwd>("te::normalization_fwd", h, OptionalTensor(), *gamma,
+                                                                beta, p.eps, p.rms, p.zero_centered_gamma));
+  } else if (p.kind == Prologue::kActivation) {
+    value = Route::template call<activation_fwd>("te::activation_fwd", h, std::string_view(p.activation),
+                                                 at::ArrayRef<double>(p.params));
+  }
+  return operand_again<Route>(quantizer, used_scales, value, {false, true});
+}
+
+struct ActivationGradient {
+  Operand dx;
+  Tensor dbias;     // the column sums of dx, where they are wanted and dx was quantized
+  Operand operand;  // the activation again, in the direction that a weight's gradient reads
+};
+
+// onward: what the activation's input came from, which quantizes dx; null where dx goes on as it is.
+template <class Route>
+ActivationGradient activation_back(const Prologue& p, const Tensor& dy, const Tensor& x, bool with_operand,
+                                   const Quantizer* quantizer, const Tensor& used_scales, const Quantizer* onward,
+                                   Directions directions, bool with_bias) {
+  ActivationGradient made;
+  const auto [dx, y] = Route::template call<activation_bwd>("te::activation_bwd", dy, x, std::string_view(p.activation),
+                                                            at::ArrayRef<double>(p.params), with_operand);
+  made.dx = operand_of<Route>(onward, dx, directions, with_bias ? &made.dbias : nullptr);
+  if (with_operand) made.operand = operand_again<Route>(quantizer, used_scales, y, {false, true});
+  return made;
+}
+
+}  // namespace te_torch
