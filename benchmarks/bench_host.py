@@ -6,6 +6,7 @@ Counts the GEMMs' flops, as the other benchmarks of the same modules do; refuses
 import torch
 import torch.nn.functional as F
 from common import Bench, Case, training_step
+from fp8 import RECIPES, Quantized
 from plain import Mlp
 
 import transformer_engine.pytorch as te
@@ -50,8 +51,8 @@ def main():
     def sets():
         return bench.randn(TOKENS, HIDDEN, dtype="bf16", grad=True), bench.randn(TOKENS, HIDDEN, dtype="bf16")
 
-    def step(op, modules, shape, flops):
-        case = Case("H", op, "bf16", shape, "forward+backward", flops=flops)
+    def step(op, modules, shape, flops, dtype="bf16"):
+        case = Case("H", op, dtype, shape, "forward+backward", flops=flops)
         if bench.wants(case):
             contenders = dict(zip(("ours", "torch eager"), map(training_step, modules), strict=True))
             bench.compare_host(case, contenders, sets)
@@ -64,8 +65,13 @@ def main():
         case = Case("H", op, "bf16", shape, "forward", flops=2 * TOKENS * HIDDEN * HIDDEN)
         if bench.wants(case):
             bench.compare_host(case, contenders, lambda: sets()[:1])
-    step("linear", linear, shape, 6 * TOKENS * HIDDEN * HIDDEN)
-    step("layernorm_mlp", mlp, (TOKENS, HIDDEN, FFN_HIDDEN), 18 * TOKENS * HIDDEN * FFN_HIDDEN)
+    mlp_shape, linear_flops, mlp_flops = (TOKENS, HIDDEN, FFN_HIDDEN), 6 * HIDDEN * HIDDEN, 18 * HIDDEN * FFN_HIDDEN
+    step("linear", linear, shape, TOKENS * linear_flops)
+    step("layernorm_mlp", mlp, mlp_shape, TOKENS * mlp_flops)
+    for name in RECIPES:  # the peers stay in bf16
+        fp8_linear, fp8_mlp = Quantized(linear[0], name), Quantized(mlp[0], name)
+        step(f"linear_{name}", (fp8_linear, linear[1]), shape, TOKENS * linear_flops, "fp8")
+        step(f"layernorm_mlp_{name}", (fp8_mlp, mlp[1]), mlp_shape, TOKENS * mlp_flops, "fp8")
     bench.finish()
 
 

@@ -1,14 +1,16 @@
 """te.LayerNormMLP (RMSNorm, SwiGLU, no bias) forward and backward against the same block in plain PyTorch, eager and
-compiled, and what each keeps for backward (targets.py case 14).
+compiled, and what each keeps for backward (targets.py case 14); the same in FP8 beside bf16 (case 14f).
 
 Flops: 18 T hidden ffn_hidden (three projections, three GEMMs each); the norm and the activation are not counted."""
 
 from common import TE_PEER, TORCH_DTYPES, Bench, Case, keeps_mib, training_step
+from fp8 import RECIPES, Quantized
 from plain import Mlp
 
 import transformer_engine.pytorch as te
 
 TE_US = 13340.0  # TE 2.20.2, bf16, on an H200, 2026-11-20
+TE_FP8_US = {"delayed": 7943.0, "current": 8416.8, "block": 10044.0}  # the same in FP8
 GPU, CPU = ("bf16", (8192, 4096, 14336)), ("fp32", (512, 512, 1408))
 
 
@@ -38,7 +40,25 @@ def main():
     case = Case("14", "layernorm_mlp", dtype, shape, "keeps")
     if bench.wants(case):
         bench.record(case, {name: keeps_mib(module, sets()[0]) for name, module in modules.items()}, "MiB")
+    if bench.cuda:
+        run_fp8(bench, shape, modules["ours"], options, sets)
     bench.finish()
+
+
+def run_fp8(bench, shape, plain, options, sets):
+    """`packed`: with the pre-activation kept as FP8 too."""
+    tokens, hidden, ffn_hidden = shape
+    packed = te.LayerNormMLP(hidden, ffn_hidden, device=bench.device, save_preactivation="fp8", **options)
+    for name, suffix, module in [(n, s, m) for s, m in (("", plain), ("_packed", packed)) for n in RECIPES]:
+        op, ours = f"layernorm_mlp_{name}{suffix}", Quantized(module, name)
+        case = Case("14f", op, "fp8", shape, "forward+backward", flops=18 * tokens * hidden * ffn_hidden)
+        if bench.wants(case):
+            contenders = {"ours": training_step(ours), "own bf16": training_step(plain)}
+            bench.compare(case, contenders | {TE_PEER: TE_FP8_US[name] * bench.te_scale()}, sets)
+        case = Case("14f", op, "fp8", shape, "keeps")
+        if bench.wants(case):
+            own = keeps_mib(plain, sets()[0])
+            bench.record(case, {"ours": keeps_mib(ours, sets()[0]), "own bf16": own}, "MiB")
 
 
 if __name__ == "__main__":

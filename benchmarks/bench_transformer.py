@@ -8,11 +8,13 @@ import bench_tune
 import torch
 import torch.nn.functional as F
 from common import TE_PEER, TORCH_DTYPES, Bench, Case, keeps_mib, training_step
+from fp8 import RECIPES, Quantized
 from plain import Layer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import transformer_engine.pytorch as te
 
+TE_FP8_US = {"delayed": 14745.9, "current": 15204.8, "block": 16910.8}  # TE 2.20.2 on an H200, 2026-11-20
 TE_US = 20830.0  # TE 2.20.2, bf16, on an H200, 2026-11-20
 # seq, batch, hidden, ffn_hidden, heads, key-value heads
 GPU = ("bf16", (8192, 1, 4096, 14336, 32, 8))
@@ -95,6 +97,26 @@ def layers(bench, dtype, size):
             bench.record(case, kept, "MiB")
 
 
+def layers_fp8(bench, size):
+    seq, batch, hidden, _, heads, _ = size
+    angles = te.RotaryPositionEmbedding(hidden // heads).to(bench.device)(seq)
+    plain = Rotated(ours(size, bench.device, torch.bfloat16), angles)
+
+    def sets():
+        return bench.randn(seq, batch, hidden, dtype="bf16", grad=True), bench.randn(seq, batch, hidden, dtype="bf16")
+
+    for name in RECIPES:
+        op, module, shape = f"transformer_layer_{name}", Quantized(plain, name), (seq, batch, hidden)
+        case = Case("24", op, "fp8", shape, "forward+backward", flops=layer_flops(size))
+        if bench.wants(case):
+            contenders = {"ours": training_step(module), "own bf16": training_step(plain)}
+            bench.compare(case, contenders | {TE_PEER: TE_FP8_US[name] * bench.te_scale()}, sets)
+        case = Case("24", op, "fp8", shape, "keeps")
+        if bench.wants(case):
+            kept = {"ours": keeps_mib(module, sets()[0]), "own bf16": keeps_mib(plain, sets()[0])}
+            bench.record(case, kept, "MiB")
+
+
 def attention(bench, dtype, size):
     """DotProductAttention as the layer calls it, beside each backend by itself."""
     seq, batch, hidden, _, heads, groups = size
@@ -155,6 +177,7 @@ def main():
     dtype, size = GPU if bench.cuda else CPU
     layers(bench, dtype, size)
     if bench.cuda:
+        layers_fp8(bench, size)
         attention(bench, dtype, size)
         host(bench, dtype, SMALL)
     bench.finish()

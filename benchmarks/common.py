@@ -187,7 +187,8 @@ def training_step(module, parameters=None):
 
 
 def keeps_mib(module, x):
-    """MiB of the distinct storages that saved-tensor hooks see, less the parameters and the module's own input."""
+    """MiB of the distinct storages that saved-tensor hooks see, less the parameters, their FP8 copies and the module's
+    own input."""
     seen = []  # tensors, not addresses: a freed storage's address could come back
 
     def pack(t):
@@ -197,6 +198,8 @@ def keeps_mib(module, x):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = module(x)
     own = {t.untyped_storage().data_ptr() for t in (x, *module.parameters(), *module.buffers())}
+    transposed = {(torch.uint8, tuple(p.shape)[::-1]) for p in module.parameters() if p.dim() == 2}
+    seen = [t for t in seen if (t.dtype, tuple(t.shape)) not in transposed]  # what dgrad reads of a weight
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}
     del y
     return sum(size for address, size in kept.items() if address not in own) / 2**20
