@@ -96,7 +96,7 @@ struct MlpFamily {
       keeper.keep_if(any, saved2[Half::kWeightScale], Half::kScales);
       keeper.keep_if(any, saved2[Half::kProductScale], Half::kScales);
       if (any) {
-        keeper.recompute(first[1].numel() > 0 ? first[1] : x, Half::kNormOutput);
+        keeper.recompute(norm.return_output ? first[1] : x, Half::kNormOutput);
         keeper.recompute(first[0], Half::kPreActivation);
       }
     } else if (options.fp8_pre_activation) {

@@ -18,8 +18,7 @@ c10::SymDimVector with_last(const Tensor& t, const c10::SymInt& last) {
 }
 
 void check_operands(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  TORCH_CHECK_VALUE(x.dim() >= 1, "linear: argument 'x' has no dimensions, wanted at least one.");
-  check_product(x, x.sym_size(-1), weight, bias, false);
+  check_product(x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1), weight, bias, false);
 }
 
 Tensor unfold(const Tensor& d, const Tensor& like, int64_t last) {
