@@ -328,7 +328,7 @@ def test_signature():
         name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
         delay_wgrad_compute=False, symmetric_ar_type=None, checkpoint=False""",
         "inp, is_first_microbatch=None",
-        ours_init=("recompute_norm_output",),
+        ours_init=("recompute_norm_output", "save_preactivation"),
         ours=("residual",),
     )
 

@@ -48,6 +48,7 @@ void check_product(const Tensor& x, const c10::SymInt& depth, const Tensor& weig
   check_float(x, "linear", "x");
   TORCH_CHECK_VALUE(weight.dim() == 2, "linear: argument 'weight' has shape ", weight.sym_sizes(),
                     ", wanted [out_features, in_features].");
+  if (x.dim() == 0) check_last_dim(x, weight.sym_size(1), "linear", "x");
   TORCH_CHECK_VALUE(depth == weight.sym_size(1), "linear: argument 'x' has shape ", x.sym_sizes(),
                     ", wanted a last dimension of ", weight.sym_size(1), ".");
   if (!own_copy) check_same(weight, x, "linear", "weight");

@@ -172,7 +172,7 @@ struct LinearFamily {
       const Tensor& like = in.dy.defined() ? in.dy : saved[kInput];
       d_operand = dgrad<Route>(dy, kept(saved, kSavedWeight, state.weight), like, q == nullptr || q->split_dgrad);
     }
-    if (norm && in.norm_output.defined()) {
+    if (norm && p.return_output && in.norm_output.defined()) {
       d_operand = d_operand.defined() ? d_operand + in.norm_output : in.norm_output;
     }
     Operand operand = kept(saved, kProduct, state.operand);
@@ -192,6 +192,8 @@ struct LinearFamily {
                                        x_quantizer, saved[kProductScale]);
       }
       WeightProduct product{dy, operand, dbias, state.dtype, q == nullptr || q->split_wgrad};
+      // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
+      if (state.sink && operand.plain.defined()) product.x.plain = operand.plain.detach();
       std::tie(out[kWeight], out[kBias]) = state.sink ? (*state.sink)(std::move(product), wanted[kBias])
                                                       : product.template compute<Route>(wanted[kBias]);
     } else if (in.any() && wanted[kBias]) {

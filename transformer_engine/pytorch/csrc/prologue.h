@@ -16,7 +16,7 @@ struct Prologue {
   bool zero_centered_gamma = false;
   bool recompute_output = false;  // of a norm: written again by the backward instead of kept
   bool return_input = false;      // of a norm: x is an output too, so that a residual's gradient joins in the backward
-  bool return_output = true;      // of a norm whose output is quantized: the plain one is wanted too
+  bool return_output = true;      // of a norm: its output is one of the node's
   bool keep_input = false;        // of nothing: x is kept as it is and quantized again by the backward
   bool input_kept_elsewhere = false;  // of an activation: the caller sees to x
   std::string activation;
@@ -42,7 +42,7 @@ struct Prologue {
 struct Produced {
   Operand operand;
   Tensor h;       // what the prologue read: x, or x + residual
-  Tensor output;  // of a norm, plain; an empty tensor where nobody wants it beside the quantized one
+  Tensor output;  // of a norm, plain; an empty tensor where nobody wants it
   Tensor mean, rstd;
 };
 
@@ -57,7 +57,7 @@ Produced produce(const Prologue& p, const Tensor& x, const OptionalTensor& resid
         "te::normalization_fwd", x, residual, *gamma, beta, p.eps, p.rms, p.zero_centered_gamma);
     if (residual.has_value()) made.h = summed;
     made.operand = operand_of<Route>(quantizer, made.output, directions);
-    if (made.operand.quantized() && !p.return_output) made.output = x.new_empty({0});
+    if (!p.return_output) made.output = x.new_empty({0});
   } else if (p.kind == Prologue::kActivation) {
     const Tensor y = Route::template call<activation_fwd>("te::activation_fwd", x, std::string_view(p.activation),
                                                           at::ArrayRef<double>(p.params));
