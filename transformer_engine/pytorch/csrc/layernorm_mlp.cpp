@@ -120,6 +120,7 @@ struct MlpFamily {
       saved2.resize(Half::kSavedCount);
     } else if (state.options.recompute) {
       std::tie(saved1, saved2) = run_again<Route>(fc1, saved, {into_norm, wanted[kWeight1]});
+      fc1.prologue.return_output = state.fc1.prologue.return_output;
     } else {
       const auto middle = saved.begin() + Half::kSavedCount;
       saved1.assign(saved.begin(), middle);
@@ -165,7 +166,9 @@ struct MlpFamily {
                                                             Half::Needs needs) {
     const auto optional = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : OptionalTensor(); };
     fc1.prologue.recompute_output = fc1.prologue.return_input = fc1.prologue.return_output = false;
-    if (fc1.quantization != nullptr) fc1.quantization = with_scales(*fc1.quantization, saved[kScales1]);
+    if constexpr (std::is_same_v<Route, Direct>) {  // a traced route has no state, and makes the same scales again
+      if (fc1.quantization != nullptr) fc1.quantization = with_scales(*fc1.quantization, saved[kScales1]);
+    }
     Quantized own;
     if (saved[kWeight1Rowwise].defined()) {
       own = {fc1.weight.scaling,          fc1.weight.e5m2,           saved[kWeight1Rowwise],
