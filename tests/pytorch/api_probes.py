@@ -118,6 +118,14 @@ def offloaded_by_hand():
     y.sum().backward()
 
 
+def a_step_in(context, around=None):
+    """One step of a layer in FP8, built under another context."""
+    with around or te.quantized_model_init(enabled=False):
+        layer = te.Linear(HIDDEN, HIDDEN, device="cpu")
+    with context:
+        layer(tokens()).sum().backward()
+
+
 # ---- functions and classes that are no modules: name -> a call ----
 
 CALLS = {
@@ -127,10 +135,13 @@ CALLS = {
     "tune": lambda: inspect.signature(te.tune),  # it searches on a GPU, where its own suite calls it
     "convert": lambda: inspect.signature(te.convert),
     "general_gemm": lambda: general_gemm(torch.ones(2, 4), torch.ones(3, 4)),
-    "autocast": lambda: entered(te.autocast(enabled=False)),
-    "fp8_autocast": lambda: entered(te.fp8_autocast(enabled=False)),
-    "quantized_model_init": lambda: entered(te.quantized_model_init(enabled=False)),
-    "fp8_model_init": lambda: entered(te.fp8_model_init(enabled=False)),
+    "autocast": lambda: a_step_in(te.autocast()),
+    "fp8_autocast": lambda: a_step_in(te.fp8_autocast()),
+    "quantized_model_init": lambda: a_step_in(te.autocast(), te.quantized_model_init()),
+    "fp8_model_init": lambda: a_step_in(te.autocast(), te.fp8_model_init()),
+    "QuantizerRole": lambda: te.QuantizerRole("linear", "weight", "fc1"),
+    "QuantizerRequest": te.QuantizerRequest,
+    "DelayedScalingRequest": te.DelayedScalingRequest,
     "onnx_export": lambda: entered(te.onnx_export()),
     "get_cpu_offload_context": offloaded,
     "mark_not_offload": lambda: te.mark_not_offload(torch.ones(1)),
@@ -199,10 +210,20 @@ CALLS = {
 
 # What of a working name is refused: name -> {argument: a call with it}.
 REFUSED = {
-    "autocast": {"enabled=True": te.autocast},
-    "fp8_autocast": {"enabled=True": te.fp8_autocast},
-    "quantized_model_init": {"enabled=True": lambda: entered(te.quantized_model_init())},
-    "fp8_model_init": {"enabled=True": lambda: entered(te.fp8_model_init())},
+    "MXFP8BlockScaling": {"at use": lambda: a_step_in(te.autocast(recipe=recipe.MXFP8BlockScaling()))},
+    "NVFP4BlockScaling": {"at use": lambda: a_step_in(te.autocast(recipe=recipe.NVFP4BlockScaling()))},
+    "DelayedScaling": {
+        name: lambda name=name: a_step_in(te.autocast(recipe=recipe.DelayedScaling(**{name: True})))
+        for name in ("fp8_dpa", "fp8_mha")
+    },
+    **{
+        name: {
+            "backward_override": lambda name=name: a_step_in(
+                te.autocast(recipe=getattr(recipe, name)(backward_override="high_precision"))
+            )
+        }
+        for name in ("Float8CurrentScaling", "Float8BlockScaling")
+    },
     "onnx_export": {"enabled=True": lambda: entered(te.onnx_export(enabled=True))},
     "get_cpu_offload_context": {"offload_weights=True": lambda: te.get_cpu_offload_context(True, offload_weights=True)},
     "checkpoint": {

@@ -7,7 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import distributed
+from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 
 STEPS, RATE = 3, 0.1
 
@@ -91,3 +93,27 @@ def fsdp2(rank, folder):
         for key, tensor in whole(other).items():
             assert torch.equal(tensor, results[name][1][key]), f"{name}: {key}"
     return results
+
+
+def delayed_scales(rank):
+    """Scales of two states whose amaxes are reduced and of one whose are not, and how many reductions that took."""
+    calls, reduce = [], dist.all_reduce
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+    states, region = [], Region()
+    for reduce_amax, columns in ((True, 3), (True, 2), (False, 3)):
+        rule = DelayedScaling(amax_history_len=2, reduce_amax=reduce_amax)
+        state = ScalingState(rule, columns, torch.device("cpu"), forward=True)
+        state.amax_history[0] = 1.0 + rank
+        region.add(state, None, forward=True)
+        states.append(state)
+    states[0].amax_history[0, 1] = 5.0 - rank
+    try:
+        region.update_forward()
+    finally:
+        dist.all_reduce = reduce
+    return {"calls": len(calls), "scales": [state.scale.tolist() for state in states]}

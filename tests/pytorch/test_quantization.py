@@ -1,14 +1,30 @@
-# Quantization contexts without FP8: switched off they change nothing, switched on they are refused by name, and every
-# question is answered. Mutant: an autocast that forgets to look at `enabled` turns these red.
+# Contexts and the questions about them, without a product: what holds inside, what holds again behind, which recipes
+# are refused and where. Mutants: an autocast that forgets to look at `enabled`, or an __exit__ that leaves the recipe
+# inside, turn these red.
+import copy
+
 import pytest
 import torch
-from support import assert_same_bits, randn, refused
+from support import assert_same_bits, in_threads, randn, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+)
 from transformer_engine.pytorch import fp8
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization.products import plan_of
+
+STATE = FP8GlobalStateManager
 
 
 def old(name, *args, **kwargs):
@@ -19,6 +35,7 @@ def old(name, *args, **kwargs):
 OFF = {
     "autocast": lambda: te.autocast(enabled=False),
     "autocast with a recipe": lambda: te.autocast(enabled=False, recipe=DelayedScaling()),
+    "autocast with a recipe for other machines": lambda: te.autocast(enabled=False, recipe=MXFP8BlockScaling()),
     "fp8_autocast": lambda: old("fp8_autocast", enabled=False, fp8_recipe=DelayedScaling()),
     "quantized_model_init": lambda: te.quantized_model_init(enabled=False),
     "fp8_model_init": lambda: old("fp8_model_init", enabled=False),
@@ -38,7 +55,7 @@ def test_switched_off_nothing_changes(device, name):
         with OFF[name]():
             got = module(x)
     assert_same_bits(got, wanted(x))
-    assert type(module.weight) is torch.nn.Parameter
+    assert type(module.weight) is torch.nn.Parameter and not module.fp8
     with pytest.raises(KeyError), OFF[name]():
         raise KeyError
 
@@ -52,39 +69,211 @@ def test_switched_off_under_compile():
             return linear(t)
 
     assert_same_bits(call(x), linear(x))
+    assert not STATE.is_fp8_enabled()
 
 
-def test_switched_on_they_are_refused_by_name():
-    for name, call in (
-        ("autocast: FP8", lambda: te.autocast()),
-        ("autocast: FP8", lambda: old("fp8_autocast", enabled=True)),
-        ("autocast: FP8 calibration", lambda: te.autocast(enabled=False, calibrating=True)),
-        ("quantized_model_init", lambda: te.quantized_model_init().__enter__()),
-        ("quantized_model_init", lambda: old("fp8_model_init").__enter__()),
-        ("onnx_export", lambda: te.onnx_export(enabled=True).__enter__()),
-    ):
-        with refused(NotImplementedError, name, "not available in this version"):
-            call()
+def said():
+    return (STATE.is_fp8_enabled(), STATE.is_fp8_calibration(), STATE.get_fp8_recipe(), STATE.get_fp8_group())
+
+
+def test_contexts_nest_and_what_was_said_before_holds_again():
+    outside = said()
+    assert outside == (False, False, te.get_default_recipe(), None)
+    current, block, group = Float8CurrentScaling(), Float8BlockScaling(), object()
+    with te.autocast(recipe=current, amax_reduction_group=group):
+        assert said() == (True, False, current, group) and STATE.get_fp8_recipe() is current
+        with te.autocast(enabled=False, calibrating=True):
+            assert said() == (False, True, te.get_default_recipe(), None)
+            with pytest.raises(KeyError), te.autocast(recipe=block):
+                assert STATE.get_fp8_recipe() is block
+                raise KeyError
+            assert said()[:2] == (False, True)
+        assert said() == (True, False, current, group)
+    assert said() == outside
+
+
+def test_an_instance_may_be_entered_again_but_not_inside_itself():
+    context = te.autocast(recipe=Float8CurrentScaling())
+    for _ in range(2):
+        with context:
+            with refused(RuntimeError, "autocast", "entered and not left"), context:
+                pass
+            assert STATE.is_fp8_enabled()
+    assert not STATE.is_fp8_enabled()
+
+
+def test_the_first_module_of_a_region_is_asked_for_once():
+    assert not STATE.is_first_fp8_module()
+    for _ in range(2):
+        with te.autocast():
+            with te.autocast():
+                assert STATE.is_first_fp8_module()
+            assert not STATE.is_first_fp8_module()
+            with te.autocast():
+                assert not STATE.is_first_fp8_module()
+
+
+def test_state_is_handed_over_and_reset():
+    recipe = Float8BlockScaling()
+    with te.autocast(recipe=recipe, _graph=True):
+        held = STATE.get_fp8_autocast_state()
+        assert STATE.fp8_graph_capturing()
+    assert not STATE.fp8_graph_capturing()
+    STATE.set_fp8_autocast_state(held)
+    try:
+        assert STATE.is_fp8_enabled() and STATE.get_fp8_recipe() is recipe and STATE.fp8_graph_capturing()
+    finally:
+        STATE.reset()
+    assert said() == (False, False, te.get_default_recipe(), None) and not STATE.fp8_graph_capturing()
+
+
+def test_model_init_says_so_and_takes_it_back():
+    with te.quantized_model_init(preserve_high_precision_init_val=True):
+        assert STATE.with_fp8_parameters() and STATE.with_high_precision_init_val()
+        with te.quantized_model_init(enabled=False):
+            assert not STATE.with_fp8_parameters()
+        assert STATE.with_fp8_parameters()
+    assert not STATE.with_fp8_parameters() and not STATE.with_high_precision_init_val()
+
+
+def test_the_flag_for_cached_weights_stays_in_place():
+    assert STATE.get_skip_fp8_weight_update_tensor() is None
+    try:
+        STATE.set_skip_fp8_weight_update_tensor(True)
+        flag = STATE.get_skip_fp8_weight_update_tensor()
+        assert flag.dtype is torch.float32 and flag.tolist() == [1.0]
+        STATE.set_skip_fp8_weight_update_tensor(False)
+        assert STATE.get_skip_fp8_weight_update_tensor() is flag and flag.tolist() == [0.0]
+    finally:
+        STATE.set_skip_fp8_weight_update_tensor(None)
+    assert STATE.get_skip_fp8_weight_update_tensor() is None
+
+
+def test_what_is_no_recipe_is_refused():
+    for recipe in ("DelayedScaling", DelayedScaling, 1):
+        with refused(ValueError, "autocast", "recipe", "transformer_engine.common.recipe"):
+            te.autocast(recipe=recipe)
+
+
+REFUSED = {
+    "MXFP8": (MXFP8BlockScaling(), ("MXFP8BlockScaling", "Blackwell")),
+    "NVFP4": (NVFP4BlockScaling(), ("NVFP4BlockScaling", "Blackwell")),
+    "fp8_dpa": (DelayedScaling(fp8_dpa=True), ("fp8_dpa", "attention")),
+    "fp8_mha": (Float8CurrentScaling(fp8_mha=True), ("fp8_mha", "attention")),
+    "backward_override": (Float8BlockScaling(backward_override="dequantized"), ("backward_override", "dequantized")),
+    "E5M2": (DelayedScaling(fp8_format=Format.E5M2), ("fp8_format", "E5M2", "HYBRID")),
+    "E2M1": (Float8CurrentScaling(fp8_format=Format.E2M1), ("fp8_format", "E2M1")),
+    "transform": (
+        Float8CurrentScaling(fp8_quant_fwd_inp=QParams(random_hadamard_transform=True)),
+        ("Float8CurrentScaling", "Hadamard"),
+    ),
+    "2D x 2D": (Float8BlockScaling(x_block_scaling_dim=2), ("Float8BlockScaling", "128 x 128", "(2, 2, 1)")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_recipe_that_cannot_be_honoured_is_refused_where_a_module_asks(name):
+    recipe, words = REFUSED[name]
+    linear, x = te.Linear(8, 8, device="cpu"), randn(4, 8)
+    wanted, before = linear(x), copy.copy(linear.__dict__)
+    with te.autocast(recipe=recipe):  # which says nothing yet
+        with refused(NotImplementedError, "not available in this version", *words):
+            linear(x)
+    assert {k: v for k, v in linear.__dict__.items() if k != "fp8_meta"} == {
+        k: v for k, v in before.items() if k != "fp8_meta"
+    }
+    assert_same_bits(linear(x), wanted)
+
+
+def test_blocks_are_accumulated_in_float32():
+    recipe = Float8BlockScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=False))
+    with refused(ValueError, "Float8BlockScaling", "fp8_gemm_fprop", "use_split_accumulator"):
+        plan_of(recipe)
+
+
+def test_equal_recipes_have_one_plan_and_changed_ones_another():
+    recipe = DelayedScaling(amax_history_len=4)
+    plan = plan_of(recipe)
+    assert plan_of(DelayedScaling(amax_history_len=4)) is plan and plan_of(copy.deepcopy(recipe)) is plan
+    recipe.amax_history_len = 8
+    changed = plan_of(recipe)
+    assert changed is not plan and (plan.rule.amax_history_len, changed.rule.amax_history_len) == (4, 8)
+    assert plan_of(Float8CurrentScaling()) is not plan_of(Float8BlockScaling())
+
+
+def test_plans_are_few_however_many_recipes_come():
+    for length in range(1, 1000):
+        plan_of(DelayedScaling(amax_history_len=length))
+    from transformer_engine.pytorch.quantization import products
+
+    assert len(products._plans) <= products._MOST_PLANS
+
+
+SPECS = {
+    "current": (Float8CurrentScaling(), [[2, 0, 0, 0], [2, 0, 0, 0], [2, 1, 0, 0]], [0, 1, 1]),
+    "current E4M3": (
+        Float8CurrentScaling(fp8_format="E4M3", fp8_quant_bwd_grad=QParams(power_2_scale=True, amax_epsilon=1.0)),
+        [[2, 0, 0, 0], [2, 0, 0, 0], [2, 0, 1, 0x3F800000]],
+        [0, 1, 1],
+    ),
+    "block": (Float8BlockScaling(), [[3, 0, 1, 0], [4, 0, 1, 0], [3, 0, 1, 0]], [1, 1, 1]),
+    "block, 1 x 128 weights": (
+        Float8BlockScaling(w_block_scaling_dim=1, fp8_quant_fwd_weight=QParams()),
+        [[3, 0, 1, 0], [3, 0, 0, 0], [3, 0, 1, 0]],
+        [1, 1, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_a_recipe_says_of_a_product(name):
+    recipe, specs, splits = SPECS[name]
+    assert list(plan_of(recipe).quantization.spec) == [n for part in (*specs, splits) for n in part]
+
+
+def test_a_factory_answers_with_quantizers_or_requests():
+    with refused(ValueError, "DelayedScaling", "margin"):
+        te.DelayedScalingRequest(margin=-1)
+    role = te.QuantizerRole("linear", "weight", "fc1")
+    assert (role.module_type, role.tensor_type, role.name) == ("linear", "weight", "fc1")
+    assert te.QuantizerRole("linear", "weight", "fc1") == role
+    assert issubclass(te.DelayedScalingRequest, te.QuantizerRequest)
+    linear = te.Linear(8, 8, device="cpu")
+    with te.autocast(recipe=CustomRecipe(qfactory=lambda role: "fp8")):
+        with refused(ValueError, "CustomRecipe", "qfactory", "'fp8'", "QuantizerRole"):
+            linear(randn(4, 8))
 
 
 def test_every_question_is_answered():
     for name in ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available"):
         ask = getattr(te, name)
         available, reason = ask(return_reason=True)
-        assert ask() is False and available is False and "FP8" in reason and ask.__name__ == name
-    for check in (fp8.check_fp8_support, te.fp8.check_mxfp8_support):
-        available, reason = check()
-        assert available is False and isinstance(reason, str) and reason
-    state = FP8GlobalStateManager
-    assert fp8.FP8GlobalStateManager is state
-    assert not (state.is_fp8_enabled() or state.is_fp8_calibration() or state.with_fp8_parameters())
-    assert state.get_fp8_recipe() is None and state.get_fp8_group() is None
-    assert state.is_fp8_available() == fp8.check_fp8_support()
-    state.reset()
-    state.reduce_and_update_fp8_tensors(forward=True)
-    with refused(NotImplementedError, "set_skip_fp8_weight_update_tensor", "FP8"):
-        state.set_skip_fp8_weight_update_tensor(True)
+        assert ask() is available and ask.__name__ == name and bool(reason) is not available
+    if not torch.cuda.is_available():
+        assert te.is_fp8_available() and te.is_fp8_block_scaling_available()
+    for check in (te.is_mxfp8_available, te.is_nvfp4_available):
+        available, reason = check(return_reason=True)
+        assert available is False and "Blackwell" in reason
+    assert fp8.check_fp8_support() == te.is_fp8_available(return_reason=True)
+    assert te.fp8.check_mxfp8_support() == te.is_mxfp8_available(return_reason=True)
+    assert fp8.FP8GlobalStateManager is STATE and STATE.is_fp8_available() == fp8.check_fp8_support()
     assert te.get_default_recipe().delayed()
+
+
+@pytest.mark.parametrize(
+    ("capability", "available"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), False)]
+)
+def test_the_answer_depends_on_the_gpu(monkeypatch, capability, available):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    got, reason = te.is_fp8_available(return_reason=True)
+    assert got is available and (available or "9.0" in reason)
+
+
+def test_threads_share_what_is_said():
+    """Autograd's threads look at it too."""
+    with te.autocast(recipe=Float8CurrentScaling()):
+        assert in_threads(4, lambda i: STATE.is_fp8_enabled()) == [True] * 4
 
 
 def test_offload_switched_off():
@@ -94,3 +283,5 @@ def test_offload_switched_off():
         assert not is_cpu_offload_enabled()
     assert sync(x) is x
     te.mark_not_offload(x, None)
+    with refused(NotImplementedError, "onnx_export", "not available in this version"):
+        te.onnx_export(enabled=True).__enter__()

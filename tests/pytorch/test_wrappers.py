@@ -180,7 +180,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(device, name):
     before = {key: t.clone() for key, t in module.state_dict().items()}
     for what, state, words in spoiled(module.state_dict()):
         for assign in (False, True):
-            with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+            with pytest.raises((RuntimeError, ValueError)) as caught:
                 module.load_state_dict(state, assign=assign)
             assert all(word in str(caught.value) for word in (*words, type(module).__name__)) or what == "quantized"
             same_bits(dict(module.state_dict()), before, what)
@@ -211,8 +211,8 @@ def test_extra_state_without_content_loads(device, state):
 @pytest.mark.parametrize(
     "state, error, words",
     [
-        (io.BytesIO(b"scales"), NotImplementedError, "6 bytes of quantization state"),
-        (torch.ones(3, dtype=torch.uint8), NotImplementedError, "3 bytes of quantization state"),
+        (io.BytesIO(b"scales"), ValueError, "6 bytes that cannot be read safely"),
+        (torch.ones(3, dtype=torch.uint8), ValueError, "3 bytes that cannot be read safely"),
         ({"scale": 1}, ValueError, "is a dict, wanted a uint8 tensor or an io.BytesIO"),
     ],
     ids=["bytes", "tensor", "dict"],

@@ -2,7 +2,9 @@
 and making a recipe never asks what the machine can do."""
 
 import functools
+import math
 import os
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -41,6 +43,13 @@ class QParams:
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        epsilon = self.amax_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
+            _fail("QParams", "amax_epsilon", epsilon, "a number, at least 0")
+        # Whole, as torch.compile takes it for a constant: the bits of the float32.
+        object.__setattr__(self, "amax_epsilon_bits", struct.unpack("<i", struct.pack("<f", epsilon))[0])
 
 
 # ---- checks: (recipe, argument, value) -> the value to keep ----

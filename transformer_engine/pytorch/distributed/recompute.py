@@ -13,6 +13,28 @@ from torch.utils.checkpoint import noop_context_fn
 
 from transformer_engine.pytorch.capturing import is_graph_capturing
 from transformer_engine.pytorch.distributed.rng import NoDraws, Snapshot
+from transformer_engine.pytorch.quantization.state import STATE
+
+
+class FirstRun:
+    """What the modules inside a first run leave for its recomputations: for each of them its entries, in order."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, list] = {}
+        self._taken: dict[int, int] = {}
+
+    def leave(self, owner: object, entry: object) -> None:
+        self._entries.setdefault(id(owner), []).append(entry)
+
+    def take(self, owner: object) -> object | None:
+        """The owner's next entry, or None. A recomputation that stops early is followed by one from the start."""
+        taken = self._taken.get(id(owner), 0)
+        entries = self._entries.get(id(owner), ())
+        self._taken[id(owner)] = taken + 1
+        return entries[taken] if taken < len(entries) else None
+
+    def rewind(self) -> None:
+        self._taken = {}
 
 
 class _Phase(threading.local):
@@ -20,21 +42,30 @@ class _Phase(threading.local):
 
     enabled = False
     recomputing = False
+    first_run: FirstRun | None = None
 
 
 _phase = _Phase()
 
 
 @contextmanager
-def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
+def activation_recompute_forward(
+    activation_recompute: bool = False, recompute_phase: bool = False, *, first_run: FirstRun | None = None
+) -> Iterator[None]:
     """Says that the forward inside will be recomputed (activation_recompute), and that it is the second run of it
-    (recompute_phase); `checkpoint` does so for both of its runs."""
-    before = _phase.enabled, _phase.recomputing
-    _phase.enabled, _phase.recomputing = activation_recompute, recompute_phase
+    (recompute_phase); `checkpoint` does so for both of its runs, and hands them one first_run. Without one, modules
+    pair their first runs with recomputations in the order of both."""
+    before = _phase.enabled, _phase.recomputing, _phase.first_run
+    _phase.enabled, _phase.recomputing, _phase.first_run = activation_recompute, recompute_phase, first_run
     try:
         yield
     finally:
-        _phase.enabled, _phase.recomputing = before
+        _phase.enabled, _phase.recomputing, _phase.first_run = before
+
+
+def recompute_phase() -> _Phase:
+    """Of this thread: enabled, recomputing, first_run."""
+    return _phase
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
@@ -49,17 +80,21 @@ def in_fp8_activation_recompute_phase() -> bool:
 
 class _Twice:
     """`function` with arguments and results flat, so that torch sees every tensor in them. The first call notes the
-    random states; every later one is a recomputation and draws what the first one drew."""
+    random states and the autocast around it; every later one is a recomputation under the same."""
 
     def __init__(self, function: Callable, form: object, tracker: object | None) -> None:
         self.function, self.form, self.tracker = function, form, tracker
         self.snapshot: Snapshot | NoDraws | None = None
+        self.first_run = FirstRun()
+        self.surroundings = STATE.surroundings()
         self.result_form = None
         self.passed: dict[int, torch.Tensor] = {}
 
     def __call__(self, *leaves: object) -> tuple:
         if self.snapshot is not None:
-            with activation_recompute_forward(True, True), self.snapshot.replayed():
+            self.first_run.rewind()
+            again = activation_recompute_forward(True, True, first_run=self.first_run)
+            with again, self.snapshot.replayed(), STATE.surrounded(self.surroundings):
                 results = self._call(leaves)
         else:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -68,7 +103,7 @@ class _Twice:
             else:
                 self.snapshot = Snapshot((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), self.tracker)
                 guard = nullcontext()
-            with activation_recompute_forward(True, False), guard:
+            with activation_recompute_forward(True, False, first_run=self.first_run), guard:
                 results = self._call(leaves)
             self._pass_by(leaves, results)
         return tuple(None if i in self.passed else result for i, result in enumerate(results))

@@ -1,12 +1,12 @@
 """What every module shares: parameters and their initialisation, the options that have not landed, checkpoint state.
 No module's arithmetic is here."""
 
-import io
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
 
+from transformer_engine.pytorch.module.fp8_state import QuantizationState
 from transformer_engine.pytorch.module.state import WholeCheckpoints
 from transformer_engine.pytorch.module.weight_grad import Product, WeightGradSink, WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
@@ -58,7 +58,7 @@ def refuse_parallel(op: str, *, tp_size: int, **overlap: object) -> None:
     refuse(op, "overlap of tensor-parallel communication", **overlap)
 
 
-class TransformerEngineBaseModule(WholeCheckpoints):
+class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
     """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`."""
 
     def __init__(self) -> None:
@@ -68,6 +68,8 @@ class TransformerEngineBaseModule(WholeCheckpoints):
         self.fuse_wgrad_accumulation = False
         self._wgrad_stores: dict[str, WeightGradStore] = {}
         self._wgrad_hooks: list[Callable] = []
+        self.name: str | None = None
+        self._init_quantization()
 
     def _setup(
         self,
@@ -134,6 +136,7 @@ class TransformerEngineBaseModule(WholeCheckpoints):
                 fork = tracker.fork() if self.rng_tracker_name is None else tracker.fork(self.rng_tracker_name)
             with fork, torch.no_grad():
                 init(parameter)
+        self._quantize_parameters()
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
         """Remembers the group; without tensor parallelism nothing is communicated over it."""
@@ -222,31 +225,6 @@ class TransformerEngineBaseModule(WholeCheckpoints):
         """Forgets what waits for backward_dw(): for a step that is given up."""
         for store in self._wgrad_stores.values():
             store.clear()
-
-    # State beyond parameters: one uint8 tensor, empty as long as there is no quantization state.
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: torch.Tensor | None) -> None:
-        self.check_extra_state(state)
-
-    def check_extra_state(self, state: torch.Tensor | None) -> None:
-        """Raises for state that set_extra_state cannot take."""
-        if isinstance(state, io.BytesIO):  # what other versions of the API wrote
-            size = len(state.getvalue())
-        elif state is None or isinstance(state, torch.Tensor):
-            size = 0 if state is None else state.numel()
-        else:
-            raise ValueError(
-                f"{type(self).__name__}: the checkpoint's '_extra_state' is a {type(state).__name__}, wanted a uint8 "
-                "tensor or an io.BytesIO; drop that key to load the rest."
-            )
-        if size > 0:
-            raise NotImplementedError(
-                f"{type(self).__name__}: the checkpoint carries {size} bytes of quantization state under "
-                "'_extra_state', but quantization is not available in this version; drop that key to load the rest."
-            )
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)

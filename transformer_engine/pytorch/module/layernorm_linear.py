@@ -105,21 +105,32 @@ class LayerNormLinear(NormParameters, SplitWeights):
         *,
         return_input: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """is_first_microbatch as Linear's. return_input (ours beyond the common API): inp is returned last as well; a
-        residual branch that goes on from it has its gradient added inside the norm's backward."""
-        refuse("LayerNormLinear", "FP8", fp8_output=fp8_output, fp8_grad=fp8_grad)
-        bias = self._joined(self.bias_names)
+        """is_first_microbatch and fp8_output as Linear's. return_input (ours beyond the common API): inp is returned
+        last as well; a residual branch that goes on from it has its gradient added inside the norm's backward."""
+        refuse("LayerNormLinear", "a gradient that is a quantized tensor", fp8_grad=fp8_grad)
+        weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
+        quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
+        if quantization is None:
+            weight = self._plain(weight)
         out, norm_output, h = F.normalization_linear(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
-            self._joined(self.weight_names),
+            weight,
             bias if self.apply_bias else None,
             **self._norm_options(),
+            return_output=self.return_layernorm_output or (quantization is None and self.fp8_calibration),
             recompute_output=self.recompute_norm_output,
             return_input=return_input,
             sink=self._sink("", is_first_microbatch),
+            quantization=quantization,
+            own_weight=own_weight,
         )
+        if quantization is not None:
+            self._follow(out)
+            out = self._quantized_output(out) if fp8_output else out
+        elif self.fp8_calibration:
+            self._calibrate("", norm_output, weight)
         results = [out]
         if self.return_bias:
             results.append(bias)

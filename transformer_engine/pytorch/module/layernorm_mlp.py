@@ -47,6 +47,8 @@ class LayerNormMLP(NormParameters):
     fuse_wgrad_accumulation and delay_wgrad_compute as in Linear.
     """
 
+    _products = ("fc1", "fc2")
+
     def __init__(
         self,
         hidden_size: int,
@@ -177,25 +179,45 @@ class LayerNormMLP(NormParameters):
         """
         fc1_sink, fc2_sink = self._sink("fc1", is_first_microbatch), self._sink("fc2", is_first_microbatch)
         fc2_bias = self.fc2_bias if self.apply_bias else None
+        fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
+        fc1, fc1_own = self._quantized_product("fc1", fc1_weight, is_first_microbatch)
+        fc2, fc2_own = self._quantized_product("fc2", fc2_weight, is_first_microbatch)
+        if fc1 is None:
+            fc1_weight, fc2_weight = self._plain(fc1_weight), self._plain(fc2_weight)
         out, norm_output, h = F.layernorm_mlp(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
-            self.fc1_weight,
+            fc1_weight,
             self.fc1_bias,
-            self.fc2_weight,
+            fc2_weight,
             fc2_bias,
             kind=self.activation,
             params=self._activation_values,
             residual=residual,
-            return_output=self.return_layernorm_output,
+            return_output=self.return_layernorm_output or (fc1 is None and self.fp8_calibration),
             recompute_output=self.recompute_norm_output,
             recompute=self.checkpoint,
             fp8_pre_activation=self.save_preactivation == "fp8",
             sinks=(fc1_sink, fc2_sink),
+            quantizations=(fc1, fc2),
+            own_weights=(fc1_own, fc2_own),
             **self._norm_options(),
         )
+        if fc1 is not None:
+            self._follow(out)
+        elif self.fp8_calibration:
+            self._calibrate_both(norm_output)
         return self._results(out, norm_output, None if residual is None else h)
+
+    @torch.no_grad()
+    def _calibrate_both(self, norm_output: torch.Tensor) -> None:
+        """The activation, which is not kept, is computed once more."""
+        weight = self._plain(self.fc1_weight)
+        self._calibrate("fc1", norm_output, weight)
+        pre_activation = F.linear(norm_output, weight, self.fc1_bias)
+        activated = F.activation(pre_activation, self.activation, self._activation_values)
+        self._calibrate("fc2", activated, self._plain(self.fc2_weight))
 
     def _results(self, out: torch.Tensor, norm_output: torch.Tensor, h: torch.Tensor | None):
         results = [out]

@@ -46,6 +46,8 @@ def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[st
 class SplitWeights(TransformerEngineBaseModule):
     """A module whose weight and bias may be several parameters, rows of one matrix."""
 
+    _products = ("",)
+
     def _declare_linear(
         self,
         parameters_split: ParametersSplit,
@@ -128,6 +130,8 @@ class Linear(SplitWeights):
     With return_bias the bias is not added but returned: (y, bias). Shapes: x [..., in_features] -> [..., out_features].
     fuse_wgrad_accumulation: the weight's gradient is added into weight.main_grad by the product itself, and .grad stays
     None (or a dummy, where the weight has grad_added_to_main_grad). delay_wgrad_compute: it waits for backward_dw().
+    Under te.autocast the three products are those of the recipe's quantized operands. save_original_input: the input is
+    kept for backward unquantized (worth it where it is kept anyhow); not under delayed scaling.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class Linear(SplitWeights):
         self.tp_size = tp_size
         self.tp_group = tp_group
         self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.save_original_input = save_original_input  # nothing to choose between while inputs are not quantized
+        self.save_original_input = save_original_input
         self.ub_name = ub_name
         self._declare_linear(
             parameters_split,
@@ -205,16 +209,39 @@ class Linear(SplitWeights):
         fp8_grad: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """is_first_microbatch: with fuse_wgrad_accumulation, True overwrites main_grad in this call's backward, False
-        or None adds to it."""
-        refuse("Linear", "FP8", fp8_output=fp8_output, fp8_grad=fp8_grad)
-        bias = self._joined(self.bias_names)
+        or None adds to it; under autocast True quantizes the weight and keeps it, False takes what was kept.
+        fp8_output: under autocast the output is a quantized tensor, its gradient passes through unchanged."""
+        refuse("Linear", "a gradient that is a quantized tensor", fp8_grad=fp8_grad)
+        weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
+        quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
+        if quantization is None:
+            weight = self._plain(weight)
         out = F.linear(
             inp,
-            self._joined(self.weight_names),
+            weight,
             bias if self.apply_bias else None,
             sink=self._sink("", is_first_microbatch),
+            quantization=quantization,
+            own_weight=own_weight,
+            keep_input=self._keeps_input(quantization),
         )
+        if quantization is not None:
+            self._follow(out)
+            out = self._quantized_output(out) if fp8_output else out
+        elif self.fp8_calibration:
+            self._calibrate("", inp, weight)
         return (out, bias) if self.return_bias else out
+
+    def _keeps_input(self, quantization: object | None) -> bool:
+        """The input is kept as it is, shared with who else keeps it, and quantized again by the backward."""
+        if quantization is None or not self.save_original_input:
+            return False
+        if not torch.compiler.is_compiling() and self._own.rule is not None:
+            raise ValueError(
+                "Linear: argument 'save_original_input' is True under delayed scaling, whose scale may be another one "
+                "in the backward; use Float8CurrentScaling or Float8BlockScaling, or build the module without it."
+            )
+        return True
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -1,0 +1,310 @@
+# Modules under autocast: products against fake-quantized plain PyTorch, the scales of delayed scaling against scales
+# kept in Python, what a step leaves and what it leaves alone, cached weights. Mutants: update backward scales before
+# the backward (Region.follow), note amaxes in eval() (QuantizationState._variant), or take a cached weight for
+# is_first_microbatch=True, turn these red.
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, build, inputs_of, loss_of
+from fp8_plain import RECIPES, PlainScales, linear
+from fp8_steps import all_scales, assert_same_tensors, grads_of, meta, pair, step
+from plain_modules import as_tuple
+from support import U32, assert_same_bits, assert_within, randn, rounding, sum_error
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+)
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+LINEAR = [name for name in FAMILIES if name not in ("LayerNorm", "RMSNorm")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_switched_on():
+    yield
+    assert not FP8GlobalStateManager.is_fp8_enabled()
+    FP8GlobalStateManager.reset()
+
+
+# ---- against plain PyTorch ----
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("rows", "k", "n"), [(32, 64, 48), (5, 17, 3), (130, 300, 140), (1, 128, 16)])
+def test_linear_is_the_fake_quantized_one(device, recipe, rows, k, n):
+    module = te.Linear(k, n, device=device)
+    x, dy = randn(rows, k, device=device, requires_grad=True), randn(rows, n, device=device)
+    with te.autocast(recipe=RECIPES[recipe]()):
+        y = module(x)
+    y.backward(dy)
+    scales = {"x": PlainScales(4), "weight": PlainScales(4), "dy": PlainScales(4, True)}
+    want = linear(recipe, x.detach().cpu(), module.weight.detach().cpu(), module.bias.detach().cpu(), dy.cpu(), scales)
+    got = {"y": y, "dx": x.grad, "dweight": module.weight.grad, "dbias": module.bias.grad}
+    terms = {"y": k + 1, "dx": n, "dweight": rows, "dbias": rows}
+    for name, (value, magnitude) in want.items():
+        # products of FP8 values are exact in float32, sums of them are not, and the scales are multiplied in once
+        bound = sum_error(magnitude, terms[name]) + 4 * U32 * magnitude + rounding(value, torch.float32)
+        assert_within(got[name], value, bound, name)
+
+
+@pytest.mark.parametrize("form", [Format.HYBRID, Format.E4M3])
+def test_delayed_scales_follow_the_plain_ones(device, form):
+    """Six steps of two layers. In each the tensors' amaxes are known exactly: weights change by hand."""
+    hybrid = form is Format.HYBRID
+    recipe = RECIPES["delayed"](fp8_format=form)
+    module = te.Linear(16, 16, bias=False, device=device)
+    plain = {name: PlainScales(4, hybrid and name == "dy") for name in ("x", "weight", "dy")}
+    for turn in range(6):
+        x, dy = randn(8, 16, device=device, scale=2.0**turn), randn(8, 16, device=device, scale=3.0**-turn)
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+        with te.autocast(recipe=recipe):
+            y = module(x)
+        weight = module.weight.detach().cpu()
+        value, magnitude = linear("delayed", x.cpu(), weight, None, dy.cpu(), plain)["y"]
+        assert_within(y, value, sum_error(magnitude, 16) + 4 * U32 * magnitude + rounding(value, torch.float32))
+        for name, t in (("x", x), ("weight", module.weight), ("dy", dy)):
+            plain[name].see(t)
+        for name in ("x", "weight"):
+            plain[name].update()
+        forward, backward = meta(module).values()
+        assert backward.amax_history[0, 0] == 0 and backward.scale[0].item() == plain["dy"].scale.item()
+        y.backward(dy)
+        plain["dy"].update()
+        for state, column, name in ((forward, 0, "x"), (forward, 1, "weight"), (backward, 0, "dy")):
+            assert state.scale[column].item() == plain[name].scale.item(), (turn, name)
+            assert state.amax_history[:, column].tolist() == plain[name].history, (turn, name)
+        assert forward.scale[2] == 1 and not forward.amax_history[:, 2].any() and backward.scale[1] == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", LINEAR)
+def test_every_module_computes_about_the_same(device, name, recipe):
+    """Off by FP8's roundoff and not by more: a gradient passes at most four products of operands that are off by 2^-4
+    (E4M3) and 2^-3 (E5M2) at worst, in norm by about half of that. A scale that is off by two or more is beyond it."""
+    module = build(name, device)
+    inputs = [t.requires_grad_() for t in inputs_of(name, device, batch=16)]
+    wanted = as_tuple(module(*inputs))[0]
+    weights = torch.randn(wanted.shape).to(wanted)
+    high = torch.autograd.grad((wanted * weights).sum(), [*inputs, *module.parameters()])
+    for _ in range(3):  # delayed scaling knows the amaxes after the first
+        with te.autocast(recipe=RECIPES[recipe]()):
+            got = as_tuple(module(*inputs))[0]
+        low = torch.autograd.grad((got * weights).sum(), [*inputs, *module.parameters()])
+    for a, b in zip((got, *low), (wanted, *high), strict=True):
+        if b.norm() > 1e-3:  # a bias of keys has no gradient but rounding: attention does not see it
+            assert 0 < (a - b).norm() < 0.35 * b.norm()
+    linear_parts = [m for m in module.modules() if isinstance(m, te.Linear | te.LayerNormLinear | te.LayerNormMLP)]
+    assert linear_parts and all(m.fp8 for m in linear_parts)
+    module(*inputs)
+    assert not any(m.fp8 for m in linear_parts)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_toy_is_learned(device, recipe):
+    """200 steps of a regression: the FP8 run's loss over its last 20 steps is within 10 % of the plain one's, which is
+    far below where it starts."""
+    losses = {}
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(te.LayerNormMLP(16, 64, device=device), te.Linear(16, 4, device=device))
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        target = torch.randn(16, 4, device=device)
+        seen = []
+        for _ in range(200):
+            x = torch.randn(64, 16, device=device)
+            with te.autocast(enabled=enabled, recipe=RECIPES[recipe]()):
+                loss = (model(x) - torch.tanh(x @ target)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        losses[enabled] = seen
+    start, plain, ours = losses[False][0], sum(losses[False][-20:]) / 20, sum(losses[True][-20:]) / 20
+    assert plain < 0.3 * start and abs(ours / plain - 1) < 0.1
+
+
+# ---- what a step leaves ----
+
+
+def test_without_gradients_or_training_nothing_is_noted(device):
+    recipe = RECIPES["delayed"]()
+    model, x = pair(device), randn(8, 16, device=device)
+    step(model, x, recipe)
+    before = all_scales(model)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        model(3 * x)
+    model.eval()
+    step(model, 3 * x, recipe)
+    with torch.inference_mode(), te.autocast(recipe=recipe):
+        model(3 * x)
+    assert_same_tensors(all_scales(model), before)
+    model.train()
+    step(model, 3 * x, recipe)
+    assert model[0].fp8_meta["scaling_fwd"].amax_history[-1, 0] == 3 * x.abs().max()
+
+
+def test_inference_first_and_training_after(device):
+    model, x = pair(device), randn(8, 16, device=device)
+    recipe = RECIPES["delayed"]()
+    with torch.inference_mode(), te.autocast(recipe=recipe):
+        model(x)
+    step(model, x, recipe)
+    assert model[0].fp8_meta["scaling_fwd"].amax_history[-1, 0] == x.abs().max()
+
+
+def test_forwards_and_backwards_that_overlap(device):
+    """As in a pipeline: each backward brings its own amaxes up to date, once."""
+    recipe = RECIPES["delayed"]()
+    model = pair(device)
+    batches = [randn(8, 16, device=device, scale=2.0**i) for i in range(3)]
+    gradients = [randn(8, 16, device=device, scale=5.0**i) for i in range(3)]
+    outputs = []
+    for x in batches:
+        with te.autocast(recipe=recipe):
+            outputs.append(model(x))
+    backward = model[1].fp8_meta["scaling_bwd"]
+    assert not backward.amax_history.any() and backward.scale.tolist() == [1.0, 1.0]
+    for i, (y, dy) in enumerate(zip(outputs, gradients, strict=True)):
+        y.backward(dy)
+        seen = [g.abs().max() for g in gradients[: i + 1]]
+        assert torch.equal(backward.amax_history[-1 - i :, 0], torch.stack(seen)) and backward.amax_history[0, 0] == 0
+        assert backward.scale[0] == torch.full((), 57344.0, device=device) / max(seen)
+
+
+def test_a_backward_twice_and_a_frozen_first_module(device):
+    recipe = RECIPES["delayed"]()
+    model, x = pair(device), randn(8, 16, device=device)
+    model[0].requires_grad_(False)
+    with te.autocast(recipe=recipe):
+        y = model(x)
+    dy = randn(8, 16, device=device)
+    y.backward(dy, retain_graph=True)
+    y.backward(2 * dy)
+    first, second = (m.fp8_meta["scaling_bwd"] for m in model)
+    assert second.amax_history[:, 0].tolist() == [0, 0, dy.abs().max().item(), 2 * dy.abs().max().item()]
+    assert not first.amax_history.any()
+
+
+def test_a_module_twice_in_a_region_notes_the_larger_amax(device):
+    recipe = RECIPES["delayed"]()
+    module, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
+    with te.autocast(recipe=recipe):
+        y = module(4 * x) + module(x)
+    y.sum().backward()
+    forward = module.fp8_meta["scaling_fwd"]
+    assert forward.amax_history[:, 0].tolist() == [0, 0, 0, (4 * x).abs().max().item()]
+
+
+def test_scales_change_when_the_outermost_region_ends_and_not_after_an_error(device):
+    recipe = RECIPES["delayed"]()
+    module, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
+    with te.autocast(recipe=recipe):
+        with te.autocast(recipe=recipe):
+            module(x)
+        assert meta(module)["fwd"].scale[0] == 1
+    assert meta(module)["fwd"].scale[0] != 1
+    before = meta(module)["fwd"].scale.clone()
+    with pytest.raises(KeyError), te.autocast(recipe=recipe):
+        module(100 * x)
+        raise KeyError
+    assert torch.equal(meta(module)["fwd"].scale, before)
+
+
+def test_calibration_computes_in_high_precision_and_notes_amaxes(device):
+    for make in (lambda: te.Linear(16, 16, device=device), lambda: te.LayerNormLinear(16, 16, device=device),
+                 lambda: te.LayerNormMLP(16, 32, device=device, checkpoint=True)):  # fmt: skip
+        module, x = make().eval(), randn(8, 16, device=device)
+        with torch.no_grad():
+            wanted = module(x)
+            with te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]()):
+                assert_same_bits(module(x), wanted)
+            assert (module.fp8, module.fp8_calibration) == (False, True)
+            state = module.fp8_meta["scaling_fwd"]
+            for i, product in enumerate(module._products):
+                weight = getattr(module, f"{product}_weight" if product else "weight")
+                assert state.scale[3 * i + 1] == torch.tensor(448.0) / weight.abs().max().cpu()
+                assert state.scale[3 * i] != 1
+            with te.autocast(recipe=RECIPES["delayed"]()):
+                calibrated = module(x)
+        assert 0 < (calibrated - wanted).norm() < 0.1 * wanted.norm()
+        if isinstance(module, te.Linear):
+            assert state.scale[0] == torch.tensor(448.0) / x.abs().max().cpu()
+
+
+# ---- weights between microbatches ----
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["Linear", "split Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_a_cached_weight_changes_no_bit(device, name, recipe):
+    module = build(name, device)
+    batches = [inputs_of(name, device) for _ in range(3)]
+    results = {}
+    for cached in (False, True):
+        other = copy.deepcopy(module)
+        outputs = []
+        for i, inputs in enumerate(batches):
+            with te.autocast(recipe=RECIPES[recipe](amax_history_len=64) if recipe == "delayed" else RECIPES[recipe]()):
+                out = as_tuple(other(*inputs, is_first_microbatch=(i == 0) if cached else None))[0]
+                loss_of(out).backward()
+            outputs.append(out)
+            if recipe == "delayed":  # the cached weight keeps the scale that it was quantized with
+                break
+        results[cached] = outputs, grads_of(other)
+    for a, b in zip(*(results[c][0] for c in (True, False)), strict=True):
+        assert_same_bits(a, b)
+    assert_same_tensors(results[True][1], results[False][1])
+
+
+def test_a_weight_is_quantized_when_it_should_be_and_only_then(device):
+    module, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
+    context = te.autocast(recipe=Float8CurrentScaling())
+
+    def call(first):
+        with context:
+            return module(x, is_first_microbatch=first).detach()
+
+    first = call(True)
+    with torch.no_grad():
+        module.weight.mul_(-2)
+    assert_same_bits(call(False), first)
+    assert_same_bits(call(None), call(None))
+    assert not torch.equal(call(None), first)
+    assert_same_bits(call(False), first)  # None has kept nothing
+    changed = call(True)
+    assert not torch.equal(changed, first)
+    assert_same_bits(call(False), changed)
+    assert_same_bits(call(None), changed)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.weight.mul_(3)
+    with context:
+        assert not torch.equal(other(x, is_first_microbatch=False), changed)  # its own: nothing was kept yet
+
+
+def test_the_flag_on_the_device_decides(device):
+    module, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
+    manager = FP8GlobalStateManager
+
+    def call():
+        with te.autocast(recipe=Float8BlockScaling()):
+            return module(x).detach()
+
+    fresh = call()
+    manager.set_skip_fp8_weight_update_tensor(True)
+    assert_same_bits(call(), fresh)  # nothing was there to be kept
+    address = module._cached_weights[""][1].rowwise.data_ptr()
+    with torch.no_grad():
+        module.weight.neg_()
+    assert_same_bits(call(), fresh)
+    manager.set_skip_fp8_weight_update_tensor(False)
+    assert not torch.equal(call(), fresh)
+    assert module._cached_weights[""][1].rowwise.data_ptr() == address
+    changed = call()
+    manager.set_skip_fp8_weight_update_tensor(None)
+    assert_same_bits(call(), changed)

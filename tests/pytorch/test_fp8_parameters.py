@@ -1,0 +1,108 @@
+# Quantized tensors around a product: weights that are held in FP8 alone (quantized_model_init), outputs that are FP8
+# tensors. Mutants: start a delayed weight at scale 1 (ModuleQuantization.start_at), or leave out the comparison of
+# formats (QuantizedWeights._primary_weight), turn these red.
+
+import pytest
+import torch
+from families import FAMILIES
+from fp8_plain import RECIPES
+from support import assert_same_bits, randn, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+LINEAR = [name for name in FAMILIES if name not in ("LayerNorm", "RMSNorm")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_switched_on():
+    yield
+    assert not FP8GlobalStateManager.is_fp8_enabled()
+    FP8GlobalStateManager.reset()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantized_parameters(device, recipe):
+    """The same bits as a module whose weight is quantized in each call, from the values that were preserved."""
+    made = RECIPES[recipe]()
+    with te.quantized_model_init(recipe=made, preserve_high_precision_init_val=True):
+        module = te.Linear(64, 48, device=device)
+    assert isinstance(module.weight, te.QuantizedTensor) and isinstance(module.weight, torch.nn.Parameter)
+    assert type(module.bias) is torch.nn.Parameter and module.primary_weights_in_fp8
+    value = module.weight.get_high_precision_init_val()
+    assert value.device.type == "cpu" and value.dtype is torch.float32
+    assert 0 < (module.weight.dequantize().cpu() - value).norm() < 0.05 * value.norm()
+    twin = te.Linear(64, 48, device=device)
+    twin.load_state_dict({"weight": value, "bias": module.bias})
+    x = randn(32, 64, device=device, requires_grad=True)
+    again = x.detach().clone().requires_grad_()
+    if recipe == "delayed":  # the weight has its scale from the beginning; the twin's is known after a step
+        with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=made):
+            twin(torch.ones(1, 64, device=device) * 448)
+    with te.autocast(recipe=made):
+        y, z = module(x), twin(again)
+    assert_same_bits(y, z)
+    for out in (y, z):
+        out.square().sum().backward()
+    assert_same_bits(x.grad, again.grad)
+    assert_same_bits(module.weight.grad, twin.weight.grad)
+    module.weight.clear_high_precision_init_val()
+    assert module.weight.get_high_precision_init_val() is None
+    plain = module(x)  # outside of autocast it computes with the weight's values
+    assert_same_bits(plain, torch.nn.functional.linear(x, module.weight.dequantize(), module.bias))
+    plain.sum().backward()
+
+
+def test_quantized_parameters_are_trained(device):
+    for recipe in RECIPES:
+        torch.manual_seed(0)
+        with te.quantized_model_init(recipe=RECIPES[recipe]()):
+            model = torch.nn.Sequential(te.LayerNormMLP(16, 64, device=device), te.Linear(16, 4, device=device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        x, losses = randn(64, 16, device=device), []
+        target = torch.tanh(x @ randn(16, 4, device=device))
+        for _ in range(60):
+            with te.autocast(recipe=RECIPES[recipe]()):
+                loss = (model(x) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert isinstance(model[1].weight, te.QuantizedTensor) and losses[-1] < 0.5 * losses[0]
+
+
+def test_quantized_parameters_that_cannot_be_are_named(device):
+    with te.quantized_model_init():
+        with refused(NotImplementedError, "Linear", "quantized_model_init", "parameters_split"):
+            te.Linear(16, 16, parameters_split=["a", "b"], device=device)
+        assert type(te.LayerNorm(16, device=device).weight) is torch.nn.Parameter
+    with te.quantized_model_init(recipe=Float8BlockScaling()):
+        module = te.Linear(16, 16, device=device)
+    with te.autocast(recipe=Float8CurrentScaling()), refused(RuntimeError, "Linear", "Float8BlockwiseQTensor"):
+        module(randn(4, 16, device=device))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_quantized_output(device, recipe):
+    module, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
+    made = RECIPES[recipe]()
+    for _ in range(2):  # delayed scaling knows the output's amax after the first
+        with te.autocast(recipe=made):
+            y = module(x)
+            quantized = module(x, fp8_output=True)
+        assert isinstance(quantized, te.QuantizedTensor) and not isinstance(y, te.QuantizedTensor)
+    assert 0 < (quantized.dequantize() - y).norm() < 0.05 * y.norm()
+    if recipe == "delayed":
+        assert module.fp8_meta["scaling_fwd"].amax_history[-1, 2] == y.abs().max()
+    module.eval()  # where no backward changes a scale
+    with te.autocast(recipe=made):
+        y, quantized = module(x), module(x, fp8_output=True)
+    dy = randn(8, 16, device=device)
+    want = torch.autograd.grad(y, list(module.parameters()), dy)
+    for got, wanted in zip(torch.autograd.grad(quantized, list(module.parameters()), dy), want, strict=True):
+        assert_same_bits(got, wanted)
+    assert not isinstance(module(x, fp8_output=True), te.QuantizedTensor)  # outside of autocast there is no format

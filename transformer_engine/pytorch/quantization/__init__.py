@@ -1,0 +1,24 @@
+"""Quantization contexts, recipes at work, and the questions that clients ask about them: names alone, each from the
+file that does it."""
+
+from transformer_engine.pytorch.quantization.availability import (
+    check_fp8_block_scaling_support as check_fp8_block_scaling_support,
+)
+from transformer_engine.pytorch.quantization.availability import check_fp8_support as check_fp8_support
+from transformer_engine.pytorch.quantization.availability import check_mxfp8_support as check_mxfp8_support
+from transformer_engine.pytorch.quantization.availability import check_nvfp4_support as check_nvfp4_support
+from transformer_engine.pytorch.quantization.availability import is_fp8_available as is_fp8_available
+from transformer_engine.pytorch.quantization.availability import (
+    is_fp8_block_scaling_available as is_fp8_block_scaling_available,
+)
+from transformer_engine.pytorch.quantization.availability import is_mxfp8_available as is_mxfp8_available
+from transformer_engine.pytorch.quantization.availability import is_nvfp4_available as is_nvfp4_available
+from transformer_engine.pytorch.quantization.contexts import autocast as autocast
+from transformer_engine.pytorch.quantization.contexts import fp8_autocast as fp8_autocast
+from transformer_engine.pytorch.quantization.contexts import fp8_model_init as fp8_model_init
+from transformer_engine.pytorch.quantization.contexts import quantized_model_init as quantized_model_init
+from transformer_engine.pytorch.quantization.manager import FP8GlobalStateManager as FP8GlobalStateManager
+from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest as DelayedScalingRequest
+from transformer_engine.pytorch.quantization.roles import QuantizerRequest as QuantizerRequest
+from transformer_engine.pytorch.quantization.roles import QuantizerRole as QuantizerRole
+from transformer_engine.pytorch.quantization.state import get_default_recipe as get_default_recipe

@@ -1,0 +1,135 @@
+"""Scales and amax histories as bytes of a checkpoint, and back. Reading trusts nothing: what does not fit is named, and
+nothing is unpickled but by torch's own weights_only loader.
+
+Bytes: 8 of magic and version, 4 the length of the header, the header (JSON, padded so that the size depends on the
+histories' shapes alone), then float32, little endian: forward scale, forward history, backward scale, backward history.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import zlib
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.quantization.delayed import ScalingState
+
+_MAGIC, _VERSION, _HEADER = b"TE-FP8\0", 1, 500
+_LONGEST = 1 << 24  # rows of a history, and columns: far beyond any in use, and their product far below memory
+
+
+class Loaded(NamedTuple):
+    """Of one direction, on the CPU."""
+
+    rule: DelayedScaling
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+class Unfit(ValueError):
+    """State that cannot be taken; its text goes on behind "the checkpoint's '_extra_state'"."""
+
+
+def pack(forward: ScalingState, backward: ScalingState) -> torch.Tensor:
+    """uint8, on the CPU."""
+    arrays = [t.detach().cpu().numpy().astype("<f4") for s in (forward, backward) for t in (s.scale, s.amax_history)]
+    payload = b"".join(array.tobytes() for array in arrays)
+    header = {
+        "margin": forward.rule.margin,
+        "fp8_format": forward.rule.fp8_format.name,
+        "forward": list(forward.amax_history.shape),
+        "backward": list(backward.amax_history.shape),
+        "crc32": zlib.crc32(payload),
+    }
+    text = json.dumps(header).encode().ljust(_HEADER)
+    data = _MAGIC + bytes([_VERSION]) + struct.pack("<I", len(text)) + text + payload
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def bytes_of(state: object) -> bytes:
+    """Of None, a uint8 tensor or an io.BytesIO, which other versions of the API wrote."""
+    if state is None:
+        return b""
+    if isinstance(state, io.BytesIO):
+        return state.getvalue()
+    if isinstance(state, torch.Tensor) and state.dtype is torch.uint8:
+        return state.detach().cpu().contiguous().numpy().tobytes()
+    if isinstance(state, torch.Tensor) and state.numel() == 0:
+        return b""
+    kind = str(state.dtype) if isinstance(state, torch.Tensor) else type(state).__name__
+    raise Unfit(f"is a {kind}, wanted a uint8 tensor or an io.BytesIO")
+
+
+def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | None:
+    """(forward, backward) of histories with so many columns; None for no state. Errors: Unfit."""
+    if not data:
+        return None
+    if not data.startswith(_MAGIC):
+        return _unpack_old(data, columns)
+    start = len(_MAGIC) + 5
+    if len(data) < start:
+        raise Unfit(f"is truncated to {len(data)} bytes")
+    if data[len(_MAGIC)] != _VERSION:
+        raise Unfit(f"has format version {data[len(_MAGIC)]}, wanted {_VERSION}")
+    (length,) = struct.unpack("<I", data[start - 4 : start])
+    if length != _HEADER or len(data) < start + length:
+        raise Unfit(f"is damaged or truncated: a header of {length} bytes in {len(data)}, wanted one of {_HEADER}")
+    try:
+        header = json.loads(data[start : start + length])
+        shapes = [tuple(header["forward"]), tuple(header["backward"])]
+        rule = DelayedScaling(margin=header["margin"], fp8_format=Format[header["fp8_format"]])
+        crc = header["crc32"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Unfit(f"is damaged: {type(error).__name__} in its header ({error})") from None
+    for shape, wanted in zip(shapes, columns, strict=True):
+        whole = len(shape) == 2 and all(isinstance(n, int) and 1 <= n <= _LONGEST for n in shape)
+        if not whole or shape[1] != wanted:
+            raise Unfit(f"has an amax history of shape {list(shape)}, wanted [length, {wanted}]")
+    payload = data[start + length :]
+    wanted_bytes = sum(4 * (1 + rows) * cols for rows, cols in shapes)
+    if len(payload) != wanted_bytes:
+        raise Unfit(f"has {len(payload)} bytes of scales and histories, wanted {wanted_bytes}")
+    if zlib.crc32(payload) != crc:
+        raise Unfit("is damaged: its checksum differs")
+    values = torch.from_numpy(numpy.frombuffer(payload, dtype="<f4").astype(numpy.float32))
+    found = []
+    for rows, cols in shapes:
+        scale, history = values[:cols], values[cols : cols * (1 + rows)].view(rows, cols)
+        values = values[cols * (1 + rows) :]
+        found.append(_loaded(rule, scale, history))
+    return tuple(found)
+
+
+def _loaded(rule: DelayedScaling, scale: torch.Tensor, history: torch.Tensor) -> Loaded:
+    if not bool(((scale > 0) & (scale < math.inf)).all()) or bool((history < 0).any()):
+        raise Unfit("holds a scale that is no positive number, or a negative amax")
+    own = DelayedScaling(margin=rule.margin, fp8_format=rule.fp8_format, amax_history_len=len(history))
+    return Loaded(own, scale, history)
+
+
+def _unpack_old(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | None:
+    """What torch.save wrote for earlier versions of the API: a dict of scale_fwd, amax_history_fwd and those of bwd."""
+    advice = "wanted this version's, or torch.save's of plain tensors"
+    try:
+        found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:  # bytes of any kind: the loader stumbles in as many ways
+        kind = type(error).__name__
+        raise Unfit(f"has {len(data)} bytes that cannot be read safely ({kind}), {advice}") from None
+    if found is None:
+        return None
+    loaded = []
+    for way, wanted in zip(("fwd", "bwd"), columns, strict=True):
+        scale, history = (
+            (found.get(f"{n}_{way}") if isinstance(found, dict) else None) for n in ("scale", "amax_history")
+        )
+        fits = all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in (scale, history))
+        if not fits or scale.shape != (wanted,) or history.dim() != 2 or not len(history) or history.shape[1] != wanted:
+            raise Unfit(f"lacks scale_{way} [{wanted}] and amax_history_{way} [length, {wanted}], {advice}")
+        loaded.append(_loaded(DelayedScaling(), scale.float(), history.float()))
+    return tuple(loaded)

@@ -1,0 +1,206 @@
+"""Delayed scaling: scales made from the amaxes of earlier steps. The kernels leave each amax in the newest row of a
+history; between steps the histories of all modules become scales, on the device, without a word to the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch import _C
+
+
+class ScalingState:
+    """The scales and amax histories of a module's tensors of one direction, one column a tensor.
+
+    scale [n]; amax_history [length, n], row 0 being written, then from the oldest to the newest; scale_inv [n]. Both
+    tensors stay the same memory for as long as the length and the device do: kernels and captured graphs hold views.
+    """
+
+    def __init__(self, rule: DelayedScaling, columns: int, device: torch.device, *, forward: bool) -> None:
+        with torch.inference_mode(False):  # tensors made there could not be written outside of it
+            self.scale = torch.ones(columns, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(rule.amax_history_len, columns, dtype=torch.float32, device=device)
+        self.forward = forward
+        self.rule = rule
+        self._used: torch.Tensor | None = None
+
+    @property
+    def fp8_max(self) -> float:
+        return self.rule.fp8_format.value.max_fwd if self.forward else self.rule.fp8_format.value.max_bwd
+
+    @torch.no_grad()
+    def adopt(self, rule: DelayedScaling) -> None:
+        """Goes on under another rule: what was scaled to the largest of one format is scaled to that of the other."""
+        before, self.rule = self.fp8_max, rule
+        if self.fp8_max != before:
+            self.scale *= self.fp8_max / before
+            self.changed()
+        self.resize(rule.amax_history_len)
+
+    @torch.no_grad()
+    def take(self, rule: DelayedScaling, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        """Holds these values from now on, in the same memory where the length is the same."""
+        self.rule = rule
+        self.resize(len(amax_history))
+        self.scale.copy_(scale)
+        self.amax_history.copy_(amax_history)
+        self.changed()
+
+    @torch.no_grad()
+    def move(self, device: torch.device) -> None:
+        self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+        self.changed()
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        return self.scale.reciprocal()
+
+    def scale_of(self, column: int) -> torch.Tensor:
+        return self.scale[column : column + 1]
+
+    def amax_of(self, column: int) -> torch.Tensor:
+        return self.amax_history[0, column : column + 1]
+
+    @torch.no_grad()
+    def resize(self, length: int) -> None:
+        """Row 0, which is being written, and of the steps before it the newest, which are the last; new rows are 0."""
+        if length == len(self.amax_history):
+            return
+        old = self.amax_history
+        with torch.inference_mode(False):
+            self.amax_history = torch.zeros(length, old.shape[1], dtype=torch.float32, device=old.device)
+        self.amax_history[0] = old[0]
+        kept = min(length, len(old)) - 1
+        self.amax_history[length - kept :] = old[len(old) - kept :]
+
+    def used(self) -> torch.Tensor:
+        """A copy of the scales as they are until the next update; one for all who ask in between."""
+        if self._used is None:
+            self._used = self.scale.detach().clone()
+        return self._used
+
+    def changed(self) -> None:
+        """The scales are others from now on."""
+        self._used = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_used": None}
+
+
+class Region:
+    """What ran inside one outermost autocast and waits for new scales: forward states until that region ends, backward
+    states until the backward of the region's first module with gradients has ended.
+
+    first_taken: that module is found. followed: its output is hooked. by_hand: the owner of a graph registers states.
+    """
+
+    __slots__ = ("__weakref__", "_backward", "_forward", "by_hand", "first_taken", "followed")
+
+    def __init__(self) -> None:
+        # In the order of their registration, which is the same on all ranks: id -> (weak state, group).
+        self._forward: dict[int, tuple] = {}
+        self._backward: dict[int, tuple] = {}
+        self.first_taken = self.followed = self.by_hand = False
+
+    def add(self, state: ScalingState, group: object | None, *, forward: bool) -> None:
+        table = self._forward if forward else self._backward
+        table[id(state)] = (weakref.ref(state), group)
+
+    def has(self, state: ScalingState) -> bool:
+        entry = self._forward.get(id(state))
+        return entry is not None and entry[0]() is state
+
+    def waits(self) -> bool:
+        """Whether a call from outside has to update the backward states."""
+        return self.by_hand and not self.followed and bool(self._backward)
+
+    def update_forward(self) -> None:
+        entries, self._forward = self._forward, {}
+        update(entries.values())
+
+    def update_backward(self) -> None:
+        """Each backward of the region leaves new amaxes: the entries stay for another one (retain_graph)."""
+        update(self._backward.values())
+
+    def follow(self, output: torch.Tensor) -> None:
+        """output: of the region's first module with gradients, whose backward comes last."""
+        self.first_taken = self.followed = True
+        output.register_hook(self._after_backward)
+
+    def _after_backward(self, gradient: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self.update_backward)
+
+
+@torch.no_grad()
+def update(entries: Iterable[tuple]) -> None:
+    """New scales for (weak state, group) entries: amaxes are reduced once for each group and device, and then all
+    scales are made at once."""
+    alive = [(state, group) for ref, group in entries if (state := ref()) is not None]
+    _reduce_amaxes(alive)
+    updates = []
+    for state, _ in alive:
+        rule = state.rule
+        if callable(rule.amax_compute_algo) or rule.scaling_factor_compute_algo is not None:
+            _update_by_functions(state)
+        else:
+            most_recent = rule.amax_compute_algo == "most_recent"
+            updates.append((state.amax_history, state.scale, state.fp8_max, rule.margin, most_recent, False))
+        state.changed()
+    for batch in _by_device(updates).values():
+        _C.update_scales(batch)
+
+
+def _by_device(updates: list[tuple]) -> dict[torch.device, list[tuple]]:
+    devices: dict[torch.device, list[tuple]] = {}
+    for entry in updates:
+        devices.setdefault(entry[0].device, []).append(entry)
+    return devices
+
+
+def _reduce_amaxes(entries: list[tuple]) -> None:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for state, group in entries:
+        if state.rule.reduce_amax and distributed.get_world_size(group) > 1:
+            groups.setdefault((group, state.scale.device), []).append(state.amax_history[0])
+    for (group, _), rows in groups.items():
+        joined = torch.cat(rows)
+        distributed.all_reduce(joined, op=distributed.ReduceOp.MAX, group=group)
+        torch._foreach_copy_(rows, list(joined.split([row.numel() for row in rows])))
+
+
+def _update_by_functions(state: ScalingState) -> None:
+    """Algorithms written by the caller: amax_compute_algo(history) -> amaxes, scaling_factor_compute_algo(amaxes,
+    scales, fp8_max, recipe) -> scales. What is not written is as te_quantize_update_scales does it."""
+    rule, history = state.rule, state.amax_history
+    algorithm = rule.amax_compute_algo
+    if callable(algorithm):
+        amax = algorithm(history)
+    elif algorithm == "most_recent":
+        amax = history[0].clone()
+    else:
+        amax = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(0)
+    _must_fit("amax_compute_algo", amax, state)
+    if rule.scaling_factor_compute_algo is not None:
+        scale = rule.scaling_factor_compute_algo(amax, state.scale, state.fp8_max, rule)
+    else:
+        float_range = torch.finfo(torch.float32)
+        made = (state.fp8_max / amax / 2**rule.margin).clamp(float_range.tiny, float_range.max)
+        scale = torch.where((amax > 0) & amax.isfinite(), made, state.scale)
+    _must_fit("scaling_factor_compute_algo", scale, state)
+    state.scale.copy_(scale)
+    history.copy_(history.roll(-1, 0))
+    history[0].zero_()
+
+
+def _must_fit(name: str, value: object, state: ScalingState) -> None:
+    if not isinstance(value, torch.Tensor) or value.shape != state.scale.shape:
+        found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(
+            f"DelayedScaling: argument '{name}' returned {found}, wanted a tensor of {list(state.scale.shape)}."
+        )

@@ -1,0 +1,159 @@
+"""FP8GlobalStateManager: the questions and commands about contexts and scales that clients know by these names. It
+keeps nothing itself."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.quantization import availability
+from transformer_engine.pytorch.quantization.state import STATE
+
+
+class FP8GlobalStateManager:
+    """What is switched on around the code that asks, and the scales of delayed scaling."""
+
+    @classmethod
+    def reset(cls) -> None:
+        """As in a new process: no context, nothing waiting. Scales and histories are the modules'."""
+        STATE.reset()
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return STATE.enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        return STATE.calibrating
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Whether modules built here get quantized weights."""
+        return STATE.parameters
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        return STATE.preserve_high_precision
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        """Whether a graph is being captured, by its owner's word (autocast's _graph) or by the stream's."""
+        return STATE.capturing or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """True once inside each outermost autocast, unless a module that ran has been the first already."""
+        region = STATE.region
+        if region is None or region.first_taken:
+            return False
+        region.first_taken = True
+        return True
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        return STATE.chosen_recipe()
+
+    @classmethod
+    def get_fp8_group(cls) -> object | None:
+        return STATE.group
+
+    @classmethod
+    def get_fp8_autocast_state(cls) -> tuple:
+        """(enabled, calibrating, recipe, group, capturing)."""
+        return (*STATE.surroundings(), STATE.capturing)
+
+    @classmethod
+    def set_fp8_autocast_state(cls, fp8_state: tuple) -> None:
+        """Puts back what get_fp8_autocast_state returned."""
+        *said, STATE.capturing = fp8_state
+        STATE.set(*said)
+
+    @classmethod
+    def is_fp8_available(cls) -> tuple[bool, str]:
+        return availability.check_fp8_support()
+
+    @classmethod
+    def is_mxfp8_available(cls) -> tuple[bool, str]:
+        return availability.check_mxfp8_support()
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
+        return availability.check_fp8_block_scaling_support()
+
+    @classmethod
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
+        return availability.check_nvfp4_support()
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: bool | None) -> None:
+        """A flag on the device, float32 [1], that kernels read: where it is not 0, a cached weight is not quantized
+        again. It stays the same memory, so that a graph which has read it once follows. None: there is no flag."""
+        if skip is None:
+            STATE.skip_weight_update = None
+            return
+        if STATE.skip_weight_update is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            STATE.skip_weight_update = torch.empty(1, dtype=torch.float32, device=device)
+        STATE.skip_weight_update.fill_(float(skip))
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> torch.Tensor | None:
+        return STATE.skip_weight_update
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        """New scales from the amaxes of the current region's forward, or of the backward of the oldest region whose
+        owner captured it in a graph. Eager regions see to both themselves."""
+        if forward:
+            if STATE.region is not None:
+                STATE.region.update_forward()
+        elif STATE.waiting:
+            STATE.waiting.popleft().update_backward()
+
+    @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict) -> None:
+        """A module's scales and histories join the current region: for the replay of a graph, in which no module
+        runs. Outside of autocast, and for recipes without state, nothing happens."""
+        if STATE.region is None:
+            return
+        for forward in (True, False):
+            key = cls.get_meta_tensor_key(forward)
+            if key in fp8_meta:
+                STATE.region.by_hand = True
+                STATE.region.add(fp8_meta[key], fp8_meta["fp8_group"], forward=forward)
+
+    @classmethod
+    def get_meta_tensor_key(cls, forward: bool = True) -> str:
+        """The key of fp8_meta that holds the scales of a direction."""
+        return "scaling_fwd" if forward else "scaling_bwd"
+
+    @classmethod
+    def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict) -> None:
+        """Keeps the forward scales as they are, for a forward that will be recomputed."""
+        fp8_meta.setdefault("scales_for_recompute", deque()).append(fp8_meta["scaling_fwd"].used())
+
+    @classmethod
+    def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict) -> None:
+        """Puts the oldest scales that were kept in place, until restore_fp8_meta_tensors.
+
+        Errors: RuntimeError where none are kept."""
+        kept = fp8_meta.get("scales_for_recompute")
+        if not kept:
+            raise RuntimeError(
+                "get_old_fp8_meta_tensors_for_recompute: no scales are kept; the first forward runs inside "
+                "activation_recompute_forward(activation_recompute=True), or call "
+                "copy_forward_fp8_meta_tensors_for_recompute in it."
+            )
+        state = fp8_meta["scaling_fwd"]
+        fp8_meta["scales_before_recompute"] = state.scale.clone()
+        state.scale.copy_(kept.popleft())
+        state.changed()
+
+    @staticmethod
+    def restore_fp8_meta_tensors(fp8_meta: dict) -> None:
+        """Puts the scales back that get_old_fp8_meta_tensors_for_recompute replaced."""
+        state = fp8_meta["scaling_fwd"]
+        state.scale.copy_(fp8_meta.pop("scales_before_recompute"))
+        state.changed()

@@ -1,0 +1,168 @@
+"""From a recipe to how a product is quantized: the specs of its input, its weight and its output's gradient, and the
+recipes that cannot be honoured here, named with the reason. Recipes come in, plain integers and quantizers go out."""
+
+from __future__ import annotations
+
+import copy
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Format, QParams, Recipe
+from transformer_engine.pytorch import _C
+
+# QuantizeSpec::Kind of csrc/quantize.h; a spec is (kind, e5m2, pow_2_scales, the bits of amax_epsilon).
+NONE, DELAYED, CURRENT, BLOCK_1D, BLOCK_2D = range(5)
+SCALING_OF_KIND = {DELAYED: 0, CURRENT: 0, BLOCK_1D: 1, BLOCK_2D: 2}  # te_scaling
+_NAMES = ("none", "delayed", "current", "block1d", "block2d")
+Spec = Sequence[int]
+
+DELAYED_SPLITS = (False, True, True)  # float32 accumulation throughout: not in the forward product, in backward
+SLOTS = {"input": 0, "weight": 1, "output": 2, "grad_output": 0, "grad_input": 1}  # of a product, each way
+FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
+
+
+def _no(op: str, what: str, advice: str) -> None:
+    raise NotImplementedError(f"{op}: {what}; {advice}.")
+
+
+def check_recipe(recipe: object) -> None:
+    """Raises for a recipe that this library cannot honour. Traceable."""
+    op = type(recipe).__name__
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"autocast: argument 'recipe' is a {op}, wanted a recipe of transformer_engine.common.recipe.")
+    if recipe.mxfp8() or recipe.nvfp4():
+        _no(
+            op,
+            "products that need a Blackwell GPU (compute capability 10.0) are not available in this version",
+            "use Float8BlockScaling, Float8CurrentScaling or DelayedScaling",
+        )
+    if recipe.fp8_dpa or recipe.fp8_mha:
+        name = "fp8_dpa" if recipe.fp8_dpa else "fp8_mha"
+        _no(op, f"argument '{name}' is True, but FP8 attention is not available in this version", "leave it at False")
+    if recipe.backward_override is not None:
+        _no(
+            op,
+            f"argument 'backward_override' is {recipe.backward_override!r}, but backward in another precision than "
+            "forward is not available in this version",
+            "leave it at None",
+        )
+    if recipe.fp8_format is Format.E5M2 or recipe.fp8_format is Format.E2M1:
+        _no(
+            op,
+            f"argument 'fp8_format' is {recipe.fp8_format.name}, but products of two such operands are not available "
+            "in this version",
+            "use HYBRID or E4M3",
+        )
+
+
+def _spec(op: str, kind: int, params: QParams, e5m2: bool) -> list[int]:
+    if params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization:
+        _no(
+            op,
+            "QParams asks for a Hadamard transform, stochastic rounding or FP4, not available in this version",
+            "leave them at False",
+        )
+    return [kind, int(e5m2), int(params.power_2_scale), params.amax_epsilon_bits]
+
+
+def stateless_integers(recipe: Recipe) -> list[int]:
+    """_C.ProductQuantization.spec of a recipe whose quantizers keep nothing between steps. Traceable, so plain."""
+    check_recipe(recipe)
+    op = type(recipe).__name__
+    e5m2 = recipe.fp8_format is Format.HYBRID
+    kinds = [CURRENT, CURRENT, CURRENT]
+    splits = [recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad]
+    if recipe.float8_block_scaling():
+        dims = (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim)
+        kinds = [BLOCK_2D if dim == 2 else BLOCK_1D for dim in dims]
+        if sum(dims) > 4:
+            _no(
+                op,
+                f"(x, w, grad)_block_scaling_dim are {dims}, but a product of two operands in 128 x 128 blocks is not "
+                "available in this version",
+                "let at most one of them be 2",
+            )
+        for name, split in (("fprop", splits[0]), ("dgrad", splits[1]), ("wgrad", splits[2])):
+            if not split.use_split_accumulator:
+                raise ValueError(
+                    f"{op}: argument 'fp8_gemm_{name}' has use_split_accumulator False, which products of blocks "
+                    "cannot honour; leave it at True."
+                )
+    return [
+        *_spec(op, kinds[0], recipe.fp8_quant_fwd_inp, False),
+        *_spec(op, kinds[1], recipe.fp8_quant_fwd_weight, False),
+        *_spec(op, kinds[2], recipe.fp8_quant_bwd_grad, e5m2),
+        int(splits[0].use_split_accumulator),
+        int(splits[1].use_split_accumulator),
+        int(splits[2].use_split_accumulator),
+    ]
+
+
+def traced_integers(recipe: Recipe) -> list[int]:
+    """stateless_integers under torch.compile, where state between steps is refused by name."""
+    if recipe.delayed() or recipe.custom():
+        raise NotImplementedError(
+            f"{type(recipe).__name__}: its scales are state that torch.compile cannot follow, which is not available "
+            "in this version; use Float8CurrentScaling or Float8BlockScaling, or keep the module out of the compiled "
+            "region."
+        )
+    return stateless_integers(recipe)
+
+
+def epsilon_of(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<i", bits))[0]
+
+
+def native(spec: Spec, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None) -> object:
+    """The extension's quantizer of a spec."""
+    kind, e5m2, pow_2, bits = spec
+    return _C.Quantizer(_NAMES[kind], bool(e5m2), bool(pow_2), epsilon_of(bits), scale, amax)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A recipe at work. There is one for all recipes of equal values, so that comparing plans is comparing identities.
+
+    rule: the delayed scaling in it, or None. specs: of input, weight, grad_output where no factory is asked.
+    quantization: the one object that every product takes, where quantizers have no state and no factory makes them.
+    """
+
+    recipe: Recipe
+    rule: DelayedScaling | None = None
+    specs: tuple[Spec, Spec, Spec] | None = None
+    splits: tuple[bool, bool, bool] = DELAYED_SPLITS
+    quantization: object | None = None
+    factory: Callable | None = None
+
+
+_plans: dict[object, Plan] = {}
+_MOST_PLANS = 256  # of recipes made anew in each step with ever other values
+
+
+def plan_of(recipe: Recipe) -> Plan:
+    """The plan of a recipe as its fields are now. Errors: as check_recipe, before anything is kept."""
+    names = getattr(type(recipe), "__dataclass_fields__", ())
+    key = (type(recipe), *(getattr(recipe, name, None) for name in names))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _new_plan(copy.copy(recipe))  # whose owner may change its fields later
+        if len(_plans) >= _MOST_PLANS:
+            _plans.pop(next(iter(_plans)))
+        _plans[key] = plan
+    return plan
+
+
+def _new_plan(recipe: Recipe) -> Plan:
+    check_recipe(recipe)
+    if isinstance(recipe, CustomRecipe):
+        return Plan(recipe, factory=recipe.qfactory)
+    if isinstance(recipe, DelayedScaling):
+        e5m2 = int(recipe.fp8_format is Format.HYBRID)
+        return Plan(recipe, rule=recipe, specs=((DELAYED, 0, 0, 0), (DELAYED, 0, 0, 0), (DELAYED, e5m2, 0, 0)))
+    flat = stateless_integers(recipe)
+    specs, splits = (flat[0:4], flat[4:8], flat[8:12]), tuple(bool(flag) for flag in flat[12:])
+    quantization = _C.ProductQuantization(*(native(spec) for spec in specs), *splits)
+    return Plan(recipe, None, specs, splits, quantization)
