@@ -5,6 +5,7 @@ plain PyTorch. One command, with or without a GPU; it stops cleanly on Ctrl-C an
     python examples/train_lm.py                       # the toy preset on this machine's device
     python examples/train_lm.py --preset h200         # 1.0B parameters in bf16 on one H200
     python examples/train_lm.py --resume --steps 400  # go on from runs/toy/checkpoint.safetensors
+    python examples/train_lm.py --fp8 current         # FP8 products, beside the same model in bf16
 
 Writes runs/<name>/{metrics.csv,loss.svg,memory.svg,checkpoint.safetensors}.
 """
@@ -24,8 +25,8 @@ try:
     from tqdm import tqdm
 
     from lm import checkpoint, data, report
-    from lm.config import DTYPES, PRESETS, Config, ExampleError
-    from lm.model import FusedLM, plain_twin
+    from lm.config import DTYPES, FP8, PRESETS, Config, ExampleError
+    from lm.model import FusedLM, plain_twin, unquantized_twin
     from lm.train import Trainer, set_determinism
 except ModuleNotFoundError as error:
     sys.exit(f"train_lm.py: error: {error}: run `bash qa/setup.sh` and use .venv/bin/python")
@@ -67,12 +68,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, help="steps in all, those before --resume included")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; bf16 keeps fp32 master weights")
+    parser.add_argument("--fp8", choices=FP8, help="recipe of the layers' products; the twin is the model without it")
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text (default: Python's own sources)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile both models")
     parser.add_argument("--deterministic", action="store_true", help="bit-equal resume on CUDA too (toy: always)")
     parser.add_argument("--no-twin", action="store_true", help="do not train the plain twin beside it")
-    parser.add_argument("--name", help="of the run (default: the preset)")
+    parser.add_argument("--name", help="of the run (default: the preset, and the recipe of --fp8)")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
     parser.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
     return parser.parse_args(argv)
@@ -91,10 +93,13 @@ def choose_device(args: argparse.Namespace, config: Config) -> torch.device:
 
 def configure(args: argparse.Namespace) -> Config:
     preset = PRESETS[args.preset]
+    if args.fp8 == "delayed" and args.compile:
+        raise ExampleError("--compile: torch.compile cannot follow --fp8 delayed: use --fp8 current or --fp8 block")
     return replace(
         preset,
         steps=args.steps or preset.steps,
-        dtype=args.dtype or preset.dtype,
+        dtype=args.dtype or ("bf16" if args.fp8 else preset.dtype),
+        fp8=args.fp8,
         seed=args.seed,
         deterministic=preset.deterministic or args.deterministic,
     )
@@ -114,7 +119,8 @@ class Run:
         torch.manual_seed(config.seed)
         fused = FusedLM(config, device)
         # The twin starts from the same first weights; after a resume it repeats the steps that the checkpoint holds.
-        self.twin = Trainer(plain_twin(fused, config, device), config, device, compiled) if twin else None
+        make_twin = unquantized_twin if config.fp8 else plain_twin
+        self.twin = Trainer(make_twin(fused, config, device), config, device, compiled) if twin else None
         self.trainer = Trainer(fused, config, device, compiled)
         if found:
             tensors = self.trainer.tensors()
@@ -153,7 +159,7 @@ class Run:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    name = args.name or args.preset
+    name = args.name or (f"{args.preset}-fp8-{args.fp8}" if args.fp8 else args.preset)
     folder = args.out / name
     config = configure(args)
     device = choose_device(args, config)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 VOCAB = 256  # one token per byte value: no tokenizer to download, any file is a valid input
+FP8 = ("delayed", "current", "block")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -30,6 +31,7 @@ class Config:
     dtype: str = "fp32"
     seed: int = 0
     eps: float = 1e-5
+    fp8: str | None = None  # the recipe of the layers' products
     deterministic: bool = False  # attention's backward repeats its bits on CUDA (a CPU always does)
 
     @property

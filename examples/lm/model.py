@@ -6,17 +6,25 @@ around a residual stream, a last RMSNorm, a linear head. No dropout, no bias.
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from .config import DTYPES, VOCAB, Config
 
 ROPE_BASE = 10000.0
 INIT_STD = 0.02
+RECIPES = {
+    "delayed": recipe.DelayedScaling,
+    "current": recipe.Float8CurrentScaling,
+    "block": recipe.Float8BlockScaling,
+}
 
 
 class FusedLM(nn.Module):
@@ -56,14 +64,37 @@ class FusedLM(nn.Module):
         self.head = te.Linear(config.hidden, VOCAB, bias=False, init_method=init, params_dtype=dtype, device=device)
         angles = te.RotaryPositionEmbedding(config.head_dim, rotary_base=ROPE_BASE)(config.seq)
         self.register_buffer("angles", angles.to(device), persistent=False)
+        self.recipe = RECIPES[config.fp8]() if config.fp8 else None
+
+    def quantized(self) -> te.autocast:
+        """Inside, the products of the layers are FP8 ones, if this run has them."""
+        return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, seq, 256] of int64 tokens [batch, seq]."""
+        """Logits [batch, seq, 256] of int64 tokens [batch, seq]. The head is not quantized."""
         x = self.embedding(tokens)
         angles = self.angles[: tokens.shape[1]]
-        for layer in self.layers:
-            x = layer(x, rotary_pos_emb=angles)
+        with self.quantized():
+            for layer in self.layers:
+                x = layer(x, rotary_pos_emb=angles)
         return self.head(self.norm(x))
+
+    def scaled_modules(self) -> dict[str, nn.Module]:
+        """Those that keep scales and amax histories between steps: delayed scaling's."""
+        if not (self.recipe and self.recipe.delayed()):
+            return {}
+        found = {n: m for n, m in self.layers.named_modules() if isinstance(m, TransformerEngineBaseModule)}
+        with self.quantized():
+            for module in found.values():
+                module.init_fp8_metadata()
+        return {name: module for name, module in found.items() if module.get_extra_state().numel()}
+
+
+def unquantized_twin(fused: FusedLM, config: Config, device: torch.device) -> FusedLM:
+    """The same model with the same first weights, its products in config.dtype."""
+    twin = FusedLM(replace(config, fp8=None), device)
+    twin.load_state_dict(fused.state_dict())
+    return twin
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 from matplotlib.figure import Figure
@@ -18,7 +18,15 @@ from .config import Config, ExampleError
 from .train import MEMORY_MEANING, Step
 
 COLUMNS = ("step", "loss", "tokens_per_s", "memory_mib", "plain_loss", "plain_tokens_per_s", "plain_memory_mib")
-SERIES = (("", "transformer_engine", "tab:blue"), ("plain_", "plain PyTorch", "tab:orange"))
+LAST = 20  # steps whose mean loss is compared
+
+
+def series(config: Config) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+    """(prefix of the columns, name, color) of the run's model and of its twin."""
+    ours, twin = ("transformer_engine", "plain PyTorch")
+    if config.fp8:
+        ours, twin = f"FP8, {config.fp8} scaling", f"the same in {config.dtype}"
+    return ("", ours, "tab:blue"), ("plain_", twin, "tab:orange")
 
 
 def device_name(device: torch.device) -> str:
@@ -39,7 +47,8 @@ def header(name: str, config: Config, device: torch.device, text: str) -> str:
         f"transformer_engine {transformer_engine.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {device_name(device)}\n"
         f"{name}: {config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.hidden}, "
-        f"{config.heads} heads in {config.kv_groups} groups, SwiGLU {config.ffn_hidden}), {config.dtype}, "
+        f"{config.heads} heads in {config.kv_groups} groups, SwiGLU {config.ffn_hidden}), {config.dtype}"
+        f"{f' with FP8 products ({config.fp8} scaling)' if config.fp8 else ''}, "
         f"{config.batch} x {config.seq} bytes a step, resume: {resume}\n"
         f"text: {text}\n"
         f"memory: {MEMORY_MEANING[device.type]}"
@@ -86,7 +95,7 @@ class Log:
     def step(self, number: int, ours: Step, plain: Step | None) -> None:
         row = {"step": number}
         line = f"step {number:>4}/{self.config.steps}"
-        for (prefix, name, _), step in zip(SERIES, (ours, plain), strict=True):
+        for (prefix, name, _), step in zip(series(self.config), (ours, plain), strict=True):
             speed = memory = loss = ""
             if step is not None:
                 loss, speed, memory = step.loss, self.config.tokens / step.seconds, step.memory / 2**20
@@ -115,18 +124,19 @@ class Log:
         rows = rows[(len(rows) + 9) // 10 :]
         if not rows:
             return None
-        ours, plain = ([row[f"{prefix}tokens_per_s"] for row in rows] for prefix, *_ in SERIES)
+        ours, plain = ([row[f"{prefix}tokens_per_s"] for row in rows] for prefix, *_ in series(self.config))
         return median(ours), median(plain), median(a / b for a, b in zip(ours, plain))
 
     def plots(self) -> None:
-        _plot(self.path.with_name("loss.svg"), self.rows, "loss", "loss, nats per byte", from_zero=False)
-        _plot(self.path.with_name("memory.svg"), self.rows, "memory_mib", "memory, MiB", from_zero=True)
+        shown = series(self.config)
+        _plot(self.path.with_name("loss.svg"), self.rows, shown, "loss", "loss, nats per byte", from_zero=False)
+        _plot(self.path.with_name("memory.svg"), self.rows, shown, "memory_mib", "memory, MiB", from_zero=True)
 
 
-def _plot(path: Path, rows: list[dict], column: str, label: str, *, from_zero: bool) -> None:
+def _plot(path: Path, rows: list[dict], shown: tuple, column: str, label: str, *, from_zero: bool) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel=label)
-    for prefix, name, color in SERIES:
+    for prefix, name, color in shown:
         points = [(row["step"], row[prefix + column]) for row in rows if row[prefix + column] != ""]
         if points:
             x, y = zip(*points, strict=True)
@@ -151,8 +161,9 @@ def sample(text: bytes) -> str:
 
 
 def comparison(log: Log, held_out: tuple[float, float]) -> str:
-    """The lines that set the fused model beside the plain one."""
-    lines = ["ours / the same model in plain PyTorch (same seed, init and batches):"]
+    """The lines that set the model beside its twin."""
+    (_, name, _), (_, twin, _) = series(log.config)
+    lines = [f"{name} / {twin} (same model, seed, init and batches):"]
     both = [row for row in log.rows if row["plain_loss"] != ""]
     if both:
         last = both[-1]
@@ -161,6 +172,8 @@ def comparison(log: Log, held_out: tuple[float, float]) -> str:
         lines.append(
             f"  last loss  {ours:.4f} / {plain:.4f}, difference {ours - plain:+.5f} (at most {most:.5f} in a step)"
         )
+        ours, plain = (mean(row[f"{prefix}loss"] for row in both[-LAST:]) for prefix in ("", "plain_"))
+        lines.append(f"  last {len(both[-LAST:])}    {ours:.4f} / {plain:.4f}, mean loss, {ours / plain - 1:+.2%}")
     ours, plain = held_out
     lines.append(f"  held out   {ours:.4f} / {plain:.4f} bits per byte, difference {ours - plain:+.5f}")
     if speeds := log.speeds():

@@ -51,6 +51,7 @@ class Trainer:
         self.model, self.config, self.device = model, config, device
         self.forward = torch.compile(model, dynamic=False) if compiled else model
         self.optimizer = MasterAdamW(model)
+        self._scaled = model.scaled_modules() if hasattr(model, "scaled_modules") else {}
         self.done = 0
 
     def learning_rate(self) -> float:
@@ -95,15 +96,22 @@ class Trainer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All a checkpoint holds of this training besides `done`: weights, optimizer, random states."""
         tensors = self.optimizer.tensors()
+        tensors |= self._scales()
         tensors["random.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
         return tensors
 
+    def _scales(self) -> dict[str, torch.Tensor]:
+        """Of delayed scaling: what a state_dict has as _extra_state."""
+        return {f"scales.{name}": module.get_extra_state() for name, module in self._scaled.items()}
+
     def restored(self, tensors: dict[str, torch.Tensor], done: int) -> None:
         """After a checkpoint has been written into `tensors`, which came from tensors()."""
         self.done = done
         self.optimizer.set_step_count(done)
+        for name, module in self._scaled.items():
+            module.set_extra_state(tensors[f"scales.{name}"])
         torch.set_rng_state(tensors["random.cpu"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["random.cuda"], self.device)

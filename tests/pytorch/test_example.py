@@ -139,6 +139,40 @@ def test_resume_in_bf16_is_bit_equal_and_keeps_master_weights(tmp_path, text, de
     assert torch.equal(weight, master.bfloat16()) and not torch.equal(weight.float(), master)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_fp8_beside_the_same_model_without_it(tmp_path, text, device, recipe, capsys):
+    """The first step's losses differ by FP8 alone; over the last 20 steps the means agree."""
+    assert train(tmp_path, text, device, "--fp8", recipe, "--deterministic") == 0
+    rows = metrics(tmp_path / "runs" / f"toy-fp8-{recipe}")
+    ours, plain = ([float(row[f"{prefix}loss"]) for row in rows] for prefix in ("", "plain_"))
+    assert len(rows) == TINY.steps and 0 < abs(ours[0] - plain[0]) < 0.02 * plain[0]
+    assert abs(sum(ours) / sum(plain) - 1) < 0.01
+    shown = capsys.readouterr().out
+    assert f"FP8, {recipe} scaling / the same in bf16" in shown and "last 20" in shown
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_resume_in_fp8_is_bit_equal(tmp_path, text, device, recipe):
+    options = ("--no-twin", "--fp8", recipe, "--deterministic")
+    train(tmp_path, text, device, *options, "--name", "straight", "--steps", "6")
+    train(tmp_path, text, device, *options, "--name", "halves", "--steps", "3")
+    train(tmp_path, text, device, *options, "--name", "halves", "--steps", "6", "--resume")
+    straight, halves = (load_file(tmp_path / "runs" / n / "checkpoint.safetensors") for n in ("straight", "halves"))
+    assert straight.keys() == halves.keys()
+    assert all(torch.equal(straight[name], halves[name]) for name in straight)
+    scales = [t for name, t in straight.items() if name.startswith("scales.")]
+    assert len(scales) == (3 * TINY.layers if recipe == "delayed" else 0) and all(t.any() for t in scales)
+    with pytest.raises(ExampleError, match=f"another run .*fp8 '{recipe}' there, 'current' here"):
+        train(
+            tmp_path, text, device, "--no-twin", "--name", "halves", "--resume", "--fp8", "current", "--deterministic"
+        )
+
+
+def test_delayed_scaling_is_not_compiled(tmp_path, text):
+    with pytest.raises(ExampleError, match=r"--compile: .*--fp8 delayed: use --fp8 current or --fp8 block"):
+        train(tmp_path, text, "cpu", "--fp8", "delayed", "--compile")
+
+
 def test_resume_with_a_twin_brings_the_twin_to_the_same_step(tmp_path, text):
     train(tmp_path, text, "cpu", "--name", "straight", "--steps", "6")
     train(tmp_path, text, "cpu", "--name", "halves", "--steps", "3")
