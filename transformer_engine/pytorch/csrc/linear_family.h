@@ -117,8 +117,8 @@ struct LinearFamily {
     }
     keeper.keep_if(norm && (needs.input || again), in.gamma, kParameter);
     keeper.keep_if(norm && again, in.beta, kParameter);
-    keeper.keep_if(norm && needs.input, made.mean, kStatistic);
-    keeper.keep_if(norm && needs.input, made.rstd, kStatistic);
+    keeper.keep_if(norm && (needs.input || again), made.mean, kStatistic);
+    keeper.keep_if(norm && (needs.input || again), made.rstd, kStatistic);
     if (!norm) return {y};
     if (in.residual.has_value() || p.return_input) return {y, made.output, made.h};
     return {y, made.output};
@@ -188,8 +188,9 @@ struct LinearFamily {
     }
     if (in.any() && wanted[kWeight]) {
       if (!operand.quantized() && !operand.plain.defined()) {
-        operand = produce_again<Route>(p, saved[kInput], optional(saved[kSavedGamma]), optional(saved[kSavedBeta]),
-                                       x_quantizer, saved[kProductScale]);
+        const Again from{saved[kInput], optional(saved[kSavedGamma]), optional(saved[kSavedBeta]), saved[kMean],
+                         saved[kRstd]};
+        operand = produce_again<Route>(p, from, x_quantizer, saved[kProductScale]);
       }
       WeightProduct product{dy, operand, dbias, state.dtype, q == nullptr || q->split_wgrad};
       // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.

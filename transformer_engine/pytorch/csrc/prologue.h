@@ -4,6 +4,7 @@
 
 #include "activation.h"
 #include "normalization.h"
+#include "normalization_quantized.h"
 #include "product.h"
 
 namespace te_torch {
@@ -46,41 +47,77 @@ struct Produced {
   Tensor mean, rstd;
 };
 
+// Whether a room's own FP8 form serves: the dispatcher's routes and quantizers written in Python go by way of the plain
+// value, to the same bits.
 template <class Route>
-Produced produce(const Prologue& p, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& gamma,
-                 const OptionalTensor& beta, const Quantizer* quantizer, Directions directions) {
+bool fuses(const Quantizer* quantizer) {
+  return std::is_same_v<Route, Direct> && quantizer != nullptr && quantizer->active() &&
+         quantizer->spec.kind != QuantizeSpec::kPython;
+}
+
+template <class Route>
+Produced produce_norm(const Prologue& p, const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
+                      const OptionalTensor& beta, const Quantizer* quantizer, Directions directions) {
   Produced made;
-  made.h = x;
-  if (p.kind == Prologue::kNorm) {
-    Tensor summed;
-    std::tie(made.output, summed, made.mean, made.rstd) = Route::template call<normalization_fwd>(
-        "te::normalization_fwd", x, residual, *gamma, beta, p.eps, p.rms, p.zero_centered_gamma);
-    if (residual.has_value()) made.h = summed;
-    made.operand = operand_of<Route>(quantizer, made.output, directions);
-    if (!p.return_output) made.output = x.new_empty({0});
-  } else if (p.kind == Prologue::kActivation) {
-    const Tensor y = Route::template call<activation_fwd>("te::activation_fwd", x, std::string_view(p.activation),
-                                                          at::ArrayRef<double>(p.params));
-    made.operand = operand_of<Route>(quantizer, y, directions);
+  Tensor summed;
+  if (fuses<Route>(quantizer)) {
+    QuantizedNorm norm = Direct::call<normalization_fwd_quantized>("te::normalization_quantize_fwd", x, residual, gamma,
+                                                                   beta, p.eps, p.rms, p.zero_centered_gamma,
+                                                                   *quantizer, directions, p.return_output);
+    made.operand.fp8 = norm.quantized;
+    made.output = norm.y;
+    summed = norm.h;
+    made.mean = norm.mean;
+    made.rstd = norm.rstd;
   } else {
-    made.operand = operand_of<Route>(quantizer, x, directions);
+    std::tie(made.output, summed, made.mean, made.rstd) = Route::template call<normalization_fwd>(
+        "te::normalization_fwd", x, residual, gamma, beta, p.eps, p.rms, p.zero_centered_gamma);
+    made.operand = operand_of<Route>(quantizer, made.output, directions);
   }
+  made.h = residual.has_value() ? summed : x;
+  if (!p.return_output) made.output = x.new_empty({0});
   return made;
 }
 
-// The operand in the direction that a weight's gradient reads, from what the prologue read, to the same bits.
 template <class Route>
-Operand produce_again(const Prologue& p, const Tensor& h, const OptionalTensor& gamma, const OptionalTensor& beta,
-                      const Quantizer* quantizer, const Tensor& used_scales) {
-  Tensor value = h;
+Produced produce(const Prologue& p, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& gamma,
+                 const OptionalTensor& beta, const Quantizer* quantizer, Directions directions) {
+  if (p.kind == Prologue::kNorm) return produce_norm<Route>(p, x, residual, *gamma, beta, quantizer, directions);
+  if (p.kind == Prologue::kNone) return {operand_of<Route>(quantizer, x, directions), x, {}, {}, {}};
+  const Tensor y = Route::template call<activation_fwd>("te::activation_fwd", x, std::string_view(p.activation),
+                                                        at::ArrayRef<double>(p.params));
+  return {operand_of<Route>(quantizer, y, directions), x, {}, {}, {}};
+}
+
+// What the backward has at hand to make an operand again: what the prologue read, and a norm's parameters and
+// statistics.
+struct Again {
+  const Tensor& h;
+  OptionalTensor gamma, beta;
+  const Tensor& mean;
+  const Tensor& rstd;
+};
+
+// The operand in the direction that a weight's gradient reads, to the same bits.
+template <class Route>
+Operand produce_again(const Prologue& p, const Again& from, const Quantizer* quantizer, const Tensor& used_scales) {
+  const Directions columnwise{false, true};
+  if (p.kind == Prologue::kNorm && fuses<Route>(quantizer)) {
+    return {{},
+            Direct::call<normalization_again_quantized>("te::normalization_quantize", from.h, *from.gamma, from.beta,
+                                                        from.mean, from.rstd, p.rms, p.zero_centered_gamma,
+                                                        quantizer->spec, used_scales, columnwise)};
+  }
+  Tensor value = from.h;
   if (p.kind == Prologue::kNorm) {
-    value = std::get<0>(Route::template call<normalization_fwd>("te::normalization_fwd", h, OptionalTensor(), *gamma,
-                                                                beta, p.eps, p.rms, p.zero_centered_gamma));
+    value = std::get<0>(Route::template call<normalization_fwd>("te::normalization_fwd", from.h, OptionalTensor(),
+                                                                *from.gamma, from.beta, p.eps, p.rms,
+                                                                p.zero_centered_gamma));
   } else if (p.kind == Prologue::kActivation) {
-    value = Route::template call<activation_fwd>("te::activation_fwd", h, std::string_view(p.activation),
+    value = Route::template call<activation_fwd>("te::activation_fwd", from.h, std::string_view(p.activation),
                                                  at::ArrayRef<double>(p.params));
   }
-  return operand_again<Route>(quantizer, used_scales, value, {false, true});
+  return operand_again<Route>(quantizer, used_scales, value, columnwise);
 }
 
 struct ActivationGradient {
