@@ -148,15 +148,35 @@ def _drawn() -> NotImplementedError:
     )
 
 
+# By device: a generator that no graph knows, so that torch refuses to draw from it in a capture. Made before one.
+_unknown: dict[int, torch.Generator] = {}
+
+
+def prepare_no_draws() -> None:
+    """To be called before a capture on the current device in which NoDraws is used."""
+    device = torch.cuda.current_device()
+    if device not in _unknown:
+        _unknown[device] = torch.Generator(torch.device("cuda", device))
+
+
 class NoDraws:
     """Takes a Snapshot's place inside a CUDA graph's capture, where no state can be read: what runs inside may draw no
-    numbers, so that running it again draws the same."""
+    numbers, so that running it again draws the same.
+
+    Errors: NotImplementedError without prepare_no_draws()."""
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        device = torch.cuda.current_device()
+        if device not in _unknown:
+            raise NotImplementedError(
+                "checkpoint: called inside a CUDA graph's capture that make_graphed_callables did not begin, where the "
+                "states of the random generators cannot be noted; that is not available in this version. Capture with "
+                "make_graphed_callables, or without checkpoint."
+            )
+        default = torch.cuda.default_generators[device]
         outside, before = default.graphsafe_get_state(), _guard.active
-        default.graphsafe_set_state(torch.Generator("cuda"))  # no graph knows it: torch refuses to draw from it here
+        default.graphsafe_set_state(_unknown[device])
         _guard.active = True
         try:
             yield

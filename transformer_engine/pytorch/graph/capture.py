@@ -195,9 +195,11 @@ class Capture:
 
     # ---- captures ----
 
-    def _capture(self, step: Step, work: Callable[[], list]) -> tuple[object, list[torch.Tensor | None]]:
+    def _capture(
+        self, step: Step, work: Callable[[], list], *, apart: bool = False
+    ) -> tuple[object, list[torch.Tensor | None]]:
         try:
-            return self.backend.capture(work)
+            return self.backend.capture(work, apart=apart)
         except HostSync as error:
             raise RuntimeError(
                 f"{OP}: the {step.kind} of {self._name(step)} cannot be captured: {error}, and a graph runs without "
@@ -255,11 +257,13 @@ class Capture:
         work, graphed = self.works[step.sample], self.graphed[step.sample]
         if not work.pending:
             return
-        graphed.wgrad_graph, grads = self._capture(step, work.wgrad)
+        # Without an entry in the order it may run at any time: neither may its memory be somebody's, nor what it reads.
+        apart = step.module not in self.plan.schedule.scheduled_wgrad
+        graphed.wgrad_graph, grads = self._capture(step, work.wgrad, apart=apart)
         fused = {id(p) for p in fused_weights(graphed.module)}
         pairs = [(p, g) for p, g in zip(work.parameters, grads) if g is not None and id(p) not in fused]
         if self.plan.reuse and self.plan.clone_parameter_grads:
-            pairs = [(p, self.backend.release([g])[0]) for p, g in pairs]
+            pairs = [(p, self.backend.release([g], apart=apart)[0]) for p, g in pairs]
         graphed.wgrads = pairs
         graphed.delaying = list(work.delaying)
         if self.plan.reuse and self._last_use(step):
@@ -270,6 +274,7 @@ class Capture:
         """What replay needs of a pass; a graph needs nothing else, a recorder keeps its work."""
         graphed.inputs, graphed.wanted = work.inputs, work.wanted
         graphed.parameters, graphed.retain = work.parameters, work.retain
+        graphed.single = work.form.is_leaf()
         graphed.form, graphed.result, graphed.is_tensor = work.form, work.result, work.is_tensor
         graphed.constant_outputs = [i for i, wants in enumerate(work.differentiable) if not wants]
         graphed.clone_parameter_grads = self.plan.clone_parameter_grads
@@ -278,8 +283,8 @@ class Capture:
             graphed.fused = [Fused.of(p) for part in work.parts if id(part) not in delaying for p in own_fused(part)]
             graphed.fused_later = [Fused.of(p) for part in graphed.delaying for p in own_fused(part)]
         fused = {id(p) for p in fused_weights(graphed.module)}
-        graphed.grad_surface = [*graphed.grad_inputs, *graphed.grad_parameters]
-        graphed.copied_for_leaf = [True] * len(work.wanted)
-        graphed.copied_for_leaf += [self.plan.clone_parameter_grads and id(p) not in fused for p in work.parameters]
+        graphed.copied = [self.plan.clone_parameter_grads and id(p) not in fused for p in work.parameters]
+        pairs = zip(graphed.grad_parameters, graphed.copied)
+        graphed.copied_grads = [grad for grad, copied in pairs if copied and grad is not None]
         graphed.signature.forget_tensors()
         work.live = []

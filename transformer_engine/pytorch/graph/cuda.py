@@ -3,12 +3,15 @@ whatever is raised inside a capture."""
 
 import gc
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 
+from transformer_engine.pytorch.distributed.rng import prepare_no_draws
 from transformer_engine.pytorch.graph.recorder import HostSync, Written
+from transformer_engine.pytorch.graph.signature import OP
 from transformer_engine.pytorch.utils import make_weak_ref
 
 # One capture stream a device: libraries keep a workspace for every stream that they have seen.
@@ -20,6 +23,31 @@ _WAITED = ("called a synchronizing CUDA operation", "operation not permitted whe
 def _innermost(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f"`{frames[-1].line}` ({frames[-1].name})" if frames else "an operation"
+
+
+def _explain(error: RuntimeError) -> None:
+    """In our words, where it is known what CUDA's mean."""
+    if any(words in str(error) for words in _WAITED):
+        raise HostSync(f"{_innermost(error)} waits for the device") from error
+    if "legacy stream" in str(error):
+        raise RuntimeError(
+            f"{OP}: work of the capture would wait for the default stream: most likely a result that was computed "
+            "there before (an output, a loss) is still alive, and with it what autograd knows of the parameters; delete "
+            "it, then capture."
+        ) from error
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """torch raises before a call that would wait for the device, and so spoil the capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextmanager
@@ -40,6 +68,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device, pool: object | None, generators: Iterable[torch.Generator]) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.apart = torch.cuda.graph_pool_handle()
         self.generators = [generator for generator in generators if generator.device.type == "cuda"]
         if device.index not in _streams:
             _streams[device.index] = torch.cuda.Stream(device)
@@ -60,39 +89,43 @@ class CudaGraphs:
 
     def prepare(self) -> None:
         """Before the captures: nothing is in flight, and no cached memory is kept from their pool."""
+        prepare_no_draws()
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def capture(self, work: Callable[[], Written]) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor | None]]:
+    def capture(
+        self, work: Callable[[], Written], *, apart: bool = False
+    ) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor | None]]:
+        """`apart`: a graph that may be replayed at any time, whose memory no other one may have."""
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        waiting = torch.cuda.get_sync_debug_mode()
+        pool = self.apart if apart else self.pool
         with torch.cuda.stream(self.stream), _no_collection():
-            graph.capture_begin(pool=self.pool)
+            graph.capture_begin(pool=pool)
             try:
-                torch.cuda.set_sync_debug_mode("error")  # raises before the call that would spoil the capture
-                static = [None if tensor is None else tensor.detach() for tensor in work()]
-                torch.cuda.set_sync_debug_mode(waiting)
+                with _waiting_refused():
+                    static = [None if tensor is None else tensor.detach() for tensor in work()]
                 graph.capture_end()
             except BaseException as error:
-                torch.cuda.set_sync_debug_mode(waiting)
-                self._abandon(graph)
-                if isinstance(error, RuntimeError) and any(words in str(error) for words in _WAITED):
-                    raise HostSync(f"{_innermost(error)} waits for the device") from error
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+                    self._abandon(graph, pool)
+                if isinstance(error, RuntimeError):
+                    _explain(error)
                 raise
         return graph, static
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: object) -> None:
         """Ends a capture that failed. Where CUDA has spoilt it, torch leaves the pool open and the generators counting
         for it; both are put right by hand."""
         try:
             graph.capture_end()
         except RuntimeError:
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
-                torch._C._cuda_releasePool(self.device.index, self.pool)
+                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+                torch._C._cuda_releasePool(self.device.index, pool)
             graph.reset()
             self._capture_nothing()
         else:
@@ -110,7 +143,7 @@ class CudaGraphs:
         graph.reset()
         del something
 
-    def release(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def release(self, tensors: Sequence[torch.Tensor | None], *, apart: bool = False) -> list[torch.Tensor | None]:
         """Gives the memory of static tensors back to the pool: captures from here on may write there."""
         return make_weak_ref(list(tensors))
 

@@ -72,7 +72,7 @@ class Recorder:
     """The interface of CudaGraphs. Static tensors that died are given out again, as a graph pool's memory is."""
 
     def __init__(self) -> None:
-        self.buffers = Buffers()
+        self.buffers, self.apart = Buffers(), Buffers()
         self._running = _main
 
     @contextmanager
@@ -86,18 +86,21 @@ class Recorder:
     def session(self) -> Iterator[None]:
         yield
 
-    def capture(self, work: Callable[[], Written]) -> tuple[RecordedGraph, list[torch.Tensor | None]]:
+    def capture(
+        self, work: Callable[[], Written], *, apart: bool = False
+    ) -> tuple[RecordedGraph, list[torch.Tensor | None]]:
+        buffers = self.apart if apart else self.buffers
         with _RefuseWaiting():
             written = work()
         static = []
         for tensor in written:
-            static.append(None if tensor is None else self.buffers.take(tensor).copy_(tensor.detach()))
+            static.append(None if tensor is None else buffers.take(tensor).copy_(tensor.detach()))
         return RecordedGraph(work, static), static
 
-    def release(self, tensors: Written) -> list[torch.Tensor | None]:
+    def release(self, tensors: Written, *, apart: bool = False) -> list[torch.Tensor | None]:
         """These static tensors are dead once the captures so far have been replayed; replay goes on using them."""
         for tensor in tensors:
-            self.buffers.give(tensor)
+            (self.apart if apart else self.buffers).give(tensor)
         return list(tensors)
 
     def current_stream(self) -> RecordedStream:

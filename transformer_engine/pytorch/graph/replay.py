@@ -29,7 +29,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *surface):
         graphed = call[0]
-        ctx.call, ctx.surface_is_leaf = call, [t.is_leaf for t in surface]
+        ctx.call = call
+        ctx.leaves = [t.is_leaf for t in surface[: len(graphed.wanted)]]  # the parameters all are
         ctx.set_materialize_grads(False)
         outputs = graphed.run_forward(*call[1:])
         ctx.turn = graphed.turn
@@ -78,10 +79,11 @@ class Graphed:
         self.grad_outputs: list[torch.Tensor | None] = []  # one for each output
         self.grad_inputs: list[torch.Tensor | None] = []  # of the wanted inputs
         self.grad_parameters: list[torch.Tensor | None] = []
-        self.grad_surface: list[torch.Tensor | None] = []  # both, as backward returns them
-        self.copied_for_leaf: list[bool] = []  # which of them a leaf gets a copy of
+        self.copied: list[bool] = []  # which of the parameters' are handed out as copies
+        self.copied_grads: list[torch.Tensor] = []  # those
         self.clone_parameter_grads = True
         self.form = None  # of the result
+        self.single = False  # it is one tensor
         self.result: list[object] = []  # its leaves; None where a tensor stands
         self.is_tensor: list[bool] = []
         self.retain = False
@@ -127,7 +129,7 @@ class Graphed:
         return self.assemble(outputs)
 
     def assemble(self, outputs: tuple[torch.Tensor, ...]) -> object:
-        if self.form.is_leaf():
+        if self.single:
             return outputs[0]
         tensors = iter(outputs)
         return self.form.unflatten(next(tensors) if t else leaf for t, leaf in zip(self.is_tensor, self.result))
@@ -163,10 +165,12 @@ class Graphed:
 
     def _launch(self, graph, static, tensors, stream, event) -> None:
         """Copies what lies elsewhere, then replays; on a stream of its own, the current one waits behind it."""
-        if stream is None or stream == self.backend.current_stream():
+        if stream is None:
             self._copy(static, tensors)
             graph.replay()
             return
+        if stream == self.backend.current_stream():
+            return self._launch(graph, static, tensors, None, None)
         current = self.backend.current_stream()
         stream.wait_stream(current)
         with self.backend.on(stream):  # the copies too: the tail of the last replay may still read what they write
@@ -208,19 +212,19 @@ class Graphed:
             self._prepare_main_grads(self.fused, microbatch)
         self._launch(self.backward_graph, self.grad_outputs, grads, stream, event)
         self.backward_turn = self.turn
-        found, static, copies = [], [], []
-        for grad, is_leaf, copied in zip(self.grad_surface, ctx.surface_is_leaf, self.copied_for_leaf):
-            if grad is None:
-                found.append(None)
-            elif is_leaf and copied:
-                # A leaf would keep the static tensor itself as its .grad, and the next replay would write over it.
-                copies.append(torch.empty_like(grad))
-                static.append(grad)
-                found.append(copies[-1])
-            else:
-                found.append(grad.detach())
-        if copies:
-            torch._foreach_copy_(copies, static)  # one launch
+        # A leaf would keep a static tensor itself as its .grad, and the next replay would write over it.
+        static = [grad for grad, leaf in zip(self.grad_inputs, ctx.leaves) if leaf and grad is not None]
+        static += self.copied_grads
+        # times 1, which is exact: copies made by one call and one launch, 4 us sooner than by one call each
+        copies = iter(torch._foreach_mul(static, 1) if static else ())
+        found = [
+            None if grad is None else next(copies) if leaf else grad.detach()
+            for grad, leaf in zip(self.grad_inputs, ctx.leaves)
+        ]
+        found += [
+            None if grad is None else next(copies) if copied else grad.detach()
+            for grad, copied in zip(self.grad_parameters, self.copied)
+        ]
         for weight, _ in self.fused:
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = True
@@ -292,7 +296,7 @@ class Graphed:
                 graph.reset()
         self.forward_graph = self.backward_graph = None
         self.inputs, self.outputs, self.grad_outputs = [], [], []
-        self.grad_inputs, self.grad_parameters, self.grad_surface, self.wgrads = [], [], [], []
+        self.grad_inputs, self.grad_parameters, self.copied_grads, self.wgrads = [], [], [], []
         self.wgrad_due = None
         if self.on_reset is not None:
             self.on_reset()
