@@ -32,8 +32,8 @@ def _explain(error: RuntimeError) -> None:
     if "legacy stream" in str(error):
         raise RuntimeError(
             f"{OP}: work of the capture would wait for the default stream: most likely a result that was computed "
-            "there before (an output, a loss) is still alive, and with it what autograd knows of the parameters; delete "
-            "it, then capture."
+            "there before (an output, a loss) is still alive, and with it what autograd knows of the parameters; "
+            "delete it, then capture."
         ) from error
 
 
