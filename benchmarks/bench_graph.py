@@ -1,8 +1,9 @@
 """Captured callables (targets.py case 23): the host's time of a replayed layer, its replay against the sum of its
 kernels, the memory of a pipeline's order with and without shared buffers, and what a tail behind an event overlaps.
 
-CUDA only. Peers: torch.cuda.make_graphed_callables around an equal module, and that module in eager. Shape of the
-pipeline: stages x microbatches x tokens x hidden; of the tail: tokens x hidden, copied to pinned memory."""
+CUDA only. Peers: torch.cuda.make_graphed_callables around an equal module, and that module in eager; FP8 rows have the
+bf16 graph of torch beside them. Shape of the pipeline: stages x microbatches x tokens x hidden; of the tail: tokens x
+hidden, copied to pinned memory."""
 
 import copy
 
@@ -13,11 +14,18 @@ from common import Bench, Case, training_step
 from plain import Mlp
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
 
 TOKENS, HIDDEN, FFN_HIDDEN = 128, 1024, 4096
 FLOPS = 18 * TOKENS * HIDDEN * FFN_HIDDEN
 STEP = "forward+backward"
 OPTIONS = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "params_dtype": torch.bfloat16}
+
+RECIPES = {
+    "delayed": recipe.DelayedScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+}
 
 STAGES, MICROBATCHES = 4, 8
 PIPELINE = (1024, 2048, 8192)  # tokens, hidden, ffn_hidden of each stage's layer
@@ -60,6 +68,37 @@ def host_time(bench):
         sets,
     )
     return ours.forward
+
+
+def fp8_host_time(bench):
+    """As above under each recipe, the autocast around each call included."""
+    shape = (TOKENS, HIDDEN, FFN_HIDDEN)
+    cases = {name: Case("23", f"graphed_layernorm_mlp_{name}", "fp8", shape, STEP, flops=FLOPS) for name in RECIPES}
+    eager = te.LayerNormMLP(HIDDEN, FFN_HIDDEN, device=bench.device, **OPTIONS)
+
+    def sets():
+        return bench.randn(TOKENS, HIDDEN, dtype="bf16", grad=True), bench.randn(TOKENS, HIDDEN, dtype="bf16")
+
+    def under(module, chosen):
+        def call(x):
+            with te.autocast(enabled=True, recipe=chosen):
+                return module(x)
+
+        return training_step(call, module.parameters())
+
+    for name, case in cases.items():
+        if not bench.wants(case):
+            continue
+        ours, torchs = copy.deepcopy(eager), copy.deepcopy(eager)
+        te.make_graphed_callables(ours, sets()[:1], enabled=True, recipe=RECIPES[name])
+        torch.cuda.make_graphed_callables(torchs, sets()[:1])
+        contenders = {
+            "ours": under(ours, RECIPES[name]),
+            "torch graph": training_step(torchs),
+            "own eager": under(copy.deepcopy(eager), RECIPES[name]),
+        }
+        bench.compare_host(case, contenders, sets)
+        ours.reset()
 
 
 def replay_time(bench, graphed):
@@ -166,6 +205,7 @@ def main():
     graphed = host_time(bench)
     if graphed is not None:
         replay_time(bench, graphed)
+    fp8_host_time(bench)
     pipeline_memory(bench)
     tail(bench)
     bench.finish()

@@ -158,6 +158,8 @@ CALLS = {
     "activation_recompute_forward": lambda: entered(distributed.activation_recompute_forward(True)),
     "get_all_rng_states": distributed.get_all_rng_states,
     "make_graphed_callables": captured,
+    "save_fp8_tensors": lambda: graph.save_fp8_tensors([te.Linear(HIDDEN, HIDDEN, device="cpu")], None),
+    "restore_fp8_tensors": lambda: graph.restore_fp8_tensors([], None),
     "set_capture_start": lambda: (graph.set_capture_start(), graph.set_capture_end()),
     "set_capture_end": graph.set_capture_end,
     "make_weak_ref": lambda: utils.make_weak_ref(torch.ones(2)),

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -10,11 +9,10 @@ from transformer_engine.pytorch.capturing import is_graph_capturing
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of
 from transformer_engine.pytorch.graph.order import pipeline_schedule, plain_schedule
+from transformer_engine.pytorch.graph.quantized import Quantization, WeightFlag, our_modules
 from transformer_engine.pytorch.graph.replay import Graphed
 from transformer_engine.pytorch.graph.signature import OP, Signature
 from transformer_engine.pytorch.graph.state import fused_weights
-from transformer_engine.pytorch.graph.work import our_modules
-from transformer_engine.pytorch.quantization import autocast
 
 HOOK_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -132,14 +130,14 @@ def _device(signatures: Sequence[Signature], modules: Sequence[object]) -> torch
     return found.pop() if found else torch.device("cpu")
 
 
-def _contexts(
+def _quantizations(
     count: int,
     enabled: bool | Sequence[bool] | None,
     calibrating: bool | None,
     recipe: object | None,
     group: object | None,
-) -> list[Callable[[], AbstractContextManager]]:
-    """Around each callable's forward: quantized where `enabled` says so."""
+    flag: WeightFlag | None,
+) -> list[Quantization]:
     if enabled is None or isinstance(enabled, bool):
         enabled = [bool(enabled)] * count
     if len(enabled) != count or not all(isinstance(e, bool) for e in enabled):
@@ -152,15 +150,7 @@ def _contexts(
             f"{OP}: argument 'recipe' has {len(recipes)} recipes, wanted one for each of {count} callables."
         )
 
-    def context(enabled: bool, recipe: object | None) -> Callable[[], AbstractContextManager]:
-        if not (enabled or calibrating):
-            return nullcontext
-        return lambda: autocast(enabled, bool(calibrating), recipe, group, _graph=True)
-
-    made = [context(*pair) for pair in zip(enabled, recipes)]
-    for make in made:
-        make()  # what is wrong with a recipe is said here
-    return made
+    return [Quantization((e, bool(calibrating), r, group), flag if e else None) for e, r in zip(enabled, recipes)]
 
 
 def make_graphed_callables(
@@ -274,16 +264,19 @@ def make_graphed_callables(
         Signature(f"graphed {name_of(modules[owner[i]], owner[i])}", args[i], kwargs[i])
         for i in range(schedule.samples)
     ]
-    if any(map(fused_weights, modules)):
-        num_warmup_iters = max(num_warmup_iters, 1)  # dummy gradients are shared by all: none may be made in a capture
+    device = _device(signatures, modules)
+    flag = WeightFlag(device) if caching else None
+    quantizations = _quantizations(len(modules), enabled, calibrating, recipe, group, flag)
+    if any(q.used for q in quantizations) or any(map(fused_weights, modules)):
+        num_warmup_iters = max(num_warmup_iters, 1)  # scales, kept weights and dummy gradients: not made in a capture
     plan = Plan(
         modules=modules,
         signatures=signatures,
         schedule=schedule,
-        device=_device(signatures, modules),
+        device=device,
         warmup_iterations=num_warmup_iters,
         hooks=_hooks(capture_time_hooks, len(modules)),
-        contexts=_contexts(len(modules), enabled, calibrating, recipe, group),
+        quantizations=quantizations,
         allow_unused_input=allow_unused_input,
         retain=retain_graph_in_backward,
         reuse=_reuse_graph_input_output_buffers,
@@ -296,7 +289,7 @@ def make_graphed_callables(
     graphed = Capture(plan, list(get_all_rng_states().values())).run()
     for one_graphed in graphed:
         one_graphed.on_mismatch = on_mismatch
-        one_graphed.needs_microbatch = bool(caching)
+        one_graphed.flag = flag
     if _order is not None:
         return tuple(graphed)
     replaced = tuple(_installed(module, g) for module, g in zip(modules, graphed))

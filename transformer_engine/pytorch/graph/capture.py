@@ -2,7 +2,6 @@
 stays: modules, random states and memory are as before."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +11,7 @@ from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
 from transformer_engine.pytorch.graph.order import Schedule, Step
+from transformer_engine.pytorch.graph.quantized import Quantization, Scales
 from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
 from transformer_engine.pytorch.graph.replay import Fused, Graphed
 from transformer_engine.pytorch.graph.signature import OP, Signature
@@ -31,7 +31,7 @@ class Plan:
     device: torch.device
     warmup_iterations: int
     hooks: Sequence[Hooks]  # one for each module
-    contexts: Sequence[Callable[[], AbstractContextManager]]  # around each module's forward
+    quantizations: Sequence[Quantization]  # one for each module
     allow_unused_input: bool = False
     retain: bool = False
     reuse: bool = False
@@ -72,8 +72,8 @@ class Capture:
         for i, module in enumerate(owners):
             eager = plan.modules[module]
             function = eager.forward if isinstance(eager, torch.nn.Module) else eager
-            work = Work(function, eager, plan.signatures[i], inputs[i], ambient)
-            work.context, work.retain = plan.contexts[module], plan.retain
+            work = Work(function, eager, plan.signatures[i], inputs[i], ambient, plan.quantizations[module])
+            work.retain = plan.retain
             self.works.append(work)
             label = f"graphed {name_of(eager, module)}"
             self.graphed.append(Graphed(label, plan.signatures[i], self.backend, eager=function, module=eager))
@@ -212,6 +212,7 @@ class Capture:
         graphed.forward_graph, graphed.outputs = self._capture(step, work.forward)
         self._hooks(step, "forward_hooks")
         work.static_live = [t for t, wants in zip(graphed.outputs, work.differentiable) if wants]
+        graphed.scales = Scales(graphed.label, work.parts)
 
     def _capture_backward(self, step: Step) -> None:
         work, graphed = self.works[step.sample], self.graphed[step.sample]

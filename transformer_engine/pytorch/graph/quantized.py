@@ -1,15 +1,152 @@
-"""Quantization state around captures: scales and histories, saved and put back. Quantizes nothing."""
+"""Quantization around captures: what modules know about it is saved and put back; around replays, in which no module
+runs, scales are brought up to date as in eager. Quantizes nothing."""
 
-from collections.abc import Iterable
+from __future__ import annotations
 
-from transformer_engine.pytorch._absent import absent
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.quantization import autocast
+from transformer_engine.pytorch.quantization.delayed import Region
+from transformer_engine.pytorch.quantization.state import STATE
+
+_DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+# What a module remembers beside its scales; replaced when it runs, never changed in place.
+_REMEMBERED = ("_own", "_token", "_seen_region", "_unfollowed", "fp8", "fp8_calibration")
 
 
-@absent("FP8 is")
-def save_fp8_tensors(modules: Iterable[object], recipe: object | None) -> list | None:
-    """The scales and histories of modules, as they are now."""
+def our_modules(module: object) -> list[TransformerEngineBaseModule]:
+    """The modules of this library in a callable."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    return [part for part in module.modules() if isinstance(part, TransformerEngineBaseModule)]
 
 
-@absent("FP8 is")
+def _scaling_states(part: TransformerEngineBaseModule) -> list:
+    return [part.fp8_meta.get(key) for key in _DIRECTIONS]
+
+
+def save_fp8_tensors(modules: Iterable[object], recipe: Recipe | None) -> list | None:
+    """The scales and histories of delayed scaling of all modules of this library in `modules`, as they are now; None
+    for a recipe that has none."""
+    if recipe is not None and not (recipe.delayed() or recipe.custom()):
+        return None
+    saved = []
+    for part in (part for module in modules for part in our_modules(module)):
+        states = _scaling_states(part)
+        saved.append([None if s is None else (s.scale.clone(), s.amax_history.clone()) for s in states])
+    return saved
+
+
+@torch.no_grad()
 def restore_fp8_tensors(modules: Iterable[object], fp8_tensors: list | None) -> None:
-    """Puts back what save_fp8_tensors returned."""
+    """Puts back what save_fp8_tensors returned for the same modules, in the memory that a graph knows; scales that did
+    not exist then are as new.
+
+    Errors: ValueError where it was saved for other modules."""
+    if fp8_tensors is None:
+        return
+    parts = [part for module in modules for part in our_modules(module)]
+    if len(parts) != len(fp8_tensors):
+        raise ValueError(
+            f"restore_fp8_tensors: argument 'fp8_tensors' is of {len(fp8_tensors)} modules, 'modules' has "
+            f"{len(parts)}; pass those that it was saved for."
+        )
+    for part, saved in zip(parts, fp8_tensors):
+        for state, values in zip(_scaling_states(part), saved):
+            if state is None:
+                continue
+            scale, history = values or (torch.ones_like(state.scale), torch.zeros_like(state.amax_history))
+            state.take(state.rule, scale, history)
+
+
+def noted(part: TransformerEngineBaseModule) -> Callable[[], None]:
+    """Puts back all that a module knows about quantization but the values of its scales: as if it had not run."""
+    remembered = {name: vars(part)[name] for name in _REMEMBERED}
+    meta, cached = dict(part.fp8_meta), dict(part._cached_weights)
+
+    def put_back() -> None:
+        vars(part).update(remembered)
+        part.fp8_meta.clear()
+        part.fp8_meta.update(meta)
+        part._cached_weights = cached
+
+    return put_back
+
+
+class WeightFlag:
+    """On the device: not 0, the graphs of one capture take the quantized weights that they have. None of the modules'
+    own flags, which may come and go."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros(1, dtype=torch.float32, device=device)
+        self._first = True
+
+    def set(self, first: bool) -> None:
+        if first is not self._first:
+            self.tensor.fill_(0.0 if first else 1.0)
+            self._first = first
+
+
+class Quantization:
+    """Around a callable's forward, at its capture: the autocast that it is captured in, and the flag of its weights."""
+
+    def __init__(self, arguments: tuple, flag: WeightFlag | None) -> None:
+        self.arguments, self.flag = arguments, flag
+        self.used = any(arguments[:2])  # enabled, calibrating
+        autocast(*self.arguments, _graph=True)  # what is wrong with a recipe is said here
+
+    @contextmanager
+    def __call__(self, parts: list[TransformerEngineBaseModule]) -> Iterator[None]:
+        for part in parts:
+            part._token = None  # set again by those that run
+            for state in _scaling_states(part):
+                if state is not None:
+                    state.changed()  # a copy of scales that a recomputation needs is made inside the graph, each time
+        before = STATE.skip_weight_update
+        STATE.skip_weight_update = None if self.flag is None else self.flag.tensor
+        try:
+            with autocast(*self.arguments, _graph=True):
+                yield
+        finally:
+            STATE.skip_weight_update = before
+            for part in parts:
+                for state in _scaling_states(part):
+                    if state is not None:
+                        state.changed()
+
+
+class Scales:
+    """The scaling states of the modules that ran in a captured forward, to be updated around its replays."""
+
+    def __init__(self, label: str, parts: list[TransformerEngineBaseModule]) -> None:
+        self.label = label
+        ran = [part for part in parts if part._token is not None and part.training and part.fp8]
+        self.parts = [part for part in ran if part.fp8_meta.get("scaling_fwd") is not None]
+        self.states = [tuple(_scaling_states(part)) for part in self.parts]
+        self.histories = [[s.amax_history for s in states] for states in self.states]
+        self.scales = [[s.scale for s in states] for states in self.states]
+        # The graph reads their memory, whatever the modules do in eager.
+        self.kept = [(part._own, dict(part._cached_weights)) for part in ran]
+
+    def join(self) -> tuple[Region | None, Region | None]:
+        """At a replay with gradients: (the region whose backward ends with this call's, one to be updated behind this
+        forward, since there is no autocast around it)."""
+        alone = Region() if STATE.region is None else None
+        region = alone or STATE.region
+        for part, states, histories, scales in zip(self.parts, self.states, self.histories, self.scales):
+            for key, state, history, scale in zip(_DIRECTIONS, states, histories, scales):
+                if part.fp8_meta.get(key) is not state or state.amax_history is not history or state.scale is not scale:
+                    raise RuntimeError(
+                        f"{self.label}: a {type(part).__name__} has other scales than when it was captured (another "
+                        "recipe or history length, a move), and the graph knows the old ones; capture again."
+                    )
+                region.add(state, part.fp8_meta["fp8_group"], forward=key == "scaling_fwd")
+        if region.first_taken:
+            return None, alone
+        region.first_taken = region.followed = True
+        return region, alone

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.graph.quantized import Scales, WeightFlag
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.graph.state import main_grad_of
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -32,7 +33,7 @@ class _Replay(torch.autograd.Function):
         ctx.call = call
         ctx.leaves = [t.is_leaf for t in surface[: len(graphed.wanted)]]  # the parameters all are
         ctx.set_materialize_grads(False)
-        outputs = graphed.run_forward(*call[1:])
+        outputs = graphed.run_forward(*call[1:5])
         ctx.turn = graphed.turn
         if graphed.constant_outputs:
             ctx.mark_non_differentiable(*(outputs[i] for i in graphed.constant_outputs))
@@ -65,7 +66,8 @@ class Graphed:
         self.training = None if self.module is None else module.training
         self.on_mismatch = "raise"
         self.mismatches = 0
-        self.needs_microbatch = False
+        self.flag: WeightFlag | None = None  # each call says whether quantized weights are made anew
+        self.scales: Scales | None = None
         self.gone = False
         self.turn = 0  # of forward replays: a backward belongs to the latest one
         self.backward_turn = 0
@@ -102,7 +104,7 @@ class Graphed:
             raise RuntimeError(f"{self.label}: called after reset(), which dropped its graphs; capture again.")
         if self.module is not None and self.module.training is not self.training:
             return self._other_mode(args, kwargs, is_first_microbatch)
-        if self.needs_microbatch and is_first_microbatch is None:
+        if self.flag is not None and is_first_microbatch is None:
             raise TypeError(
                 f"{self.label}: captured with cache_quantized_params=True, so each call has to say "
                 "'is_first_microbatch'; pass True where the weights have changed since the last call, else False."
@@ -121,8 +123,13 @@ class Graphed:
                 raise NotImplementedError(
                     f"{self.label}: called under a torch.func transform, which a graph cannot follow; reset() it first."
                 )
-            call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch
+            region = alone = None
+            if self.scales.parts:
+                region, alone = self.scales.join()
+            call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, region
             outputs = _replay(call, *[given[i] for i in self.wanted], *self.parameters)
+            if alone is not None:
+                alone.update_forward()
         else:
             with torch.no_grad():
                 outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
@@ -147,7 +154,7 @@ class Graphed:
             f"without the graph, {self.mismatches} times so far.",
             stacklevel=3,
         )
-        if is_first_microbatch is not None and self.needs_microbatch:
+        if is_first_microbatch is not None and self.flag is not None:
             kwargs = {**kwargs, "is_first_microbatch": is_first_microbatch}
         return self.eager(*args, **kwargs)
 
@@ -159,6 +166,8 @@ class Graphed:
             )
 
     def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
+        if self.flag is not None:
+            self.flag.set(microbatch)
         self._launch(self.forward_graph, self.inputs, given, stream, event)
         self.turn += 1
         return tuple([t.detach() for t in self.outputs])
@@ -207,11 +216,13 @@ class Graphed:
                 + ". Run it between this call and the next, once; '_order' captures a pass for each microbatch, "
                 "retain_graph_in_backward=True one that runs again."
             )
-        _, _, stream, event, microbatch = ctx.call
+        _, _, stream, event, microbatch, region = ctx.call
         if self.fused:
             self._prepare_main_grads(self.fused, microbatch)
         self._launch(self.backward_graph, self.grad_outputs, grads, stream, event)
         self.backward_turn = self.turn
+        if region is not None:  # as in eager: when all of this backward has ended
+            torch.autograd.Variable._execution_engine.queue_callback(region.update_backward)
         # A leaf would keep a static tensor itself as its .grad, and the next replay would write over it.
         static = [grad for grad, leaf in zip(self.grad_inputs, ctx.leaves) if leaf and grad is not None]
         static += self.copied_grads

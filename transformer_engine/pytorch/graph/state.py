@@ -1,5 +1,5 @@
 """What a capture must leave as it found it: random states, buffers, gradients, and the flag that says that a capture is
-under way. Everything is put back whether it succeeded or not."""
+under way, and quantization state. Everything is put back whether it succeeded or not."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.pytorch.capturing import set_capture_end, set_capture_start
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
-from transformer_engine.pytorch.graph.work import our_modules
+from transformer_engine.pytorch.graph.quantized import noted, our_modules, restore_fp8_tensors, save_fp8_tensors
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 
@@ -48,6 +48,7 @@ class Untouched:
     def __enter__(self) -> None:
         set_capture_start()
         self.undo: list[Callable[[], object]] = []
+        self.undo_failed: list[Callable[[], object]] = []  # what only a failure puts back: graphs go on using it
         try:
             self._note()
         except BaseException:
@@ -56,6 +57,8 @@ class Untouched:
 
     @torch.no_grad()
     def _note(self) -> None:
+        self.undo_failed = [noted(part) for module in self.modules for part in our_modules(module)]
+        self.undo.append(partial(restore_fp8_tensors, self.modules, save_fp8_tensors(self.modules, None)))
         self.undo.append(Snapshot(self.tensors).restore)
         for tracker in trackers():
             self.undo.append(partial(tracker.set_states, tracker.get_states()))
@@ -78,5 +81,9 @@ class Untouched:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         while self.undo:
             self.undo.pop()()
+        for put_back in self.undo_failed if error is not None else ():
+            put_back()
+        for part in (part for module in self.modules for part in our_modules(module)):
+            part._leave()
         self.tensors, self.modules = [], []
         set_capture_end()

@@ -2,12 +2,13 @@
 gradients. Decides nothing about when, and keeps nothing that a graph does not need."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from transformer_engine.pytorch.capturing import as_captured
+from transformer_engine.pytorch.graph.quantized import Quantization, our_modules
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradStore
@@ -31,13 +32,6 @@ class Ambient:
             yield
 
 
-def our_modules(module: object) -> list[TransformerEngineBaseModule]:
-    """The modules of this library in a callable."""
-    if not isinstance(module, torch.nn.Module):
-        return []
-    return [part for part in module.modules() if isinstance(part, TransformerEngineBaseModule)]
-
-
 def _emptied(store: WeightGradStore) -> list[Pending]:
     left = []
     while store.oldest() is not None:
@@ -58,9 +52,16 @@ class Work:
     graph to keep; they run again each time where a recorder stands in for a graph."""
 
     def __init__(
-        self, function: Callable, module: object, signature: Signature, inputs: list[torch.Tensor], ambient: Ambient
+        self,
+        function: Callable,
+        module: object,
+        signature: Signature,
+        inputs: list[torch.Tensor],
+        ambient: Ambient,
+        quantization: Quantization,
     ) -> None:
         self.function, self.signature, self.inputs, self.ambient = function, signature, inputs, ambient
+        self.quantization = quantization
         self.parts = our_modules(module)
         self.stores = [store for part in self.parts for store in part._wgrad_stores.values()]
         parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
@@ -68,7 +69,6 @@ class Work:
         self.wanted = [i for i, t in enumerate(inputs) if t.requires_grad]  # inputs with gradients
         self.grad_outputs: list[torch.Tensor] = []
         self.static_live: list[torch.Tensor] = []  # the static tensors of `live`
-        self.context: Callable[[], AbstractContextManager] = nullcontext  # around each forward
         self.retain = False
         self.result: list[object] = []
         self.live: list[torch.Tensor] = []  # outputs that want gradients, with their history
@@ -78,7 +78,7 @@ class Work:
 
     def forward(self) -> list[torch.Tensor]:
         args, kwargs = self.signature.filled(self.inputs)
-        with self.ambient.restored(), self.context():
+        with self.ambient.restored(), self.quantization(self.parts):
             leaves, self.form = tree_flatten(self.function(*args, **kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.result = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
