@@ -30,6 +30,10 @@ class Operand:
         self.code = 2 * scaling + (dtype == E5M2)
 
     @property
+    def nbytes(self):
+        return self.fp8.nbytes
+
+    @property
     def arguments(self):
         return self.fp8.view(torch.uint8), self.scale_inv, self.code
 

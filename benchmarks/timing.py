@@ -25,11 +25,11 @@ WARM_S = 0.1
 
 
 def rotate(make, device):
-    """Calls make() (a tuple of tensors) often enough that one turn through the results exceeds twice the L2."""
+    """Calls make() (a tuple of tensors, or of what else has nbytes) often enough that one turn through the results exceeds twice the L2."""
     first = make()
     if device.type != "cuda":
         return [first]
-    size = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
+    size = sum(t.nbytes for t in first)
     turns = min(MAX_GRAPH_CALLS, math.ceil(2 * L2_BYTES / max(size, 1)))
     return [first] + [make() for _ in range(turns - 1)]
 

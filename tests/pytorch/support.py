@@ -52,6 +52,18 @@ def sum_error(magnitude, terms):
     return terms * U32 * magnitude.abs() * (1 + 2 * U32 * terms)
 
 
+def fp8_sum_error(magnitude, depth, device, fast):
+    """A sum of `depth` products of FP8 values: in float32 on the CPU, each product of two factors that are rounded once.
+    A Hopper tensor core adds 32 products and its accumulator after aligning them to the largest, keeping 13 bits beyond
+    its first (DeepSeek-V3's report, section 3.5.2): 33 times 2^-13 of the magnitudes at most. Split accumulation starts
+    anew in float32 every 128 products, 4 such steps; fast accumulation goes on, one step per 32."""
+    in_float32 = sum_error(magnitude, 2 * depth + 4)
+    if device == "cpu":
+        return in_float32
+    steps = max(4, -(-depth // 32)) if fast else 4
+    return in_float32 + magnitude * (33 * steps * 2.0**-13)
+
+
 def assert_within(actual, reference, bound, what=""):
     """|actual - reference| <= bound for every element. NaN wants NaN, Inf the same Inf. Reports the worst element."""
     assert actual.shape == reference.shape, f"{what}: shape {tuple(actual.shape)}, wanted {tuple(reference.shape)}"

@@ -13,6 +13,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 LINEAR = [name for name in FAMILIES if name not in ("LayerNorm", "RMSNorm")]
@@ -53,7 +54,7 @@ def test_quantized_parameters(device, recipe):
     module.weight.clear_high_precision_init_val()
     assert module.weight.get_high_precision_init_val() is None
     plain = module(x)  # outside of autocast it computes with the weight's values
-    assert_same_bits(plain, torch.nn.functional.linear(x, module.weight.dequantize(), module.bias))
+    assert_same_bits(plain, functional.linear(x, module.weight.dequantize(), module.bias))
     plain.sum().backward()
 
 

@@ -84,7 +84,7 @@ def test_many_modules_are_updated_together_and_dead_ones_are_left_out(device):
     region.update_forward()
     numbers = [i for i in range(70) if i != 10]
     for i, state in zip(numbers, states, strict=True):
-        assert_same_bits(state.scale, torch.full_like(state.scale, 448.0) / (1.0 + i))
+        assert_same_bits(state.scale, torch.full_like(state.scale, 448.0) / torch.full_like(state.scale, 1.0 + i))
         assert state.amax_history.tolist() == [[0.0] * len(state.scale), [1.0 + i] * len(state.scale)]
     before = [state.amax_history.clone() for state in states]
     region.update_forward()  # nothing waits any more

@@ -5,7 +5,7 @@
 import pytest
 import torch
 from fp8_operands import BLOCK_1D, BLOCK_2D, NAMES, TENSOR, Operand
-from support import U32, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
+from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, refused, rounding, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import transformer_engine.pytorch  # noqa: F401  registers the operators
@@ -90,18 +90,7 @@ def test_accumulate(scaling, formats, out_dtype, overwrite, device):
         assert_within(out, want, first + rounding(want, out_dtype) if out_dtype != torch.float32 else 0.0, f"{shape}")
 
 
-# Values that are not whole: `depth` products summed in float32 on the CPU, each of two factors that are rounded once.
-# A Hopper tensor core adds 32 products and its accumulator after aligning them to the largest, keeping 13 bits beyond
-# its first (DeepSeek-V3's report, section 3.5.2): 33 times 2^-13 of the magnitudes at most. Split accumulation starts
-# anew in float32 every 128 products, 4 such steps; fast accumulation goes on, one step per 32.
-def error_of(magnitude, depth, device, fast):
-    in_float32 = sum_error(magnitude, 2 * depth + 4)
-    if device == "cpu":
-        return in_float32
-    steps = max(4, -(-depth // 32)) if fast else 4
-    return in_float32 + magnitude * (33 * steps * 2.0**-13)
-
-
+# Values that are not whole.
 @formats
 @scalings
 def test_normal_values_stay_in_bounds(scaling, formats, device):
@@ -110,7 +99,7 @@ def test_normal_values_stay_in_bounds(scaling, formats, device):
             a, b = operands(shape, scaling, formats, device, whole=False)
             d = gemm_fp8(*a.arguments, *b.arguments, torch.float32, None, fast)
             want, magnitude = product(a, b)
-            assert_within(d, want, error_of(magnitude, shape[2], device, fast), f"{shape} fast={fast}")
+            assert_within(d, want, fp8_sum_error(magnitude, shape[2], device, fast), f"{shape} fast={fast}")
 
 
 @scalings

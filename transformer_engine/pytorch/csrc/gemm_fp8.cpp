@@ -151,11 +151,12 @@ struct Padded {
     }
     data = {keep.data_ptr(), rows, pitch, pitch, o.e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3, device()};
     keep_scales = o.scale_inv.contiguous();
+    const bool odd = reinterpret_cast<uintptr_t>(keep_scales.data_ptr()) % 16 != 0;
     if (o.scaling == TE_SCALING_TENSOR) {
+      if (odd) keep_scales = keep_scales.clone(), copied = true;
       scales = {keep_scales.data_ptr(), 1, 1, 1, TE_FLOAT32, device()};
       return;
     }
-    const bool odd = reinterpret_cast<uintptr_t>(keep_scales.data_ptr()) % 16 != 0;
     const bool short_rows = o.scaling == TE_SCALING_BLOCK_1D && keep_scales.size(1) != rows;
     if (odd || short_rows) {
       const int64_t wide = o.scaling == TE_SCALING_BLOCK_1D ? rows : keep_scales.size(1);
