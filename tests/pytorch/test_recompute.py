@@ -514,3 +514,17 @@ def test_a_module_that_holds_checkpointed_blocks_copies():
     model, x = Model(), tokens("cpu")
     kept = step(lambda m, t: m(t), model, x)
     same_bits(step(lambda m, t: m(t), copy.deepcopy(model), x), kept)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_exception_leaves_no_hooks(reentrant):
+    def fails(x):
+        x = x * x
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        te.checkpoint(fails, tokens("cpu"), use_reentrant=reentrant)
+    assert caught.traceback[-1].name == "fails"
+    x = tokens("cpu")
+    y = x * x  # while the traceback lives: what is saved here is x
+    assert y.grad_fn._saved_self.data_ptr() == x.data_ptr()

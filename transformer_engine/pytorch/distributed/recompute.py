@@ -89,6 +89,10 @@ class _Twice:
         self.surroundings = STATE.surroundings()
         self.result_form = None
         self.passed: dict[int, torch.Tensor] = {}
+        # Where its function raises, torch's way that is not reentrant leaves saved-tensor hooks behind as long as the
+        # traceback lives: there the first run's error is kept, and raised behind torch's code.
+        self.reentrant = True
+        self.error: BaseException | None = None
 
     def __call__(self, *leaves: object) -> tuple:
         if self.snapshot is not None:
@@ -103,8 +107,14 @@ class _Twice:
             else:
                 self.snapshot = Snapshot((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), self.tracker)
                 guard = nullcontext()
-            with activation_recompute_forward(True, False, first_run=self.first_run), guard:
-                results = self._call(leaves)
+            try:
+                with activation_recompute_forward(True, False, first_run=self.first_run), guard:
+                    results = self._call(leaves)
+            except BaseException as error:
+                if self.reentrant:
+                    raise
+                self.error = error
+                return ()
             self._pass_by(leaves, results)
         return tuple(None if i in self.passed else result for i, result in enumerate(results))
 
@@ -131,7 +141,12 @@ class _Twice:
                 self.passed[i] = result
 
     def assemble(self, results: tuple) -> object:
-        """The function's result, of the form that the function gave it."""
+        """The function's result, of the form that the function gave it, or its error."""
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None
         return tree_unflatten([self.passed.get(i, result) for i, result in enumerate(results)], self.result_form)
 
 
@@ -198,6 +213,7 @@ def checkpoint(
     twice = _Twice(function, form, tracker)
     options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}  # _Twice sees to those states
     if not use_reentrant or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        twice.reentrant = False
         options = {
             **options,
             "use_reentrant": False,
