@@ -6,8 +6,6 @@ import threading
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from transformer_engine.pytorch.recording import tensors_in
-
 
 class Storages:
     """Weak: an entry ends with the memory, and no later storage can be taken for it meanwhile."""
@@ -54,9 +52,7 @@ def checked(op: str, tensors: tuple) -> list[torch.Tensor]:
         if t is None:
             continue
         if not isinstance(t, torch.Tensor) and not hasattr(t, "prepare_for_saving"):
-            nested = tensors_in(t)
-            advice = "; pass the tensors in it one by one" if nested else ""
-            raise TypeError(f"{op}: argument {i} is a {type(t).__name__}, wanted a tensor{advice}.")
+            raise TypeError(f"{op}: argument {i} is a {type(t).__name__}, wanted a tensor; pass tensors one by one.")
         found += plain_parts(t)
     return found
 
