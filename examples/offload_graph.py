@@ -216,8 +216,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.offload} of {args.layers} layers offloaded: {moved:.0f} MiB leave in a step")
     print(f"step: {time_without:.2f} ms without, {time_with:.2f} ms with ({time_with / time_without - 1:+.1%})")
     if cuda:
-        # The first layer's input is the caller's: that it leaves gives nothing back.
-        predicted = peak_without - moved + x.nbytes / 2**20
+        # The first layer's input is the caller's: that it leaves gives nothing back. And behind the last layer, where
+        # the peak is now, the gradient that comes in is no longer the caller's.
+        predicted = peak_without - moved + 2 * x.nbytes / 2**20
         print(
             f"peak above the start: {peak_without:.0f} MiB without; with: {predicted:.0f} predicted, {peak_with:.0f} "
             f"measured ({peak_with / predicted - 1:+.1%})"

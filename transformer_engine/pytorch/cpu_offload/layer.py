@@ -28,6 +28,8 @@ class Engines:
         self._engines: dict[torch.device, _C.OffloadEngine] = {}
 
     def of(self, device: torch.device) -> _C.OffloadEngine:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if device not in self._engines:
             self._engines[device] = _C.OffloadEngine(device, **self.options)
         return self._engines[device]

@@ -154,10 +154,7 @@ class Synchronizer:
 
     def reserve_pinned(self, nbytes: int, device: torch.device | str | int = "cuda") -> None:
         """Pinned memory for `nbytes` in one piece exists afterwards, as a capture needs it to."""
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.engines.of(device).reserve(nbytes)
+        self.engines.of(torch.device(device)).reserve(nbytes)
 
     def release_pinned(self) -> None:
         """Pinned memory that nothing lies in is given back."""

@@ -54,7 +54,9 @@ void check_packed(const std::vector<Tensor>& tensors, const std::vector<te_offlo
 
 }  // namespace
 
-OffloadEngine::OffloadEngine(const at::Device& device, const te_offload_options& options) : device_(device) {
+OffloadEngine::OffloadEngine(const at::Device& device, te_offload_options options) : device_(device) {
+  if (!device.is_cpu() && !device.has_index()) device_ = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  options.device = ordinal(device_);
   check(te_offload_engine_create(options, &engine_));
 }
 
@@ -174,7 +176,6 @@ void register_offload(pybind11::module_& m) {
       .def(py::init(wrapped([](const at::Device& device, int64_t stream, int64_t pinned_limit, bool debug, bool trace,
                                int64_t left_out) {
              te_offload_options options{};
-             options.device = ordinal(device);
              options.stream = reinterpret_cast<te_stream>(stream);
              options.pinned_limit = size_t(pinned_limit);
              options.debug = debug;

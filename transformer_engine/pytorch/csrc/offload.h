@@ -15,7 +15,7 @@ namespace te_torch {
 
 class OffloadEngine {
  public:
-  OffloadEngine(const at::Device& device, const te_offload_options& options);
+  OffloadEngine(const at::Device& device, te_offload_options options);  // options.device is set from `device`
   ~OffloadEngine();
   OffloadEngine(const OffloadEngine&) = delete;
   OffloadEngine& operator=(const OffloadEngine&) = delete;
