@@ -37,22 +37,9 @@ void check_input(const Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() >= 1, "quantize: argument 'x' has no dimensions, wanted at least one.");
 }
 
-at::TensorOptions scales_like(const Tensor& x) { return x.options().dtype(at::kFloat); }
-
-te_scaling scaling_of(int64_t number) {
-  TORCH_CHECK_VALUE(number >= TE_SCALING_TENSOR && number <= TE_SCALING_BLOCK_2D, "quantize: argument 'scaling' is ",
-                    number, ", wanted 0 (tensor), 1 (1x128 blocks) or 2 (128x128 blocks).");
-  return static_cast<te_scaling>(number);
-}
-
-// The spec of a quantizer that a schema can carry.
-QuantizeSpec stateless(at::ArrayRef<int64_t> packed) {
-  const QuantizeSpec spec = QuantizeSpec::unpack(packed);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      spec.kind == QuantizeSpec::kCurrent || spec.kind == QuantizeSpec::kBlock1d || spec.kind == QuantizeSpec::kBlock2d,
-      "quantize: argument 'spec' is of a kind that a registered op does not take: wanted current, block1d or block2d; "
-      "delayed scaling and quantizers written in Python run in eager mode alone.");
-  return spec;
+void check_input(const Tensor& x, const Quantizer& quantizer) {
+  check_input(x);
+  TORCH_CHECK_VALUE(quantizer.active(), "quantize: argument 'quantizer' is of kind 'none', which quantizes nothing.");
 }
 
 // Of the block scales of a direction whose own rows these are.
@@ -97,39 +84,29 @@ te_tensor maybe(const Tensor& t, const char* op, const char* argument) {
   return t.defined() ? view_2d(t, op, argument) : absent();
 }
 
-Tensor amax_parts_of(const Tensor& x, const Tensor& noop) {
-  const Tensor parts = at::empty({1, TE_QUANTIZE_PARTS}, x.options().dtype(at::kFloat));
-  check(te_quantize_amax(view_2d(x, "quantize", "x"), view_2d(parts, "quantize", "parts"),
-                         maybe(noop, "quantize", "noop"), current_stream(x)));
-  return parts;
+void fill_parts(const Tensor& x, const Tensor& noop, te_tensor parts) {
+  check(te_quantize_amax(view_2d(x, "quantize", "x"), parts, maybe(noop, "quantize", "noop"), current_stream(x)));
 }
 
-Tensor bias_gradient(const Tensor& column_sums, const Tensor& x) {
-  const Tensor dbias = at::empty({x.size(-1)}, x.options());
-  check(te_quantize_sum_columns(view_2d(column_sums, "quantize", "column_sums"), view_2d(dbias, "quantize", "dbias"),
-                                current_stream(x)));
-  return dbias;
-}
-
-te_quantize_plan plan_of(const QuantizeSpec& spec) {
-  te_quantize_plan plan{};
-  plan.pow_2_scales = spec.pow_2_scales;
-  plan.amax_epsilon = spec.amax_epsilon;
-  return plan;
-}
+Tensor empty_parts(const at::TensorOptions& like) { return at::empty({1, TE_QUANTIZE_PARTS}, like.dtype(at::kFloat)); }
 
 // `x` has foldable rows.
-void run(te_quantize_plan plan, const Tensor& x, const Quantized& out, Tensor* dbias) {
+void run(QuantizePlan& plan, const Tensor& x, const Quantized& out, Tensor* dbias) {
   const te_tensor source = view_2d(x, "quantize", "x");
-  Tensor column_sums;
-  if (dbias != nullptr) {
-    const int64_t blocks = rounded_up(source.rows, kBlock) / kBlock;
-    column_sums = at::empty({blocks, source.cols}, x.options().dtype(at::kFloat));
-    plan.column_sums = view_2d(column_sums, "quantize", "column_sums");
-  }
+  if (dbias != nullptr) plan.want_column_sums(source.rows, source.cols, x.options());
   const te_quantized target = view_of(out, "quantize", "out");
-  check(te_quantize(&plan, source, &target, current_stream(x)));
-  if (dbias != nullptr) *dbias = bias_gradient(column_sums, x);
+  check(te_quantize(&plan.plan, source, &target, current_stream(x)));
+  if (dbias != nullptr) *dbias = plan.bias_gradient(x.scalar_type());
+}
+
+void run(const Quantizer& quantizer, const Tensor& in, const Quantized& out, const Tensor& noop, const Tensor& amax,
+         Tensor* dbias) {
+  QuantizePlan plan(quantizer, in.options(), [&](te_tensor parts) {
+    if (!amax.defined()) fill_parts(in, noop, parts);
+  });
+  if (amax.defined()) plan.plan.amax_parts = view_2d(amax, "quantize", "amax");
+  plan.plan.noop = maybe(noop, "quantize", "noop");
+  run(plan, in, out, dbias);
 }
 
 // Takes the GIL and calls the Python quantizer's `_quantize_native(x, rowwise, columnwise)`, which returns a
@@ -138,42 +115,21 @@ Quantized quantize_in_python(const Quantizer& quantizer, const Tensor& x, Direct
   if (dbias != nullptr) {
     Quantized nothing;
     nothing.scaling = TE_SCALING_BLOCK_1D;  // which needs no scale
-    run({}, rows_of(x), nothing, dbias);
+    QuantizePlan sums(QuantizeSpec{QuantizeSpec::kBlock1d}, {});
+    run(sums, rows_of(x), nothing, dbias);
   }
   const pybind11::gil_scoped_acquire gil;
   const auto object = pybind11::reinterpret_borrow<pybind11::object>(const_cast<PyObject*>(quantizer.python.get()));
   return object.attr("_quantize_native")(x, directions.rowwise, directions.columnwise).cast<Quantized>();
 }
 
-Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, Directions directions, const Tensor& noop,
-                        const Tensor& amax, const Quantized* into, Tensor* dbias) {
-  check_input(x);
-  const QuantizeSpec& spec = quantizer.spec;
-  TORCH_CHECK_VALUE(quantizer.active(), "quantize: argument 'quantizer' is of kind 'none', which quantizes nothing.");
-  if (spec.kind == QuantizeSpec::kPython) {
-    TORCH_CHECK_VALUE(into == nullptr && !noop.defined() && !amax.defined(),
-                      "quantize: arguments 'out', 'noop' and 'amax' are for built-in quantizers, wanted None for one "
-                      "that is written in Python.");
-    return quantize_in_python(quantizer, x, directions, dbias);
-  }
-  const Tensor in = rows_of(x);
-  const Quantized out =
-      into != nullptr ? *into : empty_quantized(spec, folded_rows(in.sizes()), in.size(-1), directions, in.options());
-  te_quantize_plan plan = plan_of(spec);
-  plan.noop = maybe(noop, "quantize", "noop");
-  Tensor parts = amax;
-  if (spec.kind == QuantizeSpec::kDelayed) {
-    plan.scale = maybe(quantizer.scale, "quantize", "quantizer.scale");
-  } else if (spec.kind == QuantizeSpec::kCurrent) {
-    if (!parts.defined()) parts = amax_parts_of(in, noop);
-    plan.amax_parts = view_2d(parts, "quantize", "amax");
-  }
-  if (out.scaling == TE_SCALING_TENSOR) plan.amax = maybe(quantizer.amax, "quantize", "quantizer.amax");
-  run(plan, in, out, dbias);
-  return out;
-}
-
 }  // namespace
+
+te_scaling scaling_of(int64_t number) {
+  TORCH_CHECK_VALUE(number >= TE_SCALING_TENSOR && number <= TE_SCALING_BLOCK_2D, "quantize: argument 'scaling' is ",
+                    number, ", wanted 0 (tensor), 1 (1x128 blocks) or 2 (128x128 blocks).");
+  return static_cast<te_scaling>(number);
+}
 
 void QuantizeSpec::pack(std::vector<int64_t>& into) const {
   into.insert(into.end(),
@@ -190,6 +146,15 @@ QuantizeSpec QuantizeSpec::unpack(at::ArrayRef<int64_t> values) {
   spec.pow_2_scales = values[2] != 0;
   spec.amax_epsilon = std::bit_cast<float>(static_cast<uint32_t>(values[3]));
   return spec;
+}
+
+Quantizer stateless_quantizer(at::ArrayRef<int64_t> packed) {
+  const QuantizeSpec spec = QuantizeSpec::unpack(packed);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      spec.kind == QuantizeSpec::kCurrent || spec.kind == QuantizeSpec::kBlock1d || spec.kind == QuantizeSpec::kBlock2d,
+      "quantize: argument 'spec' is of a kind that a registered op does not take: wanted current, block1d or block2d; "
+      "delayed scaling and quantizers written in Python run in eager mode alone.");
+  return {spec, {}, {}, {}};
 }
 
 Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
@@ -214,22 +179,72 @@ te_quantized view_of(const Quantized& q, const char* op, const char* argument) {
           maybe(q.rowwise_scale_inv, op, argument), maybe(q.columnwise_scale_inv, op, argument)};
 }
 
+QuantizePlan::QuantizePlan(const Quantizer& quantizer, const at::TensorOptions& like,
+                           c10::function_ref<void(te_tensor parts)> fill_parts) {
+  const QuantizeSpec& spec = quantizer.spec;
+  TORCH_CHECK_VALUE(quantizer.active() && spec.kind != QuantizeSpec::kPython,
+                    "quantize: argument 'quantizer' is no built-in one, and has no plan.");
+  plan.pow_2_scales = spec.pow_2_scales;
+  plan.amax_epsilon = spec.amax_epsilon;
+  if (spec.scaling() != TE_SCALING_TENSOR) return;
+  plan.amax = maybe(quantizer.amax, "quantize", "quantizer.amax");
+  if (spec.kind == QuantizeSpec::kDelayed) {
+    plan.scale = maybe(quantizer.scale, "quantize", "quantizer.scale");
+  } else {
+    amax_parts = empty_parts(like);
+    plan.amax_parts = view_2d(amax_parts, "quantize", "amax_parts");
+    fill_parts(plan.amax_parts);
+  }
+}
+
+QuantizePlan::QuantizePlan(const QuantizeSpec& spec, const Tensor& used_scales) {
+  plan.pow_2_scales = spec.pow_2_scales;
+  plan.amax_epsilon = spec.amax_epsilon;
+  if (spec.scaling() != TE_SCALING_TENSOR) return;
+  TORCH_CHECK_VALUE(used_scales.defined() && used_scales.numel() == 2 && used_scales.scalar_type() == at::kFloat,
+                    "quantize: argument 'used_scales' holds no scale, wanted the scales of a quantized tensor.");
+  plan.scale = view_2d(used_scales, "quantize", "used_scales");
+  plan.scale.data = static_cast<float*>(plan.scale.data) + 1;  // behind scale_inv
+  plan.scale.cols = plan.scale.row_pitch = 1;
+}
+
+void QuantizePlan::want_column_sums(int64_t rows, int64_t cols, const at::TensorOptions& like) {
+  column_sums = at::empty({rounded_up(rows, kBlock) / kBlock, cols}, like.dtype(at::kFloat));
+  plan.column_sums = view_2d(column_sums, "quantize", "column_sums");
+}
+
+Tensor QuantizePlan::bias_gradient(at::ScalarType dtype) const {
+  const Tensor dbias = at::empty({column_sums.size(1)}, column_sums.options().dtype(dtype));
+  check(te_quantize_sum_columns(view_2d(column_sums, "quantize", "column_sums"), view_2d(dbias, "quantize", "dbias"),
+                                current_stream(dbias)));
+  return dbias;
+}
+
 Quantized quantize(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias) {
-  return quantize_into(quantizer, x, directions, {}, {}, nullptr, dbias);
+  check_input(x, quantizer);
+  if (quantizer.spec.kind == QuantizeSpec::kPython) return quantize_in_python(quantizer, x, directions, dbias);
+  const Tensor in = rows_of(x);
+  const Quantized out = empty_quantized(quantizer.spec, folded_rows(in.sizes()), in.size(-1), directions, in.options());
+  run(quantizer, in, out, {}, {}, dbias);
+  return out;
+}
+
+Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, const Quantized& out, const Tensor& noop,
+                        const Tensor& amax) {
+  check_input(x, quantizer);
+  TORCH_CHECK_VALUE(
+      quantizer.spec.kind != QuantizeSpec::kPython,
+      "quantize: arguments 'out', 'noop' and 'amax' are for built-in quantizers, wanted None for one that "
+      "is written in Python.");
+  run(quantizer, rows_of(x), out, noop, amax, nullptr);
+  return out;
 }
 
 Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, Directions directions) {
   check_input(x);
   const Tensor in = rows_of(x);
   const Quantized out = empty_quantized(spec, folded_rows(in.sizes()), in.size(-1), directions, in.options());
-  te_quantize_plan plan = plan_of(spec);
-  if (out.scaling == TE_SCALING_TENSOR) {
-    TORCH_CHECK_VALUE(used_scales.defined() && used_scales.numel() == 2,
-                      "quantize: argument 'used_scales' holds no scale, wanted the scales of a quantized tensor.");
-    plan.scale = view_2d(used_scales, "quantize", "used_scales");
-    plan.scale.data = static_cast<float*>(plan.scale.data) + 1;
-    plan.scale.cols = plan.scale.row_pitch = 1;
-  }
+  QuantizePlan plan(spec, used_scales);
   run(plan, in, out, nullptr);
   return out;
 }
@@ -245,21 +260,35 @@ Tensor dequantize(const Quantized& q, at::ScalarType dtype) {
   return y;
 }
 
-FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias) {
-  const Quantizer quantizer{stateless(spec), {}, {}, {}};
+Tensor fp8_transpose(const Tensor& data) {
+  const Tensor transposed = empty_data(data.size(1), data.size(0), data.options());
+  check(te_quantize_transpose(data_view(data, TE_UINT8, "fp8_transpose", "data"),
+                              data_view(transposed, TE_UINT8, "fp8_transpose", "out"), current_stream(data)));
+  return transposed;
+}
+
+Tensor quantize_amax(const Tensor& x) {
   check_input(x);
-  const int64_t rows = folded_rows(x.sizes()), cols = x.size(-1);
-  Quantized q = empty_quantized(quantizer.spec, rows, cols, {rowwise, columnwise}, x.options());
-  if (q.scaling == TE_SCALING_TENSOR && columnwise)
-    q.columnwise_scale_inv = at::empty({2}, scales_like(x));  // unshared
-  Tensor bias;
-  quantize_into(quantizer, x, {rowwise, columnwise}, {}, {}, &q, dbias ? &bias : nullptr);
+  const Tensor parts = empty_parts(x.options());
+  fill_parts(rows_of(x), {}, view_2d(parts, "quantize", "parts"));
+  return at::amax(parts, {1});
+}
+
+// An op's results are memory of their own each: the scales that both directions of TENSOR share come twice.
+FiveTensors parts_of(const Quantized& q, const Tensor& dbias, const at::TensorOptions& like) {
   const auto or_empty = [](const Tensor& t, const at::TensorOptions& options) {
     return t.defined() ? t : at::empty({0}, options);
   };
-  const auto bytes = x.options().dtype(at::kByte), floats = scales_like(x);
+  const auto bytes = like.dtype(at::kByte), floats = like.dtype(at::kFloat);
+  const bool shared = q.rowwise.defined() && q.columnwise.defined() && q.scaling == TE_SCALING_TENSOR;
   return {or_empty(q.rowwise, bytes), or_empty(q.rowwise_scale_inv, floats), or_empty(q.columnwise, bytes),
-          or_empty(q.columnwise_scale_inv, floats), or_empty(bias, x.options())};
+          shared ? q.columnwise_scale_inv.clone() : or_empty(q.columnwise_scale_inv, floats), or_empty(dbias, like)};
+}
+
+FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias) {
+  Tensor bias;
+  const Quantized q = quantize(stateless_quantizer(spec), x, {rowwise, columnwise}, dbias ? &bias : nullptr);
+  return parts_of(q, bias, x.options());
 }
 
 Tensor dequantize_op(const Tensor& data, const Tensor& scale_inv, int64_t scaling, bool e5m2, bool columnwise,
@@ -272,13 +301,11 @@ Tensor dequantize_op(const Tensor& data, const Tensor& scale_inv, int64_t scalin
   return dequantize(q, dtype);
 }
 
-namespace {
-
 FiveTensors quantize_meta(const Tensor& x, at::ArrayRef<int64_t> packed, bool rowwise, bool columnwise, bool dbias) {
-  const QuantizeSpec spec = stateless(packed);
+  const QuantizeSpec spec = stateless_quantizer(packed).spec;
   check_input(x);
   const c10::SymInt rows = folded_rows(x.sym_sizes()), cols = x.sym_size(-1);
-  const auto bytes = x.options().dtype(at::kByte), floats = scales_like(x);
+  const auto bytes = x.options().dtype(at::kByte), floats = x.options().dtype(at::kFloat);
   const auto data = [&](bool wanted, const c10::SymInt& r, const c10::SymInt& c) {
     if (!wanted) return at::empty({0}, bytes);
     return at::empty_strided_symint({r, c}, {rounded_up(c, kRowBytes).max(1), 1}, bytes);
@@ -292,77 +319,11 @@ FiveTensors quantize_meta(const Tensor& x, at::ArrayRef<int64_t> packed, bool ro
           scales(columnwise, cols, rows), dbias ? at::empty_symint({cols}, x.options()) : at::empty({0}, x.options())};
 }
 
+namespace {
+
 Tensor dequantize_meta(const Tensor& data, const Tensor&, int64_t, bool, bool columnwise, at::ScalarType dtype) {
   return at::empty_symint({data.sym_size(columnwise ? 1 : 0), data.sym_size(columnwise ? 0 : 1)},
                           data.options().dtype(dtype));
-}
-
-Tensor defined(const OptionalTensor& t) { return t.has_value() ? *t : Tensor(); }
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : OptionalTensor(); }
-
-// What Python calls in eager mode.
-Quantized quantize_eager(const Quantizer& quantizer, const Tensor& x, bool rowwise, bool columnwise,
-                         const OptionalTensor& noop, const Quantized* out, const OptionalTensor& amax) {
-  return quantize_into(quantizer, x, {rowwise, columnwise}, defined(noop), defined(amax), out, nullptr);
-}
-
-Tensor fp8_transpose(const Tensor& data) {
-  const Tensor transposed = empty_data(data.size(1), data.size(0), data.options());
-  check(te_quantize_transpose(data_view(data, TE_UINT8, "fp8_transpose", "data"),
-                              data_view(transposed, TE_UINT8, "fp8_transpose", "out"), current_stream(data)));
-  return transposed;
-}
-
-Tensor quantize_amax(const Tensor& x) {
-  check_input(x);
-  return at::amax(amax_parts_of(rows_of(x), {}), {1});
-}
-
-using Update = std::tuple<Tensor, Tensor, double, int64_t, bool, bool>;  // history, scale, fp8_max, margin, ...
-
-void update_scales(const std::vector<Update>& updates) {
-  std::vector<te_scale_update> list;
-  for (const auto& [history, scale, fp8_max, margin, most_recent, pow_2] : updates) {
-    list.push_back({view_2d(history, "update_scales", "history"), view_2d(scale, "update_scales", "scale"),
-                    static_cast<float>(fp8_max), static_cast<int>(margin), most_recent, pow_2});
-  }
-  if (list.empty()) return;
-  check(te_quantize_update_scales(list.data(), static_cast<int32_t>(list.size()),
-                                  current_stream(std::get<0>(updates[0]))));
-}
-
-constexpr const char* kKinds[] = {"none", "delayed", "current", "block1d", "block2d", "python"};
-
-Quantizer make_quantizer(const std::string& kind, bool e5m2, bool pow_2_scales, double amax_epsilon,
-                         const OptionalTensor& scale, const OptionalTensor& amax, const pybind11::object& python) {
-  const auto* found = std::find(std::begin(kKinds), std::end(kKinds), kind);
-  TORCH_CHECK_VALUE(found != std::end(kKinds), "Quantizer: argument 'kind' is '", kind,
-                    "', wanted one of none, delayed, current, block1d, block2d, python.");
-  Quantizer q;
-  q.spec = {static_cast<QuantizeSpec::Kind>(found - kKinds), e5m2, pow_2_scales, static_cast<float>(amax_epsilon)};
-  q.scale = defined(scale);
-  q.amax = defined(amax);
-  TORCH_CHECK_VALUE((q.spec.kind == QuantizeSpec::kDelayed) == q.scale.defined(), "Quantizer: argument 'scale' is ",
-                    q.scale.defined() ? "given" : "missing", " for kind '", kind,
-                    "', wanted it for kind delayed and for no other.");
-  TORCH_CHECK_VALUE((q.spec.kind == QuantizeSpec::kPython) == !python.is_none(), "Quantizer: argument 'python' is ",
-                    python.is_none() ? "missing" : "given", " for kind '", kind,
-                    "', wanted it for kind python and for no other.");
-  if (!python.is_none()) {
-    q.python = std::shared_ptr<const PyObject>(python.inc_ref().ptr(), [](const PyObject* object) {
-      if (!Py_IsInitialized()) return;
-      const pybind11::gil_scoped_acquire gil;
-      Py_DECREF(const_cast<PyObject*>(object));
-    });
-  }
-  return q;
-}
-
-Quantized make_quantized(int64_t scaling, bool e5m2, const OptionalTensor& rowwise,
-                         const OptionalTensor& rowwise_scale_inv, const OptionalTensor& columnwise,
-                         const OptionalTensor& columnwise_scale_inv) {
-  return {scaling_of(scaling),          e5m2, defined(rowwise), defined(rowwise_scale_inv), defined(columnwise),
-          defined(columnwise_scale_inv)};
 }
 
 }  // namespace
@@ -385,58 +346,6 @@ TORCH_LIBRARY_IMPL(te, CUDA, m) {
 TORCH_LIBRARY_IMPL(te, Meta, m) {
   m.impl("quantize", quantize_meta);
   m.impl("dequantize", dequantize_meta);
-}
-
-void register_quantize(pybind11::module_& m) {
-  namespace py = pybind11;
-  py::class_<Quantizer>(m, "Quantizer")
-      .def(py::init(&make_quantizer), py::arg("kind"), py::arg("e5m2") = false, py::arg("pow_2_scales") = false,
-           py::arg("amax_epsilon") = 0.0, py::arg("scale") = py::none(), py::arg("amax") = py::none(),
-           py::arg("python") = py::none())
-      .def_property_readonly("kind", [](const Quantizer& q) { return kKinds[q.spec.kind]; })
-      .def_property_readonly("e5m2", [](const Quantizer& q) { return q.spec.e5m2; })
-      .def_property_readonly("scale", [](const Quantizer& q) { return optional(q.scale); })
-      .def_property_readonly("amax", [](const Quantizer& q) { return optional(q.amax); })
-      .def_property_readonly("spec", [](const Quantizer& q) {
-        std::vector<int64_t> packed;
-        q.spec.pack(packed);
-        return packed;
-      });
-  py::class_<Quantized>(m, "Quantized")
-      .def(py::init(&make_quantized), py::arg("scaling"), py::arg("e5m2"), py::arg("rowwise") = py::none(),
-           py::arg("rowwise_scale_inv") = py::none(), py::arg("columnwise") = py::none(),
-           py::arg("columnwise_scale_inv") = py::none())
-      .def_property_readonly("scaling", [](const Quantized& q) { return int(q.scaling); })
-      .def_readonly("e5m2", &Quantized::e5m2)
-      .def_property_readonly("rowwise", [](const Quantized& q) { return optional(q.rowwise); })
-      .def_property_readonly("rowwise_scale_inv", [](const Quantized& q) { return optional(q.rowwise_scale_inv); })
-      .def_property_readonly("columnwise", [](const Quantized& q) { return optional(q.columnwise); })
-      .def_property_readonly("columnwise_scale_inv",
-                             [](const Quantized& q) { return optional(q.columnwise_scale_inv); });
-  m.def("quantize", torch::wrap_pybind_function_no_gil(quantize_eager), py::arg("quantizer"), py::arg("x"),
-        py::arg("rowwise"), py::arg("columnwise"), py::arg("noop") = py::none(), py::arg("out") = py::none(),
-        py::arg("amax") = py::none());
-  m.def("quantize_op", torch::wrap_pybind_function_no_gil([](const Tensor& x, const std::vector<int64_t>& spec,
-                                                             bool rowwise, bool columnwise, bool dbias) {
-          const at::ArrayRef<int64_t> packed(spec);
-          if (!must_dispatch({&x})) return quantize_op(x, packed, rowwise, columnwise, dbias);
-          return Dispatched::call<quantize_op>("te::quantize", x, packed, rowwise, columnwise, dbias);
-        }));
-  m.def("dequantize", torch::wrap_pybind_function_no_gil(dequantize), py::arg("quantized"), py::arg("dtype"));
-  m.def("dequantize_op",
-        torch::wrap_pybind_function_no_gil([](const Tensor& data, const Tensor& scale_inv, int64_t scaling, bool e5m2,
-                                              bool columnwise, at::ScalarType dtype) {
-          if (!must_dispatch({&data, &scale_inv}))
-            return dequantize_op(data, scale_inv, scaling, e5m2, columnwise, dtype);
-          return Dispatched::call<dequantize_op>("te::dequantize", data, scale_inv, scaling, e5m2, columnwise, dtype);
-        }));
-  m.def("empty_quantized", [](const Quantizer& quantizer, int64_t rows, int64_t cols, bool rowwise, bool columnwise,
-                              const at::Device& device) {
-    return empty_quantized(quantizer.spec, rows, cols, {rowwise, columnwise}, at::TensorOptions(device));
-  });
-  m.def("fp8_transpose", torch::wrap_pybind_function_no_gil(fp8_transpose));
-  m.def("quantize_amax", torch::wrap_pybind_function_no_gil(quantize_amax));
-  m.def("update_scales", torch::wrap_pybind_function_no_gil(update_scales));
 }
 
 }  // namespace te_torch

@@ -2,6 +2,7 @@
 // FP8, a Quantized is the result as plain tensors, which autograd keeps like any others.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
 #include <transformer_engine/quantize.h>
 
 #include <memory>
@@ -49,8 +50,8 @@ struct Directions {
 // A quantizer of a module: the spec, and the state that delayed scaling keeps between steps.
 struct Quantizer {
   QuantizeSpec spec;
-  Tensor scale;  // float32 [1], kDelayed: read
-  Tensor amax;   // float32 [1], kDelayed: takes the maximum; undefined: not wanted
+  Tensor scale;                            // float32 [1], kDelayed: read
+  Tensor amax;                             // float32 [1], kDelayed: takes the maximum; undefined: not wanted
   std::shared_ptr<const PyObject> python;  // kPython
 
   bool active() const { return spec.kind != QuantizeSpec::kNone; }
@@ -64,20 +65,52 @@ Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, 
 // The C API's view of it.
 te_quantized view_of(const Quantized& q, const char* op, const char* argument);
 
+// A plan of the C API with the tensors that it points to: what the kernel wrapper of a fused producer needs.
+struct QuantizePlan {
+  te_quantize_plan plan{};
+  Tensor amax_parts, column_sums;
+
+  // What a built-in quantizer says. fill_parts(parts) makes the amax parts, and is called under current scaling alone.
+  QuantizePlan(const Quantizer& quantizer, const at::TensorOptions& like,
+               c10::function_ref<void(te_tensor parts)> fill_parts);
+  // Again by the scale that was used before (TENSOR: `used_scales` holds it; blocks need none): no amax is touched.
+  QuantizePlan(const QuantizeSpec& spec, const Tensor& used_scales);
+
+  void want_column_sums(int64_t rows, int64_t cols, const at::TensorOptions& like);
+  Tensor bias_gradient(at::ScalarType dtype) const;  // of the sums that the call has made
+};
+
 // x, its leading dimensions folded into rows, by the quantizer. With dbias also the sums of its columns, in x's dtype.
 // noop: float32 [1], or undefined.
 Quantized quantize(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias = nullptr);
 
-// Again by the scale that was used before (TENSOR: `used` holds it; blocks need none): same bits, no amax touched.
+// Again by the scale that was used before: same bits, no amax touched.
 Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, Directions directions);
+
+// The same into `out`; noop and amax (current scaling: an amax from elsewhere, in place of x's own) may be undefined.
+Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, const Quantized& out, const Tensor& noop,
+                        const Tensor& amax);
+
+// [cols, rows] of bytes [rows, cols], in a buffer like empty_quantized's.
+Tensor fp8_transpose(const Tensor& data);
+
+// float32 [1]: the largest |x|.
+Tensor quantize_amax(const Tensor& x);
+
+te_scaling scaling_of(int64_t number);
 
 // [rows, cols] in `dtype`.
 Tensor dequantize(const Quantized& q, at::ScalarType dtype);
 
+// The quantizer of a spec that a schema can carry: current, block1d or block2d.
+Quantizer stateless_quantizer(at::ArrayRef<int64_t> spec);
+
 // Quantizers without state as a registered op, te::quantize: (rowwise, rowwise_scale_inv, columnwise,
 // columnwise_scale_inv, dbias), empty where not wanted.
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+FiveTensors parts_of(const Quantized& q, const Tensor& dbias, const at::TensorOptions& like);
 FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
+FiveTensors quantize_meta(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
 Tensor dequantize_op(const Tensor& data, const Tensor& scale_inv, int64_t scaling, bool e5m2, bool columnwise,
                      at::ScalarType dtype);
 

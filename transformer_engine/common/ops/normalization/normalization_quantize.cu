@@ -14,9 +14,10 @@ using quantize::Vector;
 template <class T, class G, int kAtOnce>
 struct Normalized {
   using Type = T;
-  static constexpr int kOutputs = 1, kAmaxOutputs = 1, kBatch = kAtOnce, kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
-  struct Inputs {
-    Vector<T> h;
+  static constexpr int kInputs = 1, kOutputs = 1, kAmaxOutputs = 1, kBatch = kAtOnce;
+  static constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
+  static constexpr bool kStaged = false;
+  struct Row {
     float mean, rstd;
   };
 
@@ -39,10 +40,11 @@ struct Normalized {
         shift(plan.zero_centered_gamma ? 1.f : 0.f),
         wide(wide) {}
 
-  template <bool kWide>
-  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
-    return {quantize::load_vector<T, kWide>(h.at(row) + col, n), mean != nullptr ? mean[row] : 0.f, rstd[row]};
-  }
+  __device__ __forceinline__ const T* input(int, int64_t row, int64_t col) const { return h.at(row) + col; }
+
+  __device__ __forceinline__ int64_t pitch(int) const { return h.pitch; }
+
+  __device__ __forceinline__ Row of(int64_t row) const { return {mean != nullptr ? mean[row] : 0.f, rstd[row]}; }
 
   __device__ __forceinline__ void load_parameter(const G* p, int64_t col, float (&out)[kColumns]) const {
     if (wide) return load_floats<G, kColumns>(p + col, out);
@@ -50,18 +52,19 @@ struct Normalized {
     for (int j = 0; j < kColumns; ++j) out[j] = col + j < hidden ? to_float(p[col + j]) : 0.f;
   }
 
-  __device__ __forceinline__ void compute(const Inputs& inputs, int64_t, int64_t col, Vector<T> (&out)[1]) const {
+  __device__ __forceinline__ void compute(const Vector<T> (&in)[1], const Row& of_row, int64_t col,
+                                          Vector<T> (&out)[1]) const {
     float v[kColumns], g[kColumns];
-    widen<T, kColumns>(inputs.h, v);
+    widen<T, kColumns>(in[0], v);
     load_parameter(gamma, col, g);
     if (beta != nullptr) {
       float b[kColumns];
       load_parameter(beta, col, b);
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) v[j] = normalized(v[j], inputs.mean, inputs.rstd, g[j] + shift, b[j]);
+      for (int j = 0; j < kColumns; ++j) v[j] = normalized(v[j], of_row.mean, of_row.rstd, g[j] + shift, b[j]);
     } else {
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) v[j] = normalized(v[j], inputs.mean, inputs.rstd, g[j] + shift);
+      for (int j = 0; j < kColumns; ++j) v[j] = normalized(v[j], of_row.mean, of_row.rstd, g[j] + shift);
     }
     out[0] = narrow<T, kColumns>(v);
   }

@@ -23,6 +23,7 @@ using Vector = Packed<T, kColumns>;
 struct Dest {
   int64_t rows, cols;  // of the whole matrix
   int64_t first_col;   // a multiple of kTile
+  int64_t limit;       // of the output's columns, where another output begins; none for the last
   te_scaling scaling;
   bool e5m2, pow_2_scales;
   float amax_epsilon, max;
@@ -36,10 +37,12 @@ struct Dest {
   const float* noop;
 
   Dest() = default;
-  Dest(const te_quantize_plan& plan, const te_quantized& out, int64_t rows, int64_t cols, int64_t first_col = 0)
+  Dest(const te_quantize_plan& plan, const te_quantized& out, int64_t rows, int64_t cols, int64_t first_col = 0,
+       int64_t limit = INT64_MAX)
       : rows(rows),
         cols(cols),
         first_col(first_col),
+        limit(limit),
         scaling(out.scaling),
         e5m2((out.rowwise.data != nullptr ? out.rowwise : out.columnwise).dtype == TE_FLOAT8_E5M2),
         pow_2_scales(plan.pow_2_scales != 0),
@@ -85,55 +88,76 @@ struct Shared {
 
 // ---- values in their own dtype ----
 
+// The larger magnitude of each of two pairs. Its sign is no one's: clear_signs takes it off. Of a NaN and a number it
+// is the number.
 template <class T>
 __device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
-  using Pair = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
-  Pair x, y;
-  memcpy(&x, &a, 4);
-  memcpy(&y, &b, 4);
-  x = __hmax2(x, y);  // of a NaN and a number: the number
-  memcpy(&a, &x, 4);
-  return a;
+  uint32_t larger;
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  }
+  return larger;
 }
 
-// largest = max(largest, |x|), element by element, NaN left aside.
+constexpr uint32_t kMagnitudes = 0x7fff7fffu;
+
+// The two 16-bit values of a word.
 template <class T>
-__device__ __forceinline__ void take_magnitudes(Vector<T>& largest, const Vector<T>& x) {
-#pragma unroll
-  for (int w = 0; w < int(sizeof(x.v) / sizeof(x.v[0])); ++w) {
-    if constexpr (kPaired<T, kColumns>) {
-      largest.v[w] = larger_pair<T>(largest.v[w], x.v[w] & 0x7fff7fffu);
-    } else {
-      largest.v[w] = fmaxf(largest.v[w], fabsf(x.v[w]));
-    }
+__device__ __forceinline__ float2 floats_of(uint32_t word) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+  } else {
+    __half2 pair;
+    memcpy(&pair, &word, 4);
+    return __half22float2(pair);
   }
 }
 
 // Columns 2w and 2w + 1.
 template <class T>
 __device__ __forceinline__ float2 pair_of(const Vector<T>& x, int w) {
-  if constexpr (!kPaired<T, kColumns>) {
-    return make_float2(x.v[2 * w], x.v[2 * w + 1]);
-  } else if constexpr (std::is_same_v<T, bf16>) {
-    return make_float2(__uint_as_float(x.v[w] << 16), __uint_as_float(x.v[w] & 0xffff0000u));
+  if constexpr (kPaired<T, kColumns>) {
+    return floats_of<T>(x.v[w]);
   } else {
-    return make_float2(to_float(fp16{uint16_t(x.v[w])}), to_float(fp16{uint16_t(x.v[w] >> 16)}));
+    return make_float2(x.v[2 * w], x.v[2 * w + 1]);
   }
 }
 
-// Of magnitudes.
+// largest = max(|largest|, |x|), element by element, NaN left aside; signs as in larger_pair.
+template <class T>
+__device__ __forceinline__ void take_magnitudes(Vector<T>& largest, const Vector<T>& x) {
+#pragma unroll
+  for (int w = 0; w < int(sizeof(x.v) / sizeof(x.v[0])); ++w) {
+    if constexpr (kPaired<T, kColumns>) {
+      largest.v[w] = larger_pair<T>(largest.v[w], x.v[w]);
+    } else {
+      largest.v[w] = fmaxf(fabsf(largest.v[w]), fabsf(x.v[w]));
+    }
+  }
+}
+
+// The largest magnitude of the 8; of 16-bit values a pair that it is one of.
+template <class T>
+__device__ __forceinline__ auto largest_word(const Vector<T>& x) {
+  if constexpr (kPaired<T, kColumns>) {
+    return larger_pair<T>(larger_pair<T>(x.v[0], x.v[1]), larger_pair<T>(x.v[2], x.v[3]));
+  } else {
+    float largest = fabsf(x.v[0]);
+#pragma unroll
+    for (int j = 1; j < kColumns; ++j) largest = fmaxf(largest, fabsf(x.v[j]));
+    return largest;
+  }
+}
+
 template <class T>
 __device__ __forceinline__ float largest_of(const Vector<T>& x) {
   if constexpr (kPaired<T, kColumns>) {
-    Vector<T> last = {};
-    last.v[0] = larger_pair<T>(larger_pair<T>(x.v[0], x.v[1]), larger_pair<T>(x.v[2], x.v[3]));
-    const float2 pair = pair_of<T>(last, 0);
+    const float2 pair = floats_of<T>(largest_word<T>(x) & kMagnitudes);
     return fmaxf(pair.x, pair.y);
   } else {
-    float largest = x.v[0];
-#pragma unroll
-    for (int j = 1; j < kColumns; ++j) largest = fmaxf(largest, x.v[j]);
-    return largest;
+    return largest_word<T>(x);
   }
 }
 
@@ -161,19 +185,50 @@ __device__ __forceinline__ float block_max(float x, Shared& shared) {
   return __uint_as_float(largest);
 }
 
-// x[i] of a half warp's 16 threads -> the largest of row (lane / 2) % 8, for each lane.
-__device__ __forceinline__ float row_maxima(float (&x)[kRows]) {
-  const unsigned lane = threadIdx.x;
+// Which row's maximum row_maxima leaves in a lane, and the lane of a half warp that has row i's.
+__device__ __forceinline__ int row_of_lane(unsigned lane) {
+  return int((lane / 8 % 2) * 2 + lane / 4 % 2 + (lane / 2 % 2) * 4);
+}
+__device__ __forceinline__ constexpr unsigned lane_of_row(int i) { return (i / 2 % 2) * 8 + (i % 2) * 4 + (i / 4) * 2; }
+
+// Halves a list between lanes `distance` apart, which keep one half each.
+template <int kHalf, class X, class Larger>
+__device__ __forceinline__ void halve(X* x, int distance, Larger&& larger) {
+  const bool upper = (threadIdx.x & unsigned(distance)) != 0;
 #pragma unroll
-  for (int n = kRows / 2; n > 0; n /= 2) {  // lanes 2n apart: each keeps n rows and gives n away
-    const bool upper = (lane & (2 * n)) != 0;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float kept = upper ? x[n + i] : x[i], given = upper ? x[i] : x[n + i];
-      x[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, 2 * n));
-    }
+  for (int i = 0; i < kHalf; ++i) {
+    const X kept = upper ? x[kHalf + i] : x[i], given = upper ? x[i] : x[kHalf + i];
+    x[i] = larger(kept, __shfl_xor_sync(0xffffffffu, given, distance));
   }
-  return fmaxf(x[0], __shfl_xor_sync(0xffffffffu, x[0], 1));
+}
+
+// The largest magnitude of a row over a half warp's 16 threads, for the lanes of that row. All NaN may give NaN.
+template <class T>
+__device__ __forceinline__ float row_maxima(const Vector<T> (&values)[kRows]) {
+  if constexpr (kPaired<T, kColumns>) {
+    const auto larger = [](uint32_t a, uint32_t b) { return larger_pair<T>(a, b); };
+    uint32_t x[kRows / 2];  // rows i and i + 4
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const uint32_t a = largest_word<T>(values[i]), b = largest_word<T>(values[i + 4]);
+      x[i] = larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+    }
+    halve<2>(x, 8, larger);
+    halve<1>(x, 4, larger);
+    x[0] = larger(x[0], __shfl_xor_sync(0xffffffffu, x[0], 2));
+    x[0] = larger(x[0], __shfl_xor_sync(0xffffffffu, x[0], 1)) & kMagnitudes;
+    const float2 rows = floats_of<T>(x[0]);
+    return (threadIdx.x & 2) != 0 ? rows.y : rows.x;
+  } else {
+    const auto larger = [](float a, float b) { return fmaxf(a, b); };
+    float x[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) x[i] = largest_word<T>(values[i]);
+    halve<4>(x, 2, larger);
+    halve<2>(x, 8, larger);
+    halve<1>(x, 4, larger);
+    return larger(x[0], __shfl_xor_sync(0xffffffffu, x[0], 1));
+  }
 }
 
 // What each warp found for its 128 columns, as 8 floats of each of its first 16 threads.
@@ -186,34 +241,66 @@ __device__ __forceinline__ void put_columns(const float (&x)[kColumns], Shared& 
 
 // ---- bytes ----
 
-__device__ __forceinline__ void put_row(const Dest& dest, int64_t row, int64_t col, uint2 bytes) {
-  if (row >= dest.rows || col >= dest.row_pitch) return;
-  asm volatile(
-      "st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(dest.rowwise + row * dest.row_pitch + col)),
-      "r"(bytes.x), "r"(bytes.y)
-      : "memory");
+// Predicated, for a branch around each of many stores costs more than the store.
+__device__ __forceinline__ void store_if(bool wanted, uint8_t* target, uint2 x) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2};}" ::"l"(
+                   __cvta_generic_to_global(target)),
+               "r"(x.x), "r"(x.y), "r"(unsigned(wanted))
+               : "memory");
+}
+__device__ __forceinline__ void store_if(bool wanted, uint8_t* target, uint4 x) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4};}" ::"l"(
+                   __cvta_generic_to_global(target)),
+               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(unsigned(wanted))
+               : "memory");
 }
 
+__device__ __forceinline__ int within_tile(int64_t n) { return n < 0 ? 0 : n > kTile ? kTile : int(n); }
+
+// The rows of a thread: their place in the rowwise data, and how many there are.
+struct RowTarget {
+  uint8_t* data;
+  int64_t pitch;
+  int rows;
+
+  __device__ __forceinline__ RowTarget(const Dest& dest, const Place& at)
+      : data(dest.rowwise + at.row() * dest.row_pitch + dest.first_col + at.col()),
+        pitch(dest.row_pitch),
+        rows(dest.first_col + at.col() < dest.row_pitch ? within_tile(dest.rows - at.row()) : 0) {}
+
+  __device__ __forceinline__ void put(int i, uint2 bytes) const { store_if(i < rows, data + i * pitch, bytes); }
+};
+
 // A thread's 8 bytes of its column j. Where they lie within the column is swapped around by the thread's columns, or
-// the 16 threads of a row would all meet in one bank; the 16-byte halves of get_transposed stay together.
+// the 16 threads of a row would all meet in one bank; the 16-byte halves of put_columnwise stay together.
 __device__ __forceinline__ void put_transposed(const Place& at, int j, uint2 bytes, Shared& shared) {
   shared.bytes[at.group_col * kColumns + j][at.group_row ^ at.group_col] = bytes;
 }
 
-__device__ __forceinline__ void put_columnwise(const Dest& dest, const Place& at, const Shared& shared) {
-  __syncthreads();
+// 32 columns a turn, 8 threads each. The two halves of a piece are swapped in every second group of 8 columns, which is
+// every second pair of warps.
+template <bool kSwapped>
+__device__ __forceinline__ void put_pieces(uint8_t* target, int64_t pitch, int columns, const Shared& shared) {
+  const unsigned tid = threadIdx.x;
+  const auto* source = reinterpret_cast<const uint4*>(shared.bytes[tid / 8]);
 #pragma unroll
   for (int turn = 0; turn < kTile * 8 / kThreads; ++turn) {
-    const int number = turn * kThreads + int(threadIdx.x), column = number / 8, piece = number % 8;
-    const int group = column / kColumns;
-    uint4 x = reinterpret_cast<const uint4*>(shared.bytes[column])[piece ^ (group / 2)];
-    if (group % 2 != 0) x = make_uint4(x.z, x.w, x.x, x.y);
-    const int64_t c = dest.first_col + at.tile_col * kTile + column, row = at.tile_row * kTile + piece * 16;
-    if (c < dest.cols && row < dest.column_pitch) {
-      Packed<uint8_t, 16> packed;
-      memcpy(&packed, &x, 16);
-      store_packed<uint8_t, 16>(dest.columnwise + c * dest.column_pitch + row, packed);
-    }
+    uint4 x = source[turn * 32 * 8 + ((tid % 8) ^ (turn * 2 + tid / 128))];
+    if (kSwapped) x = make_uint4(x.z, x.w, x.x, x.y);
+    store_if(turn * 32 < columns, target + turn * 32 * pitch, x);
+  }
+}
+
+__device__ __forceinline__ void put_columnwise(const Dest& dest, const Place& at, const Shared& shared) {
+  __syncthreads();
+  const unsigned tid = threadIdx.x;
+  const int64_t column = dest.first_col + at.tile_col * kTile + tid / 8, row = at.tile_row * kTile + tid % 8 * 16;
+  uint8_t* target = dest.columnwise + column * dest.column_pitch + row;
+  const int columns = row < dest.column_pitch ? within_tile(dest.cols - column) : 0;
+  if (tid / 64 % 2 == 0) {
+    put_pieces<false>(target, dest.column_pitch, columns, shared);
+  } else {
+    put_pieces<true>(target, dest.column_pitch, columns, shared);
   }
 }
 
@@ -243,6 +330,15 @@ __device__ __forceinline__ void put_block_transposed(const Place& at, const uint
 #pragma unroll
     for (int j = 0; j < 4; ++j) put_transposed(at, 4 * half + j, make_uint2(upper[j], lower[j]), shared);
   }
+}
+
+template <bool kE5m2, class T>
+__device__ __forceinline__ uint2 row_bytes(const Vector<T>& values, float s) {
+  float2 x[kColumns / 2];
+#pragma unroll
+  for (int w = 0; w < kColumns / 2; ++w) x[w] = pair_of<T>(values, w);
+  return make_uint2(to_fp8_word<kE5m2>(x[0].x * s, x[0].y * s, x[1].x * s, x[1].y * s),
+                    to_fp8_word<kE5m2>(x[2].x * s, x[2].y * s, x[3].x * s, x[3].y * s));
 }
 
 // ---- tiles ----
@@ -277,48 +373,47 @@ __device__ __forceinline__ void emit_column_sums(const Dest& dest, const Vector<
   __syncthreads();
 }
 
-template <class T>
+template <bool kE5m2, class T>
 __device__ __forceinline__ void emit_rowwise_1d(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at) {
-  float amaxes[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    Vector<T> magnitudes = {};
-    take_magnitudes(magnitudes, values[i]);
-    amaxes[i] = largest_of(magnitudes);
-  }
-  const int64_t col = dest.first_col + at.col(), row = at.row();
-  const float mine = dest.scale_for(row_maxima(amaxes));  // of row (lane / 2) % 8
-  const int64_t own = row + threadIdx.x / 2 % kRows;
+  const float mine = dest.scale_for(row_maxima<T>(values));
+  const int64_t own = at.row() + row_of_lane(threadIdx.x);
   if (threadIdx.x % 2 == 0) {
     put_scale(dest.rowwise_scale_inv, dest.first_col / kTile + at.tile_col, own, own < dest.rows ? 1.f / mine : 0.f);
   }
+  const RowTarget target(dest, at);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const float s = __shfl_sync(0xffffffffu, mine, (threadIdx.x & 16) | (2 * i));
-    float x[kColumns];
-    widen<T, kColumns>(values[i], x);
-    put_row(dest, row + i, col,
-            make_uint2(to_fp8_word(x[0] * s, x[1] * s, x[2] * s, x[3] * s, dest.e5m2),
-                       to_fp8_word(x[4] * s, x[5] * s, x[6] * s, x[7] * s, dest.e5m2)));
+    const float s = __shfl_sync(0xffffffffu, mine, (threadIdx.x & 16) | lane_of_row(i));
+    target.put(i, row_bytes<kE5m2, T>(values[i], s));
   }
 }
 
+// What the block has to know of the columns, into shared memory.
 template <class T>
+__device__ __forceinline__ void put_column_maxima(const Vector<T> (&values)[kRows], Shared& shared) {
+  Vector<T> largest = values[0];
+#pragma unroll
+  for (int i = 1; i < kRows; ++i) take_magnitudes<T>(largest, values[i]);
+  Vector<T> other;
+#pragma unroll
+  for (int w = 0; w < int(sizeof(other.v) / sizeof(other.v[0])); ++w) {
+    other.v[w] = __shfl_xor_sync(0xffffffffu, largest.v[w], 16);
+  }
+  take_magnitudes<T>(largest, other);
+  float maxima[kColumns];
+  widen<T, kColumns>(largest, maxima);
+  put_columns(maxima, shared);
+}
+
+// After put_column_maxima. There is a barrier before anything is read.
+template <bool kE5m2, class T>
 __device__ __forceinline__ void emit_columnwise_1d(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
                                                    Shared& shared) {
-  Vector<T> magnitudes = {};
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) take_magnitudes(magnitudes, values[i]);
-  float amaxes[kColumns];
-  widen<T, kColumns>(magnitudes, amaxes);
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) amaxes[j] = fmaxf(amaxes[j], __shfl_xor_sync(0xffffffffu, amaxes[j], 16));
-  put_columns(amaxes, shared);
   __syncthreads();
   if (threadIdx.x < kTile) {
     float amax = 0.f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, shared.columns[w][threadIdx.x]);
+    for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, fabsf(shared.columns[w][threadIdx.x]));
     const float scale = dest.scale_for(amax);
     const int64_t column = dest.first_col + at.tile_col * kTile + threadIdx.x;
     put_scale(dest.columnwise_scale_inv, at.tile_row, column, column < dest.cols ? 1.f / scale : 0.f);
@@ -335,12 +430,12 @@ __device__ __forceinline__ void emit_columnwise_1d(const Dest& dest, const Vecto
       x[i] = make_float2(x[i].x * s.x, x[i].y * s.y);
     }
     put_transposed(at, 2 * w,
-                   make_uint2(to_fp8_word(x[0].x, x[1].x, x[2].x, x[3].x, dest.e5m2),
-                              to_fp8_word(x[4].x, x[5].x, x[6].x, x[7].x, dest.e5m2)),
+                   make_uint2(to_fp8_word<kE5m2>(x[0].x, x[1].x, x[2].x, x[3].x),
+                              to_fp8_word<kE5m2>(x[4].x, x[5].x, x[6].x, x[7].x)),
                    shared);
     put_transposed(at, 2 * w + 1,
-                   make_uint2(to_fp8_word(x[0].y, x[1].y, x[2].y, x[3].y, dest.e5m2),
-                              to_fp8_word(x[4].y, x[5].y, x[6].y, x[7].y, dest.e5m2)),
+                   make_uint2(to_fp8_word<kE5m2>(x[0].y, x[1].y, x[2].y, x[3].y),
+                              to_fp8_word<kE5m2>(x[4].y, x[5].y, x[6].y, x[7].y)),
                    shared);
   }
   put_columnwise(dest, at, shared);
@@ -348,16 +443,15 @@ __device__ __forceinline__ void emit_columnwise_1d(const Dest& dest, const Vecto
 
 template <class T>
 __device__ __forceinline__ float tile_amax(const Vector<T> (&values)[kRows], Shared& shared) {
-  Vector<T> magnitudes = {};
+  Vector<T> largest = {};
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) take_magnitudes(magnitudes, values[i]);
-  return block_max(largest_of(magnitudes), shared);
+  for (int i = 0; i < kRows; ++i) take_magnitudes<T>(largest, values[i]);
+  return block_max(largest_of<T>(largest), shared);
 }
 
 // Per-tensor: the scale, from where the plan says; the first tile's first thread leaves what belongs to the tensor.
 template <class T>
-__device__ __forceinline__ float tensor_scale(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
-                                              Shared& shared) {
+__device__ __forceinline__ float tensor_scale(const Dest& dest, const Vector<T> (&values)[kRows], Shared& shared) {
   const bool first = threadIdx.x == 0 && blockIdx.x == 0 && dest.first_col == 0;
   float scale, amax = 0.f;
   if (dest.scale != nullptr) {
@@ -402,34 +496,45 @@ __device__ __forceinline__ float block_2d_scale(const Dest& dest, const Vector<T
   return scale;
 }
 
-template <class T>
+template <bool kE5m2, class T>
 __device__ __forceinline__ void emit_one_scale(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
-                                               float s, Shared& shared) {
+                                               float scale, Shared& shared) {
   uint2 bytes[kRows];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    float x[kColumns];
-    widen<T, kColumns>(values[i], x);
-    bytes[i] = make_uint2(to_fp8_word(x[0] * s, x[1] * s, x[2] * s, x[3] * s, dest.e5m2),
-                          to_fp8_word(x[4] * s, x[5] * s, x[6] * s, x[7] * s, dest.e5m2));
-    if (dest.rowwise != nullptr) put_row(dest, at.row() + i, dest.first_col + at.col(), bytes[i]);
+  for (int i = 0; i < kRows; ++i) bytes[i] = row_bytes<kE5m2, T>(values[i], scale);
+  if (dest.rowwise != nullptr) {
+    const RowTarget target(dest, at);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) target.put(i, bytes[i]);
   }
   if (dest.columnwise == nullptr) return;
   put_block_transposed(at, bytes, shared);
   put_columnwise(dest, at, shared);
 }
 
+template <bool kE5m2, class T>
+__device__ __forceinline__ void emit_as(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
+                                        Shared& shared) {
+  if (dest.scaling == TE_SCALING_BLOCK_1D) {
+    if (dest.columnwise != nullptr) put_column_maxima<T>(values, shared);  // the barrier for it comes after the rows
+    if (dest.rowwise != nullptr) emit_rowwise_1d<kE5m2, T>(dest, values, at);
+    if (dest.columnwise != nullptr) emit_columnwise_1d<kE5m2, T>(dest, values, at, shared);
+  } else {
+    const float scale = dest.scaling == TE_SCALING_TENSOR ? tensor_scale<T>(dest, values, shared)
+                                                          : block_2d_scale<T>(dest, values, at, shared);
+    emit_one_scale<kE5m2, T>(dest, values, at, scale, shared);
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void emit(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
                                      Shared& shared) {
+  if (dest.first_col + at.tile_col * kTile >= dest.limit) return;  // for the whole block
   if (dest.column_sums.data != nullptr) emit_column_sums<T>(dest, values, at, shared);
-  if (dest.scaling == TE_SCALING_BLOCK_1D) {
-    if (dest.rowwise != nullptr) emit_rowwise_1d<T>(dest, values, at);
-    if (dest.columnwise != nullptr) emit_columnwise_1d<T>(dest, values, at, shared);
+  if (dest.e5m2) {
+    emit_as<true, T>(dest, values, at, shared);
   } else {
-    const float scale = dest.scaling == TE_SCALING_TENSOR ? tensor_scale<T>(dest, values, at, shared)
-                                                          : block_2d_scale<T>(dest, values, at, shared);
-    emit_one_scale<T>(dest, values, at, scale, shared);
+    emit_as<false, T>(dest, values, at, shared);
   }
 }
 

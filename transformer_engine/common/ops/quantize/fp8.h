@@ -74,15 +74,22 @@ TE_HOST_DEVICE float updated_scale(float old, float amax, float max, int margin,
 
 #if defined(__CUDACC__)
 
-// Two values to two bytes, low first, by the one instruction of the hardware.
-__device__ __forceinline__ uint32_t to_fp8_pair(float low, float high, bool e5m2) {
-  const float2 pair = make_float2(low, high);
-  return e5m2 ? __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E5M2)
-              : __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-}
-
-__device__ __forceinline__ uint32_t to_fp8_word(float a, float b, float c, float d, bool e5m2) {
-  return __byte_perm(to_fp8_pair(a, b, e5m2), to_fp8_pair(c, d, e5m2), 0x5410);
+// Four values to four bytes, the first lowest, by the hardware's instruction for two.
+template <bool kE5m2>
+__device__ __forceinline__ uint32_t to_fp8_word(float a, float b, float c, float d) {
+  uint32_t word;
+  if constexpr (kE5m2) {
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(word)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+  } else {
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(word)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+  }
+  return word;
 }
 
 #endif

@@ -11,22 +11,21 @@ namespace {
 template <class T>
 struct Source {
   using Type = T;
-  static constexpr int kOutputs = 1, kAmaxOutputs = 1, kBatch = kRows, kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
-  struct Inputs {
-    Vector<T> x;
-  };
+  using Row = NoRow;
+  static constexpr int kInputs = 1, kOutputs = 1, kAmaxOutputs = 1, kBatch = kRows;
+  static constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
+  static constexpr bool kStaged = false;
 
   const T* x;
   int64_t row_pitch;
 
   explicit Source(const te_tensor& t) : x(static_cast<const T*>(t.data)), row_pitch(t.row_pitch) {}
 
-  template <bool kWide>
-  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
-    return {load_vector<T, kWide>(x + row * row_pitch + col, n)};
-  }
-  __device__ __forceinline__ void compute(const Inputs& inputs, int64_t, int64_t, Vector<T> (&out)[1]) const {
-    out[0] = inputs.x;
+  __device__ __forceinline__ const T* input(int, int64_t row, int64_t col) const { return x + row * row_pitch + col; }
+  __device__ __forceinline__ int64_t pitch(int) const { return row_pitch; }
+  __device__ __forceinline__ Row of(int64_t) const { return {}; }
+  __device__ __forceinline__ void compute(const Vector<T> (&in)[1], Row, int64_t, Vector<T> (&out)[1]) const {
+    out[0] = in[0];
   }
 };
 

@@ -6,13 +6,17 @@
 // blocks, and leave as 16-byte stores of 128 bytes a column (emit.cuh).
 //
 // A producer is a struct passed by value:
-//   using Type                      the dtype its values are rounded to
-//   kOutputs                        tiles it makes from the same place of its inputs
-//   kAmaxOutputs                    how many of these, from the first on, count in an amax
-//   kBatch                          rows (1, 2, 4 or 8) whose inputs are on their way at once
-//   kBlocksPerSm                    what the registers must leave room for
-//   Inputs load<kWide>(row, col, n) inputs of n elements at (row, col), n = 8 with kWide and from 1 to 8 without
-//   compute(inputs, row, col, out)  out[k], 8 values each; what lies beyond n is ignored
+//   using Type                  the dtype its values are rounded to
+//   kInputs, kOutputs           matrices of that dtype it reads, and tiles it makes from the same place of them
+//   kAmaxOutputs                how many of these, from the first on, count in an amax
+//   kBatch                      rows (1, 2, 4 or 8) whose inputs are on their way at once, in registers
+//   kStaged                     all inputs come through shared memory instead, and the outputs wait there for their
+//                               turn: for producers whose outputs do not fit into registers together
+//   kBlocksPerSm                what the registers must leave room for
+//   input(k, row, col)          where input k's element is; pitch(k) elements further is that of the next row
+//   Row of(row)                 what it reads of a row as a whole, on its way with the inputs; NoRow for nothing
+//   compute(in, of_row, col, out)  out[k] from in[k], 8 neighbouring elements each; those past the last column are
+//                               ignored
 #pragma once
 
 #include "core/device.h"
@@ -25,6 +29,8 @@ struct Dests {
   Dest of[kOutputs];
 };
 
+struct NoRow {};
+
 // The domain of a producer: [rows, cols] elements of each output, in 16-byte accesses where `wide`.
 struct Domain {
   int64_t rows, cols;
@@ -32,100 +38,235 @@ struct Domain {
   bool wide;
 };
 
-// What of n elements at p exists; the rest is 0.
-template <class T, bool kWide>
-__device__ __forceinline__ Vector<T> load_vector(const T* p, int n) {
-  if constexpr (kWide) {
-    return load_packed<T, kColumns>(p);
-  } else {
-    T elements[kColumns];
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) elements[j] = j < n ? p[j] : T{};
-    Vector<T> x;
-    memcpy(&x, elements, sizeof(x));
-    return x;
-  }
+// Whether a tile's elements all exist and are read in 16 bytes, which most tiles' are: nothing is asked of each then.
+__device__ __forceinline__ bool is_whole(const Domain& domain, const Place& at) {
+  return domain.wide && (at.tile_row + 1) * kTile <= domain.rows && (at.tile_col + 1) * kTile <= domain.cols;
 }
 
-template <bool kWide, class Producer, class T = typename Producer::Type>
-__device__ __forceinline__ void produce(const Producer& producer, const Domain& domain, int64_t row, int64_t col,
-                                        Vector<T> (&values)[Producer::kOutputs][kRows]) {
-  const int n = int(min(int64_t(kColumns), domain.cols - col));
-#pragma unroll
-  for (int first = 0; first < kRows; first += Producer::kBatch) {
-    typename Producer::Inputs inputs[Producer::kBatch];
-#pragma unroll
-    for (int i = 0; i < Producer::kBatch; ++i) {
-      const int64_t r = row + first + i;
-      inputs[i] = {};
-      if (r < domain.rows && n > 0) inputs[i] = producer.template load<kWide>(r, col, n);
-    }
-#pragma unroll
-    for (int i = 0; i < Producer::kBatch; ++i) {
-      const int64_t r = row + first + i;
-      Vector<T> out[Producer::kOutputs] = {};
-      if (r < domain.rows && n > 0) producer.compute(inputs[i], r, col, out);
-#pragma unroll
-      for (int k = 0; k < Producer::kOutputs; ++k) {
-        if constexpr (!kWide) clear_from(out[k], n);
-        values[k][first + i] = out[k];
-      }
-    }
-  }
-}
-
+// 8 elements of an input, or those n of them that exist; the rest is 0.
 template <class Producer, class T = typename Producer::Type>
-__device__ __forceinline__ void produce_tile(const Producer& producer, const Domain& domain, const Place& at,
-                                             Vector<T> (&values)[Producer::kOutputs][kRows]) {
-  if (domain.wide) {
-    produce<true>(producer, domain, at.row(), at.col(), values);
-  } else {
-    produce<false>(producer, domain, at.row(), at.col(), values);
+__device__ __forceinline__ Vector<T> load_some(const Producer& producer, int k, int64_t row, int64_t col, int n,
+                                               bool wide) {
+  if (wide && n == kColumns) return load_packed<T, kColumns>(producer.input(k, row, col));
+  T elements[kColumns];
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) elements[j] = j < n ? *producer.input(k, row, col + j) : T{};
+  Vector<T> x;
+  memcpy(&x, elements, sizeof(x));
+  return x;
+}
+
+// take(i, out) for each row of a thread in a whole tile; i is known to the compiler when kUnrolled. All inputs of
+// kBatch rows are on their way together.
+template <bool kUnrolled, class Producer, class Take, class T = typename Producer::Type>
+__device__ __forceinline__ void for_whole_rows(const Producer& producer, const Place& at, Take&& take) {
+  constexpr int kInputs = Producer::kInputs, kBatch = Producer::kBatch;
+  const int64_t row = at.row(), col = at.col();
+  const T* source[kInputs];
+#pragma unroll
+  for (int k = 0; k < kInputs; ++k) source[k] = producer.input(k, row, col);
+#pragma unroll(kUnrolled ? kRows : 1)
+  for (int first = 0; first < kRows; first += kBatch) {
+    Vector<T> in[kBatch][kInputs];
+    typename Producer::Row of_row[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        in[i][k] = load_packed<T, kColumns>(source[k]);
+        source[k] += producer.pitch(k);
+      }
+      of_row[i] = producer.of(row + first + i);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      Vector<T> out[Producer::kOutputs];
+      producer.compute(in[i], of_row[i], col, out);
+      take(first + i, out);
+    }
+  }
+}
+
+// The same at the edges, and where elements are read one by one: zeros beyond the domain.
+template <bool kUnrolled, class Producer, class Take, class T = typename Producer::Type>
+__device__ __forceinline__ void for_some_rows(const Producer& producer, const Domain& domain, const Place& at,
+                                              Take&& take) {
+  const int64_t row = at.row(), col = at.col();
+  const int n = int(min(int64_t(kColumns), domain.cols - col));
+#pragma unroll(kUnrolled ? kRows : 1)
+  for (int i = 0; i < kRows; ++i) {
+    Vector<T> in[Producer::kInputs], out[Producer::kOutputs] = {};
+    if (row + i < domain.rows && n > 0) {
+#pragma unroll
+      for (int k = 0; k < Producer::kInputs; ++k) in[k] = load_some(producer, k, row + i, col, n, domain.wide);
+      producer.compute(in, producer.of(row + i), col, out);
+#pragma unroll
+      for (int k = 0; k < Producer::kOutputs; ++k) clear_from<T>(out[k], n);
+    }
+    take(i, out);
   }
 }
 
 __device__ __forceinline__ bool is_set(const float* noop) { return noop != nullptr && *noop != 0.f; }
 
-template <class Producer>
-__global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
-    quantize_kernel(Producer producer, Dests<Producer::kOutputs> dests, Domain domain) {
-  constexpr int kOutputs = Producer::kOutputs;
-  __shared__ Shared shared;
-  bool wanted[kOutputs], any = false;
+// The values of all outputs in registers.
+template <class Producer, int kOutputs = Producer::kOutputs>
+__device__ __forceinline__ void quantize_tile(const Producer& producer, const Dests<kOutputs>& dests,
+                                              const Domain& domain, const Place& at, Shared& shared) {
+  using T = typename Producer::Type;
+  Vector<T> values[kOutputs][kRows];
+  const auto keep = [&](int i, const Vector<T>(&out)[kOutputs]) {
 #pragma unroll
-  for (int k = 0; k < kOutputs; ++k) {
-    wanted[k] = !is_set(dests.of[k].noop);
-    any = any || wanted[k];
+    for (int k = 0; k < kOutputs; ++k) values[k][i] = out[k];
+  };
+  if (is_whole(domain, at)) {
+    for_whole_rows<true>(producer, at, keep);
+  } else {
+    for_some_rows<true>(producer, domain, at, keep);
   }
-  if (!any) return;
-  const Place at(int64_t(blockIdx.x) / domain.tile_cols, int64_t(blockIdx.x) % domain.tile_cols);
-  Vector<typename Producer::Type> values[kOutputs][kRows];
-  produce_tile(producer, domain, at, values);
 #pragma unroll
   for (int k = 0; k < kOutputs; ++k) {
-    if (!wanted[k]) continue;
     if (k > 0) __syncthreads();  // the last output's readers of `shared`
-    emit(dests.of[k], values[k], at, shared);
+    if (!is_set(dests.of[k].noop)) emit<T>(dests.of[k], values[k], at, shared);
+  }
+}
+
+// Shared memory that a thread has to itself: input k of its row i, in whose place output k comes.
+template <class T>
+struct Slots {
+  Vector<T>* first;
+
+  __device__ __forceinline__ Vector<T>& at(int k, int i) const {
+    return first[(k * kRows + i) * kThreads + int(threadIdx.x)];
+  }
+};
+
+template <class Producer>
+constexpr int kSlotBytes = (Producer::kInputs > Producer::kOutputs ? Producer::kInputs : Producer::kOutputs) *
+                           kRows* kThreads* int(sizeof(Vector<typename Producer::Type>));
+
+// From global to shared memory without registers.
+template <class T>
+__device__ __forceinline__ void copy_async(Vector<T>& shared, const T* global) {
+#pragma unroll
+  for (int part = 0; part < int(sizeof(shared) / 16); ++part) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     unsigned(__cvta_generic_to_shared(reinterpret_cast<uint4*>(&shared) + part))),
+                 "l"(__cvta_generic_to_global(reinterpret_cast<const uint4*>(global) + part))
+                 : "memory");
+  }
+}
+
+// Everything is on its way at once.
+template <class Producer, class T = typename Producer::Type>
+__device__ __forceinline__ void fill_whole(const Producer& producer, const Place& at, const Slots<T>& slots) {
+  constexpr int kInputs = Producer::kInputs, kOutputs = Producer::kOutputs;
+  const int64_t row = at.row(), col = at.col();
+#pragma unroll
+  for (int k = 0; k < kInputs; ++k) {
+    const T* source = producer.input(k, row, col);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) copy_async(slots.at(k, i), source + i * producer.pitch(k));
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");  // this thread's own, which nobody else reads
+#pragma unroll 2
+  for (int i = 0; i < kRows; ++i) {
+    Vector<T> in[kInputs], out[kOutputs];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) in[k] = slots.at(k, i);
+    producer.compute(in, producer.of(row + i), col, out);
+#pragma unroll
+    for (int k = 0; k < kOutputs; ++k) slots.at(k, i) = out[k];
+  }
+}
+
+template <class Producer, class T = typename Producer::Type>
+__device__ __forceinline__ void fill_some(const Producer& producer, const Domain& domain, const Place& at,
+                                          const Slots<T>& slots) {
+  constexpr int kInputs = Producer::kInputs, kOutputs = Producer::kOutputs;
+  const int64_t row = at.row(), col = at.col();
+  const int n = int(min(int64_t(kColumns), domain.cols - col));
+#pragma unroll 1
+  for (int i = 0; i < kRows; ++i) {
+    Vector<T> in[kInputs], out[kOutputs] = {};
+    if (row + i < domain.rows && n > 0) {
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) in[k] = load_some(producer, k, row + i, col, n, domain.wide);
+      producer.compute(in, producer.of(row + i), col, out);
+#pragma unroll
+      for (int k = 0; k < kOutputs; ++k) clear_from<T>(out[k], n);
+    }
+#pragma unroll
+    for (int k = 0; k < kOutputs; ++k) slots.at(k, i) = out[k];
+  }
+}
+
+// One copy of the code for all producers of a dtype: there are many.
+template <class T>
+__device__ __noinline__ void emit_slots(const Dest& dest, Slots<T> slots, int k, Place at, Shared& shared) {
+  Vector<T> values[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) values[i] = slots.at(k, i);
+  emit<T>(dest, values, at, shared);
+}
+
+// The registers hold one output at a time.
+template <class Producer, int kOutputs = Producer::kOutputs>
+__device__ __forceinline__ void quantize_tile_staged(const Producer& producer, const Dests<kOutputs>& dests,
+                                                     const Domain& domain, const Place& at, Shared& shared) {
+  using T = typename Producer::Type;
+  extern __shared__ uint4 dynamic[];
+  const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
+  if (is_whole(domain, at)) {
+    fill_whole(producer, at, slots);
+  } else {
+    fill_some(producer, domain, at, slots);
+  }
+#pragma unroll 1
+  for (int k = 0; k < kOutputs; ++k) {
+    if (k > 0) __syncthreads();  // the last output's readers of `shared`
+    if (!is_set(dests.of[k].noop)) emit_slots<T>(dests.of[k], slots, k, at, shared);
   }
 }
 
 template <class Producer>
 __global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
-    amax_kernel(Producer producer, Domain domain, float* parts, int n_parts, const float* noop) {
-  using T = typename Producer::Type;
+    quantize_kernel(const __grid_constant__ Producer producer, const __grid_constant__ Dests<Producer::kOutputs> dests,
+                    const __grid_constant__ Domain domain) {
+  __shared__ Shared shared;
+  bool any = false;
+#pragma unroll
+  for (int k = 0; k < Producer::kOutputs; ++k) any = any || !is_set(dests.of[k].noop);
+  if (!any) return;
+  const Place at(blockIdx.x / unsigned(domain.tile_cols), blockIdx.x % unsigned(domain.tile_cols));
+  if constexpr (Producer::kStaged) {
+    quantize_tile_staged(producer, dests, domain, at, shared);
+  } else {
+    quantize_tile(producer, dests, domain, at, shared);
+  }
+}
+
+template <class Producer>
+__global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
+    amax_kernel(const __grid_constant__ Producer producer, const __grid_constant__ Domain domain, float* parts,
+                int n_parts, const float* noop) {
   __shared__ Shared shared;
   if (is_set(noop)) return;
+  using T = typename Producer::Type;
   Vector<T> largest = {};
+  const auto take = [&](int, const Vector<T>(&out)[Producer::kOutputs]) {
+#pragma unroll
+    for (int k = 0; k < Producer::kAmaxOutputs; ++k) take_magnitudes<T>(largest, out[k]);
+  };
   for (int64_t tile = blockIdx.x; tile < domain.tile_rows * domain.tile_cols; tile += gridDim.x) {
-    Vector<T> values[Producer::kOutputs][kRows];
-    produce_tile(producer, domain, Place(tile / domain.tile_cols, tile % domain.tile_cols), values);
-#pragma unroll
-    for (int k = 0; k < Producer::kAmaxOutputs; ++k) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) take_magnitudes(largest, values[k][i]);
+    const Place at(tile / domain.tile_cols, tile % domain.tile_cols);
+    if (is_whole(domain, at)) {
+      for_whole_rows<false>(producer, at, take);
+    } else {
+      for_some_rows<false>(producer, domain, at, take);
     }
   }
-  const float amax = block_max(largest_of(largest), shared);
+  const float amax = block_max(largest_of<T>(largest), shared);
   if (threadIdx.x == 0) parts[blockIdx.x] = amax;
   if (blockIdx.x > 0) return;
   for (int part = int(gridDim.x + threadIdx.x); part < n_parts; part += kThreads) parts[part] = 0.f;
@@ -146,7 +287,8 @@ Domain domain_of(int64_t rows, int64_t cols, bool wide, const Dests<kOutputs>& d
   int64_t last_row = rows, last_col = cols;
   for (const Dest& dest : dests.of) {
     if (dest.columnwise != nullptr && dest.column_pitch > last_row) last_row = dest.column_pitch;
-    if (kOutputs == 1 && dest.rowwise != nullptr && dest.row_pitch > last_col) last_col = dest.row_pitch;
+    const int64_t row_end = dest.row_pitch - dest.first_col;
+    if (dest.rowwise != nullptr && dest.limit > dest.cols && row_end > last_col) last_col = row_end;
   }
   const int64_t tile_cols = tiles_of(last_col);
   return {rows, cols, tiles_of(last_row), tile_cols < 1 ? 1 : tile_cols, wide};
@@ -156,8 +298,11 @@ template <class Producer>
 void launch_quantize(const char* op, const Producer& producer, const Dests<Producer::kOutputs>& dests, int64_t rows,
                      int64_t cols, bool wide, te_stream stream) {
   const Domain domain = domain_of(rows, cols, wide, dests);
-  quantize_kernel<<<grid_of(op, domain.tile_rows * domain.tile_cols), kThreads, 0, cudaStream_t(stream)>>>(
-      producer, dests, domain);
+  const int bytes = Producer::kStaged ? kSlotBytes<Producer> : 0;
+  const auto kernel = quantize_kernel<Producer>;
+  if (bytes > 0) check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+  kernel<<<grid_of(op, domain.tile_rows * domain.tile_cols), kThreads, bytes, cudaStream_t(stream)>>>(producer, dests,
+                                                                                                      domain);
   check_launch(op);
 }
 
