@@ -1,9 +1,12 @@
-"""SwiGLU forward and backward against plain PyTorch, eager and compiled (targets.py cases 1 and 2).
+"""SwiGLU forward and backward against plain PyTorch, eager and compiled (targets.py cases 1, 2 and 3).
 
 Bytes per output element of b bytes: forward 3b (reads gate and up, writes one), backward 5b (reads dy, gate and up,
-writes two), 6b when it re-emits the activation. `_module` is the functional form through autograd: 8b."""
+writes two), 6b when it re-emits the activation. `_module` is the functional form through autograd: 8b. Straight to FP8
+in 1x128 blocks both ways: forward 2b + 2.06; backward, dx both ways and the activation in blocks along its columns,
+3b + 5.16. The plain peers make the activation and its blocks, as bench_quantize.py does."""
 
 import torch
+from bench_quantize import BLOCK, block_both, block_columns
 from common import TORCH_DTYPES, Bench, Case
 from plain import swiglu
 
@@ -82,10 +85,42 @@ def run(bench, dtype, shape):
         bench.compare(case, ours | plain, lambda: (x().requires_grad_(), dy()))
 
 
+def run_fp8(bench, dtype, shape):
+    rows, cols = shape
+    n, element, params = rows * cols, TORCH_DTYPES[dtype].itemsize, []
+    quantizer = _C.Quantizer("block1d", pow_2_scales=True)
+    blocks = 1 + 4 / BLOCK  # bytes an element of one direction
+
+    def backward_by_hand_fp8(dy, x):
+        dx, y = backward_and_activation_by_hand(dy, x)
+        return *block_both(dx), *block_columns(y)
+
+    def backward(dy, x):
+        return _C.activation_bwd_quantized(
+            dy, x, "swiglu", params, quantizer, (True, True), False, quantizer, None, (False, True)
+        )
+
+    case = Case("3", "swiglu_block", "fp8", shape, "forward", bytes=round(n * (2 * element + 2 * blocks)))
+    if bench.wants(case):
+        ours = {"ours": lambda x: _C.activation_fwd_quantized(x, "swiglu", params, quantizer, True, True)}
+        plain = peers(bench, lambda x: block_both(swiglu(x)), lambda x: block_both(swiglu(x)))
+        bench.compare(case, ours | plain, lambda: (bench.randn(rows, 2 * cols, dtype=dtype),))
+
+    case = Case("3", "swiglu_block", "fp8", shape, "backward", bytes=round(n * (3 * element + 5 * blocks)))
+    if bench.wants(case):
+        plain = peers(bench, backward_by_hand_fp8, backward_by_hand_fp8)
+
+        def inputs():
+            return bench.randn(rows, cols, dtype=dtype), bench.randn(rows, 2 * cols, dtype=dtype)
+
+        bench.compare(case, {"ours": backward} | plain, inputs)
+
+
 def main():
     bench = Bench(__doc__)
     for dtype, shape in GPU_SHAPES if bench.cuda else CPU_SHAPES:
         run(bench, dtype, shape)
+        run_fp8(bench, dtype, shape)
     bench.finish()
 
 

@@ -6,20 +6,12 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
-#include <transformer_engine/activation.h>
 
 #include "autograd.h"
 
 namespace te_torch {
 
-namespace {
-
-struct Kind {
-  int number;
-  bool gated;
-};
-
-Kind kind_of(std::string_view name) {
+ActivationKind activation_kind(std::string_view name) {
   const std::string text(name);
   const int number = te_activation_kind(text.c_str());
   if (number < 0) {
@@ -30,7 +22,7 @@ Kind kind_of(std::string_view name) {
   return {number, te_activation_is_gated(number) != 0};
 }
 
-te_activation_params params_of(at::ArrayRef<double> params) {
+te_activation_params activation_params(at::ArrayRef<double> params) {
   te_activation_params p{7.f, 1.702f, 1.f};
   if (params.empty()) return p;
   TORCH_CHECK_VALUE(params.size() == 3, "activation: argument 'params' has ", params.size(),
@@ -38,7 +30,7 @@ te_activation_params params_of(at::ArrayRef<double> params) {
   return {static_cast<float>(params[0]), static_cast<float>(params[1]), static_cast<float>(params[2])};
 }
 
-c10::SymDimVector output_shape(const Tensor& x, bool gated) {
+c10::SymDimVector activation_shape(const Tensor& x, bool gated) {
   TORCH_CHECK_VALUE(x.dim() >= 1, "activation: argument 'x' has no dimensions, wanted at least one.");
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
   if (gated) {
@@ -49,20 +41,22 @@ c10::SymDimVector output_shape(const Tensor& x, bool gated) {
   return shape;
 }
 
-void check_dy(const Tensor& dy, const Tensor& x, bool gated) {
-  TORCH_CHECK_VALUE(dy.sym_sizes() == c10::SymIntArrayRef(output_shape(x, gated)),
+void check_activation_dy(const Tensor& dy, const Tensor& x, bool gated) {
+  TORCH_CHECK_VALUE(dy.sym_sizes() == c10::SymIntArrayRef(activation_shape(x, gated)),
                     "activation: argument 'dy' has shape ", dy.sym_sizes(), ", wanted ",
-                    c10::SymIntArrayRef(output_shape(x, gated)), ".");
+                    c10::SymIntArrayRef(activation_shape(x, gated)), ".");
   check_same(dy, x, "activation", "dy");
 }
 
+namespace {
+
 Tensor activation_fwd_meta(const Tensor& x, std::string_view kind, at::ArrayRef<double>) {
-  return x.new_empty_symint(output_shape(x, kind_of(kind).gated));
+  return x.new_empty_symint(activation_shape(x, activation_kind(kind).gated));
 }
 
 std::tuple<Tensor, Tensor> activation_bwd_meta(const Tensor& dy, const Tensor& x, std::string_view kind,
                                                at::ArrayRef<double>, bool emit) {
-  check_dy(dy, x, kind_of(kind).gated);
+  check_activation_dy(dy, x, activation_kind(kind).gated);
   return {x.new_empty_symint(x.sym_sizes()), emit ? x.new_empty_symint(dy.sym_sizes()) : x.new_empty({0})};
 }
 
@@ -119,23 +113,24 @@ Tensor activation(const Tensor& x, const std::string& kind, const std::vector<do
 }  // namespace
 
 Tensor activation_fwd(const Tensor& x, std::string_view kind, at::ArrayRef<double> params) {
-  const Kind k = kind_of(kind);
+  const ActivationKind k = activation_kind(kind);
   const Tensor in = rows_of(x);
   const te_tensor source = view_2d(in, "activation", "x");
-  const Tensor y = at::empty(C10_AS_INTARRAYREF_SLOW(output_shape(in, k.gated)), in.options());
-  check(te_activation_forward(k.number, params_of(params), source, view_2d(y, "activation", "y"), current_stream(in)));
+  const Tensor y = at::empty(C10_AS_INTARRAYREF_SLOW(activation_shape(in, k.gated)), in.options());
+  check(te_activation_forward(k.number, activation_params(params), source, view_2d(y, "activation", "y"),
+                              current_stream(in)));
   return y;
 }
 
 std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std::string_view kind,
                                           at::ArrayRef<double> params, bool emit) {
-  const Kind k = kind_of(kind);
-  check_dy(dy, x, k.gated);
+  const ActivationKind k = activation_kind(kind);
+  check_activation_dy(dy, x, k.gated);
   const Tensor grad = rows_of(dy);
   const Tensor in = rows_of(x);
   const Tensor dx = at::empty(in.sizes(), in.options());
   const Tensor y = emit ? at::empty(grad.sizes(), in.options()) : at::empty({0}, in.options());
-  check(te_activation_backward(k.number, params_of(params), view_2d(grad, "activation", "dy"),
+  check(te_activation_backward(k.number, activation_params(params), view_2d(grad, "activation", "dy"),
                                view_2d(in, "activation", "x"), view_2d(dx, "activation", "dx"),
                                emit ? view_2d(y, "activation", "y") : absent(), current_stream(in)));
   return {dx, y};

@@ -43,6 +43,30 @@ TE_API te_status te_activation_forward(int kind, te_activation_params params, te
 TE_API te_status te_activation_backward(int kind, te_activation_params params, te_tensor dy, te_tensor x, te_tensor dx,
                                         te_tensor y, te_stream stream);
 
+/* ---- straight to FP8 (transformer_engine/quantize.h says what plans and scales are) ----
+ * Values are rounded to x's dtype first: the bytes, scales and amaxes are those of te_activation_forward or _backward
+ * followed by te_quantize, without the tensor between them. */
+struct te_quantize_plan;
+struct te_quantized;
+
+/* y in FP8. One launch. */
+TE_API te_status te_activation_forward_quantized(int kind, te_activation_params params, te_tensor x,
+                                                 const struct te_quantize_plan* plan, const struct te_quantized* out,
+                                                 te_stream stream);
+
+/* dx in FP8 (for gated kinds the merged [da | db]) and, where `y` is not NULL, y too, by a plan of its own. One launch;
+ * two for a gated kind whose columns are no multiple of 128. */
+TE_API te_status te_activation_backward_quantized(int kind, te_activation_params params, te_tensor dy, te_tensor x,
+                                                  const struct te_quantize_plan* dx_plan, const struct te_quantized* dx,
+                                                  const struct te_quantize_plan* y_plan, const struct te_quantized* y,
+                                                  te_stream stream);
+
+/* Parts of y's amax, and of dx's, as te_quantize_amax makes them: the first launch of current scaling. */
+TE_API te_status te_activation_forward_amax(int kind, te_activation_params params, te_tensor x, te_tensor parts,
+                                            te_tensor noop, te_stream stream);
+TE_API te_status te_activation_backward_amax(int kind, te_activation_params params, te_tensor dy, te_tensor x,
+                                             te_tensor parts, te_tensor noop, te_stream stream);
+
 #ifdef __cplusplus
 }
 #endif

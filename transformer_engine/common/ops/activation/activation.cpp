@@ -7,15 +7,9 @@
 #include "core/device.h"
 #include "core/parallel_for.h"
 #include "core/tensor.h"
-#include "ops/activation/activation_math.h"
+#include "ops/activation/activation.h"
 
 namespace te::activation {
-
-namespace cuda {
-void forward(int kind, const Params& params, const te_tensor& x, const te_tensor& y, te_stream stream);
-void backward(int kind, const Params& params, const te_tensor& dy, const te_tensor& x, const te_tensor& dx,
-              const te_tensor& y, te_stream stream);
-}  // namespace cuda
 
 namespace cpu {
 
@@ -99,12 +93,14 @@ constexpr bool kIsGated[] = {
 #undef TE_ACTIVATION_GATED
 };
 
+}  // namespace
+
+bool is_gated(int kind) { return kIsGated[kind]; }
+
 void check_kind(const char* op, int kind, const Params& params) {
   if (kind < 0 || kind >= kCount) bad_argument(op, "kind", kind, concat("a number from 0 to ", kCount - 1));
   if (!(params.limit > 0.f)) bad_argument(op, "params.limit", params.limit, "a number > 0");
 }
-
-}  // namespace
 
 }  // namespace te::activation
 

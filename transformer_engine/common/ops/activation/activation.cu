@@ -2,7 +2,7 @@
 // shared memory. The work is bound by memory: 6 bytes an element for a gated bf16 forward, 12 for its backward that
 // writes the activation again.
 #include "core/device.h"
-#include "ops/activation/activation_math.h"
+#include "ops/activation/activation.cuh"
 #include "ops/quantize/store.cuh"
 
 namespace te::activation::cuda {
@@ -10,19 +10,6 @@ namespace te::activation::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-// expf for fp32 results; the hardware's exp2 and reciprocal (a few ulp of fp32) where the result is rounded to 16 bits.
-template <class T>
-struct CudaExp {
-  static __device__ __forceinline__ float exp(float x) {
-    if constexpr (sizeof(T) == 4) return expf(x);
-    return __expf(x);
-  }
-  static __device__ __forceinline__ float reciprocal(float x) {
-    if constexpr (sizeof(T) == 4) return __frcp_rn(x);
-    return __fdividef(1.f, x);
-  }
-};
 
 struct Place {
   int64_t row;

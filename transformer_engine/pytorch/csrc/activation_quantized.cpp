@@ -1,0 +1,175 @@
+// activation straight to FP8, binding: kernel wrappers, schemas and Meta functions. A quantizer written in Python gets
+// the activation as a tensor and quantizes that.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "activation.h"
+
+namespace te_torch {
+
+namespace {
+
+struct Sizes {
+  int64_t rows, cols;
+};
+
+Sizes sizes_of(const te_tensor& x, bool gated) { return {x.rows, gated ? x.cols / 2 : x.cols}; }
+
+bool any(Directions d) { return d.rowwise || d.columnwise; }
+
+bool in_python(const Quantizer& quantizer) { return quantizer.spec.kind == QuantizeSpec::kPython; }
+
+std::pair<Quantized, Quantized> unfused_bwd(const Tensor& dy, const Tensor& x, std::string_view kind,
+                                            at::ArrayRef<double> params, const Quantizer& dx_quantizer,
+                                            Directions dx_directions, Tensor* dbias, const QuantizeSpec& y_spec,
+                                            const Tensor& y_used_scales, Directions y_directions) {
+  const auto [dx, y] = activation_bwd(dy, x, kind, params, any(y_directions));
+  return {quantize(dx_quantizer, dx, dx_directions, dbias),
+          any(y_directions) ? quantize_again(y_spec, y_used_scales, y, y_directions) : Quantized{}};
+}
+
+}  // namespace
+
+Quantized activation_fwd_quantized(const Tensor& x, std::string_view kind, at::ArrayRef<double> params,
+                                   const Quantizer& quantizer, Directions directions) {
+  if (in_python(quantizer)) return quantize(quantizer, activation_fwd(x, kind, params), directions);
+  const ActivationKind k = activation_kind(kind);
+  activation_shape(x, k.gated);  // which checks it
+  const te_activation_params p = activation_params(params);
+  const Tensor in = rows_of(x);
+  const te_tensor source = view_2d(in, "activation", "x");
+  const auto [rows, cols] = sizes_of(source, k.gated);
+  const te_stream stream = current_stream(in);
+  QuantizePlan plan(quantizer, in.options(), [&](te_tensor parts) {
+    check(te_activation_forward_amax(k.number, p, source, parts, absent(), stream));
+  });
+  const Quantized y = empty_quantized(quantizer.spec, rows, cols, directions, in.options());
+  const te_quantized target = view_of(y, "activation", "y");
+  check(te_activation_forward_quantized(k.number, p, source, &plan.plan, &target, stream));
+  return y;
+}
+
+std::pair<Quantized, Quantized> activation_bwd_quantized(const Tensor& dy, const Tensor& x, std::string_view kind,
+                                                         at::ArrayRef<double> params, const Quantizer& dx_quantizer,
+                                                         Directions dx_directions, Tensor* dbias,
+                                                         const QuantizeSpec& y_spec, const Tensor& y_used_scales,
+                                                         Directions y_directions) {
+  if (in_python(dx_quantizer)) {
+    return unfused_bwd(dy, x, kind, params, dx_quantizer, dx_directions, dbias, y_spec, y_used_scales, y_directions);
+  }
+  const ActivationKind k = activation_kind(kind);
+  check_activation_dy(dy, x, k.gated);
+  const te_activation_params p = activation_params(params);
+  const Tensor grad = rows_of(dy), in = rows_of(x);
+  const te_tensor gradient = view_2d(grad, "activation", "dy"), source = view_2d(in, "activation", "x");
+  const auto [rows, cols] = sizes_of(source, k.gated);
+  const te_stream stream = current_stream(in);
+  QuantizePlan dx_plan(dx_quantizer, in.options(), [&](te_tensor parts) {
+    check(te_activation_backward_amax(k.number, p, gradient, source, parts, absent(), stream));
+  });
+  if (dbias != nullptr) dx_plan.want_column_sums(source.rows, source.cols, in.options());
+  const Quantized dx = empty_quantized(dx_quantizer.spec, source.rows, source.cols, dx_directions, in.options());
+  const te_quantized dx_target = view_of(dx, "activation", "dx");
+  if (any(y_directions)) {
+    const QuantizePlan y_plan(y_spec, y_used_scales);
+    const Quantized y = empty_quantized(y_spec, rows, cols, y_directions, in.options());
+    const te_quantized y_target = view_of(y, "activation", "y");
+    check(te_activation_backward_quantized(k.number, p, gradient, source, &dx_plan.plan, &dx_target, &y_plan.plan,
+                                           &y_target, stream));
+    if (dbias != nullptr) *dbias = dx_plan.bias_gradient(in.scalar_type());
+    return {dx, y};
+  }
+  check(te_activation_backward_quantized(k.number, p, gradient, source, &dx_plan.plan, &dx_target, nullptr, nullptr,
+                                         stream));
+  if (dbias != nullptr) *dbias = dx_plan.bias_gradient(in.scalar_type());
+  return {dx, {}};
+}
+
+namespace {
+
+FiveTensors activation_fwd_quantized_op(const Tensor& x, std::string_view kind, at::ArrayRef<double> params,
+                                        at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise) {
+  const Quantizer quantizer = stateless_quantizer(spec);
+  return parts_of(activation_fwd_quantized(x, kind, params, quantizer, {rowwise, columnwise}), {}, x.options());
+}
+
+FiveTensors activation_fwd_quantized_meta(const Tensor& x, std::string_view kind, at::ArrayRef<double>,
+                                          at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise) {
+  const Tensor y = x.new_empty_symint(activation_shape(x, activation_kind(kind).gated));
+  return quantize_meta(y, spec, rowwise, columnwise, false);
+}
+
+// (dx's four parts, dbias), then y's four parts and an empty one.
+using TenTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+TenTensors activation_bwd_quantized_op(const Tensor& dy, const Tensor& x, std::string_view kind,
+                                       at::ArrayRef<double> params, at::ArrayRef<int64_t> dx_spec, bool dx_rowwise,
+                                       bool dx_columnwise, bool dbias, at::ArrayRef<int64_t> y_spec,
+                                       const OptionalTensor& y_used_scales, bool y_rowwise, bool y_columnwise) {
+  Tensor bias;
+  const auto [dx, y] = activation_bwd_quantized(
+      dy, x, kind, params, stateless_quantizer(dx_spec), {dx_rowwise, dx_columnwise}, dbias ? &bias : nullptr,
+      QuantizeSpec::unpack(y_spec), y_used_scales.value_or(Tensor()), {y_rowwise, y_columnwise});
+  return std::tuple_cat(parts_of(dx, bias, x.options()), parts_of(y, {}, x.options()));
+}
+
+TenTensors activation_bwd_quantized_meta(const Tensor& dy, const Tensor& x, std::string_view kind, at::ArrayRef<double>,
+                                         at::ArrayRef<int64_t> dx_spec, bool dx_rowwise, bool dx_columnwise, bool dbias,
+                                         at::ArrayRef<int64_t> y_spec, const OptionalTensor&, bool y_rowwise,
+                                         bool y_columnwise) {
+  check_activation_dy(dy, x, activation_kind(kind).gated);
+  const bool emits = y_rowwise || y_columnwise;  // else y_spec says nothing
+  return std::tuple_cat(
+      quantize_meta(x, dx_spec, dx_rowwise, dx_columnwise, dbias),
+      emits ? quantize_meta(dy, y_spec, y_rowwise, y_columnwise, false) : parts_of({}, {}, x.options()));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def(
+      "activation_fwd_quantized(Tensor x, str kind, float[] params, int[] spec, bool rowwise, bool columnwise) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "activation_bwd_quantized(Tensor dy, Tensor x, str kind, float[] params, int[] dx_spec, bool dx_rowwise, bool "
+      "dx_columnwise, bool dbias, int[] y_spec, Tensor? y_used_scales, bool y_rowwise, bool y_columnwise) -> (Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(te, CPU, m) {
+  m.impl("activation_fwd_quantized", activation_fwd_quantized_op);
+  m.impl("activation_bwd_quantized", activation_bwd_quantized_op);
+}
+TORCH_LIBRARY_IMPL(te, CUDA, m) {
+  m.impl("activation_fwd_quantized", activation_fwd_quantized_op);
+  m.impl("activation_bwd_quantized", activation_bwd_quantized_op);
+}
+TORCH_LIBRARY_IMPL(te, Meta, m) {
+  m.impl("activation_fwd_quantized", activation_fwd_quantized_meta);
+  m.impl("activation_bwd_quantized", activation_bwd_quantized_meta);
+}
+
+void register_activation_quantized(pybind11::module_& m) {
+  m.def(
+      "activation_fwd_quantized",
+      torch::wrap_pybind_function_no_gil([](const Tensor& x, const std::string& kind, const std::vector<double>& params,
+                                            const Quantizer& quantizer, bool rowwise, bool columnwise) {
+        return activation_fwd_quantized(x, kind, params, quantizer, {rowwise, columnwise});
+      }));
+  // (dx, y or None, dbias or None); y by y_quantizer's format and the scales of an earlier quantization.
+  m.def("activation_bwd_quantized",
+        torch::wrap_pybind_function_no_gil(
+            [](const Tensor& dy, const Tensor& x, const std::string& kind, const std::vector<double>& params,
+               const Quantizer& dx_quantizer, std::pair<bool, bool> dx_directions, bool dbias,
+               const Quantizer& y_quantizer, const OptionalTensor& y_used_scales, std::pair<bool, bool> y_directions) {
+              Tensor bias;
+              const auto [dx, y] = activation_bwd_quantized(
+                  dy, x, kind, params, dx_quantizer, {dx_directions.first, dx_directions.second},
+                  dbias ? &bias : nullptr, y_quantizer.spec, y_used_scales.value_or(Tensor()),
+                  {y_directions.first, y_directions.second});
+              return std::tuple(dx, y.defined() ? std::optional(y) : std::nullopt,
+                                bias.defined() ? OptionalTensor(bias) : OptionalTensor());
+            }));
+}
+
+}  // namespace te_torch
