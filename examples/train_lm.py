@@ -69,6 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; bf16 keeps fp32 master weights")
     parser.add_argument("--fp8", choices=FP8, help="recipe of the layers' products; the twin is the model without it")
+    parser.add_argument("--offload-layers", type=int, default=0, metavar="K", help="move what K layers save to the CPU")
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text (default: Python's own sources)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile both models")
@@ -95,11 +96,17 @@ def configure(args: argparse.Namespace) -> Config:
     preset = PRESETS[args.preset]
     if args.fp8 == "delayed" and args.compile:
         raise ExampleError("--compile: torch.compile cannot follow --fp8 delayed: use --fp8 current or --fp8 block")
+    if not 0 <= args.offload_layers < preset.layers or (args.offload_layers and args.compile):
+        raise ExampleError(
+            f"--offload-layers {args.offload_layers}: wanted fewer than the model's {preset.layers} layers, and no "
+            "--compile beside it"
+        )
     return replace(
         preset,
         steps=args.steps or preset.steps,
         dtype=args.dtype or ("bf16" if args.fp8 else preset.dtype),
         fp8=args.fp8,
+        offload_layers=args.offload_layers,
         seed=args.seed,
         deterministic=preset.deterministic or args.deterministic,
     )

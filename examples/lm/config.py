@@ -32,6 +32,7 @@ class Config:
     seed: int = 0
     eps: float = 1e-5
     fp8: str | None = None  # the recipe of the layers' products
+    offload_layers: int = 0  # whose saved tensors leave for the CPU: changes no bit
     deterministic: bool = False  # attention's backward repeats its bits on CUDA (a CPU always does)
 
     @property
@@ -51,7 +52,9 @@ class Config:
 
     def identity(self) -> dict:
         """The fields a resumed run must share with the checkpoint it continues."""
-        return {key: value for key, value in asdict(self).items() if key not in ("steps", "save_every")}
+        return {
+            key: value for key, value in asdict(self).items() if key not in ("steps", "save_every", "offload_layers")
+        }
 
 
 PRESETS = {

@@ -65,6 +65,7 @@ class FusedLM(nn.Module):
         angles = te.RotaryPositionEmbedding(config.head_dim, rotary_base=ROPE_BASE)(config.seq)
         self.register_buffer("angles", angles.to(device), persistent=False)
         self.recipe = RECIPES[config.fp8]() if config.fp8 else None
+        self.offload = te.get_cpu_offload_context(config.offload_layers > 0, config.offload_layers, config.layers)
 
     def quantized(self) -> te.autocast:
         """Inside, the products of the layers are FP8 ones, if this run has them."""
@@ -74,9 +75,12 @@ class FusedLM(nn.Module):
         """Logits [batch, seq, 256] of int64 tokens [batch, seq]. The head is not quantized."""
         x = self.embedding(tokens)
         angles = self.angles[: tokens.shape[1]]
+        context, sync = self.offload
         with self.quantized():
             for layer in self.layers:
-                x = layer(x, rotary_pos_emb=angles)
+                with context:
+                    x = layer(x, rotary_pos_emb=angles)
+                x = sync(x)
         return self.head(self.norm(x))
 
     def scaled_modules(self) -> dict[str, nn.Module]:
@@ -92,7 +96,7 @@ class FusedLM(nn.Module):
 
 def unquantized_twin(fused: FusedLM, config: Config, device: torch.device) -> FusedLM:
     """The same model with the same first weights, its products in config.dtype."""
-    twin = FusedLM(replace(config, fp8=None), device)
+    twin = FusedLM(replace(config, fp8=None, offload_layers=0), device)
     twin.load_state_dict(fused.state_dict())
     return twin
 

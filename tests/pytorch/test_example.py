@@ -24,6 +24,7 @@ from lm import checkpoint, data
 from lm.config import PRESETS, ExampleError
 from lm.model import FusedLM, plain_twin
 from lm.train import Trainer
+from transformer_engine.pytorch.cpu_offload import layer as offload_layer
 
 SCRIPT = Path(train_lm.__file__)
 TINY = replace(
@@ -137,6 +138,19 @@ def test_resume_in_bf16_is_bit_equal_and_keeps_master_weights(tmp_path, text, de
     weight, master = straight["model.head.weight"], straight["optimizer.master.head.weight"]
     assert (weight.dtype, master.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(weight, master.bfloat16()) and not torch.equal(weight.float(), master)
+
+
+@pytest.mark.parametrize("fp8", [(), ("--fp8", "current")], ids=["plain", "fp8"])
+def test_offloaded_layers_change_no_bit(tmp_path, text, device, fp8, monkeypatch):
+    monkeypatch.setattr(offload_layer, "MIN_ELEMENTS", 64)
+    options = ("--no-twin", "--steps", "3", "--deterministic", *fp8)
+    for name, more in (("kept", ()), ("offloaded", ("--offload-layers", "1"))):
+        assert train(tmp_path, text, device, *options, *more, "--name", name) == 0
+    kept, offloaded = (load_file(tmp_path / "runs" / name / "checkpoint.safetensors") for name in ("kept", "offloaded"))
+    assert all(torch.equal(kept[name], offloaded[name]) for name in kept)
+    for wrong in (("--offload-layers", "4"), ("--offload-layers", "1", "--compile")):
+        with pytest.raises(ExampleError, match="--offload-layers"):
+            train(tmp_path, text, device, *wrong)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])

@@ -8,6 +8,7 @@ import functools
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, ModuleQuantization
 from transformer_engine.pytorch.quantization.products import SCALING_OF_KIND, plan_of
@@ -71,7 +72,7 @@ class QuantizedWeights(torch.nn.Module):
         if not state.enabled:
             return None
         if isinstance(weight, QuantizedTensor):
-            return self._primary_weight(product, weight)
+            return self._stays(self._primary_weight(product, weight))
         if (is_first_microbatch is None and state.skip_weight_update is None) or torch.compiler.is_compiling():
             return None
         if isinstance(is_first_microbatch, torch.Tensor) or is_first_microbatch not in (None, True, False):
@@ -79,7 +80,14 @@ class QuantizedWeights(torch.nn.Module):
                 f"{type(self).__name__}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, False "
                 "or None."
             )
-        return self._cached_weight(product, weight, is_first_microbatch, state.skip_weight_update)
+        return self._stays(self._cached_weight(product, weight, is_first_microbatch, state.skip_weight_update))
+
+    @staticmethod
+    def _stays(weight: _C.Quantized) -> _C.Quantized:
+        """The module holds it whatever a graph saves: that it leaves for the CPU would give nothing back."""
+        if is_cpu_offload_enabled():
+            mark_not_offload(weight.rowwise, weight.columnwise)
+        return weight
 
     def _cached_weight(
         self, product: str, weight: torch.Tensor, first: bool | None, skip: torch.Tensor | None
