@@ -25,11 +25,12 @@ WARM_S = 0.1
 
 
 def rotate(make, device):
-    """Calls make() (a tuple of tensors, or of what else has nbytes) often enough that one turn through the results exceeds twice the L2."""
+    """Calls make() (a tuple of tensors, or of what has nbytes too) often enough that one turn through the results exceeds
+    twice the L2."""
     first = make()
     if device.type != "cuda":
         return [first]
-    size = sum(t.nbytes for t in first)
+    size = sum(getattr(t, "nbytes", 0) for t in first)
     turns = min(MAX_GRAPH_CALLS, math.ceil(2 * L2_BYTES / max(size, 1)))
     return [first] + [make() for _ in range(turns - 1)]
 

@@ -53,7 +53,8 @@ def sum_error(magnitude, terms):
 
 
 def fp8_sum_error(magnitude, depth, device, fast):
-    """A sum of `depth` products of FP8 values: in float32 on the CPU, each product of two factors that are rounded once.
+    """A sum of `depth` products of FP8 values: in float32 on the CPU, each of two factors that are rounded once.
+
     A Hopper tensor core adds 32 products and its accumulator after aligning them to the largest, keeping 13 bits beyond
     its first (DeepSeek-V3's report, section 3.5.2): 33 times 2^-13 of the magnitudes at most. Split accumulation starts
     anew in float32 every 128 products, 4 such steps; fast accumulation goes on, one step per 32."""
