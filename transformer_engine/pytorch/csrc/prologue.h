@@ -84,8 +84,18 @@ Produced produce(const Prologue& p, const Tensor& x, const OptionalTensor& resid
                  const OptionalTensor& beta, const Quantizer* quantizer, Directions directions) {
   if (p.kind == Prologue::kNorm) return produce_norm<Route>(p, x, residual, *gamma, beta, quantizer, directions);
   if (p.kind == Prologue::kNone) return {operand_of<Route>(quantizer, x, directions), x, {}, {}, {}};
-  const Tensor y = Route::template call<activation_fwd>("te::activation_fwd", x, std::string_view(p.activation),
-                                                        at::ArrayRef<double>(p.params));
+  const std::string_view kind(p.activation);
+  const at::ArrayRef<double> params(p.params);
+  if (fuses<Route>(quantizer)) {
+    return {{{},
+             Direct::call<activation_fwd_quantized>("te::activation_fwd_quantized", x, kind, params, *quantizer,
+                                                    directions)},
+            x,
+            {},
+            {},
+            {}};
+  }
+  const Tensor y = Route::template call<activation_fwd>("te::activation_fwd", x, kind, params);
   return {operand_of<Route>(quantizer, y, directions), x, {}, {}, {}};
 }
 
@@ -132,6 +142,13 @@ ActivationGradient activation_back(const Prologue& p, const Tensor& dy, const Te
                                    const Quantizer* quantizer, const Tensor& used_scales, const Quantizer* onward,
                                    Directions directions, bool with_bias) {
   ActivationGradient made;
+  if (fuses<Route>(onward) && (!with_operand || fuses<Route>(quantizer))) {
+    const QuantizeSpec spec = with_operand ? quantizer->spec : QuantizeSpec();
+    std::tie(made.dx.fp8, made.operand.fp8) = Direct::call<activation_bwd_quantized>(
+        "te::activation_bwd_quantized", dy, x, std::string_view(p.activation), at::ArrayRef<double>(p.params), *onward,
+        directions, with_bias ? &made.dbias : nullptr, spec, used_scales, Directions{false, with_operand});
+    return made;
+  }
   const auto [dx, y] = Route::template call<activation_bwd>("te::activation_bwd", dy, x, std::string_view(p.activation),
                                                             at::ArrayRef<double>(p.params), with_operand);
   made.dx = operand_of<Route>(onward, dx, directions, with_bias ? &made.dbias : nullptr);
