@@ -198,7 +198,8 @@ def make_graphed_callables(
       -c left (delay_wgrad_compute); chunks from 1, of _num_layers_per_chunk modules. sample_args has an entry for every
       chunk, microbatch and layer, in this order of nesting, and what comes back is a tuple of callables, one for each.
       Call them in this order. _reuse_graph_input_output_buffers: microbatches that do not overlap share static memory.
-    pool: a graph memory pool to share. retain_graph_in_backward: a backward may be replayed again.
+    pool: a graph memory pool to share (delayed weight gradients without entries in an order have one of their own).
+      retain_graph_in_backward: a backward may be replayed again.
     clone_param_grads_on_return: False hands out the static gradients of parameters, valid until the next replay.
     pre_warmup_hook, post_warmup_hook: called around the whole warm-up, on its stream. capture_time_hooks: for each
       module {"forward_pre_hooks" | "forward_hooks" | "backward_pre_hooks" | "backward_hooks": {id: fn(module)}}, called

@@ -61,8 +61,6 @@ class Capture:
         self.works: list[Work] = []
         self.graphed: list[Graphed] = []
         self.last_grad_inputs: tuple[Graphed, ...] = ()
-        self.held: list[object] = []  # until every capture is done
-        self.checked = False
 
     def run(self) -> list[Graphed]:
         plan = self.plan
@@ -91,8 +89,6 @@ class Capture:
                 work.forget()
             self.buffers = Buffers()
             raise
-        finally:
-            self.held.clear()
         for graphed, work in zip(self.graphed, self.works):
             self._finish(graphed, work)
         return self.graphed
@@ -230,7 +226,7 @@ class Capture:
         count = len(work.wanted)
         graphed.grad_inputs, graphed.grad_parameters = grads[:count], grads[count:]
         if step.module not in self.plan.schedule.scheduled_wgrad:
-            self.held.append(list(work.pending))
+            graphed.held = list(work.pending)
         if self.plan.reuse:
             self._bury(graphed, work, step)
 

@@ -93,6 +93,7 @@ class Graphed:
         self.fused: list[Fused] = []  # whose gradients the backward adds to main_grad
         self.fused_later: list[Fused] = []  # and backward_dw()
         self.delaying: list[TransformerEngineBaseModule] = []
+        self.held: list[object] = []  # what backward_dw()'s graph reads, where it may run at any time
         self.on_reset: Callable[[], object] | None = None
 
     # ---- forward ----
@@ -308,7 +309,7 @@ class Graphed:
         self.forward_graph = self.backward_graph = None
         self.inputs, self.outputs, self.grad_outputs = [], [], []
         self.grad_inputs, self.grad_parameters, self.copied_grads, self.wgrads = [], [], [], []
-        self.wgrad_due = None
+        self.held, self.wgrad_due = [], None
         if self.on_reset is not None:
             self.on_reset()
 
