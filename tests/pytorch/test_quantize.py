@@ -1,7 +1,6 @@
-# quantize, the functional op and the quantizers of the binding: bytes and scales equal to those of plain_fp8.py
-# for every format, scaling, dtype, direction and shape; special values, padding, round trips, amax and scale state,
-# no-op flag, bias gradients, compile and errors. Mutant: `* scale_inv_at` left out of dequantize (quantize_cpu.cpp)
-# turns test_round_trip red; `row ^ col` replaced by `row` in put_transposed (emit.cuh), columnwise bytes on CUDA.
+# quantize, the quantizers of the binding: bytes and scales equal to plain_fp8.py's for every format, scaling, dtype,
+# direction and shape; special values, padding, round trips, amax and scale state, no-op flag. Mutant: `* scale_inv_at`
+# left out of dequantize (quantize_cpu.cpp) turns test_round_trip red.
 import itertools
 
 import plain_fp8 as plain
@@ -9,69 +8,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support import DTYPES, assert_same_bits, in_threads, layouts, refused
-from torch._subclasses.fake_tensor import FakeTensorMode
+from quantize_cases import (
+    DIRECTIONS,
+    KINDS,
+    SHAPES,
+    check_padding,
+    check_quantized,
+    draw,
+    expected,
+    quantizer,
+    same_bytes,
+)
+from support import DTYPES, assert_same_bits, in_threads, layouts
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.functional import dequantize, quantize
-
-KINDS = ("current", "delayed", "block1d", "block2d")
-DIRECTIONS = ((True, False), (False, True), (True, True))
-SHAPES = ((0, 0), (0, 300), (5, 0), (1, 1), (1, 16), (3, 5), (17, 130), (128, 128), (129, 300), (256, 384), (300, 4097))
-
-
-def draw(rows, cols, dtype, device, seed=0):
-    """Normal values over many orders of magnitude, so that blocks have different scales."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, cols, generator=generator)
-    exponents = torch.randint(-3, 4, (rows, cols), generator=generator)
-    return (x * 2.0**exponents).to(dtype).to(device)
-
-
-def quantizer(kind, device, e5m2=False, pow_2=False, epsilon=0.0, scale=1.5):
-    if kind != "delayed":
-        return _C.Quantizer(kind, e5m2, pow_2, epsilon)
-    return _C.Quantizer(kind, e5m2, scale=torch.tensor([scale], device=device), amax=torch.zeros(1, device=device))
-
-
-def expected(kind, x, e5m2=False, pow_2=False, epsilon=0.0, scale=1.5):
-    given = torch.tensor(scale) if kind == "delayed" else None
-    return plain.quantize(x, plain.SCALINGS[kind], e5m2, pow_2, epsilon, given)
-
-
-def same_bytes(got, want, e5m2, what):
-    """Equal, but that any NaN equals any other."""
-    assert got.dtype == torch.uint8 and got.shape == want.shape, (what, got.shape, want.shape)
-    got, want = got.cpu(), want.contiguous()
-    nan = [t.view(plain.fp8_dtype(e5m2)).float().isnan() for t in (got.contiguous(), want)]
-    wrong = (got != want) & ~(nan[0] & nan[1])
-    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} bytes differ"
-
-
-def check_padding(data, what):
-    """Rows start on 16 bytes; there are rows up to a multiple of 16; all of what is beyond the matrix is 0."""
-    rows, cols = data.shape
-    pitch = data.stride(0) if rows * cols else 16
-    assert pitch % 16 == 0 and data.data_ptr() % 16 == 0, what
-    if rows * cols == 0:
-        return
-    whole = data.as_strided((plain.up(rows, 16), pitch), (pitch, 1)).clone()
-    whole[:rows, :cols] = 0
-    assert not whole.any(), f"{what}: padding is not 0"
-
-
-def check_quantized(q, want, e5m2, what):
-    for name, data, scale_inv, data_want, scales_want in (
-        ("rowwise", q.rowwise, q.rowwise_scale_inv, want[0], want[1]),
-        ("columnwise", q.columnwise, q.columnwise_scale_inv, want[2], want[3]),
-    ):
-        if data is None:
-            assert scale_inv is None, what
-            continue
-        assert_same_bits(scale_inv.cpu(), scales_want, f"{what} {name} scales")
-        same_bytes(data, data_want, e5m2, f"{what} {name}")
-        check_padding(data, f"{what} {name}")
-
+from transformer_engine.pytorch.functional import dequantize
 
 # ---- bytes and scales ----
 
@@ -293,142 +244,3 @@ def test_transpose_of_bytes(shape, device):
         transposed = _C.fp8_transpose(source.copy_(data))
         assert_same_bits(transposed.contiguous(), data.T.contiguous())
         check_padding(transposed, "transpose")
-
-
-# ---- bias gradients, the registered op ----
-
-
-@pytest.mark.parametrize("kind", ("current", "block1d", "block2d"))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_op_and_its_bias_gradient(kind, dtype, device):
-    for shape in SHAPES:
-        x = draw(*shape, dtype, device)
-        spec = _C.Quantizer(kind).spec
-        want = expected(kind, x)
-        for rowwise, columnwise in DIRECTIONS:
-            *parts, dbias = quantize(x, spec, rowwise=rowwise, columnwise=columnwise, dbias=True)
-            assert_same_bits(dbias.cpu(), plain.bias_gradient(x.cpu()), f"dbias {shape}")
-            parts = [part if wanted else None for part, wanted in zip(parts, [rowwise] * 2 + [columnwise] * 2)]
-            check_quantized(_C.Quantized(plain.SCALINGS[kind], False, *parts), want, False, shape)
-        assert quantize(x, spec)[4].numel() == 0
-
-
-def test_opcheck(device):
-    for shape, dtype in (((5, 33), torch.float32), ((130, 272), torch.bfloat16), ((1, 16), torch.float16)):
-        x = draw(*shape, dtype, device)
-        for kind in ("current", "block1d", "block2d"):
-            spec = _C.Quantizer(kind, True, True, 1e-3).spec
-            for rowwise, columnwise in DIRECTIONS:
-                for dbias in (False, True):
-                    arguments = (x, spec, rowwise, columnwise, dbias)
-                    torch.library.opcheck(torch.ops.te.quantize.default, arguments)
-            row, row_scale, col, col_scale, _ = quantize(x, spec, rowwise=True, columnwise=True)
-            scaling = plain.SCALINGS[kind]
-            for arguments in ((row, row_scale, scaling, True, False), (col, col_scale, scaling, True, True)):
-                torch.library.opcheck(torch.ops.te.dequantize.default, (*arguments, dtype))
-
-
-@pytest.mark.parametrize("kind", ("current", "block1d", "block2d"))
-def test_compiled_bits_equal_eager(kind, device):
-    spec = _C.Quantizer(kind, False, True).spec
-
-    def through(x):
-        row, row_scale, col, col_scale, dbias = quantize(x, spec, rowwise=True, columnwise=True, dbias=True)
-        back = dequantize(row, row_scale, scaling=plain.SCALINGS[kind], e5m2=False, columnwise=False, dtype=x.dtype)
-        return row, row_scale, col, col_scale, dbias, back
-
-    compiled = torch.compile(through, fullgraph=True, backend="aot_eager", dynamic=True)
-    # Both shapes have more than one block each way: PyTorch specialises sizes of 1.
-    for shape, stance in (((150, 130), "default"), ((300, 277), "fail_on_recompile")):
-        x = draw(*shape, torch.bfloat16, device)
-        with torch.compiler.set_stance(stance):
-            results = compiled(x)
-        for got, want in zip(results, through(x), strict=True):
-            assert_same_bits(got.contiguous(), want.contiguous(), f"{shape}")
-
-
-def test_fake_and_meta_tensors_get_shapes_and_pitches():
-    real = quantize(torch.zeros(5, 33), _C.Quantizer("block1d").spec, columnwise=True)
-    with FakeTensorMode():
-        fake = quantize(torch.empty(5, 33), _C.Quantizer("block1d").spec, columnwise=True)
-    meta = quantize(torch.empty(5, 33, device="meta"), _C.Quantizer("block1d").spec, columnwise=True)
-    for other in (fake, meta):
-        assert [(t.shape, t.stride(), t.dtype) for t in other] == [(t.shape, t.stride(), t.dtype) for t in real]
-
-
-# ---- quantizers written in Python ----
-
-
-class Halving:
-    """A format of its own: blocks of what is left after halving."""
-
-    def __init__(self):
-        self.seen = []
-
-    def _quantize_native(self, x, rowwise, columnwise):
-        self.seen.append((tuple(x.shape), rowwise, columnwise))
-        return _C.quantize(_C.Quantizer("block1d"), x / 2, rowwise, columnwise)
-
-
-def test_a_quantizer_in_python_is_called(device):
-    mine = Halving()
-    handle = _C.Quantizer("python", python=mine)
-    x = draw(20, 40, torch.bfloat16, device)
-    q = _C.quantize(handle, x, True, False)
-    assert mine.seen == [((20, 40), True, False)] and handle.kind == "python"
-    check_quantized(q, expected("block1d", x / 2), False, "python")
-
-    class Broken:
-        def _quantize_native(self, x, rowwise, columnwise):
-            raise KeyError("no such table")
-
-    with pytest.raises(KeyError, match="no such table"):
-        _C.quantize(_C.Quantizer("python", python=Broken()), x, True, False)
-
-
-# ---- errors ----
-
-
-def bad_calls(device):
-    x = torch.ones(4, 32, device=device)
-    block = _C.Quantizer("block1d")
-    good = _C.quantize(block, x, True, True)
-    flag = torch.zeros(1, device=device)
-    return (
-        (lambda: _C.quantize(block, x.int(), True, False), ("quantize", "'x'", "Int", "float32, float16 or bfloat16")),
-        (lambda: _C.quantize(block, x.double(), True, False), ("quantize", "'x'", "Double")),
-        (lambda: _C.quantize(block, x.to(torch.float8_e4m3fn), True, False), ("quantize", "'x'", "Float8_e4m3fn")),
-        (lambda: _C.quantize(block, torch.tensor(1.0, device=device), True, False), ("'x'", "no dimensions")),
-        (lambda: _C.quantize(_C.Quantizer("none"), x, True, False), ("'quantizer'", "none")),
-        (lambda: _C.quantize(block, x[:2], True, True, None, good), ("'out.rowwise'", "[4, 32]", "[2, 32]")),
-        (lambda: _C.quantize(_C.Quantizer("current"), x, True, True, None, good), ("'plan'", "block scaling")),
-        (lambda: _C.quantize(block, x, True, True, flag.double()), ("'noop'", "Double")),
-        (lambda: _C.quantize(block, x, True, True, torch.zeros(2, device=device)), ("'plan.noop'", "[1, 2]")),
-        (lambda: _C.quantize(_C.Quantizer("block1d", amax_epsilon=-1.0), x, True, False), ("amax_epsilon", "-1")),
-        (lambda: _C.Quantizer("block3d"), ("'kind'", "'block3d'", "block1d")),
-        (lambda: _C.Quantizer("delayed"), ("'scale'", "missing", "delayed")),
-        (lambda: _C.Quantizer("current", scale=flag), ("'scale'", "given", "current")),
-        (lambda: _C.Quantizer("python"), ("'python'", "missing")),
-        (lambda: _C.Quantized(7, False), ("'scaling'", "7")),
-        (lambda: _C.dequantize(_C.Quantized(1, False), torch.float32), ("dequantize", "'x'", "no data")),
-        (lambda: _C.dequantize(good, torch.int32), ("dequantize", "'dtype'", "Int")),
-        (lambda: _C.dequantize(_C.Quantized(1, False, good.rowwise), torch.float32), ("rowwise_scale_inv", "[1, 4]")),
-        (lambda: _C.dequantize(_C.Quantized(0, False, x, flag), torch.float32), ("'x'", "Float", "uint8")),
-        (lambda: _C.update_scales([(flag[None], flag, 448.0, -1, False, False)]), ("'margin'", "-1", ">= 0")),
-        (lambda: _C.update_scales([(flag[None], flag, 0.0, 0, False, False)]), ("'fp8_max'", "0", "> 0")),
-        (
-            lambda: _C.update_scales([(flag.view(0, 1) if False else flag[:0].view(0, 1), flag, 1.0, 0, False, False)]),
-            ("'history'", "[0, 1]", "one row"),
-        ),
-        (lambda: quantize(x, [1, 2]), ("'spec'", "4 integers")),
-    )
-
-
-def test_bad_input_is_named_and_harmless(device):
-    for call, words in bad_calls(device):
-        with refused(ValueError, *words):
-            call()
-    x = torch.ones(4, 32, device=device)
-    for kind in (_C.Quantizer("delayed", scale=torch.ones(1)), _C.Quantizer("python", python=Halving())):
-        with refused(NotImplementedError, "'spec'", "eager"):
-            quantize(x, kind.spec)

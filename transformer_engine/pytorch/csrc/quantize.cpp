@@ -110,7 +110,7 @@ void run(const Quantizer& quantizer, const Tensor& in, const Quantized& out, con
 }
 
 // Takes the GIL and calls the Python quantizer's `_quantize_native(x, rowwise, columnwise)`, which returns a
-// _C.Quantized. Its dbias is made here, by the same sums as everybody's.
+// _C.Quantized, or None to leave x as it is. Its dbias is made here, by the same sums as everybody's.
 Quantized quantize_in_python(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias) {
   if (dbias != nullptr) {
     Quantized nothing;
@@ -120,7 +120,8 @@ Quantized quantize_in_python(const Quantizer& quantizer, const Tensor& x, Direct
   }
   const pybind11::gil_scoped_acquire gil;
   const auto object = pybind11::reinterpret_borrow<pybind11::object>(const_cast<PyObject*>(quantizer.python.get()));
-  return object.attr("_quantize_native")(x, directions.rowwise, directions.columnwise).cast<Quantized>();
+  const pybind11::object result = object.attr("_quantize_native")(x, directions.rowwise, directions.columnwise);
+  return result.is_none() ? Quantized{} : result.cast<Quantized>();
 }
 
 }  // namespace

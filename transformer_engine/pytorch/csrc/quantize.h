@@ -80,8 +80,8 @@ struct QuantizePlan {
   Tensor bias_gradient(at::ScalarType dtype) const;  // of the sums that the call has made
 };
 
-// x, its leading dimensions folded into rows, by the quantizer. With dbias also the sums of its columns, in x's dtype.
-// noop: float32 [1], or undefined.
+// x, its leading dimensions folded into rows, by the quantizer; undefined where one in Python leaves x alone. With
+// dbias also the sums of its columns, in x's dtype. noop: float32 [1], or undefined.
 Quantized quantize(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias = nullptr);
 
 // Again by the scale that was used before: same bits, no amax touched.
