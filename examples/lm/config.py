@@ -15,7 +15,7 @@ class ExampleError(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """A Llama-like model and its training. Everything here decides the bits of a run, except steps and save_every."""
+    """A Llama-like model and its training. All of it decides the bits of a run, but what identity() leaves out."""
 
     hidden: int
     ffn_hidden: int

@@ -177,6 +177,12 @@ def test_a_capture_without_pinned_memory_is_refused():
     context.offload_synchronizer.reserve_pinned(1 << 20)
     te.make_graphed_callables(tuple(wrapped), samples, **hooks)
     same([t.clone() for t in step(wrapped, [x])], expected)
+    synchronizer = context.offload_synchronizer
+    assert synchronizer.pinned_usage()["captured"] > 0
+    for module in wrapped:
+        module.reset()
+    synchronizer.release_pinned(graphs_are_gone=True)
+    assert synchronizer.pinned_usage()["reserved"] == 0
 
 
 @pytest.mark.gpu

@@ -156,9 +156,12 @@ class Synchronizer:
         """Pinned memory for `nbytes` in one piece exists afterwards, as a capture needs it to."""
         self.engines.of(torch.device(device)).reserve(nbytes)
 
-    def release_pinned(self) -> None:
-        """Pinned memory that nothing lies in is given back."""
+    def release_pinned(self, *, graphs_are_gone: bool = False) -> None:
+        """Pinned memory that nothing lies in is given back; with graphs_are_gone that of captured graphs too, which the
+        caller has reset. Without, it outlives even this object: a replay copies there."""
         for _, engine in self.engines:
+            if graphs_are_gone:
+                engine.release_captured()
             engine.trim()
 
     # ---- inside ----

@@ -60,7 +60,12 @@ OffloadEngine::OffloadEngine(const at::Device& device, te_offload_options option
   check(te_offload_engine_create(options, &engine_));
 }
 
-OffloadEngine::~OffloadEngine() { te_offload_engine_destroy(engine_); }
+OffloadEngine::~OffloadEngine() {
+  te_offload_usage usage{};
+  te_offload_get_usage(engine_, &usage);
+  if (usage.captured == 0)
+    te_offload_engine_destroy(engine_);  // else a graph may still be replayed, which copies there
+}
 
 OffloadLayer::OffloadLayer(std::shared_ptr<OffloadEngine> engine, bool retain) : engine_(std::move(engine)) {
   check(te_offload_layer_create(engine_->get(), retain, &layer_));
@@ -188,6 +193,7 @@ void register_offload(pybind11::module_& m) {
       .def("reserve",
            wrapped([](OffloadEngine& e, int64_t bytes) { check(te_offload_reserve(e.get(), size_t(bytes))); }))
       .def("trim", wrapped([](OffloadEngine& e) { check(te_offload_trim(e.get())); }))
+      .def("release_captured", wrapped([](OffloadEngine& e) { check(te_offload_release_captured(e.get())); }))
       .def("usage", wrapped([](OffloadEngine& e) {
              te_offload_usage usage{};
              check(te_offload_get_usage(e.get(), &usage));

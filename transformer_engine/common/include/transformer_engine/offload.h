@@ -20,7 +20,7 @@
  *   SLOT      later copies out, for a copy back that reads the host memory they may be given
  * Capture. Calls whose stream is being captured become nodes of the graph. What one capture forks it must join before
  *   it ends (join, wait_reload, park or reset); waits across two captures are then left to the order of the graphs, and
- *   memory used inside of one is kept for it until the engine ends. The arena grows outside of captures alone.
+ *   memory used inside of one is kept for it (te_offload_release_captured). The arena grows outside of captures alone.
  * Pieces under 2 MiB travel packed where there are two or more of them: one copy on the device, one transfer.
  * Threads. Calls on one engine take turns.
  * Errors. TE_INVALID_ARGUMENT for bad arguments, TE_RUNTIME_ERROR for a call in the wrong state, pinned memory that is
@@ -102,6 +102,8 @@ TE_API te_status te_offload_engine_destroy(te_offload_engine* engine);
 TE_API te_status te_offload_reserve(te_offload_engine* engine, size_t bytes);
 /* Gives back what no slot lies in. On CUDA the driver waits for the device. */
 TE_API te_status te_offload_trim(te_offload_engine* engine);
+/* The graphs whose captures used the engine are gone: their slots may serve again. */
+TE_API te_status te_offload_release_captured(te_offload_engine* engine);
 TE_API te_status te_offload_get_usage(const te_offload_engine* engine, te_offload_usage* out);
 TE_API te_status te_offload_streams(const te_offload_engine* engine, te_stream* d2h, te_stream* h2d);
 /* Copies up to `most` steps from `first` on; *count: how many there are in all. */

@@ -70,7 +70,15 @@ class Engine {
     event = Event{};
   }
 
-  void keep_for_graphs(const Slot& slot) { captured_ += slot.bytes; }
+  void keep_for_graphs(const Slot& slot) {
+    captured_ += slot.bytes;
+    of_graphs_.push_back(slot);
+  }
+  void release_captured(const char* op) {
+    for (const Slot& slot : of_graphs_) arena_.give_back(op, slot);
+    of_graphs_.clear();
+    captured_ = 0;
+  }
 
   te_offload_usage usage() const {
     return {arena_.reserved(), arena_.used(), arena_.peak(), captured_, arena_.slots()};
@@ -96,6 +104,7 @@ class Engine {
   std::vector<te_offload_step> trace_;
   std::vector<void*> handles_, free_handles_;
   int64_t serial_ = 0;
+  std::vector<Slot> of_graphs_;
   size_t captured_ = 0;
 };
 

@@ -171,6 +171,11 @@ te_status te_offload_trim(te_offload_engine* engine) {
   return with_engine("te_offload_trim", engine, [](te_offload_engine& e) { e.arena().trim(); });
 }
 
+te_status te_offload_release_captured(te_offload_engine* engine) {
+  return with_engine("te_offload_release_captured", engine,
+                     [](te_offload_engine& e) { e.release_captured("te_offload_release_captured"); });
+}
+
 te_status te_offload_get_usage(const te_offload_engine* engine, te_offload_usage* out) {
   return with_engine("te_offload_get_usage", engine, [&](te_offload_engine& e) { *out = e.usage(); });
 }
