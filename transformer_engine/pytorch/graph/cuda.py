@@ -83,9 +83,11 @@ class CudaGraphs:
     def warming(self) -> Iterator[None]:
         """On the stream of the captures, so that what libraries allocate for a stream is there before them."""
         torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.synchronize()
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.synchronize()  # after an exception too: what it disturbs is put back on another stream
 
     def prepare(self) -> None:
         """Before the captures: nothing is in flight, and no cached memory is kept from their pool."""
