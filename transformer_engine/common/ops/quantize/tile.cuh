@@ -238,7 +238,9 @@ __global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
 #pragma unroll
   for (int k = 0; k < Producer::kOutputs; ++k) any = any || !is_set(dests.of[k].noop);
   if (!any) return;
-  const Place at(blockIdx.x / unsigned(domain.tile_cols), blockIdx.x % unsigned(domain.tile_cols));
+  // Behind an amax pass the last tiles come first: their inputs may still be in the L2.
+  const unsigned tile = dests.of[0].amax_parts != nullptr ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const Place at(tile / unsigned(domain.tile_cols), tile % unsigned(domain.tile_cols));
   if constexpr (Producer::kStaged) {
     quantize_tile_staged(producer, dests, domain, at, shared);
   } else {
