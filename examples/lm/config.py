@@ -61,11 +61,11 @@ PRESETS = {
     # 3M parameters: both models, trained one beside the other, take about 2 minutes on 2 CPU cores.
     "toy": Config(
         hidden=256, ffn_hidden=704, layers=4, heads=8, kv_groups=4, seq=256, batch=8,
-        steps=200, lr=2e-3, warmup=20, save_every=100, deterministic=True,
+        steps=200, lr=1e-3, warmup=40, save_every=100, deterministic=True,
     ),
     # 1.0B parameters in bf16 with fp32 master weights: 14 GB of state per model, 14 GB on disk.
     "h200": Config(
         hidden=2048, ffn_hidden=8192, layers=16, heads=16, kv_groups=8, seq=4096, batch=4,
-        steps=50, lr=3e-4, warmup=10, save_every=500, dtype="bf16",
+        steps=50, lr=1.5e-4, warmup=40, save_every=500, dtype="bf16",
     ),
 }  # fmt: skip

@@ -174,6 +174,19 @@ def test_packed_pre_activation(device, recipe):
         assert 0 < error < 0.1
 
 
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("leading", ((34,), (2, 17), (1, 2, 17), ()))
+def test_packed_pre_activation_of_any_dimensions(device, leading, recompute):
+    inputs, dy = mlp_leaves(device, "swiglu", rows=34 if leading else 1)
+    shaped = (inputs[0].detach().view(*leading, -1).requires_grad_(), *inputs[1:])
+    dy_shaped = dy.view(shaped[0].shape)
+    options = {"fp8_pre_activation": True, "recompute": recompute}
+    y, want = mlp(shaped, "swiglu", (None, None), **options), mlp(inputs, "swiglu", (None, None), **options)
+    assert_same_bits(y, want.view(y.shape))
+    for got, wanted in zip(grads(y, shaped, dy_shaped), grads(want, inputs, dy), strict=True):
+        assert_same_bits(got, wanted.view(got.shape))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weight_gradients_elsewhere(device, recipe):
     x, weight, bias, dy = leaves((32,), 64, 48, device)

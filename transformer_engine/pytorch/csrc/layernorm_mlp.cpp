@@ -126,15 +126,17 @@ struct MlpFamily {
       saved1.assign(saved.begin(), middle);
       saved2.assign(middle, middle + Half::kSavedCount);
     }
-    if (any && state.options.fp8_pre_activation) {
+    if (any && grads[0].defined() && state.options.fp8_pre_activation) {
       Tensor& pre_activation = saved2[Half::kInput];
       const bool packed_now = state.options.recompute;
+      const Tensor& like = packed_now ? pre_activation : grads[0];
       const Quantized packed =
           packed_now
               ? operand_of<Route>(&packer(), pre_activation, {true, false}).fp8
               : Quantized{
                     TE_SCALING_BLOCK_1D, false, saved[2 * Half::kSavedCount], saved[2 * Half::kSavedCount + 1], {}, {}};
-      pre_activation = plain_of<Route>({{}, packed}, state.fc1.dtype);
+      const Tensor unpacked = plain_of<Route>({{}, packed}, state.fc1.dtype);  // leading dimensions folded
+      pre_activation = detail::unfold_last(unpacked, like, unpacked.sym_size(-1));
     }
 
     const ProductQuantization* q = fc1.quantization.get();

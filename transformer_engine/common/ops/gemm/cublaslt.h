@@ -156,7 +156,8 @@ struct Plan {
            te_stream stream) const {
     const float alpha = 1.f;
     const float beta = p.accumulate ? 1.f : 0.f;
-    check(lt().cublasLtMatmul(handle, descriptor.get(), &alpha, p.a.data, a.get(), p.b.data, b.get(), &beta, p.d.data,
+    const void* summand = is_fp8(p.d.dtype) ? nullptr : p.d.data;  // of another dtype, it may not be d's memory
+    check(lt().cublasLtMatmul(handle, descriptor.get(), &alpha, p.a.data, a.get(), p.b.data, b.get(), &beta, summand,
                               c.get(), p.d.data, d.get(), &algo, workspace, bytes, cudaStream_t(stream)),
           "cublasLtMatmul");
   }
