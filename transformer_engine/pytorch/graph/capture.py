@@ -270,6 +270,10 @@ class Capture:
     def _finish(self, graphed: Graphed, work: Work) -> None:
         """What replay needs of a pass; a graph needs nothing else, a recorder keeps its work."""
         graphed.inputs, graphed.wanted = work.inputs, work.wanted
+        graphed.addresses = [t.data_ptr() for t in work.inputs]
+        graphed.replay_forward = self.backend.replay_of(graphed.forward_graph)
+        if graphed.backward_graph is not None:
+            graphed.replay_backward = self.backend.replay_of(graphed.backward_graph)
         graphed.parameters, graphed.retain = work.parameters, work.retain
         graphed.single = work.form.is_leaf()
         graphed.form, graphed.result, graphed.is_tensor = work.form, work.result, work.is_tensor

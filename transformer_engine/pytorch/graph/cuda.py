@@ -149,6 +149,11 @@ class CudaGraphs:
         """Gives the memory of static tensors back to the pool: captures from here on may write there."""
         return make_weak_ref(list(tensors))
 
+    @staticmethod
+    def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+        """What graph.replay() calls."""
+        return super(torch.cuda.CUDAGraph, graph).replay
+
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
 

@@ -103,6 +103,10 @@ class Recorder:
             (self.apart if apart else self.buffers).give(tensor)
         return list(tensors)
 
+    @staticmethod
+    def replay_of(graph: RecordedGraph) -> Callable[[], None]:
+        return graph.replay
+
     def current_stream(self) -> RecordedStream:
         return self._running
 

@@ -29,11 +29,11 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *surface):
-        graphed = call[0]
+        graphed, given, stream, event, microbatch, _ = call
         ctx.call = call
         ctx.leaves = [t.is_leaf for t in surface[: len(graphed.wanted)]]  # the parameters all are
         ctx.set_materialize_grads(False)
-        outputs = graphed.run_forward(*call[1:5])
+        outputs = graphed.run_forward(given, stream, event, microbatch)
         ctx.turn = graphed.turn
         if graphed.constant_outputs:
             ctx.mark_non_differentiable(*(outputs[i] for i in graphed.constant_outputs))
@@ -73,7 +73,10 @@ class Graphed:
         self.backward_turn = 0
         self.wgrad_due: tuple | None = None
         self.forward_graph = self.backward_graph = self.wgrad_graph = None
+        self.replay_forward: Callable[[], None] | None = None  # of the graphs, without a frame of Python between
+        self.replay_backward: Callable[[], None] | None = None
         self.inputs: list[torch.Tensor] = []
+        self.addresses: list[int] = []  # of the inputs
         self.wanted: list[int] = []
         self.parameters: list[torch.nn.Parameter] = []
         self.outputs: list[torch.Tensor] = []
@@ -134,11 +137,9 @@ class Graphed:
         else:
             with torch.no_grad():
                 outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
-        return self.assemble(outputs)
+        return outputs[0] if self.single else self.assemble(outputs)
 
     def assemble(self, outputs: tuple[torch.Tensor, ...]) -> object:
-        if self.single:
-            return outputs[0]
         tensors = iter(outputs)
         return self.form.unflatten(next(tensors) if t else leaf for t, leaf in zip(self.is_tensor, self.result))
 
@@ -169,7 +170,13 @@ class Graphed:
     def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
         if self.flag is not None:
             self.flag.set(microbatch)
-        self._launch(self.forward_graph, self.inputs, given, stream, event)
+        if stream is None:  # _launch, written out: every call of Python's costs
+            for static, address, tensor in zip(self.inputs, self.addresses, given):
+                if tensor.data_ptr() != address:
+                    static.copy_(tensor)
+            self.replay_forward()
+        else:
+            self._launch(self.forward_graph, self.inputs, given, stream, event)
         self.turn += 1
         return tuple([t.detach() for t in self.outputs])
 
@@ -220,7 +227,11 @@ class Graphed:
         _, _, stream, event, microbatch, region = ctx.call
         if self.fused:
             self._prepare_main_grads(self.fused, microbatch)
-        self._launch(self.backward_graph, self.grad_outputs, grads, stream, event)
+        if stream is None:
+            self._copy(self.grad_outputs, grads)
+            self.replay_backward()
+        else:
+            self._launch(self.backward_graph, self.grad_outputs, grads, stream, event)
         self.backward_turn = self.turn
         if region is not None:  # as in eager: when all of this backward has ended
             torch.autograd.Variable._execution_engine.queue_callback(region.update_backward)
@@ -233,10 +244,13 @@ class Graphed:
             None if grad is None else next(copies) if leaf else grad.detach()
             for grad, leaf in zip(self.grad_inputs, ctx.leaves)
         ]
-        found += [
-            None if grad is None else next(copies) if copied else grad.detach()
-            for grad, copied in zip(self.grad_parameters, self.copied)
-        ]
+        if len(self.copied_grads) == len(self.grad_parameters):
+            found += copies
+        else:
+            found += [
+                None if grad is None else next(copies) if copied else grad.detach()
+                for grad, copied in zip(self.grad_parameters, self.copied)
+            ]
         for weight, _ in self.fused:
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = True
@@ -306,7 +320,7 @@ class Graphed:
         for graph in (self.forward_graph, self.backward_graph, self.wgrad_graph):
             if graph is not None:
                 graph.reset()
-        self.forward_graph = self.backward_graph = None
+        self.forward_graph = self.backward_graph = self.replay_forward = self.replay_backward = None
         self.inputs, self.outputs, self.grad_outputs = [], [], []
         self.grad_inputs, self.grad_parameters, self.copied_grads, self.wgrads = [], [], [], []
         self.held, self.wgrad_due = [], None
