@@ -233,6 +233,7 @@ class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
         if key in missing:
             missing.remove(key)
         self._tag_all()  # assign=True puts other parameters in place
+        self._cached_weights = {}  # of the weights that were there before
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
