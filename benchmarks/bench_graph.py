@@ -63,7 +63,7 @@ def host_time(bench):
             "torch graph": training_step(torchs),
             "own eager": training_step(eager),
             "torch eager": training_step(plain),
-            "own, static gradients": training_step(aliased),
+            "own static gradients": training_step(aliased),
         },
         sets,
     )
@@ -150,7 +150,7 @@ def pipeline_memory(bench):
         return used
 
     extra()  # what libraries allocate for the capture's stream counts for nobody
-    bench.record(case, {"ours": extra(_reuse_graph_input_output_buffers=True), "own, nothing shared": extra()}, "MiB")
+    bench.record(case, {"ours": extra(_reuse_graph_input_output_buffers=True), "own unshared": extra()}, "MiB")
 
 
 class WithTail(torch.nn.Module):
@@ -189,11 +189,11 @@ def tail(bench):
 
     contenders = {
         "ours": lambda x: compute(module(x, cuda_graph_stream=stream, cuda_graph_event=module.event)),
-        "own, no event": lambda x: compute(module(x, cuda_graph_stream=stream)),
+        "own without event": lambda x: compute(module(x, cuda_graph_stream=stream)),
         "without the tail": lambda x: compute(module.linear(x)),
     }
     found = bench.compare(case, contenders, lambda: (bench.randn(tokens, hidden, dtype="bf16"),))
-    hidden_share = (found["own, no event"] - found["ours"]) / (found["own, no event"] - found["without the tail"])
+    hidden_share = (found["own without event"] - found["ours"]) / (found["own without event"] - found["without the tail"])
     print(f"of the tail, {100 * hidden_share:.0f} % is hidden behind the main stream's work")
 
 

@@ -44,7 +44,7 @@ class _Replay(torch.autograd.Function):
         return None, *ctx.call[0].run_backward(ctx, grads)
 
 
-# torch's own entry below Function.apply, which looks at every argument for functorch: 3 us a call (this one: 4).
+# torch's own entry below Function.apply, which looks at every argument for functorch: 3.4 us a call in place of 5.3.
 _replay = super(torch.autograd.Function, _Replay).apply
 
 
@@ -238,7 +238,7 @@ class Graphed:
         # A leaf would keep a static tensor itself as its .grad, and the next replay would write over it.
         static = [grad for grad, leaf in zip(self.grad_inputs, ctx.leaves) if leaf and grad is not None]
         static += self.copied_grads
-        # times 1, which is exact: copies made by one call and one launch, 4 us sooner than by one call each
+        # Times 1, which is exact: all copies by one call and one launch.
         copies = iter(torch._foreach_mul(static, 1) if static else ())
         found = [
             None if grad is None else next(copies) if leaf else grad.detach()
