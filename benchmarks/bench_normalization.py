@@ -1,12 +1,16 @@
-"""RMSNorm and LayerNorm, forward and backward, against plain PyTorch, eager and compiled (targets.py cases 5, 6 and 7).
+"""RMSNorm and LayerNorm, forward and backward, against plain PyTorch, eager and compiled (targets.py cases 5, 6, 7, 8).
 
 Bytes per element of b bytes: forward 2b (reads x, writes y), with the residual 4b (reads both, writes y and their sum);
 backward 3b (reads dy and x, writes dx), with the residual's gradient 4b. Statistics, gamma and the gradients of gamma
 and beta are not counted. The peers' backward makes the same gradients: eager is autograd's own node, compiled the
-formula by hand from the saved statistics. `_module` is the functional form through autograd: 5b."""
+formula by hand from the saved statistics. `_module` is the functional form through autograd: 5b.
+
+Case 8 has FP8 outputs (1x128 blocks both ways, or per tensor): it reads x and the residual, writes their sum, two bytes
+and the scales, 3b + 2 + 8/128; `own bf16` is our norm followed by our quantize."""
 
 import torch
 import torch.nn.functional as F
+from bench_quantize import BLOCK, block_both, cast_transpose, cast_transpose_current
 from common import TORCH_DTYPES, Bench, Case
 
 from transformer_engine.pytorch import _C, functional
@@ -14,6 +18,7 @@ from transformer_engine.pytorch import _C, functional
 EPS = 1e-5
 GPU_SHAPES = (("bf16", (16384, 4096)), ("bf16", (32768, 8192)), ("bf16", (8192, 16384)))
 GPU_ADD_FORWARD = ("bf16", (16384, 8192))
+GPU_QUANTIZED = ("bf16", (16384, 7168))
 CPU_SHAPES = (("fp32", (2048, 1024)), ("bf16", (2048, 1024)))
 
 
@@ -105,6 +110,40 @@ class Run:
             }
             self.bench.compare(case, ours | plain, lambda: (self.draw(), self.draw()))
 
+    def add_forward_quantized(self):
+        gamma, beta, rms, device = self.gamma, self.beta, self.rms, self.bench.device
+        scale = torch.tensor([32.0], device=device)
+        for recipe, quantizer, quantized in (
+            ("block", _C.Quantizer("block1d", pow_2_scales=True), block_both),
+            ("delayed", _C.Quantizer("delayed", scale=scale, amax=torch.zeros(1, device=device)), cast_transpose),
+            ("current", _C.Quantizer("current"), cast_transpose_current),
+        ):
+            scales = 8 / BLOCK if recipe == "block" else 0
+            elements = self.shape[0] * self.shape[1]
+            case = Case(
+                "8",
+                f"add_{self.op}_{recipe}",
+                "fp8",
+                self.shape,
+                "forward",
+                bytes=round(3 * self.element + (2 + scales) * elements),
+            )
+            if not self.bench.wants(case):
+                continue
+
+            def ours(x, r, q=quantizer):
+                return _C.normalization_fwd_quantized(x, r, gamma, beta, EPS, rms, False, q, True, True, False)
+
+            def unfused(x, r, q=quantizer):
+                return _C.quantize(q, _C.normalization_fwd(x, r, gamma, beta, EPS, rms, False)[0], True, True)
+
+            def plain(x, r, recipe=recipe, quantized=quantized):
+                y, h = add_then(self.plain)(x, r, gamma, beta)
+                return quantized(y, scale) if recipe == "delayed" else quantized(y), h
+
+            contenders = {"ours": ours, f"own {self.dtype}": unfused} | self.peers(plain, plain)
+            self.bench.compare(case, contenders, lambda: (self.draw(), self.draw()))
+
     def backward(self, *, residual):
         case = self.case("7", "add_" if residual else "", "backward", 4 if residual else 3)
         if not self.bench.wants(case):
@@ -165,6 +204,8 @@ def main():
             run.module()
     for dtype, shape in (GPU_ADD_FORWARD,) if bench.cuda else CPU_SHAPES:
         Run(bench, dtype, shape, rms=True).add_forward()
+    for dtype, shape in (GPU_QUANTIZED,) if bench.cuda else CPU_SHAPES:
+        Run(bench, dtype, shape, rms=True).add_forward_quantized()
     bench.finish()
 
 

@@ -25,8 +25,8 @@ WARM_S = 0.1
 
 
 def rotate(make, device):
-    """Calls make() (a tuple of tensors, or of what has nbytes too) often enough that one turn through the results exceeds
-    twice the L2."""
+    """Calls make() (a tuple of tensors, or of what has nbytes too) often enough that one turn through the results
+    exceeds twice the L2."""
     first = make()
     if device.type != "cuda":
         return [first]

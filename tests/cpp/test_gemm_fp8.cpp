@@ -340,6 +340,8 @@ TEST_P(GemmFp8, RefusalsAreNamedAndWriteNothing) {
       {"'a_scale_inv'", TE_INVALID_ARGUMENT, [](auto& q) { q.a_scale_inv = kAbsent; }},
       {"'b_scale_inv'", TE_INVALID_ARGUMENT, [=](auto& q) { one_d(q), q.b_scale_inv.cols -= 4; }},
       {"'b_scale_inv' is of dtype", TE_INVALID_ARGUMENT, [](auto& q) { q.b_scale_inv.dtype = TE_INT32; }},
+      {"'a_scale_inv' is at an address", TE_INVALID_ARGUMENT,
+       [](auto& q) { q.a_scale_inv.data = static_cast<float*>(q.a_scale_inv.data) + 1; }},
       {"'b_scale_inv' is on", TE_INVALID_ARGUMENT, [=](auto& q) { q.b_scale_inv.device = elsewhere; }},
       {"row pitch", TE_INVALID_ARGUMENT, [](auto& q) { q.a.row_pitch += 1; }},
       {"'b' is at an address", TE_INVALID_ARGUMENT, [](auto& q) { q.b.data = static_cast<char*>(q.b.data) + 1; }},

@@ -4,11 +4,11 @@
 # BLOCK_2D's mode in scale_mode_of, ops/gemm/cublaslt.h) turns test_whole_numbers_are_exact red.
 import pytest
 import torch
-from fp8_operands import BLOCK_1D, BLOCK_2D, NAMES, TENSOR, Operand
+from fp8_operands import BLOCK_1D, BLOCK_2D, NAMES, TENSOR, TORCH_DTYPES, Operand, over_elements
 from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, refused, rounding, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import transformer_engine.pytorch  # noqa: F401  registers the operators
+from transformer_engine.pytorch import _C
 
 gemm_fp8, gemm_fp8_accumulate = torch.ops.te.gemm_fp8, torch.ops.te.gemm_fp8_accumulate
 
@@ -252,3 +252,49 @@ def test_scales_are_rounded_as_promised():
     d = gemm_fp8(*a.arguments, *b.arguments, torch.float32, None, False)
     want = product(a, b)[0]
     assert_within(d, want, 3 * U32 * wide(want).abs() * (1 + 4 * U32))
+
+
+# ---- on quantized tensors ----
+
+DIRECTIONS = {"fprop": (False, False), "dgrad": (True, False), "wgrad": (True, True)}
+
+
+def quantizers(kind, device):
+    """Of a weight, of an input and of an output gradient, as recipes choose them."""
+    if kind == "block":
+        return [_C.Quantizer(scaling, False, True, 0.0) for scaling in ("block2d", "block1d", "block1d")]
+    return [_C.Quantizer("current", e5m2, False, 0.0) for e5m2 in (False, False, True)]
+
+
+def value(quantized, columnwise):
+    """The values of one direction, in float64 [outer, depth]."""
+    data, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
+    if columnwise:
+        data, scale_inv = quantized.columnwise, quantized.columnwise_scale_inv
+    fp8 = data.cpu().contiguous().view(TORCH_DTYPES[quantized.e5m2]).double()
+    return fp8 * over_elements(scale_inv.cpu(), quantized.scaling, *data.shape).double()
+
+
+@pytest.mark.parametrize("kind", ["current", "block"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_directions_of_a_linear_layer(direction, kind, device):
+    """The three products from what a quantizer made, pitch and all, at shapes that are no multiples of 16."""
+    for m, n, k in ((1, 1, 1), (5, 7, 9), (33, 130, 300), (257, 48, 144)):
+        shapes = {"fprop": ((n, k), (m, k)), "dgrad": ((n, k), (m, n)), "wgrad": ((m, k), (m, n))}[direction]
+        chosen = {"fprop": (0, 1), "dgrad": (0, 2), "wgrad": (1, 2)}[direction]
+        made = [quantizers(kind, device)[i] for i in chosen]
+        a, b = (_C.quantize(q, randn(*s, device=device), True, True) for q, s in zip(made, shapes, strict=True))
+        a_columnwise, b_columnwise = DIRECTIONS[direction]
+        left, right = value(b, b_columnwise), value(a, a_columnwise)
+        want, magnitude, depth = left @ right.T, left.abs() @ right.abs().T, left.shape[1]
+        d = _C.gemm_fp8(a, a_columnwise, b, b_columnwise, torch.float32)
+        assert_within(d, want, fp8_sum_error(magnitude, depth, device, False), f"{direction} {m, n, k}")
+        out = torch.ones_like(d)
+        _C.gemm_fp8_accumulate(a, a_columnwise, b, b_columnwise, out, False)
+        assert_within(out, want + 1, fp8_sum_error(magnitude + 1, depth + 1, device, False), f"{direction} {m, n, k}")
+
+
+def test_a_missing_direction_is_named(device):
+    q = _C.quantize(_C.Quantizer("current"), randn(16, 16, device=device), True, False)
+    with refused(ValueError, "gemm_fp8", "'b'", "columnwise"):
+        _C.gemm_fp8(q, False, q, True, torch.float32)

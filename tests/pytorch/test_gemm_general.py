@@ -5,6 +5,8 @@ import pytest
 import torch
 from support import UNIT_ROUNDOFF, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
 
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -84,6 +86,45 @@ def test_a_quantizer_takes_the_result(device):
     want, *_ = general_gemm(a, b)
     d, *_ = general_gemm(a, b, quantization_params=lambda t: t * 2)
     assert_same_bits(d, want * 2)
+
+
+E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
+
+
+def quantizers(kind, device):
+    """Of a weight, an input, an output gradient."""
+    if kind == "block":
+        return [te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=n) for n in (2, 1, 1)]
+    return [te.Float8CurrentScalingQuantizer(dtype, device) for dtype in (E4M3, E4M3, E5M2)]
+
+
+@pytest.mark.parametrize("kind", ["current", "block"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantized_operands(layout, kind, device):
+    """The FP8 product of the bytes that a direction holds; in blocks the two directions of x and dy differ."""
+    of_w, of_x, of_dy = quantizers(kind, device)
+    chosen = {"TN": (of_w, of_x), "NN": (of_w, of_dy), "NT": (of_x, of_dy)}[layout]
+    A, B = (q(t) for q, t in zip(chosen, operands(layout, device, torch.bfloat16), strict=True))
+    a, b = A._native(), B._native()
+    for split in (False, True):
+        d, bias_grad, *_ = general_gemm(A, B, torch.float32, layout=layout, use_split_accumulator=split)
+        fast = kind == "current" and not split
+        want = _C.gemm_fp8(a, layout != "TN", b, layout == "NT", torch.float32, None, fast)
+        assert_same_bits(d.flatten(0, -2), want)
+        assert bias_grad is None and d.shape[:-1] == (B.shape[:-1] if layout != "NT" else want.shape[:1])
+        out = torch.ones_like(want)
+        assert general_gemm(A, B, layout=layout, out=out, accumulate=True, use_split_accumulator=split)[0] is out
+        assert_within(out, wide(want) + 1, 2 * rounding(wide(want).abs() + 1, torch.float32))
+    bias = randn(want.shape[1] if layout != "NT" else want.shape[0], device=device)
+    if layout == "NT":
+        _, bias_grad, *_ = general_gemm(A, B, layout=layout, grad=True, bias=bias)
+        rows = wide(B.dequantize(dtype=torch.float32)).flatten(0, -2)
+        assert_within(bias_grad, rows.sum(0), sum_error(rows.abs().sum(0), 2 * len(rows)))
+    else:
+        d, *_ = general_gemm(A, B, torch.float32, layout=layout, bias=bias, use_split_accumulator=True)
+        assert_within(d.flatten(0, -2), wide(want) + wide(bias), rounding(wide(want) + wide(bias), torch.float32))
+        quantized, *_ = general_gemm(A, B, torch.bfloat16, of_x, layout=layout)
+        assert type(quantized) is type(of_x(randn(4, 4, device=device)))
 
 
 class Packed:

@@ -84,10 +84,13 @@ def test_dtypes_formats_and_scales(kind, dtype, device):
             check(arguments, False, kind, (True, True), f"{gamma_dtype} {options}", **options)
 
 
-@pytest.mark.parametrize("hidden", [8192, 8200, 20000])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1032), (1500, 2048), (130, 7168), (260, 8192), (130, 8200), (20, 20000)])
 @kinds
-def test_wide_rows(kind, hidden, device):
-    check(norm_arguments((130, hidden), torch.bfloat16, device, True), True, kind, (True, True))
+def test_wide_rows(kind, shape, rms, device):
+    """On CUDA both ends of what one launch does, with rows in several bands and in a part of one."""
+    check(norm_arguments(shape, torch.bfloat16, device, rms), True, kind, (True, True))
+    check(norm_arguments(shape, torch.float16, device, rms, False, torch.float32), False, kind, (True, False))
 
 
 @kinds
@@ -157,17 +160,17 @@ def test_ops_are_the_wrappers(device):
 def test_refused_by_name(device):
     x, residual, gamma, beta, eps, rms = norm_arguments((4, 16), torch.bfloat16, device, False)
     current = quantizer_of("current", device)
-    with refused(ValueError, "normalization", "'quantizer'", "none"):
+    with refused(ValueError, "quantize", "'quantizer'"):
         none = _C.Quantizer("none", False, False, 0.0)
         _C.normalization_fwd_quantized(x, residual, gamma, beta, eps, rms, False, none, True, True, False)
     with refused(ValueError, "normalization", "'gamma'"):
         _C.normalization_fwd_quantized(x, residual, gamma[:-1], beta, eps, rms, False, current, True, True, False)
     _, h, mean, rstd = _C.normalization_fwd(x, residual, gamma, beta, eps, rms, False)
-    with refused(ValueError, "normalization", "'used_scales'"):
+    with refused(ValueError, "quantize", "'used_scales'"):
         _C.normalization_again_quantized(h, gamma, beta, mean, rstd, rms, False, current.spec, None, True, True)
     with refused(ValueError, "normalization", "'rstd'"):
         used = torch.ones(2, device=device)
         _C.normalization_again_quantized(h, gamma, beta, mean, rstd[:-1], rms, False, current.spec, used, True, True)
-    with refused(ValueError, "normalization", "'spec'"):
+    with refused(NotImplementedError, "quantize", "'spec'"):
         delayed = quantizer_of("delayed", device).spec
         torch.ops.te.normalization_quantize_fwd(x, residual, gamma, beta, eps, rms, False, delayed, True, True, False)

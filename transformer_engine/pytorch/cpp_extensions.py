@@ -55,7 +55,7 @@ def general_gemm(
         result = product(A, B, layout, wanted, None if grad else bias, out, accumulate, use_split_accumulator)
         bias_grad = None
         if grad and bias is not None:
-            rows = B.dequantize() if quantized[1] else B
+            rows = B.dequantize(dtype=torch.float32) if quantized[1] else B
             bias_grad = rows.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
         if out is None and layout != "NT":
             result = result.view(*B.shape[:-1], result.shape[-1])

@@ -43,22 +43,27 @@ void check_gamma(const Tensor& gamma, const Tensor& x) {
   check_parameter(gamma, x, gamma.scalar_type() == at::kFloat ? at::kFloat : x.scalar_type(), "gamma");
 }
 
-void check_forward(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta) {
-  check_gamma(gamma, x);
-  if (present(residual)) check_shape_of_x(*residual, x, "residual");
-  if (present(beta)) check_parameter(*beta, x, gamma.scalar_type(), "beta");
-}
-
 void check_backward(const Tensor& dy, const OptionalTensor& residual_grad, const Tensor& x, const Tensor& gamma) {
   check_gamma(gamma, x);
   check_shape_of_x(dy, x, "dy");
   if (present(residual_grad)) check_shape_of_x(*residual_grad, x, "residual_grad");
 }
 
+}  // namespace
+
+void check_normalization(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
+                         const OptionalTensor& beta) {
+  check_gamma(gamma, x);
+  if (present(residual)) check_shape_of_x(*residual, x, "residual");
+  if (present(beta)) check_parameter(*beta, x, gamma.scalar_type(), "beta");
+}
+
+namespace {
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd_meta(const Tensor& x, const OptionalTensor& residual,
                                                                   const Tensor& gamma, const OptionalTensor& beta,
                                                                   double, bool rms, bool) {
-  check_forward(x, residual, gamma, beta);
+  check_normalization(x, residual, gamma, beta);
   c10::SymInt rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) rows = rows * x.sym_size(d);
   const auto statistic = x.options().dtype(at::kFloat);
@@ -172,43 +177,25 @@ Outputs normalization(const Tensor& x, const OptionalTensor& residual, const Ten
 
 }  // namespace
 
-namespace {
-
-// y is undefined where it is not wanted.
-std::tuple<Tensor, Tensor, Tensor, Tensor> run_forward(const Tensor& x, const OptionalTensor& residual,
-                                                       const Tensor& gamma, const OptionalTensor& beta,
-                                                       const te_normalization_plan& plan, bool with_y) {
-  check_forward(x, residual, gamma, beta);
+std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, const OptionalTensor& residual,
+                                                             const Tensor& gamma, const OptionalTensor& beta,
+                                                             double eps, bool rms, bool zero_centered_gamma) {
+  check_normalization(x, residual, gamma, beta);
   const Tensor in = rows_of(x), scale = rows_of(gamma);
   const bool added = present(residual);
   const OptionalTensor other = added ? OptionalTensor(rows_of(*residual)) : OptionalTensor();
   const OptionalTensor shift = present(beta) ? OptionalTensor(rows_of(*beta)) : OptionalTensor();
   const te_tensor source = view_2d(in, kOp, "x");
   const auto statistic = in.options().dtype(at::kFloat);
-  const Tensor y = with_y ? at::empty(in.sizes(), in.options()) : Tensor();
+  const Tensor y = at::empty(in.sizes(), in.options());
   const Tensor h = at::empty(added ? in.sizes() : at::IntArrayRef{0}, in.options());
-  const Tensor mean = at::empty({plan.rms ? 0 : source.rows}, statistic);
+  const Tensor mean = at::empty({rms ? 0 : source.rows}, statistic);
   const Tensor rstd = at::empty({source.rows}, statistic);
-  check(te_normalization_forward(plan, source, view_2d(other, kOp, "residual"), view_2d(scale, kOp, "gamma"),
-                                 view_2d(shift, kOp, "beta"), with_y ? view_2d(y, kOp, "y") : absent(),
+  check(te_normalization_forward(plan_of(eps, rms, zero_centered_gamma), source, view_2d(other, kOp, "residual"),
+                                 view_2d(scale, kOp, "gamma"), view_2d(shift, kOp, "beta"), view_2d(y, kOp, "y"),
                                  added ? view_2d(h, kOp, "h") : absent(), view_2d(mean, kOp, "mean"),
                                  view_2d(rstd, kOp, "rstd"), current_stream(in)));
   return {y, h, mean, rstd};
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, const OptionalTensor& residual,
-                                                             const Tensor& gamma, const OptionalTensor& beta,
-                                                             double eps, bool rms, bool zero_centered_gamma) {
-  return run_forward(x, residual, gamma, beta, plan_of(eps, rms, zero_centered_gamma), true);
-}
-
-std::tuple<Tensor, Tensor, Tensor> normalization_statistics(const Tensor& x, const OptionalTensor& residual,
-                                                            const Tensor& gamma, const OptionalTensor& beta, double eps,
-                                                            bool rms, bool zero_centered_gamma) {
-  const auto [y, h, mean, rstd] = run_forward(x, residual, gamma, beta, plan_of(eps, rms, zero_centered_gamma), false);
-  return {h, mean, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const OptionalTensor& residual_grad,

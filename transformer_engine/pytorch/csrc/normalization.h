@@ -7,16 +7,15 @@
 
 namespace te_torch {
 
+// Names what does not fit x.
+void check_normalization(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
+                         const OptionalTensor& beta);
+
 // (y, h, mean, rstd). h = x + residual, rounded, and the norm is taken of it; without a residual h is an empty tensor.
 // mean and rstd are float32 of shape [rows]; mean is empty for RMSNorm.
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, const OptionalTensor& residual,
                                                              const Tensor& gamma, const OptionalTensor& beta,
                                                              double eps, bool rms, bool zero_centered_gamma);
-
-// normalization_fwd without its y: (h, mean, rstd), what a quantized y is made of.
-std::tuple<Tensor, Tensor, Tensor> normalization_statistics(const Tensor& x, const OptionalTensor& residual,
-                                                            const Tensor& gamma, const OptionalTensor& beta, double eps,
-                                                            bool rms, bool zero_centered_gamma);
 
 // (dx, dgamma, dbeta), each an empty tensor where it is not wanted, from the saved norm input x (h where there was a
 // residual); residual_grad is added to dx before its one rounding. mean is empty for RMSNorm, which has no dbeta.

@@ -15,88 +15,8 @@ namespace {
 
 constexpr const char* kOp = "normalization";
 
-te_tensor maybe(const Tensor& t, const char* argument) { return t.defined() ? view_2d(t, kOp, argument) : absent(); }
-
-OptionalTensor folded_rows(const OptionalTensor& t) {
+OptionalTensor folded(const OptionalTensor& t) {
   return t.has_value() && t->defined() ? OptionalTensor(rows_of(*t)) : OptionalTensor();
-}
-
-// What makes y of known statistics, as views; it keeps the tensors that had to be copied.
-struct Known {
-  te_normalization_plan plan;
-  Tensor h, gamma;
-  OptionalTensor beta;
-  Tensor mean, rstd;
-
-  Known(const Tensor& h, const Tensor& gamma, const OptionalTensor& beta, const Tensor& mean, const Tensor& rstd,
-        bool rms, bool zero_centered_gamma)
-      : plan{rms, zero_centered_gamma, 0.f},
-        h(rows_of(h)),
-        gamma(rows_of(gamma)),
-        beta(folded_rows(beta)),
-        mean(mean),
-        rstd(rstd) {}
-
-  // call(plan, h, mean, rstd, gamma, beta, more..., stream)
-  template <class Call, class... More>
-  void run(Call call, const More&... more) const {
-    check(call(plan, view_2d(h, kOp, "h"), plan.rms ? absent() : view_2d(mean, kOp, "mean"), view_2d(rstd, kOp, "rstd"),
-               view_2d(gamma, kOp, "gamma"), view_2d(beta, kOp, "beta"), more..., current_stream(h)));
-  }
-
-  int64_t rows() const { return view_2d(h, kOp, "h").rows; }
-};
-
-te_quantize_plan plan_of(const QuantizeSpec& spec) {
-  te_quantize_plan plan{};
-  plan.pow_2_scales = spec.pow_2_scales;
-  plan.amax_epsilon = spec.amax_epsilon;
-  return plan;
-}
-
-void quantize_into(const Known& known, te_quantize_plan plan, const Quantized& out) {
-  const te_quantized target = view_of(out, kOp, "out");
-  known.run(te_normalization_quantize, &plan, &target);
-}
-
-void quantize_known(const Known& known, const Quantizer& quantizer, const Quantized& out) {
-  te_quantize_plan plan = plan_of(quantizer.spec);
-  Tensor parts;
-  if (quantizer.spec.kind == QuantizeSpec::kDelayed) {
-    plan.scale = maybe(quantizer.scale, "quantizer.scale");
-  } else if (quantizer.spec.kind == QuantizeSpec::kCurrent) {
-    parts = at::empty({1, TE_QUANTIZE_PARTS}, known.h.options().dtype(at::kFloat));
-    plan.amax_parts = view_2d(parts, kOp, "amax");
-    known.run(te_normalization_amax, plan.amax_parts, absent());
-  }
-  if (out.scaling == TE_SCALING_TENSOR) plan.amax = maybe(quantizer.amax, "quantizer.amax");
-  quantize_into(known, plan, out);
-}
-
-Quantized empty_like(const Known& known, const QuantizeSpec& spec, Directions directions) {
-  return empty_quantized(spec, known.rows(), known.h.size(-1), directions, known.h.options());
-}
-
-bool has_residual(const OptionalTensor& residual) { return residual.has_value() && residual->defined(); }
-
-// The outputs of an op, which do not alias.
-std::tuple<Tensor, Tensor, Tensor, Tensor> parts_of(Quantized q, const Tensor& like) {
-  const bool shared = q.rowwise.defined() && q.columnwise.defined() && q.scaling == TE_SCALING_TENSOR;
-  if (shared) q.columnwise_scale_inv = q.rowwise_scale_inv.clone();
-  const auto or_empty = [&](const Tensor& t, at::ScalarType dtype) {
-    return t.defined() ? t : at::empty({0}, like.options().dtype(dtype));
-  };
-  return {or_empty(q.rowwise, at::kByte), or_empty(q.rowwise_scale_inv, at::kFloat), or_empty(q.columnwise, at::kByte),
-          or_empty(q.columnwise_scale_inv, at::kFloat)};
-}
-
-QuantizeSpec stateless(at::ArrayRef<int64_t> packed) {
-  const QuantizeSpec spec = QuantizeSpec::unpack(packed);
-  TORCH_CHECK_VALUE(
-      spec.kind == QuantizeSpec::kCurrent || spec.kind == QuantizeSpec::kBlock1d || spec.kind == QuantizeSpec::kBlock2d,
-      "normalization: argument 'spec' is of a kind that a registered op does not take, wanted current, block1d or "
-      "block2d.");
-  return spec;
 }
 
 EightTensors fwd_meta(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
@@ -104,8 +24,7 @@ EightTensors fwd_meta(const Tensor& x, const OptionalTensor& residual, const Ten
                       bool columnwise, bool with_output) {
   const auto [y, h, mean, rstd] = Dispatched::call<normalization_fwd>("te::normalization_fwd", x, residual, gamma, beta,
                                                                       eps, rms, zero_centered_gamma);
-  const auto [row, row_scale, column, column_scale, sums] =
-      Dispatched::call<quantize_op>("te::quantize", y, spec, rowwise, columnwise, false);
+  const auto [row, row_scale, column, column_scale, sums] = quantize_meta(y, spec, rowwise, columnwise, false);
   return {row, row_scale, column, column_scale, with_output ? y : x.new_empty({0}), h, mean, rstd};
 }
 
@@ -130,40 +49,55 @@ QuantizedNorm normalization_fwd_quantized(const Tensor& x, const OptionalTensor&
     if (!with_output) out.y = Tensor();
     return out;
   }
-  TORCH_CHECK_VALUE(quantizer.active(),
-                    "normalization: argument 'quantizer' is of kind 'none', which quantizes nothing.");
-  std::tie(out.h, out.mean, out.rstd) =
-      normalization_statistics(x, residual, gamma, beta, eps, rms, zero_centered_gamma);
-  const Known known(has_residual(residual) ? out.h : x, gamma, beta, out.mean, out.rstd, rms, zero_centered_gamma);
-  out.quantized = empty_like(known, quantizer.spec, directions);
-  quantize_known(known, quantizer, out.quantized);
+  check_normalization(x, residual, gamma, beta);
+  const Tensor in = rows_of(x), scale = rows_of(gamma);
+  const OptionalTensor other = folded(residual), shift = folded(beta);
+  const te_tensor source = view_2d(in, kOp, "x");
+  const auto floats = in.options().dtype(at::kFloat);
+  out.h = at::empty(other.has_value() ? in.sizes() : at::IntArrayRef{0}, in.options());
+  out.mean = at::empty({rms ? 0 : source.rows}, floats);
+  out.rstd = at::empty({source.rows}, floats);
+  out.quantized = empty_quantized(quantizer.spec, source.rows, source.cols, directions, in.options());
+  // The forward fills the parts itself, beside the statistics.
+  const QuantizePlan plan(quantizer, in.options(), [](te_tensor) {});
+  te_tensor scratch = absent();
+  Tensor workspace;
+  if (in.is_cuda()) {
+    const auto bytes = static_cast<int64_t>(te_normalization_forward_quantize_workspace(source.rows));
+    workspace = at::empty({bytes}, in.options().dtype(at::kByte));
+    scratch = view_2d(workspace, kOp, "workspace");
+  }
+  const te_quantized target = view_of(out.quantized, kOp, "out");
+  check(te_normalization_forward_quantize(
+      {rms, zero_centered_gamma, static_cast<float>(eps)}, source, view_2d(other, kOp, "residual"),
+      view_2d(scale, kOp, "gamma"), view_2d(shift, kOp, "beta"),
+      other.has_value() ? view_2d(out.h, kOp, "h") : absent(), rms ? absent() : view_2d(out.mean, kOp, "mean"),
+      view_2d(out.rstd, kOp, "rstd"), &plan.plan, &target, scratch, current_stream(in)));
   return out;
 }
 
 Quantized normalization_again_quantized(const Tensor& h, const Tensor& gamma, const OptionalTensor& beta,
                                         const Tensor& mean, const Tensor& rstd, bool rms, bool zero_centered_gamma,
                                         const QuantizeSpec& spec, const Tensor& used_scales, Directions directions) {
-  const Known known(h, gamma, beta, mean, rstd, rms, zero_centered_gamma);
-  const Quantized out = empty_like(known, spec, directions);
-  te_quantize_plan plan = plan_of(spec);
-  if (out.scaling == TE_SCALING_TENSOR) {
-    TORCH_CHECK_VALUE(used_scales.defined() && used_scales.numel() == 2,
-                      "normalization: argument 'used_scales' holds no scale, wanted the scales of a quantized tensor.");
-    plan.scale = view_2d(used_scales, kOp, "used_scales");
-    plan.scale.data = static_cast<float*>(plan.scale.data) + 1;
-    plan.scale.rows = plan.scale.cols = plan.scale.row_pitch = 1;
-  }
-  quantize_into(known, plan, out);
+  const Tensor in = rows_of(h), scale = rows_of(gamma);
+  const OptionalTensor shift = folded(beta);
+  const te_tensor source = view_2d(in, kOp, "h");
+  const Quantized out = empty_quantized(spec, source.rows, source.cols, directions, in.options());
+  const QuantizePlan plan(spec, used_scales);
+  const te_quantized target = view_of(out, kOp, "out");
+  check(te_normalization_quantize({rms, zero_centered_gamma, 0.f}, source, rms ? absent() : view_2d(mean, kOp, "mean"),
+                                  view_2d(rstd, kOp, "rstd"), view_2d(scale, kOp, "gamma"), view_2d(shift, kOp, "beta"),
+                                  &plan.plan, &target, current_stream(in)));
   return out;
 }
 
 EightTensors normalization_quantize_fwd(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                                         const OptionalTensor& beta, double eps, bool rms, bool zero_centered_gamma,
                                         at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool with_output) {
-  const Quantizer quantizer{stateless(spec), {}, {}, {}};
+  const Quantizer quantizer = stateless_quantizer(spec);
   const QuantizedNorm made = normalization_fwd_quantized(x, residual, gamma, beta, eps, rms, zero_centered_gamma,
                                                          quantizer, {rowwise, columnwise}, with_output);
-  const auto [row, row_scale, column, column_scale] = parts_of(made.quantized, x);
+  const auto [row, row_scale, column, column_scale, sums] = parts_of(made.quantized, {}, x.options());
   return {row,    row_scale, column,   column_scale, with_output ? made.y : at::empty({0}, x.options()),
           made.h, made.mean, made.rstd};
 }
@@ -171,9 +105,11 @@ EightTensors normalization_quantize_fwd(const Tensor& x, const OptionalTensor& r
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_quantize(
     const Tensor& h, const Tensor& gamma, const OptionalTensor& beta, const Tensor& mean, const Tensor& rstd, bool rms,
     bool zero_centered_gamma, at::ArrayRef<int64_t> spec, const Tensor& used_scales, bool rowwise, bool columnwise) {
-  return parts_of(normalization_again_quantized(h, gamma, beta, mean, rstd, rms, zero_centered_gamma, stateless(spec),
-                                                used_scales, {rowwise, columnwise}),
-                  h);
+  const Quantized made =
+      normalization_again_quantized(h, gamma, beta, mean, rstd, rms, zero_centered_gamma,
+                                    stateless_quantizer(spec).spec, used_scales, {rowwise, columnwise});
+  const auto [row, row_scale, column, column_scale, sums] = parts_of(made, {}, h.options());
+  return {row, row_scale, column, column_scale};
 }
 
 TORCH_LIBRARY_FRAGMENT(te, m) {

@@ -18,7 +18,7 @@
  *   columnwise data for dgrad and wgrad), cols and depth multiples of 16, addresses and pitches of a, b and d multiples
  *   of 16 bytes; where the matrix is narrower than depth its data beyond are 0. Pairs of dtypes: E4M3 with E4M3 or
  *   E5M2. Scalings: TENSOR with TENSOR (scale_inv [1, 1 or 2]); BLOCK_1D with BLOCK_1D or BLOCK_2D, not BLOCK_2D with
- *   itself; rows are a multiple of 4 where b has BLOCK_1D. Scales lie densely, in blocks on 16 bytes.
+ *   itself; rows are a multiple of 4 where b has BLOCK_1D. Scales lie densely, on 16 bytes.
  *   d: float32, bfloat16, float16, or with TENSOR float8: d = fp8(clamp(product * d_scale)), d_amax = max |product|,
  *   bias included, NaN left aside on the CPU. bias: float16 with a float16 d, bfloat16 otherwise (an FP8 d takes
  *   either). No other epilogue. fast_accumulation keeps sums in the tensor cores, with fewer bits than float32

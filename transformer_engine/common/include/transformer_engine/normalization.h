@@ -40,18 +40,26 @@ TE_API te_status te_normalization_forward(te_normalization_plan plan, te_tensor 
                                           te_tensor beta, te_tensor y, te_tensor residual_out, te_tensor mean,
                                           te_tensor rstd, te_stream stream);
 
-/* y in FP8 by statistics that te_normalization_forward left: y is rounded to h's dtype and that is quantized, so the
- * bytes are those of te_normalization_forward followed by te_quantize, on each device. h [rows, hidden]: the norm input
- * (residual_out where there was a residual). mean is absent for RMSNorm. `quantize` and `out`: transformer_engine/
- * quantize.h. One launch. plan.eps is not read. */
+/* y in FP8 by statistics that a forward left: y is rounded to h's dtype and that is quantized, so the bytes are those
+ * of te_normalization_forward followed by te_quantize, on each device. h [rows, hidden]: the norm input (residual_out
+ * where there was a residual). mean is absent for RMSNorm. `quantize` and `out`: transformer_engine/quantize.h. One
+ * launch. plan.eps is not read. */
 TE_API te_status te_normalization_quantize(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
                                            te_tensor gamma, te_tensor beta, const struct te_quantize_plan* quantize,
                                            const struct te_quantized* out, te_stream stream);
 
-/* te_quantize_amax of that y, of which nothing is written. One launch. */
-TE_API te_status te_normalization_amax(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
-                                       te_tensor gamma, te_tensor beta, te_tensor parts, te_tensor noop,
-                                       te_stream stream);
+/* The forward with y in FP8: te_normalization_forward without y, then te_normalization_quantize. quantize->amax_parts,
+ * where present, is written by the first and read by the second. One launch where rows of a 16-bit dtype of 1025 to
+ * 8192 elements on 16 bytes need no amax before, else two. mean (for LayerNorm) and rstd must be present. workspace:
+ * uint8 [1, >= te_normalization_forward_quantize_workspace()] on 16 bytes, contents irrelevant before and after; not
+ * read, and may be absent, on the CPU. */
+TE_API te_status te_normalization_forward_quantize(te_normalization_plan plan, te_tensor x, te_tensor residual,
+                                                   te_tensor gamma, te_tensor beta, te_tensor residual_out,
+                                                   te_tensor mean, te_tensor rstd,
+                                                   const struct te_quantize_plan* quantize,
+                                                   const struct te_quantized* out, te_tensor workspace,
+                                                   te_stream stream);
+TE_API size_t te_normalization_forward_quantize_workspace(int64_t rows);
 
 /* Bytes that te_normalization_backward wants in `workspace` on CUDA; 0 where no rows are. */
 TE_API size_t te_normalization_backward_workspace(te_normalization_plan plan, int64_t rows, int64_t hidden);

@@ -8,7 +8,6 @@
 #include "core/device.h"
 #include "core/parallel_for.h"
 #include "core/tensor.h"
-#include "ops/quantize/store.h"
 
 namespace te::normalization {
 
@@ -101,24 +100,21 @@ void forward(const Plan& plan, const ForwardTensors& t) {
                  [&](auto type) { forward_rows<decltype(type)>(plan, t, gamma.data(), beta.data()); });
 }
 
-// y by known statistics, for the quantize room.
-quantize::cpu::Scratch known(const Plan& plan, const KnownTensors& t) {
+void forward_known(const Plan& plan, const KnownTensors& t, const te_tensor& y) {
   const char* op = "te_normalization_quantize";
   const int64_t hidden = t.h.cols;
   const std::vector<float> gamma = widened(t.gamma, hidden, plan.zero_centered_gamma ? 1.f : 0.f, op, "gamma");
   const std::vector<float> beta = widened(t.beta, hidden, 0.f, op, "beta");
-  quantize::cpu::Scratch y(t.h.rows, hidden, t.h);
   dispatch_float(t.h.dtype, op, "h", [&](auto type) {
     using T = decltype(type);
     parallel_rows(t.h.rows, hidden, [&](int64_t first_row, int64_t last_row) {
       for (int64_t row = first_row; row < last_row; ++row) {
         const Statistics s{plan.rms ? 0.f : static_cast<const float*>(t.mean.data)[row],
                            static_cast<const float*>(t.rstd.data)[row]};
-        normalize_row(row_ptr<const T>(t.h, row), s, gamma.data(), beta.data(), row_ptr<T>(y.tensor(), row), hidden);
+        normalize_row(row_ptr<const T>(t.h, row), s, gamma.data(), beta.data(), row_ptr<T>(y, row), hidden);
       }
     });
   });
-  return y;
 }
 
 // Row means of w and of w * n, with w = dy * g.
@@ -262,6 +258,8 @@ void check_statistic(const char* op, const char* argument, const te_tensor& t, c
   if (t.dtype != TE_FLOAT32) bad_argument(op, argument, concat("of dtype ", te_dtype_name(t.dtype)), "float32");
 }
 
+}  // namespace
+
 void check_forward(const char* op, const Plan& plan, const ForwardTensors& t) {
   check_plan(op, plan, t.x);
   const int64_t rows = t.x.rows, hidden = t.x.cols;
@@ -297,16 +295,23 @@ void check_known(const char* op, Plan plan, const KnownTensors& t) {
   if (present(t.beta)) check_as(op, "beta", t.beta, 1, t.h.cols, t.gamma);
 }
 
-void check_workspace(const char* op, const Plan& plan, const BackwardTensors& t) {
-  const int64_t wanted = int64_t(te_normalization_backward_workspace(plan, t.x.rows, t.x.cols));
-  if (t.x.device == TE_DEVICE_CPU || wanted == 0 || (!present(t.dgamma) && !present(t.dbeta))) return;
-  check_tensor(op, "workspace", t.workspace);
-  if (t.workspace.dtype != TE_UINT8 || t.workspace.rows != 1 || t.workspace.cols < wanted ||
-      t.workspace.device != t.x.device || reinterpret_cast<uintptr_t>(t.workspace.data) % 16 != 0) {
+// uint8 [1, >= bytes] on 16 bytes, on CUDA.
+void check_bytes(const char* op, const te_tensor& workspace, const te_tensor& x, int64_t bytes) {
+  if (x.device == TE_DEVICE_CPU || bytes == 0) return;
+  check_tensor(op, "workspace", workspace);
+  if (workspace.dtype != TE_UINT8 || workspace.rows != 1 || workspace.cols < bytes || workspace.device != x.device ||
+      reinterpret_cast<uintptr_t>(workspace.data) % 16 != 0) {
     bad_argument(op, "workspace",
-                 concat(te_dtype_name(t.workspace.dtype), " ", shape_of(t.workspace), " on ", device_of(t.workspace)),
-                 concat("uint8 [1, >= ", wanted, "] on ", device_of(t.x), ", on a 16-byte address"));
+                 concat(te_dtype_name(workspace.dtype), " ", shape_of(workspace), " on ", device_of(workspace)),
+                 concat("uint8 [1, >= ", bytes, "] on ", device_of(x), ", on a 16-byte address"));
   }
+}
+
+namespace {
+
+void check_workspace(const char* op, const Plan& plan, const BackwardTensors& t) {
+  if (!present(t.dgamma) && !present(t.dbeta)) return;
+  check_bytes(op, t.workspace, t.x, int64_t(te_normalization_backward_workspace(plan, t.x.rows, t.x.cols)));
 }
 
 void check_backward(const char* op, const Plan& plan, const BackwardTensors& t) {
@@ -345,34 +350,8 @@ te_status te_normalization_forward(te_normalization_plan plan, te_tensor x, te_t
     const char* op = "te_normalization_forward";
     const normalization::ForwardTensors t{x, residual, gamma, beta, y, residual_out, mean, rstd};
     normalization::check_forward(op, plan, t);
-    TE_ON_DEVICE_OF(op, x, normalization::cpu::forward(plan, t), normalization::cuda::forward(plan, t, stream));
-  });
-}
-
-te_status te_normalization_quantize(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
-                                    te_tensor gamma, te_tensor beta, const te_quantize_plan* quantize,
-                                    const te_quantized* out, te_stream stream) {
-  return te::c_guard([&] {
-    using namespace te;
-    const char* op = "te_normalization_quantize";
-    const normalization::KnownTensors t{h, mean, rstd, gamma, beta};
-    normalization::check_known(op, plan, t);
-    quantize::check_quantization(op, *quantize, h.rows, h.cols, h, *out, "out");
-    TE_ON_DEVICE_OF(op, h, quantize::cpu::quantize(*quantize, normalization::cpu::known(plan, t).tensor(), *out),
-                    normalization::cuda::quantize(plan, t, *quantize, *out, stream));
-  });
-}
-
-te_status te_normalization_amax(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
-                                te_tensor gamma, te_tensor beta, te_tensor parts, te_tensor noop, te_stream stream) {
-  return te::c_guard([&] {
-    using namespace te;
-    const char* op = "te_normalization_amax";
-    const normalization::KnownTensors t{h, mean, rstd, gamma, beta};
-    normalization::check_known(op, plan, t);
-    quantize::check_amax_parts(op, parts, noop, h);
-    TE_ON_DEVICE_OF(op, h, quantize::cpu::amax(normalization::cpu::known(plan, t).tensor(), parts, noop),
-                    normalization::cuda::amax(plan, t, parts, noop, stream));
+    TE_ON_DEVICE_OF(op, x, normalization::cpu::forward(plan, t),
+                    normalization::cuda::forward(plan, t, te_tensor{}, stream));
   });
 }
 

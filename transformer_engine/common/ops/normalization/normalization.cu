@@ -1,7 +1,7 @@
 // normalization, CUDA forward. A row stays packed in the registers of its threads: every load of the row is issued
 // before the first is used, and gamma's before the reduction is waited for. Rows that are not aligned to 16 bytes, or
 // too wide, are read again for each pass. The work is bound by memory: 4 bytes an element in bf16, 8 with a residual.
-#include "ops/normalization/normalization.cuh"
+#include "ops/normalization/normalization_forward.cuh"
 
 namespace te::normalization::cuda {
 
@@ -9,37 +9,36 @@ namespace {
 
 constexpr const char* kOp = "te_normalization_forward";
 
-template <class T, class G>
-struct ForwardArgs {
-  Rows<const T> x, residual;
-  Rows<T> residual_out;
-  const G* gamma;
-  const G* beta;  // NULL: none
-  float* mean;    // NULL: not wanted
-  float* rstd;    // NULL: not wanted
-  int64_t rows;
-  int hidden;
-  float eps;
-  float shift;  // added to gamma
+// y is not written: the largest |y|, rounded as it would have been, goes into one of the parts, NaN left aside. They
+// are zeros before. Magnitudes as integers have the same order, and a maximum has none.
+template <class T>
+struct AmaxStore {
+  unsigned* parts;
+  int n_parts;
+  float largest = 0.f;
 
-  ForwardArgs(const Plan& plan, const ForwardTensors& t)
-      : x(t.x),
-        residual(t.residual),
-        residual_out(t.residual_out),
-        gamma(static_cast<const G*>(t.gamma.data)),
-        beta(static_cast<const G*>(t.beta.data)),
-        mean(static_cast<float*>(t.mean.data)),
-        rstd(static_cast<float*>(t.rstd.data)),
-        rows(t.x.rows),
-        hidden(int(t.x.cols)),
-        eps(plan.eps),
-        shift(plan.zero_centered_gamma ? 1.f : 0.f) {}
+  explicit AmaxStore(const te_tensor& t) : parts(static_cast<unsigned*>(t.data)), n_parts(int(t.cols)) {}
+
+  template <int N>
+  __device__ __forceinline__ void store(int64_t, int64_t, const float (&values)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) largest = fmaxf(largest, fabsf(to_float(from_float<T>(values[j]))));
+  }
+
+  __device__ __forceinline__ void finish() const {
+    const unsigned warp = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
+    unsigned* part = parts + blockIdx.x % n_parts;
+    const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
+    if (thread % kWarp == 0 && warp > *static_cast<volatile unsigned*>(part)) atomicMax(part, warp);
+  }
 };
 
-// Where the statistics alone are wanted.
-struct NoStore {};
 template <class Store>
-constexpr bool kStores = !std::is_same_v<Store, NoStore>;
+__device__ __forceinline__ void finish(const Store&) {}
+template <class T>
+__device__ __forceinline__ void finish(const AmaxStore<T>& y) {
+  y.finish();
+}
 
 // Vectors that a thread holds: 4 up to 512 threads a row, 8 beyond (2^16 columns of a 16-bit type, 2^15 of float).
 template <int V>
@@ -47,102 +46,11 @@ constexpr int kMaxLanes = V == 4 ? 512 : 1024;
 
 template <class T, class G, int V, bool kRms, bool kResidual, class Store>
 __global__ void __launch_bounds__(kMaxLanes<V>) forward_kernel(ForwardArgs<T, G> a, Store y) {
-  constexpr int N = kVec<T>;
-  constexpr bool kRoomy = V == 4;  // 8 vectors a thread leave no registers for anything beside x
-  constexpr bool kEarlyGamma =
-      kRoomy && sizeof(G) == sizeof(T) && kStores<Store>;  // a float gamma beside 16-bit rows takes twice as many
   __shared__ float scratch[2][kWarp];
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int vectors = row < a.rows ? a.hidden / N : 0;
-  const auto vector_of = [](int i) { return int(threadIdx.x + i * blockDim.x); };
-
-  Packed<T, N> h[V], residual[kResidual ? V : 1];
-#pragma unroll
-  for (int i = 0; i < V; ++i) {
-    h[i] = {};
-    if (vector_of(i) < vectors) h[i] = load_packed<T, N>(a.x.at(row) + vector_of(i) * N);
-  }
-  const auto load_residual = [&](int i) {
-    residual[i] = {};
-    if (vector_of(i) < vectors) residual[i] = load_packed<T, N>(a.residual.at(row) + vector_of(i) * N);
-  };
-  if constexpr (kResidual && kRoomy) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) load_residual(i);
-  }
-  Packed<G, N> gamma[kEarlyGamma ? V : 1];
-  if constexpr (kEarlyGamma) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      if (vector_of(i) < vectors) gamma[i] = load_packed<G, N>(a.gamma + vector_of(i) * N);
-    }
-  }
-  if constexpr (kResidual) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      if constexpr (!kRoomy) load_residual(i);
-      float sum[N], other[N];
-      widen<T, N>(h[i], sum);
-      widen<T, N>(residual[i], other);
-#pragma unroll
-      for (int j = 0; j < N; ++j) sum[j] += other[j];
-      h[i] = narrow<T, N>(sum);
-      if (vector_of(i) < vectors) store_packed<T, N>(a.residual_out.at(row) + vector_of(i) * N, h[i]);
-    }
-    forget(h);
-  }
-
-  float mean = 0.f;
-  if constexpr (!kRms) {
-    float sum[1] = {0.f};
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      float v[N];
-      widen<T, N>(h[i], v);
-      sum[0] += vector_sum(v);
-    }
-    row_sum(sum, scratch[0]);
-    forget(h);
-    mean = sum[0] / float(a.hidden);
-  }
-  float squares[1] = {0.f};
-#pragma unroll
-  for (int i = 0; i < V; ++i) {
-    float v[N];
-    widen<T, N>(h[i], v);
-#pragma unroll
-    for (int j = 0; j < N; ++j) v[j] = (v[j] - mean) * (v[j] - mean);
-    if (kRms || vector_of(i) < vectors)
-      squares[0] += vector_sum(v);  // what lies past the row is 0, its deviation is not
-  }
-  row_sum(squares, scratch[1]);
-  forget(h);
-  const float rstd = rsqrtf(squares[0] / float(a.hidden) + a.eps);
-
-  if constexpr (kStores<Store>) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      if (vector_of(i) >= vectors) continue;
-      if constexpr (!kEarlyGamma) gamma[0] = load_packed<G, N>(a.gamma + vector_of(i) * N);
-      float v[N], g[N];
-      widen<T, N>(h[i], v);
-      widen<G, N>(gamma[kEarlyGamma ? i : 0], g);
-      if (!kRms && a.beta != nullptr) {
-        float b[N];
-        load_floats<G, N>(a.beta + vector_of(i) * N, b);
-#pragma unroll
-        for (int j = 0; j < N; ++j) v[j] = normalized(v[j], mean, rstd, g[j] + a.shift, b[j]);
-      } else {
-#pragma unroll
-        for (int j = 0; j < N; ++j) v[j] = normalized(v[j], mean, rstd, g[j] + a.shift);
-      }
-      y.store(row, vector_of(i) * N, v);
-    }
-  }
-  if (threadIdx.x == 0 && vectors > 0) {
-    if (a.mean != nullptr) a.mean[row] = mean;
-    if (a.rstd != nullptr) a.rstd[row] = rstd;
-  }
+  const int vectors = row < a.rows ? a.hidden / kVec<T> : 0;
+  forward_row<T, G, V, kRms, kResidual>(a, y, row, int(blockDim.x), vectors, scratch);
+  finish(y);
 }
 
 // Any alignment and width, one element at a time. A thread reads back from residual_out what it wrote there itself.
@@ -183,6 +91,7 @@ __global__ void __launch_bounds__(512) forward_any_kernel(ForwardArgs<T, G> a, b
     if (a.mean != nullptr) a.mean[row] = mean[0];
     if (a.rstd != nullptr) a.rstd[row] = rstd;
   }
+  finish(y);
 }
 
 template <class T, class G, int V, class Store>
@@ -233,13 +142,16 @@ void launch(const Plan& plan, const ForwardTensors& t, bool aligned, const Store
 
 }  // namespace
 
-void forward(const Plan& plan, const ForwardTensors& t, te_stream stream) {
+void forward(const Plan& plan, const ForwardTensors& t, const te_tensor& amax_parts, te_stream stream) {
+  if (amax_parts.data != nullptr) {
+    check_cuda(cudaMemsetAsync(amax_parts.data, 0, size_t(amax_parts.cols) * sizeof(float), cudaStream_t(stream)), kOp);
+  }
   if (t.x.rows == 0) return;
   bool aligned = true;
   for (const te_tensor* tensor : {&t.x, &t.residual, &t.gamma, &t.beta, &t.y, &t.residual_out}) {
     aligned = aligned && aligned16(*tensor);
   }
-  if (t.y.data == nullptr) {  // gamma is not read, so that its dtype is all the same
+  if (t.y.data == nullptr && amax_parts.data == nullptr) {  // gamma is not read, so that its dtype is all the same
     dispatch_float(t.x.dtype, kOp, "x", [&](auto type) {
       using T = decltype(type);
       launch<T, T>(plan, t, aligned, NoStore{}, stream);
@@ -247,7 +159,12 @@ void forward(const Plan& plan, const ForwardTensors& t, te_stream stream) {
   } else {
     dispatch_types(t.x, t.gamma, kOp, [&](auto x_type, auto gamma_type) {
       using T = decltype(x_type);
-      launch<T, decltype(gamma_type)>(plan, t, aligned, quantize::PlainStore<T>(t.y), stream);
+      using G = decltype(gamma_type);
+      if (t.y.data != nullptr) {
+        launch<T, G>(plan, t, aligned, quantize::PlainStore<T>(t.y), stream);
+      } else {
+        launch<T, G>(plan, t, aligned, AmaxStore<T>(amax_parts), stream);
+      }
     });
   }
   check_launch(kOp);

@@ -18,6 +18,11 @@ struct ForwardTensors {
 // What makes y of statistics that are known.
 struct KnownTensors {
   te_tensor h, mean, rstd, gamma, beta;
+
+  KnownTensors(te_tensor h, te_tensor mean, te_tensor rstd, te_tensor gamma, te_tensor beta)
+      : h(h), mean(mean), rstd(rstd), gamma(gamma), beta(beta) {}
+  explicit KnownTensors(const ForwardTensors& t)
+      : KnownTensors(t.residual.data != nullptr ? t.residual_out : t.x, t.mean, t.rstd, t.gamma, t.beta) {}
 };
 
 struct BackwardTensors {
@@ -37,11 +42,28 @@ inline int64_t max_parts(int64_t rows, int64_t hidden) {
   return std::min(rows, parts);
 }
 
+// The argument's error, thrown.
+void check_forward(const char* op, const Plan& plan, const ForwardTensors& t);
+void check_known(const char* op, Plan plan, const KnownTensors& t);
+void check_bytes(const char* op, const te_tensor& workspace, const te_tensor& x, int64_t bytes);
+
+namespace cpu {
+void forward(const Plan& plan, const ForwardTensors& t);
+void forward_known(const Plan& plan, const KnownTensors& t, const te_tensor& y);
+}  // namespace cpu
+
+// The rows that a block of scales spans, in which the fused forward goes from statistics to FP8.
+constexpr int64_t kBand = 128;
+
+inline int64_t bands_of(int64_t rows) { return (rows + kBand - 1) / kBand; }
+
 namespace cuda {
-void forward(const Plan& plan, const ForwardTensors& t, te_stream stream);
+// Without y: into amax_parts, where these are present, the largest |y| of parts of the rows.
+void forward(const Plan& plan, const ForwardTensors& t, const te_tensor& amax_parts, te_stream stream);
 void quantize(const Plan& plan, const KnownTensors& t, const te_quantize_plan& quantize, const te_quantized& out,
               te_stream stream);
-void amax(const Plan& plan, const KnownTensors& t, const te_tensor& parts, const te_tensor& noop, te_stream stream);
+void forward_quantize(const Plan& plan, const ForwardTensors& t, const te_quantize_plan& quantize,
+                      const te_quantized& out, const te_tensor& workspace, te_stream stream);
 void backward(const Plan& plan, const BackwardTensors& t, te_stream stream);
 }  // namespace cuda
 

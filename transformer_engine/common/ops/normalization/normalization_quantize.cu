@@ -1,20 +1,23 @@
-// normalization, CUDA: y by known statistics as a producer of the quantize room's tiles. It makes values and stores
-// nothing; tiles, scales and bytes are that room's.
-#include "ops/normalization/normalization.cuh"
+// normalization, CUDA: y in FP8 where it is made, as a producer of the quantize room's tiles. Tiles, scales and bytes
+// are that room's; rows and their statistics are normalization_forward.cuh's.
+//
+// In two launches h goes to memory and comes back: 10 bytes an element with a residual. In one, blocks take pieces of
+// work off a queue in which the rows of a band of 128 come some bands before its tiles, so that tiles find h in the L2
+// cache: 8 bytes. A piece waits for nothing but pieces before it, which other blocks have in hand, so that the queue
+// never stops, however many blocks run at a time.
+#include "ops/normalization/normalization_forward.cuh"
 
 namespace te::normalization::cuda {
 
 namespace {
 
 using quantize::kColumns;
-using quantize::kRows;
 using quantize::Vector;
 
-// kAtOnce: rows whose inputs are on their way together; more would spill where a block loops over tiles (amax).
-template <class T, class G, int kAtOnce>
+template <class T, class G>
 struct Normalized {
   using Type = T;
-  static constexpr int kInputs = 1, kOutputs = 1, kAmaxOutputs = 1, kBatch = kAtOnce;
+  static constexpr int kInputs = 1, kOutputs = 1, kAmaxOutputs = 1, kBatch = 4;
   static constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
   static constexpr bool kStaged = false;
   struct Row {
@@ -76,6 +79,124 @@ bool is_wide(const KnownTensors& t) {
   return aligned && divides;
 }
 
+// ---- one launch ----
+
+constexpr int kRowsOfPiece = 4;
+constexpr int kPiecesOfBand = int(kBand) / kRowsOfPiece;
+constexpr int kBlocksPerSm = 3;
+constexpr int kVectors = 4;  // of a thread
+
+// Bands between rows and their tiles: more than the pieces that 3 blocks on each of 132 SMs have in hand (of 32 + 4 to
+// 64 a band), and small beside the L2 cache (a band of 8192 bf16 columns is 2 MiB).
+constexpr unsigned kLag = 8;
+
+struct Queue {
+  unsigned* next;  // the first piece that nobody has
+  unsigned* done;  // pieces of rows that are done, for each band
+  unsigned bands, lag, pieces_of_step, pieces;
+  int lanes;  // threads of a row
+};
+
+__device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
+  unsigned x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(p)) : "memory");
+  return x;
+}
+
+template <class T, class G, bool kRms, bool kResidual>
+__device__ __forceinline__ void make_rows(const ForwardArgs<T, G>& a, const Queue& queue, unsigned band, unsigned piece,
+                                          float (&scratch)[2][2][kWarp]) {
+#pragma unroll 1
+  for (int i = 0; i < kRowsOfPiece; ++i) {
+    const int64_t row = int64_t(band) * kBand + piece * kRowsOfPiece + i;
+    const int vectors = row < a.rows && int(threadIdx.x) < queue.lanes ? a.hidden / kVec<T> : 0;
+    NoStore y;
+    forward_row<T, G, kVectors, kRms, kResidual>(a, y, row, queue.lanes, vectors, scratch[i % 2]);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();  // the block's rows before the count
+    atomicAdd(queue.done + band, 1u);
+  }
+}
+
+template <class T, class G, bool kRms, bool kResidual>
+__global__ void __launch_bounds__(quantize::kThreads, kBlocksPerSm)
+    once_kernel(const __grid_constant__ ForwardArgs<T, G> a, const __grid_constant__ Normalized<T, G> producer,
+                const __grid_constant__ quantize::Dests<1> dests, const __grid_constant__ quantize::Domain domain,
+                const __grid_constant__ Queue queue) {
+  __shared__ quantize::Shared shared;
+  __shared__ float scratch[2][2][kWarp];
+  __shared__ unsigned ticket;
+  while (true) {
+    __syncthreads();  // the last piece's readers of what is shared
+    if (threadIdx.x == 0) ticket = atomicAdd(queue.next, 1u);
+    __syncthreads();
+    if (ticket >= queue.pieces) return;
+    const unsigned step = ticket / queue.pieces_of_step, piece = ticket % queue.pieces_of_step;
+    if (piece < kPiecesOfBand) {
+      if (step < queue.bands) make_rows<T, G, kRms, kResidual>(a, queue, step, piece, scratch);
+      continue;
+    }
+    if (step < queue.lag) continue;
+    const unsigned band = step - queue.lag;
+    if (threadIdx.x == 0) {
+      while (load_acquire(queue.done + band) < kPiecesOfBand) __nanosleep(64);
+    }
+    __syncthreads();
+    quantize::quantize_tile(producer, dests, domain, quantize::Place(band, piece - kPiecesOfBand), shared);
+  }
+}
+
+template <class T, class G>
+void launch_once(const Plan& plan, const ForwardTensors& t, const te_quantize_plan& quantization,
+                 const te_quantized& out, const te_tensor& workspace, int lanes, cudaStream_t stream) {
+  const char* op = "te_normalization_forward_quantize";
+  const quantize::Dests<1> dests{{quantize::Dest(quantization, out, t.x.rows, t.x.cols)}};
+  const quantize::Domain domain = quantize::domain_of(t.x.rows, t.x.cols, true, dests);
+  auto* counters = static_cast<unsigned*>(workspace.data);
+  const auto bands = unsigned(domain.tile_rows), pieces_of_step = unsigned(kPiecesOfBand + domain.tile_cols);
+  const unsigned lag = bands < kLag ? bands : kLag;
+  const Queue queue{counters, counters + 1, bands, lag, pieces_of_step, (bands + lag) * pieces_of_step, lanes};
+  check_cuda(cudaMemsetAsync(counters, 0, (bands + 1) * sizeof(unsigned), stream), op);
+  const int blocks = device_properties(t.x.device).sm_count * kBlocksPerSm;
+  const auto launch = [&](auto rms, auto residual) {
+    once_kernel<T, G, rms(), residual()><<<unsigned(blocks), quantize::kThreads, 0, stream>>>(
+        ForwardArgs<T, G>(plan, t), Normalized<T, G>(plan, KnownTensors(t), true), dests, domain, queue);
+  };
+  const auto with_residual = [&](auto rms) {
+    if (t.residual.data != nullptr) {
+      launch(rms, std::true_type{});
+    } else {
+      launch(rms, std::false_type{});
+    }
+  };
+  if (plan.rms) {
+    with_residual(std::true_type{});
+  } else {
+    with_residual(std::false_type{});
+  }
+  check_launch(op);
+}
+
+// The threads of a row, or 0 where one launch does not do: there rows are laid over threads as in forward().
+int lanes_in_one_launch(const ForwardTensors& t, const te_quantize_plan& quantization, const te_quantized& out,
+                        const te_tensor& workspace) {
+  const int64_t vectors = t.x.cols / kColumns;
+  bool aligned = t.x.cols % kColumns == 0;
+  for (const te_tensor* tensor : {&t.x, &t.residual, &t.gamma, &t.beta, &t.residual_out}) {
+    aligned = aligned && aligned16(*tensor);
+  }
+  if (t.x.dtype == TE_FLOAT32 || quantization.amax_parts.data != nullptr || !aligned || t.x.rows == 0) return 0;
+  const Layout layout = layout_for(vectors, kVectors, quantize::kThreads);
+  const bool held = layout.lanes > kWarp && vectors <= int64_t(layout.lanes) * kVectors;
+  const quantize::Dests<1> dests{{quantize::Dest(quantization, out, t.x.rows, t.x.cols)}};
+  const quantize::Domain domain = quantize::domain_of(t.x.rows, t.x.cols, true, dests);
+  const bool counted = (domain.tile_rows + kLag) * (kPiecesOfBand + domain.tile_cols) < INT32_MAX &&
+                       (domain.tile_rows + 1) * int64_t(sizeof(unsigned)) <= workspace.cols;
+  return held && counted ? layout.lanes : 0;
+}
+
 }  // namespace
 
 void quantize(const Plan& plan, const KnownTensors& t, const te_quantize_plan& quantization, const te_quantized& out,
@@ -83,19 +204,33 @@ void quantize(const Plan& plan, const KnownTensors& t, const te_quantize_plan& q
   const char* op = "te_normalization_quantize";
   dispatch_types(t.h, t.gamma, op, [&](auto h_type, auto gamma_type) {
     const bool wide = is_wide(t);
-    const Normalized<decltype(h_type), decltype(gamma_type), kRows> producer(plan, t, wide);
+    const Normalized<decltype(h_type), decltype(gamma_type)> producer(plan, t, wide);
     const quantize::Dests<1> dests{{quantize::Dest(quantization, out, t.h.rows, t.h.cols)}};
     quantize::launch_quantize(op, producer, dests, t.h.rows, t.h.cols, wide, stream);
   });
 }
 
-void amax(const Plan& plan, const KnownTensors& t, const te_tensor& parts, const te_tensor& noop, te_stream stream) {
-  const char* op = "te_normalization_amax";
-  dispatch_types(t.h, t.gamma, op, [&](auto h_type, auto gamma_type) {
-    const bool wide = is_wide(t);
-    const Normalized<decltype(h_type), decltype(gamma_type), 4> producer(plan, t, wide);
-    quantize::launch_amax(op, producer, t.h.rows, t.h.cols, wide, parts, noop, stream);
-  });
+void forward_quantize(const Plan& plan, const ForwardTensors& t, const te_quantize_plan& quantization,
+                      const te_quantized& out, const te_tensor& workspace, te_stream stream) {
+  const int lanes = lanes_in_one_launch(t, quantization, out, workspace);
+  if (lanes == 0) {
+    forward(plan, t, quantization.amax_parts, stream);
+    return quantize(plan, KnownTensors(t), quantization, out, stream);
+  }
+  te_note_path("CUDA, statistics and FP8 in one launch", "");
+  const auto launch = [&](auto type) {
+    using T = decltype(type);
+    if (t.gamma.dtype == t.x.dtype) {
+      launch_once<T, T>(plan, t, quantization, out, workspace, lanes, cudaStream_t(stream));
+    } else {
+      launch_once<T, float>(plan, t, quantization, out, workspace, lanes, cudaStream_t(stream));
+    }
+  };
+  if (t.x.dtype == TE_BFLOAT16) {
+    launch(bf16{});
+  } else {
+    launch(fp16{});
+  }
 }
 
 }  // namespace te::normalization::cuda

@@ -308,8 +308,9 @@ __device__ __forceinline__ float tile_amax(const Vector<T> (&values)[kRows], Sha
 
 // Per-tensor: the scale, from where the plan says; the first tile's first thread leaves what belongs to the tensor.
 template <class T>
-__device__ __forceinline__ float tensor_scale(const Dest& dest, const Vector<T> (&values)[kRows], Shared& shared) {
-  const bool first = threadIdx.x == 0 && blockIdx.x == 0 && dest.first_col == 0;
+__device__ __forceinline__ float tensor_scale(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
+                                              Shared& shared) {
+  const bool first = threadIdx.x == 0 && at.tile_row == 0 && at.tile_col == 0 && dest.first_col == 0;
   float scale, amax = 0.f;
   if (dest.scale != nullptr) {
     scale = *dest.scale;
@@ -377,7 +378,7 @@ __device__ __forceinline__ void emit_as(const Dest& dest, const Vector<T> (&valu
     if (dest.rowwise != nullptr) emit_rowwise_1d<kE5m2, T>(dest, values, at);
     if (dest.columnwise != nullptr) emit_columnwise_1d<kE5m2, T>(dest, values, at, shared);
   } else {
-    const float scale = dest.scaling == TE_SCALING_TENSOR ? tensor_scale<T>(dest, values, shared)
+    const float scale = dest.scaling == TE_SCALING_TENSOR ? tensor_scale<T>(dest, values, at, shared)
                                                           : block_2d_scale<T>(dest, values, at, shared);
     emit_one_scale<kE5m2, T>(dest, values, at, scale, shared);
   }
