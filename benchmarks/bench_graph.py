@@ -193,7 +193,9 @@ def tail(bench):
         "without the tail": lambda x: compute(module.linear(x)),
     }
     found = bench.compare(case, contenders, lambda: (bench.randn(tokens, hidden, dtype="bf16"),))
-    hidden_share = (found["own without event"] - found["ours"]) / (found["own without event"] - found["without the tail"])
+    hidden_share = (found["own without event"] - found["ours"]) / (
+        found["own without event"] - found["without the tail"]
+    )
     print(f"of the tail, {100 * hidden_share:.0f} % is hidden behind the main stream's work")
 
 
