@@ -1,15 +1,19 @@
 # What te.memory_plan and te.explain leave behind: nothing. Memory goes when the caller lets go of it, and buffers,
 # random states, gradients, hooks and the caller's own graph are as before, errors included. Mutant: returning `t` in
-# place of its detached alias from memory_plan's _Packed turns test_nothing_lives_on red.
+# place of its detached alias from memory_plan's _Packed turns test_nothing_lives_on red; leaving STATE.region as it is
+# (_quantization_restored), test_training_under_delayed_scaling_is_as_without_probes.
+import contextlib
 import gc
 import sys
 import weakref
 
 import pytest
 import torch
+from fp8_steps import all_scales, assert_same_tensors, grads_of
 from support import assert_same_bits, randn, refused, saved_tensors
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 
 PROBES = [te.memory_plan, te.explain]
 
@@ -199,3 +203,51 @@ def test_a_compiled_part_is_refused_by_name(probe):
         probe(inside, torch.zeros(2, 4))
     with refused(TypeError, probe.__name__, "Linear", "not compiled"):
         probe(inside[1], torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("primary", [False, True])
+@pytest.mark.parametrize("probe", PROBES)
+def test_training_under_delayed_scaling_is_as_without_probes(probe, primary, fails):
+    """Before the modules' own call in an autocast, behind it, and alone; under another history length too."""
+    recipe, shorter = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=2, margin=1)
+
+    class Model(torch.nn.Sequential):
+        fails = False
+
+        def forward(self, x, first=None):
+            x = self[1](self[0](x, is_first_microbatch=first), is_first_microbatch=first)
+            if self.fails:
+                raise Stop
+            return x
+
+    def probed(model, x, first):
+        model.fails = fails
+        with pytest.raises(Stop) if fails else contextlib.nullcontext():
+            probe(model, x * 100, first)
+        model.fails = False
+
+    def train(probing):
+        torch.manual_seed(3)
+        with te.quantized_model_init(enabled=primary, recipe=recipe):
+            model = Model(te.LayerNormLinear(16, 16, device="cpu"), te.LayerNormMLP(16, 32, device="cpu"))
+        outputs = []
+        for i in range(4):
+            x, first = randn(8, 16), i % 2 == 0
+            with te.autocast(recipe=recipe):
+                if probing:
+                    probed(model, x, True)
+                outputs.append(y := model(x, first))
+                if probing:
+                    probed(model, x, None)
+            if probing:
+                with te.autocast(recipe=shorter):
+                    probed(model, x, first)
+            y.sum().backward()
+        return outputs, all_scales(model), grads_of(model)
+
+    (found, *kept), (wanted, *own) = train(True), train(False)
+    for a, b in zip(found, wanted, strict=True):
+        assert_same_bits(a, b)
+    for a, b in zip(kept, own, strict=True):
+        assert_same_tensors(a, b)

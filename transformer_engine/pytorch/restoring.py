@@ -1,25 +1,31 @@
-"""Puts back what a probing run of a module moves: its buffers, the random states, the gradients and their hooks. It
-copies no parameters: a forward that writes into them is not undone."""
+"""Puts back what a probing run of a module moves: its buffers, the random states, the gradients and their hooks, and
+what its modules know about quantization. It copies no parameters: a forward that writes into them is not undone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
 from transformer_engine.pytorch.distributed.rng import trackers
+from transformer_engine.pytorch.graph.quantized import noted, our_modules
+from transformer_engine.pytorch.quantization.delayed import ScalingState
+from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 @contextmanager
 def state_restored(module: torch.nn.Module) -> Iterator[None]:
-    """Buffers and random states, those of the trackers too, are as before behind the block, exceptions included."""
+    """Buffers, scales and random states, those of the trackers too, are as before behind the block, exceptions
+    included; an autocast around it learns nothing of what ran."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         for tracker in _trackers_of(module):
             stack.callback(tracker.set_states, tracker.get_states())
         stack.enter_context(_buffers_restored(module))
+        stack.enter_context(_quantization_restored(module))
         yield
 
 
@@ -60,6 +66,41 @@ def _alias(t: torch.Tensor) -> torch.Tensor:
     if t.layout is not torch.strided:
         return t.data
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+@contextmanager
+def _quantization_restored(module: torch.nn.Module) -> Iterator[None]:
+    """Scales and histories in their memory, which views and graphs know, and kept weights: inside, none is written to.
+    No region is told of what runs: its end and its backward would make scales of it."""
+    parts, region = our_modules(module), STATE.region
+    put_back = [noted(part) for part in parts]
+    put_back += [_noted_scales(s) for part in parts for s in part.fp8_meta.values() if isinstance(s, ScalingState)]
+    weights = [w for part in parts for w in part.parameters(recurse=False) if isinstance(w, QuantizedTensor)]
+    quantizers = [(weight, weight._quantizer) for weight in weights]
+    for part in parts:
+        part._cached_weights = {}
+    STATE.region = None
+    try:
+        yield
+    finally:
+        STATE.region = region
+        for put in put_back:
+            put()
+        for weight, quantizer in quantizers:
+            weight._quantizer = quantizer
+
+
+def _noted_scales(state: ScalingState) -> Callable[[], None]:
+    remembered = dict(vars(state))
+    copies = [(t, t.clone()) for t in (state.scale, state.amax_history)]
+
+    def put_back() -> None:
+        vars(state).update(remembered)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(t for t, _ in copies)):
+            for t, copy in copies:
+                t.copy_(copy)
+
+    return put_back
 
 
 @contextmanager

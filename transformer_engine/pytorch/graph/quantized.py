@@ -3,6 +3,7 @@ runs, scales are brought up to date as in eager. Quantizes nothing."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -67,7 +68,8 @@ def restore_fp8_tensors(modules: Iterable[object], fp8_tensors: list | None) -> 
 def noted(part: TransformerEngineBaseModule) -> Callable[[], None]:
     """Puts back all that a module knows about quantization but the values of its scales: as if it had not run."""
     remembered = {name: vars(part)[name] for name in _REMEMBERED}
-    meta, cached = dict(part.fp8_meta), dict(part._cached_weights)
+    meta = {k: v.copy() if isinstance(v, deque) else v for k, v in part.fp8_meta.items()}  # scales for a recomputation
+    cached = dict(part._cached_weights)
 
     def put_back() -> None:
         vars(part).update(remembered)
