@@ -1,6 +1,7 @@
 # Quantized tensors around a product: weights that are held in FP8 alone (quantized_model_init), outputs that are FP8
-# tensors. Mutants: start a delayed weight at scale 1 (ModuleQuantization.start_at), or leave out the comparison of
-# formats (QuantizedWeights._primary_weight), turn these red.
+# tensors. Mutants: start a delayed weight at scale 1 (ModuleQuantization.start_at), leave out the comparison of
+# formats (QuantizedWeights._primary_weight), or let torch convert quantized parameters (QuantizedWeights._apply), turn
+# these red.
 
 import pytest
 import torch
@@ -107,3 +108,68 @@ def test_a_quantized_output(device, recipe):
     for got, wanted in zip(torch.autograd.grad(quantized, list(module.parameters()), dy), want, strict=True):
         assert_same_bits(got, wanted)
     assert not isinstance(module(x, fp8_output=True), te.QuantizedTensor)  # outside of autocast there is no format
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.to(m.weight.device),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.to(torch.float16),
+        lambda m: m.cpu(),
+        lambda m: m.half(),
+        lambda m: m.float(),
+        lambda m: m.bfloat16(),
+        lambda m: torch.nn.Sequential(m).to(torch.float16),
+        lambda m: m.to_empty(device=m.weight.device),
+    ],
+    ids=["device", "dtype", "cast", "cpu", "half", "float", "bfloat16", "outer", "empty"],
+)
+def test_a_conversion_keeps_what_is_on_a_quantized_parameter(device, recipe, convert):
+    with te.quantized_model_init(recipe=RECIPES[recipe](), preserve_high_precision_init_val=True):
+        module = te.Linear(64, 64, device=device, params_dtype=torch.bfloat16)
+    weight, calls = module.weight, []
+    value, init = weight.dequantize(dtype=torch.float32).cpu(), weight.get_high_precision_init_val()
+    weight.main_grad = main_grad = torch.zeros(64, 64, device=device)
+    weight.mark, module.bias.mark = "mine", "mine"
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.dtype))
+    weight.register_hook(lambda grad: calls.append("hook"))
+    weight.grad = torch.ones_like(value, dtype=torch.bfloat16, device=device)
+    convert(module)
+    assert module.weight is weight and isinstance(weight, te.QuantizedTensor) and weight.requires_grad
+    assert weight.mark == module.bias.mark == "mine" and weight.main_grad is main_grad
+    assert weight.tensor_model_parallel is False and weight.partition_dim == -1
+    assert weight.get_high_precision_init_val() is init
+    weight.clear_high_precision_init_val()
+    assert weight.get_high_precision_init_val() is None
+    assert weight.dtype is weight.grad.dtype is module.bias.dtype and weight.device == weight.grad.device
+    if "to_empty" not in convert.__code__.co_names:
+        assert_same_bits(weight.dequantize(dtype=torch.float32).cpu(), value)
+        assert (weight.grad == 1).all()
+    weight.grad = None
+    with te.autocast(recipe=RECIPES[recipe]()):
+        y = module(torch.ones(4, 64, device=weight.device, dtype=weight.dtype))
+    y.sum().backward()
+    assert calls == ["hook", weight.dtype] and weight.grad.dtype is weight.dtype
+
+
+def test_a_conversion_that_changes_nothing_copies_nothing(device):
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        module = te.Linear(64, 64, device=device)
+    data = module.weight._data
+    module.to(device).float()
+    module.to(device=device, dtype=torch.float32)
+    assert module.weight._data is data
+
+
+def test_a_quantized_parameter_leaves_the_meta_device_with_its_marks(device):
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        module = te.Linear(64, 64, device=device)
+    weight = module.weight
+    weight.mark = "mine"
+    module.to("meta")
+    assert module.weight.device.type == "meta" and module.weight.mark == "mine"
+    module.to_empty(device=device)
+    assert module.weight.device.type == torch.device(device).type and module.weight.mark == "mine"
+    assert isinstance(module.weight, te.QuantizedTensor) and module.weight.tensor_model_parallel is False

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,7 @@ from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, Mo
 from transformer_engine.pytorch.quantization.products import SCALING_OF_KIND, plan_of
 from transformer_engine.pytorch.quantization.state import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
+from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
 
 
 def keep_high_precision(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -21,6 +23,27 @@ def keep_high_precision(parameter: torch.nn.Parameter, value: torch.Tensor) -> N
     parameter._high_precision_init_val = value.detach().cpu().clone()
     parameter.get_high_precision_init_val = functools.partial(getattr, parameter, "_high_precision_init_val", None)
     parameter.clear_high_precision_init_val = functools.partial(setattr, parameter, "_high_precision_init_val", None)
+
+
+@torch.no_grad()
+def _converted_in_place(parameter: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether `parameter`, and its gradient, could take what fn makes of them. It cannot leave the meta device."""
+    converted = fn(parameter)
+    if converted is not parameter:
+        if not (
+            isinstance(converted, QuantizedTensor)
+            and parameter._same_format(converted)
+            and parameter.shape == converted.shape
+            and torch._has_compatible_shallow_copy_type(parameter, converted)
+        ):
+            return False
+        parameter.data = converted
+    grad = parameter.grad
+    if grad is not None:
+        converted = fn(grad)
+        if converted is not grad:
+            grad.data = converted
+    return True
 
 
 class QuantizedWeights(torch.nn.Module):
@@ -81,6 +104,23 @@ class QuantizedWeights(torch.nn.Module):
                 "or None."
             )
         return self._stays(self._cached_weight(product, weight, is_first_microbatch, state.skip_weight_update))
+
+    def _apply(self, fn, recurse=True):
+        """torch swaps a converted tensor of several parts for a new one, without the marks and the hooks that were on
+        it; here the parameter itself takes the converted parts, and nothing happens where nothing changes."""
+        quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
+        left = {name: own_attributes(p) for name, p in quantized.items() if not _converted_in_place(p, fn)}
+        for name in quantized.keys() - left.keys():
+            self._parameters[name] = None  # torch's part is done
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for name in quantized.keys() - left.keys():
+                self._parameters[name] = quantized[name]
+        for name, attributes in left.items():
+            if isinstance(self._parameters[name], QuantizedTensor):
+                self._parameters[name].__dict__.update(attributes)
+        return self
 
     @staticmethod
     def _stays(weight: _C.Quantized) -> _C.Quantized:

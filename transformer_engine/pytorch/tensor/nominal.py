@@ -17,7 +17,7 @@ def _keeping_quantized(name: str, dtype: torch.dtype) -> None:
 
     def converted(t: torch.Tensor) -> torch.Tensor:
         if isinstance(t, QuantizedTensor):
-            return t.to_dtype(dtype)
+            return t if t.dtype is dtype else t.to_dtype(dtype)
         return t.to(dtype) if t.is_floating_point() else t
 
     @functools.wraps(original)
