@@ -3,10 +3,13 @@
 # formats (QuantizedWeights._primary_weight), or let torch convert quantized parameters (QuantizedWeights._apply), turn
 # these red.
 
+import copy
+
 import pytest
 import torch
 from families import FAMILIES
 from fp8_plain import RECIPES
+from plain_modules import as_tuple
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
@@ -173,3 +176,40 @@ def test_a_quantized_parameter_leaves_the_meta_device_with_its_marks(device):
     module.to_empty(device=device)
     assert module.weight.device.type == torch.device(device).type and module.weight.mark == "mine"
     assert isinstance(module.weight, te.QuantizedTensor) and module.weight.tensor_model_parallel is False
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "residual"])
+def test_a_quantized_input_is_its_values(device, recipe, dtype, kind):
+    """What a module makes of an output that is quantized, and of the same output dequantized: the same bits, and the
+    gradient passes to the module before."""
+    made, options = RECIPES[recipe](), {"device": device, "params_dtype": dtype}
+    build = {
+        "Linear": lambda: te.Linear(64, 48, **options),
+        "LayerNormLinear": lambda: te.LayerNormLinear(64, 48, return_layernorm_output=True, **options),
+        "LayerNormMLP": lambda: te.LayerNormMLP(64, 96, return_layernorm_output=True, **options),
+    }.get(kind, lambda: te.LayerNormMLP(64, 96, **options))
+    module = build()
+    before = te.Linear(64, 64, **options)
+    x = randn(32, 64, device=device, dtype=dtype)
+    results = {}
+    for values in (False, True):
+        first, second = copy.deepcopy(before), copy.deepcopy(module)
+        for _ in range(3):  # delayed scaling knows the amaxes after the first
+            source = x.clone().requires_grad_()
+            with te.autocast(recipe=made):
+                quantized = first(source, fp8_output=True)
+                assert isinstance(quantized, te.QuantizedTensor)
+                given = quantized.dequantize() if values else quantized
+                out = second(x, residual=given) if kind == "residual" else second(given)
+            wanted = [source, *first.parameters(), *second.parameters()]
+            loss = sum((t.float() * torch.linspace(-1, 2, t.shape[-1], device=device)).sum() for t in as_tuple(out))
+            grads = torch.autograd.grad(loss, wanted)
+        results[values] = [*as_tuple(out), *grads]
+    assert results[True][len(as_tuple(out))].abs().max() > 0
+    for got, wanted in zip(results[False], results[True], strict=True):
+        assert not isinstance(got, te.QuantizedTensor)
+        assert_same_bits(got, wanted)
+    with te.autocast(enabled=False):
+        second(quantized.detach())

@@ -151,9 +151,9 @@ class QuantizedWeights(torch.nn.Module):
         return made
 
     @staticmethod
-    def _plain(weight: torch.Tensor) -> torch.Tensor:
-        """What a product in high precision reads; differentiable."""
-        return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Its values, where it is quantized; differentiable."""
+        return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
     def _primary_weight(self, product: str, weight: QuantizedTensor) -> _C.Quantized:
         if torch.compiler.is_compiling():

@@ -108,6 +108,7 @@ class LayerNormLinear(NormParameters, SplitWeights):
         """is_first_microbatch and fp8_output as Linear's. return_input (ours beyond the common API): inp is returned
         last as well; a residual branch that goes on from it has its gradient added inside the norm's backward."""
         refuse("LayerNormLinear", "a gradient that is a quantized tensor", fp8_grad=fp8_grad)
+        inp = self._plain(inp)
         weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
         quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
         if quantization is None:

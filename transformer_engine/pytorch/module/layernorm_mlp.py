@@ -177,6 +177,7 @@ class LayerNormMLP(NormParameters):
         residual (ours beyond the common API): the MLP is taken of h = inp + residual, added inside the norm's kernel,
         and h is returned last.
         """
+        inp, residual = self._plain(inp), self._plain(residual)
         fc1_sink, fc2_sink = self._sink("fc1", is_first_microbatch), self._sink("fc2", is_first_microbatch)
         fc2_bias = self.fc2_bias if self.apply_bias else None
         fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight

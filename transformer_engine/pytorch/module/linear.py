@@ -212,6 +212,7 @@ class Linear(SplitWeights):
         or None adds to it; under autocast True quantizes the weight and keeps it, False takes what was kept.
         fp8_output: under autocast the output is a quantized tensor, its gradient passes through unchanged."""
         refuse("Linear", "a gradient that is a quantized tensor", fp8_grad=fp8_grad)
+        inp = self._plain(inp)
         weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
         quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
         if quantization is None:
