@@ -46,6 +46,16 @@ def _converted_in_place(parameter: QuantizedTensor, fn: Callable[[torch.Tensor],
     return True
 
 
+def _in_torch_autocast(t: torch.Tensor) -> bool:
+    """Whether torch.autocast casts it before an op reads it, as csrc's autocast() does."""
+    return (
+        t.device.type in ("cpu", "cuda")
+        and torch.is_autocast_enabled(t.device.type)
+        and t.is_floating_point()
+        and t.dtype is not torch.float64
+    )
+
+
 class QuantizedWeights(torch.nn.Module):
     """The weights' part of QuantizationState, whose fields these are."""
 
@@ -134,7 +144,9 @@ class QuantizedWeights(torch.nn.Module):
     ) -> _C.Quantized:
         own = self._own
         index = self._products.index(product)
-        key = (own.plan, weight.shape, weight.device)
+        # What the product itself would quantize: the cast's bits, not the parameter's.
+        dtype = torch.get_autocast_dtype(weight.device.type) if _in_torch_autocast(weight) else weight.dtype
+        key = (own.plan, weight.shape, weight.device, dtype)
         kept_key, kept = self._cached_weights.get(product, (None, None))
         columnwise = torch.is_grad_enabled() or recompute_phase().enabled
         if kept_key != key or (columnwise and kept.columnwise is None):
@@ -146,7 +158,7 @@ class QuantizedWeights(torch.nn.Module):
         quantizer = own.weight_quantizer(index, variant)
         flag = None if kept is None else skip
         with torch.no_grad(), torch.inference_mode(False):
-            made = _C.quantize(quantizer, weight.detach(), True, columnwise, flag, kept)
+            made = _C.quantize(quantizer, weight.detach().to(dtype), True, columnwise, flag, kept)
         self._cached_weights[product] = key, made
         return made
 
