@@ -38,6 +38,17 @@ class Engines:
         return iter(self._engines.items())
 
 
+def _changed(tensor: torch.Tensor, version: int) -> str:
+    return (
+        f"is at version {tensor._version}, and was saved at version {version}: an operation in place has changed it "
+        "since. Clone it before that operation"
+    )
+
+
+def _refusal(dtype: torch.dtype, shape: torch.Size, why: str) -> RuntimeError:
+    return RuntimeError(f"pop_tensor: one of the tensors needed for the gradient, {dtype} {list(shape)}, {why}.")
+
+
 class Memory:
     """A storage that saved tensors of one layer lie in. It lives as long as one of them is still wanted."""
 
@@ -60,10 +71,7 @@ class Memory:
         """Notes the first tensor that was written to, or freed, since it was saved."""
         for tensor, version in self.watched:
             if not self.written and tensor._version != version:
-                self.written = (
-                    f"is at version {tensor._version}, and was saved at version {version}: an operation in place has "
-                    "changed it since. Clone it before that operation"
-                )
+                self.written = _changed(tensor, version)
         if not self.written and self.tensor is not None and self.tensor.untyped_storage().nbytes() != self.bytes:
             self.written = f"had a storage of {self.bytes} bytes, which was resized since. Free it after the backward"
 
@@ -90,6 +98,21 @@ class Saved:
         return self.memory.layer.pop_tensor(self)
 
 
+class Kept:
+    """Stands for a tensor that stays where it is. torch looks at no version of what hooks hold, so this does."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = None if self.tensor.is_inference() else self.tensor._version
+
+    def pop(self) -> torch.Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise _refusal(self.tensor.dtype, self.tensor.shape, _changed(self.tensor, self.version))
+        return self.tensor
+
+
 class Composed:
     """A quantized tensor: the object without its parts, and what stands for them."""
 
@@ -100,7 +123,7 @@ class Composed:
         self.parts = [None if part is None else push(part) for part in parts]
 
     def pop(self) -> object:
-        self.shell.restore_from_saved([part.pop() if isinstance(part, Saved) else part for part in self.parts])
+        self.shell.restore_from_saved([None if part is None else part.pop() for part in self.parts])
         whole, (_, self.shell) = self.shell, taken_apart(self.shell)
         return whole
 
@@ -169,7 +192,7 @@ class OffloadableLayerState:
     def _push_plain(self, tensor: torch.Tensor) -> object:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_storage(tensor)
         if not plain or _is_parameter(tensor):
-            return tensor.detach()
+            return Kept(tensor)
         key = tensor.untyped_storage()._cdata
         memory = self._memory.get(key) if self.state == "not_offloaded" else None
         if memory is None:
@@ -227,7 +250,7 @@ class OffloadableLayerState:
 
     def pop_tensor(self, saved: object) -> torch.Tensor:
         """The tensor that push_tensor() took, with its shape, strides, dtype and bits."""
-        if isinstance(saved, Composed):
+        if isinstance(saved, (Composed, Kept)):
             return saved.pop()
         if not isinstance(saved, Saved):
             return saved
@@ -235,10 +258,7 @@ class OffloadableLayerState:
         if memory.tensor is not None:
             memory.check()
         if memory.written:
-            raise RuntimeError(
-                f"pop_tensor: one of the tensors needed for the gradient, {saved.dtype} {list(saved.shape)}, "
-                f"{memory.written}."
-            )
+            raise _refusal(saved.dtype, saved.shape, memory.written)
         if memory.tensor is not None:
             return memory.tensor.new_empty(0, dtype=saved.dtype).set_(
                 memory.tensor.untyped_storage(), saved.offset, saved.shape, saved.strides
