@@ -53,8 +53,9 @@ class Graphed:
 
     Three more keywords: is_first_microbatch, as the modules have it; cuda_graph_stream, where to replay (forward and
     backward) instead of on the current stream, which then waits for cuda_graph_event, one that is recorded inside the
-    captured region, or without one for the end of the graph. backward_dw() computes the weight gradients that the
-    latest backward left; reset() gives the graphs and their memory back. One forward, one backward and one
+    captured region, or without one for the end of the graph. A backward waits for it too, so its graph has to record
+    it again, behind the gradients. backward_dw() computes the weight gradients that the latest backward left, on its
+    stream, and the current one waits for all of it; reset() gives the graphs and their memory back. One forward, one backward and one
     backward_dw() at a time: the static tensors hold one pass. Results and input gradients are views of them, valid
     until the next call. The graphs read parameters where they were: change them in place.
     """
@@ -255,7 +256,7 @@ class Graphed:
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = True
         if self.wgrad_graph is not None:
-            self.wgrad_due = stream, event, microbatch
+            self.wgrad_due = stream, microbatch
         return found
 
     def backward_dw(self) -> None:
@@ -268,10 +269,10 @@ class Graphed:
                 f"{self.label}: backward_dw() was called, but "
                 + ("reset() dropped its graphs; capture again." if self.gone else "no backward has left it anything.")
             )
-        stream, event, microbatch = self.wgrad_due
+        stream, microbatch = self.wgrad_due
         with torch.no_grad():
             self._prepare_main_grads(self.fused_later, microbatch)
-            self._launch(self.wgrad_graph, (), (), stream, event)
+            self._launch(self.wgrad_graph, (), (), stream, None)  # an event is not recorded in there
             self.wgrad_due = None
             for parameter, grad in self.wgrads:
                 if not parameter.requires_grad:
