@@ -101,7 +101,7 @@ class Saved:
 class Kept:
     """Stands for a tensor that stays where it is. torch looks at no version of what hooks hold, so this does."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
