@@ -155,7 +155,7 @@ class CudaGraphs:
         return super(torch.cuda.CUDAGraph, graph).replay
 
     def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream()
+        return torch.cuda.current_stream(self.device)  # not of the device that is current at a replay
 
     def on(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
         return torch.cuda.stream(stream)
