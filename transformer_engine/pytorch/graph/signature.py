@@ -47,7 +47,7 @@ class Signature:
                     f"{OP}: argument 'sample_kwargs' of {label} has {key!r}, which each replay takes by itself; leave "
                     "it out."
                 )
-        self.positional = len(args) if len(args) == len(self.leaves) and not kwargs else None
+        self.positional = len(args) if not kwargs and all(isinstance(a, torch.Tensor) for a in args) else None
         self._expect()
 
     @staticmethod
