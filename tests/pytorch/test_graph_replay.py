@@ -27,6 +27,7 @@ from graph_cases import (
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph.cuda import CudaGraphs
 from transformer_engine.pytorch.graph.recorder import RecordedStream
 
 # ---- streams ----
@@ -75,6 +76,15 @@ def test_an_event_needs_a_stream(device):
     with refused(ValueError, "'cuda_graph_event'"):
         own = module.forward.backend.current_stream()
         module(tokens(device), cuda_graph_event=object(), cuda_graph_stream=own)
+
+
+def test_the_current_stream_is_that_of_the_graphs_device(monkeypatch):
+    device, asked = torch.device("cuda", 1), []
+    monkeypatch.setattr(torch.cuda, "current_stream", asked.append)
+    backend = CudaGraphs.__new__(CudaGraphs)
+    backend.device = device
+    backend.current_stream()
+    assert asked == [device]
 
 
 @pytest.mark.gpu
@@ -292,6 +302,36 @@ def test_an_argument_of_another_form(device, change, words):
     with refused(ValueError, "graphed callable 0 (LayerNormMLP)", *words):
         module(change(tokens(device, grad=True)))
     assert_same_bits(static, before)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: {"a": x}, lambda x: (x,)], ids=["list", "dict", "tuple"])
+def test_one_argument_that_holds_one_tensor(device, wrap):
+    def double(tree):
+        (x,) = tree.values() if isinstance(tree, dict) else tree
+        return x * 2
+
+    graphed = te.make_graphed_callables(double, (wrap(tokens(device, grad=True)),))
+    x = tokens(device, grad=True)
+    y = graphed(wrap(x))
+    assert_same_bits(y, x * 2)
+    y.sum().backward()
+    assert x.grad.eq(2).all()
+    with refused(TypeError, "double", "form"):
+        graphed(x)
+
+
+def test_a_result_does_not_keep_the_inputs(device):
+    module = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
+    capture(module, device)
+    source = tokens(device, grad=True)
+    x = source * 1
+    kept = weakref.ref(x)
+    y = module(x)
+    del x
+    gc.collect()
+    assert kept() is None
+    y.sum().backward()
+    assert source.grad is not None
 
 
 def test_strides_of_single_elements_do_not_matter(device):

@@ -29,8 +29,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *surface):
-        graphed, given, stream, event, microbatch, _ = call
-        ctx.call = call
+        graphed, given, stream, event, microbatch, region = call
+        ctx.call = graphed, stream, microbatch, event, region  # without `given`: the inputs are not kept alive
         ctx.leaves = [t.is_leaf for t in surface[: len(graphed.wanted)]]  # the parameters all are
         ctx.set_materialize_grads(False)
         outputs = graphed.run_forward(given, stream, event, microbatch)
@@ -55,9 +55,9 @@ class Graphed:
     backward) instead of on the current stream, which then waits for cuda_graph_event, one that is recorded inside the
     captured region, or without one for the end of the graph. A backward waits for it too, so its graph has to record
     it again, behind the gradients. backward_dw() computes the weight gradients that the latest backward left, on its
-    stream, and the current one waits for all of it; reset() gives the graphs and their memory back. One forward, one backward and one
-    backward_dw() at a time: the static tensors hold one pass. Results and input gradients are views of them, valid
-    until the next call. The graphs read parameters where they were: change them in place.
+    stream, and the current one waits for all of it; reset() gives the graphs and their memory back. One forward, one
+    backward and one backward_dw() at a time: the static tensors hold one pass. Results and input gradients are views of
+    them, valid until the next call. The graphs read parameters where they were: change them in place.
     """
 
     def __init__(self, label: str, signature: Signature, backend: object, *, eager: Callable, module: object) -> None:
@@ -225,7 +225,7 @@ class Graphed:
                 + ". Run it between this call and the next, once; '_order' captures a pass for each microbatch, "
                 "retain_graph_in_backward=True one that runs again."
             )
-        _, _, stream, event, microbatch, region = ctx.call
+        _, stream, microbatch, event, region = ctx.call
         if self.fused:
             self._prepare_main_grads(self.fused, microbatch)
         if stream is None:
