@@ -222,3 +222,17 @@ def test_host_tensors_stay_where_device_tensors_leave(small, device):  # noqa: F
     state.start_reload()
     for t, s in zip(tensors, saved, strict=True):
         assert_same_bits(state.pop_tensor(s), t)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_conjugate_and_negative_views(leaves, small, device):  # noqa: F811
+    z = torch.complex(randn(100, device=device), randn(100, device=device))
+    tensors = [z.conj(), z.conj().imag, torch._neg_view(z), torch._neg_view(z.conj()), z]
+    assert tensors[0].is_conj() and tensors[1].is_neg()
+    state = OffloadableLayerState()
+    if leaves:
+        back, values = away_and_back(state, tensors)
+    else:
+        back, values = [state.pop_tensor(state.push_tensor(t)) for t in tensors], tensors
+    for t, b, value in zip(tensors, back, values, strict=True):
+        assert torch.equal(b, value) and (b.is_conj(), b.is_neg()) == (t.is_conj(), t.is_neg())

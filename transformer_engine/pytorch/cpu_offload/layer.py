@@ -88,14 +88,20 @@ class Memory:
 class Saved:
     """Stands for a saved tensor: where it lies in its memory. Holds no tensor, so that no cycle can come of it."""
 
-    __slots__ = ("__weakref__", "dtype", "memory", "offset", "shape", "strides")
+    __slots__ = ("__weakref__", "conjugate", "dtype", "memory", "negative", "offset", "shape", "strides")
 
     def __init__(self, memory: Memory, t: torch.Tensor) -> None:
         self.memory, self.dtype, self.offset = memory, t.dtype, t.storage_offset()
         self.shape, self.strides = t.shape, t.stride()
+        self.conjugate, self.negative = t.is_conj(), t.is_neg()  # of the view: memory has the values without
 
     def pop(self) -> torch.Tensor:
         return self.memory.layer.pop_tensor(self)
+
+    def seen(self, t: torch.Tensor) -> torch.Tensor:
+        """What lies in the memory, as the saved tensor saw it."""
+        t = t.conj() if self.conjugate else t
+        return torch._neg_view(t) if self.negative else t
 
 
 class Kept:
@@ -260,10 +266,12 @@ class OffloadableLayerState:
         if memory.written:
             raise _refusal(saved.dtype, saved.shape, memory.written)
         if memory.tensor is not None:
-            return memory.tensor.new_empty(0, dtype=saved.dtype).set_(
+            back = memory.tensor.new_empty(0, dtype=saved.dtype).set_(
                 memory.tensor.untyped_storage(), saved.offset, saved.shape, saved.strides
             )
-        return self._layer.pop(memory.piece, saved.dtype, saved.offset, saved.shape, saved.strides)
+        else:
+            back = self._layer.pop(memory.piece, saved.dtype, saved.offset, saved.shape, saved.strides)
+        return saved.seen(back)
 
     def finish_backward(self) -> None:
         """The device memory that came back is given up; what is wanted still comes back again from the host."""
