@@ -236,3 +236,15 @@ def test_conjugate_and_negative_views(leaves, small, device):  # noqa: F811
         back, values = [state.pop_tensor(state.push_tensor(t)) for t in tensors], tensors
     for t, b, value in zip(tensors, back, values, strict=True):
         assert torch.equal(b, value) and (b.is_conj(), b.is_neg()) == (t.is_conj(), t.is_neg())
+
+
+def test_nested_and_quantized_tensors_stay(small, device):  # noqa: F811
+    nested = torch.nested.nested_tensor([randn(8, 16, device=device), randn(4, 16, device=device)])
+    integers = torch.quantize_per_tensor(randn(100, device=device), 0.1, 3, torch.qint8)
+    state = OffloadableLayerState()
+    saved = [state.push_tensor(t) for t in (nested, integers)]
+    state.start_offload()
+    assert state.bytes == 0
+    back = [state.pop_tensor(s) for s in saved]
+    assert back[0].is_nested and all(torch.equal(a, b) for a, b in zip(back[0].unbind(), nested.unbind(), strict=True))
+    assert back[1].is_quantized and torch.equal(back[1].dequantize(), integers.dequantize())

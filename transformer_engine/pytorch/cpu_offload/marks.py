@@ -58,7 +58,7 @@ def checked(op: str, tensors: tuple) -> list[torch.Tensor]:
 
 
 def has_storage(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_meta
+    return t.layout is torch.strided and not (t.is_meta or t.is_nested or t.is_quantized)
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:
