@@ -175,6 +175,23 @@ def test_inputs_and_parameters_that_nothing_depends_on(device, warmups):
     capture(module, device, num_warmup_iters=warmups, allow_unused_input=True)
 
 
+def test_a_fused_weight_without_main_grad_that_nothing_uses(device):
+    module = torch.nn.ModuleDict({name: build(linear, device, fuse_wgrad_accumulation=True) for name in "ab"})
+    module["a"].weight.main_grad = torch.zeros_like(module["a"].weight)
+    module.forward = lambda x: module["a"](x)
+    capture(module, device, allow_unused_input=True)
+    x = tokens(device, grad=True)
+    module(x).sum().backward()
+    assert module["a"].weight.main_grad.any()
+    assert module["b"].weight.grad is None
+
+
+@pytest.mark.parametrize("result", [None, 3.0, ()], ids=repr)
+def test_a_result_without_tensors(device, result):
+    with refused(ValueError, OP, "callable 0", "no tensor", "return what it computes"):
+        te.make_graphed_callables(lambda x: result, sample(device))
+
+
 # ---- what waits for the device ----
 
 

@@ -15,8 +15,9 @@ from transformer_engine.pytorch.graph.quantized import Quantization, Scales
 from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
 from transformer_engine.pytorch.graph.replay import Fused, Graphed
 from transformer_engine.pytorch.graph.signature import OP, Signature
-from transformer_engine.pytorch.graph.state import Untouched, fused_weights, own_fused
+from transformer_engine.pytorch.graph.state import Untouched, fused_weights, main_grad_of, own_fused
 from transformer_engine.pytorch.graph.work import Ambient, Work
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 Hooks = Mapping[str, Mapping[object, Callable[[object], None]]]
 
@@ -82,6 +83,8 @@ class Capture:
                 self.backend.prepare()
                 for step in plan.schedule.steps:
                     getattr(self, f"_capture_{step.kind}")(step)
+                for graphed, work in zip(self.graphed, self.works):
+                    self._finish(graphed, work)
         except BaseException:
             for graphed in self.graphed:
                 graphed.reset()
@@ -89,8 +92,6 @@ class Capture:
                 work.forget()
             self.buffers = Buffers()
             raise
-        for graphed, work in zip(self.graphed, self.works):
-            self._finish(graphed, work)
         return self.graphed
 
     # ---- static inputs ----
@@ -206,6 +207,11 @@ class Capture:
         work, graphed = self.works[step.sample], self.graphed[step.sample]
         self._hooks(step, "forward_pre_hooks")
         graphed.forward_graph, graphed.outputs = self._capture(step, work.forward)
+        if not graphed.outputs:
+            raise ValueError(
+                f"{OP}: the result of {self._name(step)} has no tensor (got {work.result!r}), wanted one at least: a "
+                "replay would give nothing anew; return what it computes."
+            )
         self._hooks(step, "forward_hooks")
         work.static_live = [t for t, wants in zip(graphed.outputs, work.differentiable) if wants]
         graphed.scales = Scales(graphed.label, work.parts)
@@ -281,8 +287,13 @@ class Capture:
         graphed.clone_parameter_grads = self.plan.clone_parameter_grads
         if graphed.backward_graph is not None:
             delaying = {id(part) for part in graphed.delaying}
-            graphed.fused = [Fused.of(p) for part in work.parts if id(part) not in delaying for p in own_fused(part)]
-            graphed.fused_later = [Fused.of(p) for part in graphed.delaying for p in own_fused(part)]
+
+            def used(part: TransformerEngineBaseModule) -> list[torch.nn.Parameter]:
+                # One whose module did not run may have no main_grad; where it did, the module has asked for it.
+                return [p for p in own_fused(part) if isinstance(main_grad_of(p), torch.Tensor)]
+
+            graphed.fused = [Fused.of(p) for part in work.parts if id(part) not in delaying for p in used(part)]
+            graphed.fused_later = [Fused.of(p) for part in graphed.delaying for p in used(part)]
         fused = {id(p) for p in fused_weights(graphed.module)}
         graphed.copied = [self.plan.clone_parameter_grads and id(p) not in fused for p in work.parameters]
         pairs = zip(graphed.grad_parameters, graphed.copied)
