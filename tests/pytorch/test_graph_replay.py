@@ -428,6 +428,19 @@ def test_another_mode(device):
         assert_same_step(got, step(eager, x, 1))
 
 
+def test_another_mode_is_told_of_the_first_microbatch(device):
+    module, eager = twins(linear, device, fuse_wgrad_accumulation=True)
+    for m in (module, eager):
+        m.weight.main_grad = torch.ones_like(m.weight)
+    capture(module, device, on_mismatch="eager")
+    module.eval(), eager.eval()
+    x = tokens(device)
+    for first in (True, False):
+        with pytest.warns(UserWarning, match="without the graph"):
+            got = step(module, x, 1, is_first_microbatch=first)
+        assert_same_step(got, step(eager, x, 1, is_first_microbatch=first))
+
+
 # ---- reset ----
 
 

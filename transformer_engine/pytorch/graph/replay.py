@@ -1,5 +1,6 @@
 """A captured callable: checks its arguments, copies them into the static tensors, replays. Nothing is captured here."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -157,7 +158,7 @@ class Graphed:
             f"without the graph, {self.mismatches} times so far.",
             stacklevel=3,
         )
-        if is_first_microbatch is not None and self.flag is not None:
+        if is_first_microbatch is not None and "is_first_microbatch" in inspect.signature(self.eager).parameters:
             kwargs = {**kwargs, "is_first_microbatch": is_first_microbatch}
         return self.eager(*args, **kwargs)
 
