@@ -248,3 +248,17 @@ def test_nested_and_quantized_tensors_stay(small, device):  # noqa: F811
     back = [state.pop_tensor(s) for s in saved]
     assert back[0].is_nested and all(torch.equal(a, b) for a, b in zip(back[0].unbind(), nested.unbind(), strict=True))
     assert back[1].is_quantized and torch.equal(back[1].dequantize(), integers.dequantize())
+
+
+@pytest.mark.parametrize("case", ["whole", "base", "part", "written", "gone"])
+def test_a_mark_is_of_what_was_complete(case, small, device):  # noqa: F811
+    t = randn(100, device=device)
+    state = OffloadableLayerState()
+    state.mark_ready([t[:50] if case in ("part", "base") else t], whole=case == "base")
+    if case == "written":
+        t.add_(1)
+    if case == "gone":
+        del t
+        t = randn(100, device=device)
+    saved = state.push_tensor(t)
+    assert (state._mark_of(saved.memory) >= 0) == (case in ("whole", "base"))

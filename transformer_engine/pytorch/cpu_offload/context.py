@@ -38,10 +38,11 @@ def is_cpu_offload_enabled() -> bool:
 
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
     """What these tensors hold is complete: their copy need not wait for the rest of the layer. Outside of an offload
-    context it does nothing. offload_base_tensor changes nothing: a view always leaves as the whole of its memory."""
+    context it does nothing. A tensor leaves as the whole of its memory: for one that is a part of it, this counts only
+    with offload_base_tensor, which says that all of that memory is complete."""
     found = checked("start_offload", tensors)
     if _here.synchronizer is not None:
-        _here.synchronizer.current_layer().mark_ready(found)
+        _here.synchronizer.current_layer().mark_ready(found, offload_base_tensor)
 
 
 class OffloadContext:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload.marks import has_storage, stays, taken_apart
@@ -47,6 +49,14 @@ def _changed(tensor: torch.Tensor, version: int) -> str:
 
 def _refusal(dtype: torch.dtype, shape: torch.Size, why: str) -> RuntimeError:
     return RuntimeError(f"pop_tensor: one of the tensors needed for the gradient, {dtype} {list(shape)}, {why}.")
+
+
+class Mark(NamedTuple):
+    """What was complete when: with the reference no other storage can be taken for this one."""
+
+    number: int
+    storage: StorageWeakRef
+    version: int
 
 
 class Memory:
@@ -156,7 +166,7 @@ class OffloadableLayerState:
         self.retain = retain_pinned_cpu_buffers
         self._layer: _C.OffloadLayer | None = None
         self._memory: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
-        self._marks: dict[int, int] = {}  # storage -> mark
+        self._marks: dict[int, Mark] = {}  # of storages
         self._pieces = 0  # that left and are still wanted
         self.popped = False  # since they were brought back
         self.bytes = 0  # that left last
@@ -175,14 +185,18 @@ class OffloadableLayerState:
 
     # ---- forward ----
 
-    def mark_ready(self, tensors: list[torch.Tensor]) -> None:
-        """What these hold is complete: when the layer leaves, they need not wait for what comes after this call."""
-        tensors = [t for t in tensors if has_storage(t) and t.is_cuda] or tensors
+    def mark_ready(self, tensors: list[torch.Tensor], whole: bool = False) -> None:
+        """What these hold is complete: when the layer leaves, they need not wait for what comes after this call. A
+        tensor that is a part of its memory says nothing of the rest; `whole` says that the rest is complete too."""
+        tensors = [t for t in tensors if has_storage(t) and not t.is_inference()]
+        tensors = [t for t in tensors if whole or (t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes())]
+        tensors = [t for t in tensors if t.is_cuda] or tensors
         if not tensors or self.state != "not_offloaded":
             return
         mark = self._machine(tensors[0].device).mark()
         for t in tensors:
-            self._marks[t.untyped_storage()._cdata] = mark
+            storage = t.untyped_storage()
+            self._marks[storage._cdata] = Mark(mark, StorageWeakRef(storage), t._version)
 
     def push_tensor(self, tensor: torch.Tensor) -> object:
         """What stands for the tensor until pop_tensor(). It stays where it is until start_offload()."""
@@ -220,8 +234,7 @@ class OffloadableLayerState:
         for memory in leaving:
             memory.check()
         machine = self._machine(device)
-        marks = [self._marks.get(m.tensor.untyped_storage()._cdata, -1) for m in leaving]
-        machine.start([m.tensor for m in leaving], marks)
+        machine.start([m.tensor for m in leaving], [self._mark_of(m) for m in leaving])
         for piece, memory in enumerate(leaving):
             memory.piece = piece
         self._pieces = len(leaving)
@@ -296,6 +309,13 @@ class OffloadableLayerState:
         return self.bytes / 2**20
 
     # ---- inside ----
+
+    def _mark_of(self, memory: Memory) -> int:
+        """-1: the copy waits for the whole layer, as it does where something was written after the mark."""
+        mark = self._marks.get(memory.tensor.untyped_storage()._cdata)
+        if mark is None or mark.storage.expired() or not memory.watched:
+            return -1
+        return mark.number if all(version == mark.version for _, version in memory.watched) else -1
 
     def _machine(self, device: torch.device) -> _C.OffloadLayer:
         if self._layer is None or (self._device != device and self._layer.state == "not_offloaded"):
