@@ -428,6 +428,26 @@ def test_another_mode(device):
         assert_same_step(got, step(eager, x, 1))
 
 
+def test_another_mode_leaves_weight_gradients_to_the_module(device):
+    module, eager = twins(linear, device, delay_wgrad_compute=True)
+    capture(module, device, on_mismatch="eager")
+    x = tokens(device)
+    for train in (False, True, False):
+        module.train(train), eager.train(train)
+        if train:
+            step(module, x, 1)
+            with torch.no_grad(), pytest.warns(UserWarning, match="without the graph"):
+                module.eval()(x)  # between: the graph's own still wait
+        else:
+            with pytest.warns(UserWarning, match="without the graph"):
+                step(module, x, 1)
+        step(eager, x, 1)
+        assert module.need_backward_dw() == eager.need_backward_dw()
+        for m in (module, eager):
+            m.backward_dw()
+        assert_same_step(left_by(module), left_by(eager))
+
+
 def test_another_mode_is_told_of_the_first_microbatch(device):
     module, eager = twins(linear, device, fuse_wgrad_accumulation=True)
     for m in (module, eager):

@@ -68,6 +68,7 @@ class Graphed:
         self.training = None if self.module is None else module.training
         self.on_mismatch = "raise"
         self.mismatches = 0
+        self.ran_eager = False  # the latest call did: what it left is the module's own
         self.flag: WeightFlag | None = None  # each call says whether quantized weights are made anew
         self.scales: Scales | None = None
         self.gone = False
@@ -160,6 +161,7 @@ class Graphed:
         )
         if is_first_microbatch is not None and "is_first_microbatch" in inspect.signature(self.eager).parameters:
             kwargs = {**kwargs, "is_first_microbatch": is_first_microbatch}
+        self.ran_eager = True
         return self.eager(*args, **kwargs)
 
     def _check_event(self, stream: object | None) -> None:
@@ -180,6 +182,7 @@ class Graphed:
         else:
             self._launch(self.forward_graph, self.inputs, given, stream, event)
         self.turn += 1
+        self.ran_eager = False
         return tuple([t.detach() for t in self.outputs])
 
     def _launch(self, graph, static, tensors, stream, event) -> None:
@@ -263,6 +266,8 @@ class Graphed:
     def backward_dw(self) -> None:
         """The weight gradients that the latest backward left, then the hooks of the modules that left them.
         RuntimeError where none did."""
+        if self.ran_eager and self.wgrad_due is None and hasattr(type(self.module), "backward_dw"):
+            return type(self.module).backward_dw(self.module)
         if self.wgrad_graph is None:
             return
         if self.gone or self.wgrad_due is None:
@@ -294,10 +299,14 @@ class Graphed:
 
     def drop_backward_dw(self) -> None:
         """Forgets what waits for backward_dw(): for a step that is given up."""
+        if self.ran_eager and hasattr(type(self.module), "drop_backward_dw"):
+            type(self.module).drop_backward_dw(self.module)
         self.wgrad_due = None
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for backward_dw()."""
+        if self.ran_eager and hasattr(type(self.module), "need_backward_dw"):
+            return type(self.module).need_backward_dw(self.module)
         return self.wgrad_graph is not None
 
     def _prepare_main_grads(self, fused: list[Fused], microbatch: bool | None) -> None:
