@@ -5,13 +5,13 @@
  *   scale from an amax: fp8_max / max(amax, amax_epsilon); 1 where that amax is 0, Inf or NaN; FLT_MAX where the
  *   quotient overflows; then, with pow_2_scales, its mantissa is dropped (2^floor(log2 scale)).
  *   amax = max |x|, NaN left aside.
- * Directions. rowwise: data as x lies, [rows, cols]; columnwise: its transpose, [cols, rows]. Either may be absent. Both
- *   are made from one read. With BLOCK_1D the columnwise blocks lie along x's columns (128 x 1), so the two directions
- *   hold different values; with TENSOR and BLOCK_2D they hold the same.
+ * Directions. rowwise: data as x lies, [rows, cols]; columnwise: its transpose, [cols, rows]. Either may be absent.
+ *   Both are made from one read. With BLOCK_1D the columnwise blocks lie along x's columns (128 x 1), so the two
+ *   directions hold different values; with TENSOR and BLOCK_2D they hold the same.
  * Pitch. A row of data starts on 16 bytes; bytes between its columns and the pitch are written as 0.
  * Scales, float32, every element written, padding as 0:
- *   TENSOR    [1, 1] or [1, 2]: scale_inv, then (where there is room) the scale that was used. One for both directions;
- *             the columnwise one, where present and other memory, is written alike.
+ *   TENSOR    [1, 1] or [1, 2]: scale_inv, then (where there is room) the scale that was used. One for both
+ *             directions; the columnwise one, where present and other memory, is written alike.
  *   BLOCK_1D  rowwise [ceil(cols / 128), roundup(rows, 4)]; columnwise [ceil(rows / 128), roundup(cols, 4)]
  *   BLOCK_2D  rowwise [ceil(rows / 128), roundup(ceil(cols / 128), 4)]; columnwise [ceil(cols / 128),
  *             roundup(ceil(rows / 128), 4)]; pitch equal to width everywhere
@@ -71,7 +71,7 @@ TE_API te_status te_quantize_transpose(te_tensor rowwise, te_tensor columnwise, 
 
 /* Delayed scaling, between steps. For each of n tensors, history [len, n] holding amaxes, newest in row 0:
  *   amax = the largest of the column (NaN left aside), or row 0 of it with most_recent;
- *   scale = (fp8_max / amax) / 2^margin, by the rules above, and no less than FLT_MIN; kept where amax is 0, Inf or NaN;
+ *   scale = (fp8_max / amax) / 2^margin, by the rules above, no less than FLT_MIN; kept where amax is 0, Inf or NaN;
  *   then the history rolls by one: row i takes row i + 1, the last takes row 0, and row 0 becomes 0. */
 typedef struct te_scale_update {
   te_tensor history; /* float32 [len, n] */

@@ -54,8 +54,8 @@ typedef struct te_tensor {
 /* A cudaStream_t on CUDA; ignored on the CPU. Work is only enqueued: no entry point waits for the device. */
 typedef void* te_stream;
 
-/* How FP8 data is scaled: value = data * scale_inv. Blocks of BLOCK_1D lie along a direction's own rows (1 x 128), those
- * of BLOCK_2D are 128 x 128; what is cut off at an edge is a block of its own. */
+/* How FP8 data is scaled: value = data * scale_inv. Blocks of BLOCK_1D lie along a direction's own rows (1 x 128),
+ * those of BLOCK_2D are 128 x 128; what is cut off at an edge is a block of its own. */
 typedef enum te_scaling { TE_SCALING_TENSOR = 0, TE_SCALING_BLOCK_1D = 1, TE_SCALING_BLOCK_2D = 2 } te_scaling;
 
 /* The message of this thread's last failure; valid until its next te_* call. Never NULL. */
