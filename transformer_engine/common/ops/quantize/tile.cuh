@@ -36,21 +36,7 @@ struct Domain {
   int64_t rows, cols;
   int64_t tile_rows, tile_cols;
   bool wide;
-  unsigned run_bits;  // 2^run_bits tiles below each other are made one after another: see place_of
 };
-
-// Tiles go along rows; with runs of more than one, along rows of runs, so that neighbouring blocks write the columns'
-// data next to each other too: 128 bytes alone are little for the memory.
-__device__ __forceinline__ Place place_of(const Domain& domain, unsigned tile) {
-  const unsigned cols = unsigned(domain.tile_cols) << domain.run_bits;
-  const unsigned band = tile / cols, rest = tile - band * cols;
-  const int64_t first = int64_t(band) << domain.run_bits, left = domain.tile_rows - first;
-  if (left >= (int64_t(1) << domain.run_bits)) {
-    return Place(first + (rest & ((1u << domain.run_bits) - 1)), rest >> domain.run_bits);
-  }
-  const unsigned rows = left > 0 ? unsigned(left) : 1u;  // the last band
-  return Place(first + rest % rows, rest / rows);
-}
 
 // Whether a tile's elements all exist and are read in 16 bytes, which most tiles' are: nothing is asked of each then.
 __device__ __forceinline__ bool is_whole(const Domain& domain, const Place& at) {
@@ -150,8 +136,9 @@ template <class T>
 struct Slots {
   Vector<T>* first;
 
-  __device__ __forceinline__ Vector<T>* plane(int k) const { return first + k * kRows * kThreads; }
-  __device__ __forceinline__ Vector<T>& at(int k, int i) const { return plane(k)[i * kThreads + int(threadIdx.x)]; }
+  __device__ __forceinline__ Vector<T>& at(int k, int i) const {
+    return first[(k * kRows + i) * kThreads + int(threadIdx.x)];
+  }
 };
 
 template <class Producer>
@@ -223,22 +210,18 @@ __device__ __noinline__ void emit_slots(const Dest& dest, Slots<T> slots, int k,
   emit<T>(dest, values, at, shared);
 }
 
-// Inputs that no output replaces leave room for what the block shares, once all have been read.
-template <class Producer>
-constexpr bool kSharedInSlots = Producer::kStaged && (Producer::kInputs > Producer::kOutputs);
-
 // The registers hold one output at a time.
 template <class Producer, int kOutputs = Producer::kOutputs>
 __device__ __forceinline__ void quantize_tile_staged(const Producer& producer, const Dests<kOutputs>& dests,
-                                                     const Domain& domain, const Place& at,
-                                                     const Slots<typename Producer::Type>& slots, Shared& shared) {
+                                                     const Domain& domain, const Place& at, Shared& shared) {
   using T = typename Producer::Type;
+  extern __shared__ uint4 dynamic[];
+  const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
   if (is_whole(domain, at)) {
     fill_whole(producer, at, slots);
   } else {
     fill_some(producer, domain, at, slots);
   }
-  if (kSharedInSlots<Producer>) __syncthreads();
 #pragma unroll 1
   for (int k = 0; k < kOutputs; ++k) {
     if (k > 0) __syncthreads();  // the last output's readers of `shared`
@@ -250,27 +233,18 @@ template <class Producer>
 __global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
     quantize_kernel(const __grid_constant__ Producer producer, const __grid_constant__ Dests<Producer::kOutputs> dests,
                     const __grid_constant__ Domain domain) {
-  using T = typename Producer::Type;
+  __shared__ Shared shared;
   bool any = false;
 #pragma unroll
   for (int k = 0; k < Producer::kOutputs; ++k) any = any || !is_set(dests.of[k].noop);
   if (!any) return;
   // Behind an amax pass the last tiles come first: their inputs may still be in the L2.
   const unsigned tile = dests.of[0].amax_parts != nullptr ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const Place at = place_of(domain, tile);
-  extern __shared__ uint4 dynamic[];
-  if constexpr (kSharedInSlots<Producer>) {
-    const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
-    quantize_tile_staged(producer, dests, domain, at, slots,
-                         *reinterpret_cast<Shared*>(slots.plane(Producer::kOutputs)));
+  const Place at(tile / unsigned(domain.tile_cols), tile % unsigned(domain.tile_cols));
+  if constexpr (Producer::kStaged) {
+    quantize_tile_staged(producer, dests, domain, at, shared);
   } else {
-    __shared__ Shared shared;
-    if constexpr (Producer::kStaged) {
-      const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
-      quantize_tile_staged(producer, dests, domain, at, slots, shared);
-    } else {
-      quantize_tile(producer, dests, domain, at, shared);
-    }
+    quantize_tile(producer, dests, domain, at, shared);
   }
 }
 
@@ -313,16 +287,13 @@ inline unsigned grid_of(const char* op, int64_t tiles) {
 template <int kOutputs>
 Domain domain_of(int64_t rows, int64_t cols, bool wide, const Dests<kOutputs>& dests) {
   int64_t last_row = rows, last_col = cols;
-  bool columnwise = false;
   for (const Dest& dest : dests.of) {
-    columnwise = columnwise || dest.columnwise != nullptr;
     if (dest.columnwise != nullptr && dest.column_pitch > last_row) last_row = dest.column_pitch;
     const int64_t row_end = dest.row_pitch - dest.first_col;
     if (dest.rowwise != nullptr && dest.limit > dest.cols && row_end > last_col) last_col = row_end;
   }
   const int64_t tile_cols = tiles_of(last_col);
-  const bool runs = columnwise && tile_cols < (1 << 24);  // tiles are counted in 32 bits
-  return {rows, cols, tiles_of(last_row), tile_cols < 1 ? 1 : tile_cols, wide, runs ? 2u : 0u};
+  return {rows, cols, tiles_of(last_row), tile_cols < 1 ? 1 : tile_cols, wide};
 }
 
 template <class Producer>
@@ -340,7 +311,7 @@ void launch_quantize(const char* op, const Producer& producer, const Dests<Produ
 template <class Producer>
 void launch_amax(const char* op, const Producer& producer, int64_t rows, int64_t cols, bool wide,
                  const te_tensor& parts, const te_tensor& noop, te_stream stream) {
-  const Domain domain{rows, cols, tiles_of(rows), tiles_of(cols), wide, 0u};
+  const Domain domain{rows, cols, tiles_of(rows), tiles_of(cols), wide};
   const int64_t tiles = domain.tile_rows * domain.tile_cols;
   amax_kernel<<<grid_of(op, tiles < parts.cols ? tiles : parts.cols), kThreads, 0, cudaStream_t(stream)>>>(
       producer, domain, static_cast<float*>(parts.data), int(parts.cols), static_cast<const float*>(noop.data));
