@@ -28,7 +28,8 @@ from transformer_engine.pytorch.cpu_offload import layer as offload_layer
 
 SCRIPT = Path(train_lm.__file__)
 TINY = replace(
-    PRESETS["toy"], hidden=64, ffn_hidden=96, layers=2, heads=4, kv_groups=2, seq=32, batch=4, steps=20, lr=2e-3, warmup=5
+    PRESETS["toy"], hidden=64, ffn_hidden=96, layers=2, heads=4, kv_groups=2, seq=32, batch=4,
+    steps=20, lr=2e-3, warmup=5,
 )  # fmt: skip
 # Enough structure to learn in 20 steps, and no file of the machine's.
 TEXT = b"".join(b"def f%d(x, y):\n    return x * %d + y\n\n" % (i, i * i) for i in range(400))
