@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, build, inputs_of
+from families import FAMILIES
 from fp8_plain import RECIPES
 from plain_modules import as_tuple
 from support import assert_same_bits, randn, refused
@@ -185,12 +185,12 @@ def test_a_quantized_input_is_its_values(device, recipe, dtype, kind):
     """What a module makes of an output that is quantized, and of the same output dequantized: the same bits, and the
     gradient passes to the module before."""
     made, options = RECIPES[recipe](), {"device": device, "params_dtype": dtype}
-    makers = {
+    build = {
         "Linear": lambda: te.Linear(64, 48, **options),
         "LayerNormLinear": lambda: te.LayerNormLinear(64, 48, return_layernorm_output=True, **options),
         "LayerNormMLP": lambda: te.LayerNormMLP(64, 96, return_layernorm_output=True, **options),
     }.get(kind, lambda: te.LayerNormMLP(64, 96, **options))
-    module = makers()
+    module = build()
     before = te.Linear(64, 64, **options)
     x = randn(32, 64, device=device, dtype=dtype)
     results = {}
@@ -213,36 +213,3 @@ def test_a_quantized_input_is_its_values(device, recipe, dtype, kind):
         assert_same_bits(got, wanted)
     with te.autocast(enabled=False):
         second(quantized.detach())
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
-def test_quantized_parameters_under_compile(device, recipe, name):
-    """A full graph is refused by name; around graph breaks the module runs uncompiled, to the same bits."""
-    made = RECIPES[recipe]()
-    with te.quantized_model_init(recipe=made):
-        module = build(name, device)
-    x = inputs_of(name, device, batch=16)[0]
-    results = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        fresh = copy.deepcopy(module)
-        for weight in fresh.parameters():
-            if isinstance(weight, te.QuantizedTensor):
-                weight.update_usage(columnwise_usage=False)  # made again by the first forward
-        call = torch.compile(fresh, backend="aot_eager") if compiled else fresh
-        for _ in range(3):
-            source = x.clone().requires_grad_()
-            with te.autocast(recipe=made):
-                out = as_tuple(call(source))[0]
-            grads = torch.autograd.grad(out.square().sum(), [source, *fresh.parameters()])
-        results.append([out, *grads])
-    for got, wanted in zip(*results, strict=True):
-        assert_same_bits(got, wanted)
-    torch._dynamo.reset()
-    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
-    words = (
-        (name, "quantized_model_init", "torch.compile") if recipe != "delayed" else ("DelayedScaling", "torch.compile")
-    )
-    with te.autocast(recipe=made), refused(torch._dynamo.exc.Unsupported, "NotImplementedError", *words):
-        whole(x)

@@ -22,15 +22,6 @@ def _refuse_sinks(op: str, *sinks: Sink | None) -> None:
         )
 
 
-def _refuse_held(op: str, *own_weights: _C.Quantized | None) -> None:
-    """The operators of a graph take plain weights. Around a graph break the call runs uncompiled all the same."""
-    if any(weight is not None for weight in own_weights):
-        raise NotImplementedError(
-            f"{op}: a weight that is held quantized (own_weight) is not available in this version under torch.compile; "
-            "keep the call out of the compiled region."
-        )
-
-
 def _spec(quantization: Quantization) -> list[int]:
     if quantization is None:
         return []
@@ -58,7 +49,6 @@ def linear(
     """
     if torch.compiler.is_compiling():
         _refuse_sinks("linear", sink)
-        _refuse_held("linear", own_weight)
         return torch.ops.te.linear(x, weight, bias, keep_input, _spec(quantization))
     return _C.linear(x, weight, bias, keep_input, sink, quantization, own_weight)
 
@@ -94,7 +84,6 @@ def normalization_linear(
     args = (x, residual, gamma, beta, weight, bias, eps, rms, zero_centered_gamma, return_output, recompute_output)
     if torch.compiler.is_compiling():
         _refuse_sinks("normalization_linear", sink)
-        _refuse_held("normalization_linear", own_weight)
         y, norm_output, h = torch.ops.te.normalization_linear(*args, _spec(quantization))
         # The compiler fuses the residual's gradient by itself.
         return y, norm_output, x if return_input and residual is None else h
@@ -118,7 +107,6 @@ def activation_linear(
     """
     if torch.compiler.is_compiling():
         _refuse_sinks("activation_linear", sink)
-        _refuse_held("activation_linear", own_weight)
         return torch.ops.te.activation_linear(x, weight, bias, kind, list(params), _spec(quantization))
     return _C.activation_linear(x, weight, bias, kind, list(params), sink, quantization, own_weight)
 
@@ -158,7 +146,6 @@ def layernorm_mlp(
     kept = (return_output, recompute_output, recompute, fp8_pre_activation)
     if torch.compiler.is_compiling():
         _refuse_sinks("layernorm_mlp", *sinks)
-        _refuse_held("layernorm_mlp", *own_weights)
         return torch.ops.te.layernorm_mlp(*args, *options, *kept, *map(_spec, quantizations))
     return _C.layernorm_mlp(*args, *options, *kept, *sinks, *quantizations, *own_weights)
 

@@ -97,19 +97,7 @@ class QuantizationState(QuantizedWeights):
         quantization = self._quantization(product)
         if quantization is None:
             return None, None
-        if isinstance(quantization, list) and isinstance(weight, QuantizedTensor):
-            if torch.compiler.is_compiling():
-                raise NotImplementedError(
-                    f"{type(self).__name__}: a product with a quantized weight (quantized_model_init) is not available "
-                    "in this version under torch.compile; keep the module out of the compiled region, or leave "
-                    "fullgraph at False."
-                )
-            quantization = self._uncompiled_quantization(product)  # the error has broken the graph at this call alone
         return quantization, self._quantized_weight(product, weight, is_first_microbatch)
-
-    @torch.compiler.disable
-    def _uncompiled_quantization(self, product: str) -> object:
-        return self._quantization(product)
 
     def _quantized_output(self, output: torch.Tensor) -> QuantizedTensor:
         """By the output's quantizer, differentiable."""

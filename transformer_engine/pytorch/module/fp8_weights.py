@@ -56,12 +56,6 @@ def _in_torch_autocast(t: torch.Tensor) -> bool:
     )
 
 
-@torch.compiler.disable
-def _with_both_directions(weight: QuantizedTensor) -> _C.Quantized:
-    weight.update_usage(rowwise_usage=True, columnwise_usage=True)
-    return weight._native()
-
-
 class QuantizedWeights(torch.nn.Module):
     """The weights' part of QuantizationState, whose fields these are."""
 
@@ -174,6 +168,11 @@ class QuantizedWeights(torch.nn.Module):
         return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
     def _primary_weight(self, product: str, weight: QuantizedTensor) -> _C.Quantized:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{type(self).__name__}: a product with a quantized weight (quantized_model_init) is not available in "
+                "this version under torch.compile; keep the module out of the compiled region."
+            )
         source = self._own.sources[self._products.index(product)]["weight"]
         handle = weight._native()
         if not isinstance(source, Quantizer) and source is not None and handle.scaling != SCALING_OF_KIND[source[0]]:
@@ -182,5 +181,6 @@ class QuantizedWeights(torch.nn.Module):
                 f"{type(self.fp8_meta['recipe']).__name__} has; run it under the recipe that quantized_model_init had."
             )
         if torch.is_grad_enabled() and handle.columnwise is None:
-            handle = _with_both_directions(weight)
+            weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+            handle = weight._native()
         return handle

@@ -160,20 +160,11 @@ class QuantizedTensorStorage(Subviews, Sharding):
     def _native(self) -> "_C.Quantized":
         """The engine's handle, of the same memory: what modules pass on. Kept while the parts stay, unless one of them
         had to be copied because its rows do not start on 16 bytes."""
-        if torch.compiler.is_compiling():  # a graph holds no handle; uncompiled around a graph break it is had
-            raise NotImplementedError(
-                f"{type(self).__name__}: what the engine reads of a quantized tensor is not available in this version "
-                "under torch.compile; dequantize() it outside of the compiled region, or keep the module that uses it "
-                "out of it."
-            )
         handle = self.__dict__.get("_handle")
-        return self._made_native() if handle is None else handle
-
-    @torch.compiler.disable
-    def _made_native(self) -> "_C.Quantized":
-        handle = self._make_native()
-        if self._is_pitched():
-            self.__dict__["_handle"] = handle
+        if handle is None:
+            handle = self._make_native()
+            if self._is_pitched():
+                self.__dict__["_handle"] = handle
         return handle
 
     def _is_pitched(self) -> bool:
