@@ -14,7 +14,6 @@ import struct
 import zlib
 from typing import NamedTuple
 
-import numpy
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Format
@@ -97,6 +96,8 @@ def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | Non
         raise Unfit(f"has {len(payload)} bytes of scales and histories, wanted {wanted_bytes}")
     if zlib.crc32(payload) != crc:
         raise Unfit("is damaged: its checksum differs")
+    import numpy  # here: importing the package is to bring nothing beside torch
+
     values = torch.from_numpy(numpy.frombuffer(payload, dtype="<f4").astype(numpy.float32))
     found = []
     for rows, cols in shapes:
