@@ -153,6 +153,9 @@ def test_what_is_no_recipe_is_refused():
     for recipe in ("DelayedScaling", DelayedScaling, 1):
         with refused(ValueError, "autocast", "recipe", "transformer_engine.common.recipe"):
             te.autocast(recipe=recipe)
+        words = "quantized_model_init", "recipe", "transformer_engine.common.recipe"
+        with refused(ValueError, *words), te.quantized_model_init(recipe=recipe):
+            pass
 
 
 REFUSED = {

@@ -19,6 +19,11 @@ def _deprecated(old: str, new: str) -> None:
         warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
 
 
+def _must_be_a_recipe(op: str, recipe: object) -> None:
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ValueError(f"{op}: argument 'recipe' is {recipe!r}, wanted a recipe of transformer_engine.common.recipe.")
+
+
 class autocast:
     """Modules called inside compute in the recipe's format (get_default_recipe() where none is given).
 
@@ -26,7 +31,8 @@ class autocast:
     high precision and note the amaxes from which delayed scaling makes scales. amax_reduction_group: over which those
     amaxes are reduced, once, when the outermost autocast ends; None: the default group, where there is one. _graph: for
     the owner of a captured graph, who updates scales himself.
-    Contexts nest, and an instance may be entered again once it has been left. A module that runs under two recipes
+    Contexts nest, and an instance may be entered again once it has been left. What is switched on holds for the whole
+    process: contexts of several threads at a time are not kept apart. A module that runs under two recipes
     inside one outermost autocast is refused where one of them is delayed scaling.
     Errors: RuntimeError where an instance is entered that has not been left.
     """
@@ -39,10 +45,7 @@ class autocast:
         amax_reduction_group: object | None = None,
         _graph: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ValueError(
-                f"autocast: argument 'recipe' is {recipe!r}, wanted a recipe of transformer_engine.common.recipe."
-            )
+        _must_be_a_recipe("autocast", recipe)
         self.enabled = bool(enabled)
         self.calibrating = bool(calibrating)
         self.recipe = recipe
@@ -100,7 +103,8 @@ def quantized_model_init(
 
     preserve_high_precision_init_val: what they were initialised with is kept on the CPU, for an optimizer's master
     weights: weight.get_high_precision_init_val(), then weight.clear_high_precision_init_val(). enabled=False: nothing
-    changes."""
+    changes. Errors: ValueError for a recipe that is none."""
+    _must_be_a_recipe("quantized_model_init", recipe)
     state = STATE
     before = state.parameters, state.parameters_recipe, state.preserve_high_precision
     state.parameters = bool(enabled)
