@@ -3,6 +3,13 @@
 import torch
 
 
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device a module is built on: what was asked for, else CUDA where there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
 def _need_cuda(op: str) -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(f"{op}: torch {torch.__version__} finds no CUDA device, wanted one; te.doctor() says more.")

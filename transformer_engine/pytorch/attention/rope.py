@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch.module.base import refuse, resolve_device
+from transformer_engine.pytorch.module.base import refuse
+from transformer_engine.pytorch.utils import resolve_device
 
 
 class RotaryPositionEmbedding(torch.nn.Module):

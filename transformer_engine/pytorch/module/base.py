@@ -10,6 +10,7 @@ from transformer_engine.pytorch.module.fp8_state import QuantizationState
 from transformer_engine.pytorch.module.state import WholeCheckpoints
 from transformer_engine.pytorch.module.weight_grad import Product, WeightGradSink, WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
+from transformer_engine.pytorch.utils import resolve_device
 
 InitMethod = Callable[[torch.Tensor], object]
 
@@ -17,13 +18,6 @@ InitMethod = Callable[[torch.Tensor], object]
 def default_init(weight: torch.Tensor) -> None:
     """Weights unless init_method says otherwise: normal(0, 0.023)."""
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
-
-
-def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """The device a module is built on: what was asked for, else CUDA where there is one, else the CPU."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
 
 
 def refuse(op: str, capability: str, **arguments: object) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.utils import resolve_device
 
 
 @functools.cache
@@ -22,7 +23,7 @@ def _dummy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False, device=None) -> torch.Tensor:
     """A gradient that stands for one already in main_grad, so that autograd's hooks fire. One buffer a shape, shared by
     all: a fresh alias of it each time, else autograd would copy it. Its values mean nothing, unless `zero`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    device = resolve_device(device)
     with torch.inference_mode(False):  # a buffer made there would be an inference tensor for good
         dummy = _dummy(tuple(shape), dtype, device)
     return dummy.zero_().detach() if zero else dummy.detach()

@@ -10,6 +10,7 @@ import torch
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.quantization import availability
 from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.utils import resolve_device
 
 
 class FP8GlobalStateManager:
@@ -94,8 +95,7 @@ class FP8GlobalStateManager:
             STATE.skip_weight_update = None
             return
         if STATE.skip_weight_update is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            STATE.skip_weight_update = torch.empty(1, dtype=torch.float32, device=device)
+            STATE.skip_weight_update = torch.empty(1, dtype=torch.float32, device=resolve_device(None))
         STATE.skip_weight_update.fill_(float(skip))
 
     @classmethod

@@ -9,6 +9,7 @@ from transformer_engine.pytorch.tensor.layout import DATA, PartSpec
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, source_of
 from transformer_engine.pytorch.tensor.storage import FLOATS, Part, QuantizedTensorStorage
+from transformer_engine.pytorch.utils import resolve_device
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
@@ -124,9 +125,8 @@ class IdentityQuantizer(Quantizer, python_written=False):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> QuantizedTensorStorage:
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        data = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=device, pin_memory=pin_memory)
+        where = resolve_device(device)
+        data = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=where, pin_memory=pin_memory)
         return self._made({"_hp_data": data}, shape, dtype, requires_grad)
 
     def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedTensorStorage]:

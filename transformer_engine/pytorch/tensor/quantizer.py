@@ -13,6 +13,7 @@ from transformer_engine.pytorch.constants import DType, TE_DType
 from transformer_engine.pytorch.tensor import engine, flattening, layout, packing
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+from transformer_engine.pytorch.utils import resolve_device
 
 _FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
@@ -243,10 +244,9 @@ class Quantizer:
         pin_memory: bool = False,
     ) -> QuantizedTensorStorage:
         """A tensor whose values nobody has written. device: CUDA where there is one, unless it is given."""
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        where = resolve_device(device)
         specs = self._wanted_specs(shape)
-        parts = {name: layout.empty_part(spec, torch.device(device), pin_memory) for name, spec in specs.items()}
+        parts = {name: layout.empty_part(spec, where, pin_memory) for name, spec in specs.items()}
         return self._made(parts, shape, dtype, requires_grad)
 
     def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedTensorStorage]:
