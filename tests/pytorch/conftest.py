@@ -66,3 +66,13 @@ def nothing_compiled():
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+@pytest.fixture
+def fp8_left_off():
+    """A test that switches quantization on leaves it off, and no scales behind."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    yield
+    assert not FP8GlobalStateManager.is_fp8_enabled()
+    FP8GlobalStateManager.reset()

@@ -23,11 +23,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 LINEAR = [name for name in FAMILIES if name not in ("LayerNorm", "RMSNorm")]
 
 
-@pytest.fixture(autouse=True)
-def nothing_switched_on():
-    yield
-    assert not FP8GlobalStateManager.is_fp8_enabled()
-    FP8GlobalStateManager.reset()
+pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
 
 # ---- against plain PyTorch ----

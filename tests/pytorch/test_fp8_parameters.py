@@ -7,7 +7,6 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES
 from fp8_plain import RECIPES
 from plain_modules import as_tuple
 from support import assert_same_bits, randn, refused
@@ -18,16 +17,8 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
 )
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-LINEAR = [name for name in FAMILIES if name not in ("LayerNorm", "RMSNorm")]
-
-
-@pytest.fixture(autouse=True)
-def nothing_switched_on():
-    yield
-    assert not FP8GlobalStateManager.is_fp8_enabled()
-    FP8GlobalStateManager.reset()
+pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from families import FAMILIES
 from fp8_plain import RECIPES
 from fp8_steps import all_scales, assert_same_tensors, grads_of, new, pair, run, scales_of, step, through_a_file
 from support import assert_same_bits, randn, refused
@@ -19,16 +18,8 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
 )
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-LINEAR = [name for name in FAMILIES if name not in ("LayerNorm", "RMSNorm")]
-
-
-@pytest.fixture(autouse=True)
-def nothing_switched_on():
-    yield
-    assert not FP8GlobalStateManager.is_fp8_enabled()
-    FP8GlobalStateManager.reset()
+pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
 
 # ---- recomputation ----
