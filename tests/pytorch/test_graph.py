@@ -285,8 +285,8 @@ def test_without_gradients(device):
     frozen, twin = twins(mlp, device)
     with torch.no_grad():
         te.make_graphed_callables(frozen.eval(), (tokens(device),))
-    assert_same_bits(frozen(x), twin(x))
-    assert not frozen(x).requires_grad
+        assert_same_bits(frozen(x), twin(x))
+        assert not frozen(x).requires_grad
 
 
 def test_eval_mode_captures_a_backward_where_one_is_wanted(device):

@@ -9,6 +9,7 @@ import torch
 from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers
+from transformer_engine.pytorch.graph.checks import check_leaves, check_result
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
 from transformer_engine.pytorch.graph.order import Schedule, Step
 from transformer_engine.pytorch.graph.quantized import Quantization, Scales
@@ -157,7 +158,13 @@ class Capture:
     def _warm_forward(self, step: Step) -> None:
         self._hooks(step, "forward_pre_hooks")
         self.works[step.sample].forward()
+        self._check_forward(step)
         self._hooks(step, "forward_hooks")
+
+    def _check_forward(self, step: Step) -> None:
+        work, name = self.works[step.sample], self._name(step)
+        check_result(name, work)
+        check_leaves(name, work)
 
     def _warm_backward(self, step: Step) -> None:
         work = self.works[step.sample]
@@ -212,6 +219,7 @@ class Capture:
                 f"{OP}: the result of {self._name(step)} has no tensor (got {work.result!r}), wanted one at least: a "
                 "replay would give nothing anew; return what it computes."
             )
+        self._check_forward(step)
         self._hooks(step, "forward_hooks")
         work.static_live = [t for t, wants in zip(graphed.outputs, work.differentiable) if wants]
         graphed.scales = Scales(graphed.label, work.parts)
@@ -281,6 +289,7 @@ class Capture:
         if graphed.backward_graph is not None:
             graphed.replay_backward = self.backend.replay_of(graphed.backward_graph)
         graphed.parameters, graphed.retain = work.parameters, work.retain
+        graphed.frozen, graphed.without_grad = work.frozen, not work.ambient.grad
         graphed.single = work.form.is_leaf()
         graphed.form, graphed.result, graphed.is_tensor = work.form, work.result, work.is_tensor
         graphed.constant_outputs = [i for i, wants in enumerate(work.differentiable) if not wants]

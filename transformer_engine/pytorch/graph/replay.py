@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,8 @@ class Graphed:
         self.addresses: list[int] = []  # of the inputs
         self.wanted: list[int] = []
         self.parameters: list[torch.nn.Parameter] = []
+        self.frozen: list[torch.nn.Parameter] = []  # those that wanted no gradient
+        self.without_grad = False  # captured under no_grad
         self.outputs: list[torch.Tensor] = []
         self.constant_outputs: list[int] = []
         self.grad_outputs: list[torch.Tensor | None] = []  # one for each output
@@ -130,6 +133,8 @@ class Graphed:
                 raise NotImplementedError(
                     f"{self.label}: called under a torch.func transform, which a graph cannot follow; reset() it first."
                 )
+            if self.frozen:
+                self._check_frozen()
             region = alone = None
             if self.scales.parts:
                 region, alone = self.scales.join()
@@ -138,6 +143,8 @@ class Graphed:
             if alone is not None:
                 alone.update_forward()
         else:
+            if torch.is_grad_enabled():
+                self._check_nothing_wanted()
             with torch.no_grad():
                 outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
         return outputs[0] if self.single else self.assemble(outputs)
@@ -169,6 +176,27 @@ class Graphed:
             raise ValueError(
                 f"{self.label}: argument 'cuda_graph_event' was given without a stream of the graph's own, where it "
                 "would wait for nothing; pass that stream as 'cuda_graph_stream', or leave the event out."
+            )
+
+    def _check_frozen(self) -> None:
+        thawed = [list(p.shape) for p in self.frozen if p.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{self.label}: parameters of shapes {thawed} want a gradient now, which they did not when it was "
+                "captured, and its backward has none for them; freeze them again, or capture again."
+            )
+
+    def _check_nothing_wanted(self) -> None:
+        """Where no backward was captured, and the call would record one in eager."""
+        self._check_frozen()
+        if not self.without_grad:
+            return
+        wanted = [self.signature.names[self.signature.slots[i]] for i in self.wanted]
+        wanted += [f"a parameter of shape {list(p.shape)}" for p in self.parameters if p.requires_grad]
+        if wanted:
+            raise RuntimeError(
+                f"{self.label}: captured under torch.no_grad(), so without a backward; called with gradients, which "
+                f"{wanted[0]} wants. Call it under torch.no_grad(), or capture it with gradients."
             )
 
     def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
@@ -230,13 +258,14 @@ class Graphed:
                 "retain_graph_in_backward=True one that runs again."
             )
         _, stream, microbatch, event, region = ctx.call
-        if self.fused:
-            self._prepare_main_grads(self.fused, microbatch)
+        kept = self._prepare_main_grads(self.fused, microbatch) if self.fused else ()
         if stream is None:
             self._copy(self.grad_outputs, grads)
             self.replay_backward()
         else:
-            self._launch(self.backward_graph, self.grad_outputs, grads, stream, event)
+            self._launch(self.backward_graph, self.grad_outputs, grads, stream, None if kept else event)
+        for put_back in kept:
+            put_back()
         self.backward_turn = self.turn
         if region is not None:  # as in eager: when all of this backward has ended
             torch.autograd.Variable._execution_engine.queue_callback(region.update_backward)
@@ -257,7 +286,7 @@ class Graphed:
                 for grad, copied in zip(self.grad_parameters, self.copied)
             ]
         for weight, _ in self.fused:
-            if hasattr(weight, "grad_added_to_main_grad"):
+            if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = True
         if self.wgrad_graph is not None:
             self.wgrad_due = stream, microbatch
@@ -277,9 +306,11 @@ class Graphed:
             )
         stream, microbatch = self.wgrad_due
         with torch.no_grad():
-            self._prepare_main_grads(self.fused_later, microbatch)
+            kept = self._prepare_main_grads(self.fused_later, microbatch)
             self._launch(self.wgrad_graph, (), (), stream, None)  # an event is not recorded in there
             self.wgrad_due = None
+            for put_back in kept:
+                put_back()
             for parameter, grad in self.wgrads:
                 if not parameter.requires_grad:
                     continue
@@ -288,7 +319,7 @@ class Graphed:
                 else:
                     parameter.grad += grad
             for weight, _ in self.fused_later:
-                if hasattr(weight, "grad_added_to_main_grad"):
+                if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
                     weight.grad_added_to_main_grad = True
                     if weight.grad is None:
                         zero = getattr(weight, "zero_out_wgrad", False)
@@ -309,8 +340,10 @@ class Graphed:
             return type(self.module).need_backward_dw(self.module)
         return self.wgrad_graph is not None
 
-    def _prepare_main_grads(self, fused: list[Fused], microbatch: bool | None) -> None:
-        """The graph adds; where a gradient is to replace what is there, that is zeroed first."""
+    def _prepare_main_grads(self, fused: list[Fused], microbatch: bool | None) -> list[Callable[[], object]]:
+        """The graph adds; where a gradient is to replace what is there, that is zeroed first. What comes back is to be
+        called behind the replay: it puts back what belongs to weights that were frozen since."""
+        kept = []
         for weight, address in fused:
             main_grad = main_grad_of(weight)
             if not isinstance(main_grad, torch.Tensor) or main_grad.data_ptr() != address:
@@ -318,8 +351,13 @@ class Graphed:
                     f"{self.label}: a parameter of shape {list(weight.shape)} has another main_grad than when it was "
                     "captured, and the graph adds to that one; keep the tensor and zero it, or capture again."
                 )
-            if microbatch or getattr(weight, "overwrite_main_grad", False):
+            if not weight.requires_grad:
+                kept.append(partial(main_grad.copy_, main_grad.clone()))
+                if hasattr(weight, "grad_added_to_main_grad"):  # a recorder's work sets it
+                    kept.append(partial(setattr, weight, "grad_added_to_main_grad", weight.grad_added_to_main_grad))
+            elif microbatch or getattr(weight, "overwrite_main_grad", False):
                 main_grad.zero_()
+        return kept
 
     # ---- the end ----
 

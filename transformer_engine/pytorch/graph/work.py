@@ -66,6 +66,7 @@ class Work:
         self.stores = [store for part in self.parts for store in part._wgrad_stores.values()]
         parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
         self.parameters = [p for p in parameters if p.requires_grad]
+        self.frozen = [p for p in parameters if not p.requires_grad]
         self.wanted = [i for i, t in enumerate(inputs) if t.requires_grad]  # inputs with gradients
         self.grad_outputs: list[torch.Tensor] = []
         self.static_live: list[torch.Tensor] = []  # the static tensors of `live`
@@ -76,9 +77,21 @@ class Work:
         self.delaying: list[TransformerEngineBaseModule] = []
         self.backward_dw = {id(part): part.backward_dw for part in self.parts}  # a captured module has another one
 
+    @contextmanager
+    def _as_captured(self) -> Iterator[None]:
+        """The same parameters want gradients: a recorder runs this again when they were frozen, or no longer are."""
+        changed = [p for p in self.parameters if not p.requires_grad] + [p for p in self.frozen if p.requires_grad]
+        for p in changed:
+            p.requires_grad_(not p.requires_grad)
+        try:
+            yield
+        finally:
+            for p in changed:
+                p.requires_grad_(not p.requires_grad)
+
     def forward(self) -> list[torch.Tensor]:
         args, kwargs = self.signature.filled(self.inputs)
-        with self.ambient.restored(), self.quantization(self.parts):
+        with self._as_captured(), self.ambient.restored(), self.quantization(self.parts):
             leaves, self.form = tree_flatten(self.function(*args, **kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.result = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -100,9 +113,10 @@ class Work:
         surface = [self.inputs[i] for i in self.wanted] + self.parameters
         others = [(store, _emptied(store)) for store in self.stores]
         try:
-            grads = torch.autograd.grad(
-                self.live, surface, self.grad_outputs, retain_graph=self.retain, allow_unused=True
-            )
+            with self._as_captured():
+                grads = torch.autograd.grad(
+                    self.live, surface, self.grad_outputs, retain_graph=self.retain, allow_unused=True
+                )
             self.pending = [(store, left) for store in self.stores for left in _emptied(store)]
         finally:
             _put_back(others)
@@ -124,7 +138,8 @@ class Work:
                 store.put(left)
             for part in self.delaying:
                 part._wgrad_hooks = []
-                self.backward_dw[id(part)]()
+                with self._as_captured():
+                    self.backward_dw[id(part)]()
             return [p.grad for p in self.parameters]
         finally:
             for p, grad in zip(self.parameters, grads, strict=True):

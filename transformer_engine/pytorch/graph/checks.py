@@ -1,0 +1,55 @@
+"""What a graph would get wrong without a word: looked for behind a forward of what is captured, while its history is
+there. Changes nothing, and checks no call."""
+
+import enum
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from transformer_engine.pytorch.graph.signature import OP
+from transformer_engine.pytorch.graph.work import Work
+
+# What stays the same from call to call, and can hold no tensor.
+_CONSTANTS = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+
+
+def _leaves(results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors in whose .grad a backward from the results would end."""
+    yield from (t for t in results if t.grad_fn is None)
+    waiting = [t.grad_fn for t in results if t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def check_leaves(name: str, work: Work) -> None:
+    """Every gradient of the results has somewhere to go: an input, or a parameter of the module."""
+    known = {id(t) for t in (*work.inputs, *work.parameters)}
+    lost = [t for t in _leaves(work.live) if id(t) not in known]
+    if lost:
+        raise ValueError(
+            f"{OP}: the result of {name} depends on tensors that want a gradient and are neither its arguments nor "
+            f"parameters of a module that was passed, of shapes {[list(t.shape) for t in lost]}: a replay would give "
+            "them none. Pass the module itself in place of a function that calls it, such a tensor as an argument, or "
+            "detach it."
+        )
+
+
+def check_result(name: str, work: Work) -> None:
+    """What is no tensor in a result is a constant: a replay returns the very same."""
+    for leaf, is_tensor in zip(work.result, work.is_tensor):
+        if not is_tensor and not isinstance(leaf, _CONSTANTS):
+            raise ValueError(
+                f"{OP}: the result of {name} has a {type(leaf).__qualname__}, whose tensors, if it holds any, no "
+                "replay would write; return tensors in tuples, lists or dicts, or register the class with "
+                "torch.utils._pytree."
+            )
