@@ -171,7 +171,6 @@ def test_records_that_do_not_fit_change_nothing():
         (scale._replace(offset=scale.offset + 2), ("aligned", "float32", scale.offset + 2)),
         (scale._replace(offset=buffer.numel()), ("bytes", buffer.numel())),
         (scale._replace(offset=-16), ("aligned",)),
-        (scale._replace(shape=(10**6, 10**6)), ("bytes",)),
         (scale._replace(stride=(1,)), ("shape", "stride")),
         (scale._replace(stride=(-4, 1)), ("shape", "stride")),
     ):
@@ -195,10 +194,10 @@ def test_records_that_do_not_fit_change_nothing():
 def test_any_view_comes_back(dtype, shape, at, start):
     """From a buffer that itself begins somewhere in its storage."""
     storage = torch.arange(4096, dtype=torch.int64).to(torch.uint8)
-    wanted = storage[64:].view(dtype)[at : at + 2 * torch.Size(shape).numel()][::1]
+    wanted = storage[16 * at :].view(dtype)[: 2 * torch.Size(shape).numel()]
     wanted = wanted.as_strided(shape, [2 * s for s in torch.empty(shape).stride()], wanted.storage_offset())
     record = subview_of(wanted)
-    moved = torch.cat([torch.zeros(8 * start, dtype=torch.uint8), storage])[8 * start :]
+    moved = torch.cat([torch.zeros(16 * start, dtype=torch.uint8), storage])[16 * start :]
     got = restore_subview(moved, record)
     assert got.stride() == wanted.stride() and isinstance(record, Subview)
-    assert_same_bits(got.reshape(-1), wanted.reshape(-1))
+    assert_same_bits(*(t.clone(memory_format=torch.contiguous_format).view(-1) for t in (got, wanted)))

@@ -131,6 +131,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _written(self) -> None:
         self._transpose_invalid = self._transpose is None
 
+    def _restored(self, kind: str) -> None:
+        if kind == COLUMNWISE:
+            self._transpose_invalid = self._transpose is None
+
     def _create_transpose(self) -> None:
         """Makes the columnwise data from the rowwise one."""
         self._transpose_invalid = True

@@ -138,11 +138,19 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def get_columnwise_subview_info(self) -> dict | None:
         return None if self.columnwise_storage is None else self.columnwise_storage.get_columnwise_subview_info()
 
-    def restore_rowwise_subviews(self, buffer: torch.Tensor, info: Mapping) -> None:
-        self.rowwise_storage.restore_rowwise_subviews(buffer, info)
-
-    def restore_columnwise_subviews(self, buffer: torch.Tensor, info: Mapping) -> None:
-        self.columnwise_storage.restore_columnwise_subviews(buffer, info)
+    def _restore_subviews(self, kind: str, buffer: torch.Tensor, info: Mapping) -> None:
+        """By the part's own format; a part that was saved for backward is put back with it."""
+        name = f"{kind}_storage"
+        part = getattr(self, name)
+        if part is None and self._saved:
+            part = self._saved[list(self._parts).index(name)]
+        if part is None:
+            raise ValueError(
+                f"{type(self).__name__}.restore_{kind}_subviews: it has no {name}, wanted one that was there when "
+                "prepare_for_saving() took its parts away."
+            )
+        part._restore_subviews(kind, buffer, info)
+        setattr(self, name, part)
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
         plain: list[torch.Tensor | None] = []

@@ -80,6 +80,11 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     ) -> dict[str, torch.Tensor]:
         return {"_hp_data": torch.empty(shape, dtype=self._hp_data.dtype, device=device, pin_memory=pin_memory)}
 
+    def _subview_specs(self, kind: str, shape: Sequence[int]) -> dict[str, PartSpec]:
+        specs = super()._subview_specs(kind, shape)
+        told = getattr(self._quantizer, "dtype", None) or self._dtype
+        return specs | {"_hp_data": specs["_hp_data"]._replace(dtype=told)}
+
     def _zero(self) -> None:
         self._hp_data.zero_()
 
