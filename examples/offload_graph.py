@@ -92,6 +92,18 @@ def measure(stack: list[torch.nn.Module], x: torch.Tensor, cuda: bool) -> tuple[
     return start.elapsed_time(stop) / STEPS, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def predict(layers: list[torch.nn.Module], kept_layers: int, x: torch.Tensor) -> dict[str, float]:
+    """MiB of a step's peak, term by term. It is in the backward of a layer that others still come back behind: as many
+    layers are there as stay in all, and what autograd hands from layer to layer beside what the caller holds."""
+    own = te.memory_plan(layers[0], x.detach().requires_grad_()).kept_bytes / 2**20
+    result = x.nbytes / 2**20
+    return {
+        f"{kept_layers} layers with their inputs, {own + result:.0f} each": kept_layers * (own + result),
+        "work of one layer's backward": measure(layers[:1], x, True)[1] - own - 2 * result,
+        "the result, its gradient, and the one between two layers": 3 * result,
+    }
+
+
 class Clock:
     """Instants on streams, or on a CPU of the host, whose work is done when it returns."""
 
@@ -198,6 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     equal = {"eager": bits(stack, x)}
     moved = context.offload_synchronizer.get_offloaded_total_size_mb()
     (time_without, peak_without), (time_with, peak_with) = measure(layers, x, cuda), measure(stack, x, cuda)
+    terms = predict(layers, args.layers - args.offload, x) if cuda else {}
     bars = timeline(layers, x, context, sync, cuda)
 
     torch.use_deterministic_algorithms(True)  # in the graphs too
@@ -216,9 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.offload} of {args.layers} layers offloaded: {moved:.0f} MiB leave in a step")
     print(f"step: {time_without:.2f} ms without, {time_with:.2f} ms with ({time_with / time_without - 1:+.1%})")
     if cuda:
-        # The first layer's input is the caller's: that it leaves gives nothing back. And behind the last layer, where
-        # the peak is now, the gradient that comes in is no longer the caller's.
-        predicted = peak_without - moved + 2 * x.nbytes / 2**20
+        for what, mib in terms.items():
+            print(f"  {mib:6.0f} MiB  {what}")
+        predicted = sum(terms.values())
         print(
             f"peak above the start: {peak_without:.0f} MiB without; with: {predicted:.0f} predicted, {peak_with:.0f} "
             f"measured ({peak_with / predicted - 1:+.1%})"

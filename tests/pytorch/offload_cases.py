@@ -1,5 +1,5 @@
-# What the offload suites share: small stacks of layers, one training step with and without a context, and the setting
-# that lets small tensors leave.
+# What the offload suites share: small stacks of layers, one training step with and without a context, the setting that
+# lets small tensors leave, and the most device memory that a run takes.
 import pytest
 import torch
 
@@ -41,3 +41,23 @@ def step(layers, inputs, context=None, sync=None, twice=False):
 def states(synchronizer):
     """The states of the newest step's layers."""
     return [layer.state for layer in list(synchronizer.steps())[-1].layers]
+
+
+def peak_bytes(run, device):
+    """The most that is alive at once while run() runs, above what is alive at its start. On a CPU torch's profiler
+    tells of each allocation; host memory that tensors left for is not torch's."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - start
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        run()
+    sizes = [(e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = most = 0
+    for _, size in sorted(sizes, key=lambda entry: entry[0]):
+        alive += size
+        most = max(most, alive)
+    return most

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.module.base import (
     InitMethod,
@@ -121,7 +122,10 @@ class SplitWeights(TransformerEngineBaseModule):
                     part.data = rows
 
     def _joined(self, names: list[str]) -> torch.Tensor | None:
-        return F.noop_cat([getattr(self, name) for name in names]) if names else None
+        parts = [getattr(self, name) for name in names]
+        if len(parts) > 1 and is_cpu_offload_enabled():
+            mark_not_offload(*parts)  # joined without a copy they are no parameter, nor a view of one that torch knows
+        return F.noop_cat(parts) if parts else None
 
 
 class Linear(SplitWeights):
