@@ -1,4 +1,7 @@
-"""Static tensors: what graphs read and write. Hands out memory and takes it back; knows nothing of graphs."""
+"""Static tensors: what graphs read and write. Hands out memory, takes it back, and fills it with what a call was given;
+knows nothing of graphs."""
+
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -28,3 +31,57 @@ class Buffers:
         """The memory of `tensor` may be handed out again; nothing that its last user wrote is read any more."""
         if tensor is not None:
             self._free.setdefault(form(tensor), []).append(tensor.detach())
+
+
+def version_of(t: torch.Tensor) -> int | None:
+    """How often a tensor was written in place; torch does not count it for those of inference mode."""
+    return None if t.is_inference() else t._version
+
+
+def _extent(t: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last one."""
+    if t.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride()))) * t.element_size()
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory from the first to the last element of both meets."""
+    return a.data_ptr() < b.data_ptr() + _extent(b) and b.data_ptr() < a.data_ptr() + _extent(a)
+
+
+def neighbourhood(static: Iterable[torch.Tensor | None]) -> tuple[int, int]:
+    """(low, high): a tensor with the form of one of these overlaps none unless low < its address < high."""
+    found = [(t.data_ptr(), _extent(t)) for t in static if t is not None and t.numel()]
+    if not found:
+        return 0, 0
+    return min(at for at, _ in found) - max(size for _, size in found), max(at + size for at, size in found)
+
+
+def apart(moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(target, source) pairs that may be copied one after the other: a source in whose memory a target lies is read
+    now."""
+    targets = [target for target, _ in moves]
+    return [(t, source.clone() if any(overlap(source, other) for other in targets) else source) for t, source in moves]
+
+
+def fill(
+    static: Sequence[torch.Tensor | None],
+    addresses: Sequence[int],
+    near: tuple[int, int],
+    given: Sequence[torch.Tensor | None],
+) -> None:
+    """Each static tensor gets what was given for it, zeros for None, as if all were read before any is written."""
+    low, high = near
+    moves, meets = [], False
+    for target, address, source in zip(static, addresses, given):
+        if source is not None and target is not None:
+            at = source.data_ptr()
+            if at != address:
+                moves.append((target, source))
+                meets |= low < at < high
+    for target, source in apart(moves) if meets else moves:
+        target.copy_(source)
+    for target, source in zip(static, given):
+        if source is None and target is not None:
+            target.zero_()

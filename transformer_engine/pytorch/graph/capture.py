@@ -1,14 +1,16 @@
 """Warm-up and captures of a set of callables in the order of a schedule. Either all of it succeeds, or nothing of it
 stays: modules, random states and memory are as before."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
-from transformer_engine.pytorch.graph.buffers import Buffers
+from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, version_of
 from transformer_engine.pytorch.graph.checks import check_leaves, check_result
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
 from transformer_engine.pytorch.graph.order import Schedule, Step
@@ -61,6 +63,7 @@ class Capture:
             self.backend = Recorder()
         self.buffers = Buffers()  # of gradients that come in
         self.works: list[Work] = []
+        self.ran: set[Work] = set()
         self.graphed: list[Graphed] = []
         self.last_grad_inputs: tuple[Graphed, ...] = ()
 
@@ -78,8 +81,9 @@ class Capture:
             label = f"graphed {name_of(eager, module)}"
             self.graphed.append(Graphed(label, plan.signatures[i], self.backend, eager=function, module=eager))
         mark_not_offload(*(t for own in inputs for t in own))  # static: that they leave would give nothing back
+        self.untouched = Untouched(plan.modules, [t for own in inputs for t in own])
         try:
-            with self.backend.session(), Untouched(plan.modules, [t for own in inputs for t in own]):
+            with self.backend.session(), self.untouched:
                 self._warm_up()
                 self.backend.prepare()
                 for step in plan.schedule.steps:
@@ -157,9 +161,32 @@ class Capture:
 
     def _warm_forward(self, step: Step) -> None:
         self._hooks(step, "forward_pre_hooks")
-        self.works[step.sample].forward()
+        with self._inputs_kept(step):
+            self.works[step.sample].forward()
         self._check_forward(step)
         self._hooks(step, "forward_hooks")
+
+    @contextmanager
+    def _inputs_kept(self, step: Step) -> Iterator[None]:
+        """Around a pass's first forward: inputs that it writes to get their values back when all is captured."""
+        work = self.works[step.sample]
+        if work in self.ran:
+            yield
+            return
+        self.ran.add(work)
+        before = [(t, version_of(t), t.detach().clone()) for t in work.inputs]
+        try:
+            yield
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise ValueError(
+                    f"{OP}: the forward of {self._name(step)} writes in place to an argument, or a parameter, that "
+                    "wants a gradient; let it write to a copy, or pass the argument with requires_grad=False."
+                ) from error
+            raise
+        finally:
+            written = [(t, values) for t, version, values in before if version is None or version_of(t) != version]
+            self.untouched.undo += [partial(t.copy_, values) for t, values in written]
 
     def _check_forward(self, step: Step) -> None:
         work, name = self.works[step.sample], self._name(step)
@@ -213,7 +240,8 @@ class Capture:
     def _capture_forward(self, step: Step) -> None:
         work, graphed = self.works[step.sample], self.graphed[step.sample]
         self._hooks(step, "forward_pre_hooks")
-        graphed.forward_graph, graphed.outputs = self._capture(step, work.forward)
+        with self._inputs_kept(step):
+            graphed.forward_graph, graphed.outputs = self._capture(step, work.forward)
         if not graphed.outputs:
             raise ValueError(
                 f"{OP}: the result of {self._name(step)} has no tensor (got {work.result!r}), wanted one at least: a "
@@ -284,7 +312,10 @@ class Capture:
     def _finish(self, graphed: Graphed, work: Work) -> None:
         """What replay needs of a pass; a graph needs nothing else, a recorder keeps its work."""
         graphed.inputs, graphed.wanted = work.inputs, work.wanted
-        graphed.addresses = [t.data_ptr() for t in work.inputs]
+        graphed.addresses, graphed.near = [t.data_ptr() for t in work.inputs], neighbourhood(work.inputs)
+        graphed.grad_addresses = [0 if t is None else t.data_ptr() for t in graphed.grad_outputs]
+        graphed.grads_near = neighbourhood(graphed.grad_outputs)
+        graphed.written = work.written
         graphed.replay_forward = self.backend.replay_of(graphed.forward_graph)
         if graphed.backward_graph is not None:
             graphed.replay_backward = self.backend.replay_of(graphed.backward_graph)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.graph.buffers import apart, fill
 from transformer_engine.pytorch.graph.quantized import Scales, WeightFlag
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.graph.state import main_grad_of
@@ -81,6 +82,8 @@ class Graphed:
         self.replay_backward: Callable[[], None] | None = None
         self.inputs: list[torch.Tensor] = []
         self.addresses: list[int] = []  # of the inputs
+        self.near = self.grads_near = 0, 0  # where what overlaps an input, or an incoming gradient, begins
+        self.written: list[int] = []  # inputs that the forward writes to
         self.wanted: list[int] = []
         self.parameters: list[torch.nn.Parameter] = []
         self.frozen: list[torch.nn.Parameter] = []  # those that wanted no gradient
@@ -88,6 +91,7 @@ class Graphed:
         self.outputs: list[torch.Tensor] = []
         self.constant_outputs: list[int] = []
         self.grad_outputs: list[torch.Tensor | None] = []  # one for each output
+        self.grad_addresses: list[int] = []  # of these
         self.grad_inputs: list[torch.Tensor | None] = []  # of the wanted inputs
         self.grad_parameters: list[torch.Tensor | None] = []
         self.copied: list[bool] = []  # which of the parameters' are handed out as copies
@@ -202,43 +206,43 @@ class Graphed:
     def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
         if self.flag is not None:
             self.flag.set(microbatch)
-        if stream is None:  # _launch, written out: every call of Python's costs
+        if stream is None:  # fill and replay, written out: every call of Python's costs
+            low, high = self.near
+            moves, meets = [], False
             for static, address, tensor in zip(self.inputs, self.addresses, given):
-                if tensor.data_ptr() != address:
-                    static.copy_(tensor)
+                at = tensor.data_ptr()
+                if at != address:
+                    moves.append((static, tensor))
+                    if low < at < high:
+                        meets = True
+            for static, tensor in apart(moves) if meets else moves:
+                static.copy_(tensor)
             self.replay_forward()
         else:
-            self._launch(self.forward_graph, self.inputs, given, stream, event)
+            to_fill = self.inputs, self.addresses, self.near, given
+            self._launch(self.forward_graph, to_fill, stream, None if self.written else event)
+        for i in self.written:  # as eager does
+            if given[i].data_ptr() != self.addresses[i]:
+                given[i].copy_(self.inputs[i])
         self.turn += 1
         self.ran_eager = False
         return tuple([t.detach() for t in self.outputs])
 
-    def _launch(self, graph, static, tensors, stream, event) -> None:
-        """Copies what lies elsewhere, then replays; on a stream of its own, the current one waits behind it."""
-        if stream is None:
-            self._copy(static, tensors)
+    def _launch(self, graph, to_fill, stream, event) -> None:
+        """Fills what is to be filled, then replays; on a stream of its own, the current one waits behind it."""
+        if stream is None or stream == self.backend.current_stream():
+            fill(*to_fill)
             graph.replay()
             return
-        if stream == self.backend.current_stream():
-            return self._launch(graph, static, tensors, None, None)
         current = self.backend.current_stream()
         stream.wait_stream(current)
         with self.backend.on(stream):  # the copies too: the tail of the last replay may still read what they write
-            self._copy(static, tensors)
+            fill(*to_fill)
             graph.replay()
         if event is None:
             current.wait_stream(stream)
         else:
             current.wait_event(event)
-
-    @staticmethod
-    def _copy(static, tensors) -> None:
-        for target, source in zip(static, tensors):
-            if source is None:
-                if target is not None:
-                    target.zero_()
-            elif target is not None and target.data_ptr() != source.data_ptr():
-                target.copy_(source)
 
     # ---- backward ----
 
@@ -259,11 +263,12 @@ class Graphed:
             )
         _, stream, microbatch, event, region = ctx.call
         kept = self._prepare_main_grads(self.fused, microbatch) if self.fused else ()
+        to_fill = self.grad_outputs, self.grad_addresses, self.grads_near, grads
         if stream is None:
-            self._copy(self.grad_outputs, grads)
+            fill(*to_fill)
             self.replay_backward()
         else:
-            self._launch(self.backward_graph, self.grad_outputs, grads, stream, None if kept else event)
+            self._launch(self.backward_graph, to_fill, stream, None if kept else event)
         for put_back in kept:
             put_back()
         self.backward_turn = self.turn
@@ -307,7 +312,7 @@ class Graphed:
         stream, microbatch = self.wgrad_due
         with torch.no_grad():
             kept = self._prepare_main_grads(self.fused_later, microbatch)
-            self._launch(self.wgrad_graph, (), (), stream, None)  # an event is not recorded in there
+            self._launch(self.wgrad_graph, ((), (), (0, 0), ()), stream, None)  # an event is not recorded in there
             self.wgrad_due = None
             for put_back in kept:
                 put_back()

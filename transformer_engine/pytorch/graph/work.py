@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from transformer_engine.pytorch.capturing import as_captured
+from transformer_engine.pytorch.graph.buffers import version_of
 from transformer_engine.pytorch.graph.quantized import Quantization, our_modules
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -91,8 +92,10 @@ class Work:
 
     def forward(self) -> list[torch.Tensor]:
         args, kwargs = self.signature.filled(self.inputs)
+        versions = [version_of(t) for t in self.inputs]
         with self._as_captured(), self.ambient.restored(), self.quantization(self.parts):
             leaves, self.form = tree_flatten(self.function(*args, **kwargs))
+        self.written = [i for i, t in enumerate(self.inputs) if version_of(t) != versions[i]]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.result = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]

@@ -1,0 +1,181 @@
+# Memory that a call's arguments, results and gradients share: with the static tensors, with each other; and what is
+# written in place, by a captured function or by its caller. Mutants: copying the arguments in one by one, or giving no
+# argument back what the function wrote to it, turn these red.
+
+import pytest
+import torch
+from graph_cases import HIDDEN, tokens
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph.buffers import apart, fill, neighbourhood
+
+OP = "make_graphed_callables"
+
+
+def mixed(a, b, c):
+    return a * 2 + b, b * 3 - c, a + c * 5
+
+
+def arguments(device, count=3, *, grad=True):
+    return [torch.randn(4, 8, device=device).requires_grad_(grad) for _ in range(count)]
+
+
+def clones(tensors):
+    return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (1, 2, 0), (2, 0, 1), (0, 0, 0), (2, 2, 1), (0, 2, 1)])
+@pytest.mark.parametrize("stream", [False, True], ids=["current stream", "its own"])
+def test_static_inputs_in_other_places(device, order, stream):
+    """The samples are the static inputs."""
+    samples = arguments(device, grad=False)
+    graphed = te.make_graphed_callables(mixed, tuple(samples))
+    options = {"cuda_graph_stream": torch.cuda.Stream()} if stream and device == "cuda" else {}
+    for _ in range(3):
+        given = [samples[i] for i in order]
+        want = mixed(*clones(given))
+        for got, wanted in zip(graphed(*given, **options), want):
+            assert_same_bits(got, wanted)
+
+
+def test_views_across_static_inputs(device):
+    """Of the memory around a static input, shifted by rows: over itself, and over the one beside it."""
+    memory = torch.randn(12, 8, device=device)
+    graphed = te.make_graphed_callables(
+        lambda a, b: (a * 2 + b, a - b), (memory[2:6], torch.randn(4, 8, device=device))
+    )
+    other = graphed.inputs[1]
+    for shift in (0, 1, 2, 3, 4, 5, 6, 8):
+        memory.copy_(torch.randn(12, 8))
+        a, b = memory[shift : shift + 4], torch.randn(4, 8, device=device)
+        for x, y in ((a, b), (b, a), (a, memory[2:6]), (other, a)):
+            want = [t.clone() for t in (x * 2 + y, x - y)]
+            for got, wanted in zip(graphed(x, y), want):
+                assert_same_bits(got, wanted)
+
+
+def test_results_that_come_back_as_arguments(device):
+    """One of them is a view of a static input, so the others' copies would write over it."""
+
+    def turned(a, b, c):
+        return b.view(-1).view(4, 8), c * 1, a.t().t()
+
+    graphed = te.make_graphed_callables(turned, tuple(arguments(device, grad=False)))
+    given = arguments(device, grad=False)
+    want = clones(given)
+    for _ in range(5):
+        given, want = graphed(*given), [t.clone() for t in turned(*want)]
+        for got, wanted in zip(given, want):
+            assert_same_bits(got, wanted)
+
+
+def test_in_a_backward_too(device):
+    """A gradient that is a view of the static gradient of another result."""
+
+    def turned(a, b):
+        return b.view(-1), a.view(-1)
+
+    samples = arguments(device, 2)
+    graphed = te.make_graphed_callables(turned, tuple(samples), retain_graph_in_backward=True)
+    sources = arguments(device, 2)
+    inner = [s * 1 for s in sources]  # no leaves: their gradients are the static ones
+    results = graphed(*inner)
+    grads = tuple(torch.randn(32, device=device) for _ in results)
+    want = grads
+    for _ in range(4):
+        grads = [g.view(-1) for g in torch.autograd.grad(results, inner, grads, retain_graph=True)]
+        want = want[::-1]
+        for got, wanted in zip(grads, want):
+            assert_same_bits(got, wanted)
+
+
+def test_moves_are_as_if_all_were_read_first():
+    memory = torch.arange(40.0)
+    static = [memory[0:10], memory[10:20], None, memory[20:30], torch.ones(3)]
+    near, addresses = neighbourhood(static), [0 if t is None else t.data_ptr() for t in static]
+    given = [memory[5:15], memory[0:10], memory[0:3], memory[20:30], None]
+    want = [t.clone() for t in given[:2]] + [memory[20:30].clone(), torch.zeros(3)]
+    fill(static, addresses, near, given)
+    for t, wanted in zip([t for t in static if t is not None], want):
+        assert_same_bits(t, wanted)
+    source = torch.ones(10)
+    assert apart([(memory[0:10], source)])[0][1] is source
+    assert neighbourhood([]) == neighbourhood([None, torch.ones(0)]) == (0, 0)
+
+
+# ---- a function that writes to its arguments ----
+
+
+def accumulating(x, total, *, count):
+    total += x.detach().sum(0)
+    count[1:].add_(1)
+    return x * total
+
+
+@pytest.mark.parametrize("warmups", [0, 3])
+def test_a_function_that_writes_to_its_arguments(device, warmups):
+    """They are as before behind the capture; each call writes what eager writes, wherever an argument lies."""
+    x, total, count = tokens(device, grad=True), torch.ones(2, HIDDEN, device=device), torch.zeros(2, device=device)
+    before = clones([x, total, count])
+    graphed = te.make_graphed_callables(
+        accumulating, (x, total), sample_kwargs={"count": count}, num_warmup_iters=warmups
+    )
+    for got, wanted in zip((x, total, count), before):
+        assert_same_bits(got, wanted)
+    elsewhere = clones([total, count])
+    for options in ({}, {"cuda_graph_stream": torch.cuda.Stream()} if device == "cuda" else {}):
+        for own_total, own_count in ((total, count), elsewhere):
+            given = tokens(device, grad=True)
+            twin, want = clones([given])[0], clones([own_total, own_count])
+            y = graphed(given, own_total, count=own_count, **options)
+            wanted = accumulating(twin, want[0], count=want[1])
+            y.sum().backward()
+            wanted.sum().backward()
+            for got, w in zip((y, own_total, own_count, given.grad), (wanted, *want, twin.grad)):
+                assert_same_bits(got, w)
+
+
+@pytest.mark.parametrize("warmups", [0, 2])
+def test_arguments_are_as_before_when_a_capture_fails(device, warmups):
+    class Fault(Exception):
+        pass
+
+    calls = []
+
+    def function(x, total):
+        total += x
+        calls.append(1)
+        if len(calls) > warmups:
+            raise Fault
+        return total * 2
+
+    x, total = arguments(device, 2, grad=False)
+    before = total.clone()
+    with pytest.raises(Fault):
+        te.make_graphed_callables(function, (x, total), num_warmup_iters=warmups)
+    assert_same_bits(total, before)
+
+
+def test_writing_to_an_argument_that_wants_a_gradient(device):
+    def function(x):
+        x.mul_(2)
+        return x * 3
+
+    x = tokens(device, grad=True)
+    before = x.detach().clone()
+    with refused(ValueError, OP, "callable 0 (function)", "in place", "copy", "requires_grad=False"):
+        te.make_graphed_callables(function, (x,))
+    assert_same_bits(x.detach(), before)
+
+
+def test_arguments_of_inference_mode(device):
+    with torch.inference_mode():
+        x, total = arguments(device, 2, grad=False)
+        before = total.clone()
+        graphed = te.make_graphed_callables(lambda x, total: total.add_(x) * 2, (x, total))
+        assert_same_bits(total, before)
+        assert_same_bits(graphed(x, total), (before + x) * 2)
