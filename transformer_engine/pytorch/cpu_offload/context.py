@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 
 from transformer_engine.pytorch._absent import refusal
+from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream, is_count
 from transformer_engine.pytorch.cpu_offload.marks import checked
 from transformer_engine.pytorch.cpu_offload.schedule import (
     DefaultOffloadSynchronizer,
@@ -41,6 +42,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     context it does nothing. A tensor leaves as the whole of its memory: for one that is a part of it, this counts only
     with offload_base_tensor, which says that all of that memory is complete."""
     found = checked("start_offload", tensors)
+    check_flags("start_offload", offload_base_tensor=offload_base_tensor)
     if _here.synchronizer is not None:
         _here.synchronizer.current_layer().mark_ready(found, offload_base_tensor)
 
@@ -72,6 +74,7 @@ class OffloadContext:
         works, hooks = self._works(), None
         if works:
             synchronizer = self.offload_synchronizer
+            synchronizer.forget_abandoned()
             if not synchronizer.layer_open:
                 synchronizer.fwd_step()
             if synchronizer.wants_tensors(synchronizer.number):
@@ -147,11 +150,11 @@ def _refuse_options(num_layers: object, model_layers: object, activations: bool,
         )
     if not activations:
         raise ValueError(f"{op}: argument 'offload_activations' is {activations!r}: pass enabled=False instead.")
-    if not isinstance(model_layers, int) or model_layers < 1:
+    if not is_count(model_layers) or model_layers < 1:
         raise ValueError(f"{op}: argument 'model_layers' is {model_layers!r}, wanted the number of the model's layers.")
-    if manual:
+    if manual and num_layers is None:
         return
-    if not isinstance(num_layers, int) or not 0 <= num_layers < model_layers:
+    if not is_count(num_layers) or not (manual or 0 <= num_layers < model_layers):
         raise ValueError(
             f"{op}: argument 'num_layers' is {num_layers!r} and 'model_layers' {model_layers!r}, wanted fewer layers "
             "to offload than the model has: the last one is wanted again as soon as it is complete."
@@ -187,14 +190,25 @@ def get_cpu_offload_context(
     enabled=False: neither result changes anything.
     context.disable() and enable() fit make_graphed_callables' warmup hooks. context.offload_synchronizer tells sizes
     (get_offloaded_total_size_mb, pinned_usage) and makes or frees pinned memory (reserve_pinned, release_pinned).
-    Errors: ValueError for num_layers not below model_layers; NotImplementedError for offload_weights. Pinned memory
-    that is exhausted: a RuntimeWarning, and the layer stays where it is.
+    Errors: ValueError for num_layers not below model_layers, TypeError for what is no truth value or no stream,
+    NotImplementedError for offload_weights. Pinned memory that is exhausted: a RuntimeWarning, and the layer stays.
     """
+    op = "get_cpu_offload_context"
+    check_flags(
+        op,
+        enabled=enabled,
+        offload_activations=offload_activations,
+        offload_weights=offload_weights,
+        double_buffering=double_buffering,
+        manual_synchronization=manual_synchronization,
+        retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
+    )
+    check_stream(op, offload_stream)
     if not enabled:
         results = nullcontext(), _unchanged
         if not manual_synchronization:
             return results
-        synchronizer = ManualOffloadSynchronizer(max(1, model_layers))
+        synchronizer = ManualOffloadSynchronizer(max(1, model_layers) if is_count(model_layers) else model_layers)
         synchronizer.enabled = False
         return *results, synchronizer
     _refuse_options(num_layers, model_layers, offload_activations, offload_weights, manual_synchronization)

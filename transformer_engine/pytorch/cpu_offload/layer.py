@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream
 from transformer_engine.pytorch.cpu_offload.marks import has_storage, stays, taken_apart
 
 MIN_ELEMENTS = 256 * 1024  # a smaller tensor stays where it is, unless it lies in the memory of one that leaves
@@ -25,6 +26,7 @@ class Engines:
     """One engine a device, made when the first tensor there leaves. options: _C.OffloadEngine's."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None, **options: object) -> None:
+        check_stream("OffloadableLayerState", stream)
         self.options = {"stream": 0 if stream is None else stream.cuda_stream, **options}
         self._stream = stream  # alive as long as the engine copies on it
         self._engines: dict[torch.device, _C.OffloadEngine] = {}
@@ -144,6 +146,15 @@ class Composed:
         return whole
 
 
+def pop_saved(saved: object) -> object:
+    """The tensor that `saved` stands for. A tensor stands for itself."""
+    if isinstance(saved, (Saved, Kept, Composed)):
+        return saved.pop()
+    if not isinstance(saved, torch.Tensor):
+        raise TypeError(f"pop_tensor: argument 'saved' is a {type(saved).__name__}, wanted what push_tensor() gave.")
+    return saved
+
+
 def _is_parameter(t: object) -> bool:
     return isinstance(t, torch.nn.Parameter) or isinstance(getattr(t, "_base", None), torch.nn.Parameter)
 
@@ -162,6 +173,7 @@ class OffloadableLayerState:
         *,
         engines: Engines | None = None,
     ) -> None:
+        check_flags("OffloadableLayerState", retain_pinned_cpu_buffers=retain_pinned_cpu_buffers)
         self.engines = Engines(offload_stream) if engines is None else engines
         self.retain = retain_pinned_cpu_buffers
         self._layer: _C.OffloadLayer | None = None
@@ -269,10 +281,10 @@ class OffloadableLayerState:
 
     def pop_tensor(self, saved: object) -> torch.Tensor:
         """The tensor that push_tensor() took, with its shape, strides, dtype and bits."""
-        if isinstance(saved, (Composed, Kept)):
-            return saved.pop()
         if not isinstance(saved, Saved):
-            return saved
+            return pop_saved(saved)
+        if saved.memory.layer is not self:
+            raise RuntimeError("pop_tensor: argument 'saved' is another layer's; pop it where it was pushed.")
         self.popped, memory = True, saved.memory
         if memory.tensor is not None:
             memory.check()

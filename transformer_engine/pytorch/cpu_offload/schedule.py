@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 import torch
 
-from transformer_engine.pytorch.cpu_offload.layer import Engines, OffloadableLayerState, PinnedMemoryError, Saved
+from transformer_engine.pytorch.cpu_offload.arguments import check_bytes, is_count
+from transformer_engine.pytorch.cpu_offload.layer import (
+    Engines,
+    OffloadableLayerState,
+    PinnedMemoryError,
+    Saved,
+    pop_saved,
+)
 
 
 def capturing() -> bool:
@@ -46,7 +53,7 @@ class Synchronizer:
         retain_pinned_cpu_buffers: bool = False,
         **engine_options: object,
     ) -> None:
-        if not isinstance(num_layers, int) or num_layers < 1:
+        if not is_count(num_layers) or num_layers < 1:
             raise ValueError(f"{type(self).__name__}: argument 'num_layers' is {num_layers!r}, wanted an int >= 1.")
         self.num_layers = num_layers
         self.retain = retain_pinned_cpu_buffers
@@ -89,6 +96,11 @@ class Synchronizer:
         """The forward under way will not be continued: the next layer is the first one again. What was saved so far
         lives as long as its graph."""
         self._step, self.number, self.layer_open = None, None, False
+
+    def forget_abandoned(self) -> None:
+        """A layer was begun and never ended, and the graph before it is gone: what comes next is no piece of it."""
+        if self.layer_open and self._step.abandoned:
+            self.forget_step()
 
     def wants_tensors(self, layer_num: int) -> bool:
         """Whether anything of this layer can leave."""
@@ -154,7 +166,9 @@ class Synchronizer:
 
     def reserve_pinned(self, nbytes: int, device: torch.device | str | int = "cuda") -> None:
         """Pinned memory for `nbytes` in one piece exists afterwards, as a capture needs it to."""
-        self.engines.of(torch.device(device)).reserve(nbytes)
+        where = torch.device(device)
+        check_bytes("reserve_pinned", nbytes, where)
+        self.engines.of(where).reserve(nbytes)
 
     def release_pinned(self, *, graphs_are_gone: bool = False) -> None:
         """Pinned memory that nothing lies in is given back; with graphs_are_gone that of captured graphs too, which the
@@ -189,7 +203,7 @@ class Synchronizer:
         raise RuntimeError(f"{call}: no forward has been run; call fwd_step() before it.")
 
     def _checked(self, call: str, layer_num: int) -> int:
-        if not isinstance(layer_num, int) or not 0 <= layer_num < self.num_layers:
+        if not is_count(layer_num) or not 0 <= layer_num < self.num_layers:
             raise ValueError(
                 f"{call}: argument 'layer_id' is {layer_num!r}, wanted a layer's number, 0 to {self.num_layers - 1}."
             )
@@ -211,7 +225,7 @@ def pop(saved: object) -> torch.Tensor:
     for part in getattr(saved, "parts", (saved,)):
         if isinstance(part, Saved) and part.memory.layer.state == "offload_finished" and part.memory.gone:
             part.memory.layer.start_reload()
-    return saved.pop() if hasattr(saved, "pop") else saved
+    return pop_saved(saved)
 
 
 class DefaultOffloadSynchronizer(Synchronizer):
@@ -231,7 +245,7 @@ class DefaultOffloadSynchronizer(Synchronizer):
         **engine_options: object,
     ) -> None:
         super().__init__(num_layers, offload_stream, retain_pinned_cpu_buffers, **engine_options)
-        if not isinstance(num_offloaded_layers, int) or not 0 <= num_offloaded_layers < num_layers:
+        if not is_count(num_offloaded_layers) or not 0 <= num_offloaded_layers < num_layers:
             raise ValueError(
                 f"DefaultOffloadSynchronizer: {num_offloaded_layers!r} of {num_layers} layers are to be offloaded, "
                 "wanted at least 0 and fewer than all: the last layer is wanted again as soon as it is complete. "
