@@ -13,6 +13,7 @@ from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, version_of
 from transformer_engine.pytorch.graph.checks import check_leaves, check_result
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
+from transformer_engine.pytorch.graph.flight import flight_of
 from transformer_engine.pytorch.graph.order import Schedule, Step
 from transformer_engine.pytorch.graph.quantized import Quantization, Scales
 from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
@@ -62,6 +63,7 @@ class Capture:
         else:
             self.backend = Recorder()
         self.buffers = Buffers()  # of gradients that come in
+        self.flight = flight_of(plan.pool)
         self.works: list[Work] = []
         self.ran: set[Work] = set()
         self.graphed: list[Graphed] = []
@@ -88,8 +90,10 @@ class Capture:
                 self.backend.prepare()
                 for step in plan.schedule.steps:
                     getattr(self, f"_capture_{step.kind}")(step)
+                    self._place(step)
                 for graphed, work in zip(self.graphed, self.works):
                     self._finish(graphed, work)
+                self.flight.captured += 1
         except BaseException:
             for graphed in self.graphed:
                 graphed.reset()
@@ -309,6 +313,12 @@ class Capture:
             for t in work.grad_outputs:
                 self.buffers.give(t)
 
+    def _place(self, step: Step) -> None:
+        """Notes when a step was captured. One without an entry in the order may be replayed at any time."""
+        position, self.flight.captured = self.flight.captured, self.flight.captured + 1
+        if step.kind != order.WGRAD or step.module in self.plan.schedule.scheduled_wgrad:
+            setattr(self.graphed[step.sample], f"{step.kind}_position", position)
+
     def _finish(self, graphed: Graphed, work: Work) -> None:
         """What replay needs of a pass; a graph needs nothing else, a recorder keeps its work."""
         graphed.inputs, graphed.wanted = work.inputs, work.wanted
@@ -316,10 +326,14 @@ class Capture:
         graphed.grad_addresses = [0 if t is None else t.data_ptr() for t in graphed.grad_outputs]
         graphed.grads_near = neighbourhood(graphed.grad_outputs)
         graphed.written = work.written
+        if len(self.graphed) > 1 or self.plan.pool is not None:
+            graphed.flight = self.flight
+        kept = work.retain and not self.plan.reuse  # until all is captured
+        graphed.end_position = self.flight.captured if kept else graphed.backward_position
         graphed.replay_forward = self.backend.replay_of(graphed.forward_graph)
         if graphed.backward_graph is not None:
             graphed.replay_backward = self.backend.replay_of(graphed.backward_graph)
-        graphed.parameters, graphed.retain = work.parameters, work.retain
+        graphed.parameters, graphed.keeps = work.parameters, work.retain
         graphed.frozen, graphed.without_grad = work.frozen, not work.ambient.grad
         graphed.single = work.form.is_leaf()
         graphed.form, graphed.result, graphed.is_tensor = work.form, work.result, work.is_tensor

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch.graph.buffers import apart, fill
+from transformer_engine.pytorch.graph.flight import Flight
 from transformer_engine.pytorch.graph.quantized import Scales, WeightFlag
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.graph.state import main_grad_of
@@ -60,7 +61,9 @@ class Graphed:
     it again, behind the gradients. backward_dw() computes the weight gradients that the latest backward left, on its
     stream, and the current one waits for all of it; reset() gives the graphs and their memory back. One forward, one
     backward and one backward_dw() at a time: the static tensors hold one pass. Results and input gradients are views of
-    them, valid until the next call. The graphs read parameters where they were: change them in place.
+    them, valid until the next call; so is a result that is an argument in eager. Graphs captured together, or into one
+    pool, share memory: call them in the order of their capture, else a backward raises, and results that nobody goes
+    back from are lost without a word. The graphs read parameters where they were: change them in place.
     """
 
     def __init__(self, label: str, signature: Signature, backend: object, *, eager: Callable, module: object) -> None:
@@ -76,6 +79,10 @@ class Graphed:
         self.gone = False
         self.turn = 0  # of forward replays: a backward belongs to the latest one
         self.backward_turn = 0
+        self.flight: Flight | None = None  # where other graphs have the same pool
+        self.forward_position = self.backward_position = self.end_position = 0
+        self.wgrad_position: int | None = None
+        self.spoilt_by: str | None = None  # what wrote over the latest call's memory
         self.wgrad_due: tuple | None = None
         self.forward_graph = self.backward_graph = self.wgrad_graph = None
         self.replay_forward: Callable[[], None] | None = None  # of the graphs, without a frame of Python between
@@ -101,7 +108,7 @@ class Graphed:
         self.single = False  # it is one tensor
         self.result: list[object] = []  # its leaves; None where a tensor stands
         self.is_tensor: list[bool] = []
-        self.retain = False
+        self.keeps = False  # a backward may run again
         self.wgrads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.fused: list[Fused] = []  # whose gradients the backward adds to main_grad
         self.fused_later: list[Fused] = []  # and backward_dw()
@@ -142,6 +149,8 @@ class Graphed:
             region = alone = None
             if self.scales.parts:
                 region, alone = self.scales.join()
+            if self.flight is not None:
+                self.flight.forward(self, True)
             call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, region
             outputs = _replay(call, *[given[i] for i in self.wanted], *self.parameters)
             if alone is not None:
@@ -149,6 +158,8 @@ class Graphed:
         else:
             if torch.is_grad_enabled():
                 self._check_nothing_wanted()
+            if self.flight is not None:
+                self.flight.forward(self, False)
             with torch.no_grad():
                 outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
         return outputs[0] if self.single else self.assemble(outputs)
@@ -254,13 +265,16 @@ class Graphed:
             )
         if self.gone:
             raise RuntimeError(f"{self.label}: backward after reset(), which dropped its graphs; capture again.")
-        if ctx.turn != self.turn or (self.backward_turn == self.turn and not self.retain):
+        if ctx.turn != self.turn or (self.backward_turn == self.turn and not self.keeps):
             raise RuntimeError(
                 f"{self.label}: backward of a call whose tensors are gone: "
                 + ("another call came behind it" if ctx.turn != self.turn else "it ran already")
                 + ". Run it between this call and the next, once; '_order' captures a pass for each microbatch, "
                 "retain_graph_in_backward=True one that runs again."
             )
+        if self.flight is not None:
+            self._check_spoilt("backward")
+            self.flight.backward(self)
         _, stream, microbatch, event, region = ctx.call
         kept = self._prepare_main_grads(self.fused, microbatch) if self.fused else ()
         to_fill = self.grad_outputs, self.grad_addresses, self.grads_near, grads
@@ -297,6 +311,14 @@ class Graphed:
             self.wgrad_due = stream, microbatch
         return found
 
+    def _check_spoilt(self, what: str) -> None:
+        if self.spoilt_by is not None:
+            raise RuntimeError(
+                f"{self.label}: {what} of a call whose memory {self.spoilt_by} wrote over, which was called out of the "
+                "order of the captures. What is captured together, or into one pool, shares memory: call it in that "
+                "order ('_order', or that of 'modules'), or capture it apart."
+            )
+
     def backward_dw(self) -> None:
         """The weight gradients that the latest backward left, then the hooks of the modules that left them.
         RuntimeError where none did."""
@@ -309,6 +331,9 @@ class Graphed:
                 f"{self.label}: backward_dw() was called, but "
                 + ("reset() dropped its graphs; capture again." if self.gone else "no backward has left it anything.")
             )
+        if self.flight is not None:
+            self._check_spoilt("backward_dw()")
+            self.flight.weight_grads(self)
         stream, microbatch = self.wgrad_due
         with torch.no_grad():
             kept = self._prepare_main_grads(self.fused_later, microbatch)
