@@ -17,7 +17,7 @@ struct ForwardProducer {
   using Type = T;
   using Row = quantize::NoRow;
   static constexpr int kInputs = Op::kGated ? 2 : 1, kOutputs = 1, kAmaxOutputs = 1;
-  static constexpr int kBatch = sizeof(T) == 4 ? 2 : 4, kBlocksPerSm = Op::kGated || sizeof(T) == 4 ? 2 : 3;
+  static constexpr int kBatch = sizeof(T) == 4 ? 2 : 4, kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
   static constexpr bool kStaged = true;
 
   Params params;

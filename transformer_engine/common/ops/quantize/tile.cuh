@@ -136,9 +136,8 @@ template <class T>
 struct Slots {
   Vector<T>* first;
 
-  __device__ __forceinline__ Vector<T>& at(int k, int i) const {
-    return first[(k * kRows + i) * kThreads + int(threadIdx.x)];
-  }
+  __device__ __forceinline__ Vector<T>* plane(int k) const { return first + k * kRows * kThreads; }
+  __device__ __forceinline__ Vector<T>& at(int k, int i) const { return plane(k)[i * kThreads + int(threadIdx.x)]; }
 };
 
 template <class Producer>
@@ -210,18 +209,22 @@ __device__ __noinline__ void emit_slots(const Dest& dest, Slots<T> slots, int k,
   emit<T>(dest, values, at, shared);
 }
 
+// Inputs that no output replaces leave room for what the block shares, once all have been read.
+template <class Producer>
+constexpr bool kSharedInSlots = Producer::kStaged && (Producer::kInputs > Producer::kOutputs);
+
 // The registers hold one output at a time.
 template <class Producer, int kOutputs = Producer::kOutputs>
 __device__ __forceinline__ void quantize_tile_staged(const Producer& producer, const Dests<kOutputs>& dests,
-                                                     const Domain& domain, const Place& at, Shared& shared) {
+                                                     const Domain& domain, const Place& at,
+                                                     const Slots<typename Producer::Type>& slots, Shared& shared) {
   using T = typename Producer::Type;
-  extern __shared__ uint4 dynamic[];
-  const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
   if (is_whole(domain, at)) {
     fill_whole(producer, at, slots);
   } else {
     fill_some(producer, domain, at, slots);
   }
+  if (kSharedInSlots<Producer>) __syncthreads();
 #pragma unroll 1
   for (int k = 0; k < kOutputs; ++k) {
     if (k > 0) __syncthreads();  // the last output's readers of `shared`
@@ -233,7 +236,7 @@ template <class Producer>
 __global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
     quantize_kernel(const __grid_constant__ Producer producer, const __grid_constant__ Dests<Producer::kOutputs> dests,
                     const __grid_constant__ Domain domain) {
-  __shared__ Shared shared;
+  using T = typename Producer::Type;
   bool any = false;
 #pragma unroll
   for (int k = 0; k < Producer::kOutputs; ++k) any = any || !is_set(dests.of[k].noop);
@@ -241,10 +244,19 @@ __global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
   // Behind an amax pass the last tiles come first: their inputs may still be in the L2.
   const unsigned tile = dests.of[0].amax_parts != nullptr ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const Place at(tile / unsigned(domain.tile_cols), tile % unsigned(domain.tile_cols));
-  if constexpr (Producer::kStaged) {
-    quantize_tile_staged(producer, dests, domain, at, shared);
+  extern __shared__ uint4 dynamic[];
+  if constexpr (kSharedInSlots<Producer>) {
+    const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
+    quantize_tile_staged(producer, dests, domain, at, slots,
+                         *reinterpret_cast<Shared*>(slots.plane(Producer::kOutputs)));
   } else {
-    quantize_tile(producer, dests, domain, at, shared);
+    __shared__ Shared shared;
+    if constexpr (Producer::kStaged) {
+      const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
+      quantize_tile_staged(producer, dests, domain, at, slots, shared);
+    } else {
+      quantize_tile(producer, dests, domain, at, shared);
+    }
   }
 }
 
