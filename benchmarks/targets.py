@@ -134,7 +134,11 @@ def _memory_and_links():
         yield from _targets("22", f"{op}_host", "bf16", "256MiB", "forward", {"x pinned copy": 0.9})
     yield from _targets("O", "offload_link", "bf16", "layer", "forward", {"x pinned copy": 0.95})
     yield from _targets("O", "offload_step", "bf16", "layer", "forward+backward", {f"x {OWN}": 1 / 1.03})
-    yield from _targets("O", "offload_pack", "bf16", "layer", "forward", {"GB/s": 3800})
+    yield from _targets("O", "offload_link_back", "bf16", "layer", "forward", {"x pinned copy": 0.95})
+    for op in ("offload_step_peak", "offload_bound_peak"):
+        yield from _targets("O", op, "bf16", "layer", "keeps", {"x predicted": 1 / 1.02})
+    for op in ("offload_pack", "offload_unpack"):
+        yield from _targets("O", op, "bf16", "layer", "forward", {"GB/s": 3800})
     for op, shape, milliseconds in (
         ("gather_linear", "8192x57344x8192", 1.28),
         ("gather_linear", "8192x10240x8192", 0.41),

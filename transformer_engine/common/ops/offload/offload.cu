@@ -11,8 +11,8 @@ namespace te::offload::cuda {
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;
+constexpr int kThreads = 512;  // with two accesses each, the order that HBM takes best: 256 with four lose 4 %
+constexpr int kUnroll = 2;
 constexpr int64_t kTile = int64_t(kThreads) * kUnroll * 16;
 constexpr int kMost = 96;  // pieces of one launch; they travel as kernel arguments, of which there are 4 KiB
 
@@ -40,16 +40,17 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
   unsigned char* to = move.to[low] + first;
   const bool wide = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
   const int64_t vectors = wide ? bytes / 16 : 0;
-  Packed<unsigned char, 16> held[kUnroll];
+  if (vectors * 16 == kTile) {  // nearly always: nothing is asked of each access then
+    Packed<unsigned char, 16> held[kUnroll];
 #pragma unroll
-  for (int i = 0; i < kUnroll; ++i) {
-    const int64_t v = threadIdx.x + i * kThreads;
-    if (v < vectors) held[i] = load_packed<unsigned char, 16>(from + v * 16);
+    for (int i = 0; i < kUnroll; ++i)
+      held[i] = load_packed<unsigned char, 16>(from + (threadIdx.x + i * kThreads) * 16);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) store_packed<unsigned char, 16>(to + (threadIdx.x + i * kThreads) * 16, held[i]);
+    return;
   }
-#pragma unroll
-  for (int i = 0; i < kUnroll; ++i) {
-    const int64_t v = threadIdx.x + i * kThreads;
-    if (v < vectors) store_packed<unsigned char, 16>(to + v * 16, held[i]);
+  for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
+    store_packed<unsigned char, 16>(to + v * 16, load_packed<unsigned char, 16>(from + v * 16));
   }
   for (int64_t b = vectors * 16 + threadIdx.x; b < bytes; b += kThreads) to[b] = from[b];
 }
