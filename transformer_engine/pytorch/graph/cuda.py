@@ -92,6 +92,10 @@ class CudaGraphs:
     def prepare(self) -> None:
         """Before the captures: nothing is in flight, and no cached memory is kept from their pool."""
         prepare_no_draws()
+        with torch.cuda.stream(self.stream), torch.enable_grad():
+            # cuBLAS starts here, in backward's thread too: without warm-up it would in a capture, which CUDA refuses.
+            product = torch.ones(1, 1, device=self.device, requires_grad=True) @ torch.ones(1, 1, device=self.device)
+            product.backward()
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
