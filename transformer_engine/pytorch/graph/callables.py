@@ -2,16 +2,20 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 
 import torch
+import torch.distributed as dist
 
+from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.capturing import is_graph_capturing
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of
+from transformer_engine.pytorch.graph.describe import OP, shown
 from transformer_engine.pytorch.graph.order import pipeline_schedule, plain_schedule
 from transformer_engine.pytorch.graph.quantized import Quantization, WeightFlag, our_modules
 from transformer_engine.pytorch.graph.replay import Graphed
-from transformer_engine.pytorch.graph.signature import OP, Signature
+from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.graph.state import fused_weights
 
 HOOK_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
@@ -24,7 +28,8 @@ def _renamed(old: dict[str, object], new: dict[str, object]) -> list[object]:
         if old_value is not None:
             if value is not None:
                 raise ValueError(
-                    f"{OP}: arguments '{name}' and '{old_name}' are both given, {value!r} and {old_value!r}; "
+                    f"{OP}: arguments '{name}' and '{old_name}' are both given, {shown(value)} and "
+                    f"{shown(old_value)}; "
                     f"'{old_name}' is the older name of '{name}', pass that alone."
                 )
             warnings.warn(f"{OP}: argument '{old_name}' is deprecated, use '{name}'", DeprecationWarning, stacklevel=3)
@@ -33,15 +38,27 @@ def _renamed(old: dict[str, object], new: dict[str, object]) -> list[object]:
     return values
 
 
+def _check_switches(**switches: object) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{OP}: argument '{name}' is {shown(value)}, wanted True or False.")
+
+
 def _check_modules(modules: Sequence[object]) -> None:
     if not modules:
         raise ValueError(f"{OP}: argument 'modules' is empty, wanted at least one module.")
     modes = set()
     for i, module in enumerate(modules):
-        if not callable(module):
-            raise ValueError(f"{OP}: argument 'modules' has a {type(module).__name__} at {i}, wanted modules.")
+        if not callable(module) or isinstance(module, type):
+            what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+            raise ValueError(f"{OP}: argument 'modules' has {what} at {i}, wanted modules or functions.")
         if not isinstance(module, torch.nn.Module):
             continue
+        if type(module).forward is torch.nn.Module.forward and "forward" not in vars(module):  # a ModuleList
+            raise ValueError(
+                f"{OP}: argument 'modules' has a {type(module).__name__} at {i}, which has no forward; pass a tuple of "
+                "its modules."
+            )
         modes.add(module.training)
         if any(isinstance(vars(part).get("forward"), Graphed) for part in module.modules()):
             raise ValueError(
@@ -58,6 +75,12 @@ def _check_modules(modules: Sequence[object]) -> None:
                 raise ValueError(
                     f"{OP}: buffer '{name}' of {name_of(module, i)} requires a gradient, which only parameters and "
                     "inputs can get from a graph; make it a parameter, or detach it."
+                )
+        for part in module.modules():
+            if part is not module and any(part is other for other in modules):
+                raise ValueError(
+                    f"{OP}: {name_of(module, i)} of 'modules' contains another one of them, a "
+                    f"{type(part).__name__}, whose work would be in two graphs; pass either of the two."
                 )
     if len(modes) > 1:
         raise ValueError(
@@ -89,7 +112,7 @@ def _sample_kwargs(sample_kwargs: object, count: int, single: bool) -> list[Mapp
         sample_kwargs = (sample_kwargs,)
     if not isinstance(sample_kwargs, tuple | list) or not all(isinstance(k, Mapping) for k in sample_kwargs):
         raise ValueError(
-            f"{OP}: argument 'sample_kwargs' is {sample_kwargs!r}, wanted a dict for each of 'sample_args'."
+            f"{OP}: argument 'sample_kwargs' is {shown(sample_kwargs)}, wanted a dict for each of 'sample_args'."
         )
     if len(sample_kwargs) != count:
         raise ValueError(f"{OP}: argument 'sample_kwargs' has {len(sample_kwargs)} dicts, wanted {count}.")
@@ -104,16 +127,21 @@ def _hooks(capture_time_hooks: object, count: int) -> list[Hooks]:
     if not isinstance(capture_time_hooks, tuple | list) or len(capture_time_hooks) != count:
         raise ValueError(f"{OP}: argument 'capture_time_hooks' wants one dict, or None, for each of {count} callables.")
     for i, hooks in enumerate(capture_time_hooks):
+        if hooks is not None and not isinstance(hooks, Mapping):
+            raise ValueError(
+                f"{OP}: argument 'capture_time_hooks' has {shown(hooks)} for callable {i}, wanted a dict with keys of "
+                f"{HOOK_KEYS}, or None."
+            )
         for key, functions in (hooks or {}).items():
             if key not in HOOK_KEYS:
                 raise ValueError(
-                    f"{OP}: argument 'capture_time_hooks' has the key {key!r} for callable {i}, wanted one of "
+                    f"{OP}: argument 'capture_time_hooks' has the key {shown(key)} for callable {i}, wanted one of "
                     f"{HOOK_KEYS}."
                 )
             if not isinstance(functions, Mapping) or not all(map(callable, functions.values())):
                 raise ValueError(
-                    f"{OP}: argument 'capture_time_hooks' has {functions!r} for {key!r} of callable {i}, wanted a dict "
-                    "of functions."
+                    f"{OP}: argument 'capture_time_hooks' has {shown(functions)} for {key!r} of callable {i}, wanted a "
+                    "dict of functions."
                 )
     return [hooks or {} for hooks in capture_time_hooks]
 
@@ -138,19 +166,23 @@ def _quantizations(
     group: object | None,
     flag: WeightFlag | None,
 ) -> list[Quantization]:
-    if enabled is None or isinstance(enabled, bool):
-        enabled = [bool(enabled)] * count
-    if len(enabled) != count or not all(isinstance(e, bool) for e in enabled):
+    switches = list(enabled) if isinstance(enabled, tuple | list) else [False if enabled is None else enabled] * count
+    if len(switches) != count or not all(isinstance(e, bool) for e in switches):
         raise ValueError(
-            f"{OP}: argument 'enabled' is {enabled!r}, wanted a bool, or one for each of {count} callables."
+            f"{OP}: argument 'enabled' is {shown(enabled)}, wanted a bool, or one for each of {count} callables."
         )
     recipes = list(recipe) if isinstance(recipe, tuple | list) else [recipe] * count
-    if len(recipes) != count:
+    if len(recipes) != count or not all(r is None or isinstance(r, Recipe) for r in recipes):
         raise ValueError(
-            f"{OP}: argument 'recipe' has {len(recipes)} recipes, wanted one for each of {count} callables."
+            f"{OP}: argument 'recipe' is {shown(recipe)}, wanted a recipe of transformer_engine.common.recipe, or a "
+            f"tuple with one for each of {count} callables."
         )
-
-    return [Quantization((e, bool(calibrating), r, group), flag if e else None) for e, r in zip(enabled, recipes)]
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise ValueError(
+            f"{OP}: argument 'amax_reduction_group' is {shown(group)}, wanted a process group of torch.distributed "
+            "that this rank is in, or None for the default one."
+        )
+    return [Quantization((e, bool(calibrating), r, group), flag if e else None) for e, r in zip(switches, recipes)]
 
 
 def make_graphed_callables(
@@ -234,14 +266,32 @@ def make_graphed_callables(
             f"{OP}: called under torch.autocast with its cache of cast weights, which a graph would go on reading when "
             "the weights have changed; use torch.autocast(..., cache_enabled=False)."
         )
-    if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, int) or num_warmup_iters < 0:
-        raise ValueError(f"{OP}: argument 'num_warmup_iters' is {num_warmup_iters!r}, wanted 0 or more.")
+    if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, Integral) or num_warmup_iters < 0:
+        raise ValueError(f"{OP}: argument 'num_warmup_iters' is {shown(num_warmup_iters)}, wanted 0 or more.")
     if on_mismatch not in ("raise", "eager"):
-        raise ValueError(f"{OP}: argument 'on_mismatch' is {on_mismatch!r}, wanted 'raise' or 'eager'.")
+        raise ValueError(f"{OP}: argument 'on_mismatch' is {shown(on_mismatch)}, wanted 'raise' or 'eager'.")
+    _check_switches(
+        allow_unused_input=allow_unused_input,
+        calibrating=False if calibrating is None else calibrating,
+        cache_quantized_params=False if caching is None else caching,
+        retain_graph_in_backward=retain_graph_in_backward,
+        _reuse_graph_input_output_buffers=_reuse_graph_input_output_buffers,
+        clone_param_grads_on_return=clone_param_grads_on_return,
+    )
+    for name, hook in (("pre_warmup_hook", pre_warmup_hook), ("post_warmup_hook", post_warmup_hook)):
+        if hook is not None and not callable(hook):
+            raise ValueError(f"{OP}: argument '{name}' is {shown(hook)}, wanted a function without arguments, or None.")
+    if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
+        raise ValueError(
+            f"{OP}: argument 'pool' is {shown(pool)}, wanted what torch.cuda.graph_pool_handle() or a graph's pool() "
+            "returns."
+        )
     single = not isinstance(modules, tuple | list)
     modules = [modules] if single else list(modules)
     _check_modules(modules)
     training = any(module.training for module in modules if isinstance(module, torch.nn.Module))
+    # Without gradients nothing is left to delay, nor says a backward when a buffer is free.
+    training = training and torch.is_grad_enabled()
     delays = [training and any(part.need_backward_dw() for part in our_modules(module)) for module in modules]
     if _order is None:
         if _num_layers_per_chunk is not None:
@@ -255,7 +305,7 @@ def make_graphed_callables(
     if _reuse_graph_input_output_buffers and (_order is None or not training):
         raise ValueError(
             f"{OP}: argument '_reuse_graph_input_output_buffers' is True, which needs '_order' and modules in train "
-            "mode: without backward passes nothing says when a buffer is free."
+            "mode, with gradients: without backward passes nothing says when a buffer is free."
         )
     one = single and _order is None
     args = _samples(sample_args, schedule.samples, one)

@@ -13,12 +13,13 @@ from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, version_of
 from transformer_engine.pytorch.graph.checks import check_leaves, check_result
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
+from transformer_engine.pytorch.graph.describe import OP, shown
 from transformer_engine.pytorch.graph.flight import flight_of
 from transformer_engine.pytorch.graph.order import Schedule, Step
 from transformer_engine.pytorch.graph.quantized import Quantization, Scales
 from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
 from transformer_engine.pytorch.graph.replay import Fused, Graphed
-from transformer_engine.pytorch.graph.signature import OP, Signature
+from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.graph.state import Untouched, fused_weights, main_grad_of, own_fused
 from transformer_engine.pytorch.graph.work import Ambient, Work
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -248,8 +249,8 @@ class Capture:
             graphed.forward_graph, graphed.outputs = self._capture(step, work.forward)
         if not graphed.outputs:
             raise ValueError(
-                f"{OP}: the result of {self._name(step)} has no tensor (got {work.result!r}), wanted one at least: a "
-                "replay would give nothing anew; return what it computes."
+                f"{OP}: the result of {self._name(step)} has no tensor (got {shown(work.result)}), wanted one at "
+                "least: a replay would give nothing anew; return what it computes."
             )
         self._check_forward(step)
         self._hooks(step, "forward_hooks")

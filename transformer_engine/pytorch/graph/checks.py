@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from transformer_engine.pytorch.graph.signature import OP
+from transformer_engine.pytorch.graph.describe import OP
 from transformer_engine.pytorch.graph.work import Work
 
 # What stays the same from call to call, and can hold no tensor.

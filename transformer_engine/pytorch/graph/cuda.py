@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 from transformer_engine.pytorch.distributed.rng import prepare_no_draws
+from transformer_engine.pytorch.graph.describe import OP
 from transformer_engine.pytorch.graph.recorder import HostSync, Written
-from transformer_engine.pytorch.graph.signature import OP
 from transformer_engine.pytorch.utils import make_weak_ref
 
 # One capture stream a device: libraries keep a workspace for every stream that they have seen.
@@ -160,6 +160,13 @@ class CudaGraphs:
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)  # not of the device that is current at a replay
+
+    def is_stream(self, stream: object) -> bool:
+        return isinstance(stream, torch.cuda.Stream) and stream.device == self.device
+
+    @staticmethod
+    def is_event(event: object) -> bool:
+        return isinstance(event, torch.cuda.Event)
 
     def on(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
         return torch.cuda.stream(stream)

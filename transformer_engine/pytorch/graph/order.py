@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral, Real
 
-OP = "make_graphed_callables"
+from transformer_engine.pytorch.graph.describe import OP, shown
+
 FORWARD, BACKWARD, WGRAD = "forward", "backward", "wgrad"
 
 
@@ -45,22 +47,24 @@ def _layers_of_chunks(layers: int | Sequence[int] | None, chunks: int, modules: 
             )
         counts = [modules // chunks] * chunks
     else:
-        counts = [layers] * chunks if isinstance(layers, int) else list(layers)
-    good = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
+        counts = list(layers) if isinstance(layers, Sequence) else [layers] * chunks
+    good = all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in counts)
     if not good or len(counts) != chunks or sum(counts) != modules:
         raise ValueError(
-            f"{OP}: argument '_num_layers_per_chunk' is {layers!r} for {chunks} chunks of {modules} modules in all, "
-            "wanted a positive number for each chunk that add up to the modules."
+            f"{OP}: argument '_num_layers_per_chunk' is {shown(layers)} for {chunks} chunks of {modules} modules in "
+            "all, wanted a positive number for each chunk that add up to the modules."
         )
-    return counts
+    return [int(n) for n in counts]
 
 
 def _entry(position: int, value: object) -> tuple[str, int]:
     """(kind, chunk from 0) of one entry."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value == 0:
-        raise ValueError(f"{OP}: argument '_order' has {value!r} at position {position}, wanted chunk numbers from 1.")
-    exact = Fraction(value)
+        raise ValueError(
+            f"{OP}: argument '_order' has {shown(value)} at position {position}, wanted chunk numbers from 1."
+        )
+    exact = Fraction(int(value) if isinstance(value, Integral) else float(value))
     if exact.denominator == 1:
         return (FORWARD if exact > 0 else BACKWARD), abs(int(exact)) - 1
     if exact < -1 and exact.denominator == 2:
@@ -77,9 +81,15 @@ def pipeline_schedule(
     """The steps that `order` asks for: +c runs chunk c's forward on its next microbatch, -c the backward of its oldest
     one, -c-0.5 the weight gradients that the latest -c left. `delays`: of each module, whether it leaves any."""
     if isinstance(order, str | bytes) or not isinstance(order, Sequence) or not order:
-        raise ValueError(f"{OP}: argument '_order' is {order!r}, wanted a list of chunk numbers.")
+        raise ValueError(f"{OP}: argument '_order' is {shown(order)}, wanted a list of chunk numbers.")
     entries = [_entry(position, value) for position, value in enumerate(order)]
     chunks = max(chunk for _, chunk in entries) + 1
+    missing = next(chunk for chunk in range(chunks + 1) if chunk not in {chunk for _, chunk in entries}) + 1
+    if missing <= chunks:
+        raise ValueError(
+            f"{OP}: argument '_order' has an entry of chunk {chunks}, and none of chunk {missing}; chunks are numbered "
+            "from 1 without a gap."
+        )
     forwards = [sum(entry == (FORWARD, chunk) for entry in entries) for chunk in range(chunks)]
     backwards = [sum(entry == (BACKWARD, chunk) for entry in entries) for chunk in range(chunks)]
     microbatches = forwards[0]
@@ -101,8 +111,9 @@ def pipeline_schedule(
     for chunk in with_entries:
         if not any(delays[module] for module in in_chunk[chunk]):
             raise ValueError(
-                f"{OP}: argument '_order' has {-chunk - 1.5}, but no module of chunk {chunk + 1} delays its weight "
-                "gradients; build them with delay_wgrad_compute=True, or leave the entry out."
+                f"{OP}: argument '_order' has {-chunk - 1.5}, but no module of chunk {chunk + 1} leaves any weight "
+                "gradients; build them with delay_wgrad_compute=True and capture them in train mode, with gradients, "
+                "or leave the entry out."
             )
     steps: list[Step] = []
     done = {kind: [0] * chunks for kind in (FORWARD, BACKWARD, WGRAD)}
@@ -117,8 +128,8 @@ def pipeline_schedule(
             kind == BACKWARD and chunk in with_entries and turn > done[WGRAD][chunk]
         ):
             raise ValueError(
-                f"{OP}: argument '_order' has {order[position]!r} at position {position}, where chunk {chunk + 1} had "
-                f"{done[BACKWARD][chunk]} backward and {done[WGRAD][chunk]} weight-gradient entries; wanted one "
+                f"{OP}: argument '_order' has {shown(order[position])} at position {position}, where chunk {chunk + 1} "
+                f"had {done[BACKWARD][chunk]} backward and {done[WGRAD][chunk]} weight-gradient entries; wanted one "
                 f"{-chunk - 1.5} between each {-chunk - 1} and the next."
             )
         done[kind][chunk] += 1

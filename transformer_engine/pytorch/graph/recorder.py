@@ -110,6 +110,14 @@ class Recorder:
     def current_stream(self) -> RecordedStream:
         return self._running
 
+    @staticmethod
+    def is_stream(stream: object) -> bool:
+        return isinstance(stream, RecordedStream)
+
+    @staticmethod
+    def is_event(event: object) -> bool:
+        return True  # there are none without CUDA: what is given stands for one
+
     @contextmanager
     def on(self, stream: RecordedStream) -> Iterator[None]:
         before, self._running = self._running, stream

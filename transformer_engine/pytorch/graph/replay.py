@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch.graph.buffers import apart, fill
+from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.flight import Flight
 from transformer_engine.pytorch.graph.quantized import Scales, WeightFlag
 from transformer_engine.pytorch.graph.signature import Signature
@@ -130,8 +131,12 @@ class Graphed:
                 f"{self.label}: captured with cache_quantized_params=True, so each call has to say "
                 "'is_first_microbatch'; pass True where the weights have changed since the last call, else False."
             )
-        if cuda_graph_event is not None:
-            self._check_event(cuda_graph_stream)
+        if cuda_graph_stream is not None or cuda_graph_event is not None:
+            self._check_stream(cuda_graph_stream, cuda_graph_event)
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+            raise ValueError(
+                f"{self.label}: argument 'is_first_microbatch' is {shown(is_first_microbatch)}, wanted True or False."
+            )
         given = self.signature.match(args, kwargs)
         if self.wgrad_due is not None:
             raise RuntimeError(
@@ -186,7 +191,19 @@ class Graphed:
         self.ran_eager = True
         return self.eager(*args, **kwargs)
 
-    def _check_event(self, stream: object | None) -> None:
+    def _check_stream(self, stream: object | None, event: object | None) -> None:
+        if stream is not None and not self.backend.is_stream(stream):
+            raise ValueError(
+                f"{self.label}: argument 'cuda_graph_stream' is {shown(stream)}, wanted a torch.cuda.Stream of the "
+                "device that it was captured on."
+            )
+        if event is None:
+            return
+        if not self.backend.is_event(event):
+            raise ValueError(
+                f"{self.label}: argument 'cuda_graph_event' is {shown(event)}, wanted the torch.cuda.Event(external="
+                "True) that the captured region records."
+            )
         if stream is None or stream == self.backend.current_stream():
             raise ValueError(
                 f"{self.label}: argument 'cuda_graph_event' was given without a stream of the graph's own, where it "

@@ -1,0 +1,37 @@
+"""Values in the words of an error: a tensor by its form, anything else by a repr of bounded length. Raises nothing."""
+
+import reprlib
+import sys
+
+import torch
+
+OP = "make_graphed_callables"
+
+
+def form_of(t: torch.Tensor) -> str:
+    grad = ", requires_grad" if t.requires_grad else ""
+    if t.is_nested or t.layout is not torch.strided:
+        return f"a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor of {t.dtype}{grad}"
+    return f"{t.dtype} {list(t.shape)} with strides {list(t.stride())} on {t.device}{grad}"
+
+
+def is_numpy(value: object) -> bool:
+    numpy = sys.modules.get("numpy")  # not imported: nothing of it can be here
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 120
+        self.maxlist = self.maxtuple = 16
+
+    def repr1(self, x: object, level: int) -> str:
+        if isinstance(x, torch.Tensor):
+            return f"a tensor, {form_of(x)}"
+        if is_numpy(x) and x.size > 16:
+            return f"an array of {x.dtype} {list(x.shape)}"
+        return super().repr1(x, level)
+
+
+shown = _Repr().repr
