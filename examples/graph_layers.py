@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Capture a stack of TransformerLayers, each in CUDA graphs of its own, beside an eager twin: equal bits, host time and
 memory before and after; then a captured layer whose result is copied to the host behind an event, while the main stream
-goes on, as a timeline. Without a GPU the same code runs over a recorder, and only the bits are compared.
+goes on, as a timeline. Without a GPU the same code runs over a recorder: only the bits are compared, nothing is drawn.
 
     python examples/graph_layers.py [--layers 4] [--hidden 1024] [--tokens 512] [--out runs/graph]
 
@@ -19,11 +19,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # wanted by determi
 import torch
 
 import transformer_engine.pytorch as te
+from timeline import Bar, draw
 
 STEPS = 50
 TURNS = 4  # of the timeline
-COLOURS = {"captured layer": "#4e79a7", "copy to the host": "#e15759", "products": "#76b7b2"}
-WIDTH, LANE, MARGIN = 900, 40, 110  # of the picture
 
 
 def parse() -> argparse.Namespace:
@@ -115,8 +114,8 @@ class WithTail(torch.nn.Module):
 
 @torch.no_grad()
 def overlapped(module: WithTail, x: torch.Tensor, weight: torch.Tensor, event: torch.cuda.Event | None) -> tuple:
-    """TURNS turns of: the captured layer on a stream of its own, then products on the main one. Returns the bars
-    (lane, what, from, to in us) and the time of all."""
+    """TURNS turns of: the captured layer on a stream of its own, then products on the main one. Returns the bars and
+    the time of all, in us."""
     stream = torch.cuda.Stream()
     marks = []
 
@@ -144,40 +143,17 @@ def overlapped(module: WithTail, x: torch.Tensor, weight: torch.Tensor, event: t
     for turn in turns:
         begin, there, tail, done = (1e3 * start.elapsed_time(e) for e in turn)
         if event is None:  # the main stream waited for the copy too
-            bars += [("graph's stream", "captured layer", begin, tail), ("main stream", "products", there, done)]
+            bars += [Bar("graph's stream", "captured layer", begin, tail), Bar("main stream", "products", there, done)]
         else:
             bars += [
-                ("graph's stream", "captured layer", begin, there),
-                ("graph's stream", "copy to the host", there, tail),
-                ("main stream", "products", there, done),
+                Bar("graph's stream", "captured layer", begin, there),
+                Bar("graph's stream", "copy to the host", there, tail),
+                Bar("main stream", "products", there, done),
             ]
     return bars, 1e3 * start.elapsed_time(end)
 
 
-def draw(bars: list[tuple], total: float, title: str) -> str:
-    lanes = ["main stream", "graph's stream"]
-    scale = (WIDTH - MARGIN - 20) / total
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{LANE * len(lanes) + 70}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="10" y="18">{title}</text>',
-    ]
-    for i, lane in enumerate(lanes):
-        parts.append(f'<text x="10" y="{30 + LANE * i + 22}">{lane}</text>')
-    for lane, what, begin, end in bars:
-        y = 30 + LANE * lanes.index(lane) + 4
-        parts.append(
-            f'<rect x="{MARGIN + begin * scale:.1f}" y="{y}" width="{max(end - begin, 0) * scale:.1f}" '
-            f'height="{LANE - 8}" fill="{COLOURS[what]}"><title>{what}: {begin:.0f} to {end:.0f} us</title></rect>'
-        )
-    for i, (what, colour) in enumerate(COLOURS.items()):
-        x, y = MARGIN + 180 * i, 30 + LANE * len(lanes) + 12
-        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="{y + 11}">{what}</text>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def timeline(args: argparse.Namespace, dtype: torch.dtype) -> None:
+def overlap(args: argparse.Namespace, dtype: torch.dtype) -> None:
     wide = argparse.Namespace(**{**vars(args), "hidden": 4 * args.hidden, "tokens": 8 * args.tokens})
     module = WithTail(wide, dtype).eval()
     x = torch.randn(wide.tokens, 1, wide.hidden, dtype=dtype, device=args.device)
@@ -188,15 +164,15 @@ def timeline(args: argparse.Namespace, dtype: torch.dtype) -> None:
         overlapped(module, x, weight, event)
     _, serial = overlapped(module, x, weight, None)
     bars, total = overlapped(module, x, weight, module.event)
-    copies = [bar for bar in bars if bar[1] == "copy to the host"]
-    products = [bar for bar in bars if bar[1] == "products"]
-    hidden = sum(max(0.0, min(c[3], p[3]) - max(c[2], p[2])) for c, p in zip(copies, products, strict=True))
-    ratio = hidden / sum(c[3] - c[2] for c in copies)
+    copies = [bar for bar in bars if bar.kind == "copy to the host"]
+    products = [bar for bar in bars if bar.kind == "products"]
+    hidden = sum(max(0.0, min(c.end, p.end) - max(c.begin, p.begin)) for c, p in zip(copies, products, strict=True))
+    ratio = hidden / sum(c.end - c.begin for c in copies)
     title = f"{ratio:.0%} of the copies' time behind products of the main stream; {serial:.0f} us without the event, "
     title += f"{total:.0f} with it"
     print(title)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "timeline.svg").write_text(draw(bars, total, title))
+    (args.out / "timeline.svg").write_text(draw(bars, title, "us"))
     print(f"wrote {args.out / 'timeline.svg'}")
 
 
@@ -208,7 +184,9 @@ def main() -> None:
     if not compare(args, dtype, cuda):
         raise SystemExit("graph_layers.py: error: captured and eager differ")
     if cuda:
-        timeline(args, dtype)
+        overlap(args, dtype)
+    else:
+        print("no GPU: no times, and no timeline")
 
 
 if __name__ == "__main__":

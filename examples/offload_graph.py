@@ -19,11 +19,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # wanted by determi
 import torch
 
 import transformer_engine.pytorch as te
+from timeline import Bar, draw
 
 STEPS = 5
-LANES = ("compute", "to the host", "to the device")
-COLOURS = ("#4e79a7", "#e15759", "#76b7b2")
-WIDTH, LANE, MARGIN = 900, 40, 110  # of the picture
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -121,8 +119,8 @@ class Clock:
         return start.elapsed_time(end) if self.cuda else 1e3 * (end - start)
 
 
-def timeline(layers: list, x: torch.Tensor, context: object, sync: object, cuda: bool) -> list[tuple]:
-    """(lane, layer, from, to in ms) of an eager step. A copy begins when its stream is through with the one before and
+def spans_of(layers: list, x: torch.Tensor, context: object, sync: object, cuda: bool) -> list[Bar]:
+    """An eager step, in ms. A copy begins when its stream is through with the one before and
     the compute stream reaches the call that starts it, and ends at an event behind it on its own stream."""
     clock, synchronizer = Clock(cuda), context.offload_synchronizer
     if cuda:
@@ -165,29 +163,8 @@ def timeline(layers: list, x: torch.Tensor, context: object, sync: object, cuda:
     bars = []
     for lane, layer, behind, begin, end in spans:
         first = max(clock.ms(start, t) for t in (behind, begin) if t is not None)
-        bars.append((lane, layer, first, max(first, clock.ms(start, end))))
+        bars.append(Bar(lane, lane, first, max(first, clock.ms(start, end)), str(layer)))
     return bars
-
-
-def draw(bars: list[tuple], title: str) -> str:
-    total = max(bar[3] for bar in bars)
-    scale = (WIDTH - MARGIN - 20) / total
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{LANE * len(LANES) + 50}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="10" y="18">{title}</text>',
-    ]
-    for i, lane in enumerate(LANES):
-        parts.append(f'<text x="10" y="{30 + LANE * i + 22}">{lane}</text>')
-    for lane, layer, begin, end in bars:
-        row = LANES.index(lane)
-        x, y, width = MARGIN + begin * scale, 30 + LANE * row + 4, (end - begin) * scale
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 8}" fill="{COLOURS[row]}" stroke="white">'
-            f"<title>layer {layer}, {lane}: {begin:.2f} to {end:.2f} ms</title></rect>"
-        )
-        parts.append(f'<text x="{x + 3:.1f}" y="{y + 20}" fill="white">{layer if width > 12 else ""}</text>')
-    return "\n".join([*parts, "</svg>\n"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -211,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     moved = context.offload_synchronizer.get_offloaded_total_size_mb()
     (time_without, peak_without), (time_with, peak_with) = measure(layers, x, cuda), measure(stack, x, cuda)
     terms = predict(layers, args.layers - args.offload, x) if cuda else {}
-    bars = timeline(layers, x, context, sync, cuda)
+    bars = spans_of(layers, x, context, sync, cuda)
 
     torch.use_deterministic_algorithms(True)  # in the graphs too
     te.make_graphed_callables(
@@ -239,8 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     usage = context.offload_synchronizer.pinned_usage()
     print(f"pinned: {usage['reserved'] / 2**20:.0f} MiB, at most {usage['peak'] / 2**20:.0f} in use")
     args.out.mkdir(parents=True, exist_ok=True)
-    title = f"{args.offload} of {args.layers} layers offloaded, eager, {max(bar[3] for bar in bars):.1f} ms"
-    (args.out / "timeline.svg").write_text(draw(bars, title))
+    title = f"{args.offload} of {args.layers} layers offloaded, eager, {max(bar.end for bar in bars):.1f} ms"
+    (args.out / "timeline.svg").write_text(draw(bars, title, "ms"))
     print(f"wrote {args.out / 'timeline.svg'}")
     return 0 if all(same.values()) else 1
 
