@@ -2,7 +2,6 @@
 # leaves: nothing. Mutant: leaving out the restoring of random states or of .grad when a capture fails turns the faults
 # red.
 import copy
-import gc
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from graph_cases import (
     tokens,
     twins,
 )
+from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, allocated, faulty_backward_dw
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
@@ -249,108 +249,19 @@ def test_a_synchronization_that_spoils_the_capture():
 # ---- faults ----
 
 
-class Fault(Exception):
-    pass
-
-
-class Faulty(torch.nn.Module):
-    """Raises in the `count`-th forward, or in the `count`-th backward."""
-
-    def __init__(self, device, where=None, count=0):
-        super().__init__()
-        self.inner = build(mlp, device, delay_wgrad_compute=True)
-        self.register_buffer("calls", torch.zeros(1, device=device))
-        self.where, self.count, self.seen = where, count, {"forward": 0, "backward": 0}
-
-    def _pass(self, kind):
-        self.seen[kind] += 1
-        if self.where == kind and self.seen[kind] == self.count:
-            raise Fault(kind)
-
-    def forward(self, x):
-        self._pass("forward")
-        self.calls += 1
-        x = torch.nn.functional.dropout(x, 0.3)
-        ballast = torch.empty(2**20, device=x.device)
-        y = Through.apply(self.inner(x), self) + 0 * ballast[:1].fill_(1)
-        return y
-
-
-class Through(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.module = module
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.module._pass("backward")
-        return dy.clone(), None
-
-
-def failing_hook(when, count):
-    seen = []
-
-    def hook(_):
-        seen.append(1)
-        if len(seen) == count:
-            raise Fault(when)
-
-    return {"capture_time_hooks": [{when: {0: hook}}]}
-
-
-def raising():
-    raise Fault("hook")
-
-
-WARMUPS = 2
-STAGES = {
-    "pre_warmup_hook": (None, 0, {"pre_warmup_hook": raising}),
-    "post_warmup_hook": (None, 0, {"post_warmup_hook": raising}),
-    "warm-up 1": ("forward", 1, {}),
-    "warm-up 2": ("forward", 2, {}),
-    "warm-up 2 backward": ("backward", 2, {}),
-    "forward capture": ("forward", WARMUPS + 1, {}),
-    "backward capture": ("backward", WARMUPS + 1, {}),
-    "wgrad warm-up": ("wgrad", 1, {}),
-    "wgrad capture": ("wgrad", WARMUPS + 1, {}),
-    **{
-        f"{when} {count}": (None, 0, failing_hook(when, count))
-        for when in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-        for count in (1, WARMUPS + 1)
-    },
-}
-
-
-def allocated(device):
-    gc.collect()
-    if device != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_exception_leaves_everything_as_it_was(device, stage, monkeypatch):
     where, count, options = STAGES[stage]
     if device == "cuda":
         capture(build(mlp, device), device)  # what libraries allocate once
-    module = Faulty(device, where, count)
+    module = Faulty(build(mlp, device, delay_wgrad_compute=True), where, count)
     eager = copy.deepcopy(module)
     eager.where = None
     for m in (module, eager):
         for p in m.parameters():
             p.grad = torch.full_like(p, 0.25)
     if where == "wgrad":
-        original, calls = te.LayerNormMLP.backward_dw, []
-
-        def backward_dw(self):
-            calls.append(1)
-            if len(calls) == count:
-                raise Fault("wgrad")
-            original(self)
-
-        monkeypatch.setattr(te.LayerNormMLP, "backward_dw", backward_dw)
+        faulty_backward_dw(monkeypatch, count)
     given = sample(device)
     torch.manual_seed(21)
     rng = torch.get_rng_state()
@@ -358,7 +269,7 @@ def test_an_exception_leaves_everything_as_it_was(device, stage, monkeypatch):
     torch.manual_seed(21)
     before = allocated(device)
     with pytest.raises(Fault):
-        te.make_graphed_callables(module, given, num_warmup_iters=WARMUPS, **options)
+        te.make_graphed_callables(module, given, num_warmup_iters=WARMUPS, **options())
     assert allocated(device) - before < 2**20
     assert not is_graph_capturing()
     assert "forward" not in vars(module) and module.calls.eq(0).all()

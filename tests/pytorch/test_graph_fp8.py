@@ -7,19 +7,13 @@ import pytest
 import torch
 from graph_cases import HIDDEN, assert_same_step, build, left_by, linear, mlp, norm_linear, recomputed_mlp, step, tokens
 from graph_cases import layer as transformer_layer
+from graph_fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe
 from transformer_engine.pytorch.graph import restore_fp8_tensors, save_fp8_tensors
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-RECIPES = {
-    "delayed": recipe.DelayedScaling(amax_history_len=4),
-    "delayed, most recent": recipe.DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", margin=1),
-    "current": recipe.Float8CurrentScaling(),
-    "block": recipe.Float8BlockScaling(),
-}
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 delayed = pytest.mark.parametrize("name", ["delayed"])
 
@@ -37,47 +31,6 @@ def no_state_of_others():
     FP8GlobalStateManager.reset()
     yield
     FP8GlobalStateManager.reset()
-
-
-def states(module):
-    """name -> scales and histories of each module in it."""
-    found = {}
-    for name, part in module.named_modules():
-        for key in ("scaling_fwd", "scaling_bwd"):
-            state = getattr(part, "fp8_meta", {}).get(key)
-            if state is not None:
-                found[f"{name}.{key}.scale"] = state.scale.clone()
-                found[f"{name}.{key}.amax_history"] = state.amax_history.clone()
-    return found
-
-
-def assert_same_states(got, want, what=""):
-    assert got.keys() == want.keys()
-    for name in want:
-        assert_same_bits(got[name], want[name], f"{what} {name}")
-
-
-def capture(module, device, name, **options):
-    return te.make_graphed_callables(
-        module, (tokens(device, torch.bfloat16, grad=True),), enabled=True, recipe=RECIPES[name], **options
-    )
-
-
-def twins(family, device, **options):
-    module = build(family, device, torch.bfloat16, **options)
-    return module, copy.deepcopy(module)
-
-
-def around(name):
-    return te.autocast(enabled=True, recipe=RECIPES[name])
-
-
-def fp8_step(module, x, seed, name, **kwargs):
-    def call(x, **kwargs):
-        with around(name):
-            return module(x, **kwargs)
-
-    return step(module, x, seed, call=call, **kwargs)
 
 
 @every_recipe

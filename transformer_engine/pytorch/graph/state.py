@@ -49,6 +49,7 @@ class Untouched:
         set_capture_start()
         self.undo: list[Callable[[], object]] = []
         self.undo_failed: list[Callable[[], object]] = []  # what only a failure puts back: graphs go on using it
+        self.kept_weights: list[tuple[TransformerEngineBaseModule, dict]] = []
         try:
             self._note()
         except BaseException:
@@ -57,7 +58,11 @@ class Untouched:
 
     @torch.no_grad()
     def _note(self) -> None:
-        self.undo_failed = [noted(part) for module in self.modules for part in our_modules(module)]
+        parts = {id(part): part for module in self.modules for part in our_modules(module)}
+        self.undo_failed = [noted(part) for part in parts.values()]
+        for part in parts.values():  # kept weights are made anew, in memory of their own: the old ones' stays
+            self.kept_weights.append((part, part._cached_weights))
+            part._cached_weights = {}
         self.undo.append(partial(restore_fp8_tensors, self.modules, save_fp8_tensors(self.modules, None)))
         self.undo.append(Snapshot(self.tensors).restore)
         for tracker in trackers():
@@ -81,6 +86,8 @@ class Untouched:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         while self.undo:
             self.undo.pop()()
+        for part, kept in self.kept_weights:
+            part._cached_weights = {**kept, **part._cached_weights}
         for put_back in self.undo_failed if error is not None else ():
             put_back()
         for part in (part for module in self.modules for part in our_modules(module)):
