@@ -98,8 +98,8 @@ def configure(args: argparse.Namespace) -> Config:
         raise ExampleError("--compile: torch.compile cannot follow --fp8 delayed: use --fp8 current or --fp8 block")
     if not 0 <= args.offload_layers < preset.layers or (args.offload_layers and args.compile):
         raise ExampleError(
-            f"--offload-layers {args.offload_layers}: wanted fewer than the model's {preset.layers} layers, and no "
-            "--compile beside it"
+            f"--offload-layers {args.offload_layers}: wanted 0 to {preset.layers - 1}, fewer than the model's "
+            f"{preset.layers} layers, and no --compile beside it"
         )
     return replace(
         preset,

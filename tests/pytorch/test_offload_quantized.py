@@ -1,6 +1,7 @@
 # Quantized tensors under offload: class, dtype, shape, strides, scales, usages, shared memory and bits come back; one
 # buffer of many tensors leaves as one. Mutant: popping every part with its memory's first dtype (pop_tensor in
-# cpu_offload/layer.py; a scale restored as bytes) turns these red.
+# cpu_offload/layer.py; a scale restored as bytes) turns these red; keeping a tensor below the threshold where it is,
+# with the buffer that it lies in, or leaving a bulk tensor's amax on what it is put back into, those of one buffer.
 import pytest
 import torch
 from offload_cases import small  # noqa: F401
@@ -9,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cpu_offload import OffloadableLayerState, mark_not_offload
+from transformer_engine.pytorch.cpu_offload import layer as offload_layer
+from transformer_engine.pytorch.cpu_offload.layer import Engines
 from transformer_engine.pytorch.tensor.subviews import buffer_of, restore_subview
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -85,6 +88,77 @@ def test_one_buffer_of_many_leaves_as_one(name, device):
     for b, value in zip(back, (t for own in wanted for t in own), strict=True):
         assert_same_bits(b, value)
     assert len({b.untyped_storage().data_ptr() for b in back}) == 1
+
+
+COPY = 2  # te_offload_step.kind
+
+
+@pytest.mark.parametrize("fields", [None, "small first"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
+def test_one_buffer_is_one_transfer(name, fields, device):
+    """Each way, whatever number of tensors lies in it and whichever of them is saved first."""
+    engines = Engines(trace=True)
+    made = bulk(quantizers(device)[name], [randn(32, 48, device=device) for _ in range(5)])
+    buffer = parts(made[0])[0].untyped_storage()
+    alive, size = StorageWeakRef(buffer), buffer.nbytes()
+    plain = sorted((t for m in made for t in parts(m)), key=lambda t: t.numel() if fields else 0)
+    expected = [t.clone() for t in plain]
+    assert any(t.numel() < offload_layer.MIN_ELEMENTS for t in plain)
+    state = OffloadableLayerState(engines=engines)
+    saved = [state.push_tensor(t) for t in plain]
+    state.start_offload()
+    del buffer, made, plain
+    state.release_activation_forward_gpu_memory()
+    assert alive.expired()
+    state.start_reload()
+    for s, value in zip(saved, expected, strict=True):
+        assert_same_bits(state.pop_tensor(s), value)
+    ((_, engine),) = engines
+    out, back = [row for row in engine.trace() if row[0] == COPY]
+    assert size <= out[-1] == back[-1] < size + 256  # packed: rounded up to 256 bytes
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
+def test_what_is_left_of_a_saved_storage_holds_no_buffer(name, device):
+    """As modules save: the storage that its parts are put back into lives on in the graph."""
+    quantizer = quantizers(device)[name]
+    quantizer.internal = True
+    made = bulk(quantizer, [randn(32, 48, device=device), randn(16, 16, device=device)])
+    alive = StorageWeakRef(made[0].get_data_tensors()[0].untyped_storage())
+    wanted = [m.dequantize() for m in made]
+    plain, shells = te.prepare_for_saving(*made)
+    state = OffloadableLayerState()
+    saved = [None if t is None else state.push_tensor(t) for t in plain]
+    del made, plain
+    state.start_offload()
+    state.release_activation_forward_gpu_memory()
+    assert alive.expired()
+    state.start_reload()
+    back = te.restore_from_saved(shells, [None if s is None else state.pop_tensor(s) for s in saved])
+    for b, value in zip(back, wanted, strict=True):
+        assert_same_bits(b.dequantize(), value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
+def test_device_memory_falls_by_the_whole_buffer(name, monkeypatch):
+    """By the threshold that users have: the scales and amaxes are far below it."""
+    monkeypatch.setattr(offload_layer, "MIN_ELEMENTS", 256 * 1024)
+    quantizer, sources = quantizers("cuda")[name], [randn(1024, 1024, device="cuda") for _ in range(4)]
+    del bulk(quantizer, sources)[:]
+    state = OffloadableLayerState()
+    before = torch.cuda.memory_allocated()
+    made = bulk(quantizer, sources)
+    assert torch.cuda.memory_allocated() - before >= 8 << 20  # rows and columns of all of them
+    saved = [state.push_tensor(m) for m in made]
+    wanted = [m.dequantize().cpu() for m in made]
+    del made
+    state.start_offload()
+    state.release_activation_forward_gpu_memory()
+    assert torch.cuda.memory_allocated() == before
+    state.start_reload()
+    for s, value in zip(saved, wanted, strict=True):
+        assert_same_bits(state.pop_tensor(s).dequantize().cpu(), value)
 
 
 def bulk(quantizer, sources):

@@ -333,9 +333,11 @@ class QuantizedTensorStorage(Subviews, Sharding):
             part.fill_(0 if self._kind(name) in DATA else 1)
 
     def clear(self) -> None:
-        """Lets go of the memory."""
+        """Lets go of the memory, and of what lies in the same buffer beside the parts."""
         for name in self._parts:
             setattr(self, name, None)
+        for name in self._beside_parts:
+            self.__dict__.pop(name, None)
 
     # ---- for backward ----
 
