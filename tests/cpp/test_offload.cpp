@@ -272,6 +272,33 @@ TEST_P(Offload, BadArgumentsAreNamed) {
   EXPECT_EQ(te_offload_engine_create(options, &none), TE_INVALID_ARGUMENT);
 }
 
+TEST_P(Offload, WhereAResultGoesMustBeSomewhere) {
+  const Engine engine(GetParam());
+  const Layer layer(engine);
+  const size_t size = 64;
+  te_stream stream = nullptr;
+  te_offload_step step{};
+  int64_t count = 0;
+  const auto refused = [](const char* argument, te_status status) {
+    EXPECT_EQ(status, TE_INVALID_ARGUMENT) << argument;
+    EXPECT_NE(std::string(te_last_error()).find(argument), std::string::npos) << te_last_error();
+  };
+  refused("'out'", te_offload_engine_create(te_offload_options{}, nullptr));
+  refused("'out'", te_offload_layer_create(engine.handle, 0, nullptr));
+  refused("'out'", te_offload_get_usage(engine.handle, nullptr));
+  refused("'d2h'", te_offload_streams(engine.handle, nullptr, &stream));
+  refused("'h2d'", te_offload_streams(engine.handle, &stream, nullptr));
+  refused("'count'", te_offload_get_trace(engine.handle, 0, 0, nullptr, nullptr));
+  refused("'steps'", te_offload_get_trace(engine.handle, 0, 1, nullptr, &count));
+  refused("'most'", te_offload_get_trace(engine.handle, 0, -1, &step, &count));
+  refused("'mark'", te_offload_mark(layer.handle, nullptr, nullptr));
+  refused("'sizes'", te_offload_prepare(layer.handle, nullptr, 1, nullptr, nullptr));
+  refused("'staging'", te_offload_prepare(layer.handle, &size, 1, nullptr, nullptr));
+  refused("'staging'", te_offload_staging(layer.handle, nullptr));
+  EXPECT_EQ(te_offload_packed_bytes(nullptr, 2), 0u);
+  EXPECT_EQ(engine.usage().slots, 0);
+}
+
 // ---- the arena by itself ----
 
 TEST(OffloadArena, ReleasedSlotsArePoisonedAndRefused) {

@@ -57,6 +57,35 @@ def test_layers_of_known_size(sizes, pieces, device):
         assert 0 <= peak_bytes(run, device) - wanted < 64 * 1024, (k, sizes)  # no layer is that small
 
 
+def test_small_pieces_travel_packed(device):
+    """Pieces under 2 MiB: while they leave, and until they are back, they are there a second time, and no longer."""
+    n, k, piece = 4, 2, MIB
+    context, sync = te.get_cpu_offload_context(True, k, n)
+    layers = [lambda x: _Keeps.apply(x, [piece] * 4)] * n
+    x = torch.zeros(64, device=device, requires_grad=True)
+
+    def run():
+        forward(layers, x, context, sync).sum().backward()
+
+    run()
+    # Both are complete before layer 2 begins, for which layer 0 must have left.
+    assert 0 <= peak_bytes(run, device) - 2 * 2 * 4 * piece < 64 * 1024
+
+
+def test_what_came_back_packed_is_there_once(device):
+    state = offload_layer.OffloadableLayerState()
+    saved = [state.push_tensor(torch.ones(MIB // 4, device=device)) for _ in range(4)]
+    state.start_offload()
+    state.release_activation_forward_gpu_memory()
+
+    def run():
+        state.start_reload()
+        assert torch.equal(state.pop_tensor(saved[0]), torch.ones(MIB // 4, device=device))
+        torch.empty(4 * MIB, dtype=torch.uint8, device=device)
+
+    assert 0 <= peak_bytes(run, device) - 8 * MIB < 64 * 1024
+
+
 def transformer(device):
     return te.TransformerLayer(512, 2048, 4, attention_dropout=0.0, device=device)
 

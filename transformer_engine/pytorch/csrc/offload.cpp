@@ -3,8 +3,11 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <unordered_set>
 
 namespace te_torch {
 
@@ -130,7 +133,10 @@ void OffloadLayer::start_reload() {
                                 staging == 0 ? nullptr : staging_.data_ptr(), stream()));
 }
 
-void OffloadLayer::wait_reload() { check(te_offload_wait_reload(layer_, stream())); }
+void OffloadLayer::wait_reload() {
+  check(te_offload_wait_reload(layer_, stream()));
+  staging_.reset();  // behind the wait nothing reads it
+}
 
 Tensor OffloadLayer::pop(int64_t piece, at::ScalarType dtype, int64_t offset, at::IntArrayRef sizes,
                          at::IntArrayRef strides) {
@@ -138,7 +144,7 @@ Tensor OffloadLayer::pop(int64_t piece, at::ScalarType dtype, int64_t offset, at
               state(), "', but this call wants 'reload_started'; call start_reload() before it.");
   TORCH_CHECK_INDEX(piece >= 0 && piece < int64_t(storages_.size()) && storages_[size_t(piece)], "pop_tensor: piece ",
                     piece, " is not on the device.");
-  check(te_offload_wait_reload(layer_, stream()));
+  wait_reload();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Tensor t = at::empty({0}, at::TensorOptions().dtype(dtype).device(engine_->device()));
   return t.set_(storages_[size_t(piece)], offset, sizes, strides);
@@ -148,7 +154,7 @@ void OffloadLayer::drop(int64_t piece) {
   // In any other state there is nothing on the device, or a copy out may be reading it still.
   if (te_offload_layer_state(layer_) != TE_OFFLOAD_RELOAD_STARTED) return;
   TORCH_CHECK_INDEX(piece >= 0 && piece < int64_t(storages_.size()), "drop: there is no piece ", piece, ".");
-  check(te_offload_wait_reload(layer_, stream()));
+  wait_reload();
   storages_[size_t(piece)] = c10::Storage();
 }
 
@@ -170,6 +176,31 @@ int64_t OffloadLayer::bytes() const {
   for (const size_t size : sizes_) total += int64_t(size);
   return total;
 }
+
+namespace {
+
+// The nodes between a tensor and the node `wanted`: whether there is a way. topological: of `wanted`; a node from which
+// there is a way to it has a greater number. `wanted` is compared, never read.
+bool follows(const Tensor& tensor, int64_t wanted, uint64_t topological) {
+  std::vector<torch::autograd::Node*> waiting;
+  std::unordered_set<torch::autograd::Node*> seen;
+  const auto visit = [&](const std::shared_ptr<torch::autograd::Node>& node) {
+    if (node != nullptr && (node->topological_nr() > topological || reinterpret_cast<int64_t>(node.get()) == wanted) &&
+        seen.insert(node.get()).second) {
+      waiting.push_back(node.get());
+    }
+  };
+  visit(tensor.grad_fn());
+  while (!waiting.empty()) {
+    auto* node = waiting.back();
+    waiting.pop_back();
+    if (reinterpret_cast<int64_t>(node) == wanted) return true;
+    for (const auto& edge : node->next_edges()) visit(edge.function);
+  }
+  return false;
+}
+
+}  // namespace
 
 void register_offload(pybind11::module_& m) {
   namespace py = pybind11;
@@ -253,6 +284,12 @@ void register_offload(pybind11::module_& m) {
           check(te_offload_unpack(packed.data_ptr(), spans.data(), int64_t(spans.size()), ordinal(packed.device()),
                                   stream_of(packed.device())));
         }));
+  m.def("offload_node_of", [](const Tensor& tensor) {
+    const auto& node = tensor.grad_fn();
+    return std::pair(reinterpret_cast<int64_t>(node.get()), node == nullptr ? uint64_t(0) : node->topological_nr());
+  });
+  m.def("offload_follows",
+        [](const Tensor& tensor, int64_t node, uint64_t topological) { return follows(tensor, node, topological); });
   m.def("offload_packed_bytes", [](const std::vector<int64_t>& sizes) {
     const std::vector<size_t> unsigned_sizes(sizes.begin(), sizes.end());
     return te_offload_packed_bytes(unsigned_sizes.data(), int64_t(unsigned_sizes.size()));

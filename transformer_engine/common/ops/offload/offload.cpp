@@ -89,9 +89,13 @@ T& object(const char* op, const char* argument, T* pointer) {
   return *pointer;
 }
 
-void check_count(const char* op, const void* pieces, int64_t count) {
+void check_place(const char* op, const char* argument, const void* place) {
+  if (place == nullptr) bad_argument(op, argument, "NULL", "a place for the result");
+}
+
+void check_count(const char* op, const void* pieces, int64_t count, const char* argument = "pieces") {
   if (count < 0) bad_argument(op, "count", count, "a number >= 0");
-  if (pieces == nullptr && count != 0) bad_argument(op, "pieces", "NULL", concat(count, " of them"));
+  if (pieces == nullptr && count != 0) bad_argument(op, argument, "NULL", concat(count, " of them"));
 }
 
 void check_free(const char* op, const te_offload_piece* pieces, int64_t count, const void* packed) {
@@ -147,7 +151,7 @@ const char* te_offload_state_name(te_offload_state state) {
 te_status te_offload_engine_create(te_offload_options options, te_offload_engine** out) {
   return c_guard([&] {
     const char* op = "te_offload_engine_create";
-    if (out == nullptr) bad_argument(op, "out", "NULL", "a place for the engine");
+    check_place(op, "out", out);
     if (options.device < TE_DEVICE_CPU) bad_argument(op, "options.device", options.device, "-1 or an ordinal");
     *out = new te_offload_engine(options, make_backend(options));
   });
@@ -177,11 +181,16 @@ te_status te_offload_release_captured(te_offload_engine* engine) {
 }
 
 te_status te_offload_get_usage(const te_offload_engine* engine, te_offload_usage* out) {
-  return with_engine("te_offload_get_usage", engine, [&](te_offload_engine& e) { *out = e.usage(); });
+  return with_engine("te_offload_get_usage", engine, [&](te_offload_engine& e) {
+    check_place("te_offload_get_usage", "out", out);
+    *out = e.usage();
+  });
 }
 
 te_status te_offload_streams(const te_offload_engine* engine, te_stream* d2h, te_stream* h2d) {
   return with_engine("te_offload_streams", engine, [&](te_offload_engine& e) {
+    check_place("te_offload_streams", "d2h", d2h);
+    check_place("te_offload_streams", "h2d", h2d);
     *d2h = e.backend().d2h();
     *h2d = e.backend().h2d();
   });
@@ -190,7 +199,11 @@ te_status te_offload_streams(const te_offload_engine* engine, te_stream* d2h, te
 te_status te_offload_get_trace(const te_offload_engine* engine, int64_t first, int64_t most, te_offload_step* steps,
                                int64_t* count) {
   return with_engine("te_offload_get_trace", engine, [&](te_offload_engine& e) {
-    if (first < 0 || most < 0) bad_argument("te_offload_get_trace", "first, most", first, "numbers >= 0");
+    const char* op = "te_offload_get_trace";
+    if (first < 0) bad_argument(op, "first", first, "a number >= 0");
+    if (most < 0) bad_argument(op, "most", most, "a number >= 0");
+    if (most != 0) check_place(op, "steps", steps);
+    check_place(op, "count", count);
     *count = int64_t(e.trace().size());
     for (int64_t i = 0; i < most && first + i < *count; ++i) steps[i] = e.trace()[size_t(first + i)];
   });
@@ -198,7 +211,7 @@ te_status te_offload_get_trace(const te_offload_engine* engine, int64_t first, i
 
 te_status te_offload_layer_create(te_offload_engine* engine, int32_t retain, te_offload_layer** out) {
   return with_engine("te_offload_layer_create", engine, [&](te_offload_engine& e) {
-    if (out == nullptr) bad_argument("te_offload_layer_create", "out", "NULL", "a place for the layer");
+    check_place("te_offload_layer_create", "out", out);
     *out = new te_offload_layer(e, retain != 0);
   });
 }
@@ -218,20 +231,26 @@ te_offload_state te_offload_layer_state(const te_offload_layer* layer) {
 }
 
 te_status te_offload_mark(te_offload_layer* layer, te_stream stream, int64_t* mark) {
-  return with_layer("te_offload_mark", layer, [&](const char* op, te_offload_layer& l) { *mark = l.mark(op, stream); });
+  return with_layer("te_offload_mark", layer, [&](const char* op, te_offload_layer& l) {
+    check_place(op, "mark", mark);
+    *mark = l.mark(op, stream);
+  });
 }
 
 te_status te_offload_prepare(te_offload_layer* layer, const size_t* sizes, int64_t count, te_stream stream,
                              size_t* staging) {
   return with_layer("te_offload_prepare", layer, [&](const char* op, te_offload_layer& l) {
-    check_count(op, sizes, count);
+    check_count(op, sizes, count, "sizes");
+    check_place(op, "staging", staging);
     *staging = l.prepare(op, sizes, count, stream);
   });
 }
 
 te_status te_offload_staging(te_offload_layer* layer, size_t* staging) {
-  return with_layer("te_offload_staging", layer,
-                    [&](const char*, te_offload_layer& l) { *staging = l.staging_bytes(); });
+  return with_layer("te_offload_staging", layer, [&](const char* op, te_offload_layer& l) {
+    check_place(op, "staging", staging);
+    *staging = l.staging_bytes();
+  });
 }
 
 te_status te_offload_start(te_offload_layer* layer, const te_offload_piece* pieces, const int64_t* marks, int64_t count,
@@ -273,7 +292,7 @@ te_status te_offload_reset(te_offload_layer* layer, te_stream stream) {
 
 size_t te_offload_packed_bytes(const size_t* sizes, int64_t count) {
   size_t total = 0;
-  for (int64_t i = 0; i < count; ++i) total += round_up(sizes[i], kAlignment);
+  for (int64_t i = 0; sizes != nullptr && i < count; ++i) total += round_up(sizes[i], kAlignment);
   return total;
 }
 
