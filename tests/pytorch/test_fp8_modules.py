@@ -1,7 +1,7 @@
 # Modules under autocast: products against fake-quantized plain PyTorch, the scales of delayed scaling against scales
 # kept in Python, what a step leaves and what it leaves alone, cached weights. Mutants: update backward scales before
-# the backward (Region.follow), note amaxes in eval() (QuantizationState._variant), or take a cached weight for
-# is_first_microbatch=True, turn these red.
+# the backward (Region.follow), follow a region's first output alone (QuantizationState._variant), note amaxes in eval()
+# (there), or take a cached weight for is_first_microbatch=True, turn these red.
 import copy
 
 import pytest
@@ -233,6 +233,59 @@ def test_calibration_computes_in_high_precision_and_notes_amaxes(device):
         assert 0 < (calibrated - wanted).norm() < 0.1 * wanted.norm()
         if isinstance(module, te.Linear):
             assert state.scale[0] == torch.tensor(448.0) / x.abs().max().cpu()
+
+
+@pytest.mark.parametrize("first", ["unused", "detached", "frozen"])
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
+def test_backward_scales_follow_whichever_module_gets_a_gradient(device, first, use_reentrant):
+    """Not the first one alone, and once a backward, when all of it has ended; in blocks that are recomputed too."""
+    a, b, c = (te.Linear(16, 16, device=device) for _ in range(3))
+    x = randn(8, 16, device=device, requires_grad=first != "frozen")
+
+    def call(module, t):
+        return module(t) if use_reentrant is None else te.checkpoint(module, t, use_reentrant=use_reentrant)
+
+    if first == "frozen":
+        a.requires_grad_(False)
+    with te.autocast(recipe=RECIPES["delayed"](amax_history_len=8)):
+        beside = call(a, x)
+        middle = b(beside.detach() if first in ("detached", "frozen") else x)
+        y = call(c, middle)
+    dy = torch.ones_like(y)
+    for count in (1, 2):
+        y.backward(dy, retain_graph=True)
+        for module in (b, c):
+            state = meta(module)["bwd"]
+            assert state.scale[0] == torch.tensor(57344.0) / state.amax_history[-1, 0].cpu(), count  # the newest amax
+            assert (state.amax_history[:, 0] != 0).sum() == count
+        assert meta(c)["bwd"].scale[0] == 57344
+    assert meta(a)["bwd"].scale[0] == 1
+
+
+def test_a_region_of_microbatches_changes_its_scales_once(device):
+    """And a backward that fails leaves nothing due."""
+    modules = [te.Linear(16, 16, device=device) for _ in range(3)]
+    x = randn(8, 16, device=device)
+    outs = []
+    with te.autocast(recipe=RECIPES["delayed"](amax_history_len=8)):
+        modules[0](x)
+        for _ in range(3):
+            middle = modules[1](x)
+            outs.append((middle, modules[2](middle)))
+
+    def failing(gradient):
+        raise ArithmeticError
+
+    state = meta(modules[2])["bwd"]
+    handle = outs[0][0].register_hook(failing)
+    with pytest.raises(ArithmeticError):
+        outs[0][1].sum().backward(retain_graph=True)
+    assert state.scale[0] == 1
+    handle.remove()
+    for _, y in outs:
+        y.sum().backward()
+        assert state.scale[0] == 57344
+    assert (state.amax_history[:, 0] == 1).sum() == 2  # one update, and what the others left in the newest row
 
 
 # ---- weights between microbatches ----

@@ -58,6 +58,25 @@ def test_a_captured_layer_beside_an_eager_one_in_one_region(device, name):
 
 
 @delayed
+def test_backward_scales_follow_whichever_call_gets_a_gradient(device, name):
+    """The first captured callable of the region gets none."""
+    heads = [build(linear, device, torch.bfloat16) for _ in range(3)]
+    eager = copy.deepcopy(heads)
+    for i in (0, 2):
+        capture(heads[i], device, name)
+    for _ in range(3):
+        x = tokens(device, torch.bfloat16, grad=True)
+        for modules in (heads, eager):
+            with around(name):
+                modules[0](x)
+                y = modules[2](modules[1](x))
+            y.float().square().sum().backward()
+        for ours, theirs in zip(heads[1:], eager[1:]):
+            assert_same_states(states(ours), states(theirs))
+            assert states(ours)[".scaling_bwd.scale"][0] != 1
+
+
+@delayed
 def test_without_an_autocast_around_a_call_is_its_own_region(device, name):
     module, eager = twins(mlp, device)
     capture(module, device, name)

@@ -8,6 +8,7 @@
 namespace te_torch {
 void register_activation(pybind11::module_& m);
 void register_activation_quantized(pybind11::module_& m);
+void register_backward_watch(pybind11::module_& m);
 void register_gemm(pybind11::module_& m);
 void register_gemm_fp8(pybind11::module_& m);
 void register_layernorm_mlp(pybind11::module_& m);
@@ -26,6 +27,7 @@ void register_tune(pybind11::module_& m);
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_activation(m);
   te_torch::register_activation_quantized(m);
+  te_torch::register_backward_watch(m);
   te_torch::register_gemm(m);
   te_torch::register_gemm_fp8(m);
   te_torch::register_layernorm_mlp(m);

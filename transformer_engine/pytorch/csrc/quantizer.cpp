@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "held_object.h"
 #include "quantize.h"
 
 namespace te_torch {
@@ -60,13 +61,7 @@ Quantizer make_quantizer(const std::string& kind, bool e5m2, bool pow_2_scales, 
   TORCH_CHECK_VALUE((q.spec.kind == QuantizeSpec::kPython) == !python.is_none(), "Quantizer: argument 'python' is ",
                     python.is_none() ? "missing" : "given", " for kind '", kind,
                     "', wanted it for kind python and for no other.");
-  if (!python.is_none()) {
-    q.python = std::shared_ptr<const PyObject>(python.inc_ref().ptr(), [](const PyObject* object) {
-      if (!Py_IsInitialized()) return;
-      const pybind11::gil_scoped_acquire gil;
-      Py_DECREF(const_cast<PyObject*>(object));
-    });
-  }
+  if (!python.is_none()) q.python = held_object(python.ptr());
   return q;
 }
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.pytorch.quantization.delayed import Region
@@ -135,9 +136,9 @@ class Scales:
         # The graph reads their memory, whatever the modules do in eager.
         self.kept = [(part._own, dict(part._cached_weights)) for part in ran]
 
-    def join(self) -> tuple[Region | None, Region | None]:
-        """At a replay with gradients: (the region whose backward ends with this call's, one to be updated behind this
-        forward, since there is no autocast around it)."""
+    def join(self) -> tuple[tuple[_C.BackwardWatch, int] | None, Region | None]:
+        """At a replay with gradients: (what its backward tells that it was reached, and as which place; a region to be
+        updated behind this forward, since there is no autocast around it)."""
         alone = Region() if STATE.region is None else None
         region = alone or STATE.region
         for part, states, histories, scales in zip(self.parts, self.states, self.histories, self.scales):
@@ -148,7 +149,7 @@ class Scales:
                         "recipe or history length, a move), and the graph knows the old ones; capture again."
                     )
                 region.add(state, part.fp8_meta["fp8_group"], forward=key == "scaling_fwd")
-        if region.first_taken:
+        if region.claimed:
             return None, alone
-        region.first_taken = region.followed = True
-        return region, alone
+        watch = region.watch()
+        return (watch, watch.take()), alone

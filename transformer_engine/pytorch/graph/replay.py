@@ -34,8 +34,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *surface):
-        graphed, given, stream, event, microbatch, region = call
-        ctx.call = graphed, stream, microbatch, event, region  # without `given`: the inputs are not kept alive
+        graphed, given, stream, event, microbatch, watched = call
+        ctx.call = graphed, stream, microbatch, event, watched  # without `given`: the inputs are not kept alive
         ctx.leaves = [t.is_leaf for t in surface[: len(graphed.wanted)]]  # the parameters all are
         ctx.set_materialize_grads(False)
         outputs = graphed.run_forward(given, stream, event, microbatch)
@@ -151,12 +151,12 @@ class Graphed:
                 )
             if self.frozen:
                 self._check_frozen()
-            region = alone = None
+            watched = alone = None
             if self.scales.parts:
-                region, alone = self.scales.join()
+                watched, alone = self.scales.join()
             if self.flight is not None:
                 self.flight.forward(self, True)
-            call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, region
+            call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, watched
             outputs = _replay(call, *[given[i] for i in self.wanted], *self.parameters)
             if alone is not None:
                 alone.update_forward()
@@ -292,7 +292,7 @@ class Graphed:
         if self.flight is not None:
             self._check_spoilt("backward")
             self.flight.backward(self)
-        _, stream, microbatch, event, region = ctx.call
+        _, stream, microbatch, event, watched = ctx.call
         kept = self._prepare_main_grads(self.fused, microbatch) if self.fused else ()
         to_fill = self.grad_outputs, self.grad_addresses, self.grads_near, grads
         if stream is None:
@@ -303,8 +303,9 @@ class Graphed:
         for put_back in kept:
             put_back()
         self.backward_turn = self.turn
-        if region is not None:  # as in eager: when all of this backward has ended
-            torch.autograd.Variable._execution_engine.queue_callback(region.update_backward)
+        if watched is not None:  # as in eager: scales are made when all of this backward has ended
+            watch, place = watched
+            watch.reached(place)
         # A leaf would keep a static tensor itself as its .grad, and the next replay would write over it.
         static = [grad for grad, leaf in zip(self.grad_inputs, ctx.leaves) if leaf and grad is not None]
         static += self.copied_grads

@@ -3,6 +3,7 @@ part of a checkpoint that holds them. It quantizes nothing itself."""
 
 from __future__ import annotations
 
+import functools
 import io
 import weakref
 from collections import deque
@@ -182,8 +183,13 @@ class QuantizationState(QuantizedWeights):
         phase = recompute_phase()
         if phase.recomputing:
             if index == 0:
-                scales, self._unfollowed = self._take(phase)
+                scales, watched = self._take(phase)
                 own.use_again(scales)
+                self._unfollowed = None
+                if watched is not None:
+                    watch, place = watched
+                    if not watch.reached(place):  # recomputed ahead of its backward
+                        self._unfollowed = functools.partial(watch.follow, place=place)
             return AGAIN
         if not (self.training and (phase.enabled or torch.is_grad_enabled())):
             return QUIET
@@ -191,7 +197,7 @@ class QuantizationState(QuantizedWeights):
             region = None if state.capturing else state.region
             if region is not None:
                 self._register(region, own, state.group)
-                self._unfollowed = None if region.first_taken else region
+                self._unfollowed = None if region.claimed else region.follow
             if phase.enabled:
                 self._leave_for_recompute(state, phase, own)
         return RECORD
@@ -203,19 +209,20 @@ class QuantizationState(QuantizedWeights):
             region.add(own.backward, group, forward=False)
 
     def _leave_for_recompute(self, state: State, phase: object, own: ModuleQuantization) -> None:
-        follow = None
+        watched = None
         if self._unfollowed is not None and not torch.is_grad_enabled():  # its output will have a graph then alone
-            follow, self._unfollowed = self._unfollowed, None
-            follow.first_taken = follow.followed = True
+            self._unfollowed = None
+            watch = state.region.watch()
+            watched = watch, watch.take()
         # In a capture a copy that was made outside of it would be the same at each replay.
         scales = own.forward.scale.clone() if state.capturing else own.forward.used()
-        entry = scales, follow
+        entry = scales, watched
         if phase.first_run is not None:
             phase.first_run.leave(self, entry)
         else:
             self.fp8_meta.setdefault("scales_for_recompute", deque()).append(entry)
 
-    def _take(self, phase: object) -> tuple[torch.Tensor, Region | None]:
+    def _take(self, phase: object) -> tuple[torch.Tensor, tuple[_C.BackwardWatch, int] | None]:
         if phase.first_run is not None:
             entry = phase.first_run.take(self)
         else:
@@ -230,13 +237,12 @@ class QuantizationState(QuantizedWeights):
         return entry
 
     def _follow(self, output: torch.Tensor) -> None:
-        """Called with the output of a call that was quantized: scales change when the backward through the region's
-        first module has ended."""
-        region = self._unfollowed
-        if region is not None:
+        """Called with the output of a call that was quantized: scales change when the backward through it has ended."""
+        follow = self._unfollowed
+        if follow is not None:
             self._unfollowed = None
             if output.requires_grad:
-                region.follow(output)
+                follow(output)
 
     def _calibrate(self, product: str, x: torch.Tensor, weight: torch.Tensor) -> None:
         """Notes the amaxes of a product that is computed in high precision."""

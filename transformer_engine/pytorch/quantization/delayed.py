@@ -3,6 +3,7 @@ history; between steps the histories of all modules become scales, on the device
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 
@@ -92,18 +93,24 @@ class ScalingState:
 
 class Region:
     """What ran inside one outermost autocast and waits for new scales: forward states until that region ends, backward
-    states until the backward of the region's first module with gradients has ended.
+    states until a backward through it has ended.
 
-    first_taken: that module is found. followed: its output is hooked. by_hand: the owner of a graph registers states.
+    claimed: the owner of a graph has taken the first module's part. by_hand: he registers states.
     """
 
-    __slots__ = ("__weakref__", "_backward", "_forward", "by_hand", "first_taken", "followed")
+    __slots__ = ("__weakref__", "_backward", "_forward", "_watch", "by_hand", "claimed")
 
     def __init__(self) -> None:
         # In the order of their registration, which is the same on all ranks: id -> (weak state, group).
         self._forward: dict[int, tuple] = {}
         self._backward: dict[int, tuple] = {}
-        self.first_taken = self.followed = self.by_hand = False
+        self._watch: _C.BackwardWatch | None = None
+        self.by_hand = self.claimed = False
+
+    @property
+    def followed(self) -> bool:
+        """Whether a module with gradients has run: the backward makes scales by itself."""
+        return self._watch is not None
 
     def add(self, state: ScalingState, group: object | None, *, forward: bool) -> None:
         table = self._forward if forward else self._backward
@@ -122,16 +129,22 @@ class Region:
         update(entries.values())
 
     def update_backward(self) -> None:
-        """Each backward of the region leaves new amaxes: the entries stay for another one (retain_graph)."""
-        update(self._backward.values())
+        _update_table(self._backward)
+
+    def watch(self) -> _C.BackwardWatch:
+        """Who makes backward scales when a backward has ended. It outlives the region where a graph still follows."""
+        if self._watch is None:
+            self._watch = _C.BackwardWatch(functools.partial(_update_table, self._backward))
+        return self._watch
 
     def follow(self, output: torch.Tensor) -> None:
-        """output: of the region's first module with gradients, whose backward comes last."""
-        self.first_taken = self.followed = True
-        output.register_hook(self._after_backward)
+        """output: of a module with gradients."""
+        (self._watch or self.watch()).follow(output)
 
-    def _after_backward(self, gradient: torch.Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self.update_backward)
+
+def _update_table(table: dict[int, tuple]) -> None:
+    """Each backward of a region leaves new amaxes: the entries stay for another one (retain_graph)."""
+    update(table.values())
 
 
 @torch.no_grad()

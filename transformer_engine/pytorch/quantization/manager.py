@@ -47,9 +47,9 @@ class FP8GlobalStateManager:
     def is_first_fp8_module(cls) -> bool:
         """True once inside each outermost autocast, unless a module that ran has been the first already."""
         region = STATE.region
-        if region is None or region.first_taken:
+        if region is None or region.claimed or region.followed:
             return False
-        region.first_taken = True
+        region.claimed = True
         return True
 
     @classmethod
