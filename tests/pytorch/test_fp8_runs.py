@@ -1,6 +1,7 @@
 # Runs of modules under autocast: recomputation, checkpoints, copies, recipes that change, factories, torch.compile, bad
 # input. Mutants: take the scales of now for a recomputation (QuantizationState._take), keep a history's length when it
-# is loaded, or leave the plan of the first recipe (QuantizationState._enter), turn these red.
+# is loaded, leave the plan of the first recipe (QuantizationState._enter), or make a scale anew in a traced backward
+# (operand_again in csrc/product.h), turn these red.
 import copy
 import pickle
 
@@ -327,6 +328,24 @@ def test_compiled_in_one_graph(device, recipe, inside):
         with te.autocast(recipe=other):
             assert_same_bits(compiled(x), model(x))
     assert_same_bits(compiled(x), plain)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": True}, {"recompute_norm_output": True}], ids=str)
+def test_a_packed_pre_activation_compiles(device, recipe, activation, options):
+    """The backward quantizes the activation of what it unpacks: by the scale of the forward, in both routes."""
+    module = te.LayerNormMLP(256, 128, activation=activation, save_preactivation="fp8", device=device, **options)
+    x, made = randn(32, 256, device=device, requires_grad=True), RECIPES[recipe]()
+    results = []
+    for function in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        module.zero_grad()
+        x.grad = None
+        with te.autocast(recipe=made):
+            y = function(x)
+        y.square().sum().backward()
+        results.append({"y": y.detach(), "dx": x.grad, **grads_of(module)})
+    assert_same_tensors(results[1], results[0])
 
 
 def test_state_under_compile_is_refused_by_name(device):

@@ -42,6 +42,17 @@ def test_opcheck(device):
             scaling = plain.SCALINGS[kind]
             for arguments in ((row, row_scale, scaling, True, False), (col, col_scale, scaling, True, True)):
                 torch.library.opcheck(torch.ops.te.dequantize.default, (*arguments, dtype))
+            if kind == "current":
+                for directions in DIRECTIONS:
+                    arguments = (x, spec, row_scale, *directions)
+                    torch.library.opcheck(torch.ops.te.quantize_again.default, arguments)
+                    again = torch.ops.te.quantize_again(*arguments)
+                    for got, want, wanted in zip(again[::2], (row, col), directions, strict=True):
+                        assert not wanted or torch.equal(got, want)
+                half = torch.stack(
+                    [row_scale[0] * 2, row_scale[1] / 2]
+                )  # the scale that is given, not the tensor's own
+                assert torch.equal(torch.ops.te.quantize_again(x, spec, half, True, False)[1], half)
 
 
 @pytest.mark.parametrize("kind", ("current", "block1d", "block2d"))

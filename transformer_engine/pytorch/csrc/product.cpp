@@ -31,12 +31,33 @@ Quantization quantization_of(at::ArrayRef<int64_t> packed, const char* op) {
   return q;
 }
 
+namespace {
+
+std::vector<int64_t> packed(const QuantizeSpec& spec) {
+  std::vector<int64_t> integers;
+  spec.pack(integers);
+  return integers;
+}
+
+}  // namespace
+
 Quantized quantize_dispatched(const QuantizeSpec& spec, const Tensor& x, Directions directions, Tensor* dbias) {
-  std::vector<int64_t> packed;
-  spec.pack(packed);
-  const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, sums] = Dispatched::call<quantize_op>(
-      "te::quantize", x, at::ArrayRef<int64_t>(packed), directions.rowwise, directions.columnwise, dbias != nullptr);
+  const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, sums] =
+      Dispatched::call<quantize_op>("te::quantize", x, at::ArrayRef<int64_t>(packed(spec)), directions.rowwise,
+                                    directions.columnwise, dbias != nullptr);
   if (dbias != nullptr) *dbias = sums;
+  Quantized q{spec.scaling(), spec.e5m2, {}, {}, {}, {}};
+  if (directions.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scale_inv;
+  if (directions.columnwise) q.columnwise = columnwise, q.columnwise_scale_inv = columnwise_scale_inv;
+  return q;
+}
+
+Quantized quantize_again_dispatched(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x,
+                                    Directions directions) {
+  if (spec.scaling() != TE_SCALING_TENSOR) return quantize_dispatched(spec, x, directions, nullptr);
+  const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv] =
+      Dispatched::call<quantize_again_op>("te::quantize_again", x, at::ArrayRef<int64_t>(packed(spec)), used_scales,
+                                          directions.rowwise, directions.columnwise);
   Quantized q{spec.scaling(), spec.e5m2, {}, {}, {}, {}};
   if (directions.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scale_inv;
   if (directions.columnwise) q.columnwise = columnwise, q.columnwise_scale_inv = columnwise_scale_inv;

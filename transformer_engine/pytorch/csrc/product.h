@@ -11,6 +11,10 @@ namespace te_torch {
 // quantize() by way of the dispatcher.
 Quantized quantize_dispatched(const QuantizeSpec& spec, const Tensor& x, Directions directions, Tensor* dbias);
 
+// quantize_again() likewise.
+Quantized quantize_again_dispatched(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x,
+                                    Directions directions);
+
 // How the three products of one weight are quantized: its input, itself, the gradient of its output.
 struct ProductQuantization {
   Quantizer x, weight, dy;
@@ -64,7 +68,7 @@ Operand operand_again(const Quantizer* quantizer, const Tensor& used_scales, con
     if (quantizer->python != nullptr) return operand_of<Direct>(quantizer, x, directions);
     return {{}, Direct::call<quantize_again>("te::quantize", quantizer->spec, used_scales, x, directions)};
   } else {
-    return {{}, quantize_dispatched(quantizer->spec, x, directions, nullptr)};
+    return {{}, quantize_again_dispatched(quantizer->spec, used_scales, x, directions)};
   }
 }
 

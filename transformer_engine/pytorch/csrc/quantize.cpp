@@ -292,6 +292,13 @@ FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwis
   return parts_of(q, bias, x.options());
 }
 
+FourTensors quantize_again_op(const Tensor& x, at::ArrayRef<int64_t> spec, const Tensor& used_scales, bool rowwise,
+                              bool columnwise) {
+  const Quantized q = quantize_again(stateless_quantizer(spec).spec, used_scales, x, {rowwise, columnwise});
+  const auto [row, row_scale, column, column_scale, none] = parts_of(q, {}, x.options());
+  return {row, row_scale, column, column_scale};
+}
+
 Tensor dequantize_op(const Tensor& data, const Tensor& scale_inv, int64_t scaling, bool e5m2, bool columnwise,
                      at::ScalarType dtype) {
   Quantized q;
@@ -322,6 +329,12 @@ FiveTensors quantize_meta(const Tensor& x, at::ArrayRef<int64_t> packed, bool ro
 
 namespace {
 
+FourTensors quantize_again_meta(const Tensor& x, at::ArrayRef<int64_t> spec, const Tensor&, bool rowwise,
+                                bool columnwise) {
+  const auto [row, row_scale, column, column_scale, none] = quantize_meta(x, spec, rowwise, columnwise, false);
+  return {row, row_scale, column, column_scale};
+}
+
 Tensor dequantize_meta(const Tensor& data, const Tensor&, int64_t, bool, bool columnwise, at::ScalarType dtype) {
   return at::empty_symint({data.sym_size(columnwise ? 1 : 0), data.sym_size(columnwise ? 0 : 1)},
                           data.options().dtype(dtype));
@@ -334,18 +347,24 @@ TORCH_LIBRARY_FRAGMENT(te, m) {
       "quantize(Tensor x, int[] spec, bool rowwise, bool columnwise, bool dbias) -> (Tensor, Tensor, Tensor, Tensor, "
       "Tensor)");
   m.def(
+      "quantize_again(Tensor x, int[] spec, Tensor used_scales, bool rowwise, bool columnwise) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
+  m.def(
       "dequantize(Tensor data, Tensor scale_inv, int scaling, bool e5m2, bool columnwise, ScalarType dtype) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(te, CPU, m) {
   m.impl("quantize", quantize_op);
+  m.impl("quantize_again", quantize_again_op);
   m.impl("dequantize", dequantize_op);
 }
 TORCH_LIBRARY_IMPL(te, CUDA, m) {
   m.impl("quantize", quantize_op);
+  m.impl("quantize_again", quantize_again_op);
   m.impl("dequantize", dequantize_op);
 }
 TORCH_LIBRARY_IMPL(te, Meta, m) {
   m.impl("quantize", quantize_meta);
+  m.impl("quantize_again", quantize_again_meta);
   m.impl("dequantize", dequantize_meta);
 }
 

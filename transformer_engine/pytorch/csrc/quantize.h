@@ -111,6 +111,12 @@ using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 FiveTensors parts_of(const Quantized& q, const Tensor& dbias, const at::TensorOptions& like);
 FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
 FiveTensors quantize_meta(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
+
+// quantize_again likewise, te::quantize_again, for scales of the whole tensor: without dbias.
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+FourTensors quantize_again_op(const Tensor& x, at::ArrayRef<int64_t> spec, const Tensor& used_scales, bool rowwise,
+                              bool columnwise);
+
 Tensor dequantize_op(const Tensor& data, const Tensor& scale_inv, int64_t scaling, bool e5m2, bool columnwise,
                      at::ScalarType dtype);
 
