@@ -204,3 +204,22 @@ def test_a_quantized_input_is_its_values(device, recipe, dtype, kind):
         assert_same_bits(got, wanted)
     with te.autocast(enabled=False):
         second(quantized.detach())
+
+
+def test_the_dtype_of_a_weight_counts_beside_its_fp8_copy(device):
+    """As for a plain weight. Under torch.autocast it is what the cast would make."""
+    x = randn(8, 16, device=device, dtype=torch.bfloat16)
+    for make in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
+        with te.quantized_model_init(recipe=Float8CurrentScaling()):
+            module = make(16, 32, device=device)
+        for other in (module, make(16, 32, device=device)):
+            for name, parameter in other.named_parameters():
+                if "norm" in name or "bias" in name:
+                    parameter.data = parameter.data.bfloat16()
+            with (
+                te.autocast(recipe=Float8CurrentScaling()),
+                refused(ValueError, "linear", "'weight'", "Float", "BFloat16", "torch.autocast"),
+            ):
+                other(x, is_first_microbatch=True)
+            with te.autocast(recipe=Float8CurrentScaling()), torch.autocast(device, torch.bfloat16):
+                assert other(x, is_first_microbatch=True).dtype is torch.bfloat16

@@ -49,6 +49,8 @@ struct MlpFamily {
     kScales2
   };
 
+  static constexpr size_t kPackedData = 2 * Half::kSavedCount, kPackedScales = kPackedData + 1;
+
   // Outputs: y, the norm's output, and x + residual where there was one.
   template <class Route>
   static variable_list forward(State& state, Keeper& keeper, const Tensor& x, const OptionalTensor& residual,
@@ -71,7 +73,7 @@ struct MlpFamily {
 
     Quantized own1 = own_weights[0];
     if (options.recompute && !own1.defined() && quantizations[0] != nullptr) {
-      own1 = operand_of<Route>(&quantizations[0]->weight, weight1, {true, into_norm || any}).fp8;
+      own1 = operand_of<Route>(&quantizations[0]->weight, weight1, {true, any}).fp8;
     }
     const Half::Needs needs1 =
         options.recompute ? Half::Needs{any, any} : Half::Needs{into_norm, weight1.requires_grad()};
@@ -131,10 +133,8 @@ struct MlpFamily {
       const bool packed_now = state.options.recompute;
       const Tensor& like = packed_now ? pre_activation : grads[0];
       const Quantized packed =
-          packed_now
-              ? operand_of<Route>(&packer(), pre_activation, {true, false}).fp8
-              : Quantized{
-                    TE_SCALING_BLOCK_1D, false, saved[2 * Half::kSavedCount], saved[2 * Half::kSavedCount + 1], {}, {}};
+          packed_now ? operand_of<Route>(&packer(), pre_activation, {true, false}).fp8
+                     : Quantized{TE_SCALING_BLOCK_1D, false, saved[kPackedData], saved[kPackedScales], {}, {}};
       const Tensor unpacked = plain_of<Route>({{}, packed}, state.fc1.dtype);  // leading dimensions folded
       pre_activation = detail::unfold_last(unpacked, like, unpacked.sym_size(-1));
     }
@@ -218,6 +218,11 @@ struct Packed {
     if (!own_weights[0].defined()) visit(weight1);
     if (!own_weights[1].defined()) visit(weight2);
   }
+  template <class Visit>
+  void each_own(Visit&& visit) const {
+    if (own_weights[0].defined()) visit(weight1);
+    if (own_weights[1].defined()) visit(weight2);
+  }
   bool weights_need_graph() const { return weight1.requires_grad() || weight2.requires_grad(); }
 };
 
@@ -284,11 +289,10 @@ void register_layernorm_mlp(pybind11::module_& m) {
               }
               return packed.sinks[0] != nullptr || packed.sinks[1] != nullptr;
             };
-            const auto spec1 = handles[0].spec(), spec2 = handles[1].spec();
             return Mlp::eager("te::layernorm_mlp", extra, x, residual, gamma, beta, weight1, bias1, weight2, bias2, eps,
                               rms, zero_centered_gamma, std::string_view(kind), at::ArrayRef<double>(params),
-                              return_norm_output, recompute_norm_output, recompute, fp8_pre_activation,
-                              at::ArrayRef<int64_t>(spec1), at::ArrayRef<int64_t>(spec2));
+                              return_norm_output, recompute_norm_output, recompute, fp8_pre_activation, handles[0],
+                              handles[1]);
           }));
 }
 

@@ -29,6 +29,10 @@ struct Packed {
     visit(x), visit(bias), visit(gamma), visit(beta), visit(residual);
     if (!own_weight.defined()) visit(weight);
   }
+  template <class Visit>
+  void each_own(Visit&& visit) const {
+    if (own_weight.defined()) visit(weight);
+  }
   bool weights_need_graph() const { return weight.requires_grad(); }
 };
 
@@ -102,9 +106,7 @@ void register_linear(pybind11::module_& m) {
                       [](const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool keep_input,
                          const py::object& sink, const GivenQuantization& quantization, GivenWeight own_weight) {
                         const EagerHandles handles{sink.ptr(), quantization, own_weight};
-                        const auto spec = handles.spec();
-                        return Linear::eager("te::linear", with_handles(handles), x, weight, bias, keep_input,
-                                             at::ArrayRef<int64_t>(spec));
+                        return Linear::eager("te::linear", with_handles(handles), x, weight, bias, keep_input, handles);
                       }));
   m.def("normalization_linear",
         torch::wrap_pybind_function_no_gil(
@@ -117,10 +119,9 @@ void register_linear(pybind11::module_& m) {
                 packed.prologue.return_input = return_input;
                 return with_handles(handles)(packed);
               };
-              const auto spec = handles.spec();
               auto results =
                   NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight, bias, eps, rms,
-                                    zero_centered_gamma, return_output, recompute_output, at::ArrayRef<int64_t>(spec));
+                                    zero_centered_gamma, return_output, recompute_output, handles);
               // The schema has no alias of x among its results, so the dispatched route leaves this one empty.
               Tensor& h = std::get<2>(results);
               if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
@@ -131,11 +132,9 @@ void register_linear(pybind11::module_& m) {
                                     const std::string& kind, const std::vector<double>& params, const py::object& sink,
                                     const GivenQuantization& quantization, GivenWeight own_weight) {
                                    const EagerHandles handles{sink.ptr(), quantization, own_weight};
-                                   const auto spec = handles.spec();
                                    return ActivationLinear::eager("te::activation_linear", with_handles(handles), x,
                                                                   weight, bias, std::string_view(kind),
-                                                                  at::ArrayRef<double>(params),
-                                                                  at::ArrayRef<int64_t>(spec));
+                                                                  at::ArrayRef<double>(params), handles);
                                  }));
 }
 
