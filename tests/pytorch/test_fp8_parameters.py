@@ -206,6 +206,24 @@ def test_a_quantized_input_is_its_values(device, recipe, dtype, kind):
         second(quantized.detach())
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantized_parameters_under_compile_are_refused_by_name(device, recipe, fullgraph):
+    """With fullgraph the error is part of torch's; without, a graph break must not end inside of torch's tracer."""
+    made, x = RECIPES[recipe](), randn(8, 16, device=device)
+    for make in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
+        with te.quantized_model_init(recipe=made):
+            module = make(16, 32, device=device)
+        torch.compiler.reset()
+        compiled = torch.compile(module, fullgraph=fullgraph, backend="aot_eager")
+        kind = Exception if fullgraph else NotImplementedError
+        with pytest.raises(kind, match=f"{make.__name__}: .*quantized_model_init.* under torch.compile; keep"):
+            with te.autocast(recipe=made):
+                compiled(x)
+        torch.compiler.reset()
+        assert_same_bits(compiled(x), module(x))  # by its values, outside of autocast
+
+
 def test_the_dtype_of_a_weight_counts_beside_its_fp8_copy(device):
     """As for a plain weight. Under torch.autocast it is what the cast would make."""
     x = randn(8, 16, device=device, dtype=torch.bfloat16)

@@ -168,11 +168,6 @@ class QuantizedWeights(torch.nn.Module):
         return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
     def _primary_weight(self, product: str, weight: QuantizedTensor) -> _C.Quantized:
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                f"{type(self).__name__}: a product with a quantized weight (quantized_model_init) is not available in "
-                "this version under torch.compile; keep the module out of the compiled region."
-            )
         source = self._own.sources[self._products.index(product)]["weight"]
         handle = weight._native()
         if not isinstance(source, Quantizer) and source is not None and handle.scaling != SCALING_OF_KIND[source[0]]:
