@@ -158,6 +158,17 @@ def test_what_is_no_recipe_is_refused():
             pass
 
 
+@pytest.mark.parametrize("value", [None, "yes", 2, Float8CurrentScaling()], ids=["none", "text", "2", "recipe"])
+def test_what_is_no_flag_is_refused(value):
+    for context, name in (
+        (te.autocast, "enabled"),
+        (te.autocast, "calibrating"),
+        (te.quantized_model_init, "enabled"),
+    ):
+        with refused(ValueError, context.__name__, f"'{name}'", "True or False"), context(**{name: value}):
+            pass
+
+
 REFUSED = {
     "MXFP8": (MXFP8BlockScaling(), ("MXFP8BlockScaling", "Blackwell")),
     "NVFP4": (NVFP4BlockScaling(), ("NVFP4BlockScaling", "Blackwell")),

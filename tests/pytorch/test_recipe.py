@@ -1,4 +1,4 @@
-# The recipes as plain data: defaults, checks, equality, copies, subclasses. Mutant: a recipe whose __post_init__ skips
+# The recipes as plain data: defaults, checks, equality, copies, subclasses. Mutant: a recipe whose __setattr__ skips
 # its checks, or whose __init__ passes unknown keywords on, turns these red.
 import copy
 import inspect
@@ -101,7 +101,7 @@ def test_predicates(cls):
 def test_checks(cls):
     wrong = {"fp8_format": ("E9M9", 3, None), "backward_override": ("sometimes", 1)}
     wrong |= dict.fromkeys(("fp8_dpa", "fp8_mha", "reduce_amax", "disable_rht"), ("yes", 1, None))
-    wrong |= {"margin": (-1, "0", 0.5, True), "amax_history_len": (0, -3, "16", None)}
+    wrong |= {"margin": (-1, "0", 0.5, True, 128), "amax_history_len": (0, -3, 1.5, "16", None)}
     wrong |= {"amax_compute_algo": ("mean", 3), "scaling_factor_compute_algo": ("max", 1)}
     wrong |= {"fp8_gemm_fprop": (True, QParams()), "fp8_quant_fwd_inp": (MMParams(), "p2")}
     wrong |= {"x_block_scaling_dim": (0, 3, "1"), "qfactory": (None, "f"), "quantization_alignment": (0, "16")}
@@ -113,6 +113,10 @@ def test_checks(cls):
             given = {"qfactory": factory, name: value} if cls is recipe.CustomRecipe else {name: value}
             with refused(ValueError, cls.__name__, f"'{name}'", repr(value), "wanted"):
                 cls(**given)
+            made = make(cls)
+            with refused(ValueError, cls.__name__, f"'{name}'", repr(value), "wanted"):
+                setattr(made, name, value)  # later is no other than at once
+            assert made == make(cls)
 
 
 def test_what_is_accepted():

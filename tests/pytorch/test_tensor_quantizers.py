@@ -71,6 +71,14 @@ def test_an_amax_that_is_there_already(device):
         current(use_existing_amax=True)
 
 
+def test_what_is_no_scale_is_refused():
+    one = torch.ones(1)
+    for wrong in (1.0, None, one.double(), torch.ones(2)):
+        for name in ("scale", "amax"):
+            with refused(ValueError, "Float8Quantizer", f"'{name}'", repr(wrong), "float32 tensor of one element"):
+                te.Float8Quantizer(**{"scale": one, "amax": one, "fp8_dtype": E4M3, name: wrong})
+
+
 @every_format
 def test_copies_of_quantizers(device, name):
     quantizer = FORMATS[name](device=device)

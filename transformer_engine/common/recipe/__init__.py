@@ -63,13 +63,18 @@ def _a_bool(op: str, name: str, value: object) -> bool:
     return value if isinstance(value, bool) else _fail(op, name, value, "True or False")
 
 
-def _whole(least: int) -> Callable:
+def _whole(least: int, most: int | None = None) -> Callable:
+    wanted = f"a whole number, at least {least}" + ("" if most is None else f" and at most {most}")
+
     def check(op: str, name: str, value: object) -> int:
         if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
-            _fail(op, name, value, f"a whole number, at least {least}")
-        return int(value)
+            _fail(op, name, value, wanted)
+        return int(value) if most is None or int(value) <= most else _fail(op, name, value, wanted)
 
     return check
+
+
+_A_MARGIN = _whole(0, 127)  # 2**margin is a float32
 
 
 def _one_of(*choices: object) -> Callable:
@@ -113,12 +118,13 @@ def _flag(default: bool = False):
 
 
 class Recipe:
-    """What every recipe can be asked. Recipes compare by value and ignore arguments that they do not know."""
+    """What every recipe can be asked. Recipes compare by value and ignore arguments that they do not know. A field is
+    checked whenever it is set."""
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = item.metadata["check"](type(self).__name__, item.name, getattr(self, item.name))
-            setattr(self, item.name, value)
+    def __setattr__(self, name: str, value: object) -> None:
+        item = self.__dataclass_fields__.get(name)
+        check = None if item is None else item.metadata.get("check")
+        object.__setattr__(self, name, value if check is None else check(type(self).__name__, name, value))
 
     def __repr__(self) -> str:
         values = [f"recipe_type={type(self).__name__}"]
@@ -178,7 +184,7 @@ def _override():
 class DelayedScaling(Recipe):
     """Per-tensor scales from the amax history of earlier steps: scale = (largest of format / amax) / 2**margin."""
 
-    margin: int = _field(0, _whole(0))
+    margin: int = _field(0, _A_MARGIN)
     fp8_format: Format = _field(Format.HYBRID, _a_format)
     amax_history_len: int = _field(1024, _whole(1))
     amax_compute_algo: str | Callable = _field("max", _called("max", "most_recent"))
@@ -238,7 +244,7 @@ class Float8BlockScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """A power-of-two scale for each block of 32; Blackwell's."""
 
-    margin: int = _field(0, _whole(0))
+    margin: int = _field(0, _A_MARGIN)
     fp8_format: Format = _field(Format.E4M3, _a_format)
     fp8_dpa: bool = _flag()
     fp8_mha: bool = _flag()

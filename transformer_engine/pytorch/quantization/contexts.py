@@ -24,6 +24,12 @@ def _must_be_a_recipe(op: str, recipe: object) -> None:
         raise ValueError(f"{op}: argument 'recipe' is {recipe!r}, wanted a recipe of transformer_engine.common.recipe.")
 
 
+def _must_be_flags(op: str, **flags: object) -> None:
+    for name, value in flags.items():
+        if value not in (True, False):
+            raise ValueError(f"{op}: argument '{name}' is {value!r}, wanted True or False.")
+
+
 class autocast:
     """Modules called inside compute in the recipe's format (get_default_recipe() where none is given).
 
@@ -34,7 +40,8 @@ class autocast:
     Contexts nest, and an instance may be entered again once it has been left. What is switched on holds for the whole
     process: contexts of several threads at a time are not kept apart. A module that runs under two recipes
     inside one outermost autocast is refused where one of them is delayed scaling.
-    Errors: RuntimeError where an instance is entered that has not been left.
+    Errors: ValueError for what is no flag or no recipe; RuntimeError where an instance is entered that has not been
+    left.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class autocast:
         amax_reduction_group: object | None = None,
         _graph: bool = False,
     ) -> None:
+        _must_be_flags("autocast", enabled=enabled, calibrating=calibrating)
         _must_be_a_recipe("autocast", recipe)
         self.enabled = bool(enabled)
         self.calibrating = bool(calibrating)
@@ -103,7 +111,8 @@ def quantized_model_init(
 
     preserve_high_precision_init_val: what they were initialised with is kept on the CPU, for an optimizer's master
     weights: weight.get_high_precision_init_val(), then weight.clear_high_precision_init_val(). enabled=False: nothing
-    changes. Errors: ValueError for a recipe that is none."""
+    changes. Errors: ValueError for what is no flag or no recipe."""
+    _must_be_flags("quantized_model_init", enabled=enabled)
     _must_be_a_recipe("quantized_model_init", recipe)
     state = STATE
     before = state.parameters, state.parameters_recipe, state.preserve_high_precision

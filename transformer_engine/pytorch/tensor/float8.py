@@ -214,6 +214,11 @@ class Float8Quantizer(_PerTensorQuantizer, python_written=False):
         columnwise: bool = True,
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        for name, value in (("scale", scale), ("amax", amax)):
+            if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32 or value.numel() != 1:
+                raise ValueError(
+                    f"{type(self).__name__}: argument '{name}' is {value!r}, wanted a float32 tensor of one element."
+                )
         self.scale = scale
         self.amax = amax
 
