@@ -226,24 +226,14 @@ class HybridQuantizer(Quantizer):
             self.columnwise_quantizer.update_quantized(x, dst.columnwise_storage, noop_flag=noop_flag)
         return dst
 
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> QuantizedTensorStorage:
+    def _empty_parts(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+    ) -> dict[str, Any]:
         self._must_want_something()
-        options = {"dtype": dtype, "device": device, "pin_memory": pin_memory}
-        parts = {
-            "rowwise_storage": self.rowwise_quantizer.make_empty(shape, **options) if self.rowwise_usage else None,
-            "columnwise_storage": self.columnwise_quantizer.make_empty(shape, **options)
-            if self.columnwise_usage
-            else None,
-        }
-        return self._made(parts, shape, dtype, requires_grad)
+        made = {"dtype": dtype, "device": device, "pin_memory": pin_memory}
+        rowwise = self.rowwise_quantizer.make_empty(shape, **made) if self.rowwise_usage else None
+        columnwise = self.columnwise_quantizer.make_empty(shape, **made) if self.columnwise_usage else None
+        return {"rowwise_storage": rowwise, "columnwise_storage": columnwise}
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         self.rowwise_quantizer.calibrate(tensor)

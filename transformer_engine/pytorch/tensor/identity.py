@@ -9,7 +9,6 @@ from transformer_engine.pytorch.tensor.layout import DATA, PartSpec
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, source_of
 from transformer_engine.pytorch.tensor.storage import FLOATS, Part, QuantizedTensorStorage
-from transformer_engine.pytorch.utils import resolve_device
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
@@ -121,18 +120,10 @@ class IdentityQuantizer(Quantizer, python_written=False):
         dst._take({"_hp_data": x}, noop_flag)
         return dst
 
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> QuantizedTensorStorage:
-        where = resolve_device(device)
-        data = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=where, pin_memory=pin_memory)
-        return self._made({"_hp_data": data}, shape, dtype, requires_grad)
+    def _empty_parts(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+    ) -> dict[str, Any]:
+        return {"_hp_data": torch.empty(shape, dtype=self.dtype or dtype, device=device, pin_memory=pin_memory)}
 
     def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedTensorStorage]:
         return [self.quantize_impl(t) for t in tensors]

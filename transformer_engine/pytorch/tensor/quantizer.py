@@ -244,10 +244,15 @@ class Quantizer:
         pin_memory: bool = False,
     ) -> QuantizedTensorStorage:
         """A tensor whose values nobody has written. device: CUDA where there is one, unless it is given."""
-        where = resolve_device(device)
-        specs = self._wanted_specs(shape)
-        parts = {name: layout.empty_part(spec, where, pin_memory) for name, spec in specs.items()}
+        parts = self._empty_parts(tuple(shape), dtype, resolve_device(device), pin_memory)
         return self._made(parts, shape, dtype, requires_grad)
+
+    def _empty_parts(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+    ) -> dict[str, Any]:
+        """What a tensor of `shape` is made of, without values."""
+        specs = self._wanted_specs(shape)
+        return {name: layout.empty_part(spec, device, pin_memory) for name, spec in specs.items()}
 
     def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedTensorStorage]:
         """Each of `tensors`, quantized, all parts of all of them in one buffer: one allocation. Each part is a typed
