@@ -108,9 +108,11 @@ def test_algorithms_of_the_caller():
     entries(mixed).update_forward()
     assert_same_bits(mixed.scale, 448.0 / torch.tensor([7.0, 8.0, 9.0]))
     for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
-        wrong = make_state(DelayedScaling(**{name: lambda *args: torch.ones(7)}))
-        with refused(ValueError, "DelayedScaling", name, "[7]", "[3]"):
-            entries(wrong).update_forward()
+        answers = (torch.ones(7), "[7]"), (torch.ones(3, dtype=torch.complex64), "complex64"), (None, "NoneType")
+        for answer, word in answers:
+            wrong = make_state(DelayedScaling(**{name: lambda *args, answer=answer: answer}))
+            with refused(ValueError, "DelayedScaling", name, word, "[3]"):
+                entries(wrong).update_forward()
 
 
 def test_amaxes_are_reduced_over_the_ranks_in_one_call():

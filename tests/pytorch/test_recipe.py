@@ -119,6 +119,20 @@ def test_checks(cls):
             assert made == make(cls)
 
 
+def test_parameters_of_products_and_tensors():
+    for value in ("yes", 1, None):
+        for cls, name in (
+            (MMParams, "use_split_accumulator"),
+            (QParams, "power_2_scale"),
+            (QParams, "stochastic_rounding"),
+        ):
+            with refused(ValueError, cls.__name__, f"'{name}'", repr(value), "True or False"):
+                cls(**{name: value})
+    for value in (-1.0, float("nan"), float("inf"), 1e39, "1", True):
+        with refused(ValueError, "QParams", "'amax_epsilon'", repr(value), "a float32"):
+            QParams(amax_epsilon=value)
+
+
 def test_what_is_accepted():
     delayed = recipe.DelayedScaling(2, "E4M3", 16, "most_recent", lambda *_: None, False)
     assert (delayed.margin, delayed.fp8_format, delayed.amax_history_len) == (2, Format.E4M3, 16)

@@ -2,13 +2,14 @@
 and making a recipe never asks what the machine can do."""
 
 import functools
-import math
 import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import NamedTuple
+
+_LARGEST = (2 - 2.0**-23) * 2.0**127  # float32's
 
 
 class FormatRange(NamedTuple):
@@ -33,6 +34,9 @@ class MMParams:
 
     use_split_accumulator: bool = True
 
+    def __post_init__(self) -> None:
+        _a_bool("MMParams", "use_split_accumulator", self.use_split_accumulator)
+
 
 @dataclass(frozen=True)
 class QParams:
@@ -45,9 +49,12 @@ class QParams:
     fp4_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.name != "amax_epsilon":
+                _a_bool("QParams", item.name, getattr(self, item.name))
         epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
-            _fail("QParams", "amax_epsilon", epsilon, "a number, at least 0")
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= _LARGEST:
+            _fail("QParams", "amax_epsilon", epsilon, "a number, at least 0, that is a float32")
         # Whole, as torch.compile takes it for a constant: the bits of the float32.
         object.__setattr__(self, "amax_epsilon_bits", struct.unpack("<i", struct.pack("<f", epsilon))[0])
 

@@ -212,8 +212,8 @@ def _update_by_functions(state: ScalingState) -> None:
 
 
 def _must_fit(name: str, value: object, state: ScalingState) -> None:
-    if not isinstance(value, torch.Tensor) or value.shape != state.scale.shape:
-        found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor) or value.shape != state.scale.shape or value.is_complex():
+        found = f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(
-            f"DelayedScaling: argument '{name}' returned {found}, wanted a tensor of {list(state.scale.shape)}."
+            f"DelayedScaling: argument '{name}' returned {found}, wanted real numbers {list(state.scale.shape)}."
         )
