@@ -1,4 +1,4 @@
-# The documents say what is so: the README's Python runs, and what the documents point at exists. Mutant: renaming a
+# The documents say what is so: their Python runs, and what the documents point at exists. Mutant: renaming a
 # module argument in the README's example, or a file that CONTRIBUTING names, turns these red.
 import json
 import re
@@ -16,8 +16,9 @@ def blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.M | re.S)
 
 
-def test_the_readmes_example_runs():
-    (example,) = blocks(REPO / "README.md", "python")
+@pytest.mark.parametrize("path", ["README.md", "docs/graphs.md"])
+def test_its_example_runs(path):
+    (example,) = blocks(REPO / path, "python")
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd="/", timeout=300)
     assert done.returncode == 0, done.stderr
 
