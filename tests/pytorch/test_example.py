@@ -149,7 +149,7 @@ def test_offloaded_layers_change_no_bit(tmp_path, text, device, fp8, monkeypatch
         assert train(tmp_path, text, device, *options, *more, "--name", name) == 0
     kept, offloaded = (load_file(tmp_path / "runs" / name / "checkpoint.safetensors") for name in ("kept", "offloaded"))
     assert all(torch.equal(kept[name], offloaded[name]) for name in kept)
-    for wrong in (("--offload-layers", "4"), ("--offload-layers", "1", "--compile")):
+    for wrong in (("--offload-layers", "4"), ("--offload-layers", "-1"), ("--offload-layers", "1", "--compile")):
         with pytest.raises(ExampleError, match="--offload-layers"):
             train(tmp_path, text, device, *wrong)
 

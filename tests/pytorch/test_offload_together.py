@@ -261,3 +261,24 @@ def test_a_captured_pipeline(family, count, reuse, recipe, device):
     same(train(layers, recipe, device, pipeline(passes)), expected)
     if family in ("LayerNormMLP", "TransformerLayer"):
         assert_left(*made)
+
+
+@every_recipe
+@every_case
+def test_the_memory_plan_counts_what_leaves(family, how, recipe, device):
+    """Byte by byte, the copies of weights that one step makes among them; the rest is as without."""
+    ((context, sync),) = contexts()
+    stack = torch.nn.Sequential(*build(family, how, device, (context, sync)))
+    statuses = ("kept", "offloaded", "recomputed", "parameter", "input")
+
+    def planned():
+        with autocast(RECIPES[recipe]):
+            plan = te.memory_plan(stack, draw(device, 0, 1)[0].requires_grad_())
+        return {status: plan.bytes_of(status) for status in statuses}
+
+    plan = planned()
+    assert plan["offloaded"] == round(context.offload_synchronizer.get_offloaded_total_size_mb() * 2**20) > 0
+    context.disable()
+    without = planned()
+    assert without["offloaded"] == 0 and plan["recomputed"] == without["recomputed"]
+    assert sum(plan.values()) == sum(without.values())

@@ -169,10 +169,12 @@ def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> 
             continue
         _, op, name, why, recompute = words.get(_place(t)) or _torch_words(module, label, in_graph.get(_place(t)))
         name, status = names.get(storage, name), "kept"
-        if storage in names or name == "quantized weight":  # a copy of a parameter is counted with it
+        if storage in names:
             status = "parameter"
-        elif storage in offloaded:
+        elif storage in offloaded:  # the copy of a weight that a single step makes among them
             status, recompute = "offloaded", "nothing: it comes back from the host"
+        elif name == "quantized weight":  # a copy of a parameter is counted with it
+            status = "parameter"
         elif storage in given:
             status = "input"
         size = t.untyped_storage().nbytes()
