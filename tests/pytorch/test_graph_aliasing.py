@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from graph_cases import HIDDEN, tokens
+from graph_cases import FAMILIES, HIDDEN, assert_same_step, capture, left_by, tokens, twins
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
@@ -179,3 +179,104 @@ def test_arguments_of_inference_mode(device):
         graphed = te.make_graphed_callables(lambda x, total: total.add_(x) * 2, (x, total))
         assert_same_bits(total, before)
         assert_same_bits(graphed(x, total), (before + x) * 2)
+
+
+# ---- a caller who writes to results and arguments ----
+
+
+def halves(x):
+    y = x * 2
+    return y[..., : HIDDEN // 2], y[..., HIDDEN // 2 :]
+
+
+def and_its_row(x):
+    y = x * 2
+    return y, y[1:2]
+
+
+def and_its_square(x):
+    y = x * 2
+    return y * y, y
+
+
+# The forward, which of its results is written to, and whether eager's backward goes on from there as the graph's would.
+WRITES = {
+    "product": (lambda x: x * 2, 0, True),
+    "exp": (torch.exp, 0, False),
+    "softmax": (lambda x: x.softmax(-1), 0, False),
+    "relu in place": (lambda x: (x * 2).relu_(), 0, False),
+    "view": (lambda x: (x * 2).view(-1), 0, True),
+    "half": (halves, 1, True),
+    "first of two": (and_its_square, 0, True),
+    "read by the first": (and_its_square, 1, False),
+    "with its row": (and_its_row, 0, False),
+    "a row": (and_its_row, 1, False),
+    "the argument": (lambda x: (x.view(-1), x * 2), 0, False),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_result_that_is_written_to(device, name):
+    """Eager's gradients where the backward reads none of it; else an error, as eager's, that names the result."""
+    function, which, fine = WRITES[name]
+    graphed = te.make_graphed_callables(function, (tokens(device, grad=True),))
+    for write in (False, True):
+        x = tokens(device, grad=True)
+        twin = x.detach().clone().requires_grad_()
+        results = graphed(x * 1), function(twin * 1)
+        both = [list(r) if isinstance(r, tuple) else [r] for r in results]
+        if write and not fine:
+            both[0][which].mul_(3)
+            with refused(RuntimeError, "graphed callable 0", f"result {which}", "in place", "copy"):
+                sum(t.sum() for t in both[0]).backward()
+            continue
+        for leaves in both:
+            if write:
+                leaves[which].mul_(3)
+            sum(t.square().sum() for t in leaves).backward()
+        assert_same_bits(x.grad, twin.grad)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+def test_a_modules_result_may_be_added_to(device, family):
+    """As a residual is; none of the modules reads its result again."""
+    module, eager = twins(family, device)
+    capture(module, device)
+    x = tokens(device)
+    left = []
+    for m in (module, eager):
+        torch.manual_seed(3)
+        own = x.clone().requires_grad_()
+        y = m(own)
+        y += x
+        y.square().sum().backward()
+        left.append({"x": own.grad, **left_by(m)})
+    assert_same_step(*left)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["current stream", "its own"])
+def test_a_static_input_that_is_written_to_before_the_backward(device, stream):
+    sample, other = tokens(device, grad=True), tokens(device)
+    options = {"cuda_graph_stream": torch.cuda.Stream()} if stream and device == "cuda" else {}
+    graphed = te.make_graphed_callables(lambda x: x.square(), (sample,))
+    for given in (sample, other.clone().requires_grad_()):
+        y = graphed(given, **options)
+        with torch.no_grad():
+            given.copy_(other)
+        if given is sample:
+            with refused(RuntimeError, "graphed callable 0", "argument 0", "in place", "copy"):
+                y.sum().backward()
+    graphed = te.make_graphed_callables(lambda x: x * 2, (sample,))  # its backward reads nothing
+    y = graphed(sample)
+    with torch.no_grad():
+        sample.copy_(other)
+    y.sum().backward()
+    assert sample.grad.eq(2).all()
+
+
+def test_torch_func_inside(device):
+    graphed = te.make_graphed_callables(
+        lambda x: torch.func.vmap(torch.func.grad(lambda t: t.square().sum()))(x), (torch.ones(3, 4, device=device),)
+    )
+    x = torch.randn(3, 4, device=device)
+    assert_same_bits(graphed(x), x * 2)

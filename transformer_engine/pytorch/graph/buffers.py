@@ -50,6 +50,11 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + _extent(b) and b.data_ptr() < a.data_ptr() + _extent(a)
 
 
+def dense(t: torch.Tensor) -> bool:
+    """Whether it has no gaps: what meets it shares elements with it."""
+    return _extent(t) == t.numel() * t.element_size()
+
+
 def neighbourhood(static: Iterable[torch.Tensor | None]) -> tuple[int, int]:
     """(low, high): a tensor with the form of one of these overlaps none unless low < its address < high."""
     found = [(t.data_ptr(), _extent(t)) for t in static if t is not None and t.numel()]

@@ -11,7 +11,7 @@ import torch
 from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, version_of
-from transformer_engine.pytorch.graph.checks import check_leaves, check_result
+from transformer_engine.pytorch.graph.checks import check_leaves, check_result, note_guarded, noting_saved
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
 from transformer_engine.pytorch.graph.describe import OP, shown
 from transformer_engine.pytorch.graph.flight import flight_of
@@ -144,9 +144,9 @@ class Capture:
         with self.backend.warming():
             if plan.before_warmup is not None:
                 plan.before_warmup()
-            for _ in range(plan.warmup_iterations):
+            for iteration in range(plan.warmup_iterations):
                 for step in plan.schedule.steps:
-                    getattr(self, f"_warm_{step.kind}")(step)
+                    getattr(self, f"_warm_{step.kind}")(step, iteration)
             for work in self.works:
                 work.live = []
             if plan.after_warmup is not None:
@@ -164,12 +164,28 @@ class Capture:
     def _name(self, step: Step) -> str:
         return name_of(self.plan.modules[step.module], step.module)
 
-    def _warm_forward(self, step: Step) -> None:
+    def _warm_forward(self, step: Step, iteration: int) -> None:
         self._hooks(step, "forward_pre_hooks")
+        work = self.works[step.sample]
         with self._inputs_kept(step):
-            self.works[step.sample].forward()
+            if iteration == 0:
+                self._noted_forward(work)
+            else:
+                work.forward()
         self._check_forward(step)
         self._hooks(step, "forward_hooks")
+
+    @staticmethod
+    def _noted_forward(work: Work) -> None:
+        try:
+            with noting_saved() as saved:
+                results = work.forward()
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            work.forward()  # torch.func inside, which takes no hooks: nothing is known of what it saves
+        else:
+            note_guarded(work, results, saved)
 
     @contextmanager
     def _inputs_kept(self, step: Step) -> Iterator[None]:
@@ -198,7 +214,7 @@ class Capture:
         check_result(name, work)
         check_leaves(name, work)
 
-    def _warm_backward(self, step: Step) -> None:
+    def _warm_backward(self, step: Step, iteration: int) -> None:
         work = self.works[step.sample]
         if not work.has_backward():
             return
@@ -225,7 +241,7 @@ class Capture:
                     "allow_unused_input=True, or requires_grad=False for it."
                 )
 
-    def _warm_wgrad(self, step: Step) -> None:
+    def _warm_wgrad(self, step: Step, iteration: int) -> None:
         if self.works[step.sample].pending:
             self.works[step.sample].wgrad()
 
@@ -327,6 +343,7 @@ class Capture:
         graphed.grad_addresses = [0 if t is None else t.data_ptr() for t in graphed.grad_outputs]
         graphed.grads_near = neighbourhood(graphed.grad_outputs)
         graphed.written = work.written
+        graphed.guarded_inputs, graphed.guarded_results = work.guarded_inputs, work.guarded_results
         if len(self.graphed) > 1 or self.plan.pool is not None:
             graphed.flight = self.flight
         kept = work.retain and not self.plan.reuse  # until all is captured

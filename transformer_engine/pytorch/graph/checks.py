@@ -3,9 +3,11 @@ there. Changes nothing, and checks no call."""
 
 import enum
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from transformer_engine.pytorch.graph.buffers import dense, overlap
 from transformer_engine.pytorch.graph.describe import OP
 from transformer_engine.pytorch.graph.work import Work
 
@@ -53,3 +55,36 @@ def check_result(name: str, work: Work) -> None:
                 "replay would write; return tensors in tuples, lists or dicts, or register the class with "
                 "torch.utils._pytree."
             )
+
+
+@contextmanager
+def noting_saved() -> Iterator[set[int]]:
+    """The memory (where it begins) of all that a forward inside saves for its backward, there when it is left."""
+    kept, found = [], set()
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t.detach())  # alive to the end, or its memory may be another's
+        return kept[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield found
+    found.update(t.untyped_storage().data_ptr() for t in kept if type(t) is torch.Tensor)
+
+
+def note_guarded(work: Work, results: Sequence[torch.Tensor], saved: set[int]) -> None:
+    """Which arguments and results nobody may write to before the backward: those that it reads, and results that share
+    elements with an argument, a parameter or another result, whose gradients would not know of it."""
+
+    def plain(t: torch.Tensor) -> bool:  # one of a class of its own may lie nowhere
+        return type(t) in (torch.Tensor, torch.nn.Parameter)
+
+    def read(t: torch.Tensor) -> bool:
+        return t.numel() > 0 and t.untyped_storage().data_ptr() in saved
+
+    def shares(i: int) -> bool:
+        others = (*work.inputs, *work.parameters, *work.frozen, *results[:i], *results[i + 1 :])
+        t = results[i]
+        return any(overlap(t, other) and (dense(t) or dense(other)) for other in others if plain(other))
+
+    work.guarded_inputs = [i for i, t in enumerate(work.inputs) if plain(t) and read(t)]
+    work.guarded_results = [i for i, t in enumerate(results) if plain(t) and (read(t) or shares(i))]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.graph.buffers import apart, fill
+from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.flight import Flight
 from transformer_engine.pytorch.graph.quantized import Scales, WeightFlag
@@ -40,6 +40,7 @@ class _Replay(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs = graphed.run_forward(given, stream, event, microbatch)
         ctx.turn = graphed.turn
+        ctx.versions = graphed.versions(given) if graphed.guarded_results or not graphed.all_moved else ()
         if graphed.constant_outputs:
             ctx.mark_non_differentiable(*(outputs[i] for i in graphed.constant_outputs))
         return outputs
@@ -92,6 +93,9 @@ class Graphed:
         self.addresses: list[int] = []  # of the inputs
         self.near = self.grads_near = 0, 0  # where what overlaps an input, or an incoming gradient, begins
         self.written: list[int] = []  # inputs that the forward writes to
+        self.guarded_inputs: list[int] = []  # which, and which outputs, nobody may write to before the backward
+        self.guarded_results: list[int] = []
+        self.all_moved = False  # the latest call was given no static input itself
         self.wanted: list[int] = []
         self.parameters: list[torch.nn.Parameter] = []
         self.frozen: list[torch.nn.Parameter] = []  # those that wanted no gradient
@@ -245,8 +249,10 @@ class Graphed:
                         meets = True
             for static, tensor in apart(moves) if meets else moves:
                 static.copy_(tensor)
+            self.all_moved = len(moves) == len(given)
             self.replay_forward()
         else:
+            self.all_moved = False  # or not: it is looked at again
             to_fill = self.inputs, self.addresses, self.near, given
             self._launch(self.forward_graph, to_fill, stream, None if self.written else event)
         for i in self.written:  # as eager does
@@ -255,6 +261,22 @@ class Graphed:
         self.turn += 1
         self.ran_eager = False
         return tuple([t.detach() for t in self.outputs])
+
+    def versions(self, given) -> list[tuple[int, int]]:
+        """(which, how often it was written to) of what a caller holds and may not write to before the backward."""
+        held = [i for i in self.guarded_inputs if given[i].data_ptr() == self.addresses[i]]
+        found = [(~i, version_of(self.inputs[i])) for i in held]
+        return found + [(i, version_of(self.outputs[i])) for i in self.guarded_results]
+
+    def _check_versions(self, versions: list[tuple[int, int]]) -> None:
+        for i, version in versions:
+            if version_of(self.outputs[i] if i >= 0 else self.inputs[~i]) != version:
+                name = f"result {i}" if i >= 0 else self.signature.names[self.signature.slots[~i]]
+                raise RuntimeError(
+                    f"{self.label}: {name} was written to in place between the call and its backward, which reads it, "
+                    "or does not know of the write (it shares memory with an argument, a parameter or another result); "
+                    "write to a copy."
+                )
 
     def _launch(self, graph, to_fill, stream, event) -> None:
         """Fills what is to be filled, then replays; on a stream of its own, the current one waits behind it."""
@@ -289,6 +311,8 @@ class Graphed:
                 + ". Run it between this call and the next, once; '_order' captures a pass for each microbatch, "
                 "retain_graph_in_backward=True one that runs again."
             )
+        if ctx.versions:
+            self._check_versions(ctx.versions)
         if self.flight is not None:
             self._check_spoilt("backward")
             self.flight.backward(self)

@@ -72,6 +72,8 @@ class Work:
         self.grad_outputs: list[torch.Tensor] = []
         self.static_live: list[torch.Tensor] = []  # the static tensors of `live`
         self.retain = False
+        self.guarded_inputs: list[int] = []  # not to be written to before the backward, where a caller holds them
+        self.guarded_results: list[int] = []
         self.result: list[object] = []
         self.live: list[torch.Tensor] = []  # outputs that want gradients, with their history
         self.pending: list[tuple[WeightGradStore, Pending]] = []  # (store, what backward left there)
