@@ -61,7 +61,8 @@ class Graphed:
     backward) instead of on the current stream, which then waits for cuda_graph_event, one that is recorded inside the
     captured region, or without one for the end of the graph. A backward waits for it too, so its graph has to record
     it again, behind the gradients. backward_dw() computes the weight gradients that the latest backward left, on its
-    stream, and the current one waits for all of it; reset() gives the graphs and their memory back. One forward, one
+    stream, and the current one waits for all of it; reset() gives the graphs and their memory back, which a captured
+    module that is only dropped keeps until the garbage collector comes: it and they hold each other. One forward, one
     backward and one backward_dw() at a time: the static tensors hold one pass. Results and input gradients are views of
     them, valid until the next call; so is a result that is an argument in eager. Graphs captured together, or into one
     pool, share memory: call them in the order of their capture, else a backward raises, and results that nobody goes
