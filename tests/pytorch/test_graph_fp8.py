@@ -302,6 +302,32 @@ def test_saved_states(device):
     assert all(s.eq(1 if key.endswith("scale") else 0).all() for key, s in states(module).items())
     with refused(ValueError, "restore_fp8_tensors", "'fp8_tensors'", "'modules'"):
         restore_fp8_tensors([module, module], saved)
+    restore_fp8_tensors(module, save_fp8_tensors(module, None))  # one module, and any recipe
+
+
+def test_states_that_were_saved_for_others(device):
+    modules = [build(linear, device), build(mlp, device)]
+    for module in modules:
+        fp8_step(module, tokens(device, torch.float32), 1, "delayed")
+    saved, before = save_fp8_tensors(modules, None), [states(m) for m in modules]
+    for module in modules:
+        fp8_step(module, tokens(device, torch.float32), 2, "delayed")
+    after = [states(m) for m in modules]
+    for wrong in (saved[::-1], saved[:1], [saved[0], 5], [saved[0], saved[1][:1]], 5):
+        with refused(ValueError, "restore_fp8_tensors", "'fp8_tensors'"):
+            restore_fp8_tensors(modules, wrong)
+        for module, held in zip(modules, after):
+            assert_same_states(states(module), held)
+    restore_fp8_tensors(modules, saved)
+    for module, held in zip(modules, before):
+        assert_same_states(states(module), held)
+    for wrong in (5, None, [5]):
+        with refused(ValueError, "save_fp8_tensors", "'modules'"):
+            save_fp8_tensors(wrong, None)
+        with refused(ValueError, "restore_fp8_tensors", "'modules'"):
+            restore_fp8_tensors(wrong, saved)
+    with refused(ValueError, "save_fp8_tensors", "'recipe'", "5"):
+        save_fp8_tensors(modules, 5)
 
 
 @delayed

@@ -11,6 +11,7 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.pytorch.quantization.delayed import Region
@@ -32,16 +33,46 @@ def _scaling_states(part: TransformerEngineBaseModule) -> list:
     return [part.fp8_meta.get(key) for key in _DIRECTIONS]
 
 
+def _parts(op: str, modules: Iterable[object]) -> list[TransformerEngineBaseModule]:
+    listed = [modules] if isinstance(modules, torch.nn.Module) else modules
+    if not isinstance(listed, Iterable):
+        raise ValueError(f"{op}: argument 'modules' is {shown(modules)}, wanted a module, or several.")
+    listed = list(listed)
+    for module in listed:
+        if not callable(module):
+            raise ValueError(f"{op}: argument 'modules' has {shown(module)}, wanted modules.")
+    return [part for module in listed for part in our_modules(module)]
+
+
 def save_fp8_tensors(modules: Iterable[object], recipe: Recipe | None) -> list | None:
     """The scales and histories of delayed scaling of all modules of this library in `modules`, as they are now; None
-    for a recipe that has none."""
+    for a recipe that has none.
+
+    Errors: ValueError where these are no modules, and no recipe."""
+    parts = _parts("save_fp8_tensors", modules)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"save_fp8_tensors: argument 'recipe' is {shown(recipe)}, wanted a recipe of "
+            "transformer_engine.common.recipe, or None."
+        )
     if recipe is not None and not (recipe.delayed() or recipe.custom()):
         return None
     saved = []
-    for part in (part for module in modules for part in our_modules(module)):
+    for part in parts:
         states = _scaling_states(part)
         saved.append([None if s is None else (s.scale.clone(), s.amax_history.clone()) for s in states])
     return saved
+
+
+def _fits(part: TransformerEngineBaseModule, saved: object) -> bool:
+    """Whether it was saved for such a module: a history of another length does."""
+    if not isinstance(saved, list) or len(saved) != len(_DIRECTIONS):
+        return False
+    pairs = [(state, values) for state, values in zip(_scaling_states(part), saved) if state and values]
+    return all(
+        scale.shape == state.scale.shape and history.shape[1:] == state.amax_history.shape[1:]
+        for state, (scale, history) in pairs
+    )
 
 
 @torch.no_grad()
@@ -49,14 +80,18 @@ def restore_fp8_tensors(modules: Iterable[object], fp8_tensors: list | None) -> 
     """Puts back what save_fp8_tensors returned for the same modules, in the memory that a graph knows; scales that did
     not exist then are as new.
 
-    Errors: ValueError where it was saved for other modules."""
+    Errors: ValueError where it was saved for other modules, before anything is changed."""
+    parts = _parts("restore_fp8_tensors", modules)
     if fp8_tensors is None:
         return
-    parts = [part for module in modules for part in our_modules(module)]
-    if len(parts) != len(fp8_tensors):
+    if not isinstance(fp8_tensors, list):
         raise ValueError(
-            f"restore_fp8_tensors: argument 'fp8_tensors' is of {len(fp8_tensors)} modules, 'modules' has "
-            f"{len(parts)}; pass those that it was saved for."
+            f"restore_fp8_tensors: argument 'fp8_tensors' is {shown(fp8_tensors)}, wanted what save_fp8_tensors gave."
+        )
+    if len(parts) != len(fp8_tensors) or not all(map(_fits, parts, fp8_tensors)):
+        raise ValueError(
+            f"restore_fp8_tensors: argument 'fp8_tensors' is of {len(fp8_tensors)} other modules, 'modules' has "
+            f"{len(parts)}; pass those that it was saved for, in the same order."
         )
     for part, saved in zip(parts, fp8_tensors):
         for state, values in zip(_scaling_states(part), saved):
