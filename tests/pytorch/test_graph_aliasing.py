@@ -139,6 +139,42 @@ def test_a_function_that_writes_to_its_arguments(device, warmups):
                 assert_same_bits(got, w)
 
 
+@pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])
+def test_a_module_that_writes_to_its_arguments_in_an_order(device, reuse):
+    class Adding(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8, device=device))
+
+        def forward(self, x, total):
+            total += x.detach().sum(0)
+            return x * self.weight * total
+
+    module, eager = Adding(), Adding()
+    samples = tuple((torch.randn(4, 8, device=device).requires_grad_(), torch.randn(8, device=device)) for _ in "123")
+    before = [t.detach().clone() for pair in samples for t in pair]
+    graphed = te.make_graphed_callables(
+        (module,), samples, _order=[1, 1, -1, 1, -1, -1], _reuse_graph_input_output_buffers=reuse
+    )
+    for got, wanted in zip([t for pair in samples for t in pair], before):
+        assert_same_bits(got, wanted)
+    for _ in range(2):
+        alive, given = [], [torch.randn(4, 8, device=device) for _ in "123"]
+        for microbatch, goes_back in ((0, None), (1, 0), (2, 1), (None, 2)):
+            if microbatch is not None:
+                inputs = [given[microbatch].clone().requires_grad_() for _ in "12"]
+                totals = [torch.full((8,), 0.5, device=device) for _ in "12"]
+                results = [call(x, t) for call, x, t in zip((graphed[microbatch], eager), inputs, totals)]
+                assert_same_bits(*results), assert_same_bits(*totals)
+                alive.append((inputs, results))
+            if goes_back is not None:
+                inputs, results = alive[goes_back]
+                for y in results:
+                    y.sum().backward()
+                assert_same_bits(inputs[0].grad, inputs[1].grad)
+    assert_same_bits(module.weight.grad, eager.weight.grad)
+
+
 @pytest.mark.parametrize("warmups", [0, 2])
 def test_arguments_are_as_before_when_a_capture_fails(device, warmups):
     class Fault(Exception):
