@@ -3,10 +3,11 @@
 # for a number (is_count in cpu_offload/arguments.py), or not asking whether a graph is gone (forget_abandoned in
 # cpu_offload/schedule.py), turns these red.
 import contextlib
+import copy
 
 import pytest
 import torch
-from offload_cases import small, step  # noqa: F401
+from offload_cases import forward, small, step  # noqa: F401
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
@@ -174,3 +175,56 @@ def test_an_exception_between_the_context_and_its_end(device):
         context.offload_synchronizer.forget_step()
         assert context.offload_synchronizer.pinned_usage()["slots"] == 0
     assert not cpu_offload.is_cpu_offload_enabled()
+
+
+class Model(torch.nn.Module):
+    """It holds its context, its sync function and its synchronizer, as models do."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([te.LayerNormMLP(16, 32 + 16 * i, device=device) for i in range(3)])
+        self.offload = te.get_cpu_offload_context(True, None, 3, manual_synchronization=True)
+
+    def forward(self, x):
+        context, sync, manual = self.offload
+        x = forward(self.layers, x, context, sync)
+        manual.start_offload_layer(0)
+        manual.release_activation_forward_gpu_memory(0)
+        return x
+
+
+def test_a_copied_model_shares_its_context(device):
+    """Copied before a step and after one, when there are engines that nothing could copy."""
+    model, x = Model(device), randn(8, 16, device=device)
+    expected = step([model], [x])
+    twin = copy.deepcopy(model)
+    assert all(a is b for a, b in zip(twin.offload, model.offload, strict=True))
+    for i, (a, b) in enumerate(zip(step([twin], [x]), expected, strict=True)):
+        assert_same_bits(a, b, f"result {i}")
+    assert twin.offload[2].get_offloaded_total_size_mb() > 0
+
+
+def test_more_layers_than_were_told(device):
+    """A model longer than model_layers: a step of offload ends where it was told, and another one begins."""
+    layers, x = [te.LayerNormMLP(16, 32, device=device) for _ in range(5)], randn(8, 16, device=device)
+    expected = step(layers, [x])
+    context, sync = te.get_cpu_offload_context(True, 1, 2)
+    for i, (a, b) in enumerate(zip(step(layers, [x], context, sync), expected, strict=True)):
+        assert_same_bits(a, b, f"result {i}")
+
+
+@pytest.mark.parametrize("how", ["never", "twice", "of integers"])
+def test_a_sync_function_that_is_called_otherwise(how, device):
+    """The bits are right whatever becomes of the schedule."""
+    layers, x = [te.LayerNormMLP(16, 32, device=device) for _ in range(3)], randn(8, 16, device=device)
+    expected = step(layers, [x])
+    context, sync = te.get_cpu_offload_context(True, 2, 3)
+
+    def otherwise(y):
+        if how == "of integers":
+            assert sync(torch.arange(3, device=device)).tolist() == [0, 1, 2]
+        return sync(sync(y)) if how == "twice" else y
+
+    for _ in range(2):
+        for i, (a, b) in enumerate(zip(step(layers, [x], context, otherwise), expected, strict=True)):
+            assert_same_bits(a, b, f"result {i}")

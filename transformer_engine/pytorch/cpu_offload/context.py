@@ -65,6 +65,10 @@ class OffloadContext:
         """Layers leave again: a post_warmup_hook of make_graphed_callables."""
         self.enabled = True
 
+    def __deepcopy__(self, memo: dict) -> OffloadContext:
+        """Itself: a copied model shares it, as it shares the sync function, which ends this one's layers."""
+        return self
+
     def _works(self) -> bool:
         in_backward = torch._C._current_graph_task_id() != -1
         recorded = torch.is_grad_enabled() and not is_fp8_activation_recompute_enabled()

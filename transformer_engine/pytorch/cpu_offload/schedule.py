@@ -65,6 +65,10 @@ class Synchronizer:
         self._own: list[list[OffloadableLayerState]] = [[] for _ in range(num_layers)]  # with retain alone
         self._warned = False
 
+    def __deepcopy__(self, memo: dict) -> Synchronizer:
+        """Itself, like the context and the sync function that call it: a copied model shares all three."""
+        return self
+
     # ---- forward ----
 
     def fwd_step(self) -> LayerNumber:
