@@ -98,22 +98,10 @@ template <class T, class G, int V, class Store>
 void launch_held(const Plan& plan, const ForwardTensors& t, const Store& y, cudaStream_t stream) {
   const ForwardArgs<T, G> args(plan, t);
   const Layout layout = layout_for(t.x.cols / kVec<T>, V, kMaxLanes<V>);
-  const auto launch = [&](auto rms, auto residual) {
+  by_form(plan, t, [&](auto rms, auto residual) {
     forward_kernel<T, G, V, rms(), residual(), Store>
         <<<blocks_for(t.x.rows, layout, kOp), layout.block(), 0, stream>>>(args, y);
-  };
-  const auto with_residual = [&](auto rms) {
-    if (t.residual.data != nullptr) {
-      launch(rms, std::true_type{});
-    } else {
-      launch(rms, std::false_type{});
-    }
-  };
-  if (plan.rms) {
-    with_residual(std::true_type{});
-  } else {
-    with_residual(std::false_type{});
-  }
+  });
 }
 
 template <class T, class G, class Store>

@@ -139,4 +139,21 @@ __device__ __forceinline__ void forward_row(const ForwardArgs<T, G>& a, Store& y
   }
 }
 
+// launch(rms, residual), both as types: kernels take them as template arguments.
+template <class Launch>
+void by_form(const Plan& plan, const ForwardTensors& t, const Launch& launch) {
+  const auto with_residual = [&](auto rms) {
+    if (t.residual.data != nullptr) {
+      launch(rms, std::true_type{});
+    } else {
+      launch(rms, std::false_type{});
+    }
+  };
+  if (plan.rms) {
+    with_residual(std::true_type{});
+  } else {
+    with_residual(std::false_type{});
+  }
+}
+
 }  // namespace te::normalization::cuda

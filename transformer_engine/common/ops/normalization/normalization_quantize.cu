@@ -160,22 +160,10 @@ void launch_once(const Plan& plan, const ForwardTensors& t, const te_quantize_pl
   const Queue queue{counters, counters + 1, bands, lag, pieces_of_step, (bands + lag) * pieces_of_step, lanes};
   check_cuda(cudaMemsetAsync(counters, 0, (bands + 1) * sizeof(unsigned), stream), op);
   const int blocks = device_properties(t.x.device).sm_count * kBlocksPerSm;
-  const auto launch = [&](auto rms, auto residual) {
+  by_form(plan, t, [&](auto rms, auto residual) {
     once_kernel<T, G, rms(), residual()><<<unsigned(blocks), quantize::kThreads, 0, stream>>>(
         ForwardArgs<T, G>(plan, t), Normalized<T, G>(plan, KnownTensors(t), true), dests, domain, queue);
-  };
-  const auto with_residual = [&](auto rms) {
-    if (t.residual.data != nullptr) {
-      launch(rms, std::true_type{});
-    } else {
-      launch(rms, std::false_type{});
-    }
-  };
-  if (plan.rms) {
-    with_residual(std::true_type{});
-  } else {
-    with_residual(std::false_type{});
-  }
+  });
   check_launch(op);
 }
 
