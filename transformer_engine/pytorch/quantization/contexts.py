@@ -52,7 +52,8 @@ class autocast:
         amax_reduction_group: object | None = None,
         _graph: bool = False,
     ) -> None:
-        _must_be_flags("autocast", enabled=enabled, calibrating=calibrating)
+        if type(enabled) is not bool or type(calibrating) is not bool:
+            _must_be_flags("autocast", enabled=enabled, calibrating=calibrating)
         _must_be_a_recipe("autocast", recipe)
         self.enabled = bool(enabled)
         self.calibrating = bool(calibrating)
