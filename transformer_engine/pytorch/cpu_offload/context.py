@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._absent import refusal
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream, is_count
 from transformer_engine.pytorch.cpu_offload.marks import checked
@@ -16,6 +17,7 @@ from transformer_engine.pytorch.cpu_offload.schedule import (
     DefaultOffloadSynchronizer,
     LayerNumber,
     ManualOffloadSynchronizer,
+    Shared,
     Synchronizer,
     pop,
 )
@@ -44,10 +46,10 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     found = checked("start_offload", tensors)
     check_flags("start_offload", offload_base_tensor=offload_base_tensor)
     if _here.synchronizer is not None:
-        _here.synchronizer.current_layer().mark_ready(found, offload_base_tensor)
+        _here.synchronizer.current_layer("start_offload").mark_ready(found, offload_base_tensor)
 
 
-class OffloadContext:
+class OffloadContext(Shared):
     """`with context:` around a layer, once or in several pieces, until the sync function ends it. Where nothing is
     recorded (no_grad), in a backward, and inside of a checkpoint, whose tensors are not kept, it does nothing."""
 
@@ -78,9 +80,7 @@ class OffloadContext:
         works, hooks = self._works(), None
         if works:
             synchronizer = self.offload_synchronizer
-            synchronizer.forget_abandoned()
-            if not synchronizer.layer_open:
-                synchronizer.fwd_step()
+            synchronizer.enter_layer()
             if synchronizer.wants_tensors(synchronizer.number):
                 hooks = torch.autograd.graph.saved_tensors_hooks(synchronizer.current_layer().push_tensor, pop)
                 hooks.__enter__()
@@ -106,12 +106,13 @@ class _Alive:
 
 
 class _EndOfLayer(torch.autograd.Function):
-    """The identity: in the backward it says that the layer is reached."""
+    """The identity: in the backward it says that the layer is reached. Its result is no view to autograd, so that it
+    may be written to in place as the layer's own may; both count versions together."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, synchronizer: Synchronizer, number: LayerNumber, alive: _Alive) -> torch.Tensor:
         ctx.synchronizer, ctx.number, ctx.alive = synchronizer, number, alive
-        return x
+        return x.detach()
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
@@ -130,11 +131,13 @@ def _sync_function(context: OffloadContext) -> Callable[[torch.Tensor], torch.Te
         synchronizer = context.offload_synchronizer
         if not (context._works() and synchronizer.layer_open):
             return tensor
-        number, alive = synchronizer.number, None
-        if tensor.requires_grad:
-            alive = _Alive()
-            tensor = _EndOfLayer.apply(tensor, synchronizer, number, alive)
-        synchronizer.end_layer(alive)
+        if not tensor.requires_grad:
+            synchronizer.end_layer()
+            return tensor
+        synchronizer.check_result(tensor)
+        alive = _Alive()
+        tensor = _EndOfLayer.apply(tensor, synchronizer, synchronizer.number, alive)
+        synchronizer.end_layer(alive, _C.offload_node_of(tensor))
         return tensor
 
     return sync

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
 
 import torch
 
-from transformer_engine.pytorch.cpu_offload.arguments import check_bytes, is_count
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capturing import is_graph_capturing
+from transformer_engine.pytorch.cpu_offload.arguments import check_bytes, check_flags, is_count
 from transformer_engine.pytorch.cpu_offload.layer import (
     Engines,
     OffloadableLayerState,
@@ -30,6 +33,9 @@ class Step:
         self.reached = -1  # the layer that the forward is in
         self.deferred: int | None = None  # a layer that is complete, and leaves with the next one
         self.last_output: weakref.ref | None = None  # of the last layer that was ended, as the graph holds it
+        self.last_node = (0, 0)  # that the graph has there
+        self.over = False  # its backward has begun
+        self.thread = threading.get_ident()
 
     @property
     def abandoned(self) -> bool:
@@ -43,7 +49,23 @@ class LayerNumber(int):
     step: Step
 
 
-class Synchronizer:
+class Shared:
+    """A copy of a model has the same one, as it has the same sync function: its streams and host memory are no data."""
+
+    def __copy__(self) -> Shared:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Shared:
+        return self
+
+    def __reduce__(self) -> tuple:
+        raise TypeError(
+            f"{type(self).__name__}: streams and host memory cannot be pickled; leave it out of what is saved, and "
+            "call get_cpu_offload_context() where it is loaded."
+        )
+
+
+class Synchronizer(Shared):
     """What the two schedules share: steps, the layer at work, the way in and out for tensors."""
 
     def __init__(
@@ -63,7 +85,7 @@ class Synchronizer:
         self._step: Step | None = None
         self._steps: list[weakref.ref[Step]] = []
         self._own: list[list[OffloadableLayerState]] = [[] for _ in range(num_layers)]  # with retain alone
-        self._warned = False
+        self._warned = self._warned_of_order = False
 
     def __deepcopy__(self, memo: dict) -> Synchronizer:
         """Itself, like the context and the sync function that call it: a copied model shares all three."""
@@ -71,12 +93,20 @@ class Synchronizer:
 
     # ---- forward ----
 
+    def enter_layer(self) -> None:
+        """The layer at work goes on, or the next one begins."""
+        self._forget_ended()
+        if not self.layer_open:
+            self.fwd_step()
+
     def fwd_step(self) -> LayerNumber:
-        """The next layer begins, in a new step behind the last one; the one before it is ended, if it was not."""
+        """The next layer begins, in a new step behind the last one; the one before it is ended, if it was not. A step
+        is over when num_layers ran, its backward has begun or its graph is gone, and when forget_step() says so."""
+        self._forget_ended()
         if self.layer_open:
             self.end_layer()
         step = self._step
-        if step is None or step.reached + 1 >= self.num_layers or step.abandoned:
+        if step is None or step.reached + 1 >= self.num_layers:
             step = None
             self.forget_step()  # so that its layers may serve again, where no graph wants them
             step = self._step = Step([self._new_layer(i) for i in range(self.num_layers)])
@@ -88,12 +118,12 @@ class Synchronizer:
         self._begin(step, step.reached)
         return self.number
 
-    def end_layer(self, output: object = None) -> None:
-        """The layer at work is complete. `output`: something that lives as long as its graph does."""
+    def end_layer(self, output: object = None, node: tuple[int, int] = (0, 0)) -> None:
+        """The layer at work is complete. `output`: something that lives as long as `node`, its end in the graph."""
         if not self.layer_open:
             return
         self.layer_open = False
-        self._step.last_output = None if output is None else weakref.ref(output)
+        self._step.last_output, self._step.last_node = None if output is None else weakref.ref(output), node
         self._end(self._step, self._step.reached)
 
     def forget_step(self) -> None:
@@ -101,19 +131,32 @@ class Synchronizer:
         lives as long as its graph."""
         self._step, self.number, self.layer_open = None, None, False
 
-    def forget_abandoned(self) -> None:
-        """A layer was begun and never ended, and the graph before it is gone: what comes next is no piece of it."""
-        if self.layer_open and self._step.abandoned:
-            self.forget_step()
-
     def wants_tensors(self, layer_num: int) -> bool:
         """Whether anything of this layer can leave."""
         return True
 
-    def current_layer(self) -> OffloadableLayerState:
+    def current_layer(self, call: str = "push_tensor") -> OffloadableLayerState:
         if not self.layer_open:
-            raise RuntimeError("push_tensor: no layer is at work; call fwd_step() before it.")
+            raise RuntimeError(f"{call}: no layer is at work: call it before the layer's end, and behind fwd_step().")
         return self._step.layers[self._step.reached]
+
+    def check_result(self, tensor: torch.Tensor) -> None:
+        """Layers are numbered as they run. One that reads nothing of the layer before it, whose graph is there, may
+        belong to another forward, or to a pipeline's next stage; in a capture inputs come from nowhere."""
+        step = self._step
+        if step.last_output is None or step.last_output() is None or capturing() or is_graph_capturing():
+            return
+        if _C.offload_follows(tensor, *step.last_node):
+            return
+        if not self._warned_of_order:
+            self._warned_of_order = True
+            warnings.warn(
+                f"sync_fn: the result of layer {step.reached} does not come from what sync_fn returned for the layer "
+                "before it. If a forward was left before its last layer, or two take turns, layers leave at other "
+                "times than meant: call context.offload_synchronizer.forget_step() before a forward begins anew.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def push_tensor(self, tensor: torch.Tensor) -> object:
         """What stands for a tensor that the layer at work saves."""
@@ -129,6 +172,7 @@ class Synchronizer:
         """The backward reaches a layer: those behind it are done with, and others may come back."""
         step = getattr(layer_num, "step", None) or self._newest("bwd_step")
         number = self._checked("bwd_step", layer_num)
+        step.over = True
         for layer in step.layers[number + 1 :]:
             layer.finish_backward()
         self._reach(step, number)
@@ -182,7 +226,35 @@ class Synchronizer:
                 engine.release_captured()
             engine.trim()
 
+    @property
+    def debug(self) -> bool:
+        """Host memory that is given up is filled with 0xFF, NaN in each float dtype: what still reads it is seen. To be
+        set before the first tensor leaves; on a GPU the host then waits for copies."""
+        return bool(self.engines.options.get("debug", False))
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        check_flags(type(self).__name__, debug=value)
+        if list(self.engines):
+            raise RuntimeError(
+                f"{type(self).__name__}: 'debug' is set when tensors have left already; set it before the first step."
+            )
+        self.engines.options["debug"] = bool(value)
+
     # ---- inside ----
+
+    def _forget_ended(self) -> None:
+        step = self._step
+        if step is None:
+            return
+        if step.over or step.abandoned or (not self.layer_open and step.reached + 1 >= self.num_layers):
+            self.forget_step()
+        elif step.thread != threading.get_ident():
+            raise RuntimeError(
+                f"fwd_step: a forward is under way in thread {step.thread}, and a layer of thread "
+                f"{threading.get_ident()} begins. Take a context for each thread, or call forget_step() where that "
+                "forward was left."
+            )
 
     def _begin(self, step: Step, number: int) -> None: ...
 

@@ -1,0 +1,240 @@
+# Which layer is the first one of a step: whatever ended the forward before it, layers are numbered right, or a
+# warning says why they may not be. Mutants: a step that its backward does not end (over in schedule.py) and no
+# look at what a layer reads (check_result) turn these red.
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from offload_cases import forward, small, step  # noqa: F401
+from support import assert_same_bits, randn, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import cpu_offload
+
+pytestmark = pytest.mark.usefixtures("small")
+N, K = 4, 2
+
+
+class Layer(torch.nn.Module):
+    """Notes the number it is taken for."""
+
+    def __init__(self, seen, device):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16, device=device)
+        self.seen, self.context, self.fails = seen, None, False
+
+    def forward(self, x):
+        if self.context is not None:
+            self.seen.append(int(self.context.offload_synchronizer.number))
+        if self.fails:
+            raise ArithmeticError
+        return torch.tanh(self.linear(x))
+
+
+class Stack:
+    def __init__(self, device):
+        self.seen = []
+        self.layers = [Layer(self.seen, device) for _ in range(N)]
+        self.x = randn(8, 16, device=device)
+        self.expected = [t.clone() for t in step(self.layers, [self.x])]
+        self.context, self.sync = te.get_cpu_offload_context(True, K, N)
+        for layer in self.layers:
+            layer.context = self.context
+
+    def forward(self, layers=N):
+        return forward(self.layers[:layers], self.x.clone().requires_grad_(), self.context, self.sync)
+
+    def goes_on(self, alive=False):
+        """The next step's layers are numbered from the first one on, and its bits are those of a run without."""
+        self.seen.clear()
+        for got, wanted in zip(step(self.layers, [self.x], self.context, self.sync), self.expected, strict=True):
+            assert_same_bits(got, wanted)
+        assert self.seen == list(range(N))
+        assert alive or self.context.offload_synchronizer.pinned_usage()["slots"] == 0
+
+
+@pytest.fixture
+def stack(device):
+    return Stack(device)
+
+
+def failing(stack, layers):
+    """A forward that fails behind the context of its last layer, before that is ended."""
+    x = stack.x.clone().requires_grad_()
+    x = forward(stack.layers[: layers - 1], x, stack.context, stack.sync)
+    with stack.context:
+        x = stack.layers[layers - 1](x)
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("where", ["in a layer", "before its end", "behind it"])
+def test_an_exception_anywhere(where, layers, stack):
+    try:
+        if where == "in a layer":
+            stack.layers[layers - 1].fails = True
+            stack.forward()
+        elif where == "before its end":
+            failing(stack, layers)
+        else:
+            y = stack.forward(layers)
+            raise ArithmeticError
+    except ArithmeticError:
+        y = None
+    stack.layers[layers - 1].fails = False
+    del y
+    stack.context.offload_synchronizer.forget_step()
+    stack.goes_on(alive=True)
+
+
+@pytest.mark.parametrize("how", ["forget"])
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_retry_while_the_exception_is_alive(layers, how, stack):
+    """The graph of the forward that failed is there as long as its traceback: the next one is no part of it."""
+    try:
+        failing(stack, layers)
+    except ArithmeticError:
+        if how == "forget":
+            stack.context.offload_synchronizer.forget_step()
+        else:
+            with pytest.warns(RuntimeWarning, match=r"sync_fn: the result of layer .* forget_step\(\)"):
+                stack.forward()
+            stack.context.offload_synchronizer.forget_step()
+        stack.seen.clear()
+        y = stack.forward()
+        assert stack.seen == list(range(N))
+        del y
+    stack.goes_on(alive=True)  # a refusal's traceback may still hold a graph
+
+
+@pytest.mark.parametrize("backward, layers", [(True, 1), (True, 2), (True, 3), (True, 4), (False, 4)])
+def test_a_loss_that_is_still_alive(layers, backward, stack):
+    y = stack.forward(layers)
+    loss = y.sum()
+    if backward:
+        loss.backward()
+    if backward or layers == N:
+        stack.goes_on(alive=True)
+    else:  # an early exit: nothing says that this forward is over
+        with pytest.warns(RuntimeWarning, match=rf"sync_fn: the result of layer {layers} .* forget_step\(\)"):
+            stack.forward()
+        stack.context.offload_synchronizer.forget_step()
+        stack.goes_on(alive=True)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_early_exit(layers, stack):
+    stack.forward(layers).sum().backward()
+    stack.goes_on(alive=True)
+    stack.forward(layers)  # nobody goes back through it
+    stack.goes_on(alive=True)
+
+
+@pytest.mark.parametrize("at", range(N))
+def test_an_evaluation_in_between(at, stack):
+    x = stack.x.clone().requires_grad_()
+    y = forward(stack.layers[:at], x, stack.context, stack.sync)
+    with torch.no_grad():
+        for layer in stack.layers:
+            layer.context = None
+        forward(stack.layers, stack.x, stack.context, stack.sync)
+        for layer in stack.layers:
+            layer.context = stack.context
+    y = forward(stack.layers[at:], y, stack.context, stack.sync)
+    assert stack.seen == list(range(N))
+    y.backward(torch.ones_like(y))
+    assert_same_bits(x.grad, stack.expected[1])
+
+
+@pytest.mark.parametrize("at", range(1, N))
+def test_a_backward_in_the_middle_of_a_forward(at, stack):
+    """1F1B: microbatch 0 goes back while microbatch 2 is between two layers."""
+    inputs = [stack.x.clone().requires_grad_() for _ in range(3)]
+    waiting = [forward(stack.layers, x, stack.context, stack.sync) for x in inputs[:2]]
+    y = forward(stack.layers[:at], inputs[2], stack.context, stack.sync)
+    waiting[0].backward(torch.ones_like(waiting[0]))
+    y = forward(stack.layers[at:], y, stack.context, stack.sync)
+    assert stack.seen == 3 * list(range(N))
+    for result in (waiting[1], y):
+        result.backward(torch.ones_like(result))
+    for x in inputs:
+        assert_same_bits(x.grad, stack.expected[1])
+    del waiting, y, result
+    for layer in stack.layers:
+        layer.zero_grad(set_to_none=True)
+    stack.goes_on(alive=True)
+
+
+def test_forwards_that_take_turns(stack):
+    inputs = [stack.x.clone().requires_grad_() for _ in range(2)]
+    first = forward(stack.layers[:1], inputs[0], stack.context, stack.sync)
+    with pytest.warns(RuntimeWarning, match="sync_fn: the result of layer 1 .* two take turns"):
+        forward(stack.layers[:1], inputs[1], stack.context, stack.sync)
+    del first
+    stack.context.offload_synchronizer.forget_step()
+    stack.goes_on(alive=True)
+
+
+def test_two_threads(stack):
+    x = stack.x.clone().requires_grad_()
+    y = forward(stack.layers[:2], x, stack.context, stack.sync)
+    errors = []
+
+    def other():
+        try:
+            stack.forward()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def run():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    run()
+    assert len(errors) == 1 and "thread" in errors[0] and "context for each thread" in errors[0]
+    stack.seen[:] = [0, 1]
+    y = forward(stack.layers[2:], y, stack.context, stack.sync)
+    assert stack.seen == list(range(N))
+    y.backward(torch.ones_like(y))
+    assert_same_bits(x.grad, stack.expected[1])
+    run()  # one behind the other is right
+    assert len(errors) == 1
+
+
+def test_contexts_in_each_other(stack):
+    """Whichever of the two a tensor leaves with, it comes back."""
+    inner, inner_sync = te.get_cpu_offload_context(True, 1, 2)
+    x = stack.x.clone().requires_grad_()
+    y = x
+    for pair in (stack.layers[:2], stack.layers[2:]):
+        with stack.context:
+            y = forward(pair, y, inner, inner_sync)
+        y = stack.sync(y)
+    y.backward(torch.ones_like(y))
+    assert_same_bits(y.detach(), stack.expected[0])
+    assert_same_bits(x.grad, stack.expected[1])
+
+
+def test_copies_of_a_model_share_it(stack):
+    holder = torch.nn.Module()
+    holder.context, holder.sync = stack.context, stack.sync
+    twin = copy.deepcopy(holder)
+    assert twin.context is stack.context and copy.copy(stack.context) is stack.context
+    assert copy.deepcopy(stack.context.offload_synchronizer) is stack.context.offload_synchronizer
+    for thing in (stack.context, stack.context.offload_synchronizer):
+        with refused(TypeError, type(thing).__name__, "pickled", "get_cpu_offload_context"):
+            pickle.dumps(thing)
+    stack.goes_on(alive=True)
+
+
+def test_start_offload_behind_the_layers_end(stack):
+    with stack.context:
+        y = stack.sync(stack.layers[0](stack.x.clone().requires_grad_()))
+        with refused(RuntimeError, "start_offload", "no layer is at work"):
+            cpu_offload.start_offload(y)
+    del y
+    stack.context.offload_synchronizer.forget_step()
+    stack.goes_on(alive=True)
