@@ -57,7 +57,8 @@ class Layer(torch.nn.Module):
         elif family == "LayerNormMLP":
             self.inner = te.LayerNormMLP(HIDDEN, FFN[i], activation=("swiglu", "gelu")[i % 2], **options)
         else:
-            options |= {"attention_dropout": 0.0, "hidden_dropout": 0.1, "fuse_qkv_params": True}
+            dropout = 0.0 if how == "te.checkpoint" else 0.1  # a checkpoint that draws cannot be captured on a GPU
+            options |= {"attention_dropout": 0.0, "hidden_dropout": dropout, "fuse_qkv_params": True}
             self.inner = te.TransformerLayer(HIDDEN, FFN[i], HEADS, **options)
         self.how, self.context, self.sync = how, context, sync
 

@@ -88,7 +88,7 @@ class Capture:
         try:
             with self.backend.session(), self.untouched:
                 self._warm_up()
-                self.backend.prepare()
+                self.backend.prepare(warmed=plan.warmup_iterations > 0)
                 for step in plan.schedule.steps:
                     getattr(self, f"_capture_{step.kind}")(step)
                     self._place(step)

@@ -89,16 +89,20 @@ class CudaGraphs:
         finally:
             torch.cuda.synchronize()  # after an exception too: what it disturbs is put back on another stream
 
-    def prepare(self) -> None:
+    def prepare(self, *, warmed: bool) -> None:
         """Before the captures: nothing is in flight, and no cached memory is kept from their pool."""
         prepare_no_draws()
-        with torch.cuda.stream(self.stream), torch.enable_grad():
-            # cuBLAS starts here, in backward's thread too: without warm-up it would in a capture, which CUDA refuses.
-            product = torch.ones(1, 1, device=self.device, requires_grad=True) @ torch.ones(1, 1, device=self.device)
-            product.backward()
+        if not warmed:
+            self._start_cublas()
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def _start_cublas(self) -> None:
+        """In this thread and in backward's: else it would start in a capture, which CUDA refuses."""
+        with torch.cuda.stream(self.stream), torch.inference_mode(False), torch.enable_grad():
+            one = torch.ones(1, 1, device=self.device)
+            (one.requires_grad_() @ one).backward()
 
     def capture(
         self, work: Callable[[], Written], *, apart: bool = False

@@ -79,7 +79,7 @@ class Recorder:
     def warming(self) -> Iterator[None]:
         yield
 
-    def prepare(self) -> None:
+    def prepare(self, *, warmed: bool) -> None:
         pass
 
     @contextmanager
