@@ -218,7 +218,8 @@ TEST_P(Offload, ExhaustedMemoryNamesTheSizesAndChangesNothing) {
   const Layer layer(engine);
   const size_t sizes[] = {6 << 20};
   size_t staging = 0;
-  ASSERT_EQ(te_offload_prepare(layer.handle, sizes, 1, nullptr, &staging), TE_RUNTIME_ERROR);
+  ASSERT_EQ(te_offload_reserve(engine.handle, 6 << 20), TE_PINNED_MEMORY);
+  ASSERT_EQ(te_offload_prepare(layer.handle, sizes, 1, nullptr, &staging), TE_PINNED_MEMORY);
   const std::string message = te_last_error();
   for (const char* word : {"pinned memory exhausted", "6291456", "4194304"}) {
     EXPECT_NE(message.find(word), std::string::npos) << message;
@@ -478,7 +479,8 @@ TEST(OffloadWaits, EveryWaitOrdersSomething) {
   }
 }
 
-TEST(OffloadWaits, WhatIsGivenUpEarlyIsWaitedFor) {
+// On the stream that started the copy too, whose memory it is, wherever the layer is given up (`elsewhere`).
+void expect_waits_when_given_up(bool elsewhere) {
   const std::vector<size_t> sizes{4096, 4096};
   for (const bool reloading : {false, true}) {
     for (const uint32_t left_out :
@@ -493,13 +495,18 @@ TEST(OffloadWaits, WhatIsGivenUpEarlyIsWaitedFor) {
         TE_ASSERT_OK(te_offload_release(layer.handle, stream));
         TE_ASSERT_OK(te_offload_start_reload(layer.handle, pieces.spans.data(), 2, staging->data(), stream));
       }
-      TE_ASSERT_OK(te_offload_reset(layer.handle, stream));
+      TE_ASSERT_OK(te_offload_reset(layer.handle, elsewhere ? named(TE_DEVICE_CPU, 1) : stream));
       Order order;
       order.follow(engine.trace());
       order.access(stream, nullptr, pieces.spans[0].data, sizes[0]);  // freed, and used again
       EXPECT_EQ(order.races(), left_out != 0) << (reloading ? "reload" : "offload") << ", left out " << left_out;
     }
   }
+}
+
+TEST(OffloadWaits, WhatIsGivenUpEarlyIsWaitedFor) {
+  expect_waits_when_given_up(false);
+  expect_waits_when_given_up(true);
 }
 
 }  // namespace

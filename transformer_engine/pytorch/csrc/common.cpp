@@ -47,6 +47,7 @@ void check(te_status status) {
     case TE_NOT_IMPLEMENTED:
       TORCH_CHECK_NOT_IMPLEMENTED(false, te_last_error());
     case TE_RUNTIME_ERROR:
+    case TE_PINNED_MEMORY:
       break;
   }
   TORCH_CHECK(false, te_last_error());

@@ -18,7 +18,7 @@ namespace te_torch {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// TE_INVALID_ARGUMENT -> ValueError, TE_NOT_IMPLEMENTED -> NotImplementedError, TE_RUNTIME_ERROR -> RuntimeError.
+// TE_INVALID_ARGUMENT -> ValueError, TE_NOT_IMPLEMENTED -> NotImplementedError, the others -> RuntimeError.
 void check(te_status status);
 
 te_dtype dtype_of(const Tensor& t, const char* op, const char* argument);

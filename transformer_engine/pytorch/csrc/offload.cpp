@@ -15,6 +15,14 @@ namespace {
 
 PyObject* pinned_memory_error = nullptr;  // a RuntimeError of its own, made with the module
 
+void check_memory(te_status status) {
+  if (status == TE_PINNED_MEMORY) {
+    PyErr_SetString(pinned_memory_error, te_last_error());
+    throw pybind11::error_already_set();
+  }
+  check(status);
+}
+
 int32_t ordinal(const at::Device& device) { return device.is_cpu() ? TE_DEVICE_CPU : int32_t(device.index()); }
 
 te_stream stream_of(const at::Device& device) {
@@ -94,12 +102,7 @@ void OffloadLayer::start(const std::vector<Tensor>& tensors, const std::vector<i
   std::vector<size_t> sizes;
   for (const Tensor& t : tensors) sizes.push_back(t.storage().nbytes());
   size_t staging = 0;
-  const te_status status = te_offload_prepare(layer_, sizes.data(), int64_t(sizes.size()), stream(), &staging);
-  if (status == TE_RUNTIME_ERROR && te_offload_layer_state(layer_) == TE_OFFLOAD_NOT_OFFLOADED) {
-    PyErr_SetString(pinned_memory_error, te_last_error());
-    throw pybind11::error_already_set();
-  }
-  check(status);
+  check_memory(te_offload_prepare(layer_, sizes.data(), int64_t(sizes.size()), stream(), &staging));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   storages_.clear();
   for (const Tensor& t : tensors) storages_.push_back(t.storage());
@@ -222,7 +225,7 @@ void register_offload(pybind11::module_& m) {
            py::arg("device"), py::arg("stream") = 0, py::arg("pinned_limit") = 0, py::arg("debug") = false,
            py::arg("trace") = false, py::arg("left_out") = 0)
       .def("reserve",
-           wrapped([](OffloadEngine& e, int64_t bytes) { check(te_offload_reserve(e.get(), size_t(bytes))); }))
+           wrapped([](OffloadEngine& e, int64_t bytes) { check_memory(te_offload_reserve(e.get(), size_t(bytes))); }))
       .def("trim", wrapped([](OffloadEngine& e) { check(te_offload_trim(e.get())); }))
       .def("release_captured", wrapped([](OffloadEngine& e) { check(te_offload_release_captured(e.get())); }))
       .def("usage", wrapped([](OffloadEngine& e) {

@@ -11,7 +11,7 @@
  *   reload_started   wait_reload; park                         -> offload_finished
  *   any              reset                                     -> not_offloaded
  *
- * Waits, each of them an event: no call waits on the host, and none changes memory that it does not name.
+ * Waits, each of them an event: no call but reset() in a capture waits on the host, and none changes memory that it does not name.
  *   PRODUCED  the copy out, for the compute stream that writes the pieces
  *   COPIED    the compute stream, for the copy out, before their memory is used again
  *   ON_HOST   the copy back, for the copy out
@@ -23,8 +23,8 @@
  *   memory used inside of one is kept for it (te_offload_release_captured). The arena grows outside of captures alone.
  * Pieces under 2 MiB travel packed where there are two or more of them: one copy on the device, one transfer.
  * Threads. Calls on one engine take turns.
- * Errors. TE_INVALID_ARGUMENT for bad arguments, TE_RUNTIME_ERROR for a call in the wrong state, pinned memory that is
- *   exhausted (sizes named, nothing changed), a slot that was given back, or a failure of CUDA. */
+ * Errors. TE_INVALID_ARGUMENT for bad arguments, TE_PINNED_MEMORY where that is exhausted (sizes named, nothing
+ *   changed), TE_RUNTIME_ERROR for a call in the wrong state, a slot that was given back, or a failure of CUDA. */
 #ifndef TRANSFORMER_ENGINE_OFFLOAD_H_
 #define TRANSFORMER_ENGINE_OFFLOAD_H_
 
@@ -138,7 +138,8 @@ TE_API te_status te_offload_start_reload(te_offload_layer* layer, const te_offlo
 TE_API te_status te_offload_wait_reload(te_offload_layer* layer, te_stream stream);
 /* The reloaded pieces are given up (`stream` waits for the copy back), the host copies stay. */
 TE_API te_status te_offload_park(te_offload_layer* layer, te_stream stream);
-/* Everything is given up: `stream` waits for whatever is under way. */
+/* Everything is given up: `stream`, and the one that start() or start_reload() was called on, wait for whatever is under
+ * way. In a capture the host waits for what was started outside of it. */
 TE_API te_status te_offload_reset(te_offload_layer* layer, te_stream stream);
 
 /* Bytes that `count` pieces take in packed form: each starts on a multiple of 256. */

@@ -17,7 +17,8 @@ typedef enum te_status {
   TE_SUCCESS = 0,
   TE_INVALID_ARGUMENT = 1, /* the caller can mend it: a shape, dtype, device or option (Python: ValueError) */
   TE_NOT_IMPLEMENTED = 2,  /* right in itself, not supported here (Python: NotImplementedError) */
-  TE_RUNTIME_ERROR = 3     /* the machine or a library failed (Python: RuntimeError) */
+  TE_RUNTIME_ERROR = 3,    /* the machine or a library failed (Python: RuntimeError) */
+  TE_PINNED_MEMORY = 4     /* pinned host memory is exhausted, nothing was changed (Python: PinnedMemoryError) */
 } te_status;
 
 /* The one table of element types: X(enumerator, value, name, bytes per element). */

@@ -45,7 +45,7 @@ class Arena {
     auto place = best(size);
     if (place.chunk == nullptr) {
       if (!may_grow) {
-        throw Error(TE_RUNTIME_ERROR,
+        throw Error(TE_PINNED_MEMORY,
                     concat(op, ": pinned memory: ", size, " bytes in one piece are needed, the arena has ", holds(),
                            ", and it does not grow inside a CUDA graph's capture. Run a step with offload outside of "
                            "the capture first, or reserve the bytes."));
@@ -158,7 +158,7 @@ class Arena {
     void* start = allowed ? allocate_(bytes) : nullptr;
     if (start == nullptr) {
       throw Error(
-          TE_RUNTIME_ERROR,
+          TE_PINNED_MEMORY,
           concat(op, ": pinned memory exhausted: ", size, " bytes are needed, the arena has ", holds(),
                  allowed ? concat(", and the machine gives no further ", bytes) : concat(", and its limit is ", limit_),
                  ". Offload fewer layers, or make room on the host."));

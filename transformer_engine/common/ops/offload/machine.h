@@ -163,6 +163,7 @@ class Layer {
     if (!prepared_) throw Error(TE_RUNTIME_ERROR, concat(op, ": called before prepare; call that first."));
     check_pieces(op, pieces, count, staging);
     capture_ = enter(stream);
+    home_ = stream;
     const te_stream d2h = engine_.backend().d2h();
     const auto leave = [&](int64_t i) { engine_.copy(host(i), pieces[i].data, pieces[i].bytes, d2h); };
     const auto marked = [&](int64_t i) {
@@ -220,6 +221,7 @@ class Layer {
     check_pieces(op, pieces, count, staging);
     if (slot_.generation != 0) engine_.arena().check(op, slot_);
     const uint64_t capture = enter(stream);
+    home_ = stream;
     const te_stream h2d = engine_.backend().h2d();
     engine_.record(room_, stream, capture);
     engine_.wait(TE_OFFLOAD_WAIT_ROOM, h2d, room_, capture);
@@ -255,21 +257,11 @@ class Layer {
     state_ = TE_OFFLOAD_FINISHED;
   }
 
-  void reset(const char* op, te_stream stream) {
-    const uint64_t capture = enter(stream);
-    Event* under_way = nullptr;
-    if (state_ == TE_OFFLOAD_STARTED) under_way = &copied_;
-    if (state_ == TE_OFFLOAD_RELOAD_STARTED) under_way = &reloaded_;
-    if (under_way != nullptr && under_way->capture == 0 && capture != 0) {
-      engine_.backend().wait_on_host(under_way->handle);  // no node can wait for what no graph holds
-    } else if (state_ == TE_OFFLOAD_RELOAD_STARTED) {
-      wait_reload(op, stream);
-    } else if (under_way != nullptr) {
-      engine_.wait(TE_OFFLOAD_WAIT_COPIED, stream, *under_way, capture);
-    }
-    if (reloaded_.serial != 0 && reloaded_.capture == 0) {
-      engine_.wait(TE_OFFLOAD_WAIT_SLOT, engine_.backend().d2h(), reloaded_, 0);
-    }
+  void reset(te_stream stream) {
+    enter(stream);
+    give_up(stream);
+    if (home_ != stream) give_up(home_);  // its allocator hands the memory on, whichever stream a graph is dropped on
+    if (reloaded_.capture == 0) settle(TE_OFFLOAD_WAIT_SLOT, engine_.backend().d2h(), reloaded_);
     if (!retain_ || capture_ != 0) drop_slot();
     retire_events();
     prepared_ = false;
@@ -278,6 +270,22 @@ class Layer {
   }
 
  private:
+  // `stream` may use the pieces' memory from here on.
+  void give_up(te_stream stream) {
+    if (state_ == TE_OFFLOAD_STARTED) settle(TE_OFFLOAD_WAIT_COPIED, stream, copied_);
+    const bool waited = std::find(waited_.begin(), waited_.end(), stream) != waited_.end();
+    if (state_ == TE_OFFLOAD_RELOAD_STARTED && !waited) settle(TE_OFFLOAD_WAIT_RELOADED, stream, reloaded_);
+  }
+
+  void settle(te_offload_wait which, te_stream stream, const Event& event) {
+    const uint64_t capture = engine_.backend().capture_of(stream);
+    if (event.serial != 0 && event.capture == 0 && capture != 0) {
+      engine_.backend().wait_on_host(event.handle);  // no node can wait for what no graph holds
+    } else {
+      engine_.wait(which, stream, event, capture);
+    }
+  }
+
   uint64_t enter(te_stream stream) {
     last_stream_ = stream;
     return engine_.backend().capture_of(stream);
@@ -352,7 +360,7 @@ class Layer {
   Event produced_, copied_, room_, reloaded_;
   std::vector<Event> marks_;
   std::vector<te_stream> waited_;
-  te_stream last_stream_ = nullptr;
+  te_stream last_stream_ = nullptr, home_ = nullptr;  // home: of the call that started the copy
 };
 
 }  // namespace te::offload

@@ -217,8 +217,8 @@ te_status te_offload_layer_create(te_offload_engine* engine, int32_t retain, te_
 }
 
 te_status te_offload_layer_destroy(te_offload_layer* layer) {
-  const te_status status = with_layer("te_offload_layer_destroy", layer, [](const char* op, te_offload_layer& l) {
-    if (l.state() != TE_OFFLOAD_NOT_OFFLOADED) l.reset(op, l.last_stream());
+  const te_status status = with_layer("te_offload_layer_destroy", layer, [](const char*, te_offload_layer& l) {
+    if (l.state() != TE_OFFLOAD_NOT_OFFLOADED) l.reset(l.last_stream());
   });
   if (layer == nullptr) return status;
   const std::lock_guard<std::mutex> lock(layer->engine().mutex);
@@ -287,7 +287,7 @@ te_status te_offload_park(te_offload_layer* layer, te_stream stream) {
 }
 
 te_status te_offload_reset(te_offload_layer* layer, te_stream stream) {
-  return with_layer("te_offload_reset", layer, [&](const char* op, te_offload_layer& l) { l.reset(op, stream); });
+  return with_layer("te_offload_reset", layer, [&](const char*, te_offload_layer& l) { l.reset(stream); });
 }
 
 size_t te_offload_packed_bytes(const size_t* sizes, int64_t count) {

@@ -113,6 +113,7 @@ class CudaBackend : public Backend {
 
   void* allocate(size_t bytes) override {
     const DeviceGuard guard(device_);
+    const Relaxed relaxed;
     void* data = nullptr;
     const cudaError_t status = cudaHostAlloc(&data, bytes, cudaHostAllocPortable);
     if (status == cudaSuccess) return data;
@@ -121,7 +122,10 @@ class CudaBackend : public Backend {
     check_cuda(status, "te_offload: cudaHostAlloc");
     return nullptr;
   }
-  void free(void* data) override { cudaFreeHost(data); }
+  void free(void* data) override {
+    const Relaxed relaxed;
+    cudaFreeHost(data);
+  }
 
   te_stream d2h() const override { return d2h_; }
   te_stream h2d() const override { return h2d_; }
