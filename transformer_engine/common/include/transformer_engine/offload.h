@@ -11,12 +11,10 @@
  *   reload_started   wait_reload; park                         -> offload_finished
  *   any              reset                                     -> not_offloaded
  *
- * Waits, each of them an event: no call but reset() in a capture waits on the host, and none changes memory that it does not name.
- *   PRODUCED  the copy out, for the compute stream that writes the pieces
- *   COPIED    the compute stream, for the copy out, before their memory is used again
- *   ON_HOST   the copy back, for the copy out
- *   ROOM      the copy back, for the compute stream that used its target's memory before
- *   RELOADED  the compute stream, for the copy back
+ * Waits, each of them an event: no call but reset() in a capture waits on the host, and none changes memory that it
+ * does not name. PRODUCED  the copy out, for the compute stream that writes the pieces COPIED    the compute stream,
+ * for the copy out, before their memory is used again ON_HOST   the copy back, for the copy out ROOM      the copy
+ * back, for the compute stream that used its target's memory before RELOADED  the compute stream, for the copy back
  *   SLOT      later copies out, for a copy back that reads the host memory they may be given
  * Capture. Calls whose stream is being captured become nodes of the graph. What one capture forks it must join before
  *   it ends (join, wait_reload, park or reset); waits across two captures are then left to the order of the graphs, and
@@ -138,8 +136,8 @@ TE_API te_status te_offload_start_reload(te_offload_layer* layer, const te_offlo
 TE_API te_status te_offload_wait_reload(te_offload_layer* layer, te_stream stream);
 /* The reloaded pieces are given up (`stream` waits for the copy back), the host copies stay. */
 TE_API te_status te_offload_park(te_offload_layer* layer, te_stream stream);
-/* Everything is given up: `stream`, and the one that start() or start_reload() was called on, wait for whatever is under
- * way. In a capture the host waits for what was started outside of it. */
+/* Everything is given up: `stream`, and the one that start() or start_reload() was called on, wait for whatever is
+ * under way. In a capture the host waits for what was started outside of it. */
 TE_API te_status te_offload_reset(te_offload_layer* layer, te_stream stream);
 
 /* Bytes that `count` pieces take in packed form: each starts on a multiple of 256. */
