@@ -125,6 +125,8 @@ def _host():
     yield from _targets(
         "23", f"{graphed}_node", "bf16", "128x1024x4096", step, {"us": 1.5}
     )  # above its kernel, per node
+    yield from _targets("23", "graphed_pipeline", "bf16", "4x8x1024x2048", "keeps", {"x own unshared": 1})
+    yield from _targets("23", "graphed_tail", "bf16", "4096x4096", "forward", {"x own without event": 1})
 
 
 def _memory_and_links():
