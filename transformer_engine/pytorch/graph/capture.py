@@ -4,7 +4,6 @@ stays: modules, random states and memory are as before."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -207,7 +206,8 @@ class Capture:
             raise
         finally:
             written = [(t, values) for t, version, values in before if version is None or version_of(t) != version]
-            self.untouched.undo += [partial(t.copy_, values) for t, values in written]
+            for t, values in written:
+                self.untouched.undo.callback(t.copy_, values)
 
     def _check_forward(self, step: Step) -> None:
         work, name = self.works[step.sample], self._name(step)

@@ -6,6 +6,7 @@ import sys
 import torch
 
 OP = "make_graphed_callables"
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # classes whose memory is their own; that of others may lie elsewhere
 
 
 def form_of(t: torch.Tensor) -> str:

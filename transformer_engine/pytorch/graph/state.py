@@ -2,6 +2,7 @@
 under way, and quantization state. Everything is put back whether it succeeded or not."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 
@@ -9,6 +10,7 @@ import torch
 
 from transformer_engine.pytorch.capturing import set_capture_end, set_capture_start
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
+from transformer_engine.pytorch.graph.describe import PLAIN
 from transformer_engine.pytorch.graph.quantized import noted, our_modules, restore_fp8_tensors, save_fp8_tensors
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -29,12 +31,22 @@ def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor | None:
     return weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
 
 
-def _restorer(t: torch.Tensor) -> Callable[[], object]:
+def restorer(t: torch.Tensor) -> Callable[[], object]:
     """Puts t's values back; memory for a copy is taken only where there is something to keep."""
-    if t.numel() == 0 or (t.is_contiguous() and not t.view(-1).view(torch.uint8).any()):
-        return t.zero_
-    kept = t.clone()
-    return lambda: t.copy_(kept)
+    plain = type(t) in PLAIN and t.layout is torch.strided and not (t.is_nested or t.is_conj() or t.is_neg())
+    if plain:  # of elements that an expansion shows many times, one: torch writes to no such tensor
+        t = t.detach()[tuple(slice(0, 1) if step == 0 else slice(None) for step in t.stride())]
+    if plain and (t.numel() == 0 or (t.is_contiguous() and not t.view(-1).view(torch.uint8).any())):
+        return partial(_put_back, t, None)
+    return partial(_put_back, t, t.detach().clone())
+
+
+def _put_back(t: torch.Tensor, values: torch.Tensor | None) -> None:
+    with torch.inference_mode(t.is_inference() or torch.is_inference_mode_enabled()):  # it is written to there alone
+        if values is None:
+            t.zero_()
+        else:
+            t.detach().copy_(values)
 
 
 class Untouched:
@@ -46,51 +58,60 @@ class Untouched:
         self.tensors = list(tensors)
 
     def __enter__(self) -> None:
+        self.undo = ExitStack()  # the latest first, and each of them even where another one raises
+        self.failed = False
         set_capture_start()
-        self.undo: list[Callable[[], object]] = []
-        self.undo_failed: list[Callable[[], object]] = []  # what only a failure puts back: graphs go on using it
-        self.kept_weights: list[tuple[TransformerEngineBaseModule, dict]] = []
+        self.undo.callback(set_capture_end)
         try:
             self._note()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.failed = True
+            self.undo.close()
             raise
 
     @torch.no_grad()
     def _note(self) -> None:
+        undo = self.undo.callback
+        undo(self._forget)
         parts = {id(part): part for module in self.modules for part in our_modules(module)}
-        self.undo_failed = [noted(part) for part in parts.values()]
+        for part in parts.values():
+            undo(part._leave)
+            undo(self._where_failed, noted(part))
         for part in parts.values():  # kept weights are made anew, in memory of their own: the old ones' stays
-            self.kept_weights.append((part, part._cached_weights))
+            undo(_join_weights, part, part._cached_weights)
             part._cached_weights = {}
-        self.undo.append(partial(restore_fp8_tensors, self.modules, save_fp8_tensors(self.modules, None)))
-        self.undo.append(Snapshot(self.tensors).restore)
+        undo(restore_fp8_tensors, self.modules, save_fp8_tensors(self.modules, None))
+        undo(Snapshot(self.tensors).restore)
         for tracker in trackers():
-            self.undo.append(partial(tracker.set_states, tracker.get_states()))
+            undo(tracker.set_states, tracker.get_states())
         parameters = {id(p): p for m in self.modules for p in m.parameters()}.values()
         for p in parameters:
-            self.undo.append(partial(setattr, p, "grad", p.grad))
+            undo(setattr, p, "grad", p.grad)
             p.grad = None
         for buffer in {id(b): b for m in self.modules for b in m.buffers()}.values():
-            self.undo.append(_restorer(buffer))
+            undo(restorer(buffer))
         for weight in {id(w): w for m in self.modules for w in fused_weights(m)}.values():
             main_grad = main_grad_of(weight)
             if isinstance(main_grad, torch.Tensor):  # else the module itself says what is missing
-                self.undo.append(_restorer(main_grad))
+                undo(restorer(main_grad))
             for name in ("grad_added_to_main_grad", "overwrite_main_grad"):
                 if hasattr(weight, name):
-                    self.undo.append(partial(setattr, weight, name, getattr(weight, name)))
+                    undo(setattr, weight, name, getattr(weight, name))
                     setattr(weight, name, False)
+
+    def _where_failed(self, put_back: Callable[[], object]) -> None:
+        """What only a failure puts back: graphs go on using it."""
+        if self.failed:
+            put_back()
+
+    def _forget(self) -> None:
+        self.tensors, self.modules = [], []
 
     @torch.no_grad()
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        while self.undo:
-            self.undo.pop()()
-        for part, kept in self.kept_weights:
-            part._cached_weights = {**kept, **part._cached_weights}
-        for put_back in self.undo_failed if error is not None else ():
-            put_back()
-        for part in (part for module in self.modules for part in our_modules(module)):
-            part._leave()
-        self.tensors, self.modules = [], []
-        set_capture_end()
+        self.failed = error is not None
+        self.undo.close()
+
+
+def _join_weights(part: TransformerEngineBaseModule, kept: dict) -> None:
+    part._cached_weights = {**kept, **part._cached_weights}
