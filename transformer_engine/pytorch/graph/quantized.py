@@ -14,8 +14,9 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
-from transformer_engine.pytorch.quantization.delayed import Region
+from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 # What a module remembers beside its scales; replaced when it runs, never changed in place.
@@ -60,7 +61,7 @@ def save_fp8_tensors(modules: Iterable[object], recipe: Recipe | None) -> list |
     saved = []
     for part in parts:
         states = _scaling_states(part)
-        saved.append([None if s is None else (s.scale.clone(), s.amax_history.clone()) for s in states])
+        saved.append([None if s is None else (s.rule, s.scale.clone(), s.amax_history.clone()) for s in states])
     return saved
 
 
@@ -71,14 +72,14 @@ def _fits(part: TransformerEngineBaseModule, saved: object) -> bool:
     pairs = [(state, values) for state, values in zip(_scaling_states(part), saved) if state and values]
     return all(
         scale.shape == state.scale.shape and history.shape[1:] == state.amax_history.shape[1:]
-        for state, (scale, history) in pairs
+        for state, (_, scale, history) in pairs
     )
 
 
 @torch.no_grad()
 def restore_fp8_tensors(modules: Iterable[object], fp8_tensors: list | None) -> None:
     """Puts back what save_fp8_tensors returned for the same modules, in the memory that a graph knows; scales that did
-    not exist then are as new.
+    not exist then are as new. Where the recipe is another one since, as eager's switch to it leaves them.
 
     Errors: ValueError where it was saved for other modules, before anything is changed."""
     parts = _parts("restore_fp8_tensors", modules)
@@ -97,21 +98,44 @@ def restore_fp8_tensors(modules: Iterable[object], fp8_tensors: list | None) -> 
         for state, values in zip(_scaling_states(part), saved):
             if state is None:
                 continue
-            scale, history = values or (torch.ones_like(state.scale), torch.zeros_like(state.amax_history))
-            state.take(state.rule, scale, history)
+            new = state.rule, torch.ones_like(state.scale), torch.zeros_like(state.amax_history)
+            state.take(*(values or new))
 
 
+def _noted_state(state: ScalingState) -> Callable[[], None]:
+    """Puts back its recipe, its tensors and their values."""
+    rule, tensors = state.rule, (state.scale, state.amax_history)
+    values = [t.clone() for t in tensors]
+
+    def put_back() -> None:
+        state.rule = rule
+        state.scale, state.amax_history = tensors
+        for t, value in zip(tensors, values):
+            t.copy_(value)
+        state.changed()
+
+    return put_back
+
+
+@torch.no_grad()
 def noted(part: TransformerEngineBaseModule) -> Callable[[], None]:
-    """Puts back all that a module knows about quantization but the values of its scales: as if it had not run."""
+    """Puts back all that a module knows about quantization: as if it had not run."""
     remembered = {name: vars(part)[name] for name in _REMEMBERED}
     meta = {k: v.copy() if isinstance(v, deque) else v for k, v in part.fp8_meta.items()}  # scales for a recomputation
     cached = dict(part._cached_weights)
+    states = [_noted_state(state) for state in _scaling_states(part) if state is not None]
+    quantizers = [(p, p._quantizer) for p in part.parameters(recurse=False) if isinstance(p, QuantizedTensor)]
 
+    @torch.no_grad()
     def put_back() -> None:
         vars(part).update(remembered)
         part.fp8_meta.clear()
         part.fp8_meta.update(meta)
         part._cached_weights = cached
+        for state in states:
+            state()
+        for p, quantizer in quantizers:
+            p._quantizer = quantizer
 
     return put_back
 

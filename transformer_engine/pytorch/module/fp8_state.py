@@ -321,11 +321,9 @@ class QuantizationState(QuantizedWeights):
                 columns, device = found.scale.numel(), self._weight_device()
                 device = torch.device("cpu") if device.type == "meta" else device
                 own = self.fp8_meta[key] = ScalingState(found.rule, columns, device, forward=forward)
-                own.take(found.rule, found.scale, found.amax_history)
             else:
-                rule = own.rule
-                own.take(found.rule, found.scale, found.amax_history)
-                own.adopt(rule)
+                own.resize(own.rule.amax_history_len)
+            own.take(found.rule, found.scale, found.amax_history)
         if self._own is not None:
             self._own.drop_views()
         self._cached_weights = {}

@@ -28,9 +28,12 @@ class ScalingState:
         self.rule = rule
         self._used: torch.Tensor | None = None
 
+    def _largest(self, rule: DelayedScaling) -> float:
+        return rule.fp8_format.value.max_fwd if self.forward else rule.fp8_format.value.max_bwd
+
     @property
     def fp8_max(self) -> float:
-        return self.rule.fp8_format.value.max_fwd if self.forward else self.rule.fp8_format.value.max_bwd
+        return self._largest(self.rule)
 
     @torch.no_grad()
     def adopt(self, rule: DelayedScaling) -> None:
@@ -43,11 +46,11 @@ class ScalingState:
 
     @torch.no_grad()
     def take(self, rule: DelayedScaling, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
-        """Holds these values from now on, in the same memory where the length is the same."""
-        self.rule = rule
-        self.resize(len(amax_history))
+        """Holds what was made under `rule`, brought to its own rule and length as by adopt, in the same memory."""
         self.scale.copy_(scale)
-        self.amax_history.copy_(amax_history)
+        if self._largest(rule) != self.fp8_max:
+            self.scale *= self.fp8_max / self._largest(rule)
+        _copy_rows(self.amax_history, amax_history)
         self.changed()
 
     @torch.no_grad()
@@ -72,10 +75,8 @@ class ScalingState:
             return
         old = self.amax_history
         with torch.inference_mode(False):
-            self.amax_history = torch.zeros(length, old.shape[1], dtype=torch.float32, device=old.device)
-        self.amax_history[0] = old[0]
-        kept = min(length, len(old)) - 1
-        self.amax_history[length - kept :] = old[len(old) - kept :]
+            self.amax_history = torch.empty(length, old.shape[1], dtype=torch.float32, device=old.device)
+        _copy_rows(self.amax_history, old)
 
     def used(self) -> torch.Tensor:
         """A copy of the scales as they are until the next update; one for all who ask in between."""
@@ -89,6 +90,17 @@ class ScalingState:
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_used": None}
+
+
+def _copy_rows(to: torch.Tensor, history: torch.Tensor) -> None:
+    """Row 0, and of the others the newest, which are the last; rows that there are too few for become 0."""
+    if len(to) == len(history):
+        to.copy_(history)
+        return
+    kept = min(len(to), len(history)) - 1
+    to[0] = history[0]
+    to[1 : len(to) - kept] = 0
+    to[len(to) - kept :] = history[len(history) - kept :]
 
 
 class Region:

@@ -1,0 +1,145 @@
+# Captures under another recipe than the modules ran under before: eager's switch of recipe where they succeed, nothing
+# where they fail. Mutants: scales put back without the formats' ratio, histories put back at their old length, and a
+# failed capture that leaves its rule in the states turn these red.
+import copy
+
+import pytest
+import torch
+from graph_cases import assert_same_step, build, linear, mlp, step, tokens
+from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, faulty_backward_dw
+from graph_fp8_cases import assert_same_states, states
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+BEFORE = DelayedScaling(amax_history_len=8)
+# What is another in the recipe of the capture.
+SWITCHES = {
+    "shorter history": DelayedScaling(amax_history_len=2),
+    "longer history": DelayedScaling(amax_history_len=16),
+    "format": DelayedScaling(amax_history_len=8, fp8_format=Format.E4M3),
+    "margin": DelayedScaling(amax_history_len=8, margin=3),
+    "algorithm": DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent"),
+    "all": DelayedScaling(3, Format.E4M3, 3, "most_recent"),
+}
+OTHERS = SWITCHES | {"current": Float8CurrentScaling()}
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_others():
+    FP8GlobalStateManager.reset()
+    yield
+    FP8GlobalStateManager.reset()
+
+
+def run(module, x, seed, recipe, **kwargs):
+    def call(x, **kwargs):
+        with te.autocast(enabled=True, recipe=recipe):
+            return module(x, **kwargs)
+
+    return step(module, x, seed, call=call, **kwargs)
+
+
+def assert_same_steps(device, module, eager, recipe, count=3):
+    for seed in range(count):
+        x = tokens(device, torch.bfloat16)
+        assert_same_step(run(module, x, seed, recipe), run(eager, x, seed, recipe), f"step {seed}")
+        assert_same_states(states(module), states(eager), f"step {seed}")
+
+
+def used_twins(family, device, recipe, steps=3, **options):
+    module = build(family, device, torch.bfloat16, **options)
+    eager = copy.deepcopy(module)
+    assert_same_steps(device, module, eager, recipe, steps)
+    return module, eager
+
+
+def capture(module, device, recipe, **options):
+    sample = (tokens(device, torch.bfloat16, grad=True),)
+    return te.make_graphed_callables(module, sample, enabled=True, recipe=recipe, **options)
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["to", "from"])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_capture_under_another_recipe_is_eagers_switch(device, switch, backwards):
+    recipes = (BEFORE, SWITCHES[switch])[:: -1 if backwards else 1]
+    module, eager = used_twins(mlp, device, recipes[0])
+    capture(module, device, recipes[1])
+    assert_same_steps(device, module, eager, recipes[1])
+    module.reset()
+    assert_same_steps(device, module, eager, recipes[0])
+
+
+def test_histories_of_a_length_of_their_own(device):
+    module, eager = used_twins(linear, device, BEFORE)
+    for m in (module, eager):
+        m.adjust_amax_history_length(5)
+    capture(module, device, BEFORE)
+    assert_same_steps(device, module, eager, BEFORE)
+
+
+def test_a_checkpoint_of_another_recipe_behind_a_capture(device):
+    """It is brought to the captured one, in the memory that the graph knows."""
+    other, _ = used_twins(linear, device, SWITCHES["all"])
+    module, eager = used_twins(linear, device, BEFORE)
+    capture(module, device, BEFORE)
+    for m in (module, eager):
+        m.load_state_dict(other.state_dict())
+    assert_same_steps(device, module, eager, BEFORE)
+
+
+@pytest.mark.parametrize("switch", [None, "all"], ids=["one recipe", "another"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_capture_leaves_the_recipe(device, stage, switch, monkeypatch):
+    where, count, options = STAGES[stage]
+    inner, _ = used_twins(mlp, device, BEFORE, delay_wgrad_compute=True)
+    inner.drop_backward_dw()
+    inner.zero_grad()
+    module = Faulty(inner, where, count)
+    eager = copy.deepcopy(module)
+    eager.where = None
+    before = {key: (state.rule, state.scale, state.amax_history) for key, state in scalings(inner)}
+    if where == "wgrad":
+        faulty_backward_dw(monkeypatch, count)
+    with pytest.raises(Fault):
+        capture(module, device, OTHERS[switch] if switch else BEFORE, num_warmup_iters=WARMUPS, **options())
+    monkeypatch.undo()
+    module.where = None
+    after = {key: (state.rule, state.scale, state.amax_history) for key, state in scalings(inner)}
+    assert before.keys() == after.keys()
+    for key, held in before.items():  # another graph may know this memory
+        assert all(a is b for a, b in zip(after[key], held)), key
+    for m in (module, eager):
+        m.inner.drop_backward_dw()
+    assert_same_steps(device, module, eager, BEFORE)
+
+
+@pytest.mark.parametrize("switch", OTHERS)
+def test_each_switch_that_fails(device, switch):
+    module, eager = used_twins(linear, device, BEFORE)
+
+    def fail(_):
+        raise Fault
+
+    with pytest.raises(Fault):
+        capture(module, device, OTHERS[switch], capture_time_hooks=[{"backward_hooks": {0: fail}}])
+    assert_same_steps(device, module, eager, BEFORE)
+
+
+def test_quantized_parameters_keep_their_quantizers(device):
+    with te.quantized_model_init(enabled=True, recipe=BEFORE):
+        module = linear(params_dtype=torch.bfloat16, device=device)
+    run(module, tokens(device, torch.bfloat16), 0, BEFORE)
+    before = module.weight._quantizer
+
+    def fail(_):
+        raise Fault
+
+    with pytest.raises(Fault):
+        capture(module, device, SWITCHES["all"], capture_time_hooks=[{"forward_hooks": {0: fail}}])
+    assert module.weight._quantizer is before
+
+
+def scalings(module):
+    return [(key, module.fp8_meta[key]) for key in ("scaling_fwd", "scaling_bwd")]
