@@ -8,6 +8,7 @@ import torch
 from graph_cases import assert_same_step, build, linear, mlp, step, tokens
 from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, faulty_backward_dw
 from graph_fp8_cases import assert_same_states, states
+from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
@@ -143,3 +144,84 @@ def test_quantized_parameters_keep_their_quantizers(device):
 
 def scalings(module):
     return [(key, module.fp8_meta[key]) for key in ("scaling_fwd", "scaling_bwd")]
+
+
+# ---- the autocast around a replay ----
+
+FP8 = {"delayed": BEFORE, "current": Float8CurrentScaling()}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("name", FP8)
+def test_another_recipe_around_a_replay_is_refused(device, name, grad):
+    module, eager = used_twins(linear, device, FP8[name])
+    capture(module, device, FP8[name])
+    others = [recipe for recipe in (*OTHERS.values(), None) if recipe != FP8[name]]
+    for other in others:
+        before = states(module)
+        with te.autocast(enabled=True, recipe=other), torch.set_grad_enabled(grad):
+            with refused(RuntimeError, "Linear", "another recipe", repr(FP8[name]), "capture again"):
+                module(tokens(device, torch.bfloat16, grad=True))
+        assert_same_states(states(module), before)
+    assert_same_steps(device, module, eager, FP8[name])
+    assert_same_steps(device, module, eager, copy.copy(FP8[name]))  # equal is the same
+
+
+def test_a_recipe_that_was_changed_in_place_is_another(device):
+    own = copy.copy(BEFORE)
+    module, _ = used_twins(linear, device, own)
+    capture(module, device, own)
+    own.margin = 2
+    with te.autocast(enabled=True, recipe=own), refused(RuntimeError, "Linear", "margin=2", "capture again"):
+        module(tokens(device, torch.bfloat16, grad=True))
+
+
+def test_the_default_recipe(device):
+    module, eager = used_twins(linear, device, None)
+    capture(module, device, None)
+    assert_same_steps(device, module, eager, None)
+    assert_same_steps(device, module, eager, DelayedScaling())
+
+
+def test_high_precision_that_was_captured_ignores_the_autocast(device):
+    module = build(linear, device, torch.bfloat16)
+    eager = copy.deepcopy(module)
+    te.make_graphed_callables(module, (tokens(device, torch.bfloat16, grad=True),))
+    x = tokens(device, torch.bfloat16)
+    for recipe in FP8.values():
+        assert_same_step(run(module, x, 1, recipe), step(eager, x, 1))
+        module.zero_grad(), eager.zero_grad()
+
+
+def test_what_was_captured_is_what_runs_where_none_is_around(device):
+    """No autocast, or one with enabled=False, does not switch the graph."""
+    module = build(linear, device, torch.bfloat16)
+    eager = copy.deepcopy(module)
+    capture(module, device, FP8["current"])
+    x = tokens(device, torch.bfloat16)
+    want = run(eager, x, 1, FP8["current"])
+    assert_same_step(step(module, x, 1), want)
+    module.zero_grad()
+    with te.autocast(enabled=False):
+        assert_same_step(step(module, x, 1), want)
+
+
+def test_a_recipe_inside_of_what_is_captured(device):
+    """An autocast of the callable's own: the one around a replay is nothing to it."""
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build(linear, device, torch.bfloat16)
+
+        def forward(self, x):
+            with te.autocast(enabled=True, recipe=FP8["current"]):
+                return self.inner(x)
+
+    module = Own()
+    eager = copy.deepcopy(module)
+    capture(module, device, BEFORE)
+    x = tokens(device, torch.bfloat16)
+    for recipe in OTHERS.values():
+        assert_same_step(run(module, x, 1, recipe), run(eager, x, 1, recipe))
+        module.zero_grad(), eager.zero_grad()

@@ -12,6 +12,7 @@ from transformer_engine.pytorch.capturing import is_graph_capturing
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of
 from transformer_engine.pytorch.graph.describe import OP, shown
+from transformer_engine.pytorch.graph.installed import installed
 from transformer_engine.pytorch.graph.order import pipeline_schedule, plain_schedule
 from transformer_engine.pytorch.graph.quantized import Quantization, WeightFlag, our_modules
 from transformer_engine.pytorch.graph.replay import Graphed
@@ -338,31 +339,11 @@ def make_graphed_callables(
         delays=delays,
     )
     graphed = Capture(plan, list(get_all_rng_states().values())).run()
-    for one_graphed in graphed:
+    for i, one_graphed in enumerate(graphed):
         one_graphed.on_mismatch = on_mismatch
         one_graphed.flag = flag
+        one_graphed.plan = quantizations[owner[i]].plan
     if _order is not None:
         return tuple(graphed)
-    replaced = tuple(_installed(module, g) for module, g in zip(modules, graphed))
+    replaced = tuple(installed(module, g) for module, g in zip(modules, graphed))
     return replaced[0] if single else replaced
-
-
-def _installed(module: object, graphed: Graphed) -> object:
-    """The module with its forward replaced; of a function, the captured callable itself."""
-    if not isinstance(module, torch.nn.Module):
-        return graphed
-    names = ("forward", "backward_dw", "need_backward_dw", "drop_backward_dw", "reset")
-    before = {name: vars(module)[name] for name in names if name in vars(module)}
-
-    def restore() -> None:
-        for name in names:
-            if name in before:
-                setattr(module, name, before[name])
-            else:
-                delattr(module, name)
-
-    graphed.on_reset = restore
-    module.forward = graphed
-    for name in names[1:]:
-        setattr(module, name, getattr(graphed, name))
-    return module

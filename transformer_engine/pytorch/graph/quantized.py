@@ -15,6 +15,7 @@ from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
+from transformer_engine.pytorch.quantization.products import Plan
 from transformer_engine.pytorch.quantization.state import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -160,6 +161,7 @@ class Quantization:
     def __init__(self, arguments: tuple, flag: WeightFlag | None) -> None:
         self.arguments, self.flag = arguments, flag
         self.used = any(arguments[:2])  # enabled, calibrating
+        self.plan: Plan | None = None  # of the recipe, where a module was quantized by it
         autocast(*self.arguments, _graph=True)  # what is wrong with a recipe is said here
 
     @contextmanager
@@ -174,6 +176,7 @@ class Quantization:
         try:
             with autocast(*self.arguments, _graph=True):
                 yield
+                self.plan = STATE.plan if STATE.enabled else None
         finally:
             STATE.skip_weight_update = before
             for part in parts:

@@ -1,21 +1,24 @@
 """A captured callable: checks its arguments, copies them into the static tensors, replays. Nothing is captured here."""
 
-import inspect
-import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch import capturing
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.flight import Flight
 from transformer_engine.pytorch.graph.quantized import Scales, WeightFlag
+from transformer_engine.pytorch.graph.refusals import Refusals
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.graph.state import main_grad_of
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad
+from transformer_engine.pytorch.quantization.products import Plan
+from transformer_engine.pytorch.quantization.state import STATE
 
 
 class Fused(NamedTuple):
@@ -54,7 +57,7 @@ class _Replay(torch.autograd.Function):
 _replay = super(torch.autograd.Function, _Replay).apply
 
 
-class Graphed:
+class Graphed(Refusals):
     """Call it as the callable that it was captured from, with tensors of the same form.
 
     Three more keywords: is_first_microbatch, as the modules have it; cuda_graph_stream, where to replay (forward and
@@ -79,7 +82,9 @@ class Graphed:
         self.ran_eager = False  # the latest call did: what it left is the module's own
         self.flag: WeightFlag | None = None  # each call says whether quantized weights are made anew
         self.scales: Scales | None = None
+        self.plan: Plan | None = None  # of the recipe that its modules were captured with
         self.gone = False
+        self.unfit: str | None = None  # why it cannot be called any more
         self.turn = 0  # of forward replays: a backward belongs to the latest one
         self.backward_turn = 0
         self.flight: Flight | None = None  # where other graphs have the same pool
@@ -127,8 +132,10 @@ class Graphed:
     def __call__(
         self, *args, is_first_microbatch=None, cuda_graph_stream=None, cuda_graph_event=None, **kwargs
     ) -> object:
-        if self.gone:
-            raise RuntimeError(f"{self.label}: called after reset(), which dropped its graphs; capture again.")
+        if self.unfit is not None:
+            raise RuntimeError(f"{self.label}: {self.unfit}")
+        if capturing._capturing:
+            self._refuse_capturing()
         if self.module is not None and self.module.training is not self.training:
             return self._other_mode(args, kwargs, is_first_microbatch)
         if self.flag is not None and is_first_microbatch is None:
@@ -142,6 +149,8 @@ class Graphed:
             raise ValueError(
                 f"{self.label}: argument 'is_first_microbatch' is {shown(is_first_microbatch)}, wanted True or False."
             )
+        if self.plan is not None and STATE.enabled:
+            self._check_recipe()
         given = self.signature.match(args, kwargs)
         if self.wgrad_due is not None:
             raise RuntimeError(
@@ -178,67 +187,7 @@ class Graphed:
         tensors = iter(outputs)
         return self.form.unflatten(next(tensors) if t else leaf for t, leaf in zip(self.is_tensor, self.result))
 
-    def _other_mode(self, args: tuple, kwargs: dict, is_first_microbatch: bool | None) -> object:
-        modes = {True: "train", False: "eval"}
-        if self.on_mismatch == "raise":
-            raise RuntimeError(
-                f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode; "
-                f"call .{modes[self.training]}() first, or capture with on_mismatch='eager' to run without the graph."
-            )
-        self.mismatches += 1
-        warnings.warn(
-            f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode: runs "
-            f"without the graph, {self.mismatches} times so far.",
-            stacklevel=3,
-        )
-        if is_first_microbatch is not None and "is_first_microbatch" in inspect.signature(self.eager).parameters:
-            kwargs = {**kwargs, "is_first_microbatch": is_first_microbatch}
-        self.ran_eager = True
-        return self.eager(*args, **kwargs)
-
-    def _check_stream(self, stream: object | None, event: object | None) -> None:
-        if stream is not None and not self.backend.is_stream(stream):
-            raise ValueError(
-                f"{self.label}: argument 'cuda_graph_stream' is {shown(stream)}, wanted a torch.cuda.Stream of the "
-                "device that it was captured on."
-            )
-        if event is None:
-            return
-        if not self.backend.is_event(event):
-            raise ValueError(
-                f"{self.label}: argument 'cuda_graph_event' is {shown(event)}, wanted the torch.cuda.Event(external="
-                "True) that the captured region records."
-            )
-        if stream is None or stream == self.backend.current_stream():
-            raise ValueError(
-                f"{self.label}: argument 'cuda_graph_event' was given without a stream of the graph's own, where it "
-                "would wait for nothing; pass that stream as 'cuda_graph_stream', or leave the event out."
-            )
-
-    def _check_frozen(self) -> None:
-        thawed = [list(p.shape) for p in self.frozen if p.requires_grad]
-        if thawed:
-            raise RuntimeError(
-                f"{self.label}: parameters of shapes {thawed} want a gradient now, which they did not when it was "
-                "captured, and its backward has none for them; freeze them again, or capture again."
-            )
-
-    def _check_nothing_wanted(self) -> None:
-        """Where no backward was captured, and the call would record one in eager."""
-        self._check_frozen()
-        if not self.without_grad:
-            return
-        wanted = [self.signature.names[self.signature.slots[i]] for i in self.wanted]
-        wanted += [f"a parameter of shape {list(p.shape)}" for p in self.parameters if p.requires_grad]
-        if wanted:
-            raise RuntimeError(
-                f"{self.label}: captured under torch.no_grad(), so without a backward; called with gradients, which "
-                f"{wanted[0]} wants. Call it under torch.no_grad(), or capture it with gradients."
-            )
-
     def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
-        if self.flag is not None:
-            self.flag.set(microbatch)
         if stream is None:  # fill and replay, written out: every call of Python's costs
             low, high = self.near
             moves, meets = [], False
@@ -251,11 +200,13 @@ class Graphed:
             for static, tensor in apart(moves) if meets else moves:
                 static.copy_(tensor)
             self.all_moved = len(moves) == len(given)
+            if self.flag is not None:
+                self.flag.set(microbatch)
             self.replay_forward()
         else:
             self.all_moved = False  # or not: it is looked at again
             to_fill = self.inputs, self.addresses, self.near, given
-            self._launch(self.forward_graph, to_fill, stream, None if self.written else event)
+            self._launch(self.forward_graph, to_fill, stream, None if self.written else event, microbatch)
         for i in self.written:  # as eager does
             if given[i].data_ptr() != self.addresses[i]:
                 given[i].copy_(self.inputs[i])
@@ -269,27 +220,21 @@ class Graphed:
         found = [(~i, version_of(self.inputs[i])) for i in held]
         return found + [(i, version_of(self.outputs[i])) for i in self.guarded_results]
 
-    def _check_versions(self, versions: list[tuple[int, int]]) -> None:
-        for i, version in versions:
-            if version_of(self.outputs[i] if i >= 0 else self.inputs[~i]) != version:
-                name = f"result {i}" if i >= 0 else self.signature.names[self.signature.slots[~i]]
-                raise RuntimeError(
-                    f"{self.label}: {name} was written to in place between the call and its backward, which reads it, "
-                    "or does not know of the write (it shares memory with an argument, a parameter or another result); "
-                    "write to a copy."
-                )
-
-    def _launch(self, graph, to_fill, stream, event) -> None:
-        """Fills what is to be filled, then replays; on a stream of its own, the current one waits behind it."""
-        if stream is None or stream == self.backend.current_stream():
-            fill(*to_fill)
-            graph.replay()
-            return
+    def _launch(self, graph, to_fill, stream, event, microbatch=None) -> None:
+        """Fills what is to be filled, then replays; on a stream of its own, the current one waits behind it.
+        microbatch: of a forward, for the flag of its weights."""
         current = self.backend.current_stream()
-        stream.wait_stream(current)
-        with self.backend.on(stream):  # the copies too: the tail of the last replay may still read what they write
+        beside = stream is not None and stream != current
+        if beside:
+            stream.wait_stream(current)
+        # The copies and the flag too: the tail of the last replay may still read what they write.
+        with self.backend.on(stream) if beside else nullcontext():
             fill(*to_fill)
+            if self.flag is not None and microbatch is not None:
+                self.flag.set(microbatch)
             graph.replay()
+        if not beside:
+            return
         if event is None:
             current.wait_stream(stream)
         else:
@@ -306,12 +251,7 @@ class Graphed:
         if self.gone:
             raise RuntimeError(f"{self.label}: backward after reset(), which dropped its graphs; capture again.")
         if ctx.turn != self.turn or (self.backward_turn == self.turn and not self.keeps):
-            raise RuntimeError(
-                f"{self.label}: backward of a call whose tensors are gone: "
-                + ("another call came behind it" if ctx.turn != self.turn else "it ran already")
-                + ". Run it between this call and the next, once; '_order' captures a pass for each microbatch, "
-                "retain_graph_in_backward=True one that runs again."
-            )
+            self._refuse_turn(ctx.turn)
         if ctx.versions:
             self._check_versions(ctx.versions)
         if self.flight is not None:
@@ -353,14 +293,6 @@ class Graphed:
         if self.wgrad_graph is not None:
             self.wgrad_due = stream, microbatch
         return found
-
-    def _check_spoilt(self, what: str) -> None:
-        if self.spoilt_by is not None:
-            raise RuntimeError(
-                f"{self.label}: {what} of a call whose memory {self.spoilt_by} wrote over, which was called out of the "
-                "order of the captures. What is captured together, or into one pool, shares memory: call it in that "
-                "order ('_order', or that of 'modules'), or capture it apart."
-            )
 
     def backward_dw(self) -> None:
         """The weight gradients that the latest backward left, then the hooks of the modules that left them.
@@ -438,7 +370,7 @@ class Graphed:
         """Drops the graphs and the static tensors; a module runs without graph again. Twice is once."""
         if self.gone:
             return
-        self.gone = True
+        self.gone, self.unfit = True, "called after reset(), which dropped its graphs; capture again."
         for graph in (self.forward_graph, self.backward_graph, self.wgrad_graph):
             if graph is not None:
                 graph.reset()

@@ -1,0 +1,117 @@
+"""What a captured callable refuses, by name, before anything is copied or changed. Replays nothing."""
+
+import inspect
+import warnings
+
+from transformer_engine.pytorch.graph.buffers import version_of
+from transformer_engine.pytorch.graph.describe import shown
+from transformer_engine.pytorch.quantization.state import STATE
+
+
+class Refusals:
+    """Of replay.Graphed, whose attributes these are."""
+
+    def _refuse_capturing(self) -> None:
+        raise RuntimeError(
+            f"{self.label}: called inside another capture, or its warm-up, which a graph cannot be part of; reset() it "
+            "first and capture all of it at once."
+        )
+
+    def _check_recipe(self) -> None:
+        """The autocast around a replay is the captured one's, or none."""
+        plan = STATE.chosen_plan()
+        if plan is not self.plan and plan.recipe != self.plan.recipe:
+            raise RuntimeError(
+                f"{self.label}: called in an autocast with another recipe ({plan.recipe}) than it was captured with "
+                f"({self.plan.recipe}), which is part of the graph; call it in that one, or capture again."
+            )
+
+    def _refuse_turn(self, turn: int) -> None:
+        """A backward of a call whose static tensors hold another one, or nothing."""
+        if turn == self.turn:
+            raise RuntimeError(
+                f"{self.label}: backward of a call whose tensors are gone: it ran already. Run it once; "
+                "retain_graph_in_backward=True captures one that runs again."
+            )
+        raise RuntimeError(
+            f"{self.label}: backward of a call whose tensors are gone: another call came behind it. Run it between "
+            "this call and the next; '_order' captures a pass for each microbatch. The recomputation of "
+            "torch.utils.checkpoint(use_reentrant=False) is such a call: use te.checkpoint or use_reentrant=True, or "
+            "capture the checkpoint with what is in it."
+        )
+
+    def _other_mode(self, args: tuple, kwargs: dict, is_first_microbatch: bool | None) -> object:
+        modes = {True: "train", False: "eval"}
+        if self.on_mismatch == "raise":
+            raise RuntimeError(
+                f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode; "
+                f"call .{modes[self.training]}() first, or capture with on_mismatch='eager' to run without the graph."
+            )
+        self.mismatches += 1
+        warnings.warn(
+            f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode: runs "
+            f"without the graph, {self.mismatches} times so far.",
+            stacklevel=3,
+        )
+        if is_first_microbatch is not None and "is_first_microbatch" in inspect.signature(self.eager).parameters:
+            kwargs = {**kwargs, "is_first_microbatch": is_first_microbatch}
+        self.ran_eager = True
+        return self.eager(*args, **kwargs)
+
+    def _check_stream(self, stream: object | None, event: object | None) -> None:
+        if stream is not None and not self.backend.is_stream(stream):
+            raise ValueError(
+                f"{self.label}: argument 'cuda_graph_stream' is {shown(stream)}, wanted a torch.cuda.Stream of the "
+                "device that it was captured on."
+            )
+        if event is None:
+            return
+        if not self.backend.is_event(event):
+            raise ValueError(
+                f"{self.label}: argument 'cuda_graph_event' is {shown(event)}, wanted the torch.cuda.Event(external="
+                "True) that the captured region records."
+            )
+        if stream is None or stream == self.backend.current_stream():
+            raise ValueError(
+                f"{self.label}: argument 'cuda_graph_event' was given without a stream of the graph's own, where it "
+                "would wait for nothing; pass that stream as 'cuda_graph_stream', or leave the event out."
+            )
+
+    def _check_frozen(self) -> None:
+        thawed = [list(p.shape) for p in self.frozen if p.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{self.label}: parameters of shapes {thawed} want a gradient now, which they did not when it was "
+                "captured, and its backward has none for them; freeze them again, or capture again."
+            )
+
+    def _check_nothing_wanted(self) -> None:
+        """Where no backward was captured, and the call would record one in eager."""
+        self._check_frozen()
+        if not self.without_grad:
+            return
+        wanted = [self.signature.names[self.signature.slots[i]] for i in self.wanted]
+        wanted += [f"a parameter of shape {list(p.shape)}" for p in self.parameters if p.requires_grad]
+        if wanted:
+            raise RuntimeError(
+                f"{self.label}: captured under torch.no_grad(), so without a backward; called with gradients, which "
+                f"{wanted[0]} wants. Call it under torch.no_grad(), or capture it with gradients."
+            )
+
+    def _check_versions(self, versions: list[tuple[int, int]]) -> None:
+        for i, version in versions:
+            if version_of(self.outputs[i] if i >= 0 else self.inputs[~i]) != version:
+                name = f"result {i}" if i >= 0 else self.signature.names[self.signature.slots[~i]]
+                raise RuntimeError(
+                    f"{self.label}: {name} was written to in place between the call and its backward, which reads it, "
+                    "or does not know of the write (it shares memory with an argument, a parameter or another result); "
+                    "write to a copy."
+                )
+
+    def _check_spoilt(self, what: str) -> None:
+        if self.spoilt_by is not None:
+            raise RuntimeError(
+                f"{self.label}: {what} of a call whose memory {self.spoilt_by} wrote over, which was called out of the "
+                "order of the captures. What is captured together, or into one pool, shares memory: call it in that "
+                "order ('_order', or that of 'modules'), or capture it apart."
+            )
