@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten
 
 from transformer_engine.pytorch.capturing import as_captured
 from transformer_engine.pytorch.graph.buffers import version_of
+from transformer_engine.pytorch.graph.describe import OP, form_of
 from transformer_engine.pytorch.graph.quantized import Quantization, our_modules
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -38,6 +39,19 @@ def _emptied(store: WeightGradStore) -> list[Pending]:
     while store.oldest() is not None:
         left.append(store.pop())
     return left
+
+
+@contextmanager
+def _without_hooks(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Hooks of Tensor.register_hook() are called where a gradient leaves the replay's node, not inside too."""
+    hooked = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in hooked:
+            hooks.update(before)
 
 
 def _put_back(others: list[tuple[WeightGradStore, list[Pending]]]) -> None:
@@ -118,18 +132,31 @@ class Work:
         surface = [self.inputs[i] for i in self.wanted] + self.parameters
         others = [(store, _emptied(store)) for store in self.stores]
         try:
-            with self._as_captured():
+            with self._as_captured(), _without_hooks(self.parameters):
                 grads = torch.autograd.grad(
                     self.live, surface, self.grad_outputs, retain_graph=self.retain, allow_unused=True
                 )
             self.pending = [(store, left) for store in self.stores for left in _emptied(store)]
         finally:
             _put_back(others)
+        self._check_layouts(grads)
         if not self.retain:
             self.live = []
         mine = {id(store) for store, _ in self.pending}
         self.delaying = [part for part in self.parts if any(id(s) in mine for s in part._wgrad_stores.values())]
         return list(grads)
+
+    def _check_layouts(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        for i, grad in enumerate(grads):
+            if grad is not None and (grad.layout is not torch.strided or grad.is_nested):
+                if i < len(self.wanted):
+                    name = self.signature.names[self.signature.slots[self.wanted[i]]]
+                else:
+                    name = f"a parameter of shape {list(self.parameters[i - len(self.wanted)].shape)}"
+                raise ValueError(
+                    f"{OP}: the gradient of {name} of {self.signature.label} is {form_of(grad)}, and a graph writes to "
+                    "memory that stays, which such a tensor has not; make it dense (sparse=False of an embedding)."
+                )
 
     def wgrad(self) -> list[torch.Tensor | None]:
         """What backward_dw() adds to each parameter's .grad; main_grads are added to here."""
