@@ -2,6 +2,9 @@
 # written in place, by a captured function or by its caller. Mutants: copying the arguments in one by one, or giving no
 # argument back what the function wrote to it, turn these red.
 
+import copy
+import gc
+
 import pytest
 import torch
 from graph_cases import FAMILIES, HIDDEN, assert_same_step, capture, left_by, tokens, twins
@@ -317,3 +320,69 @@ def test_torch_func_inside(device):
     )
     x = torch.randn(3, 4, device=device)
     assert_same_bits(graphed(x), x * 2)
+
+
+# ---- samples in memory that is somebody's ----
+
+
+def test_a_sample_of_two_captures(device):
+    """Each has static inputs of its own: between the first one's call and its backward the second one is called."""
+    shared = torch.randn(4, 8, device=device)
+    functions = [torch.nn.Linear(8, 8, device=device) for _ in range(3)]
+    twins_of = [copy.deepcopy(f) for f in functions]
+    samples = [(shared,), (shared,), (shared[1:3],)]
+    graphed = [te.make_graphed_callables(f, s) for f, s in zip(functions, samples)]
+    given = [torch.randn(4, 8, device=device), torch.randn(4, 8, device=device), torch.randn(2, 8, device=device)]
+    results = [g(x) for g, x in zip(graphed, given)]
+    for result, function, twin, x in reversed(list(zip(results, functions, twins_of, given))):
+        result.sum().backward()
+        twin(x).sum().backward()
+        assert_same_bits(function.weight.grad, twin.weight.grad)
+
+
+def test_a_sample_is_free_again(device):
+    """Behind a reset, or when what was captured is gone, it is the static input itself as ever."""
+    x = torch.randn(4, 8, device=device)
+    graphed = te.make_graphed_callables(lambda x: x * 2, (x,))
+    assert graphed.inputs[0].data_ptr() == x.data_ptr()
+    second = te.make_graphed_callables(lambda x: x * 2, (x,))
+    assert second.inputs[0].data_ptr() != x.data_ptr()
+    graphed.reset()
+    third = te.make_graphed_callables(lambda x: x * 2, (x,))
+    assert third.inputs[0].data_ptr() == x.data_ptr()
+    del graphed, third
+    gc.collect()
+    fourth = te.make_graphed_callables(lambda x: x * 2, (x,))
+    assert fourth.inputs[0].data_ptr() == x.data_ptr()
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 8, device=device))
+        self.register_buffer("factor", torch.randn(4, 8, device=device))
+
+    def forward(self, x, factor):
+        return x * self.weight + factor * self.factor
+
+
+@pytest.mark.parametrize("name", ["weight", "factor"])
+def test_a_sample_in_the_memory_of_the_module(device, name):
+    module = Scaled(device)
+    twin = copy.deepcopy(module)
+    te.make_graphed_callables(module, (torch.randn(4, 8, device=device), getattr(module, name).detach()))
+    for _ in range(2):
+        given = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
+        assert_same_bits(module(*given), twin(*given))
+        assert_same_bits(getattr(module, name), getattr(twin, name))
+
+
+def test_the_copy_of_a_sample_has_its_strides(device):
+    """view() in what is captured depends on them."""
+    base = torch.randn(6, 10, device=device)
+    kept = te.make_graphed_callables(lambda x: x * 2, (base[:, :8],))
+    graphed = te.make_graphed_callables(lambda x: x.as_strided((4, 8), (10, 1)) + 1, (base[:4, :8],))
+    assert graphed.inputs[0].data_ptr() != kept.inputs[0].data_ptr()
+    assert graphed.inputs[0].stride() == (10, 1)
+    given = torch.randn(4, 10, device=device)[:, :8]
+    assert_same_bits(graphed(given), given + 1)

@@ -1,6 +1,7 @@
 """Warm-up and captures of a set of callables in the order of a schedule. Either all of it succeeds, or nothing of it
 stays: modules, random states and memory are as before."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,19 +10,22 @@ import torch
 
 from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
-from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, version_of
-from transformer_engine.pytorch.graph.checks import check_leaves, check_result, note_guarded, noting_saved
+from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood
+from transformer_engine.pytorch.graph.checks import buffers_stay, check_leaves, check_result, note_guarded, noting_saved
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
-from transformer_engine.pytorch.graph.describe import OP, shown
+from transformer_engine.pytorch.graph.describe import OP, PLAIN, shown
 from transformer_engine.pytorch.graph.flight import flight_of
 from transformer_engine.pytorch.graph.order import Schedule, Step
 from transformer_engine.pytorch.graph.quantized import Quantization, Scales
 from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
 from transformer_engine.pytorch.graph.replay import Fused, Graphed
 from transformer_engine.pytorch.graph.signature import Signature
-from transformer_engine.pytorch.graph.state import Untouched, fused_weights, main_grad_of, own_fused
+from transformer_engine.pytorch.graph.state import Untouched, fused_weights, main_grad_of, own_fused, values_kept
 from transformer_engine.pytorch.graph.work import Ambient, Work
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+# Whose static inputs nobody else may have; reset() empties them.
+_live: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
 
 Hooks = Mapping[str, Mapping[object, Callable[[object], None]]]
 
@@ -66,6 +70,7 @@ class Capture:
         self.flight = flight_of(plan.pool)
         self.works: list[Work] = []
         self.ran: set[Work] = set()
+        self.modules_ran: set[int] = set()
         self.graphed: list[Graphed] = []
         self.last_grad_inputs: tuple[Graphed, ...] = ()
 
@@ -101,15 +106,17 @@ class Capture:
                 work.forget()
             self.buffers = Buffers()
             raise
+        _live.update(self.graphed)
         return self.graphed
 
     # ---- static inputs ----
 
     def _static_inputs(self) -> list[list[torch.Tensor]]:
-        """One list for each sample: its own tensors, or with `reuse` those of samples that are done by then. A tensor
-        that two samples share is copied: the second would overwrite what the first one's backward needs."""
+        """One list for each sample: its own tensors, or with `reuse` those of samples that are done by then. One in
+        memory that another sample has, of this capture or of an earlier one, is copied: the second would overwrite what
+        the first one's backward needs. So is one in the memory of a parameter or a buffer."""
         samples = [signature.tensors() for signature in self.plan.signatures]
-        taken: set[int] = set()
+        taken = self._memory_of_others()
         if not self.plan.reuse:
             return [[self._own(t, taken) for t in tensors] for tensors in samples]
         buffers, inputs = Buffers(), [[] for _ in samples]
@@ -123,10 +130,23 @@ class Capture:
                     buffers.give(t)
         return inputs
 
+    def _memory_of_others(self) -> set[int]:
+        """Where what a call must not write to begins: other static inputs, parameters and buffers."""
+        modules = [m for m in self.plan.modules if isinstance(m, torch.nn.Module)]
+        others = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        others += [t for graphed in _live for t in graphed.inputs]
+        return {
+            t.untyped_storage().data_ptr()
+            for t in others
+            if type(t) in PLAIN and t.layout is torch.strided and not t.is_nested and t.numel()
+        }
+
     @staticmethod
     def _own(t: torch.Tensor, taken: set[int]) -> torch.Tensor:
         address = t.untyped_storage().data_ptr()
-        own = t.detach().clone() if t.numel() and address in taken else t.detach()
+        own = t.detach()
+        if t.numel() and address in taken:
+            own = Buffers().take(t).copy_(own)
         taken.add(own.untyped_storage().data_ptr())
         return own.requires_grad_(t.requires_grad)
 
@@ -166,7 +186,7 @@ class Capture:
     def _warm_forward(self, step: Step, iteration: int) -> None:
         self._hooks(step, "forward_pre_hooks")
         work = self.works[step.sample]
-        with self._inputs_kept(step):
+        with self._values_kept(step):
             if iteration == 0:
                 self._noted_forward(work)
             else:
@@ -187,16 +207,21 @@ class Capture:
             note_guarded(work, results, saved)
 
     @contextmanager
-    def _inputs_kept(self, step: Step) -> Iterator[None]:
-        """Around a pass's first forward: inputs that it writes to get their values back when all is captured."""
+    def _values_kept(self, step: Step) -> Iterator[None]:
+        """Around a pass's first forward: inputs that it writes to, and a module's first pass parameters, get their
+        values back when all is captured."""
         work = self.works[step.sample]
         if work in self.ran:
             yield
             return
+        tensors = list(work.inputs)
+        if step.module not in self.modules_ran:
+            tensors += [p for p in (*work.parameters, *work.frozen) if type(p) in PLAIN]
         self.ran.add(work)
-        before = [(t, version_of(t), t.detach().clone()) for t in work.inputs]
+        self.modules_ran.add(step.module)
         try:
-            yield
+            with values_kept(tensors, self.untouched.undo):
+                yield
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise ValueError(
@@ -204,10 +229,6 @@ class Capture:
                     "wants a gradient; let it write to a copy, or pass the argument with requires_grad=False."
                 ) from error
             raise
-        finally:
-            written = [(t, values) for t, version, values in before if version is None or version_of(t) != version]
-            for t, values in written:
-                self.untouched.undo.callback(t.copy_, values)
 
     def _check_forward(self, step: Step) -> None:
         work, name = self.works[step.sample], self._name(step)
@@ -261,7 +282,7 @@ class Capture:
     def _capture_forward(self, step: Step) -> None:
         work, graphed = self.works[step.sample], self.graphed[step.sample]
         self._hooks(step, "forward_pre_hooks")
-        with self._inputs_kept(step):
+        with self._values_kept(step), buffers_stay(self._name(step), self.plan.modules[step.module]):
             graphed.forward_graph, graphed.outputs = self._capture(step, work.forward)
         if not graphed.outputs:
             raise ValueError(

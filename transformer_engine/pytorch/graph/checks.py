@@ -58,6 +58,26 @@ def check_result(name: str, work: Work) -> None:
 
 
 @contextmanager
+def buffers_stay(name: str, module: object) -> Iterator[None]:
+    """Around the forward that is captured: a graph reads and writes the buffers that it found."""
+
+    def found() -> dict[str, torch.Tensor]:
+        return dict(module.named_buffers(remove_duplicate=False)) if isinstance(module, torch.nn.Module) else {}
+
+    before = found()
+    yield
+    after = found()
+    replaced = [key for key in (before | after) if before.get(key) is not after.get(key)]
+    if replaced:
+        last = replaced[0].rpartition(".")[2]
+        raise ValueError(
+            f"{OP}: the forward of {name} replaces its buffers {replaced} by other tensors, and a graph goes on with "
+            f"those that it was captured with; write to them in place (self.{last}.copy_(...) or self.{last}.add_(1) "
+            f"in place of self.{last} = ...)."
+        )
+
+
+@contextmanager
 def noting_saved() -> Iterator[set[int]]:
     """The memory (where it begins) of all that a forward inside saves for its backward, there when it is left."""
     kept, found = [], set()

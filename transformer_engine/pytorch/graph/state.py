@@ -1,8 +1,8 @@
 """What a capture must leave as it found it: random states, buffers, gradients, and the flag that says that a capture is
 under way, and quantization state. Everything is put back whether it succeeded or not."""
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 
@@ -10,6 +10,7 @@ import torch
 
 from transformer_engine.pytorch.capturing import set_capture_end, set_capture_start
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
+from transformer_engine.pytorch.graph.buffers import version_of
 from transformer_engine.pytorch.graph.describe import PLAIN
 from transformer_engine.pytorch.graph.quantized import noted, our_modules, restore_fp8_tensors, save_fp8_tensors
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -31,22 +32,49 @@ def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor | None:
     return weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
 
 
-def restorer(t: torch.Tensor) -> Callable[[], object]:
-    """Puts t's values back; memory for a copy is taken only where there is something to keep."""
-    plain = type(t) in PLAIN and t.layout is torch.strided and not (t.is_nested or t.is_conj() or t.is_neg())
-    if plain:  # of elements that an expansion shows many times, one: torch writes to no such tensor
-        t = t.detach()[tuple(slice(0, 1) if step == 0 else slice(None) for step in t.stride())]
-    if plain and (t.numel() == 0 or (t.is_contiguous() and not t.view(-1).view(torch.uint8).any())):
-        return partial(_put_back, t, None)
-    return partial(_put_back, t, t.detach().clone())
+class Kept:
+    """A tensor's values, to be put back; memory for a copy is taken only where there is something to keep."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        plain = type(t) in PLAIN and t.layout is torch.strided and not (t.is_nested or t.is_conj() or t.is_neg())
+        t, self.version = t.detach(), version_of(t)
+        if plain:  # of elements that an expansion shows many times, one: torch writes to no such tensor
+            t = t[tuple(slice(0, 1) if step == 0 else slice(None) for step in t.stride())]
+        self.tensor, self.plain = t, plain
+        self.values = None if plain and not _bits(t).any() else t.clone()
+
+    def changed(self) -> bool:
+        """Also where torch did not count a write, one by .data."""
+        if self.version is None or version_of(self.tensor) != self.version:
+            return True
+        if not self.plain:
+            return False
+        bits = _bits(self.tensor)
+        return bool(bits.any()) if self.values is None else not torch.equal(bits, _bits(self.values))
+
+    def put_back(self) -> None:
+        inference = self.tensor.is_inference() or torch.is_inference_mode_enabled()  # written to there alone
+        with torch.inference_mode(inference):
+            if self.values is None:
+                self.tensor.zero_()
+            else:
+                self.tensor.copy_(self.values)
 
 
-def _put_back(t: torch.Tensor, values: torch.Tensor | None) -> None:
-    with torch.inference_mode(t.is_inference() or torch.is_inference_mode_enabled()):  # it is written to there alone
-        if values is None:
-            t.zero_()
-        else:
-            t.detach().copy_(values)
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(-1).view(torch.uint8)
+
+
+@contextmanager
+def values_kept(tensors: Iterable[torch.Tensor], undo: ExitStack) -> Iterator[None]:
+    """`undo` gets back what is written to inside; of the others no copy stays."""
+    before = [Kept(t) for t in tensors]
+    try:
+        yield
+    finally:
+        for kept in before:
+            if kept.changed():
+                undo.callback(kept.put_back)
 
 
 class Untouched:
@@ -88,12 +116,14 @@ class Untouched:
         for p in parameters:
             undo(setattr, p, "grad", p.grad)
             p.grad = None
+        for part in (part for module in self.modules for part in module.modules()):
+            undo(self._where_failed, partial(_entries_back, part._buffers, dict(part._buffers)))
         for buffer in {id(b): b for m in self.modules for b in m.buffers()}.values():
-            undo(restorer(buffer))
+            undo(Kept(buffer).put_back)
         for weight in {id(w): w for m in self.modules for w in fused_weights(m)}.values():
             main_grad = main_grad_of(weight)
             if isinstance(main_grad, torch.Tensor):  # else the module itself says what is missing
-                undo(restorer(main_grad))
+                undo(Kept(main_grad).put_back)
             for name in ("grad_added_to_main_grad", "overwrite_main_grad"):
                 if hasattr(weight, name):
                     undo(setattr, weight, name, getattr(weight, name))
@@ -111,6 +141,11 @@ class Untouched:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.failed = error is not None
         self.undo.close()
+
+
+def _entries_back(entries: dict, before: dict) -> None:
+    entries.clear()
+    entries.update(before)
 
 
 def _join_weights(part: TransformerEngineBaseModule, kept: dict) -> None:
