@@ -1,7 +1,8 @@
 # What stays under offload is watched as well: a parameter, a view of one or a tensor subclass that is written to in
 # place after it was saved is named in the backward, as torch names it without hooks. Mutant: keeping no version (Kept
-# in cpu_offload/layer.py) turns test_what_stays_is_watched red. So is what sync_fn returns, which shares its memory
-# with what the layer kept. Mutant: handing it on as it is (_EndOfLayer in cpu_offload/context.py).
+# in cpu_offload/layer.py) turns test_what_stays_is_watched red. What sync_fn returns is the tensor that it was given,
+# so that writing to it is as without offload. Mutants: x.detach() from a node of its own, and a hook on a view's own
+# node (_end_of in cpu_offload/context.py), turn the tests at the end red.
 import pytest
 import torch
 from offload_cases import small  # noqa: F401
@@ -115,3 +116,85 @@ def test_what_sync_returns_is_written_to(write, keeps_its_result, left, device):
     y.sum().backward()
     assert_same_bits(y, whole)
     assert_same_bits(x.grad, expected)
+
+
+def itself(x):
+    return x, x
+
+
+def a_view(x):
+    return x.view(-1), x
+
+
+def its_result(x):
+    y = x * 3
+    return y, y
+
+
+def a_view_of_its_result(x):
+    y = x * 3
+    return y.view(4, -1), y
+
+
+@pytest.mark.parametrize("layer", [itself, a_view, its_result, a_view_of_its_result], ids=lambda layer: layer.__name__)
+def test_others_hold_what_sync_returns(layer, device):
+    """A skipped layer, or a list of hidden states: whoever holds the tensor sees what is written to it, and so does the
+    graph."""
+
+    def run(context, sync):
+        x = torch.ones(8, 16, device=device, requires_grad=True)
+        with context:
+            y, held = layer(x * 3)
+        y = sync(y)
+        y.mul_(2)
+        (y.view(8, 16) + held * held).sum().backward()
+        return held.detach(), x.grad
+
+    for got, wanted in zip(
+        run(*te.get_cpu_offload_context(True, 1, 2)), run(*te.get_cpu_offload_context(False)), strict=True
+    ):
+        assert_same_bits(got, wanted)
+
+
+def test_sync_returns_what_it_is_given(device):
+    context, sync = te.get_cpu_offload_context(True, 1, 2)
+    leaf = randn(8, 16, device=device, requires_grad=True)
+    with context:
+        y = leaf
+    assert sync(y) is leaf
+    with refused(RuntimeError, "leaf", "in-place"):  # torch's own, as without
+        sync(leaf).mul_(2)
+    with context:
+        y = leaf * 2
+    assert sync(y) is y
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_the_schedule_where_results_are_written_to(view, device):
+    """A residual that is added in place: the next layer is the next one, and each comes back when it is reached."""
+    n, k = 4, 2
+    context, sync = te.get_cpu_offload_context(True, k, n)
+    numbers, reached, synchronizer = [], [], context.offload_synchronizer
+    bwd_step = synchronizer.bwd_step
+    synchronizer.bwd_step = lambda number: (reached.append(int(number)), bwd_step(number))
+    x = randn(8, 16, device=device, requires_grad=True)
+
+    def run(context=None, sync=None):
+        y = x
+        for _ in range(n):
+            if context is None:
+                h = torch.sin(y) + y * y
+                h = h.view(16, 8) if view else h
+            else:
+                with context:
+                    numbers.append(int(synchronizer.number))
+                    h = torch.sin(y) + y * y
+                    h = h.view(16, 8) if view else h
+                h = sync(h)
+            h += 1
+            y = h.view(8, 16) if view else h
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert_same_bits(run(context, sync), run())
+    assert numbers == [0, 1, 2, 3] and reached == [3, 2, 1, 0]
+    assert synchronizer.pinned_usage()["slots"] == 0

@@ -99,26 +99,25 @@ class OffloadContext(Shared):
             self.offload_synchronizer.forget_step()
 
 
-class _Alive:
-    """Lives as long as the node that has it."""
+class _Reached:
+    """A hook on the node that a layer ends in: in the backward it says that the layer is reached. A node of our own
+    would be a second result in the same memory: what is written to one in place, the other's graph would not know."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "number", "synchronizer")
+
+    def __init__(self, synchronizer: Synchronizer, number: LayerNumber) -> None:
+        self.synchronizer, self.number = synchronizer, number
+
+    def __call__(self, gradients: tuple) -> None:
+        self.synchronizer.bwd_step(self.number)
+        torch.autograd.Variable._execution_engine.queue_callback(self.synchronizer.finish_part_of_bwd)
 
 
-class _EndOfLayer(torch.autograd.Function):
-    """The identity: in the backward it says that the layer is reached. Its result is no view to autograd, so that it
-    may be written to in place as the layer's own may; both count versions together."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, synchronizer: Synchronizer, number: LayerNumber, alive: _Alive) -> torch.Tensor:
-        ctx.synchronizer, ctx.number, ctx.alive = synchronizer, number, alive
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple:
-        ctx.synchronizer.bwd_step(ctx.number)
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.synchronizer.finish_part_of_bwd)
-        return gradient, None, None, None
+def _end_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose node stays in the graph: where a view is written to in place its own is replaced, and its
+    base's is not."""
+    base = tensor._base
+    return tensor if base is None or base.grad_fn is None else base
 
 
 def _sync_function(context: OffloadContext) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -131,13 +130,13 @@ def _sync_function(context: OffloadContext) -> Callable[[torch.Tensor], torch.Te
         synchronizer = context.offload_synchronizer
         if not (context._works() and synchronizer.layer_open):
             return tensor
-        if not tensor.requires_grad:
+        if tensor.grad_fn is None:  # no backward goes on from here
             synchronizer.end_layer()
             return tensor
         synchronizer.check_result(tensor)
-        alive = _Alive()
-        tensor = _EndOfLayer.apply(tensor, synchronizer, synchronizer.number, alive)
-        synchronizer.end_layer(alive, _C.offload_node_of(tensor))
+        end, reached = _end_of(tensor), _Reached(synchronizer, synchronizer.number)
+        end.grad_fn.register_prehook(reached)
+        synchronizer.end_layer(reached, _C.offload_node_of(end))
         return tensor
 
     return sync
