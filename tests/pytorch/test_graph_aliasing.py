@@ -255,10 +255,11 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_result_that_is_written_to(device, name):
+@pytest.mark.parametrize("warmups", [0, 3])
+def test_a_result_that_is_written_to(device, name, warmups):
     """Eager's gradients where the backward reads none of it; else an error, as eager's, that names the result."""
     function, which, fine = WRITES[name]
-    graphed = te.make_graphed_callables(function, (tokens(device, grad=True),))
+    graphed = te.make_graphed_callables(function, (tokens(device, grad=True),), num_warmup_iters=warmups)
     for write in (False, True):
         x = tokens(device, grad=True)
         twin = x.detach().clone().requires_grad_()
@@ -295,10 +296,11 @@ def test_a_modules_result_may_be_added_to(device, family):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["current stream", "its own"])
-def test_a_static_input_that_is_written_to_before_the_backward(device, stream):
+@pytest.mark.parametrize("warmups", [0, 3])
+def test_a_static_input_that_is_written_to_before_the_backward(device, stream, warmups):
     sample, other = tokens(device, grad=True), tokens(device)
     options = {"cuda_graph_stream": torch.cuda.Stream()} if stream and device == "cuda" else {}
-    graphed = te.make_graphed_callables(lambda x: x.square(), (sample,))
+    graphed = te.make_graphed_callables(lambda x: x.square(), (sample,), num_warmup_iters=warmups)
     for given in (sample, other.clone().requires_grad_()):
         y = graphed(given, **options)
         with torch.no_grad():
@@ -314,9 +316,12 @@ def test_a_static_input_that_is_written_to_before_the_backward(device, stream):
     assert sample.grad.eq(2).all()
 
 
-def test_torch_func_inside(device):
+@pytest.mark.parametrize("warmups", [0, 3])
+def test_torch_func_inside(device, warmups):
     graphed = te.make_graphed_callables(
-        lambda x: torch.func.vmap(torch.func.grad(lambda t: t.square().sum()))(x), (torch.ones(3, 4, device=device),)
+        lambda x: torch.func.vmap(torch.func.grad(lambda t: t.square().sum()))(x),
+        (torch.ones(3, 4, device=device),),
+        num_warmup_iters=warmups,
     )
     x = torch.randn(3, 4, device=device)
     assert_same_bits(graphed(x), x * 2)

@@ -5,13 +5,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood
-from transformer_engine.pytorch.graph.checks import buffers_stay, check_leaves, check_result, note_guarded, noting_saved
+from transformer_engine.pytorch.graph.checks import buffers_stay, check_leaves, check_result, noted_once
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
 from transformer_engine.pytorch.graph.describe import OP, PLAIN, shown
 from transformer_engine.pytorch.graph.flight import flight_of
@@ -188,23 +189,20 @@ class Capture:
         work = self.works[step.sample]
         with self._values_kept(step):
             if iteration == 0:
-                self._noted_forward(work)
+                self._noted(noted_once(work), work.forward)
             else:
                 work.forward()
         self._check_forward(step)
         self._hooks(step, "forward_hooks")
 
     @staticmethod
-    def _noted_forward(work: Work) -> None:
+    def _noted(forward: Callable[[], object], unnoted: Callable[[], object]) -> object:
         try:
-            with noting_saved() as saved:
-                results = work.forward()
+            return forward()
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            work.forward()  # torch.func inside, which takes no hooks: nothing is known of what it saves
-        else:
-            note_guarded(work, results, saved)
+            return unnoted()  # torch.func inside, which takes no hooks: nothing is known of what it saves
 
     @contextmanager
     def _values_kept(self, step: Step) -> Iterator[None]:
@@ -282,8 +280,11 @@ class Capture:
     def _capture_forward(self, step: Step) -> None:
         work, graphed = self.works[step.sample], self.graphed[step.sample]
         self._hooks(step, "forward_pre_hooks")
+        first = work not in self.ran
         with self._values_kept(step), buffers_stay(self._name(step), self.plan.modules[step.module]):
-            graphed.forward_graph, graphed.outputs = self._capture(step, work.forward)
+            plain = partial(self._capture, step, work.forward)
+            noted = partial(self._capture, step, noted_once(work)) if first else plain
+            graphed.forward_graph, graphed.outputs = self._noted(noted, plain)
         if not graphed.outputs:
             raise ValueError(
                 f"{OP}: the result of {self._name(step)} has no tensor (got {shown(work.result)}), wanted one at "

@@ -2,7 +2,7 @@
 there. Changes nothing, and checks no call."""
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -78,7 +78,7 @@ def buffers_stay(name: str, module: object) -> Iterator[None]:
 
 
 @contextmanager
-def noting_saved() -> Iterator[set[int]]:
+def _noting_saved() -> Iterator[set[int]]:
     """The memory (where it begins) of all that a forward inside saves for its backward, there when it is left."""
     kept, found = [], set()
 
@@ -91,7 +91,7 @@ def noting_saved() -> Iterator[set[int]]:
     found.update(t.untyped_storage().data_ptr() for t in kept if type(t) is torch.Tensor)
 
 
-def note_guarded(work: Work, results: Sequence[torch.Tensor], saved: set[int]) -> None:
+def _note_guarded(work: Work, results: Sequence[torch.Tensor], saved: set[int]) -> None:
     """Which arguments and results nobody may write to before the backward: those that it reads, and results that share
     elements with an argument, a parameter or another result, whose gradients would not know of it."""
 
@@ -108,3 +108,19 @@ def note_guarded(work: Work, results: Sequence[torch.Tensor], saved: set[int]) -
 
     work.guarded_inputs = [i for i, t in enumerate(work.inputs) if plain(t) and read(t)]
     work.guarded_results = [i for i, t in enumerate(results) if plain(t) and (read(t) or shares(i))]
+
+
+def noted_once(work: Work) -> Callable[[], list[torch.Tensor]]:
+    """The work's forward, which notes what is guarded when it is called first: a recorder calls it again and again."""
+    calls = []
+
+    def forward() -> list[torch.Tensor]:
+        if calls:
+            return work.forward()
+        calls.append(None)
+        with _noting_saved() as saved:
+            results = work.forward()
+        _note_guarded(work, results, saved)
+        return results
+
+    return forward
