@@ -107,3 +107,35 @@ def test_what_leaves_the_tensors_in_place_is_nothing(device):
         m.to(device), m.float(), m.load_state_dict(state), torch.nn.Sequential(m).to(device)
     x = tokens(device)
     assert_same_step(step(module, x, 1), step(eager, x, 1))
+
+
+@pytest.mark.parametrize(
+    ("own", "equal", "others"),
+    [
+        ((-1, 0), (-1, 0), [(-1, 0.0), (-1, False), [-1, 0], (-1,), (-1, 0, 0), None, (0, -1), -1]),
+        (((1, float("nan")), "a"), ((1, float("nan")), "a"), [((1, 2.0), "a"), ((1, float("nan")), "b"), ("a",)]),
+        ((), (), [(None,), None, []]),
+    ],
+    ids=["window", "nested", "empty"],
+)
+def test_a_tuple_of_constants_keeps_the_rules_of_each(device, own, equal, others):
+    graphed = te.make_graphed_callables(
+        lambda x, window: x * (1 + len(window)), (tokens(device),), sample_kwargs={"window": own}
+    )
+    x = tokens(device)
+    assert torch.equal(graphed(x, window=equal), x * (1 + len(own)))
+    for other in others:
+        with refused(ValueError, "argument 'window'", "part of the graph"):
+            graphed(x, window=other)
+    with refused(TypeError, "'window'", "missing"):
+        graphed(x)
+
+
+def test_a_tuple_with_a_tensor_is_walked(device):
+    graphed = te.make_graphed_callables(
+        lambda x, pair: x * pair[0] + pair[1], (tokens(device),), sample_kwargs={"pair": (tokens(device), 2)}
+    )
+    x, y = tokens(device), tokens(device)
+    assert torch.equal(graphed(x, pair=(y, 2)), x * y + 2)
+    with refused(ValueError, "argument 'pair'[1]", "3"):
+        graphed(x, pair=(y, 3))

@@ -31,6 +31,8 @@ def kept(value: object, name: str) -> object:
     object that is equal to itself alone is that object.
 
     Errors: ValueError where it holds a tensor, or does not say whether it is equal to another."""
+    if type(value) is tuple:
+        return tuple(kept(part, f"{name}[{i}]") for i, part in enumerate(value))
     if any(isinstance(held, torch.Tensor) for held in _inside(value)):
         raise ValueError(f"{OP}: 'sample_kwargs': {name} is a {type(value).__name__} that {_HIDDEN}; {_FIX}.")
     if is_numpy(value):
@@ -66,6 +68,8 @@ def same(given: object, own: object) -> bool:
         return True
     if type(given) is not type(own):
         return False
+    if type(own) is tuple:
+        return len(given) == len(own) and all(map(same, given, own))
     if is_numpy(own):
         return given.dtype == own.dtype and given.shape == own.shape and given.tobytes() == own.tobytes()
     if isinstance(own, float | complex):

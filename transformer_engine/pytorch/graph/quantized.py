@@ -3,6 +3,7 @@ runs, scales are brought up to date as in eager. Quantizes nothing."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -192,9 +193,15 @@ class Scales:
         self.label = label
         ran = [part for part in parts if part._token is not None and part.training and part.fp8]
         self.parts = [part for part in ran if part.fp8_meta.get("scaling_fwd") is not None]
-        self.states = [tuple(_scaling_states(part)) for part in self.parts]
-        self.histories = [[s.amax_history for s in states] for states in self.states]
-        self.scales = [[s.scale for s in states] for states in self.states]
+        # A module's memory of scales, the state that it has there, and its tensors: what the graph reads.
+        self.known: list[tuple[dict, str, ScalingState, torch.Tensor, torch.Tensor]] = []
+        self.forward: dict[int, tuple] = {}  # a region's entries
+        self.backward: dict[int, tuple] = {}
+        for meta in (part.fp8_meta for part in self.parts):
+            for key, table in zip(_DIRECTIONS, (self.forward, self.backward)):
+                state = meta[key]
+                self.known.append((meta, key, state, state.amax_history, state.scale))
+                table[id(state)] = weakref.ref(state), meta["fp8_group"]
         # The graph reads their memory, whatever the modules do in eager.
         self.kept = [(part._own, dict(part._cached_weights)) for part in ran]
 
@@ -203,15 +210,18 @@ class Scales:
         updated behind this forward, since there is no autocast around it)."""
         alone = Region() if STATE.region is None else None
         region = alone or STATE.region
-        for part, states, histories, scales in zip(self.parts, self.states, self.histories, self.scales):
-            for key, state, history, scale in zip(_DIRECTIONS, states, histories, scales):
-                if part.fp8_meta.get(key) is not state or state.amax_history is not history or state.scale is not scale:
-                    raise RuntimeError(
-                        f"{self.label}: a {type(part).__name__} has other scales than when it was captured (another "
-                        "recipe or history length, a move), and the graph knows the old ones; capture again."
-                    )
-                region.add(state, part.fp8_meta["fp8_group"], forward=key == "scaling_fwd")
+        for meta, key, state, history, scale in self.known:
+            if meta.get(key) is not state or state.amax_history is not history or state.scale is not scale:
+                self._refuse(meta)
+        region.add_all(self.forward, self.backward)
         if region.claimed:
             return None, alone
         watch = region.watch()
         return (watch, watch.take()), alone
+
+    def _refuse(self, meta: dict) -> None:
+        part = next(part for part in self.parts if part.fp8_meta is meta)
+        raise RuntimeError(
+            f"{self.label}: a {type(part).__name__} has other scales than when it was captured (another recipe or "
+            "history length, a move), and the graph knows the old ones; capture again."
+        )

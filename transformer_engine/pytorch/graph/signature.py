@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 from torch.nn import Parameter
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_is_leaf
 
 from transformer_engine.pytorch.graph.constants import kept, same
 from transformer_engine.pytorch.graph.describe import OP, form_of, shown
@@ -48,13 +48,29 @@ def _no_memory(t: torch.Tensor) -> str | None:
     return None
 
 
+def _constant(value: object) -> bool:
+    """A tuple of what are no tensors, or one of these."""
+    if type(value) is tuple:
+        return all(map(_constant, value))
+    return not isinstance(value, torch.Tensor) and tree_is_leaf(value)
+
+
+class _Whole:
+    """Keeps a keyword's tuple of constants in one piece: a call needs no walk over a tree for it."""
+
+    def __init__(self, value: tuple) -> None:
+        self.value = value
+
+
 class Signature:
     """args and kwargs of one sample: where tensors stand, of what form, and the constants beside them."""
 
     def __init__(self, label: str, args: tuple, kwargs: Mapping[str, object]) -> None:
         self.label = label
         self._check_keywords(kwargs)
-        paths, self.spec = tree_flatten_with_path((tuple(args), dict(kwargs)))
+        whole = {key: _Whole(v) if type(v) is tuple and _constant(v) else v for key, v in kwargs.items()}
+        paths, self.spec = tree_flatten_with_path((tuple(args), whole))
+        paths = [(path, leaf.value if isinstance(leaf, _Whole) else leaf) for path, leaf in paths]
         self.leaves = [leaf for _, leaf in paths]
         self.names = [self._name(path) for path, _ in paths]
         self.slots = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]

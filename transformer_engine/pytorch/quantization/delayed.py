@@ -27,6 +27,7 @@ class ScalingState:
         self.forward = forward
         self.rule = rule
         self._used: torch.Tensor | None = None
+        self._update: tuple | None = None
 
     def _largest(self, rule: DelayedScaling) -> float:
         return rule.fp8_format.value.max_fwd if self.forward else rule.fp8_format.value.max_bwd
@@ -88,8 +89,19 @@ class ScalingState:
         """The scales are others from now on."""
         self._used = None
 
+    def update_arguments(self) -> tuple | None:
+        """What the extension is given to make its scales anew; None where functions of the caller make them."""
+        made = self._update
+        if made is None or made[0] is not self.rule or made[1] is not self.amax_history or made[2] is not self.scale:
+            rule, arguments = self.rule, None
+            if not callable(rule.amax_compute_algo) and rule.scaling_factor_compute_algo is None:
+                most_recent = rule.amax_compute_algo == "most_recent"
+                arguments = self.amax_history, self.scale, self.fp8_max, rule.margin, most_recent, False
+            made = self._update = rule, self.amax_history, self.scale, arguments
+        return made[3]
+
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_used": None}
+        return {**self.__dict__, "_used": None, "_update": None}
 
 
 def _copy_rows(to: torch.Tensor, history: torch.Tensor) -> None:
@@ -128,6 +140,11 @@ class Region:
         table = self._forward if forward else self._backward
         table[id(state)] = (weakref.ref(state), group)
 
+    def add_all(self, forward: dict[int, tuple], backward: dict[int, tuple]) -> None:
+        """As add, of entries that are prepared: id -> (weak state, group)."""
+        self._forward.update(forward)
+        self._backward.update(backward)
+
     def has(self, state: ScalingState) -> bool:
         entry = self._forward.get(id(state))
         return entry is not None and entry[0]() is state
@@ -159,7 +176,6 @@ def _update_table(table: dict[int, tuple]) -> None:
     update(table.values())
 
 
-@torch.no_grad()
 def update(entries: Iterable[tuple]) -> None:
     """New scales for (weak state, group) entries: amaxes are reduced once for each group and device, and then all
     scales are made at once."""
@@ -167,12 +183,11 @@ def update(entries: Iterable[tuple]) -> None:
     _reduce_amaxes(alive)
     updates = []
     for state, _ in alive:
-        rule = state.rule
-        if callable(rule.amax_compute_algo) or rule.scaling_factor_compute_algo is not None:
+        arguments = state.update_arguments()
+        if arguments is None:
             _update_by_functions(state)
         else:
-            most_recent = rule.amax_compute_algo == "most_recent"
-            updates.append((state.amax_history, state.scale, state.fp8_max, rule.margin, most_recent, False))
+            updates.append(arguments)
         state.changed()
     for batch in _by_device(updates).values():
         _C.update_scales(batch)
@@ -199,6 +214,7 @@ def _reduce_amaxes(entries: list[tuple]) -> None:
         torch._foreach_copy_(rows, list(joined.split([row.numel() for row in rows])))
 
 
+@torch.no_grad()
 def _update_by_functions(state: ScalingState) -> None:
     """Algorithms written by the caller: amax_compute_algo(history) -> amaxes, scaling_factor_compute_algo(amaxes,
     scales, fp8_max, recipe) -> scales. What is not written is as te_quantize_update_scales does it."""

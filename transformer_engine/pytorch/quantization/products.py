@@ -4,6 +4,7 @@ recipes that cannot be honoured here, named with the reason. Recipes come in, pl
 from __future__ import annotations
 
 import copy
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,10 +143,19 @@ _plans: dict[object, Plan] = {}
 _MOST_PLANS = 256  # of recipes made anew in each step with ever other values
 
 
+_values_of: dict[type, Callable] = {}  # a recipe's fields
+
+
+def _new_values_of(kind: type) -> Callable:
+    names = tuple(getattr(kind, "__dataclass_fields__", ()))
+    found = _values_of[kind] = operator.attrgetter(*names) if names else lambda _: None
+    return found
+
+
 def plan_of(recipe: Recipe) -> Plan:
     """The plan of a recipe as its fields are now. Errors: as check_recipe, before anything is kept."""
-    names = getattr(type(recipe), "__dataclass_fields__", ())
-    key = (type(recipe), *(getattr(recipe, name, None) for name in names))
+    kind = type(recipe)
+    key = kind, (_values_of.get(kind) or _new_values_of(kind))(recipe)
     plan = _plans.get(key)
     if plan is None:
         plan = _new_plan(copy.copy(recipe))  # whose owner may change its fields later
