@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 
@@ -97,6 +96,25 @@ class OffloadContext(Shared):
             hooks.__exit__(kind, error, trace)
         if works and error is not None:
             self.offload_synchronizer.forget_step()
+
+
+class _IdleContext(OffloadContext):
+    """With enabled=False: the calls of a context are there and change nothing. It has no state, so that any number of
+    threads may be in it, and it can be pickled."""
+
+    def __init__(self, synchronizer: Synchronizer | None = None) -> None:
+        super().__init__(DefaultOffloadSynchronizer(1, 0) if synchronizer is None else synchronizer)
+        self.enabled = self.offload_synchronizer.enabled = False
+
+    def enable(self) -> None: ...
+
+    def __enter__(self) -> OffloadContext:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None: ...
+
+    def __reduce__(self) -> tuple:
+        return _IdleContext, ()
 
 
 class _Reached:
@@ -211,12 +229,10 @@ def get_cpu_offload_context(
     )
     check_stream(op, offload_stream)
     if not enabled:
-        results = nullcontext(), _unchanged
         if not manual_synchronization:
-            return results
+            return _IdleContext(), _unchanged
         synchronizer = ManualOffloadSynchronizer(max(1, model_layers) if is_count(model_layers) else model_layers)
-        synchronizer.enabled = False
-        return *results, synchronizer
+        return _IdleContext(synchronizer), _unchanged, synchronizer
     _refuse_options(num_layers, model_layers, offload_activations, offload_weights, manual_synchronization)
     if manual_synchronization:
         synchronizer = ManualOffloadSynchronizer(model_layers, offload_stream, retain_pinned_cpu_buffers)

@@ -182,6 +182,7 @@ class OffloadableLayerState:
         self._pieces = 0  # that left and are still wanted
         self.popped = False  # since they were brought back
         self.bytes = 0  # that left last
+        self.stayed = False  # there was no pinned memory for it
 
     @property
     def wanted(self) -> bool:
@@ -239,6 +240,7 @@ class OffloadableLayerState:
     def start_offload(self) -> None:
         """What may leave starts to, behind what the current stream has been given so far."""
         self._want("start_offload", "not_offloaded")
+        self.stayed = False
         leaving = [m for m in list(self._memory.values()) if m.leaves and not stays(m.tensor)]
         devices = {m.tensor.device for m in leaving}
         device = min(devices, key=lambda d: (d.type == "cpu", d.index or 0), default=torch.device("cpu"))
@@ -256,10 +258,10 @@ class OffloadableLayerState:
     def release_activation_forward_gpu_memory(self) -> None:
         """Behind the copy out, in the current stream, the device memory is given up."""
         self._want("release_activation_forward_gpu_memory", "offload_started")
+        self._layer.release()  # first: where it refuses, everything is still there
         for memory in list(self._memory.values()):
             if memory.piece is not None:
                 memory.let_go()
-        self._layer.release()
 
     def join(self) -> None:
         """The current stream waits for the copy out, as a capture that forked it must before it ends."""
@@ -312,7 +314,7 @@ class OffloadableLayerState:
             memory.piece = None
         self._memory.clear()
         self._marks.clear()
-        self._pieces = 0
+        self._pieces, self.stayed = 0, False
         if self._layer is not None:
             self._layer.reset()
 

@@ -78,6 +78,7 @@ class Synchronizer(Shared):
         if not is_count(num_layers) or num_layers < 1:
             raise ValueError(f"{type(self).__name__}: argument 'num_layers' is {num_layers!r}, wanted an int >= 1.")
         self.num_layers = num_layers
+        self.enabled = True  # no: it is there so that its calls are, and does nothing
         self.retain = retain_pinned_cpu_buffers
         self.engines = Engines(offload_stream, **engine_options)
         self.layer_open = False
@@ -216,7 +217,8 @@ class Synchronizer(Shared):
         """Pinned memory for `nbytes` in one piece exists afterwards, as a capture needs it to."""
         where = torch.device(device)
         check_bytes("reserve_pinned", nbytes, where)
-        self.engines.of(where).reserve(nbytes)
+        if self.enabled:
+            self.engines.of(where).reserve(nbytes)
 
     def release_pinned(self, *, graphs_are_gone: bool = False) -> None:
         """Pinned memory that nothing lies in is given back; with graphs_are_gone that of captured graphs too, which the
@@ -292,6 +294,7 @@ class Synchronizer(Shared):
         except PinnedMemoryError as error:
             if capturing():
                 raise
+            layer.stayed = True
             if not self._warned:
                 self._warned = True
                 warnings.warn(f"CPU offload: a layer stays on the device. {error}", RuntimeWarning, stacklevel=4)
@@ -364,10 +367,6 @@ class ManualOffloadSynchronizer(Synchronizer):
     """Layers leave and come back as the caller says, by their numbers. Where several forwards wait for their backward,
     the newest one's leaves, and the oldest one's whose layer has left is released or comes back."""
 
-    def __init__(self, num_layers: int, *args: object, **options: object) -> None:
-        super().__init__(num_layers, *args, **options)
-        self.enabled = True
-
     def start_offload_layer(self, layer_id: int) -> None:
         """The layer is complete and starts to leave."""
         layer = self._layer("start_offload_layer", layer_id, "not_offloaded")
@@ -387,11 +386,18 @@ class ManualOffloadSynchronizer(Synchronizer):
             layer.start_reload()
 
     def _layer(self, call: str, layer_id: int, state: str) -> OffloadableLayerState | None:
+        """None: nothing is to be done, since nothing leaves at all, or this layer could not."""
         if not self.enabled:
             return None
         number = self._checked(call, layer_id)
-        self._newest(call)
+        newest = self._newest(call)
         layers = [step.layers[number] for step in self.steps()]
         if state == "not_offloaded":  # it is the forward under way that offloads
+            if number > newest.reached and layers[-1].state == state:
+                raise RuntimeError(
+                    f"{call}: layer {number} has not run, the forward is in layer {newest.reached}; call it behind "
+                    "sync_fn of that layer."
+                )
             return layers[-1]
-        return next((layer for layer in layers if layer.state == state), layers[-1])
+        found = next((layer for layer in layers if layer.state == state), layers[-1])
+        return None if found.stayed and found.state == "not_offloaded" else found

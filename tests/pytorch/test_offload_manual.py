@@ -1,0 +1,142 @@
+# Manual synchronization where something is missing: pinned memory, the layer itself, or offload as a whole. A call
+# either does what it says, or nothing because nothing left, or names what is wrong. Mutants: no note that a layer
+# stayed (_start in cpu_offload/schedule.py), no look at how far the forward is (_layer there), and giving tensors up
+# before the engine has agreed (release_activation_forward_gpu_memory in cpu_offload/layer.py) turn these red.
+import pickle
+import threading
+
+import pytest
+import torch
+from offload_cases import forward, small, states, step  # noqa: F401
+from support import assert_same_bits, randn, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.cpu_offload import (
+    ManualOffloadSynchronizer,
+    OffloadableLayerState,
+    OffloadContext,
+)
+from transformer_engine.pytorch.cpu_offload.context import _sync_function
+
+pytestmark = pytest.mark.usefixtures("small")
+
+
+def stack(device, n=3):
+    return [te.LayerNormMLP(16, 32, device=device) for _ in range(n)]
+
+
+def same(results, expected):
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_same_bits(a, b, f"result {i}")
+
+
+def test_exhausted_pinned_memory(device):
+    """Each of the three calls goes on for a layer that stayed, in this step and in the next one."""
+    layers, x = stack(device), randn(8, 16, device=device)
+    expected = step(layers, [x])
+    manual = ManualOffloadSynchronizer(3, pinned_limit=1)
+    context = OffloadContext(manual)
+    sync = _sync_function(context)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(layers)
+
+        def forward(self, x):
+            x = forward(self.layers, x, context, sync)
+            for call in (manual.start_offload_layer, manual.release_activation_forward_gpu_memory):
+                for i in (0, 1):
+                    call(i)
+            assert states(manual) == ["not_offloaded"] * 3
+            for i in (1, 0):
+                manual.start_reload_layer(i)
+            with refused(RuntimeError, "release_activation_forward_gpu_memory", "'not_offloaded'"):
+                manual.release_activation_forward_gpu_memory(2)  # which nobody wanted to leave
+            return x
+
+    model = Model()
+    with pytest.warns(RuntimeWarning, match="stays on the device.*pinned memory exhausted"):
+        same(step([model], [x]), expected)
+    same(step([model], [x]), expected)
+
+
+def test_a_layer_that_stayed_may_leave_later(device):
+    layer, x = OffloadableLayerState(), randn(8, 16, device=device)
+    layer.stayed = True
+    saved = layer.push_tensor(x)
+    layer.start_offload()
+    assert not layer.stayed
+    layer.release_activation_forward_gpu_memory()
+    layer.start_reload()
+    assert_same_bits(layer.pop_tensor(saved), x)
+    layer.stayed = True
+    layer.release_all_memory()
+    assert not layer.stayed
+
+
+def test_a_layer_that_has_not_run(device):
+    layers, x = stack(device), randn(8, 16, device=device, requires_grad=True)
+    context, sync, manual = te.get_cpu_offload_context(True, None, 3, manual_synchronization=True)
+    y = forward(layers[:1], x, context, sync)
+    for number in (1, 2):
+        with refused(RuntimeError, "start_offload_layer", f"layer {number} has not run", "layer 0"):
+            manual.start_offload_layer(number)
+    manual.start_offload_layer(0)
+    y = forward(layers[1:], y, context, sync)
+    manual.start_offload_layer(1)
+    assert states(manual) == ["offload_started", "offload_started", "not_offloaded"]
+    assert manual.get_offloaded_total_size_mb() > 0
+    y.sum().backward()
+
+
+def test_a_release_that_the_engine_refuses(device):
+    """Nothing is lost: the tensors are where they were, and it may be called again."""
+    layer, x = OffloadableLayerState(), randn(8, 16, device=device)
+    saved = layer.push_tensor(x)
+    layer.start_offload()
+
+    class Refuses:
+        state = "offload_started"
+
+        def release(self):
+            raise RuntimeError("not now")
+
+    engine = layer._layer
+    layer._layer = Refuses()
+    with refused(RuntimeError, "not now"):
+        layer.release_activation_forward_gpu_memory()
+    layer._layer = engine
+    assert layer.state == "offload_started"
+    assert_same_bits(layer.pop_tensor(saved), x)
+    layer.release_activation_forward_gpu_memory()
+    layer.start_reload()
+    assert_same_bits(layer.pop_tensor(saved), x)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_context_that_is_not_enabled(manual, device):
+    """It has every call of one that is, and changes nothing."""
+    layers, x = stack(device), randn(8, 16, device=device)
+    expected = step(layers, [x])
+    context, sync, *rest = te.get_cpu_offload_context(False, 1, 3, manual_synchronization=manual)
+    for call in (context.disable, context.enable):
+        call()
+        same(step(layers, [x], context, sync), expected)
+        with context:
+            assert not te.cpu_offload.is_cpu_offload_enabled()
+    synchronizer = context.offload_synchronizer
+    assert not manual or rest == [synchronizer]
+    synchronizer.reserve_pinned(1 << 20, device)
+    synchronizer.forget_step()
+    synchronizer.release_pinned()
+    assert synchronizer.get_offloaded_total_size_mb() == 0 and not any(synchronizer.pinned_usage().values())
+    again = pickle.loads(pickle.dumps(context))
+    with again, context, again:
+        thread = threading.Thread(target=lambda: context.__enter__().__exit__(None, None, None))
+        thread.start()
+        thread.join()
+    sample = x.clone().requires_grad_()
+    wanted = layers[0](sample)
+    hooks = {"pre_warmup_hook": context.disable, "post_warmup_hook": context.enable}
+    assert_same_bits(te.make_graphed_callables(layers[0], (sample,), **hooks)(sample), wanted)
