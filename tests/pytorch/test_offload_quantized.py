@@ -200,3 +200,50 @@ def test_a_marked_quantized_tensor_stays(device):
     state.push_tensor(tensor)
     state.start_offload()
     assert state.bytes == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_that_are_not_those_that_were_saved(name, device):
+    """Swapped, or of another shape or dtype: named, and nothing is taken."""
+    tensor = quantizers(device)[name](randn(32, 48, device=device))
+    expected = tensor.dequantize()
+    plain, shells = te.prepare_for_saving(tensor)
+    there = [i for i, t in enumerate(plain) if t is not None]
+    others = [(there[0], plain[there[0]][:16]), (there[0], plain[there[0]].to(torch.float64)), (there[0], None)]
+    if len(there) > 1:
+        others.append((there[0], plain[there[-1]]))
+    for at, other in others:
+        with refused(ValueError, "restore_from_saved", "wanted", "[32, 48]"):
+            te.restore_from_saved(shells, [other if i == at else t for i, t in enumerate(plain)])
+    (back,) = te.restore_from_saved(shells, plain)
+    assert_same_bits(back.dequantize(), expected)
+
+
+def test_subviews_of_two_formats(device):
+    """A hybrid tensor's directions are each of its own format, and in a buffer of its own: both leave and come back,
+    and are put back from their records."""
+    both = {"rowwise": True, "columnwise": True}
+    current = te.Float8CurrentScalingQuantizer(E4M3, device)
+    made = te.HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=te.Float8BlockQuantizer(E4M3, **both))(
+        randn(32, 48, device=device)
+    )
+    (rows,), (columns,) = (bulk(part._quantizer, [made.dequantize()]) for part in halves(made))
+    made.rowwise_storage, made.columnwise_storage = rows, columns
+    wanted, values = [t.clone() for t in parts(made)], made.dequantize()
+    infos = [made.get_rowwise_subview_info(), made.get_columnwise_subview_info()]
+    assert all(infos) and infos[0].keys() != infos[1].keys()
+    state = OffloadableLayerState()
+    saved = [state.push_tensor(t) for t in (made, *(buffer_of(parts(half)[0]) for half in halves(made)))]
+    back, *buffers = through(state, saved)
+    for got, value in zip(parts(back), wanted, strict=True):
+        assert_same_bits(got, value)
+    _, (shell,) = te.prepare_for_saving(back)
+    shell.restore_rowwise_subviews(buffers[0], infos[0])
+    shell.restore_columnwise_subviews(buffers[1], infos[1])
+    assert_same_bits(shell.dequantize(), values)
+    for half, buffer in zip(halves(shell), buffers, strict=True):
+        assert all(t.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for t in parts(half))
+
+
+def halves(tensor):
+    return tensor.rowwise_storage, tensor.columnwise_storage

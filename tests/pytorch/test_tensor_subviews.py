@@ -184,6 +184,22 @@ def test_records_that_do_not_fit_change_nothing():
             storage.restore_rowwise_subviews(bad, info)
 
 
+@every_fp8
+@pytest.mark.parametrize("kind", ["rowwise", "columnwise"])
+def test_records_that_overlap(device, kind, name):
+    """A scale that is said to lie where the data does would be read from the data's bytes."""
+    made = FP8_FORMATS[name](device=device).multi_quantize([randn(32, 64, device=device)])[0]
+    info = getattr(made, f"get_{kind}_subview_info")()
+    buffer, before = buffer_of(parts_of(made)[next(iter(info))]), parts_of(made)
+    data, scale = list(info)[:2]
+    end = info[data].offset + 32 * 64
+    for at in (info[data].offset, end - 16):
+        with refused(ValueError, f"restore_{kind}_subviews", repr(data), repr(scale), "overlap"):
+            getattr(made, f"restore_{kind}_subviews")(buffer, {**info, scale: info[scale]._replace(offset=at)})
+        assert all(getattr(made, n) is p for n, p in before.items())
+    getattr(made, f"restore_{kind}_subviews")(buffer, info)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]),

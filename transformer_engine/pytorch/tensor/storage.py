@@ -47,7 +47,7 @@ class QuantizedTensorStorage(Subviews, Sharding):
 
     _parts: ClassVar[dict[str, Part]] = {}  # in the order of prepare_for_saving
     _details: ClassVar[dict[str, str]] = {}  # other fields: the constructor's argument for each
-    _bookkeeping: ClassVar[tuple[str, ...]] = ("_dtype", "_handle", "_amax", "_transpose_invalid", "_saved")
+    _bookkeeping: ClassVar[tuple[str, ...]] = ("_dtype", "_handle", "_amax", "_transpose_invalid", "_saved", "_gave")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -344,20 +344,35 @@ class QuantizedTensorStorage(Subviews, Sharding):
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], "QuantizedTensorStorage"]:
         """(parts in their declared order, self without them)."""
         tensors = [getattr(self, name) for name in self._parts]
+        self._gave = [None if t is None else (t.dtype, t.shape) for t in tensors]
         self.clear()
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Takes its parts from the front of `tensors`; the rest."""
+        """Takes its parts from the front of `tensors`; the rest. Errors: ValueError, and nothing is changed, for too
+        few, and for a part that is not of the dtype and shape of what prepare_for_saving gave there."""
         tensors = list(tensors)
         if len(tensors) < len(self._parts):
             raise ValueError(
                 f"{type(self).__name__}.restore_from_saved: argument 'tensors' has {len(tensors)}, wanted at least the "
                 f"{len(self._parts)} that prepare_for_saving gave."
             )
+        gave = self.__dict__.get("_gave")
+        if gave is not None and gave != [None if t is None else (t.dtype, t.shape) for t in tensors[: len(gave)]]:
+            self._refuse_parts(gave, tensors)
         for name, tensor in zip(self._parts, tensors):
             setattr(self, name, tensor)
         return tensors[len(self._parts) :]
+
+    def _refuse_parts(self, gave: list, tensors: list) -> None:
+        for name, wanted, t in zip(self._parts, gave, tensors):
+            got = None if t is None else (t.dtype, t.shape)
+            if got != wanted:
+                shown = ["None" if p is None else f"{p[0]} {list(p[1])}" for p in (got, wanted)]
+                raise ValueError(
+                    f"{type(self).__name__}.restore_from_saved: argument 'tensors' has {shown[0]} for {name}, wanted "
+                    f"{shown[1]}: what prepare_for_saving gave, in that order."
+                )
 
     # ---- copies and files ----
 

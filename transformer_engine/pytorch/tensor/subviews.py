@@ -1,6 +1,7 @@
 """Parts of tensors that share one byte buffer, as records, and back. A record holds bytes and a dtype, never an
 offset in elements of something else: a scale read as bytes would be silently another one. Nothing is copied here."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -124,6 +125,15 @@ def _misfit(record: Subview, spec: PartSpec) -> str:
     return ""
 
 
+def _overlap(records: Mapping[str, Subview]) -> tuple[str, str] | None:
+    """Two that cover a byte in common, which one of them would be read from as something else."""
+    covered = sorted((r.offset, r.offset + n, name) for name, r in records.items() if (n := _bytes_of(r)))
+    for (_, end, first), (start, _, second) in itertools.pairwise(covered):
+        if start < end:
+            return first, second
+    return None
+
+
 class Subviews:
     """What a quantized storage says of itself as subviews of one buffer."""
 
@@ -149,7 +159,7 @@ class Subviews:
             return None
         specs = self._subview_specs(kind, self.size())
         fit = all(r.offset % ALIGNMENT == 0 and not _misfit(r, specs[n]) for n, r in records.items())
-        return records if fit else None
+        return records if fit and _overlap(records) is None else None
 
     def _shape_of_records(self, op: str, info: Mapping[str, Subview]) -> Sequence[int]:
         """The tensor's shape: its own, or where it holds nothing, what the record of the data says."""
@@ -183,6 +193,12 @@ class Subviews:
         for name, record in info.items():
             if why := _misfit(record, specs[name]):
                 raise ValueError(f"{op}: argument 'info' has a record {name!r} that is no such part: {why}.")
+        if pair := _overlap(info):
+            first, second = pair
+            raise ValueError(
+                f"{op}: argument 'info' has records {first!r}, at byte {info[first].offset}, and {second!r}, at byte "
+                f"{info[second].offset}, that overlap; pass what get_{kind}_subview_info() gave."
+            )
         restored = {name: restore_subview(buffer, record, repr(name)) for name, record in info.items()}
         others = {t.device for n, t in self._tensors().items() if n not in info}
         if isinstance(self, torch.Tensor):
