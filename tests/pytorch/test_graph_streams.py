@@ -18,7 +18,9 @@ from graph_cases import (
 from support import refused
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
+from transformer_engine.pytorch.graph.quantized import WeightFlag
 from transformer_engine.pytorch.graph.recorder import RecordedStream
 
 
@@ -121,3 +123,16 @@ def test_the_tail_behind_an_event_overlaps():
         until_main, until_tail = (marks[0].elapsed_time(m) for m in marks[1:])
         assert (until_main < 0.5 * until_tail) is not wait
     assert y.eq(6).all() and host.eq(6).all()
+
+
+def test_the_flag_of_kept_weights_is_written_on_the_graphs_stream(monkeypatch):
+    """Behind what the tail of the last replay may still read."""
+    module = build(linear, "cpu")
+    capture(module, "cpu", enabled=True, recipe=Float8CurrentScaling(), cache_quantized_params=True)
+    backend, written = module.forward.backend, []
+    monkeypatch.setattr(WeightFlag, "set", lambda _, first: written.append((backend.current_stream(), first)))
+    _, stream = logged()
+    x = tokens("cpu", grad=True)
+    module(x, is_first_microbatch=True, cuda_graph_stream=stream).sum().backward()
+    module(x, is_first_microbatch=False)
+    assert written == [(stream, True), (backend.current_stream(), False)] and stream is not backend.current_stream()
