@@ -197,8 +197,8 @@ def test_hooks_of_parameters_run_once(device, late):
         register()
     assert not calls and not sums
     for step in range(1, 4):
-        module(x).sum().backward()
-        twin(x).sum().backward()
+        for y in (module(x), twin(x)):
+            y.backward(torch.ones_like(y))  # sum()'s own has no strides, for which cuBLAS has other products
         assert len(calls) == len(sums) == step
         assert_same_bits(module.weight.grad, twin.weight.grad)
         assert_same_bits(sums[-1], twin.weight.grad)

@@ -2,6 +2,8 @@
 # buffer of many tensors leaves as one. Mutant: popping every part with its memory's first dtype (pop_tensor in
 # cpu_offload/layer.py; a scale restored as bytes) turns these red; keeping a tensor below the threshold where it is,
 # with the buffer that it lies in, or leaving a bulk tensor's amax on what it is put back into, those of one buffer.
+import gc
+
 import pytest
 import torch
 from offload_cases import small  # noqa: F401
@@ -147,6 +149,7 @@ def test_device_memory_falls_by_the_whole_buffer(name, monkeypatch):
     quantizer, sources = quantizers("cuda")[name], [randn(1024, 1024, device="cuda") for _ in range(4)]
     del bulk(quantizer, sources)[:]
     state = OffloadableLayerState()
+    gc.collect()  # nothing of other tests goes in between
     before = torch.cuda.memory_allocated()
     made = bulk(quantizer, sources)
     assert torch.cuda.memory_allocated() - before >= 8 << 20  # rows and columns of all of them
