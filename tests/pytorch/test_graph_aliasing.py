@@ -316,13 +316,14 @@ def test_a_static_input_that_is_written_to_before_the_backward(device, stream, w
     assert sample.grad.eq(2).all()
 
 
-@pytest.mark.parametrize("warmups", [0, 3])
-def test_torch_func_inside(device, warmups):
-    graphed = te.make_graphed_callables(
-        lambda x: torch.func.vmap(torch.func.grad(lambda t: t.square().sum()))(x),
-        (torch.ones(3, 4, device=device),),
-        num_warmup_iters=warmups,
-    )
+def test_torch_func_inside(device):
+    def function(x):
+        return torch.func.vmap(torch.func.grad(lambda t: t.square().sum()))(x)
+
+    sample = (torch.ones(3, 4, device=device),)
+    with refused(RuntimeError, "make_graphed_callables", "torch.func", "'num_warmup_iters'"):
+        te.make_graphed_callables(function, sample, num_warmup_iters=0)
+    graphed = te.make_graphed_callables(function, sample)
     x = torch.randn(3, 4, device=device)
     assert_same_bits(graphed(x), x * 2)
 

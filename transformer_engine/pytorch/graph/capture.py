@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -189,20 +188,20 @@ class Capture:
         work = self.works[step.sample]
         with self._values_kept(step):
             if iteration == 0:
-                self._noted(noted_once(work), work.forward)
+                self._noted_forward(work)
             else:
                 work.forward()
         self._check_forward(step)
         self._hooks(step, "forward_hooks")
 
     @staticmethod
-    def _noted(forward: Callable[[], object], unnoted: Callable[[], object]) -> object:
+    def _noted_forward(work: Work) -> None:
         try:
-            return forward()
+            noted_once(work)()
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            return unnoted()  # torch.func inside, which takes no hooks: nothing is known of what it saves
+            work.forward()  # torch.func inside, which takes no hooks: nothing is known of what it saves
 
     @contextmanager
     def _values_kept(self, step: Step) -> Iterator[None]:
@@ -282,9 +281,16 @@ class Capture:
         self._hooks(step, "forward_pre_hooks")
         first = work not in self.ran
         with self._values_kept(step), buffers_stay(self._name(step), self.plan.modules[step.module]):
-            plain = partial(self._capture, step, work.forward)
-            noted = partial(self._capture, step, noted_once(work)) if first else plain
-            graphed.forward_graph, graphed.outputs = self._noted(noted, plain)
+            try:
+                forward = noted_once(work) if first else work.forward
+                graphed.forward_graph, graphed.outputs = self._capture(step, forward)
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"{OP}: {self._name(step)} uses torch.func, which cannot be looked into; argument "
+                    "'num_warmup_iters' is 0, wanted at least 1 for it."
+                ) from error
         if not graphed.outputs:
             raise ValueError(
                 f"{OP}: the result of {self._name(step)} has no tensor (got {shown(work.result)}), wanted one at "
