@@ -85,7 +85,8 @@ def print_markdown(lines):
     for target, value, row, _ in lines:
         if row:
             work = f"{target.op} {target.dtype} {target.shape} {target.direction}"
-            measure = target.measure.replace("x ", "speed over ").replace(" | ", " or ")
+            over = "memory, times less than " if target.direction == "keeps" else "speed over "
+            measure = target.measure.replace("x ", over).replace(" | ", " or ")
             got = show(value, target.measure)
             got = got if target.met(value) else f"**{got}** (short)"
             print(f"| {target.case} | {work} | {row['gpu']} | {measure} | {bound(target)} | {got} |")
