@@ -1,5 +1,6 @@
 # A captured callable at a call: what it refuses, and what it takes in another form than it was captured with. Mutant:
 # leaving out the check of the train mode turns these red.
+import copy
 import gc
 import weakref
 
@@ -202,3 +203,33 @@ def test_another_mode_is_told_of_the_first_microbatch(device):
         with pytest.warns(UserWarning, match="without the graph"):
             got = step(module, x, 1, is_first_microbatch=first)
         assert_same_step(got, step(eager, x, 1, is_first_microbatch=first))
+
+
+@pytest.mark.parametrize("way", ["sum", "view", "another replay"])
+def test_gradients_of_what_an_argument_was_made_of_accumulate(device, way):
+    """A leaf that reaches the argument through operations which hand a gradient on as it is keeps none that a later
+    replay writes over."""
+    layers = [build(linear, device), build(linear, device)]
+    eager = copy.deepcopy(layers)
+    for layer in layers:
+        capture(layer, device)
+    base, left = tokens(device), []
+    for stack in (layers, eager):
+        offset = tokens(device).zero_().requires_grad_()
+        for scale in (1, 10, 100):
+            x = {"sum": base + offset, "view": offset.view(-1, HIDDEN).view(offset.shape), "another replay": offset}[
+                way
+            ]
+            y = stack[1](stack[0](x)) if way == "another replay" else stack[0](x)
+            y.backward(torch.full_like(y, scale))
+        left.append(offset.grad)
+    assert_same_bits(*left)
+
+
+def test_replays_in_inference_mode(device):
+    module, eager = twins(mlp, device)
+    capture(module, device)
+    x = tokens(device)
+    with torch.inference_mode():
+        assert_same_bits(module(x), eager(x))
+    assert_same_step(step(module, x, 1), step(eager, x, 1))

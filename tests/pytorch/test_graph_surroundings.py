@@ -139,3 +139,12 @@ def test_a_tuple_with_a_tensor_is_walked(device):
     assert torch.equal(graphed(x, pair=(y, 2)), x * y + 2)
     with refused(ValueError, "argument 'pair'[1]", "3"):
         graphed(x, pair=(y, 3))
+
+
+def test_a_buffer_that_came_later_is_no_other_tensor(device):
+    """As a table that the first evaluation makes."""
+    module = build(linear, device)
+    capture(module, device)
+    module.register_buffer("table", torch.ones(2, device=device), persistent=False)
+    module.load_state_dict(module.state_dict())
+    module(tokens(device))

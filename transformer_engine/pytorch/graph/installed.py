@@ -18,8 +18,8 @@ def _address(t: torch.Tensor) -> int:
         return 0
 
 
-def _tensors(module: torch.nn.Module) -> list[tuple[int, int]]:
-    return [(id(t), _address(t)) for t in (*module.parameters(), *module.buffers())]
+def _tensors(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (id(t), _address(t)) for name, t in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _loaded(graphed: Graphed, look: Callable[[str], None], *_: object) -> None:
@@ -38,7 +38,8 @@ def installed(module: object, graphed: Graphed) -> object:
     known, held = _tensors(module), [*module.parameters(), *module.buffers()]  # held: no other one gets its id
 
     def look(what: str) -> None:
-        if graphed.unfit is None and _tensors(module) != known:
+        now = _tensors(module)
+        if graphed.unfit is None and any(now.get(name) != tensor for name, tensor in known.items()):
             graphed.unfit = (
                 f"{what} gave its module other tensors than those that it was captured with, which the graphs would go "
                 "on reading; reset() it and capture again."

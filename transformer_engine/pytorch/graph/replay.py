@@ -39,7 +39,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, call, *surface):
         graphed, given, stream, event, microbatch, watched = call
         ctx.call = graphed, stream, microbatch, event, watched  # without `given`: the inputs are not kept alive
-        ctx.leaves = [t.is_leaf for t in surface[: len(graphed.wanted)]]  # the parameters all are
+        # Another replay takes a gradient into static memory of its own; anything else might keep it, as its .grad or on
+        # the way there, and the next replay writes over it.
+        ctx.copied = [type(t.grad_fn) is not _Replay._backward_cls for t in surface[: len(graphed.wanted)]]
         ctx.set_materialize_grads(False)
         outputs = graphed.run_forward(given, stream, event, microbatch)
         ctx.turn = graphed.turn
@@ -66,10 +68,10 @@ class Graphed(Refusals):
     it again, behind the gradients. backward_dw() computes the weight gradients that the latest backward left, on its
     stream, and the current one waits for all of it; reset() gives the graphs and their memory back, which a captured
     module that is only dropped keeps until the garbage collector comes: it and they hold each other. One forward, one
-    backward and one backward_dw() at a time: the static tensors hold one pass. Results and input gradients are views of
-    them, valid until the next call; so is a result that is an argument in eager. Graphs captured together, or into one
-    pool, share memory: call them in the order of their capture, else a backward raises, and results that nobody goes
-    back from are lost without a word. The graphs read parameters where they were: change them in place.
+    backward and one backward_dw() at a time: the static tensors hold one pass. Results are views of them, valid until
+    the next call; so is a result that is an argument in eager. Graphs captured together, or into one pool, share
+    memory: call them in the order of their capture, else a backward raises, and results that nobody goes back from
+    are lost without a word. The graphs read parameters where they were: change them in place.
     """
 
     def __init__(self, label: str, signature: Signature, backend: object, *, eager: Callable, module: object) -> None:
@@ -155,8 +157,8 @@ class Graphed(Refusals):
         if self.wgrad_due is not None:
             raise RuntimeError(
                 f"{self.label}: called while the weight gradients of its last backward wait for backward_dw(), which "
-                "reads what this call overwrites; call backward_dw() first, or capture a pass for each microbatch by "
-                "'_order'."
+                "reads what this call overwrites; call backward_dw() first (drop_backward_dw() where that step was "
+                "left), or capture a pass for each microbatch by '_order'."
             )
         if self.backward_graph is not None and torch.is_grad_enabled():
             if torch._C._are_functorch_transforms_active():
@@ -271,14 +273,13 @@ class Graphed(Refusals):
         if watched is not None:  # as in eager: scales are made when all of this backward has ended
             watch, place = watched
             watch.reached(place)
-        # A leaf would keep a static tensor itself as its .grad, and the next replay would write over it.
-        static = [grad for grad, leaf in zip(self.grad_inputs, ctx.leaves) if leaf and grad is not None]
+        static = [grad for grad, copied in zip(self.grad_inputs, ctx.copied) if copied and grad is not None]
         static += self.copied_grads
         # Times 1, which is exact: all copies by one call and one launch.
         copies = iter(torch._foreach_mul(static, 1) if static else ())
         found = [
-            None if grad is None else next(copies) if leaf else grad.detach()
-            for grad, leaf in zip(self.grad_inputs, ctx.leaves)
+            None if grad is None else next(copies) if copied else grad.detach()
+            for grad, copied in zip(self.grad_inputs, ctx.copied)
         ]
         if len(self.copied_grads) == len(self.grad_parameters):
             found += copies

@@ -17,10 +17,11 @@ from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradSto
 
 
 class Ambient:
-    """The modes that a call depends on, as they are now: autocast and whether gradients are recorded."""
+    """The modes that a call depends on, as they are now: autocast, whether gradients are recorded, inference mode."""
 
     def __init__(self, device: str) -> None:
         self.device, self.grad = device, torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
         self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
     @contextmanager
@@ -28,6 +29,7 @@ class Ambient:
         enabled, dtype = self.autocast
         with (
             as_captured(),
+            torch.inference_mode(self.inference),  # a recorder's call may come in another mode
             torch.set_grad_enabled(self.grad),
             torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False),
         ):
