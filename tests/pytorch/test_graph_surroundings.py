@@ -147,4 +147,4 @@ def test_a_buffer_that_came_later_is_no_other_tensor(device):
     capture(module, device)
     module.register_buffer("table", torch.ones(2, device=device), persistent=False)
     module.load_state_dict(module.state_dict())
-    module(tokens(device))
+    module(tokens(device, grad=True))

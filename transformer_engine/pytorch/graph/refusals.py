@@ -23,8 +23,8 @@ class Refusals:
         if plan is not self.plan and plan.recipe != self.plan.recipe:
             raise RuntimeError(
                 f"{self.label}: called in an autocast with another recipe ({plan.recipe}) than it was captured with "
-                f"({self.plan.recipe}), which is part of the graph; call it in that one (its functions the same objects), or "
-                "capture again."
+                f"({self.plan.recipe}), which is part of the graph; call it in that one (its functions the same "
+                "objects), or capture again."
             )
 
     def _refuse_turn(self, turn: int) -> None:
