@@ -1,17 +1,20 @@
 # Captured modules under quantization through whole runs: delayed weight gradients into main_grad, many replays, and an
 # exception at every stage of a capture. Mutants: leaving out the restoring of scales, or of what a module remembers of
 # its quantized weights, when a capture fails turns the faults red.
+import collections
 import gc
 
 import pytest
 import torch
-from graph_cases import assert_same_step, left_by, linear, mlp, norm_linear, split_linear, step, tokens
+from graph_cases import assert_same_step, left_by, linear, mlp, norm_linear, recomputed_mlp, split_linear, step, tokens
 from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, allocated, faulty_backward_dw
-from graph_fp8_cases import RECIPES, assert_same_states, capture, fp8_step, states, twins
+from graph_fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.distributed import activation_recompute_forward
 from transformer_engine.pytorch.graph import is_graph_capturing
+from transformer_engine.pytorch.graph.recorder import RecordedStream
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
@@ -58,6 +61,65 @@ def test_delayed_weight_gradients_into_main_grad(device, family, main_dtype, cac
             left.append(found)
         assert_equal_step(*left, f"step {seed}")
         assert_same_states(states(module), states(eager), f"step {seed}")
+
+
+# ---- what records no amaxes in eager ----
+
+
+def quiet_call(module, x, **kwargs):
+    with torch.no_grad(), around("delayed"):
+        return module(x, **kwargs)
+
+
+def own_stream(device):
+    return torch.cuda.Stream() if device == "cuda" else RecordedStream("graph")
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["current stream", "own stream"])
+@pytest.mark.parametrize("family", [linear, mlp, recomputed_mlp], ids=lambda f: f.__name__)
+def test_a_call_without_gradients_in_training_leaves_the_scales(device, family, streamed):
+    """The graph of a forward with gradients records amaxes: what was recorded before it in the same step stays. The
+    input is another one each time, a hundred times larger where it is to leave nothing."""
+    module, eager = twins(family, device)
+    capture(module, device, "delayed")
+    options = {"cuda_graph_stream": own_stream(device)} if streamed else {}
+    for seed in range(3):
+        large, x = 100 * tokens(device, BF16), tokens(device, BF16)
+        assert_same_step(fp8_step(module, x, seed, "delayed"), fp8_step(eager, x, seed, "delayed"), f"step {seed}")
+        assert_same_bits(quiet_call(module, large, **options), quiet_call(eager, large))
+        assert_same_states(states(module), states(eager), f"behind step {seed}")
+        with around("delayed"):
+            for m, given in ((module, options), (eager, {})):
+                m(x.clone().requires_grad_(), **given)  # its amaxes wait for the end of the region
+                quiet_call(m, large, **given)
+        assert_same_states(states(module), states(eager), f"one region, {seed}")
+
+
+def test_amaxes_are_put_back_behind_the_whole_graph():
+    """On a stream of its own, whatever event the caller has: neither saved while the last replay writes, nor put back
+    before this one has."""
+    module, _ = twins(linear, "cpu")
+    capture(module, "cpu", "delayed")
+    log, stream = collections.deque(), own_stream("cpu")
+    stream.log = log
+    main = module.forward.backend.current_stream()
+    main.log.clear()
+    quiet_call(module, tokens("cpu", BF16), cuda_graph_stream=stream, cuda_graph_event="event")
+    assert list(main.log) == [("main", "waits for", "graph")] * 2
+    assert list(log) == [("graph", "waits for", "main")]
+
+
+def test_the_first_run_of_a_checkpoint_records(device):
+    """Though it has no gradients."""
+    module, eager = twins(mlp, device)
+    capture(module, device, "delayed")
+    x, rows = tokens(device, BF16), []
+    for m in (module, eager):
+        with around("delayed"), torch.no_grad(), activation_recompute_forward(True):
+            m(x)
+            rows.append(m.fp8_meta["scaling_fwd"].amax_history[0].clone())
+    assert_same_bits(*rows)
+    assert rows[1].any()
 
 
 # ---- many replays ----

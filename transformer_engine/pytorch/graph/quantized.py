@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -202,6 +203,9 @@ class Scales:
                 state = meta[key]
                 self.known.append((meta, key, state, state.amax_history, state.scale))
                 table[id(state)] = weakref.ref(state), meta["fp8_group"]
+        # Where the forward records amaxes, and how many there are in each.
+        self.rows = [part.fp8_meta["scaling_fwd"].amax_history[0] for part in self.parts]
+        self.widths = [row.numel() for row in self.rows]
         # The graph reads their memory, whatever the modules do in eager.
         self.kept = [(part._own, dict(part._cached_weights)) for part in ran]
 
@@ -218,6 +222,12 @@ class Scales:
             return None, alone
         watch = region.watch()
         return (watch, watch.take()), alone
+
+    @torch.no_grad()
+    def noted_rows(self) -> Callable[[], None]:
+        """Puts back the amaxes that a forward is about to record, where eager records none."""
+        values = torch.cat(self.rows).split(self.widths)
+        return partial(torch._foreach_copy_, self.rows, values)
 
     def _refuse(self, meta: dict) -> None:
         part = next(part for part in self.parts if part.fp8_meta is meta)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch import capturing
+from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.flight import Flight
@@ -177,12 +178,19 @@ class Graphed(Refusals):
             if alone is not None:
                 alone.update_forward()
         else:
+            put_back = None
             if torch.is_grad_enabled():
                 self._check_nothing_wanted()
+            elif self.scales.parts and not (self.without_grad or recompute_phase().enabled):
+                if cuda_graph_stream is not None:  # its last replay may still write amaxes
+                    self.backend.current_stream().wait_stream(cuda_graph_stream)
+                put_back, cuda_graph_event = self.scales.noted_rows(), None  # behind the whole graph
             if self.flight is not None:
                 self.flight.forward(self, False)
             with torch.no_grad():
                 outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
+                if put_back is not None:
+                    put_back()
         return outputs[0] if self.single else self.assemble(outputs)
 
     def assemble(self, outputs: tuple[torch.Tensor, ...]) -> object:
