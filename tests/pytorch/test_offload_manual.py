@@ -140,3 +140,74 @@ def test_a_context_that_is_not_enabled(manual, device):
     wanted = layers[0](sample).detach()
     hooks = {"pre_warmup_hook": context.disable, "post_warmup_hook": context.enable}
     assert_same_bits(te.make_graphed_callables(layers[0], (sample,), **hooks)(sample), wanted)
+
+
+def train(layers, x, context, sync, manual):
+    """A step by its numbers: (output, gradient)."""
+    x = x.clone().requires_grad_()
+    y = by_number(layers, x, context, sync, manual)
+    for i in reversed(range(len(layers))):
+        manual.start_reload_layer(i)
+    y.sum().backward()
+    return y.detach(), x.grad
+
+
+def by_number(layers, y, context, sync, manual):
+    for i, layer in enumerate(layers):
+        y = forward([layer], y, context, sync)
+        manual.start_offload_layer(i)
+        manual.release_activation_forward_gpu_memory(i)
+    return y
+
+
+@pytest.mark.parametrize("where", ["no_grad", "inference", "disabled"])
+def test_an_evaluation_with_the_same_forward(where, device):
+    """Before the first step, between steps, and between a forward and its backward."""
+    layers, x = stack(device), randn(8, 16, device=device)
+    context, sync, manual = te.get_cpu_offload_context(True, None, 3, manual_synchronization=True)
+
+    def evaluate():
+        context.disable() if where == "disabled" else None
+        mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "disabled": torch.enable_grad}[where]
+        with mode():
+            y = by_number(layers, x, context, sync, manual)
+        context.enable()
+        return y.detach().clone()
+
+    wanted = evaluate()
+    expected = train(layers, x, context, sync, manual)
+    assert_same_bits(expected[0], wanted)
+    for _ in range(2):
+        assert_same_bits(evaluate(), wanted)
+    same(train(layers, x, context, sync, manual), expected)
+    given = x.clone().requires_grad_()
+    y = forward(layers, given, context, sync)
+    manual.start_offload_layer(0)
+    before = states(manual)
+    assert_same_bits(evaluate(), wanted)
+    assert states(manual) == before == ["offload_started", "not_offloaded", "not_offloaded"]
+    manual.release_activation_forward_gpu_memory(0)
+    with torch.no_grad():
+        manual.start_reload_layer(0)
+    assert states(manual)[0] == "reload_started"
+    y.sum().backward()
+    assert_same_bits(given.grad, expected[1])
+
+
+def test_a_frozen_layer_does_not_come_back(device):
+    """Nothing of it left, so nobody would read it and end that; a later step's layer of its number does."""
+    layers, x = stack(device), randn(8, 16, device=device)
+    layers[0].requires_grad_(False)
+    context, sync, manual = te.get_cpu_offload_context(True, None, 3, manual_synchronization=True)
+    y = by_number(layers, x, context, sync, manual)
+    for _ in range(2):
+        for i in (2, 1, 0):
+            manual.start_reload_layer(i)
+        assert states(manual) == ["offload_finished", "reload_started", "reload_started"]
+        y.sum().backward(retain_graph=True)
+        assert states(manual) == ["offload_finished"] * 3
+    layers[0].requires_grad_(True)
+    z = by_number(layers, x, context, sync, manual)  # while the first graph is alive
+    manual.start_reload_layer(0)
+    assert states(manual)[0] == "reload_started"
+    z.sum().backward()

@@ -20,7 +20,6 @@ from transformer_engine.pytorch.cpu_offload.schedule import (
     Synchronizer,
     pop,
 )
-from transformer_engine.pytorch.distributed.recompute import is_fp8_activation_recompute_enabled
 
 
 class _Here(threading.local):
@@ -54,29 +53,27 @@ class OffloadContext(Shared):
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         self.offload_synchronizer = synchronizer
-        self.enabled = True
         self._entered: list[tuple] = []
+
+    @property
+    def enabled(self) -> bool:
+        return not self.offload_synchronizer.paused
 
     def disable(self) -> None:
         """Layers from the next one on stay where they are: a pre_warmup_hook of make_graphed_callables."""
-        self.enabled = False
+        self.offload_synchronizer.paused = True
         self.offload_synchronizer.forget_step()
 
     def enable(self) -> None:
         """Layers leave again: a post_warmup_hook of make_graphed_callables."""
-        self.enabled = True
+        self.offload_synchronizer.paused = False
 
     def __deepcopy__(self, memo: dict) -> OffloadContext:
         """Itself: a copied model shares it, as it shares the sync function, which ends this one's layers."""
         return self
 
-    def _works(self) -> bool:
-        in_backward = torch._C._current_graph_task_id() != -1
-        recorded = torch.is_grad_enabled() and not is_fp8_activation_recompute_enabled()
-        return self.enabled and recorded and not in_backward
-
     def __enter__(self) -> OffloadContext:
-        works, hooks = self._works(), None
+        works, hooks = self.offload_synchronizer.records(), None
         if works:
             synchronizer = self.offload_synchronizer
             synchronizer.enter_layer()
@@ -104,7 +101,7 @@ class _IdleContext(OffloadContext):
 
     def __init__(self, synchronizer: Synchronizer | None = None) -> None:
         super().__init__(DefaultOffloadSynchronizer(1, 0) if synchronizer is None else synchronizer)
-        self.enabled = self.offload_synchronizer.enabled = False
+        self.offload_synchronizer.enabled, self.offload_synchronizer.paused = False, True
 
     def enable(self) -> None: ...
 
@@ -146,7 +143,7 @@ def _sync_function(context: OffloadContext) -> Callable[[torch.Tensor], torch.Te
                 "the one that the next layer reads."
             )
         synchronizer = context.offload_synchronizer
-        if not (context._works() and synchronizer.layer_open):
+        if not (synchronizer.records() and synchronizer.layer_open):
             return tensor
         if tensor.grad_fn is None:  # no backward goes on from here
             synchronizer.end_layer()

@@ -67,10 +67,10 @@ class Memory:
     __slots__ = ("__weakref__", "bytes", "layer", "leaves", "piece", "tensor", "watched", "written")
 
     def __init__(self, layer: OffloadableLayerState, tensor: torch.Tensor) -> None:
+        self.piece: int | None = None  # its number among what left; first, since __del__ reads it
         self.layer, self.tensor = layer, tensor.detach()
         self.bytes = tensor.untyped_storage().nbytes()
         self.leaves = False  # a tensor in it is large enough
-        self.piece: int | None = None  # its number among what left
         self.watched: list[tuple[torch.Tensor, int]] = []  # with the version each was saved at
         self.written = ""
 
@@ -188,6 +188,11 @@ class OffloadableLayerState:
     def wanted(self) -> bool:
         """Whether something saved here is still to be read."""
         return len(self._memory) > 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing that left is still to be read: a frozen layer's, from the start."""
+        return self._pieces == 0
 
     @property
     def state(self) -> str:

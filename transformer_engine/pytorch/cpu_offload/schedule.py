@@ -19,6 +19,7 @@ from transformer_engine.pytorch.cpu_offload.layer import (
     Saved,
     pop_saved,
 )
+from transformer_engine.pytorch.distributed.recompute import is_fp8_activation_recompute_enabled
 
 
 def capturing() -> bool:
@@ -79,6 +80,7 @@ class Synchronizer(Shared):
             raise ValueError(f"{type(self).__name__}: argument 'num_layers' is {num_layers!r}, wanted an int >= 1.")
         self.num_layers = num_layers
         self.enabled = True  # no: it is there so that its calls are, and does nothing
+        self.paused = False  # by context.disable()
         self.retain = retain_pinned_cpu_buffers
         self.engines = Engines(offload_stream, **engine_options)
         self.layer_open = False
@@ -93,6 +95,11 @@ class Synchronizer(Shared):
         return self
 
     # ---- forward ----
+
+    def records(self) -> bool:
+        """Whether what runs here is recorded for a backward, so that it may leave."""
+        recorded = torch.is_grad_enabled() and not is_fp8_activation_recompute_enabled()
+        return not self.paused and recorded and torch._C._current_graph_task_id() == -1
 
     def enter_layer(self) -> None:
         """The layer at work goes on, or the next one begins."""
@@ -365,7 +372,8 @@ class DefaultOffloadSynchronizer(Synchronizer):
 
 class ManualOffloadSynchronizer(Synchronizer):
     """Layers leave and come back as the caller says, by their numbers. Where several forwards wait for their backward,
-    the newest one's leaves, and the oldest one's whose layer has left is released or comes back."""
+    the newest one's leaves, and the oldest one's whose layer has left is released or comes back. Where the context
+    does nothing, as in an evaluation, nothing leaves or is released."""
 
     def start_offload_layer(self, layer_id: int) -> None:
         """The layer is complete and starts to leave."""
@@ -386,10 +394,12 @@ class ManualOffloadSynchronizer(Synchronizer):
             layer.start_reload()
 
     def _layer(self, call: str, layer_id: int, state: str) -> OffloadableLayerState | None:
-        """None: nothing is to be done, since nothing leaves at all, or this layer could not."""
+        """None: nothing is to be done, since nothing leaves here, or nothing of this layer has left."""
         if not self.enabled:
             return None
-        number = self._checked(call, layer_id)
+        number, reload = self._checked(call, layer_id), state == "offload_finished"
+        if not (reload or self.records()):
+            return None
         newest = self._newest(call)
         layers = [step.layers[number] for step in self.steps()]
         if state == "not_offloaded":  # it is the forward under way that offloads
@@ -400,4 +410,7 @@ class ManualOffloadSynchronizer(Synchronizer):
                 )
             return layers[-1]
         found = next((layer for layer in layers if layer.state == state), layers[-1])
-        return None if found.stayed and found.state == "not_offloaded" else found
+        if found.state == state and found.empty:
+            found = next((layer for layer in layers if layer.state == state and not layer.empty), found)
+        stayed = found.stayed and found.state == "not_offloaded"
+        return None if stayed or (reload and found.state == state and found.empty) else found
