@@ -2,11 +2,24 @@
 # exception at every stage of a capture. Mutants: leaving out the restoring of scales, or of what a module remembers of
 # its quantized weights, when a capture fails turns the faults red.
 import collections
+import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
-from graph_cases import assert_same_step, left_by, linear, mlp, norm_linear, recomputed_mlp, split_linear, step, tokens
+from graph_cases import (
+    assert_same_step,
+    build,
+    left_by,
+    linear,
+    mlp,
+    norm_linear,
+    recomputed_mlp,
+    split_linear,
+    step,
+    tokens,
+)
 from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, allocated, faulty_backward_dw
 from graph_fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
 from support import assert_same_bits
@@ -120,6 +133,31 @@ def test_the_first_run_of_a_checkpoint_records(device):
             rows.append(m.fp8_meta["scaling_fwd"].amax_history[0].clone())
     assert_same_bits(*rows)
     assert rows[1].any()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+def test_checkpoints_around_captured_layers(device, inside):
+    """Two microbatches a step, the scales of both directions as eager's behind each: the recomputations come in the
+    other order than the first runs, each with a backward of its own inside the step's."""
+    layers = torch.nn.ModuleList(build(linear, device, BF16) for _ in range(3))
+    eager = copy.deepcopy(layers)
+    samples = tuple((tokens(device, BF16, grad=True),) for _ in layers)
+    te.make_graphed_callables(tuple(layers), samples, enabled=True, recipe=RECIPES["delayed"])
+    for seed in range(3):
+        inputs, found = [tokens(device, BF16) for _ in range(2)], []
+        for stack in (layers, eager):
+            left = {}
+            with around("delayed") if inside else nullcontext():
+                for i, given in enumerate(inputs):
+                    x = y = given.clone().requires_grad_()
+                    with nullcontext() if inside else around("delayed"):
+                        for layer in stack:
+                            y = te.checkpoint(layer, y)
+                    y.square().mean().backward()
+                    left |= {f"{i} y": y.detach().clone(), f"{i} dx": x.grad}
+                    left |= {f"{i} {key}": value for key, value in states(stack).items()}
+            found.append(left | left_by(stack) | states(stack))
+        assert_same_step(*found, f"step {seed}")
 
 
 # ---- many replays ----

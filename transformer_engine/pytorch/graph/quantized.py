@@ -13,6 +13,7 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.recompute import FirstRun, recompute_phase
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
@@ -217,6 +218,12 @@ class Scales:
         for meta, key, state, history, scale in self.known:
             if meta.get(key) is not state or state.amax_history is not history or state.scale is not scale:
                 self._refuse(meta)
+        phase = recompute_phase()
+        left = phase.first_run.take(self) if phase.recomputing and phase.first_run is not None else None
+        if left is not None:
+            watch, place = left
+            region.add_all(self.forward, {})
+            return None if watch.reached(place) else left, alone
         region.add_all(self.forward, self.backward)
         if region.claimed:
             return None, alone
@@ -228,6 +235,15 @@ class Scales:
         """Puts back the amaxes that a forward is about to record, where eager records none."""
         values = torch.cat(self.rows).split(self.widths)
         return partial(torch._foreach_copy_, self.rows, values)
+
+    def leave(self, first_run: FirstRun) -> None:
+        """At a checkpoint's first run: its recomputation reaches this place, in the region that is around now. Forward
+        scales stay until then: the recomputation is to read the same."""
+        region = STATE.region
+        if region is not None and not region.claimed:
+            region.add_all({}, self.backward)
+            watch = region.watch()
+            first_run.leave(self, (watch, watch.take()))
 
     def _refuse(self, meta: dict) -> None:
         part = next(part for part in self.parts if part.fp8_meta is meta)

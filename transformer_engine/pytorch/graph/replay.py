@@ -181,10 +181,14 @@ class Graphed(Refusals):
             put_back = None
             if torch.is_grad_enabled():
                 self._check_nothing_wanted()
-            elif self.scales.parts and not (self.without_grad or recompute_phase().enabled):
-                if cuda_graph_stream is not None:  # its last replay may still write amaxes
-                    self.backend.current_stream().wait_stream(cuda_graph_stream)
-                put_back, cuda_graph_event = self.scales.noted_rows(), None  # behind the whole graph
+            elif self.scales.parts and not self.without_grad:
+                phase = recompute_phase()
+                if not phase.enabled:
+                    if cuda_graph_stream is not None:  # its last replay may still write amaxes
+                        self.backend.current_stream().wait_stream(cuda_graph_stream)
+                    put_back, cuda_graph_event = self.scales.noted_rows(), None  # behind the whole graph
+                elif phase.first_run is not None:
+                    self.scales.leave(phase.first_run)
             if self.flight is not None:
                 self.flight.forward(self, False)
             with torch.no_grad():
