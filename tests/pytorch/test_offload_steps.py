@@ -244,3 +244,69 @@ def test_start_offload_behind_the_layers_end(stack):
     del y
     stack.context.offload_synchronizer.forget_step()
     stack.goes_on(alive=True)
+
+
+def test_a_backward_is_over_once(stack, monkeypatch):
+    """Not once a layer, however many steps are in flight; one inside of another is over by itself, and the outer one
+    behind it."""
+    synchronizer, inputs = stack.context.offload_synchronizer, [stack.x.clone().requires_grad_() for _ in range(3)]
+    finish, finished = synchronizer.finish_part_of_bwd, []
+
+    def counted():
+        finished.append([layer.state for step in synchronizer.steps() for layer in step.layers])
+        finish()
+
+    monkeypatch.setattr(synchronizer, "finish_part_of_bwd", counted)
+    first, inner = (forward(stack.layers, x, stack.context, stack.sync) for x in inputs[:2])
+    first.backward(torch.ones_like(first), retain_graph=True)
+    assert len(finished) == 1 and "reload_started" in finished[0]
+    y = forward(stack.layers[:2], inputs[2], stack.context, stack.sync)
+    y.register_hook(lambda _: inner.backward(torch.ones_like(inner), retain_graph=True))
+    y = forward(stack.layers[2:], y, stack.context, stack.sync)
+    y.backward(torch.ones_like(y), retain_graph=True)
+    assert len(finished) == 4  # by the outer one, the inner one, and the outer one's layers behind it
+    assert all(layer.state != "reload_started" for step in synchronizer.steps() for layer in step.layers)
+    for x in inputs:
+        assert_same_bits(x.grad, stack.expected[1])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("made_by", [Doubled.apply, lambda x: x * 2])
+def test_a_tensor_that_outlives_steps(made_by, backward, stack, monkeypatch):
+    """Each step ends its first layer in it: it hears of the steps that are under way, and keeps no other alive."""
+    synchronizer, leaf = stack.context.offload_synchronizer, stack.x.clone().requires_grad_()
+    bwd_step, reached = synchronizer.bwd_step, []
+    monkeypatch.setattr(synchronizer, "bwd_step", lambda n: (reached.append(int(n)), bwd_step(n)))
+    kept = made_by(leaf)
+    forwards = [torch.nn.Identity(), *stack.layers[1:]]
+
+    def run():
+        leaf.grad = None
+        reached.clear()
+        y = forward(forwards, kept, stack.context, stack.sync)
+        if backward:
+            y.backward(torch.ones_like(y), retain_graph=True)
+            assert reached == [3, 2, 1, 0]
+            return leaf.grad.clone()
+        return y.detach()
+
+    wanted = run()
+    for _ in range(3):
+        assert_same_bits(run(), wanted)
+        assert len(list(synchronizer.steps())) == 1
+    waiting = [forward(forwards, kept, stack.context, stack.sync) for _ in range(2)]
+    for y in waiting if backward else ():
+        leaf.grad = None
+        y.backward(torch.ones_like(y), retain_graph=True)
+        assert_same_bits(leaf.grad, wanted)
+    assert len(list(synchronizer.steps())) == 2

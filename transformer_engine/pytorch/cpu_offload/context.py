@@ -124,8 +124,22 @@ class _Reached:
         self.synchronizer, self.number = synchronizer, number
 
     def __call__(self, gradients: tuple) -> None:
-        self.synchronizer.bwd_step(self.number)
-        torch.autograd.Variable._execution_engine.queue_callback(self.synchronizer.finish_part_of_bwd)
+        synchronizer, task = self.synchronizer, torch._C._current_graph_task_id()
+        synchronizer.bwd_step(self.number)
+        if task != synchronizer.queued_in:  # once a backward, and once more around one inside of it
+            synchronizer.queued_in = task
+            torch.autograd.Variable._execution_engine.queue_callback(synchronizer.finish_part_of_bwd)
+
+    def listen(self, node: torch.autograd.graph.Node) -> None:
+        """Be a hook of `node`, in the place of those whose steps are over: a node that outlives steps has one of each
+        that is under way, and keeps no other alive."""
+        hooks = node.metadata.setdefault(self.synchronizer, [])
+        for entry in hooks[:]:
+            number, handle = entry
+            if number.step.over or number.step.abandoned:
+                handle.remove()
+                hooks.remove(entry)
+        hooks.append((self.number, node.register_prehook(self)))
 
 
 def _end_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,7 +164,7 @@ def _sync_function(context: OffloadContext) -> Callable[[torch.Tensor], torch.Te
             return tensor
         synchronizer.check_result(tensor)
         end, reached = _end_of(tensor), _Reached(synchronizer, synchronizer.number)
-        end.grad_fn.register_prehook(reached)
+        reached.listen(end.grad_fn)
         synchronizer.end_layer(reached, _C.offload_node_of(end))
         return tensor
 

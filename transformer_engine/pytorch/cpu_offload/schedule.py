@@ -78,8 +78,9 @@ class Synchronizer(Shared):
     ) -> None:
         if not is_count(num_layers) or num_layers < 1:
             raise ValueError(f"{type(self).__name__}: argument 'num_layers' is {num_layers!r}, wanted an int >= 1.")
-        self.num_layers = num_layers
+        self.num_layers = self.num_offloaded_layers = num_layers
         self.enabled = True  # no: it is there so that its calls are, and does nothing
+        self.queued_in = -1  # the backward at whose end finish_part_of_bwd() runs
         self.paused = False  # by context.disable()
         self.retain = retain_pinned_cpu_buffers
         self.engines = Engines(offload_stream, **engine_options)
@@ -181,7 +182,7 @@ class Synchronizer(Shared):
         step = getattr(layer_num, "step", None) or self._newest("bwd_step")
         number = self._checked("bwd_step", layer_num)
         step.over = True
-        for layer in step.layers[number + 1 :]:
+        for layer in step.layers[number + 1 : self.num_offloaded_layers]:
             layer.finish_backward()
         self._reach(step, number)
 
@@ -189,7 +190,7 @@ class Synchronizer(Shared):
         """A backward, or the part of it that one call runs, is over: device memory that came back for layers that it
         went through is given up. In a capture the copies that are under way are waited for."""
         for step in self.steps():
-            for layer in step.layers:
+            for layer in step.layers[: self.num_offloaded_layers]:
                 if layer.state == "reload_started" and layer.popped:
                     layer.finish_backward()
                 elif layer.state == "reload_started" and capturing():
