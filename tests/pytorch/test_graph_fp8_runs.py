@@ -108,6 +108,24 @@ def test_a_call_without_gradients_in_training_leaves_the_scales(device, family, 
         assert_same_states(states(module), states(eager), f"one region, {seed}")
 
 
+@pytest.mark.parametrize("around_it", [True, False], ids=["autocast", "no autocast"])
+def test_a_frozen_module_in_training_moves_its_scales(device, around_it):
+    """Gradients are recorded and nothing wants one: the forward's scales move as in eager, where no backward comes."""
+    recipe = RECIPES["delayed"]
+    module, eager = twins(linear, device)
+    for part in (module, eager):
+        part.requires_grad_(False)
+    te.make_graphed_callables(module, (tokens(device, BF16),), enabled=True, recipe=recipe)
+    for _ in range(3):
+        x = tokens(device, BF16) * 10
+        with te.autocast(enabled=True, recipe=recipe):
+            want = eager(x)
+        with te.autocast(enabled=True, recipe=recipe) if around_it else nullcontext():
+            got = module(x)
+        assert_same_bits(got, want)
+        assert_same_states(states(module), states(eager))
+
+
 def test_amaxes_are_put_back_behind_the_whole_graph():
     """On a stream of its own, whatever event the caller has: neither saved while the last replay writes, nor put back
     before this one has."""

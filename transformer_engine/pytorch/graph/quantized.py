@@ -213,11 +213,9 @@ class Scales:
     def join(self) -> tuple[tuple[_C.BackwardWatch, int] | None, Region | None]:
         """At a replay with gradients: (what its backward tells that it was reached, and as which place; a region to be
         updated behind this forward, since there is no autocast around it)."""
+        self._check_known()
         alone = Region() if STATE.region is None else None
         region = alone or STATE.region
-        for meta, key, state, history, scale in self.known:
-            if meta.get(key) is not state or state.amax_history is not history or state.scale is not scale:
-                self._refuse(meta)
         phase = recompute_phase()
         left = phase.first_run.take(self) if phase.recomputing and phase.first_run is not None else None
         if left is not None:
@@ -229,6 +227,13 @@ class Scales:
             return None, alone
         watch = region.watch()
         return (watch, watch.take()), alone
+
+    def join_forward(self) -> Region | None:
+        """The same where gradients are recorded and nothing wants one: no backward will come."""
+        self._check_known()
+        alone = Region() if STATE.region is None else None
+        (alone or STATE.region).add_all(self.forward, {})
+        return alone
 
     @torch.no_grad()
     def noted_rows(self) -> Callable[[], None]:
@@ -244,6 +249,11 @@ class Scales:
             region.add_all({}, self.backward)
             watch = region.watch()
             first_run.leave(self, (watch, watch.take()))
+
+    def _check_known(self) -> None:
+        for meta, key, state, history, scale in self.known:
+            if meta.get(key) is not state or state.amax_history is not history or state.scale is not scale:
+                self._refuse(meta)
 
     def _refuse(self, meta: dict) -> None:
         part = next(part for part in self.parts if part.fp8_meta is meta)

@@ -161,6 +161,7 @@ class Graphed(Refusals):
                 "reads what this call overwrites; call backward_dw() first (drop_backward_dw() where that step was "
                 "left), or capture a pass for each microbatch by '_order'."
             )
+        alone = None  # a region of this call's own, where there is none around it
         if self.backward_graph is not None and torch.is_grad_enabled():
             if torch._C._are_functorch_transforms_active():
                 raise NotImplementedError(
@@ -168,19 +169,19 @@ class Graphed(Refusals):
                 )
             if self.frozen:
                 self._check_frozen()
-            watched = alone = None
+            watched = None
             if self.scales.parts:
                 watched, alone = self.scales.join()
             if self.flight is not None:
                 self.flight.forward(self, True)
             call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, watched
             outputs = _replay(call, *[given[i] for i in self.wanted], *self.parameters)
-            if alone is not None:
-                alone.update_forward()
         else:
             put_back = None
             if torch.is_grad_enabled():
                 self._check_nothing_wanted()
+                if self.scales.parts and not self.without_grad:
+                    alone = self.scales.join_forward()
             elif self.scales.parts and not self.without_grad:
                 phase = recompute_phase()
                 if not phase.enabled:
@@ -195,6 +196,8 @@ class Graphed(Refusals):
                 outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
                 if put_back is not None:
                     put_back()
+        if alone is not None:
+            alone.update_forward()
         return outputs[0] if self.single else self.assemble(outputs)
 
     def assemble(self, outputs: tuple[torch.Tensor, ...]) -> object:
