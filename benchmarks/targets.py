@@ -108,7 +108,19 @@ def _layer():
     for recipe in ("delayed", "current", "block"):
         yield from _targets("24", f"transformer_layer_{recipe}", "fp8", shape, step, {f"x {TE}": 1.03})
     yield from _targets("25", "cross_entropy", "bf16", "4096x128256", step, {"us": 620})
-    yield from _targets("26", "adamw", "fp32", "268435456", "step", {"GB/s": 3800})
+
+
+def _optimizer():
+    shape, many = "268435456", "268435456x10000"
+    yield from _targets("26", "adamw", "fp32", shape, "step", {"GB/s": 3800, "x torch fused": 1.09})
+    yield from _targets("26", "adamw_master", "bf16", shape, "step", {"GB/s": 3800})
+    yield from _targets("26", "adamw_remainder", "bf16", shape, "step", {"GB/s": 3700})
+    yield from _targets("26", "adamw_bf16_moments", "fp32", shape, "step", {"GB/s": 3600})
+    yield from _targets("26", "l2norm", "fp32", shape, "step", {"GB/s": 3200})
+    yield from _targets("26", "adamw_many", "fp32", many, "step", {"x own one tensor": 0.95})
+    yield from _targets("26", "adamw_many_host", "fp32", "10000x512", "step", {"us": 1})  # a tensor
+    yield from _targets("26", "adamw", "fp32", "20000000", "step", {"x torch fused": 0.9}, "cpu")
+    yield from _targets("26", "adamw_many", "fp32", "10000x512", "step", {"x torch fused": 3}, "cpu")
 
 
 def _host():
@@ -164,5 +176,17 @@ def _cpu():
     yield from _targets("14", "layernorm_mlp", "fp32", "512x512x1408", "forward+backward", {f"x {EAGER}": 0.9}, "cpu")
 
 
-GROUPS = (_activation, _normalization, _quantize, _linear, _mlp, _moe, _layer, _host, _memory_and_links, _cpu)
+GROUPS = (
+    _activation,
+    _normalization,
+    _quantize,
+    _linear,
+    _mlp,
+    _moe,
+    _layer,
+    _optimizer,
+    _host,
+    _memory_and_links,
+    _cpu,
+)
 TARGETS = [target for group in GROUPS for target in group()]

@@ -292,6 +292,56 @@ TEST(Error, UnopenableLibraryNamesEverythingTried) {
 
 TEST(Error, NullLibraryNameIsRefused) { EXPECT_EQ(te_probe_library(nullptr), TE_INVALID_ARGUMENT); }
 
+// ---- events of a capture ----
+
+TEST(CapturedEvents, ArgumentsAreChecked) {
+  size_t count = 7;
+  EXPECT_EQ(te_captured_events(nullptr, nullptr, 0, nullptr), TE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(te_last_error()).find("'count'"), std::string::npos) << te_last_error();
+  EXPECT_EQ(te_captured_events(nullptr, nullptr, 1, &count), TE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(te_last_error()).find("'events'"), std::string::npos) << te_last_error();
+  if (!te_built_with_cuda()) {
+    EXPECT_EQ(te_captured_events(nullptr, nullptr, 0, &count), TE_NOT_IMPLEMENTED);
+  }
+  EXPECT_EQ(count, 7u);
+}
+
+#if defined(TE_WITH_CUDA)
+// Those recorded for the outside, not those that order the capture itself, nor what is recorded before or beside it.
+TEST(CapturedEvents, AreThoseForTheOutside) {
+  if (!testing::has_gpu()) GTEST_SKIP();
+  using testing::cuda_ok;
+  cudaStream_t stream, beside;
+  cudaEvent_t outside[2], inside;
+  cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  cuda_ok(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+  for (cudaEvent_t* event : {&outside[0], &outside[1], &inside}) {
+    cuda_ok(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+  }
+  size_t count = 7;
+  cuda_ok(cudaEventRecord(outside[1], stream));
+  TE_ASSERT_OK(te_captured_events(stream, nullptr, 0, &count));
+  EXPECT_EQ(count, 0u) << "nothing is captured";
+  cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  cuda_ok(cudaEventRecord(inside, stream));
+  cuda_ok(cudaStreamWaitEvent(beside, inside, 0));
+  cuda_ok(cudaEventRecordWithFlags(outside[0], beside, cudaEventRecordExternal));
+  cuda_ok(cudaEventRecord(inside, beside));
+  cuda_ok(cudaStreamWaitEvent(stream, inside, 0));
+  void* events[2] = {nullptr, nullptr};
+  TE_ASSERT_OK(te_captured_events(stream, events, 2, &count));
+  EXPECT_EQ(count, 1u);
+  EXPECT_EQ(events[0], outside[0]);
+  EXPECT_EQ(events[1], nullptr);
+  cudaGraph_t graph;
+  cuda_ok(cudaStreamEndCapture(stream, &graph));
+  cuda_ok(cudaGraphDestroy(graph));
+  for (cudaEvent_t event : {outside[0], outside[1], inside}) cuda_ok(cudaEventDestroy(event));
+  cuda_ok(cudaStreamDestroy(stream));
+  cuda_ok(cudaStreamDestroy(beside));
+}
+#endif
+
 // Tests configured without a CUDA compiler would pass by a CUDA engine's kernels without a look.
 TEST(Build, TestsReachTheKernelsThatTheEngineHas) {
 #if !defined(TE_WITH_CUDA)

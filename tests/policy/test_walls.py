@@ -22,10 +22,10 @@ PARTS = [
     "benchmarks/bench_{room}.py",
 ]
 
-# Rooms whose results may leave through the quantize room's porch: its header for kernels, its header for the host, and
-# the structs of its plans.
-PORCH = {"ops/quantize/store.cuh", "ops/quantize/store.h", "transformer_engine/quantize.h"}
-PORCH_GUESTS = {"activation", "normalization", "permute", "stash"}
+# Rooms whose results may leave through the quantize room's porch: its header for kernels, its header for the host, how
+# numbers become FP8, and the structs of its plans.
+PORCH = {"ops/quantize/store.cuh", "ops/quantize/store.h", "ops/quantize/fp8.h", "transformer_engine/quantize.h"}
+PORCH_GUESTS = {"activation", "normalization", "optimizer", "permute", "stash"}
 # comm calls gemm through its C API.
 C_API_GUESTS = {"comm": {"transformer_engine/gemm.h"}}
 

@@ -122,6 +122,35 @@ const te_device_properties& device_properties(int32_t device) {
 #endif
 }
 
+size_t captured_events(te_stream stream, void** events, size_t capacity) {
+#if defined(TE_WITH_CUDA)
+  const char* op = "te_captured_events";
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaGraph_t graph = nullptr;
+  check_cuda(cudaStreamGetCaptureInfo(cudaStream_t(stream), &status, &id, &graph), op);
+  if (status != cudaStreamCaptureStatusActive) return 0;
+  size_t n_nodes = 0;
+  check_cuda(cudaGraphGetNodes(graph, nullptr, &n_nodes), op);
+  std::vector<cudaGraphNode_t> nodes(n_nodes);
+  check_cuda(cudaGraphGetNodes(graph, nodes.data(), &n_nodes), op);
+  size_t found = 0;
+  for (cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type;
+    check_cuda(cudaGraphNodeGetType(node, &type), op);
+    if (type != cudaGraphNodeTypeEventRecord) continue;
+    cudaEvent_t event = nullptr;
+    check_cuda(cudaGraphEventRecordNodeGetEvent(node, &event), op);
+    if (found < capacity) events[found] = event;
+    ++found;
+  }
+  return found;
+#else
+  (void)stream, (void)events, (void)capacity;
+  throw Error(TE_NOT_IMPLEMENTED, "te_captured_events: this build has no CUDA, and a CPU captures nothing.");
+#endif
+}
+
 }  // namespace te
 
 extern "C" {
@@ -178,6 +207,17 @@ te_status te_get_device_properties(int32_t device, te_device_properties* out) {
 
 te_status te_probe_library(const char* name) {
   return te::c_guard([&] { te::open_library(name); });
+}
+
+te_status te_captured_events(te_stream stream, void** events, size_t capacity, size_t* count) {
+  return te::c_guard([&] {
+    if (count == nullptr || (events == nullptr && capacity != 0)) {
+      throw te::Error(TE_INVALID_ARGUMENT,
+                      te::concat("te_captured_events: argument '", count == nullptr ? "count" : "events",
+                                 "' is NULL, wanted where to write; 'events' may be NULL with a capacity of 0."));
+    }
+    *count = te::captured_events(stream, events, capacity);
+  });
 }
 
 }  // extern "C"

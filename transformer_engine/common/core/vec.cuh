@@ -1,5 +1,5 @@
-// 16-byte (or one-element) memory access of the CUDA paths, widened to float. Whether 16 bytes may be used is decided
-// on the host, once per launch, by aligned16(); kernels take the width as a template argument.
+// 16-byte (or narrower, or one-element) memory access of the CUDA paths, widened to float. Whether 16 bytes may be used
+// is decided on the host, once per launch, by aligned16(); kernels take the width as a template argument.
 #pragma once
 
 #include <type_traits>
@@ -31,11 +31,15 @@ inline void note_width(bool aligned, bool divides, const char* wide_path = "CUDA
 template <class T, int N>
 constexpr bool kPaired = sizeof(T) == 2 && N % 2 == 0;
 
-// N elements as they lie in memory; N * sizeof(T) is a multiple of 16, or N is 1.
+// N elements as they lie in memory; N * sizeof(T) is a multiple of 16, or 8, or 4, or N is 1.
 template <class T, int N>
-struct alignas(N == 1 ? alignof(T) : 16) Packed {
+struct alignas(N == 1 ? alignof(T) : (N * sizeof(T) < 16 ? N * sizeof(T) : 16)) Packed {
   std::conditional_t<kPaired<T, N>, uint32_t, T> v[kPaired<T, N> ? N / 2 : N];
 };
+
+// What one access moves of that many bytes.
+template <int kBytes>
+using Word = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
 
 // To and from global memory. Both are spelled out: a struct assignment is not always one 16-byte instruction, the
 // compiler may cut it into words (an eighth more time in the activation's backward).
@@ -45,9 +49,10 @@ __device__ __forceinline__ Packed<T, N> load_packed(const T* p) {
   if constexpr (N == 1) {
     x.v[0] = *p;
   } else {
-    uint4 raw[sizeof(x) / sizeof(uint4)];
+    using W = Word<sizeof(x)>;
+    W raw[sizeof(x) / sizeof(W)];
 #pragma unroll
-    for (int i = 0; i < int(sizeof(x) / sizeof(uint4)); ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
+    for (int i = 0; i < int(sizeof(x) / sizeof(W)); ++i) raw[i] = reinterpret_cast<const W*>(p)[i];
     memcpy(&x, raw, sizeof(x));
   }
   return x;
@@ -57,6 +62,10 @@ template <class T, int N>
 __device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
   if constexpr (N == 1) {
     *p = x.v[0];
+  } else if constexpr (sizeof(x) < 16) {
+    Word<sizeof(x)> raw;
+    memcpy(&raw, &x, sizeof(x));
+    *reinterpret_cast<Word<sizeof(x)>*>(p) = raw;
   } else {
     uint4 raw[sizeof(x) / sizeof(uint4)];
     memcpy(raw, &x, sizeof(x));

@@ -50,6 +50,12 @@ bool must_dispatch(at::ArrayRef<const Tensor*> tensors);
 
 inline const Tensor* pointer_to(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
 
+// To be called by who has written into a tensor of somebody else's: a backward that saved it must notice, as it does
+// after t.copy_(). Views of one tensor share the note.
+inline void note_written(const Tensor& t) {
+  if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
 // True when autograd would record an op on these tensors.
 bool needs_graph(at::ArrayRef<const Tensor*> tensors);
 

@@ -4,6 +4,9 @@
 #include <transformer_engine/transformer_engine.h>
 
 #include <string>
+#include <vector>
+
+#include "common.h"
 
 namespace te_torch {
 void register_activation(pybind11::module_& m);
@@ -20,8 +23,11 @@ void register_rope(pybind11::module_& m);
 void register_normalization(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);
 void register_offload(pybind11::module_& m);
+void register_optimizer(pybind11::module_& m);
+void register_optimizer_step(pybind11::module_& m);
 void register_normalization_quantized(pybind11::module_& m);
 void register_tune(pybind11::module_& m);
+void register_unwanted(pybind11::module_& m);
 }  // namespace te_torch
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -39,8 +45,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_normalization(m);
   te_torch::register_quantize(m);
   te_torch::register_offload(m);
+  te_torch::register_optimizer(m);
+  te_torch::register_optimizer_step(m);
   te_torch::register_normalization_quantized(m);
   te_torch::register_tune(m);
+  te_torch::register_unwanted(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;
   m.attr("version") = te_version();
@@ -51,4 +60,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return std::string(te_probe_library(name.c_str()) == TE_SUCCESS ? "" : te_last_error());
       },
       "'' when the library (cublasLt, nccl, cuda) opens here, else why not.");
+  m.def(
+      "captured_events",
+      [](int64_t stream) {
+        const auto on = reinterpret_cast<te_stream>(stream);
+        size_t count = 0;
+        te_torch::check(te_captured_events(on, nullptr, 0, &count));
+        std::vector<void*> events(count);
+        te_torch::check(te_captured_events(on, events.data(), count, &count));
+        std::vector<int64_t> handles;
+        for (void* event : events) handles.push_back(reinterpret_cast<int64_t>(event));
+        return handles;
+      },
+      "The events (cudaEvent_t) that the capture under way on a stream (cudaStream_t) records for work outside of it.");
 }

@@ -12,6 +12,14 @@ from transformer_engine.pytorch.functional.linear import (
 )
 from transformer_engine.pytorch.functional.normalization import normalization
 from transformer_engine.pytorch.functional.offload import offload_pack, offload_packed_bytes, offload_unpack
+from transformer_engine.pytorch.functional.optimizer import (
+    optimizer_adam,
+    optimizer_compute_scales,
+    optimizer_count_step,
+    optimizer_l2norm,
+    optimizer_scale,
+    optimizer_sgd,
+)
 from transformer_engine.pytorch.functional.quantize import dequantize, quantize
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
 
@@ -30,6 +38,12 @@ __all__ = [
     "offload_pack",
     "offload_packed_bytes",
     "offload_unpack",
+    "optimizer_adam",
+    "optimizer_compute_scales",
+    "optimizer_count_step",
+    "optimizer_l2norm",
+    "optimizer_scale",
+    "optimizer_sgd",
     "quantize",
     "rope",
     "rope_qkv",

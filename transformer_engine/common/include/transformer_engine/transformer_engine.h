@@ -97,6 +97,12 @@ TE_API te_status te_get_device_properties(int32_t device, te_device_properties* 
  * was tried. These libraries are opened on first use, never at load. */
 TE_API te_status te_probe_library(const char* name);
 
+/* The events that the capture under way on `stream` records for work outside of it (cudaEventRecordExternal): the first
+ * `capacity` cudaEvent_t of them, and in *count how many there are. None where the stream is not being captured.
+ * Events of child graphs are not looked for. Errors: TE_INVALID_ARGUMENT where `count` is NULL, or `events` without a
+ * capacity of 0, TE_NOT_IMPLEMENTED in a CPU build, TE_RUNTIME_ERROR from CUDA. */
+TE_API te_status te_captured_events(te_stream stream, void** events, size_t capacity, size_t* count);
+
 #ifdef __cplusplus
 }
 #endif
