@@ -6,6 +6,7 @@ import torch
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph.recorder import RecordedEvent, RecordedStream
 
 HIDDEN, FFN, HEADS = 32, 48, 4
 TOKENS = (6, 2)
@@ -44,6 +45,41 @@ def plain(*, device, params_dtype, **_):
     return torch.nn.Sequential(
         torch.nn.Linear(HIDDEN, FFN, **on), torch.nn.Dropout(0.3), torch.nn.GELU(), torch.nn.Linear(FFN, HIDDEN, **on)
     )
+
+
+class _Records(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, event):
+        ctx.event = event
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        ctx.event.record()
+        return dx, None
+
+
+class Recording(torch.nn.Module):
+    """A module whose forward records an event behind its result, and, unless it is told not to, whose backward records
+    it behind the gradient of its input."""
+
+    def __init__(self, inner, device, *, backward=True):
+        super().__init__()
+        self.inner, self.event = inner, event_on(device)
+        self.event_behind = self.event if backward else None
+
+    def forward(self, x, **kwargs):
+        y = self.inner(x if self.event_behind is None else _Records.apply(x, self.event_behind), **kwargs)
+        self.event.record()
+        return y
+
+
+def event_on(device):
+    return torch.cuda.Event(external=True) if device == "cuda" else RecordedEvent()
+
+
+def stream_on(device):
+    return torch.cuda.Stream() if device == "cuda" else RecordedStream("graph")
 
 
 FAMILIES = [linear, split_linear, norm_linear, mlp, recomputed_mlp, layer, dropout_layer, plain]

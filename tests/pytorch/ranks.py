@@ -1,5 +1,6 @@
 # Runs a function in several processes over gloo, on one thread each, and brings back what each of them returns.
 # The functions stand in rank_workers.py: a spawned process has to be able to import them.
+import datetime
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch.multiprocessing as mp
 def _main(rank, ranks, folder, worker, args):
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    wait = datetime.timedelta(minutes=5)  # for ranks that wait for each other in vain: not torch's half an hour
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=wait)
     try:
         torch.manual_seed(1234)
         torch.save(worker(rank, *args), Path(folder) / f"result{rank}")

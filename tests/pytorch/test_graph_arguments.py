@@ -301,7 +301,7 @@ def test_callables_that_cannot_run():
 
 @pytest.mark.parametrize("layers", [1.0, True, [1.0], [True], {1}, object()], ids=lambda n: repr(n).split()[0])
 def test_layers_of_a_chunk_that_are_no_numbers(layers):
-    with refused(ValueError, OP, "'_num_layers_per_chunk'", "wanted a positive number"):
+    with refused(ValueError, OP, "'_num_layers_per_chunk'", "wanted for each chunk a number"):
         pipeline_schedule([1, -1], layers, 1, [False])
 
 

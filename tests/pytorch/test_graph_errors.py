@@ -99,7 +99,6 @@ def test_a_buffer_with_a_gradient(device):
     [
         ({"num_warmup_iters": -1}, ["'num_warmup_iters'", "-1"]),
         ({"num_warmup_iters": 1.0}, ["'num_warmup_iters'", "1.0"]),
-        ({"on_mismatch": "ignore"}, ["'on_mismatch'", "'ignore'", "'eager'"]),
         ({"enabled": (True, False)}, ["'enabled'", "(True, False)"]),
         ({"enabled": False, "fp8_enabled": False}, ["'enabled'", "'fp8_enabled'", "older name"]),
         ({"recipe": 1, "fp8_recipe": 2}, ["'recipe'", "'fp8_recipe'"]),
@@ -289,6 +288,48 @@ def test_an_exception_leaves_everything_as_it_was(device, stage, monkeypatch):
         (module if capture_first else module.inner).backward_dw()
         eager.inner.backward_dw()
         assert_same_step(left_by(module), left_by(eager))
+
+
+@pytest.mark.parametrize("stage", [s for s in STAGES if "warmup_hook" not in s])
+def test_what_a_hook_began_is_ended(device, stage, monkeypatch):
+    """A user switches offload off and on with them: the second one is called once, wherever the warm-up or the capture
+    ends, and what ended it is what is raised."""
+    where, count, options = STAGES[stage]
+    module = Faulty(build(mlp, device, delay_wgrad_compute=True), where, count)
+    if where == "wgrad":
+        faulty_backward_dw(monkeypatch, count)
+    calls = []
+    hooks = {f"{when}_warmup_hook": lambda when=when: calls.append(when) for when in ("pre", "post")}
+    with pytest.raises(Fault):
+        te.make_graphed_callables(module, sample(device), num_warmup_iters=WARMUPS, **hooks, **options())
+    assert calls == ["pre", "post"]
+
+
+def test_a_warm_up_and_its_last_hook_both_raise(device):
+    module = Faulty(build(mlp, device), "forward", 1)
+
+    def hook():
+        raise ValueError("nothing to switch on")
+
+    with pytest.warns(UserWarning, match="'post_warmup_hook'.*ValueError too: nothing to switch on"):
+        with pytest.raises(Fault):
+            te.make_graphed_callables(module, sample(device), post_warmup_hook=hook)
+    module.where = None
+    with pytest.raises(ValueError, match="nothing to switch on"):
+        te.make_graphed_callables(module, sample(device), post_warmup_hook=hook)
+
+
+def test_nothing_is_ended_that_did_not_begin(device):
+    """As a context manager's exit is not called where its entry raises."""
+    calls = []
+    with pytest.raises(Fault):
+        te.make_graphed_callables(
+            build(mlp, device),
+            sample(device),
+            pre_warmup_hook=STAGES["pre_warmup_hook"][2]()["pre_warmup_hook"],
+            post_warmup_hook=lambda: calls.append(1),
+        )
+    assert calls == []
 
 
 @pytest.mark.gpu

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
-from graph_cases import HIDDEN, TOKENS, assert_same_step, build, left_by, linear, step, tokens
+from graph_cases import HIDDEN, TOKENS, assert_same_step, build, left_by, linear, mlp, step, tokens
 from support import assert_same_bits, refused
+from test_graph_order import ORDERS, check, chunks_of, pipelines
 
 import transformer_engine.pytorch as te
 
@@ -105,17 +106,45 @@ def test_passes_that_were_given_up_are_in_nobodys_way(device):
 
 
 def test_delayed_weight_gradients_in_another_order(device):
-    """Without entries of their own they may come at any time, but not behind another step's passes."""
-    graphed, *_ = captured(device, [1, 1, -1, -1], delay=True)
+    """Without entries of their own they may come at any time, but not behind another step's passes, nor behind a
+    forward that was captured before their backward: what that one left may lie where the forward writes."""
+    graphed, module, eager = captured(device, [1, 1, -1, -1], delay=True)
+    results = [[call(tokens(device, grad=True)).sum() for call in calls] for calls in (graphed, [eager, eager])]
+    for one in results:
+        for y in one:
+            y.backward()
+    graphed[1].backward_dw(), graphed[0].backward_dw(), eager.backward_dw(), eager.backward_dw()
+    assert module.weight.grad is not None
     for g in graphed:
         g(tokens(device, grad=True)).sum().backward()
-    graphed[1].backward_dw(), graphed[0].backward_dw()
+    with refused(RuntimeError, *WORDS, "backward_dw() of a call"):
+        graphed[0].backward_dw()
+    graphed[0].drop_backward_dw()
+    graphed[1].backward_dw()
     graphed[1](tokens(device, grad=True)).sum().backward()
     graphed[0](tokens(device, grad=True)).sum().backward()
     with refused(RuntimeError, *WORDS, "backward_dw() of a call"):
         graphed[1].backward_dw()
     graphed[1].drop_backward_dw()
     graphed[0].backward_dw()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "behind another pass"])
+def test_delayed_weight_gradients_are_eagers_or_refused(device, late):
+    """Of a module whose backward makes what they read."""
+    module = build(mlp, device, delay_wgrad_compute=True)
+    eager = copy.deepcopy(module)
+    samples = tuple((tokens(device, grad=True),) for _ in range(2))
+    graphed = te.make_graphed_callables((module,), samples, _order=[1, 1, -1, -1])
+    inputs = [tokens(device) for _ in range(2)]
+    for g, x in zip(graphed, inputs):
+        assert_same_step(step(module, x, 1, call=g), step(eager, x, 1))
+        if not late:
+            g.backward_dw(), eager.backward_dw()
+            assert_same_step(left_by(module), left_by(eager))
+    if late:
+        with refused(RuntimeError, "callable 0 (LayerNormMLP)", "backward_dw() of a call"):
+            graphed[0].backward_dw()
 
 
 def test_delayed_weight_gradients_with_entries(device):
@@ -126,6 +155,62 @@ def test_delayed_weight_gradients_with_entries(device):
     losses[1].backward()  # before the first one's weight gradients
     with refused(RuntimeError, *WORDS, "backward_dw() of a call"):
         graphed[0].backward_dw()
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", [name for name in ORDERS if name.startswith("delayed")])
+def test_retained_passes_with_delayed_weight_gradients(device, name, layers, reuse):
+    """The captured order goes through: a backward that could run again does not keep weight gradients from coming."""
+    order = ORDERS[name]
+    waits = [any(entry == -chunk - 1.5 for entry in order) for chunk in range(chunks_of(order))]
+    modules = [build(mlp, device, delay_wgrad_compute=wait) for wait in waits for _ in range(layers)]
+    options = {"retain_graph_in_backward": True, "_reuse_graph_input_output_buffers": reuse}
+    _, graphed, eager = pipelines(modules, order, layers, device, **options)
+    check(graphed, eager, device)
+
+
+def test_retained_passes_of_several_chunks(device):
+    """A forward behind a backward takes from that pass what another backward would read, and leaves what its weight
+    gradients read."""
+    modules = tuple(build(linear, device, delay_wgrad_compute=True) for _ in range(2))
+    graphed = te.make_graphed_callables(
+        modules,
+        tuple((tokens(device, grad=True),) for _ in range(4)),
+        _order=[1, 2, -2, 1, -2.5, 2, -1, -1.5, -2, -2.5, -1, -1.5],
+        _reuse_graph_input_output_buffers=True,
+        retain_graph_in_backward=True,
+    )
+    twin, x = copy.deepcopy(modules[1]), tokens(device)
+    graphed[0](tokens(device, grad=True))
+    y, wanted = graphed[2](x.clone().requires_grad_()).sum(), twin(x.clone().requires_grad_()).sum()
+    for t in (y, wanted):
+        t.backward(retain_graph=True)
+    graphed[1](tokens(device, grad=True))
+    with refused(RuntimeError, "callable 1 (Linear)", *WORDS[1:], "backward of a call"):
+        y.backward()
+    graphed[2].backward_dw(), twin.backward_dw()
+    assert_same_step(left_by(modules[1]), left_by(twin))
+
+
+def test_a_retained_pass_ends_by_itself(device):
+    """One that is called again without gradients takes nothing from what another one keeps: a pass of a later capture
+    into the pool is still said to write over it."""
+    pool = torch.cuda.graph_pool_handle() if device == "cuda" else (0, 4712)
+    stacks = [[build(linear, device) for _ in range(count)] for count in (2, 1)]
+    for stack in stacks:
+        te.make_graphed_callables(
+            tuple(stack), tuple((tokens(device, grad=True),) for _ in stack), pool=pool, retain_graph_in_backward=True
+        )
+    (first, second), (other,) = stacks
+    x = tokens(device, grad=True)
+    y = first(x).sum()
+    second(x)
+    with torch.no_grad():
+        second(x)
+    other(x)
+    with refused(RuntimeError, *WORDS):
+        y.backward()
 
 
 @pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])

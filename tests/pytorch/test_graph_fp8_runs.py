@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from graph_cases import (
+    Recording,
     assert_same_step,
     build,
     left_by,
@@ -18,6 +19,7 @@ from graph_cases import (
     recomputed_mlp,
     split_linear,
     step,
+    stream_on,
     tokens,
 )
 from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, allocated, faulty_backward_dw
@@ -27,7 +29,6 @@ from support import assert_same_bits
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import activation_recompute_forward
 from transformer_engine.pytorch.graph import is_graph_capturing
-from transformer_engine.pytorch.graph.recorder import RecordedStream
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
@@ -84,10 +85,6 @@ def quiet_call(module, x, **kwargs):
         return module(x, **kwargs)
 
 
-def own_stream(device):
-    return torch.cuda.Stream() if device == "cuda" else RecordedStream("graph")
-
-
 @pytest.mark.parametrize("streamed", [False, True], ids=["current stream", "own stream"])
 @pytest.mark.parametrize("family", [linear, mlp, recomputed_mlp], ids=lambda f: f.__name__)
 def test_a_call_without_gradients_in_training_leaves_the_scales(device, family, streamed):
@@ -95,7 +92,7 @@ def test_a_call_without_gradients_in_training_leaves_the_scales(device, family, 
     input is another one each time, a hundred times larger where it is to leave nothing."""
     module, eager = twins(family, device)
     capture(module, device, "delayed")
-    options = {"cuda_graph_stream": own_stream(device)} if streamed else {}
+    options = {"cuda_graph_stream": stream_on(device)} if streamed else {}
     for seed in range(3):
         large, x = 100 * tokens(device, BF16), tokens(device, BF16)
         assert_same_step(fp8_step(module, x, seed, "delayed"), fp8_step(eager, x, seed, "delayed"), f"step {seed}")
@@ -126,16 +123,74 @@ def test_a_frozen_module_in_training_moves_its_scales(device, around_it):
         assert_same_states(states(module), states(eager))
 
 
+def test_a_module_that_was_frozen_goes_on_as_in_eager(device):
+    """Its histories of both directions move on with the region's, though its backward is reached no more."""
+    stack = torch.nn.Sequential(build(linear, device, BF16), build(linear, device, BF16))
+    eager = copy.deepcopy(stack)
+    x = tokens(device, BF16)
+    for _ in range(2):
+        for layers in (stack, eager):
+            fp8_step(layers, x * 4, 1, "delayed")
+    for layers in (stack, eager):
+        layers[0].requires_grad_(False)
+    capture_of = {0: tokens(device, BF16), 1: tokens(device, BF16, grad=True)}
+    for i, sample in capture_of.items():
+        te.make_graphed_callables(stack[i], (sample,), enabled=True, recipe=RECIPES["delayed"])
+    for seed in range(4):
+        x = tokens(device, BF16)
+        for layers in (stack, eager):
+            with around("delayed"):
+                y = layers[1](layers[0](x).requires_grad_())
+            y.square().sum().backward()
+        assert_same_states(states(stack), states(eager), f"step {seed}")
+
+
+class Own(torch.nn.Module):
+    """An autocast of its own around one of its modules, and another one that records nothing."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.first, self.second, self.third = (build(linear, device, BF16) for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            bias = self.third(x)
+        with around("delayed"):
+            y = self.second(x)
+        return self.first(y) + bias
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["high precision", "delayed"])
+def test_an_autocast_inside_of_what_is_captured(device, enabled):
+    """The scales of both directions move once a step, those of a module that ran without gradients not at all."""
+    module = Own(device)
+    module.third.requires_grad_(False)
+    eager = copy.deepcopy(module)
+    given = (tokens(device, BF16, grad=True),)
+    te.make_graphed_callables(module, given, enabled=enabled, recipe=RECIPES["delayed"])
+    for seed in range(5):
+        x = tokens(device, BF16) * 3.0**seed
+        found = []
+        for m in (module, eager):
+            given = x.clone().requires_grad_()
+            with te.autocast(enabled=enabled, recipe=RECIPES["delayed"]):
+                y = m(given)
+            y.backward(torch.full_like(y, 3.0**-seed))
+            found.append({"y": y, "dx": given.grad} | left_by(m))
+        assert_same_step(*found, f"step {seed}")
+        assert_same_states(states(module), states(eager), f"step {seed}")
+
+
 def test_amaxes_are_put_back_behind_the_whole_graph():
     """On a stream of its own, whatever event the caller has: neither saved while the last replay writes, nor put back
     before this one has."""
-    module, _ = twins(linear, "cpu")
+    module = Recording(twins(linear, "cpu")[0], "cpu")
     capture(module, "cpu", "delayed")
-    log, stream = collections.deque(), own_stream("cpu")
+    log, stream = collections.deque(), stream_on("cpu")
     stream.log = log
     main = module.forward.backend.current_stream()
     main.log.clear()
-    quiet_call(module, tokens("cpu", BF16), cuda_graph_stream=stream, cuda_graph_event="event")
+    quiet_call(module, tokens("cpu", BF16), cuda_graph_stream=stream, cuda_graph_event=module.event)
     assert list(main.log) == [("main", "waits for", "graph")] * 2
     assert list(log) == [("graph", "waits for", "main")]
 

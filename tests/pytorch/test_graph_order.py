@@ -319,10 +319,41 @@ def test_weight_gradients_out_of_turn(entries):
         pipeline_schedule(entries, None, 1, [True])
 
 
-@pytest.mark.parametrize("layers", [0, -1, 3, [1], [1, 2], [2, 0], [1, 1, 0], "2", True])
+@pytest.mark.parametrize("layers", [0, -1, 3, [1], [1, 2], [1, 0], [3, -1], [1, 1, 0], "2", True])
 def test_layers_that_do_not_add_up(layers):
     with refused(ValueError, "'_num_layers_per_chunk'", repr(layers)):
         pipeline_schedule([1, 2, -2, -1], layers, 2, [False] * 2)
+
+
+@pytest.mark.parametrize("layers", [[0, 2], [2, 0], [0, 1, 1], [1, 0, 1], [0, 2, 0]], ids=str)
+@pytest.mark.parametrize("delayed", [False, True], ids=["now", "later"])
+def test_chunks_without_layers(device, layers, delayed):
+    """They have their entries in the order, those of weight gradients too, and neither samples nor callables."""
+    chunks = range(1, len(layers) + 1)
+    backward = [-c for c in reversed(chunks)] + [-c - 0.5 for c in reversed(chunks) if delayed]
+    order_ = [*chunks, *chunks, *backward, *backward]
+    modules = [build(linear, device, delay_wgrad_compute=delayed) for _ in range(2)]
+    twins = copy.deepcopy(modules)
+    graphed = te.make_graphed_callables(
+        tuple(modules),
+        tuple((torch.randn(*TOKENS, HIDDEN, device=device).requires_grad_(),) for _ in range(4)),
+        _order=order_,
+        _num_layers_per_chunk=layers,
+        _reuse_graph_input_output_buffers=True,
+    )
+    # Samples are numbered by chunk, microbatch and layer: layers of one chunk lie side by side, else microbatches.
+    passes = [graphed[0::2], graphed[1::2]] if 2 in layers else [graphed[:2], graphed[2:]]
+    x = [torch.randn(*TOKENS, HIDDEN, device=device) for _ in range(2)]
+    results = [passes[1][m](passes[0][m](x[m].clone().requires_grad_())) for m in range(2)]
+    wanted = [twins[1](twins[0](x[m].clone().requires_grad_())) for m in range(2)]
+    for m in range(2):
+        for y in (results[m], wanted[m]):
+            y.sum().backward()
+        for i in (1, 0) if delayed else ():
+            passes[i][m].backward_dw()
+            twins[i].backward_dw()
+    for module, twin in zip(modules, twins):
+        assert_same_step(left_by(module), left_by(twin))
 
 
 def test_chunks_that_do_not_divide():

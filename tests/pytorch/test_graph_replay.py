@@ -11,6 +11,7 @@ from graph_cases import (
     assert_same_step,
     build,
     capture,
+    layer,
     left_by,
     linear,
     mlp,
@@ -84,7 +85,7 @@ def test_strides_of_single_elements_do_not_matter(device):
     assert_same_bits(graphed(x), x * 2)
 
 
-def scaled(x, *, scale=1.0, y=None):
+def scaled(x, *, scale=1.0, y=None, z=None):
     return x * scale if y is None else x * scale + y
 
 
@@ -97,6 +98,7 @@ def test_other_arguments(device):
     for kwargs, words in (
         ({"scale": 2.0}, ["missing", "'y'"]),
         ({"scale": 2.0, "y": y, "z": 1}, ["not captured", "'z'"]),
+        ({"scale": 2.0, "z": None}, ["missing", "'y'", "[] were not captured"]),
     ):
         with refused(TypeError, "scaled", *words):
             graphed(x, **kwargs)
@@ -105,8 +107,24 @@ def test_other_arguments(device):
     for scale in (3.0, 2, "2.0"):
         with refused(ValueError, "'scale'", repr(scale), "2.0"):
             graphed(x, scale=scale, y=y)
-    with refused(ValueError, "'y'", "[1, 2, 32]"):
-        graphed(x, scale=2.0, y=y[:1])
+    for given, words in ((y[:1], "[1, 2, 32]"), (None, "is None")):
+        with refused(ValueError, "'y'", words):
+            graphed(x, scale=2.0, y=given)
+
+
+def test_keywords_that_were_not_captured_may_be_none(device):
+    """As frameworks call a layer: all its keywords, most of them None."""
+    graphed = te.make_graphed_callables(scaled, (tokens(device),), sample_kwargs={"y": tokens(device)})
+    x, y = tokens(device), tokens(device)
+    assert_same_bits(graphed(x, z=None, y=y, anything=None), scaled(x, y=y))
+    plain = te.make_graphed_callables(scaled, (tokens(device),))
+    assert_same_bits(plain(x, y=None, z=None), scaled(x))
+    with refused(TypeError, "scaled", "['y'] were not captured", "None"):
+        plain(x, y=y, z=None)
+    module, eager = twins(layer, device)
+    capture(module, device)
+    none = {"attention_mask": None, "encoder_output": None, "inference_params": None, "rotary_pos_emb": None}
+    assert_same_step(step(module, x, 1, **none), step(eager, x, 1, **none))
 
 
 def test_gradients_are_not_asked_for_where_none_are_recorded(device):
@@ -156,25 +174,42 @@ def test_functional_transforms(device):
 
 
 def test_another_mode(device):
-    module, eager = twins(plain, device)
-    capture(module, device)
-    module.eval()
-    with refused(RuntimeError, "Sequential", "train", "eval", "on_mismatch='eager'"):
-        module(tokens(device, grad=True))
-    module.train()
-    module.reset()
-    capture(module, device, on_mismatch="eager")
-    module.eval(), eager.eval()
+    """Evaluation between training steps, and training of what was captured for evaluation: eager, and said."""
+    for captured in (True, False):
+        module, eager = twins(plain, device)
+        module.train(captured)
+        capture(module, device)
+        x = tokens(device)
+        for count, train in enumerate((not captured, captured, not captured)):
+            module.train(train), eager.train(train)
+            if train is captured:
+                got = step(module, x, 1)
+            else:
+                with pytest.warns(UserWarning, match=f"Sequential.*without the graph, {count // 2 + 1} times"):
+                    got = step(module, x, 1)
+            assert_same_step(got, step(eager, x, 1))
+
+
+def test_a_pass_of_an_order_in_another_mode(device):
+    module, eager = twins(linear, device)
+    graphed = te.make_graphed_callables(
+        (module,),
+        ((tokens(device, grad=True),), (tokens(device, grad=True),)),
+        _order=[1, 1, -1, -1],
+        _reuse_graph_input_output_buffers=True,
+    )
     x = tokens(device)
-    for count in (1, 2):
-        with pytest.warns(UserWarning, match=f"without the graph, {count} times"):
-            got = step(module, x, 1)
-        assert_same_step(got, step(eager, x, 1))
+    with torch.no_grad(), pytest.warns(UserWarning, match="without the graph"):
+        module.eval()
+        assert_same_bits(graphed[1](x[:1]), eager(x[:1]))  # of any shape: it is eager
+    module.train()
+    for g in graphed:
+        assert_same_step(step(module, x, 1, call=g), step(eager, x, 1))
 
 
 def test_another_mode_leaves_weight_gradients_to_the_module(device):
     module, eager = twins(linear, device, delay_wgrad_compute=True)
-    capture(module, device, on_mismatch="eager")
+    capture(module, device)
     x = tokens(device)
     for train in (False, True, False):
         module.train(train), eager.train(train)
@@ -196,7 +231,7 @@ def test_another_mode_is_told_of_the_first_microbatch(device):
     module, eager = twins(linear, device, fuse_wgrad_accumulation=True)
     for m in (module, eager):
         m.weight.main_grad = torch.ones_like(m.weight)
-    capture(module, device, on_mismatch="eager")
+    capture(module, device)
     module.eval(), eager.eval()
     x = tokens(device)
     for first in (True, False):
@@ -211,8 +246,8 @@ def test_gradients_of_what_an_argument_was_made_of_accumulate(device, way):
     replay writes over."""
     layers = [build(linear, device), build(linear, device)]
     eager = copy.deepcopy(layers)
-    for layer in layers:
-        capture(layer, device)
+    for module in layers:
+        capture(module, device)
     base, left = tokens(device), []
     for stack in (layers, eager):
         offset = tokens(device).zero_().requires_grad_()

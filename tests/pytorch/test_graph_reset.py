@@ -51,6 +51,25 @@ def test_reset_restores_the_eager_forward(device):
     assert_same_step(step(module, x, 1), step(eager, x, 1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
+def test_a_result_that_is_alive_is_in_the_way_of_a_capture(delay):
+    """Also where a backward leaves all gradients of the parameters for later, and waits for their stream alone."""
+    module, eager = twins(linear, "cuda", delay_wgrad_compute=delay)
+    for capture_first in (False, True):
+        if capture_first:
+            capture(module, "cuda")
+        y = module(tokens("cuda", grad=True))
+        if capture_first:
+            module.reset()
+        with refused(RuntimeError, "make_graphed_callables", "still alive", "delete it"):
+            capture(module, "cuda")
+        del y
+    capture(module, "cuda")
+    x = tokens("cuda")
+    assert_same_step(step(module, x, 1), step(eager, x, 1))
+
+
 def test_a_captured_module_is_not_captured_again(device):
     module = build(linear, device)
     capture(module, device)

@@ -12,6 +12,7 @@ from plain_modules import angles, randomize
 from support import assert_same_bits, in_threads, refused, saved_tensors
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.distributed import (
     activation_recompute_forward,
     in_fp8_activation_recompute_phase,
@@ -363,24 +364,49 @@ def test_phases(device, use_reentrant):
         seen.append(("outer", *phase()))
         return linear(y)
 
-    te.checkpoint(watched, tokens(device), use_reentrant=use_reentrant).sum().backward()
+    recipe = Float8CurrentScaling()
+    with te.autocast(recipe=recipe):
+        out = te.checkpoint(watched, tokens(device), use_reentrant=use_reentrant)
+        assert phase() == (False, False)
+    out.sum().backward()
     assert seen == [(True, False), (True, True)] and phase() == (False, False)
     seen.clear()
-    te.checkpoint(outer, tokens(device), use_reentrant=use_reentrant).sum().backward()
+    with te.autocast(recipe=recipe):
+        out = te.checkpoint(outer, tokens(device), use_reentrant=use_reentrant)
+    out.sum().backward()
     first, second = [(True, False), ("outer", True, False)], [(True, False), ("outer", True, True)]
     assert seen == [*first, *second, (True, True)] and phase() == (False, False)
 
 
+@both_ways
+def test_a_recomputation_is_told_of_inside_an_enabled_autocast_alone(device, use_reentrant):
+    seen, linear = [], te.Linear(HIDDEN, HIDDEN, device=device)
+
+    def watched(x):
+        seen.append(phase()[0])
+        with te.autocast(recipe=Float8CurrentScaling()):
+            seen.append(phase()[0])
+            with te.autocast(enabled=False):
+                seen.append(phase()[0])
+            return linear(x)
+
+    te.checkpoint(watched, tokens(device), use_reentrant=use_reentrant).sum().backward()
+    assert seen == [False, True, False] * 2
+    with activation_recompute_forward(activation_recompute=True), te.autocast(enabled=False, calibrating=True):
+        assert phase() == (False, False)
+
+
 def test_phases_are_a_threads_own():
-    with activation_recompute_forward(activation_recompute=True, recompute_phase=True):
-        assert phase() == (True, True)
-        assert in_threads(2, lambda _: phase()) == [(False, False)] * 2
-        with activation_recompute_forward():
-            assert phase() == (False, False)
-        assert phase() == (True, True)
-    with pytest.raises(KeyError), activation_recompute_forward(True, False):
-        raise KeyError
-    assert phase() == (False, False)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        with activation_recompute_forward(activation_recompute=True, recompute_phase=True):
+            assert phase() == (True, True)
+            assert in_threads(2, lambda _: phase()) == [(False, False)] * 2
+            with activation_recompute_forward():
+                assert phase() == (False, False)
+            assert phase() == (True, True)
+        with pytest.raises(KeyError), activation_recompute_forward(True, False):
+            raise KeyError
+        assert phase() == (False, False)
 
 
 # ---- exceptions and misuse ----

@@ -37,7 +37,7 @@ class FirstRun:
         self._taken = {}
 
 
-class _Phase(threading.local):
+class RecomputePhase(threading.local):
     """Where this thread is. Recomputations run on autograd's threads, several modules on several threads."""
 
     enabled = False
@@ -45,7 +45,7 @@ class _Phase(threading.local):
     first_run: FirstRun | None = None
 
 
-_phase = _Phase()
+_phase = RecomputePhase()
 
 
 @contextmanager
@@ -63,14 +63,15 @@ def activation_recompute_forward(
         _phase.enabled, _phase.recomputing, _phase.first_run = before
 
 
-def recompute_phase() -> _Phase:
+def recompute_phase() -> RecomputePhase:
     """Of this thread: enabled, recomputing, first_run."""
     return _phase
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether this thread runs a forward that is recomputed in the backward, in either of its two runs."""
-    return _phase.enabled
+    """Whether this thread runs, inside an enabled te.autocast, a forward that is recomputed in the backward, in either
+    of its two runs."""
+    return _phase.enabled and STATE.enabled
 
 
 def in_fp8_activation_recompute_phase() -> bool:

@@ -24,6 +24,10 @@ class Buffers:
             return free.pop()
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
+    def take_apart(self, like: torch.Tensor) -> torch.Tensor:
+        """The same, with memory of its own for each element."""
+        return self.take(like.contiguous() if overlapping(like) else like)
+
     def has(self, like: torch.Tensor) -> bool:
         return bool(self._free.get(form(like)))
 
@@ -53,6 +57,35 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def dense(t: torch.Tensor) -> bool:
     """Whether it has no gaps: what meets it shares elements with it."""
     return _extent(t) == t.numel() * t.element_size()
+
+
+def _reaches(target: int, dims: list[tuple[int, int]]) -> bool:
+    """Whether a difference of two indices moves by `target`. dims: (step, size), the largest step first."""
+    if not dims:
+        return target == 0
+    (step, size), *rest = dims
+    reach = sum(s * (n - 1) for s, n in rest)
+    lowest, highest = -((reach - target) // step), (target + reach) // step
+    return any(_reaches(target - d * step, rest) for d in range(max(lowest, 1 - size), min(highest, size - 1) + 1))
+
+
+def overlapping(t: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory. Takes no memory, and little time for any size."""
+    dims = sorted(((step, size) for size, step in zip(t.shape, t.stride()) if size > 1), reverse=True)
+    if t.numel() < 2:
+        return False
+    if dims[-1][0] == 0 or t.numel() > 1 + sum(step * (size - 1) for step, size in dims):
+        return True
+    for i, (step, size) in enumerate(dims):
+        reach = sum(s * (n - 1) for s, n in dims[i + 1 :])
+        if any(_reaches(d * step, dims[i + 1 :]) for d in range(1, min(size - 1, reach // step) + 1)):
+            return True
+    return False
+
+
+def distinct(t: torch.Tensor) -> torch.Tensor:
+    """Of elements that an expansion shows many times, one: torch writes to no such tensor."""
+    return t[tuple(slice(0, 1) if step == 0 else slice(None) for step in t.stride())]
 
 
 def neighbourhood(static: Iterable[torch.Tensor | None]) -> tuple[int, int]:

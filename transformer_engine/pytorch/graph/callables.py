@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.capturing import is_graph_capturing
 from transformer_engine.pytorch.distributed import get_all_rng_states
+from transformer_engine.pytorch.graph.calling import has_own_call
 from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of
 from transformer_engine.pytorch.graph.describe import OP, shown
 from transformer_engine.pytorch.graph.installed import installed
@@ -33,7 +35,8 @@ def _renamed(old: dict[str, object], new: dict[str, object]) -> list[object]:
                     f"{shown(old_value)}; "
                     f"'{old_name}' is the older name of '{name}', pass that alone."
                 )
-            warnings.warn(f"{OP}: argument '{old_name}' is deprecated, use '{name}'", DeprecationWarning, stacklevel=3)
+            text = f"{OP}: argument '{old_name}' is deprecated, use '{name}'"
+            warnings.warn(text, DeprecationWarning, stacklevel=4)  # the caller's line, behind tells_keywords
             value = old_value
         values.append(value)
     return values
@@ -55,7 +58,8 @@ def _check_modules(modules: Sequence[object]) -> None:
             raise ValueError(f"{OP}: argument 'modules' has {what} at {i}, wanted modules or functions.")
         if not isinstance(module, torch.nn.Module):
             continue
-        if type(module).forward is torch.nn.Module.forward and "forward" not in vars(module):  # a ModuleList
+        no_forward = type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)
+        if no_forward and not has_own_call(module):  # a ModuleList
             raise ValueError(
                 f"{OP}: argument 'modules' has a {type(module).__name__} at {i}, which has no forward; pass a tuple of "
                 "its modules."
@@ -186,6 +190,7 @@ def _quantizations(
     return [Quantization((e, bool(calibrating), r, group), flag if e else None) for e, r in zip(switches, recipes)]
 
 
+@tells_keywords()
 def make_graphed_callables(
     modules: Callable | tuple[Callable, ...],
     sample_args: tuple,
@@ -211,8 +216,6 @@ def make_graphed_callables(
     pre_warmup_hook: Callable[[], object] | None = None,
     post_warmup_hook: Callable[[], object] | None = None,
     capture_time_hooks: Sequence[Hooks | None] | None = None,
-    *,
-    on_mismatch: str = "raise",
 ) -> Callable | tuple[Callable, ...]:
     """The modules as CUDA graphs, forward and backward: same results and gradients, bit for bit, at the host's cost of
     a launch. On a CPU the same checks and static tensors, with the eager work in place of graphs.
@@ -221,24 +224,24 @@ def make_graphed_callables(
       reset() takes that back. A module is called as before, with tensors of the same form: replay.Graphed says more.
     sample_args, sample_kwargs: the tuple of tensors, and a dict, that a module is called with; a tuple of them for
       several. They become the static inputs, so their values are overwritten. What is no tensor in a dict is part of
-      the graph, and checked at each call.
+      the graph, and checked at each call; a keyword that is not there may be passed as None.
     num_warmup_iters: eager runs before the captures, on a side stream, in the schedule's order.
     allow_unused_input: inputs and parameters that want a gradient may go without.
     enabled, calibrating, recipe, amax_reduction_group: autocast's, around each module (`enabled` and `recipe` may be
       tuples, one for each); cache_quantized_params: each call says in is_first_microbatch whether quantized weights are
       made anew. The fp8_* names are the older ones.
     _order: a pipeline's schedule. +c is chunk c's forward, -c its backward, -c-0.5 the weight gradients that the latest
-      -c left (delay_wgrad_compute); chunks from 1, of _num_layers_per_chunk modules. sample_args has an entry for every
-      chunk, microbatch and layer, in this order of nesting, and what comes back is a tuple of callables, one for each.
-      Call them in this order. _reuse_graph_input_output_buffers: microbatches that do not overlap share static memory.
+      -c left (delay_wgrad_compute); chunks from 1, of _num_layers_per_chunk modules, or of none. sample_args has an
+      entry for every chunk, microbatch and layer, in this order of nesting, and what comes back is a tuple of
+      callables, one for each. Call them in this order. _reuse_graph_input_output_buffers: microbatches that do not
+      overlap share static memory.
     pool: a graph memory pool to share (delayed weight gradients without entries in an order have one of their own).
-      retain_graph_in_backward: a backward may be replayed again.
+      retain_graph_in_backward: a backward may be replayed again, with shared memory until the next call.
     clone_param_grads_on_return: False hands out the static gradients of parameters, valid until the next replay.
     pre_warmup_hook, post_warmup_hook: called around the whole warm-up, on its stream. capture_time_hooks: for each
       module {"forward_pre_hooks" | "forward_hooks" | "backward_pre_hooks" | "backward_hooks": {id: fn(module)}}, called
       around each of its warm-up passes and captures, outside of them; they return None.
-    on_mismatch: "eager" runs a module whose train or eval mode differs from the captured one without its graph, with a
-      warning; "raise" refuses.
+    A module in another mode, train or eval, than the captured one runs without its graph, with a warning that counts.
     Errors: ValueError or RuntimeError that names the argument, before anything is changed; an exception inside warm-up
       or capture leaves modules, random states, gradients and memory as they were.
     Saves: the static inputs and the graphs' pool.
@@ -269,8 +272,6 @@ def make_graphed_callables(
         )
     if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, Integral) or num_warmup_iters < 0:
         raise ValueError(f"{OP}: argument 'num_warmup_iters' is {shown(num_warmup_iters)}, wanted 0 or more.")
-    if on_mismatch not in ("raise", "eager"):
-        raise ValueError(f"{OP}: argument 'on_mismatch' is {shown(on_mismatch)}, wanted 'raise' or 'eager'.")
     _check_switches(
         allow_unused_input=allow_unused_input,
         calibrating=False if calibrating is None else calibrating,
@@ -340,7 +341,6 @@ def make_graphed_callables(
     )
     graphed = Capture(plan, list(get_all_rng_states().values())).run()
     for i, one_graphed in enumerate(graphed):
-        one_graphed.on_mismatch = on_mismatch
         one_graphed.flag = flag
         one_graphed.plan = quantizations[owner[i]].plan
     if _order is not None:

@@ -1,8 +1,9 @@
 """Warm-up and captures of a set of callables in the order of a schedule. Either all of it succeeds, or nothing of it
 stays: modules, random states and memory are as before."""
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,18 +11,22 @@ import torch
 
 from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
-from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood
+from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, overlap
+from transformer_engine.pytorch.graph.calling import OwnCall, function_of
 from transformer_engine.pytorch.graph.checks import buffers_stay, check_leaves, check_result, noted_once
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
 from transformer_engine.pytorch.graph.describe import OP, PLAIN, shown
 from transformer_engine.pytorch.graph.flight import flight_of
 from transformer_engine.pytorch.graph.order import Schedule, Step
-from transformer_engine.pytorch.graph.quantized import Quantization, Scales
+from transformer_engine.pytorch.graph.quantized import Quantization
 from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
-from transformer_engine.pytorch.graph.replay import Fused, Graphed
+from transformer_engine.pytorch.graph.replay import Graphed
+from transformer_engine.pytorch.graph.scales import Scales
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.graph.state import Untouched, fused_weights, main_grad_of, own_fused, values_kept
+from transformer_engine.pytorch.graph.weight_grads import Fused
 from transformer_engine.pytorch.graph.work import Ambient, Work
+from transformer_engine.pytorch.graph.writes import own_writes, writes_noted
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 # Whose static inputs nobody else may have; reset() empties them.
@@ -54,6 +59,10 @@ class Plan:
         return next(step.module for step in self.schedule.steps if step.sample == sample)
 
 
+def _meet(some: Iterable[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
+    return any(overlap(a, b) for a in some if a is not None for b in others if b is not None)
+
+
 def name_of(module: object, index: int) -> str:
     named = type(module) if isinstance(module, torch.nn.Module) else module
     return f"callable {index} ({getattr(named, '__name__', type(module).__name__)})"
@@ -72,7 +81,8 @@ class Capture:
         self.ran: set[Work] = set()
         self.modules_ran: set[int] = set()
         self.graphed: list[Graphed] = []
-        self.last_grad_inputs: tuple[Graphed, ...] = ()
+        self.latest_backward: Graphed | None = None
+        self.over: list[int] = []  # samples whose backward was captured, and no forward behind it
 
     def run(self) -> list[Graphed]:
         plan = self.plan
@@ -81,12 +91,11 @@ class Capture:
         owners = [plan.module_of(i) for i in range(plan.schedule.samples)]
         for i, module in enumerate(owners):
             eager = plan.modules[module]
-            function = eager.forward if isinstance(eager, torch.nn.Module) else eager
-            work = Work(function, eager, plan.signatures[i], inputs[i], ambient, plan.quantizations[module])
+            work = Work(function_of(eager), eager, plan.signatures[i], inputs[i], ambient, plan.quantizations[module])
             work.retain = plan.retain
             self.works.append(work)
-            label = f"graphed {name_of(eager, module)}"
-            self.graphed.append(Graphed(label, plan.signatures[i], self.backend, eager=function, module=eager))
+            label, again = f"graphed {name_of(eager, module)}", function_of(eager)
+            self.graphed.append(Graphed(label, plan.signatures[i], self.backend, eager=again, module=eager))
         mark_not_offload(*(t for own in inputs for t in own))  # static: that they leave would give nothing back
         self.untouched = Untouched(plan.modules, [t for own in inputs for t in own])
         try:
@@ -96,9 +105,9 @@ class Capture:
                 for step in plan.schedule.steps:
                     getattr(self, f"_capture_{step.kind}")(step)
                     self._place(step)
+                self.graphed[plan.schedule.steps[0].sample].buried += self._bury_results()
                 for graphed, work in zip(self.graphed, self.works):
                     self._finish(graphed, work)
-                self.flight.captured += 1
         except BaseException:
             for graphed in self.graphed:
                 graphed.reset()
@@ -163,13 +172,31 @@ class Capture:
         with self.backend.warming():
             if plan.before_warmup is not None:
                 plan.before_warmup()
-            for iteration in range(plan.warmup_iterations):
-                for step in plan.schedule.steps:
-                    getattr(self, f"_warm_{step.kind}")(step, iteration)
-            for work in self.works:
-                work.live = []
-            if plan.after_warmup is not None:
-                plan.after_warmup()
+            with self._ended_by(plan.after_warmup):
+                for iteration in range(plan.warmup_iterations):
+                    for step in plan.schedule.steps:
+                        getattr(self, f"_warm_{step.kind}")(step, iteration)
+                for work in self.works:
+                    work.live = []
+
+    @contextmanager
+    def _ended_by(self, hook: Callable[[], object] | None) -> Iterator[None]:
+        """Calls what undoes the hook before the warm-up, also where the warm-up raises: then that is what is raised."""
+        try:
+            yield
+        except BaseException:
+            try:
+                if hook is not None:
+                    hook()
+            except Exception as error:
+                warnings.warn(
+                    f"{OP}: 'post_warmup_hook', called behind a warm-up that failed, raised {type(error).__name__} "
+                    f"too: {error}",
+                    stacklevel=2,
+                )
+            raise
+        if hook is not None:
+            hook()
 
     def _hooks(self, step: Step, when: str) -> None:
         for hook in self.plan.hooks[step.module].get(when, {}).values():
@@ -244,15 +271,18 @@ class Capture:
         self._check_used(step, grads)
 
     def _check_used(self, step: Step, grads: list[torch.Tensor | None]) -> None:
-        """Once for each pass: every input and parameter that wants a gradient gets one, now or later."""
+        """Once for each pass: every input and parameter that wants a gradient gets one, now or later. A __call__ of its
+        class's own may leave parameters to what is not captured."""
         work, plan = self.works[step.sample], self.plan
         if plan.allow_unused_input:
             return
         later = {id(p) for p in fused_weights(plan.modules[step.module])} | work.left_for_later()
         names = [work.signature.names[work.signature.slots[i]] for i in work.wanted]
-        names += [f"parameter of shape {list(p.shape)}" for p in work.parameters]
-        wanted = [work.inputs[i] for i in work.wanted] + work.parameters
-        for name, tensor, grad in zip(names, wanted, grads, strict=True):
+        wanted = [work.inputs[i] for i in work.wanted]
+        if not isinstance(work.function, OwnCall):
+            names += [f"parameter of shape {list(p.shape)}" for p in work.parameters]
+            wanted += work.parameters
+        for name, tensor, grad in zip(names, wanted, grads):
             if grad is None and id(tensor) not in later:
                 raise RuntimeError(
                     f"{OP}: {name} of {self._name(step)} wants a gradient, but the outputs do not depend on it; pass "
@@ -267,7 +297,7 @@ class Capture:
 
     def _capture(
         self, step: Step, work: Callable[[], list], *, apart: bool = False
-    ) -> tuple[object, list[torch.Tensor | None]]:
+    ) -> tuple[object, list[torch.Tensor | None], frozenset]:
         try:
             return self.backend.capture(work, apart=apart)
         except HostSync as error:
@@ -278,12 +308,16 @@ class Capture:
 
     def _capture_forward(self, step: Step) -> None:
         work, graphed = self.works[step.sample], self.graphed[step.sample]
+        graphed.buried = self._bury_results()
         self._hooks(step, "forward_pre_hooks")
         first = work not in self.ran
-        with self._values_kept(step), buffers_stay(self._name(step), self.plan.modules[step.module]):
+        if isinstance(work.function, OwnCall):
+            work.function.freeze()
+        module = self.plan.modules[step.module]
+        with self._values_kept(step), buffers_stay(self._name(step), module), writes_noted(module, graphed.touched):
             try:
                 forward = noted_once(work) if first else work.forward
-                graphed.forward_graph, graphed.outputs = self._capture(step, forward)
+                graphed.forward_graph, graphed.outputs, graphed.forward_events = self._capture(step, forward)
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
@@ -299,38 +333,41 @@ class Capture:
         self._check_forward(step)
         self._hooks(step, "forward_hooks")
         work.static_live = [t for t, wants in zip(graphed.outputs, work.differentiable) if wants]
-        graphed.scales = Scales(graphed.label, work.parts)
+        quantization = work.quantization
+        graphed.scales = Scales(graphed.label, work.parts, quantization.noted, quantization.group)
 
     def _capture_backward(self, step: Step) -> None:
         work, graphed = self.works[step.sample], self.graphed[step.sample]
         if not work.has_backward():
             return
-        work.grad_outputs = [self.buffers.take(t) for t in work.static_live]
+        work.grad_outputs = [self.buffers.take_apart(t) for t in work.static_live]
         for t in work.grad_outputs:
             t.fill_(1)
         grad_outputs = iter(work.grad_outputs)
         graphed.grad_outputs = [next(grad_outputs) if wants else None for wants in work.differentiable]
         self._hooks(step, "backward_pre_hooks")
-        graphed.backward_graph, grads = self._capture(step, work.backward)
+        with writes_noted(self.plan.modules[step.module], graphed.touched_backward):
+            graphed.backward_graph, grads, graphed.backward_events = self._capture(step, work.backward)
         self._hooks(step, "backward_hooks")
         self._check_used(step, grads)
         count = len(work.wanted)
         graphed.grad_inputs, graphed.grad_parameters = grads[:count], grads[count:]
         if step.module not in self.plan.schedule.scheduled_wgrad:
             graphed.held = list(work.pending)
+        before, self.latest_backward = self.latest_backward, graphed
+        # A gradient in the memory of one that came in is handed on as a copy: the next pass may have that one's buffer.
+        if before is not None and not _meet(before.grad_inputs, before.grad_outputs):
+            before.next_backward = self.flight.captured
+        self.over.append(step.sample)
         if self.plan.reuse:
-            self._bury(graphed, work, step)
+            self._bury(graphed, work, step, before)
 
-    def _bury(self, graphed: Graphed, work: Work, step: Step) -> None:
-        """Gives the memory back that nobody reads once this backward has been replayed: its outputs, whatever was made
-        of them is through with its own backward; the gradients of the inputs that the backward before this one handed
-        on. Parameters' gradients are handed out as copies, else they stay."""
+    def _bury(self, graphed: Graphed, work: Work, step: Step, before: Graphed | None) -> None:
+        """Gives the memory back that nobody reads once this backward has been replayed: the gradients of the inputs
+        that the backward before this one handed on. Parameters' gradients are handed out as copies, else they stay."""
         release = self.backend.release
-        graphed.outputs = release(graphed.outputs)
-        work.static_live = []
-        for before in self.last_grad_inputs:
+        if before is not None:
             before.grad_inputs = release(before.grad_inputs)
-        self.last_grad_inputs = (graphed,)
         if self.plan.clone_parameter_grads:
             fused = {id(p) for p in fused_weights(graphed.module)}
             graphed.grad_parameters = [
@@ -341,13 +378,32 @@ class Capture:
             for t in work.grad_outputs:
                 self.buffers.give(t)
 
+    def _bury_results(self) -> list[torch.Tensor]:
+        """Those of passes that are over: whatever was made of them is through with its own backward, but a caller may
+        look at them until the next call. They take no memory from the backward passes in between, each of which frees
+        what its pass saved."""
+        found = []
+        for sample in self.over if self.plan.reuse else ():
+            graphed, work = self.graphed[sample], self.works[sample]
+            graphed.outputs = self.backend.release(graphed.outputs)
+            work.static_live = []
+            found += graphed.outputs
+            if work.retain:  # its inputs go with them, no sooner
+                self._end_here(graphed)
+        self.over = []
+        return found
+
+    def _end_here(self, graphed: Graphed) -> None:
+        """What its backward reads is kept until now; the position is its own."""
+        graphed.end_position, self.flight.captured = self.flight.captured, self.flight.captured + 1
+
     def _capture_wgrad(self, step: Step) -> None:
         work, graphed = self.works[step.sample], self.graphed[step.sample]
         if not work.pending:
             return
         # Without an entry in the order it may run at any time: neither may its memory be somebody's, nor what it reads.
         apart = step.module not in self.plan.schedule.scheduled_wgrad
-        graphed.wgrad_graph, grads = self._capture(step, work.wgrad, apart=apart)
+        graphed.wgrad_graph, grads, _ = self._capture(step, work.wgrad, apart=apart)
         fused = {id(p) for p in fused_weights(graphed.module)}
         pairs = [(p, g) for p, g in zip(work.parameters, grads) if g is not None and id(p) not in fused]
         if self.plan.reuse and self.plan.clone_parameter_grads:
@@ -363,6 +419,8 @@ class Capture:
         position, self.flight.captured = self.flight.captured, self.flight.captured + 1
         if step.kind != order.WGRAD or step.module in self.plan.schedule.scheduled_wgrad:
             setattr(self.graphed[step.sample], f"{step.kind}_position", position)
+        if step.kind == order.BACKWARD:
+            self.graphed[step.sample].end_position = position
 
     def _finish(self, graphed: Graphed, work: Work) -> None:
         """What replay needs of a pass; a graph needs nothing else, a recorder keeps its work."""
@@ -374,8 +432,9 @@ class Capture:
         graphed.guarded_inputs, graphed.guarded_results = work.guarded_inputs, work.guarded_results
         if len(self.graphed) > 1 or self.plan.pool is not None:
             graphed.flight = self.flight
-        kept = work.retain and not self.plan.reuse  # until all is captured
-        graphed.end_position = self.flight.captured if kept else graphed.backward_position
+        graphed.loans = self.flight.loans
+        if work.retain and not self.plan.reuse:  # until all is captured
+            self._end_here(graphed)
         graphed.replay_forward = self.backend.replay_of(graphed.forward_graph)
         if graphed.backward_graph is not None:
             graphed.replay_backward = self.backend.replay_of(graphed.backward_graph)
@@ -394,9 +453,22 @@ class Capture:
 
             graphed.fused = [Fused.of(p) for part in work.parts if id(part) not in delaying for p in used(part)]
             graphed.fused_later = [Fused.of(p) for part in graphed.delaying for p in used(part)]
+            if graphed.wgrad_graph is not None:
+                later = [p for p, _ in graphed.wgrads] + [weight for weight, _ in graphed.fused_later]
+                graphed.delayed = frozenset(map(id, later))
         fused = {id(p) for p in fused_weights(graphed.module)}
-        graphed.copied = [self.plan.clone_parameter_grads and id(p) not in fused for p in work.parameters]
+        if graphed.backward_graph is not None:  # autograd is not to come by parameters that get nothing
+            later = fused | {id(p) for p, _ in graphed.wgrads}
+            pairs = list(zip(work.parameters, graphed.grad_parameters, strict=True))
+            reached = [(p, grad) for p, grad in pairs if grad is not None or id(p) in later]
+            graphed.parameters = [p for p, _ in reached]
+            graphed.grad_parameters = [grad for _, grad in reached]
+        graphed.copied = [self.plan.clone_parameter_grads and id(p) not in fused for p in graphed.parameters]
         pairs = zip(graphed.grad_parameters, graphed.copied)
         graphed.copied_grads = [grad for grad, copied in pairs if copied and grad is not None]
+        graphed.writes = own_writes(graphed.outputs, work, graphed.touched) + graphed.buried
+        handed_out = [grad for grad, copied in zip(graphed.grad_parameters, graphed.copied) if not copied]
+        handed_out = [grad for grad in (*graphed.grad_inputs, *handed_out) if grad is not None]
+        graphed.backward_writes = handed_out + graphed.touched_backward
         graphed.signature.forget_tensors()
         work.live = []

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.rng import prepare_no_draws
 from transformer_engine.pytorch.graph.describe import OP
 from transformer_engine.pytorch.graph.recorder import HostSync, Written
@@ -17,6 +18,8 @@ from transformer_engine.pytorch.utils import make_weak_ref
 # One capture stream a device: libraries keep a workspace for every stream that they have seen.
 _streams: dict[int, torch.cuda.Stream] = {}
 
+# What CUDA says where a capture meets the default stream: that would wait for the capture, or the capture for it.
+_OUTSIDE = ("legacy stream", "uncaptured work in another stream")
 _WAITED = ("called a synchronizing CUDA operation", "operation not permitted when stream is capturing")
 
 
@@ -29,11 +32,11 @@ def _explain(error: RuntimeError) -> None:
     """In our words, where it is known what CUDA's mean."""
     if any(words in str(error) for words in _WAITED):
         raise HostSync(f"{_innermost(error)} waits for the device") from error
-    if "legacy stream" in str(error):
+    if any(words in str(error) for words in _OUTSIDE):
         raise RuntimeError(
-            f"{OP}: work of the capture would wait for the default stream: most likely a result that was computed "
-            "there before (an output, a loss) is still alive, and with it what autograd knows of the parameters; "
-            "delete it, then capture."
+            f"{OP}: the capture would wait for the default stream, or that one for it: most likely a result that was "
+            "computed there before (an output, a loss) is still alive, and with it what autograd knows of the "
+            "parameters; delete it, then capture."
         ) from error
 
 
@@ -106,8 +109,9 @@ class CudaGraphs:
 
     def capture(
         self, work: Callable[[], Written], *, apart: bool = False
-    ) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor | None]]:
-        """`apart`: a graph that may be replayed at any time, whose memory no other one may have."""
+    ) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor | None], frozenset[int]]:
+        """The graph, the static tensors that it writes, and the events that it records for work outside of it.
+        `apart`: a graph that may be replayed at any time, whose memory no other one may have."""
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
@@ -117,6 +121,7 @@ class CudaGraphs:
             try:
                 with _waiting_refused():
                     static = [None if tensor is None else tensor.detach() for tensor in work()]
+                events = frozenset(_C.captured_events(self.stream.cuda_stream))
                 graph.capture_end()
             except BaseException as error:
                 with warnings.catch_warnings():
@@ -125,7 +130,7 @@ class CudaGraphs:
                 if isinstance(error, RuntimeError):
                     _explain(error)
                 raise
-        return graph, static
+        return graph, static, events
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: object) -> None:
         """Ends a capture that failed. Where CUDA has spoilt it, torch leaves the pool open and the generators counting
@@ -171,6 +176,10 @@ class CudaGraphs:
     @staticmethod
     def is_event(event: object) -> bool:
         return isinstance(event, torch.cuda.Event)
+
+    @staticmethod
+    def handle_of(event: torch.cuda.Event) -> int:
+        return event.cuda_event  # 0 of one that was never recorded
 
     def on(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
         return torch.cuda.stream(stream)

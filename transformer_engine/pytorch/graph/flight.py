@@ -4,6 +4,8 @@ captured; a pass that has it now, because replays come in another order, is mark
 import weakref
 from typing import Protocol
 
+from transformer_engine.pytorch.graph.loans import Loans
+
 
 class Pass(Protocol):
     """A captured forward with its backward. Positions are those of the captures, in their order."""
@@ -11,66 +13,73 @@ class Pass(Protocol):
     label: str
     forward_position: int
     backward_position: int
-    end_position: int  # where what the backward reads is given up
+    end_position: int  # where what the backward reads is given up; no other pass has the same
     wgrad_position: int | None  # of its delayed weight gradients, where the order has an entry for them
     wgrad_graph: object | None
     keeps: bool  # a backward leaves everything as it is, for another one
-    spoilt_by: str | None
+    spoilt_by: str | None  # what wrote over that which its backward reads
+    wgrad_spoilt_by: str | None  # and which its delayed weight gradients read
 
 
 class Flight:
-    """A pass's memory is its own between the captures of its forward and of what reads it last. So nothing else may be
-    replayed while it is under way than what was captured in between. Sets of positions are the bits of integers."""
+    """What a backward reads is its pass's own between the captures of the forward and of what reads it last; what its
+    delayed weight gradients read, from that backward to theirs. So nothing else may be replayed while one of these
+    waits than what was captured in between. Sets of positions are the bits of integers."""
 
     def __init__(self) -> None:
+        self.loans = Loans()
         self.captured = 0  # how many positions there are
-        self._started = 0  # forwards of passes under way
-        self._ends = 0  # what reads them last, where memory is given up behind it
-        self._passes: dict[int, Pass] = {}  # by their forward's position
+        self._begins = 0  # of what waits
+        self._ends = 0
+        # By where it begins: the pass, where it ends, and what is set where it is spoilt.
+        self._waiting: dict[int, tuple[Pass, int | None, str]] = {}
 
     def forward(self, one: Pass, returns: bool) -> None:
         """Its forward is replayed; `returns`: a backward may follow."""
         at = one.forward_position
-        if self._started >> at or self._ends & ((1 << at) - 1):
-            self._leave(one)
+        if self._begins >> at or self._ends & ((1 << at) - 1):
+            self._leave(at)
+            self._leave(one.backward_position)
             self._spoil(at, one.label)
         if returns:
             one.spoilt_by = None
-            self._passes[at] = one
-            self._started |= 1 << at
-            self._ends |= 1 << one.end_position
+            self._wait(at, one.end_position, one, "spoilt_by")
 
     def backward(self, one: Pass) -> None:
         at = one.backward_position
-        if self._started >> at or self._ends & ((1 << at) - 1):
+        if self._begins >> at or self._ends & ((1 << at) - 1):
+            self._leave(at)  # one that runs again leaves its weight gradients anew
             self._spoil(at, one.label)
-        if one.keeps:
-            return
-        self._ends &= ~(1 << one.end_position)
-        if one.wgrad_graph is None:
-            self._leave(one)
-        elif one.wgrad_position is not None:
-            self._ends |= 1 << one.wgrad_position
+        if not one.keeps:
+            self._leave(one.forward_position)
+        if one.wgrad_graph is not None:
+            one.wgrad_spoilt_by = None
+            self._wait(at, one.wgrad_position, one, "wgrad_spoilt_by")
 
     def weight_grads(self, one: Pass) -> None:
         at = one.wgrad_position
-        if at is not None and (self._started >> at or self._ends & ((1 << at) - 1)):
+        self._leave(one.backward_position)
+        if at is not None and (self._begins >> at or self._ends & ((1 << at) - 1)):
             self._spoil(at, one.label)
-        self._leave(one)
 
-    def _leave(self, one: Pass) -> None:
-        if self._passes.pop(one.forward_position, None) is not None:
-            self._started &= ~(1 << one.forward_position)
-            self._ends &= ~(1 << one.end_position)
-            if one.wgrad_position is not None:
-                self._ends &= ~(1 << one.wgrad_position)
+    def _wait(self, begin: int, end: int | None, one: Pass, mark: str) -> None:
+        self._waiting[begin] = one, end, mark
+        self._begins |= 1 << begin
+        if end is not None:
+            self._ends |= 1 << end
+
+    def _leave(self, begin: int) -> None:
+        left = self._waiting.pop(begin, None)
+        if left is not None:
+            self._begins &= ~(1 << begin)
+            if left[1] is not None:
+                self._ends &= ~(1 << left[1])
 
     def _spoil(self, at: int, label: str) -> None:
-        for one in list(self._passes.values()):
-            ends = {one.end_position, one.wgrad_position} - {None}
-            if one.forward_position > at or any(end < at and self._ends >> end & 1 for end in ends):
-                one.spoilt_by = label
-                self._leave(one)
+        for begin, (one, end, mark) in list(self._waiting.items()):
+            if begin > at or (end is not None and end < at):
+                setattr(one, mark, label)
+                self._leave(begin)
 
 
 _of_pools: weakref.WeakValueDictionary[object, Flight] = weakref.WeakValueDictionary()

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from transformer_engine.pytorch.graph.calling import has_own_call, replaying
 from transformer_engine.pytorch.graph.replay import Graphed
 
 _METHODS = ("forward", "backward_dw", "need_backward_dw", "drop_backward_dw", "reset")
@@ -28,7 +29,8 @@ def _loaded(graphed: Graphed, look: Callable[[str], None], *_: object) -> None:
 
 
 def installed(module: object, graphed: Graphed) -> object:
-    """The module with its forward replaced; of a function, the captured callable itself. Where `.to()` and the like or
+    """The module with its forward replaced, and a __call__ of its class's own left out, which is captured with it; of a
+    function, the captured callable itself. Where `.to()` and the like or
     load_state_dict(assign=True) give it other tensors, the callable is unfit from then on."""
     if not isinstance(module, torch.nn.Module):
         return graphed
@@ -51,7 +53,11 @@ def installed(module: object, graphed: Graphed) -> object:
         finally:
             look("a conversion or a move (.to(), .cuda(), .half(), ...)")
 
+    class_back = replaying(module) if has_own_call(module) else None
+
     def restore() -> None:
+        if class_back is not None:
+            class_back()
         loading.remove()
         held.clear()
         for name in (*_METHODS, "_apply"):

@@ -48,11 +48,11 @@ def _layers_of_chunks(layers: int | Sequence[int] | None, chunks: int, modules: 
         counts = [modules // chunks] * chunks
     else:
         counts = list(layers) if isinstance(layers, Sequence) else [layers] * chunks
-    good = all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in counts)
+    good = all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 0 for n in counts)
     if not good or len(counts) != chunks or sum(counts) != modules:
         raise ValueError(
             f"{OP}: argument '_num_layers_per_chunk' is {shown(layers)} for {chunks} chunks of {modules} modules in "
-            "all, wanted a positive number for each chunk that add up to the modules."
+            "all, wanted for each chunk a number, 0 too, that add up to the modules."
         )
     return [int(n) for n in counts]
 
@@ -109,7 +109,7 @@ def pipeline_schedule(
     in_chunk = [range(first[chunk], first[chunk] + counts[chunk]) for chunk in range(chunks)]
     with_entries = {chunk for kind, chunk in entries if kind == WGRAD}
     for chunk in with_entries:
-        if not any(delays[module] for module in in_chunk[chunk]):
+        if in_chunk[chunk] and not any(delays[module] for module in in_chunk[chunk]):
             raise ValueError(
                 f"{OP}: argument '_order' has {-chunk - 1.5}, but no module of chunk {chunk + 1} leaves any weight "
                 "gradients; build them with delay_wgrad_compute=True and capture them in train mode, with gradients, "

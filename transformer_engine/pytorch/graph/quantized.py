@@ -1,28 +1,24 @@
-"""Quantization around captures: what modules know about it is saved and put back; around replays, in which no module
-runs, scales are brought up to date as in eager. Quantizes nothing."""
+"""Quantization around captures: what modules know about it is saved and put back. Quantizes nothing."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.distributed.recompute import FirstRun, recompute_phase
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
-from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
+from transformer_engine.pytorch.quantization.delayed import ScalingState
 from transformer_engine.pytorch.quantization.products import Plan
 from transformer_engine.pytorch.quantization.state import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-_DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 # What a module remembers beside its scales; replaced when it runs, never changed in place.
 _REMEMBERED = ("_own", "_token", "_seen_region", "_unfollowed", "fp8", "fp8_calibration")
 
@@ -35,7 +31,7 @@ def our_modules(module: object) -> list[TransformerEngineBaseModule]:
 
 
 def _scaling_states(part: TransformerEngineBaseModule) -> list:
-    return [part.fp8_meta.get(key) for key in _DIRECTIONS]
+    return [part.fp8_meta.get(key) for key in DIRECTIONS]
 
 
 def _parts(op: str, modules: Iterable[object]) -> list[TransformerEngineBaseModule]:
@@ -71,7 +67,7 @@ def save_fp8_tensors(modules: Iterable[object], recipe: Recipe | None) -> list |
 
 def _fits(part: TransformerEngineBaseModule, saved: object) -> bool:
     """Whether it was saved for such a module: a history of another length does."""
-    if not isinstance(saved, list) or len(saved) != len(_DIRECTIONS):
+    if not isinstance(saved, list) or len(saved) != len(DIRECTIONS):
         return False
     pairs = [(state, values) for state, values in zip(_scaling_states(part), saved) if state and values]
     return all(
@@ -108,11 +104,11 @@ def restore_fp8_tensors(modules: Iterable[object], fp8_tensors: list | None) -> 
 
 def _noted_state(state: ScalingState) -> Callable[[], None]:
     """Puts back its recipe, its tensors and their values."""
-    rule, tensors = state.rule, (state.scale, state.amax_history)
+    rule, stepped, tensors = state.rule, state.stepped, (state.scale, state.amax_history)
     values = [t.clone() for t in tensors]
 
     def put_back() -> None:
-        state.rule = rule
+        state.rule, state.stepped = rule, stepped
         state.scale, state.amax_history = tensors
         for t, value in zip(tensors, values):
             t.copy_(value)
@@ -158,12 +154,22 @@ class WeightFlag:
             self._first = first
 
 
+class Noted(NamedTuple):
+    """A module whose scales a captured forward uses, under which group, and whether that is of an autocast inside."""
+
+    part: TransformerEngineBaseModule
+    inside: bool
+    group: object | None
+
+
 class Quantization:
     """Around a callable's forward, at its capture: the autocast that it is captured in, and the flag of its weights."""
 
     def __init__(self, arguments: tuple, flag: WeightFlag | None) -> None:
         self.arguments, self.flag = arguments, flag
         self.used = any(arguments[:2])  # enabled, calibrating
+        self.group = arguments[3]
+        self.noted: list[Noted] = []  # of the latest forward, in the order in which eager would enter them
         self.plan: Plan | None = None  # of the recipe, where a module was quantized by it
         autocast(*self.arguments, _graph=True)  # what is wrong with a recipe is said here
 
@@ -174,90 +180,20 @@ class Quantization:
             for state in _scaling_states(part):
                 if state is not None:
                     state.changed()  # a copy of scales that a recomputation needs is made inside the graph, each time
-        before = STATE.skip_weight_update
+        before = STATE.skip_weight_update, STATE.noted
         STATE.skip_weight_update = None if self.flag is None else self.flag.tensor
+        noted = STATE.noted = {}
         try:
             with autocast(*self.arguments, _graph=True):
+                own = STATE.token
                 yield
                 self.plan = STATE.plan if STATE.enabled else None
+                known = {id(part) for part in parts}
+                found = [(part, *entry) for part, entry in noted.items() if id(part) in known]
+                self.noted = [Noted(part, token is not own, group) for part, token, group in found]
         finally:
-            STATE.skip_weight_update = before
+            STATE.skip_weight_update, STATE.noted = before
             for part in parts:
                 for state in _scaling_states(part):
                     if state is not None:
                         state.changed()
-
-
-class Scales:
-    """The scaling states of the modules that ran in a captured forward, to be updated around its replays."""
-
-    def __init__(self, label: str, parts: list[TransformerEngineBaseModule]) -> None:
-        self.label = label
-        ran = [part for part in parts if part._token is not None and part.training and part.fp8]
-        self.parts = [part for part in ran if part.fp8_meta.get("scaling_fwd") is not None]
-        # A module's memory of scales, the state that it has there, and its tensors: what the graph reads.
-        self.known: list[tuple[dict, str, ScalingState, torch.Tensor, torch.Tensor]] = []
-        self.forward: dict[int, tuple] = {}  # a region's entries
-        self.backward: dict[int, tuple] = {}
-        for meta in (part.fp8_meta for part in self.parts):
-            for key, table in zip(_DIRECTIONS, (self.forward, self.backward)):
-                state = meta[key]
-                self.known.append((meta, key, state, state.amax_history, state.scale))
-                table[id(state)] = weakref.ref(state), meta["fp8_group"]
-        # Where the forward records amaxes, and how many there are in each.
-        self.rows = [part.fp8_meta["scaling_fwd"].amax_history[0] for part in self.parts]
-        self.widths = [row.numel() for row in self.rows]
-        # The graph reads their memory, whatever the modules do in eager.
-        self.kept = [(part._own, dict(part._cached_weights)) for part in ran]
-
-    def join(self) -> tuple[tuple[_C.BackwardWatch, int] | None, Region | None]:
-        """At a replay with gradients: (what its backward tells that it was reached, and as which place; a region to be
-        updated behind this forward, since there is no autocast around it)."""
-        self._check_known()
-        alone = Region() if STATE.region is None else None
-        region = alone or STATE.region
-        phase = recompute_phase()
-        left = phase.first_run.take(self) if phase.recomputing and phase.first_run is not None else None
-        if left is not None:
-            watch, place = left
-            region.add_all(self.forward, {})
-            return None if watch.reached(place) else left, alone
-        region.add_all(self.forward, self.backward)
-        if region.claimed:
-            return None, alone
-        watch = region.watch()
-        return (watch, watch.take()), alone
-
-    def join_forward(self) -> Region | None:
-        """The same where gradients are recorded and nothing wants one: no backward will come."""
-        self._check_known()
-        alone = Region() if STATE.region is None else None
-        (alone or STATE.region).add_all(self.forward, {})
-        return alone
-
-    @torch.no_grad()
-    def noted_rows(self) -> Callable[[], None]:
-        """Puts back the amaxes that a forward is about to record, where eager records none."""
-        values = torch.cat(self.rows).split(self.widths)
-        return partial(torch._foreach_copy_, self.rows, values)
-
-    def leave(self, first_run: FirstRun) -> None:
-        """At a checkpoint's first run: its recomputation reaches this place, in the region that is around now. Forward
-        scales stay until then: the recomputation is to read the same."""
-        region = STATE.region
-        if region is not None and not region.claimed:
-            region.add_all({}, self.backward)
-            watch = region.watch()
-            first_run.leave(self, (watch, watch.take()))
-
-    def _check_known(self) -> None:
-        for meta, key, state, history, scale in self.known:
-            if meta.get(key) is not state or state.amax_history is not history or state.scale is not scale:
-                self._refuse(meta)
-
-    def _refuse(self, meta: dict) -> None:
-        part = next(part for part in self.parts if part.fp8_meta is meta)
-        raise RuntimeError(
-            f"{self.label}: a {type(part).__name__} has other scales than when it was captured (another recipe or "
-            "history length, a move), and the graph knows the old ones; capture again."
-        )

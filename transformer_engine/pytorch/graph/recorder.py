@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
-from transformer_engine.pytorch.graph.buffers import Buffers
+from transformer_engine.pytorch.graph.buffers import Buffers, distinct
 
 Written = Sequence[torch.Tensor | None]
 
@@ -53,6 +53,22 @@ class RecordedStream:
 _main = RecordedStream("main")
 
 
+class RecordedEvent:
+    """Stands for a torch.cuda.Event(external=True): a capture notes that it is recorded."""
+
+    capturing: "set[RecordedEvent] | None" = None  # by the capture under way
+
+    def record(self, stream: RecordedStream | None = None) -> None:
+        if RecordedEvent.capturing is not None:
+            RecordedEvent.capturing.add(self)
+
+
+def _write(static: Written, tensors: Written) -> None:
+    for target, tensor in zip(static, tensors, strict=True):
+        if target is not None:
+            distinct(target.data).copy_(distinct(tensor.detach()))  # uncounted by torch, as a graph's writes are
+
+
 class RecordedGraph:
     """Work and the static tensors that it writes."""
 
@@ -60,9 +76,7 @@ class RecordedGraph:
         self.work, self.static = work, static
 
     def replay(self) -> None:
-        for static, tensor in zip(self.static, self.work(), strict=True):
-            if static is not None:
-                static.copy_(tensor.detach())
+        _write(self.static, self.work())
 
     def reset(self) -> None:
         self.work, self.static = None, ()
@@ -88,14 +102,17 @@ class Recorder:
 
     def capture(
         self, work: Callable[[], Written], *, apart: bool = False
-    ) -> tuple[RecordedGraph, list[torch.Tensor | None]]:
-        buffers = self.apart if apart else self.buffers
-        with _RefuseWaiting():
-            written = work()
-        static = []
-        for tensor in written:
-            static.append(None if tensor is None else buffers.take(tensor).copy_(tensor.detach()))
-        return RecordedGraph(work, static), static
+    ) -> tuple[RecordedGraph, list[torch.Tensor | None], frozenset[RecordedEvent]]:
+        buffers, events = self.apart if apart else self.buffers, set()
+        RecordedEvent.capturing = events
+        try:
+            with _RefuseWaiting():
+                written = work()
+        finally:
+            RecordedEvent.capturing = None
+        static = [None if tensor is None else buffers.take(tensor) for tensor in written]
+        _write(static, written)
+        return RecordedGraph(work, static), static, frozenset(events)
 
     def release(self, tensors: Written, *, apart: bool = False) -> list[torch.Tensor | None]:
         """These static tensors are dead once the captures so far have been replayed; replay goes on using them."""
@@ -116,7 +133,11 @@ class Recorder:
 
     @staticmethod
     def is_event(event: object) -> bool:
-        return True  # there are none without CUDA: what is given stands for one
+        return isinstance(event, RecordedEvent)
+
+    @staticmethod
+    def handle_of(event: RecordedEvent) -> RecordedEvent:
+        return event
 
     @contextmanager
     def on(self, stream: RecordedStream) -> Iterator[None]:

@@ -12,6 +12,11 @@ class Refusals:
     """Of replay.Graphed, whose attributes these are."""
 
     def _refuse_capturing(self) -> None:
+        if getattr(self.eager, "running", False):
+            raise RuntimeError(
+                f"{self.label}: called by the __call__ of its module's class, which it is running without the graph; "
+                "let that choose by is_graph_capturing() first what is captured of it."
+            )
         raise RuntimeError(
             f"{self.label}: called inside another capture, or its warm-up, which a graph cannot be part of; reset() it "
             "first and capture all of it at once."
@@ -43,11 +48,6 @@ class Refusals:
 
     def _other_mode(self, args: tuple, kwargs: dict, is_first_microbatch: bool | None) -> object:
         modes = {True: "train", False: "eval"}
-        if self.on_mismatch == "raise":
-            raise RuntimeError(
-                f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode; "
-                f"call .{modes[self.training]}() first, or capture with on_mismatch='eager' to run without the graph."
-            )
         self.mismatches += 1
         warnings.warn(
             f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode: runs "
@@ -76,6 +76,12 @@ class Refusals:
             raise ValueError(
                 f"{self.label}: argument 'cuda_graph_event' was given without a stream of the graph's own, where it "
                 "would wait for nothing; pass that stream as 'cuda_graph_stream', or leave the event out."
+            )
+        if self.backend.handle_of(event) not in self.forward_events:
+            raise ValueError(
+                f"{self.label}: argument 'cuda_graph_event' is an event that the captured forward does not record, so "
+                "that the results would be read early; record it there, a torch.cuda.Event(external=True), or leave it "
+                "out to wait for the whole graph."
             )
 
     def _check_frozen(self) -> None:
@@ -109,10 +115,10 @@ class Refusals:
                     "write to a copy."
                 )
 
-    def _check_spoilt(self, what: str) -> None:
-        if self.spoilt_by is not None:
+    def _check_spoilt(self, what: str, by: str | None) -> None:
+        if by is not None:
             raise RuntimeError(
-                f"{self.label}: {what} of a call whose memory {self.spoilt_by} wrote over, which was called out of the "
+                f"{self.label}: {what} of a call whose memory {by} wrote over, which was called out of the "
                 "order of the captures. What is captured together, or into one pool, shares memory: call it in that "
                 "order ('_order', or that of 'modules'), or capture it apart."
             )

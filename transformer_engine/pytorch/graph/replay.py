@@ -2,35 +2,24 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import NamedTuple
 
 import torch
+from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
 from transformer_engine.pytorch import capturing
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.flight import Flight
-from transformer_engine.pytorch.graph.quantized import Scales, WeightFlag
+from transformer_engine.pytorch.graph.loans import Loans
+from transformer_engine.pytorch.graph.quantized import WeightFlag
 from transformer_engine.pytorch.graph.refusals import Refusals
+from transformer_engine.pytorch.graph.scales import Scales
 from transformer_engine.pytorch.graph.signature import Signature
-from transformer_engine.pytorch.graph.state import main_grad_of
+from transformer_engine.pytorch.graph.weight_grads import Fused, WeightGrads
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad
 from transformer_engine.pytorch.quantization.products import Plan
 from transformer_engine.pytorch.quantization.state import STATE
-
-
-class Fused(NamedTuple):
-    """A weight, and where its main_grad was when the graph was captured."""
-
-    weight: torch.nn.Parameter
-    address: int
-
-    @classmethod
-    def of(cls, weight: torch.nn.Parameter) -> "Fused":
-        return cls(weight, main_grad_of(weight).data_ptr())
 
 
 class _Replay(torch.autograd.Function):
@@ -40,9 +29,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, call, *surface):
         graphed, given, stream, event, microbatch, watched = call
         ctx.call = graphed, stream, microbatch, event, watched  # without `given`: the inputs are not kept alive
-        # Another replay takes a gradient into static memory of its own; anything else might keep it, as its .grad or on
-        # the way there, and the next replay writes over it.
-        ctx.copied = [type(t.grad_fn) is not _Replay._backward_cls for t in surface[: len(graphed.wanted)]]
+        ctx.takers = [graphed.taker(t.grad_fn) for t in surface[: len(graphed.wanted)]]
         ctx.set_materialize_grads(False)
         outputs = graphed.run_forward(given, stream, event, microbatch)
         ctx.turn = graphed.turn
@@ -60,19 +47,20 @@ class _Replay(torch.autograd.Function):
 _replay = super(torch.autograd.Function, _Replay).apply
 
 
-class Graphed(Refusals):
+class Graphed(Refusals, WeightGrads):
     """Call it as the callable that it was captured from, with tensors of the same form.
 
     Three more keywords: is_first_microbatch, as the modules have it; cuda_graph_stream, where to replay (forward and
-    backward) instead of on the current stream, which then waits for cuda_graph_event, one that is recorded inside the
-    captured region, or without one for the end of the graph. A backward waits for it too, so its graph has to record
-    it again, behind the gradients. backward_dw() computes the weight gradients that the latest backward left, on its
+    backward) instead of on the current stream, which then waits for cuda_graph_event, one that the captured forward
+    records, or without one for the end of the graph. A backward waits for it where its graph records it again, behind
+    the gradients, else for its end. backward_dw() computes the weight gradients that the latest backward left, on its
     stream, and the current one waits for all of it; reset() gives the graphs and their memory back, which a captured
     module that is only dropped keeps until the garbage collector comes: it and they hold each other. One forward, one
     backward and one backward_dw() at a time: the static tensors hold one pass. Results are views of them, valid until
     the next call; so is a result that is an argument in eager. Graphs captured together, or into one pool, share
-    memory: call them in the order of their capture, else a backward raises, and results that nobody goes back from
-    are lost without a word. The graphs read parameters where they were: change them in place.
+    memory: their results are valid until the next call of any of them behind the backward; call them in the order of
+    their capture, else a backward raises, and results that nobody goes back from are lost without a word. The graphs
+    read parameters where they were: change them in place.
     """
 
     def __init__(self, label: str, signature: Signature, backend: object, *, eager: Callable, module: object) -> None:
@@ -80,7 +68,6 @@ class Graphed(Refusals):
         self.eager = eager
         self.module = module if isinstance(module, torch.nn.Module) else None
         self.training = None if self.module is None else module.training
-        self.on_mismatch = "raise"
         self.mismatches = 0
         self.ran_eager = False  # the latest call did: what it left is the module's own
         self.flag: WeightFlag | None = None  # each call says whether quantized weights are made anew
@@ -91,17 +78,27 @@ class Graphed(Refusals):
         self.turn = 0  # of forward replays: a backward belongs to the latest one
         self.backward_turn = 0
         self.flight: Flight | None = None  # where other graphs have the same pool
+        self.loans = Loans()
         self.forward_position = self.backward_position = self.end_position = 0
+        self.next_backward = -1  # the position of the backward that was captured behind its own
         self.wgrad_position: int | None = None
-        self.spoilt_by: str | None = None  # what wrote over the latest call's memory
+        self.whole = False  # a call is followed by the whole graph, whatever event the caller has
+        self.spoilt_by: str | None = None  # what wrote over memory of the latest call that its backward reads
+        self.wgrad_spoilt_by: str | None = None  # or that its delayed weight gradients read
         self.wgrad_due: tuple | None = None
         self.forward_graph = self.backward_graph = self.wgrad_graph = None
         self.replay_forward: Callable[[], None] | None = None  # of the graphs, without a frame of Python between
         self.replay_backward: Callable[[], None] | None = None
+        self.forward_events: frozenset = frozenset()  # the handles of those that they record
+        self.backward_events: frozenset = frozenset()
         self.inputs: list[torch.Tensor] = []
         self.addresses: list[int] = []  # of the inputs
         self.near = self.grads_near = 0, 0  # where what overlaps an input, or an incoming gradient, begins
         self.written: list[int] = []  # inputs that the forward writes to
+        self.touched: list[torch.Tensor] = []  # parameters and buffers that the forward writes to
+        self.touched_backward: list[torch.Tensor] = []
+        self.writes: list[torch.Tensor] = []  # what a forward's replay writes to without torch's counting it
+        self.backward_writes: list[torch.Tensor] = []
         self.guarded_inputs: list[int] = []  # which, and which outputs, nobody may write to before the backward
         self.guarded_results: list[int] = []
         self.all_moved = False  # the latest call was given no static input itself
@@ -110,6 +107,7 @@ class Graphed(Refusals):
         self.frozen: list[torch.nn.Parameter] = []  # those that wanted no gradient
         self.without_grad = False  # captured under no_grad
         self.outputs: list[torch.Tensor] = []
+        self.buried: list[torch.Tensor] = []  # results of earlier passes that are over: their memory may be its own
         self.constant_outputs: list[int] = []
         self.grad_outputs: list[torch.Tensor | None] = []  # one for each output
         self.grad_addresses: list[int] = []  # of these
@@ -127,6 +125,7 @@ class Graphed(Refusals):
         self.fused: list[Fused] = []  # whose gradients the backward adds to main_grad
         self.fused_later: list[Fused] = []  # and backward_dw()
         self.delaying: list[TransformerEngineBaseModule] = []
+        self.delayed: frozenset[int] = frozenset()  # parameters (by id) whose gradients backward_dw() computes
         self.held: list[object] = []  # what backward_dw()'s graph reads, where it may run at any time
         self.on_reset: Callable[[], object] | None = None
 
@@ -161,50 +160,68 @@ class Graphed(Refusals):
                 "reads what this call overwrites; call backward_dw() first (drop_backward_dw() where that step was "
                 "left), or capture a pass for each microbatch by '_order'."
             )
-        alone = None  # a region of this call's own, where there is none around it
-        if self.backward_graph is not None and torch.is_grad_enabled():
+        grad = torch.is_grad_enabled()
+        backward = grad and self.backward_graph is not None
+        if backward:
             if torch._C._are_functorch_transforms_active():
                 raise NotImplementedError(
                     f"{self.label}: called under a torch.func transform, which a graph cannot follow; reset() it first."
                 )
             if self.frozen:
                 self._check_frozen()
-            watched = None
-            if self.scales.parts:
+        elif grad:
+            self._check_nothing_wanted()
+        watched = alone = put_back = None  # alone: a region of this call's own, where there is none around it
+        if self.scales.parts:
+            phase = recompute_phase()
+            if phase.recomputing or not (grad or phase.enabled):
+                if cuda_graph_stream is not None:  # its last replay may still write amaxes, and read scales
+                    self.backend.current_stream().wait_stream(cuda_graph_stream)
+                if phase.recomputing:
+                    watched, put_back = self.scales.again(phase)
+                else:
+                    put_back = self.scales.noted_rows()
+                self.whole = True
+            elif phase.enabled:
+                watched, alone = self.scales.first_run(phase, backward)
+            elif backward:
                 watched, alone = self.scales.join()
+            else:
+                alone = self.scales.enter()[1]
+        try:
             if self.flight is not None:
-                self.flight.forward(self, True)
-            call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, watched
-            outputs = _replay(call, *[given[i] for i in self.wanted], *self.parameters)
-        else:
-            put_back = None
-            if torch.is_grad_enabled():
-                self._check_nothing_wanted()
-                if self.scales.parts and not self.without_grad:
-                    alone = self.scales.join_forward()
-            elif self.scales.parts and not self.without_grad:
-                phase = recompute_phase()
-                if not phase.enabled:
-                    if cuda_graph_stream is not None:  # its last replay may still write amaxes
-                        self.backend.current_stream().wait_stream(cuda_graph_stream)
-                    put_back, cuda_graph_event = self.scales.noted_rows(), None  # behind the whole graph
-                elif phase.first_run is not None:
-                    self.scales.leave(phase.first_run)
-            if self.flight is not None:
-                self.flight.forward(self, False)
-            with torch.no_grad():
-                outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
-                if put_back is not None:
-                    put_back()
+                self.flight.forward(self, backward)
+            if backward:
+                call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, watched
+                outputs = _replay(call, *[given[i] for i in self.wanted], *self.parameters)
+            else:
+                with torch.no_grad():
+                    outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
+        finally:
+            if put_back is not None:
+                put_back()
+                self.whole = False
         if alone is not None:
             alone.update_forward()
         return outputs[0] if self.single else self.assemble(outputs)
+
+    def taker(self, producer: object | None) -> "Graphed | None":
+        """Whose backward gets the gradient of an argument without a copy, by the node that made the argument: another
+        replay takes it into static memory of its own. Anything else might keep it, as its .grad or on the way there,
+        and the next replay writes over it; so may graphs of one memory that come before that backward, or are it."""
+        if type(producer) is not _Replay._backward_cls:
+            return None
+        other = producer.call[0]
+        return other if other.loans is not self.loans or other.backward_position == self.next_backward else None
 
     def assemble(self, outputs: tuple[torch.Tensor, ...]) -> object:
         tensors = iter(outputs)
         return self.form.unflatten(next(tensors) if t else leaf for t, leaf in zip(self.is_tensor, self.result))
 
     def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
+        if self.loans.out:
+            self.loans.settle()
+        increment_version(self.writes)  # before the work, of which a recorder has history
         if stream is None:  # fill and replay, written out: every call of Python's costs
             low, high = self.near
             moves, meets = [], False
@@ -218,12 +235,13 @@ class Graphed(Refusals):
                 static.copy_(tensor)
             self.all_moved = len(moves) == len(given)
             if self.flag is not None:
-                self.flag.set(microbatch)
+                self.flag.set(microbatch and not recompute_phase().recomputing)  # that one reads what there is
             self.replay_forward()
         else:
             self.all_moved = False  # or not: it is looked at again
             to_fill = self.inputs, self.addresses, self.near, given
-            self._launch(self.forward_graph, to_fill, stream, None if self.written else event, microbatch)
+            whole = self.whole or bool(self.written)
+            self._launch(self.forward_graph, to_fill, stream, None if whole else event, microbatch)
         for i in self.written:  # as eager does
             if given[i].data_ptr() != self.addresses[i]:
                 given[i].copy_(self.inputs[i])
@@ -248,7 +266,7 @@ class Graphed(Refusals):
         with self.backend.on(stream) if beside else nullcontext():
             fill(*to_fill)
             if self.flag is not None and microbatch is not None:
-                self.flag.set(microbatch)
+                self.flag.set(microbatch and not recompute_phase().recomputing)
             graph.replay()
         if not beside:
             return
@@ -271,30 +289,37 @@ class Graphed(Refusals):
             self._refuse_turn(ctx.turn)
         if ctx.versions:
             self._check_versions(ctx.versions)
+        unwanted = self._unwanted() if self.fused or self.delayed else ()
         if self.flight is not None:
-            self._check_spoilt("backward")
+            self._check_spoilt("backward", self.spoilt_by)
             self.flight.backward(self)
+        if self.loans.out:
+            self.loans.settle(self)
         _, stream, microbatch, event, watched = ctx.call
-        kept = self._prepare_main_grads(self.fused, microbatch) if self.fused else ()
+        kept = self._prepare_main_grads(self.fused, microbatch, unwanted) if self.fused else ()
         to_fill = self.grad_outputs, self.grad_addresses, self.grads_near, grads
         if stream is None:
             fill(*to_fill)
             self.replay_backward()
         else:
-            self._launch(self.backward_graph, to_fill, stream, None if kept else event)
+            if event is not None and (kept or self.backend.handle_of(event) not in self.backward_events):
+                event = None
+            self._launch(self.backward_graph, to_fill, stream, event)
         for put_back in kept:
             put_back()
+        if self.backward_writes:
+            increment_version(self.backward_writes)
         self.backward_turn = self.turn
         if watched is not None:  # as in eager: scales are made when all of this backward has ended
             watch, place = watched
             watch.reached(place)
-        static = [grad for grad, copied in zip(self.grad_inputs, ctx.copied) if copied and grad is not None]
+        static = [grad for grad, taker in zip(self.grad_inputs, ctx.takers) if taker is None and grad is not None]
         static += self.copied_grads
         # Times 1, which is exact: all copies by one call and one launch.
         copies = iter(torch._foreach_mul(static, 1) if static else ())
         found = [
-            None if grad is None else next(copies) if copied else grad.detach()
-            for grad, copied in zip(self.grad_inputs, ctx.copied)
+            None if grad is None else next(copies) if taker is None else self.loans.lend(grad.detach(), taker)
+            for grad, taker in zip(self.grad_inputs, ctx.takers)
         ]
         if len(self.copied_grads) == len(self.grad_parameters):
             found += copies
@@ -304,81 +329,11 @@ class Graphed(Refusals):
                 for grad, copied in zip(self.grad_parameters, self.copied)
             ]
         for weight, _ in self.fused:
-            if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
+            if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad") and id(weight) not in unwanted:
                 weight.grad_added_to_main_grad = True
-        if self.wgrad_graph is not None:
-            self.wgrad_due = stream, microbatch
+        if self.delayed and not (unwanted and self.delayed <= unwanted):
+            self.wgrad_due = stream, microbatch, unwanted
         return found
-
-    def backward_dw(self) -> None:
-        """The weight gradients that the latest backward left, then the hooks of the modules that left them.
-        RuntimeError where none did."""
-        if self.ran_eager and self.wgrad_due is None and hasattr(type(self.module), "backward_dw"):
-            return type(self.module).backward_dw(self.module)
-        if self.wgrad_graph is None:
-            return
-        if self.gone or self.wgrad_due is None:
-            raise RuntimeError(
-                f"{self.label}: backward_dw() was called, but "
-                + ("reset() dropped its graphs; capture again." if self.gone else "no backward has left it anything.")
-            )
-        if self.flight is not None:
-            self._check_spoilt("backward_dw()")
-            self.flight.weight_grads(self)
-        stream, microbatch = self.wgrad_due
-        with torch.no_grad():
-            kept = self._prepare_main_grads(self.fused_later, microbatch)
-            self._launch(self.wgrad_graph, ((), (), (0, 0), ()), stream, None)  # an event is not recorded in there
-            self.wgrad_due = None
-            for put_back in kept:
-                put_back()
-            for parameter, grad in self.wgrads:
-                if not parameter.requires_grad:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = grad.clone() if self.clone_parameter_grads else grad.detach()
-                else:
-                    parameter.grad += grad
-            for weight, _ in self.fused_later:
-                if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
-                    weight.grad_added_to_main_grad = True
-                    if weight.grad is None:
-                        zero = getattr(weight, "zero_out_wgrad", False)
-                        weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
-        for part in self.delaying:
-            for hook in part._wgrad_hooks:
-                hook()
-
-    def drop_backward_dw(self) -> None:
-        """Forgets what waits for backward_dw(): for a step that is given up."""
-        if self.ran_eager and hasattr(type(self.module), "drop_backward_dw"):
-            type(self.module).drop_backward_dw(self.module)
-        self.wgrad_due = None
-
-    def need_backward_dw(self) -> bool:
-        """Whether weight gradients wait for backward_dw()."""
-        if self.ran_eager and hasattr(type(self.module), "need_backward_dw"):
-            return type(self.module).need_backward_dw(self.module)
-        return self.wgrad_graph is not None
-
-    def _prepare_main_grads(self, fused: list[Fused], microbatch: bool | None) -> list[Callable[[], object]]:
-        """The graph adds; where a gradient is to replace what is there, that is zeroed first. What comes back is to be
-        called behind the replay: it puts back what belongs to weights that were frozen since."""
-        kept = []
-        for weight, address in fused:
-            main_grad = main_grad_of(weight)
-            if not isinstance(main_grad, torch.Tensor) or main_grad.data_ptr() != address:
-                raise RuntimeError(
-                    f"{self.label}: a parameter of shape {list(weight.shape)} has another main_grad than when it was "
-                    "captured, and the graph adds to that one; keep the tensor and zero it, or capture again."
-                )
-            if not weight.requires_grad:
-                kept.append(partial(main_grad.copy_, main_grad.clone()))
-                if hasattr(weight, "grad_added_to_main_grad"):  # a recorder's work sets it
-                    kept.append(partial(setattr, weight, "grad_added_to_main_grad", weight.grad_added_to_main_grad))
-            elif microbatch or getattr(weight, "overwrite_main_grad", False):
-                main_grad.zero_()
-        return kept
 
     # ---- the end ----
 
@@ -386,13 +341,15 @@ class Graphed(Refusals):
         """Drops the graphs and the static tensors; a module runs without graph again. Twice is once."""
         if self.gone:
             return
+        self.loans.settle()
         self.gone, self.unfit = True, "called after reset(), which dropped its graphs; capture again."
         for graph in (self.forward_graph, self.backward_graph, self.wgrad_graph):
             if graph is not None:
                 graph.reset()
         self.forward_graph = self.backward_graph = self.replay_forward = self.replay_backward = None
-        self.inputs, self.outputs, self.grad_outputs = [], [], []
+        self.inputs, self.outputs, self.grad_outputs, self.buried = [], [], [], []
         self.grad_inputs, self.grad_parameters, self.copied_grads, self.wgrads = [], [], [], []
+        self.touched, self.touched_backward, self.writes, self.backward_writes = [], [], [], []
         self.held, self.wgrad_due = [], None
         if self.on_reset is not None:
             self.on_reset()

@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_is_leaf
 
+from transformer_engine.pytorch.graph.buffers import overlapping
 from transformer_engine.pytorch.graph.constants import kept, same
 from transformer_engine.pytorch.graph.describe import OP, form_of, shown
 
@@ -17,20 +18,6 @@ _PLAIN = (torch.Tensor, Parameter)  # others may have no memory
 def _strides(t_shape: torch.Size, t_stride: tuple[int, ...]) -> tuple[int, ...]:
     """Those that say where elements are: a dimension of one has none."""
     return tuple(step for size, step in zip(t_shape, t_stride) if size > 1)
-
-
-def _overlaps(t: torch.Tensor) -> bool:
-    """Whether elements share memory."""
-    reach, apart = 0, True  # of the dimensions so far, each step of the next one leaves the last behind
-    for step, size in sorted((step, size) for size, step in zip(t.shape, t.stride()) if size > 1):
-        apart = apart and step > reach
-        reach += step * (size - 1)
-    if apart or t.numel() < 2:
-        return False
-    offsets = torch.zeros(1, dtype=torch.int64)
-    for size, step in zip(t.shape, t.stride()):
-        offsets = (offsets[:, None] + step * torch.arange(size)).flatten()
-    return offsets.unique().numel() < t.numel()
 
 
 def _no_memory(t: torch.Tensor) -> str | None:
@@ -112,7 +99,7 @@ class Signature:
         why = _no_memory(t)
         if why is None and t.is_inference() and not torch.is_inference_mode_enabled():
             why = "was made in inference mode, so that nothing can be copied into it out of that; pass clone() of it"
-        if why is None and _overlaps(t):
+        if why is None and overlapping(t):
             why = f"has strides {list(t.stride())}: several elements share memory; pass it contiguous"
         if why is not None:
             raise ValueError(f"{OP}: sample {name} of {self.label} {why}.")
@@ -164,12 +151,14 @@ class Signature:
         return given
 
     def _flat(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        if kwargs.keys() != self.key_set:  # None says nothing, for a keyword that was not captured
+            kwargs = {key: value for key, value in kwargs.items() if value is not None or key in self.key_set}
         if kwargs.keys() != self.key_set:
             missing = [key for key in self.keys if key not in kwargs]
             unknown = [key for key in kwargs if key not in self.keys]
             raise TypeError(
                 f"{self.label}: captured with the keywords {list(self.keys)}; of these {missing} are missing, and "
-                f"{unknown} were not captured. Pass the same ones."
+                f"{unknown} were not captured. Pass the same ones, others as None alone."
             )
         if len(args) == self.flat:
             leaves = [*args, *[kwargs[key] for key in self.keys]]

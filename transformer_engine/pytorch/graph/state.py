@@ -10,7 +10,7 @@ import torch
 
 from transformer_engine.pytorch.capturing import set_capture_end, set_capture_start
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
-from transformer_engine.pytorch.graph.buffers import version_of
+from transformer_engine.pytorch.graph.buffers import distinct, version_of
 from transformer_engine.pytorch.graph.describe import PLAIN
 from transformer_engine.pytorch.graph.quantized import noted, our_modules, restore_fp8_tensors, save_fp8_tensors
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -38,8 +38,8 @@ class Kept:
     def __init__(self, t: torch.Tensor) -> None:
         plain = type(t) in PLAIN and t.layout is torch.strided and not (t.is_nested or t.is_conj() or t.is_neg())
         t, self.version = t.detach(), version_of(t)
-        if plain:  # of elements that an expansion shows many times, one: torch writes to no such tensor
-            t = t[tuple(slice(0, 1) if step == 0 else slice(None) for step in t.stride())]
+        if plain:
+            t = distinct(t)
         self.tensor, self.plain = t, plain
         self.values = None if plain and not _bits(t).any() else t.clone()
 

@@ -78,7 +78,7 @@ class Work:
         quantization: Quantization,
     ) -> None:
         self.function, self.signature, self.inputs, self.ambient = function, signature, inputs, ambient
-        self.quantization = quantization
+        self.module, self.quantization = module, quantization
         self.parts = our_modules(module)
         self.stores = [store for part in self.parts for store in part._wgrad_stores.values()]
         parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []

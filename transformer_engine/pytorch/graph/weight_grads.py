@@ -1,0 +1,127 @@
+"""The weight gradients of a captured callable that are not simply returned: those that its graphs add to main_grad, and
+those that wait for backward_dw(). Replays what was captured, and computes nothing itself."""
+
+from collections.abc import Callable, Container
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.graph.state import main_grad_of
+from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad
+
+
+class Fused(NamedTuple):
+    """A weight, and where its main_grad was when the graph was captured."""
+
+    weight: torch.nn.Parameter
+    address: int
+
+    @classmethod
+    def of(cls, weight: torch.nn.Parameter) -> "Fused":
+        return cls(weight, main_grad_of(weight).data_ptr())
+
+
+class WeightGrads:
+    """Of replay.Graphed, whose attributes these are."""
+
+    def backward_dw(self) -> None:
+        """The weight gradients that the latest backward left, then the hooks of the modules that left them.
+        RuntimeError where none did."""
+        if self.ran_eager and self.wgrad_due is None and hasattr(type(self.module), "backward_dw"):
+            return type(self.module).backward_dw(self.module)
+        if self.wgrad_graph is None:
+            return
+        if self.gone or self.wgrad_due is None:
+            raise RuntimeError(
+                f"{self.label}: backward_dw() was called, but "
+                + ("reset() dropped its graphs; capture again." if self.gone else "no backward has left it anything.")
+            )
+        if self.flight is not None:
+            self._check_spoilt("backward_dw()", self.wgrad_spoilt_by)
+            self.flight.weight_grads(self)
+        if self.loans.out:
+            self.loans.settle()
+        stream, microbatch, unwanted = self.wgrad_due
+        with torch.no_grad():
+            kept = self._prepare_main_grads(self.fused_later, microbatch, unwanted)
+            self._launch(self.wgrad_graph, ((), (), (0, 0), ()), stream, None)  # an event is not recorded in there
+            self.wgrad_due = None
+            for put_back in kept:
+                put_back()
+            for parameter, grad in self.wgrads:
+                if not parameter.requires_grad or id(parameter) in unwanted:
+                    continue
+                if not self.clone_parameter_grads:
+                    increment_version([grad])
+                if parameter.grad is None:
+                    parameter.grad = grad.clone() if self.clone_parameter_grads else grad.detach()
+                else:
+                    parameter.grad += grad
+            for weight, _ in self.fused_later:
+                asked = weight.requires_grad and id(weight) not in unwanted
+                if asked and hasattr(weight, "grad_added_to_main_grad"):
+                    weight.grad_added_to_main_grad = True
+                    if weight.grad is None:
+                        zero = getattr(weight, "zero_out_wgrad", False)
+                        weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
+        for part in self.delaying:
+            for hook in part._wgrad_hooks:
+                hook()
+
+    def drop_backward_dw(self) -> None:
+        """Forgets what waits for backward_dw(): for a step that is given up."""
+        if self.ran_eager and hasattr(type(self.module), "drop_backward_dw"):
+            type(self.module).drop_backward_dw(self.module)
+        self.wgrad_due = None
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for backward_dw()."""
+        if self.ran_eager and hasattr(type(self.module), "need_backward_dw"):
+            return type(self.module).need_backward_dw(self.module)
+        return self.wgrad_graph is not None
+
+    def _unwanted(self) -> frozenset[int]:
+        """In a backward: the parameters, by id, whose gradients it is not asked for (torch.autograd.grad(y, x),
+        backward(inputs=)). RuntimeError for a bias whose gradient comes with its weight's alone, and that one later."""
+        unwanted = frozenset(id(self.parameters[i]) for i in _C.unwanted(self.parameters))
+        for part in self.delaying if unwanted else ():
+            for product in part._wgrad_stores:
+                names = part._product_names(product)
+                weights, biases = ({id(getattr(part, name)) for name in some} & self.delayed for some in names)
+                if weights <= unwanted and not biases <= unwanted:
+                    raise RuntimeError(
+                        f"{self.label}: backward was asked for the gradient of {names[1]} and not of {names[0]}, but "
+                        "the graph leaves both to backward_dw(), which computes them together; ask for both, or run "
+                        "the module without its graph."
+                    )
+        return unwanted
+
+    def _own_main_grad(self, weight: torch.nn.Parameter, address: int) -> torch.Tensor:
+        main_grad = main_grad_of(weight)
+        if not isinstance(main_grad, torch.Tensor) or main_grad.data_ptr() != address:
+            raise RuntimeError(
+                f"{self.label}: a parameter of shape {list(weight.shape)} has another main_grad than when it was "
+                "captured, and the graph adds to that one; keep the tensor and zero it, or capture again."
+            )
+        return main_grad
+
+    def _prepare_main_grads(
+        self, fused: list[Fused], microbatch: bool | None, unwanted: Container[int]
+    ) -> list[Callable[[], object]]:
+        """The graph adds; where a gradient is to replace what is there, that is zeroed first. What comes back is to be
+        called behind the replay: it puts back what belongs to weights that were frozen since, or whose gradients were
+        not asked for."""
+        main_grads = [self._own_main_grad(*one) for one in fused]
+        kept = []
+        for (weight, _), main_grad in zip(fused, main_grads):
+            if not weight.requires_grad or id(weight) in unwanted:
+                kept.append(partial(main_grad.copy_, main_grad.clone()))
+                if hasattr(weight, "grad_added_to_main_grad"):  # a recorder's work sets it
+                    kept.append(partial(setattr, weight, "grad_added_to_main_grad", weight.grad_added_to_main_grad))
+            elif microbatch or getattr(weight, "overwrite_main_grad", False):
+                main_grad.zero_()
+        increment_version(main_grads)
+        return kept
