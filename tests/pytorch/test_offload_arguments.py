@@ -1,7 +1,7 @@
 # What offload is given by mistake: arguments that are no truth value, no count or no stream, tensors of another layer,
 # an exception where the layer was complete and not ended. Each is named, or gives the right bits. Mutant: taking a bool
-# for a number (is_count in cpu_offload/arguments.py), or not asking whether a graph is gone (forget_abandoned in
-# cpu_offload/schedule.py), turns these red.
+# for a number (is_count in cpu_offload/arguments.py), or not asking whether a graph is gone (_forget_ended in
+# cpu_offload/steps.py), turns these red.
 import contextlib
 import copy
 
@@ -52,9 +52,7 @@ def test_what_is_no_number_of_layers(name, value, manual):
     options = {"num_layers": 1, "model_layers": 2, "manual_synchronization": manual, name: value}
     with refused(ValueError, "get_cpu_offload_context", repr(name), repr(value)):
         te.get_cpu_offload_context(True, **options)
-    if name == "model_layers" and manual and value != -1:
-        with refused(ValueError, "ManualOffloadSynchronizer", repr(value)):  # which comes back even when disabled
-            te.get_cpu_offload_context(False, **options)
+    te.get_cpu_offload_context(False, **options)  # nothing is counted there
 
 
 @pytest.mark.parametrize("stream", [5, "x", torch.device("cpu")], ids=str)
@@ -62,8 +60,8 @@ def test_what_is_no_stream(stream):
     made = [
         lambda: te.get_cpu_offload_context(True, 1, 2, offload_stream=stream),
         lambda: OffloadableLayerState(stream),
-        lambda: DefaultOffloadSynchronizer(2, 1, stream),
-        lambda: ManualOffloadSynchronizer(2, stream),
+        lambda: DefaultOffloadSynchronizer(2, 1, False, stream),
+        lambda: ManualOffloadSynchronizer(2, True, stream),
     ]
     for make in made:
         with refused(TypeError, "'offload_stream'", type(stream).__name__, "torch.cuda.Stream"):
@@ -78,8 +76,9 @@ def test_synchronizers_by_hand():
     for count in (True, 1.0, None, -1):
         with refused(ValueError, "DefaultOffloadSynchronizer", repr(count), "of 3"):
             DefaultOffloadSynchronizer(3, count)
-    with refused(TypeError, "OffloadableLayerState", "'retain_pinned_cpu_buffers'", "'x'"):
-        OffloadableLayerState(None, "x")
+    for make in (DefaultOffloadSynchronizer, ManualOffloadSynchronizer, OffloadableLayerState):
+        with refused(TypeError, make.__name__, "'retain_pinned_cpu_buffers'", "'x'"):
+            make(*{DefaultOffloadSynchronizer: (2, 1), ManualOffloadSynchronizer: (2,)}.get(make, (None,)), "x")
     synchronizer, manual = DefaultOffloadSynchronizer(3, 1), ManualOffloadSynchronizer(3)
     for call in (lambda: synchronizer.bwd_step(0), lambda: manual.start_reload_layer(0)):
         with refused(RuntimeError, "no forward"):

@@ -1,5 +1,5 @@
 # Debug mode: host memory that was given up holds NaN in every dtype, until it is used again. Mutant: not handing the
-# option to the engine (debug in cpu_offload/schedule.py) turns these red.
+# option to the engine (debug in cpu_offload/steps.py) turns these red.
 import ctypes
 
 import pytest

@@ -200,9 +200,10 @@ def test_a_marked_quantized_tensor_stays(device):
     tensor = quantizers(device)["current"](randn(64, 48, device=device))
     mark_not_offload(tensor)
     state = OffloadableLayerState()
-    state.push_tensor(tensor)
+    saved = state.push_tensor(tensor)
     state.start_offload()
     assert state.bytes == 0
+    assert_same_bits(state.pop_tensor(saved).dequantize(), tensor.dequantize())
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -137,7 +137,7 @@ def test_manual_calls_before_a_forward_and_when_disabled():
     with refused(RuntimeError, "start_offload_layer", "no forward"):
         manual.start_offload_layer(0)
     _, sync, off = te.get_cpu_offload_context(False, manual_synchronization=True)
-    off.start_offload_layer(17)
+    assert off is None
     assert sync("anything") == "anything"
 
 
@@ -268,7 +268,6 @@ def test_a_tensor_that_is_ready_early(device):
         ({"num_layers": None, "model_layers": 4}, ValueError, ("num_layers", "None")),
         ({"num_layers": 1, "model_layers": 0}, ValueError, ("model_layers", "0")),
         ({"offload_activations": False}, ValueError, ("offload_activations", "enabled=False")),
-        ({"offload_weights": True}, NotImplementedError, ("offload_weights",)),
     ],
     ids=str,
 )

@@ -1,5 +1,5 @@
 # Which layer is the first one of a step: whatever ended the forward before it, layers are numbered right, or a
-# warning says why they may not be. Mutants: a step that its backward does not end (over in schedule.py) and no
+# warning says why they may not be. Mutants: a step that its backward does not end (over in cpu_offload/steps.py) and no
 # look at what a layer reads (check_result) turn these red.
 import copy
 import gc

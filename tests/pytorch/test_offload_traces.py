@@ -1,6 +1,6 @@
 # Any order of forwards, backwards, second backwards, dropped graphs and failing layers gives the gradients of a run
 # without offload, and leaves no pinned memory in use. Mutant: popping without bringing a layer back (pop in
-# cpu_offload/schedule.py) turns it red.
+# cpu_offload/steps.py) turns it red.
 import pytest
 import torch
 from hypothesis import given, settings

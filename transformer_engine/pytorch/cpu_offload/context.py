@@ -3,23 +3,21 @@ them, so any module's leave; which and when is the synchronizer's."""
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
+import warnings
 from collections.abc import Callable
+from contextlib import ContextDecorator
 
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._absent import refusal
+from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream, is_count
 from transformer_engine.pytorch.cpu_offload.marks import checked
-from transformer_engine.pytorch.cpu_offload.schedule import (
-    DefaultOffloadSynchronizer,
-    LayerNumber,
-    ManualOffloadSynchronizer,
-    Shared,
-    Synchronizer,
-    pop,
-)
+from transformer_engine.pytorch.cpu_offload.schedule import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
+from transformer_engine.pytorch.cpu_offload.steps import LayerNumber, Shared, Synchronizer, pop
 
 
 class _Here(threading.local):
@@ -47,9 +45,10 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
         _here.synchronizer.current_layer("start_offload").mark_ready(found, offload_base_tensor)
 
 
-class OffloadContext(Shared):
-    """`with context:` around a layer, once or in several pieces, until the sync function ends it. Where nothing is
-    recorded (no_grad), in a backward, and inside of a checkpoint, whose tensors are not kept, it does nothing."""
+class OffloadContext(Shared, ContextDecorator):
+    """`with context:` around a layer, or `@context` over it, once or in several pieces, until the sync function ends
+    it. Where nothing is recorded (no_grad), in a backward, and inside of a checkpoint, whose tensors are not kept, it
+    does nothing."""
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         self.offload_synchronizer = synchronizer
@@ -58,6 +57,11 @@ class OffloadContext(Shared):
     @property
     def enabled(self) -> bool:
         return not self.offload_synchronizer.paused
+
+    @property
+    def inside_context(self) -> bool:
+        """Whether a `with` of it is under way, whatever it does there."""
+        return bool(self._entered)
 
     def disable(self) -> None:
         """Layers from the next one on stay where they are: a pre_warmup_hook of make_graphed_callables."""
@@ -99,8 +103,8 @@ class _IdleContext(OffloadContext):
     """With enabled=False: the calls of a context are there and change nothing. It has no state, so that any number of
     threads may be in it, and it can be pickled."""
 
-    def __init__(self, synchronizer: Synchronizer | None = None) -> None:
-        super().__init__(DefaultOffloadSynchronizer(1, 0) if synchronizer is None else synchronizer)
+    def __init__(self) -> None:
+        super().__init__(DefaultOffloadSynchronizer(1, 0))
         self.offload_synchronizer.enabled, self.offload_synchronizer.paused = False, True
 
     def enable(self) -> None: ...
@@ -175,14 +179,19 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _refuse_options(num_layers: object, model_layers: object, activations: bool, weights: bool, manual: bool) -> None:
+@functools.cache
+def _warn_of_the_other_path() -> None:
+    """Once a process: whoever asks for it relies on its marks, as long as there are two."""
+    warnings.warn(
+        "get_cpu_offload_context: NVTE_CPU_OFFLOAD_V1=1 asks for another path of CPU offload, and there is one alone. "
+        "Its layers leave by the same calls, and what mark_not_offload() names stays; unset the variable.",
+        UserWarning,
+        stacklevel=4,  # the caller's line, behind tells_keywords
+    )
+
+
+def _refuse_options(num_layers: object, model_layers: object, activations: bool, manual: bool) -> None:
     op = "get_cpu_offload_context"
-    if weights:
-        raise refusal(
-            op,
-            "argument 'offload_weights' is True, but offload of weights is",
-            "a parameter that its module holds stays on the device whatever a graph keeps: shard them with FSDP2",
-        )
     if not activations:
         raise ValueError(f"{op}: argument 'offload_activations' is {activations!r}: pass enabled=False instead.")
     if not is_count(model_layers) or model_layers < 1:
@@ -196,6 +205,7 @@ def _refuse_options(num_layers: object, model_layers: object, activations: bool,
         )
 
 
+@tells_keywords()
 def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int | None = 1,
@@ -222,11 +232,13 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: a layer's pinned memory stays its own from one step to the next.
     offload_stream: copies run there, both ways; otherwise each way has a stream of its own.
     double_buffering changes nothing: what comes back has memory of its own in any case.
-    enabled=False: neither result changes anything.
+    offload_weights: a UserWarning, and nothing else: a parameter that its module holds stays, whatever a graph keeps.
+    enabled=False, or offload_weights without offload_activations: neither result changes anything, and the third is
+    None.
     context.disable() and enable() fit make_graphed_callables' warmup hooks. context.offload_synchronizer tells sizes
     (get_offloaded_total_size_mb, pinned_usage) and makes or frees pinned memory (reserve_pinned, release_pinned).
-    Errors: ValueError for num_layers not below model_layers, TypeError for what is no truth value or no stream,
-    NotImplementedError for offload_weights. Pinned memory that is exhausted: a RuntimeWarning, and the layer stays.
+    Errors: ValueError for num_layers not below model_layers, TypeError for what is no truth value or no stream. Pinned
+    memory that is exhausted: a RuntimeWarning, and the layer stays.
     """
     op = "get_cpu_offload_context"
     check_flags(
@@ -239,16 +251,22 @@ def get_cpu_offload_context(
         retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
     )
     check_stream(op, offload_stream)
-    if not enabled:
-        if not manual_synchronization:
-            return _IdleContext(), _unchanged
-        synchronizer = ManualOffloadSynchronizer(max(1, model_layers) if is_count(model_layers) else model_layers)
-        return _IdleContext(synchronizer), _unchanged, synchronizer
-    _refuse_options(num_layers, model_layers, offload_activations, offload_weights, manual_synchronization)
+    if enabled and offload_weights:
+        warnings.warn(
+            f"{op}: argument 'offload_weights' is True, which has no effect: a parameter that its module holds stays "
+            "on the device whatever a graph keeps. Leave it at False; FSDP2 shards and offloads parameters.",
+            UserWarning,
+            stacklevel=3,
+        )
+    if not enabled or (offload_weights and not offload_activations):
+        return (_IdleContext(), _unchanged, None) if manual_synchronization else (_IdleContext(), _unchanged)
+    if os.environ.get("NVTE_CPU_OFFLOAD_V1", "0") == "1":
+        _warn_of_the_other_path()
+    _refuse_options(num_layers, model_layers, offload_activations, manual_synchronization)
     if manual_synchronization:
-        synchronizer = ManualOffloadSynchronizer(model_layers, offload_stream, retain_pinned_cpu_buffers)
+        synchronizer = ManualOffloadSynchronizer(model_layers, retain_pinned_cpu_buffers, offload_stream)
     else:
-        synchronizer = DefaultOffloadSynchronizer(model_layers, num_layers, offload_stream, retain_pinned_cpu_buffers)
+        synchronizer = DefaultOffloadSynchronizer(model_layers, num_layers, retain_pinned_cpu_buffers, offload_stream)
     context = OffloadContext(synchronizer)
     sync = _sync_function(context)
     return (context, sync, synchronizer) if manual_synchronization else (context, sync)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream
-from transformer_engine.pytorch.cpu_offload.marks import has_storage, stays, taken_apart
+from transformer_engine.pytorch.cpu_offload.marks import has_storage, is_marked, keep, stays, taken_apart
 
 MIN_ELEMENTS = 256 * 1024  # a smaller tensor stays where it is, unless it lies in the memory of one that leaves
 
@@ -64,13 +64,14 @@ class Mark(NamedTuple):
 class Memory:
     """A storage that saved tensors of one layer lie in. It lives as long as one of them is still wanted."""
 
-    __slots__ = ("__weakref__", "bytes", "layer", "leaves", "piece", "tensor", "watched", "written")
+    __slots__ = ("__weakref__", "bytes", "key", "layer", "leaves", "piece", "saved", "tensor", "watched", "written")
 
-    def __init__(self, layer: OffloadableLayerState, tensor: torch.Tensor) -> None:
+    def __init__(self, layer: OffloadableLayerState, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         self.piece: int | None = None  # its number among what left; first, since __del__ reads it
         self.layer, self.tensor = layer, tensor.detach()
-        self.bytes = tensor.untyped_storage().nbytes()
+        self.key, self.bytes = storage._cdata, storage.nbytes()
         self.leaves = False  # a tensor in it is large enough
+        self.saved: list[weakref.ref[torch.Tensor]] = []  # which may be marked until it has left
         self.watched: list[tuple[torch.Tensor, int]] = []  # with the version each was saved at
         self.written = ""
 
@@ -78,6 +79,17 @@ class Memory:
     def gone(self) -> bool:
         """Whether the device has nothing of it until it is brought back."""
         return self.tensor is None and not self.written
+
+    @property
+    def stays(self) -> bool:
+        """Whether it was marked, at any time until now."""
+        if stays(self.key):
+            return True
+        for ref in self.saved:
+            t = ref()
+            if t is not None and is_marked(t):
+                return True
+        return False
 
     def check(self) -> None:
         """Notes the first tensor that was written to, or freed, since it was saved."""
@@ -90,7 +102,7 @@ class Memory:
     def let_go(self) -> None:
         """The copy out is waited for: the device memory is not ours any more."""
         self.check()
-        self.tensor, self.watched = None, []
+        self.tensor, self.watched, self.saved = None, [], []
 
     def __del__(self) -> None:
         if self.piece is not None:
@@ -138,6 +150,9 @@ class Composed:
 
     def __init__(self, tensor: object, push: Callable[[torch.Tensor], object]) -> None:
         parts, self.shell = taken_apart(tensor)
+        there = [part for part in parts if part is not None]
+        if is_marked(tensor) or any(is_marked(part) for part in there):
+            keep(there)  # all of them: a tensor of which a part has to come back is not there
         self.parts = [None if part is None else push(part) for part in parts]
 
     def pop(self) -> object:
@@ -231,12 +246,15 @@ class OffloadableLayerState:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_storage(tensor)
         if not plain or _is_parameter(tensor):
             return Kept(tensor)
-        key = tensor.untyped_storage()._cdata
-        memory = self._memory.get(key) if self.state == "not_offloaded" else None
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata) if self.state == "not_offloaded" else None
         if memory is None:
-            memory = Memory(self, tensor)
+            memory = Memory(self, tensor, storage)
             if self.state == "not_offloaded":
-                self._memory[key] = memory
+                self._memory[memory.key] = memory
+        if is_marked(tensor):
+            keep([tensor])  # the object that carries the mark may be gone soon
+        memory.saved.append(weakref.ref(tensor))
         memory.leaves |= tensor.numel() >= MIN_ELEMENTS
         if not tensor.is_inference():
             memory.watched.append((tensor.detach(), tensor._version))
@@ -246,7 +264,7 @@ class OffloadableLayerState:
         """What may leave starts to, behind what the current stream has been given so far."""
         self._want("start_offload", "not_offloaded")
         self.stayed = False
-        leaving = [m for m in list(self._memory.values()) if m.leaves and not stays(m.tensor)]
+        leaving = [m for m in list(self._memory.values()) if m.leaves and not m.stays]
         devices = {m.tensor.device for m in leaving}
         device = min(devices, key=lambda d: (d.type == "cpu", d.index or 0), default=torch.device("cpu"))
         leaving = [m for m in leaving if m.tensor.device == device]  # host memory stays where device memory leaves
@@ -265,7 +283,7 @@ class OffloadableLayerState:
         self._want("release_activation_forward_gpu_memory", "offload_started")
         self._layer.release()  # first: where it refuses, everything is still there
         for memory in list(self._memory.values()):
-            if memory.piece is not None:
+            if memory.piece is not None and not memory.stays:
                 memory.let_go()
 
     def join(self) -> None:

@@ -1,10 +1,13 @@
-"""What the caller says of single tensors: never to be moved, or ready to be. Nothing is written on a tensor; what is
-meant is its memory, so that every view of it is meant as well."""
+"""What the caller says of single tensors: never to be moved, or ready to be. What is meant is its memory, so that every
+view of it is meant as well. The mark is an attribute that anyone may set; what carries it is known when it is saved."""
 
 import threading
+from collections.abc import Iterable
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from transformer_engine.pytorch.tensor.fields import MARK
 
 
 class Storages:
@@ -22,8 +25,9 @@ class Storages:
                 self._sweep_at = max(64, 2 * len(self._refs))
             self._refs[storage._cdata] = StorageWeakRef(storage)
 
-    def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        ref = self._refs.get(storage._cdata)
+    def __contains__(self, cdata: int) -> bool:
+        """Of a storage that is alive, by its address."""
+        ref = self._refs.get(cdata)
         return ref is not None and not ref.expired()
 
 
@@ -61,15 +65,35 @@ def has_storage(t: torch.Tensor) -> bool:
     return t.layout is torch.strided and not (t.is_meta or t.is_nested or t.is_quantized)
 
 
-def mark_not_offload(*tensors: torch.Tensor | None) -> None:
-    """The memory of these tensors is never moved, whoever saves it and through whichever view."""
-    for t in checked("mark_not_offload", tensors):
+def keep(tensors: Iterable[torch.Tensor]) -> None:
+    """Their memory stays from now on."""
+    for t in tensors:
         if has_storage(t):
             _stay.add(t.untyped_storage())
 
 
-def stays(t: torch.Tensor) -> bool:
-    return t.untyped_storage() in _stay
+def mark_not_offload(*tensors: torch.Tensor | None) -> None:
+    """The memory of these tensors is never moved, whoever saves it and through whichever view. They carry
+    `_TE_do_not_offload` afterwards; to set that attribute oneself, on a tensor, on what it is a view of, or on a
+    quantized tensor or one of its parts, means the same of whatever of it a layer saves."""
+    found = checked("mark_not_offload", tensors)
+    for t in (*tensors, *found):
+        if t is not None:
+            setattr(t, MARK, True)
+    keep(found)
+
+
+def is_marked(t: object) -> bool:
+    """Whether it carries the mark, or what it is a view of does."""
+    if getattr(t, MARK, False):
+        return True
+    base = getattr(t, "_base", None)
+    return base is not None and bool(getattr(base, MARK, False))
+
+
+def stays(cdata: int) -> bool:
+    """Whether the storage at this address was marked."""
+    return cdata in _stay
 
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:

@@ -280,12 +280,14 @@ void register_offload(pybind11::module_& m) {
           check_packed(tensors, spans, packed, "offload_pack");
           check(te_offload_pack(spans.data(), int64_t(spans.size()), packed.data_ptr(), ordinal(packed.device()),
                                 stream_of(packed.device())));
+          note_written(packed);
         }));
   m.def("offload_unpack", wrapped([](const Tensor& packed, const std::vector<Tensor>& tensors) {
           const auto spans = spans_of(tensors);
           check_packed(tensors, spans, packed, "offload_unpack");
           check(te_offload_unpack(packed.data_ptr(), spans.data(), int64_t(spans.size()), ordinal(packed.device()),
                                   stream_of(packed.device())));
+          for (const Tensor& t : tensors) note_written(t);
         }));
   m.def("offload_node_of", [](const Tensor& tensor) {
     const auto& node = tensor.grad_fn();
