@@ -189,25 +189,6 @@ def test_nothing_is_no_state():
         assert checkpoint.unpack(checkpoint.bytes_of(empty), (3, 2)) is None
 
 
-def test_what_earlier_versions_saved_loads():
-    forward, backward = filled()
-    plain = {
-        "scale_fwd": forward.scale,
-        "amax_history_fwd": forward.amax_history,
-        "scale_bwd": backward.scale,
-        "amax_history_bwd": backward.amax_history,
-        "extra_fp8_variables": {"num_gemms": 1},
-    }
-    file = io.BytesIO()
-    torch.save(plain, file)
-    data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    for given_as in (file, data):
-        found = checkpoint.unpack(checkpoint.bytes_of(given_as), (3, 2))
-        assert torch.equal(found[0].scale, forward.scale) and torch.equal(found[1].amax_history, backward.amax_history)
-    with pytest.raises(checkpoint.Unfit, match=r"lacks scale_fwd \[6\]"):
-        checkpoint.unpack(checkpoint.bytes_of(file), (6, 4))
-
-
 class _Evil:
     def __reduce__(self):
         return pytest.fail, ("code in a checkpoint was run",)

@@ -237,6 +237,21 @@ def test_a_quantizer_without_a_body_says_so():
 # ---- hybrid and identity ----
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim", "rowwise", "columnwise"),
+    [((130, 300), 1, (3, 132), (2, 300)), ((130, 300), 2, (2, 4), (3, 4)), ((2, 65, 1300), 2, (2, 12), (11, 4))],
+)
+def test_shapes_of_block_layouts(shape, dim, rowwise, columnwise):
+    """With M rows and K columns [ceil(K / 128), roundup(M, 4)] of 1 x 128 blocks, of 128 x 128 ones [ceil(M / 128),
+    roundup(ceil(K / 128), 4)]; columnwise the same of the transpose. Those of the tensors that it makes."""
+    quantizer = te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
+    made = quantizer(torch.ones(shape))
+    assert quantizer.get_scale_shape(shape, False) == rowwise == made._rowwise_scale_inv.shape
+    assert quantizer.get_scale_shape(list(shape), columnwise=True) == columnwise == made._columnwise_scale_inv.shape
+    transposed = (shape[-1], *shape[:-1])
+    assert quantizer.get_columnwise_shape(shape) == transposed == made._columnwise_data.shape
+
+
 @pytest.mark.parametrize("rowwise", FP8_FORMATS)
 @pytest.mark.parametrize("columnwise", FP8_FORMATS)
 def test_each_direction_by_its_own_quantizer(device, rowwise, columnwise):

@@ -1,10 +1,28 @@
-"""The names of quantization.py at the place where older clients look for them."""
+"""The names of quantization/ at the place where older clients look for them."""
 
+from transformer_engine.pytorch.quantization import CustomRecipeState as CustomRecipeState
+from transformer_engine.pytorch.quantization import DelayedScalingRecipeState as DelayedScalingRecipeState
+from transformer_engine.pytorch.quantization import DelayedScalingRequest as DelayedScalingRequest
+from transformer_engine.pytorch.quantization import Float8BlockScalingRecipeState as Float8BlockScalingRecipeState
+from transformer_engine.pytorch.quantization import Float8CurrentScalingRecipeState as Float8CurrentScalingRecipeState
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import QuantizerRequest as QuantizerRequest
+from transformer_engine.pytorch.quantization import QuantizerRole as QuantizerRole
+from transformer_engine.pytorch.quantization import RecipeState as RecipeState
 from transformer_engine.pytorch.quantization import autocast as autocast
+from transformer_engine.pytorch.quantization import check_fp8_block_scaling_support as check_fp8_block_scaling_support
 from transformer_engine.pytorch.quantization import check_fp8_support as check_fp8_support
 from transformer_engine.pytorch.quantization import check_mxfp8_support as check_mxfp8_support
+from transformer_engine.pytorch.quantization import check_nvfp4_support as check_nvfp4_support
 from transformer_engine.pytorch.quantization import fp8_autocast as fp8_autocast
 from transformer_engine.pytorch.quantization import fp8_model_init as fp8_model_init
+from transformer_engine.pytorch.quantization import get_align_size_for_quantization as get_align_size_for_quantization
 from transformer_engine.pytorch.quantization import get_default_recipe as get_default_recipe
+from transformer_engine.pytorch.quantization import get_fp8_max as get_fp8_max
+from transformer_engine.pytorch.quantization import get_fp8_te_dtype as get_fp8_te_dtype
+from transformer_engine.pytorch.quantization import get_fp8_torch_dtype as get_fp8_torch_dtype
+from transformer_engine.pytorch.quantization import is_fp8_available as is_fp8_available
+from transformer_engine.pytorch.quantization import is_fp8_block_scaling_available as is_fp8_block_scaling_available
+from transformer_engine.pytorch.quantization import is_mxfp8_available as is_mxfp8_available
+from transformer_engine.pytorch.quantization import is_nvfp4_available as is_nvfp4_available
 from transformer_engine.pytorch.quantization import quantized_model_init as quantized_model_init

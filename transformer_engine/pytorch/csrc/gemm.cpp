@@ -253,7 +253,7 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   if (fused) problem.bias = view_2d(extra, "gemm", "bias");
   problem.accumulate = overwrite ? 0 : 1;
   run_gemm(problem, a);
-  out.unsafeGetTensorImpl()->bump_version();  // autograd must notice the change, as it does after out.add_
+  note_written(out);
   return extra;
 }
 

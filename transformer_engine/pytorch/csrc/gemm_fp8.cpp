@@ -293,7 +293,7 @@ void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t 
   p.accumulate = overwrite ? 0 : 1;
   run_gemm(p, a);
   note_copies(left_padded.copied || right_padded.copied);
-  out.unsafeGetTensorImpl()->bump_version();  // autograd must notice the change, as it does after out.add_
+  note_written(out);
 }
 
 TORCH_LIBRARY_FRAGMENT(te, m) {

@@ -37,10 +37,13 @@ void check_parameter(const Tensor& t, const Tensor& x, at::ScalarType dtype, con
                     ", wanted ", dtype, "; cast it with .to(dtype).");
 }
 
-// gamma may be float32 beside a 16-bit x.
+bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+// gamma may be of another dtype than x.
 void check_gamma(const Tensor& gamma, const Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() >= 1, kOp, ": argument 'x' has no dimensions, wanted at least one.");
-  check_parameter(gamma, x, gamma.scalar_type() == at::kFloat ? at::kFloat : x.scalar_type(), "gamma");
+  const auto dtype = gamma.scalar_type();
+  check_parameter(gamma, x, dtype == at::kFloat || is_16_bit(dtype) ? dtype : x.scalar_type(), "gamma");
 }
 
 void check_backward(const Tensor& dy, const OptionalTensor& residual_grad, const Tensor& x, const Tensor& gamma) {
@@ -50,6 +53,11 @@ void check_backward(const Tensor& dy, const OptionalTensor& residual_grad, const
 }
 
 }  // namespace
+
+Tensor parameter_beside(const Tensor& x, const Tensor& parameter) {
+  const auto dtype = parameter.scalar_type();
+  return rows_of(dtype == x.scalar_type() || !is_16_bit(dtype) ? parameter : parameter.to(at::kFloat));
+}
 
 void check_normalization(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                          const OptionalTensor& beta) {
@@ -181,10 +189,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, co
                                                              const Tensor& gamma, const OptionalTensor& beta,
                                                              double eps, bool rms, bool zero_centered_gamma) {
   check_normalization(x, residual, gamma, beta);
-  const Tensor in = rows_of(x), scale = rows_of(gamma);
+  const Tensor in = rows_of(x), scale = parameter_beside(x, gamma);
   const bool added = present(residual);
   const OptionalTensor other = added ? OptionalTensor(rows_of(*residual)) : OptionalTensor();
-  const OptionalTensor shift = present(beta) ? OptionalTensor(rows_of(*beta)) : OptionalTensor();
+  const OptionalTensor shift = present(beta) ? OptionalTensor(parameter_beside(x, *beta)) : OptionalTensor();
   const te_tensor source = view_2d(in, kOp, "x");
   const auto statistic = in.options().dtype(at::kFloat);
   const Tensor y = at::empty(in.sizes(), in.options());
@@ -204,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const Opt
                                                      std::array<bool, 3> wanted) {
   check_backward(dy, residual_grad, x, gamma);
   const te_normalization_plan plan = plan_of(0, rms, zero_centered_gamma);
-  const Tensor in = rows_of(x), grad = rows_of(dy), scale = rows_of(gamma);
+  const Tensor in = rows_of(x), grad = rows_of(dy), scale = parameter_beside(x, gamma);
   const OptionalTensor other = present(residual_grad) ? OptionalTensor(rows_of(*residual_grad)) : OptionalTensor();
   const te_tensor source = view_2d(in, kOp, "x");
   const Tensor dx = at::empty(wanted[0] ? in.sizes() : at::IntArrayRef{0}, in.options());
@@ -222,7 +230,9 @@ std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const Opt
                                   wanted[0] ? view_2d(dx, kOp, "dx") : absent(),
                                   wanted[1] ? view_2d(dgamma, kOp, "dgamma") : absent(),
                                   wanted[2] ? view_2d(dbeta, kOp, "dbeta") : absent(), scratch, current_stream(in)));
-  return {dx, dgamma, dbeta};
+  const auto dtype = gamma.scalar_type();
+  return dtype == scale.scalar_type() ? std::tuple(dx, dgamma, dbeta)
+                                      : std::tuple(dx, dgamma.to(dtype), dbeta.to(dtype));
 }
 
 TORCH_LIBRARY_FRAGMENT(te, m) {

@@ -11,6 +11,9 @@ namespace te_torch {
 void check_normalization(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                          const OptionalTensor& beta);
 
+// gamma or beta as kernels read it: in x's dtype or in float32, to which another 16-bit type is widened.
+Tensor parameter_beside(const Tensor& x, const Tensor& parameter);
+
 // (y, h, mean, rstd). h = x + residual, rounded, and the norm is taken of it; without a residual h is an empty tensor.
 // mean and rstd are float32 of shape [rows]; mean is empty for RMSNorm.
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, const OptionalTensor& residual,

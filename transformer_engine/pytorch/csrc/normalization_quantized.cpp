@@ -19,6 +19,10 @@ OptionalTensor folded(const OptionalTensor& t) {
   return t.has_value() && t->defined() ? OptionalTensor(rows_of(*t)) : OptionalTensor();
 }
 
+OptionalTensor parameter_beside(const Tensor& x, const OptionalTensor& t) {
+  return t.has_value() && t->defined() ? OptionalTensor(te_torch::parameter_beside(x, *t)) : OptionalTensor();
+}
+
 EightTensors fwd_meta(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
                       double eps, bool rms, bool zero_centered_gamma, at::ArrayRef<int64_t> spec, bool rowwise,
                       bool columnwise, bool with_output) {
@@ -50,8 +54,8 @@ QuantizedNorm normalization_fwd_quantized(const Tensor& x, const OptionalTensor&
     return out;
   }
   check_normalization(x, residual, gamma, beta);
-  const Tensor in = rows_of(x), scale = rows_of(gamma);
-  const OptionalTensor other = folded(residual), shift = folded(beta);
+  const Tensor in = rows_of(x), scale = te_torch::parameter_beside(x, gamma);
+  const OptionalTensor other = folded(residual), shift = parameter_beside(x, beta);
   const te_tensor source = view_2d(in, kOp, "x");
   const auto floats = in.options().dtype(at::kFloat);
   out.h = at::empty(other.has_value() ? in.sizes() : at::IntArrayRef{0}, in.options());
@@ -79,8 +83,8 @@ QuantizedNorm normalization_fwd_quantized(const Tensor& x, const OptionalTensor&
 Quantized normalization_again_quantized(const Tensor& h, const Tensor& gamma, const OptionalTensor& beta,
                                         const Tensor& mean, const Tensor& rstd, bool rms, bool zero_centered_gamma,
                                         const QuantizeSpec& spec, const Tensor& used_scales, Directions directions) {
-  const Tensor in = rows_of(h), scale = rows_of(gamma);
-  const OptionalTensor shift = folded(beta);
+  const Tensor in = rows_of(h), scale = te_torch::parameter_beside(h, gamma);
+  const OptionalTensor shift = parameter_beside(h, beta);
   const te_tensor source = view_2d(in, kOp, "h");
   const Quantized out = empty_quantized(spec, source.rows, source.cols, directions, in.options());
   const QuantizePlan plan(spec, used_scales);

@@ -238,6 +238,9 @@ Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, const Quant
       "quantize: arguments 'out', 'noop' and 'amax' are for built-in quantizers, wanted None for one that "
       "is written in Python.");
   run(quantizer, rows_of(x), out, noop, amax, nullptr);
+  for (const Tensor* t : {&out.rowwise, &out.rowwise_scale_inv, &out.columnwise, &out.columnwise_scale_inv}) {
+    note_written(*t);
+  }
   return out;
 }
 

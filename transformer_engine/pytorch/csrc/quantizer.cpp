@@ -1,4 +1,5 @@
 // The quantizers and quantized matrices as Python handles, and the functions on them. Nothing is computed here.
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -120,6 +121,11 @@ void register_quantize(pybind11::module_& m) {
   m.def("empty_quantized", [](const Quantizer& quantizer, int64_t rows, int64_t cols, bool rowwise, bool columnwise,
                               const at::Device& device) {
     return empty_quantized(quantizer.spec, rows, cols, {rowwise, columnwise}, at::TensorOptions(device));
+  });
+  // A view that was made where torch tracks none (inside of __torch_dispatch__) has a version of its own until then.
+  m.def("share_version", [](const Tensor& view, const Tensor& base) {
+    if (view.is_inference() || base.is_inference()) return;
+    torch::autograd::impl::set_version_counter(view, torch::autograd::impl::version_counter(base));
   });
   m.def("fp8_transpose", torch::wrap_pybind_function_no_gil(fp8_transpose));
   m.def("quantize_amax", torch::wrap_pybind_function_no_gil(quantize_amax));

@@ -32,7 +32,7 @@ void check_freqs(const Tensor& freqs, const char* argument, const Tensor& x, boo
   TORCH_CHECK_VALUE(shaped, kOp, ": argument '", argument, "' has shape ", freqs.sym_sizes(),
                     ", wanted [positions, 1, 1, rot_dim] or [positions, rot_dim].");
   TORCH_CHECK_VALUE(freqs.scalar_type() == at::kFloat, kOp, ": argument '", argument, "' has dtype ",
-                    freqs.scalar_type(), ", wanted float32 angles; call .float() before the angles are made.");
+                    freqs.scalar_type(), ", wanted angles of a float dtype.");
   TORCH_CHECK_VALUE(freqs.device() == x.device(), kOp, ": argument '", argument, "' is on ", freqs.device(),
                     ", wanted ", x.device(), " like the input; move it with .to(device).");
   TORCH_CHECK_NOT_IMPLEMENTED(!freqs.requires_grad(), kOp, ": argument '", argument,
@@ -40,7 +40,8 @@ void check_freqs(const Tensor& freqs, const char* argument, const Tensor& x, boo
                               "apply_rotary_pos_emb with fused=False.");
   const c10::SymInt seq = x.sym_size(batch_first ? 1 : 0);
   TORCH_CHECK_VALUE(freqs.sym_size(0) >= seq, kOp, ": argument '", argument, "' has ", freqs.sym_size(0),
-                    " positions, wanted at least the sequence length ", seq, ".");
+                    " positions, wanted at least the sequence length ", seq, ": RotaryPositionEmbedding(dim)(", seq,
+                    ") has them.");
 }
 
 void check_start_positions(const OptionalTensor& start, const Tensor& x, bool batch_first) {

@@ -7,9 +7,13 @@ from contextlib import nullcontext
 import torch
 
 from transformer_engine.pytorch.module.fp8_state import QuantizationState
-from transformer_engine.pytorch.module.state import WholeCheckpoints
+from transformer_engine.pytorch.module.state import WholeCheckpoints, is_extra_state
 from transformer_engine.pytorch.module.weight_grad import Product, WeightGradSink, WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.userbuffers import UserBufferQuantizationMode as UserBufferQuantizationMode  # and these
+from transformer_engine.pytorch.userbuffers import destroy_ub as destroy_ub
+from transformer_engine.pytorch.userbuffers import initialize_ub as initialize_ub
 from transformer_engine.pytorch.utils import resolve_device
 
 InitMethod = Callable[[torch.Tensor], object]
@@ -124,6 +128,8 @@ class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
                 parameter = torch.nn.Parameter(torch.empty_like(parameter, device=target), parameter.requires_grad)
                 setattr(self, name, parameter)
             self._tag(name)  # to_empty() makes parameters without them
+            if isinstance(parameter, QuantizedTensor):
+                parameter._values_to_come()
             fork = nullcontext()
             if self.get_rng_state_tracker is not None and init is not torch.nn.init.zeros_:
                 tracker = self.get_rng_state_tracker()
@@ -221,13 +227,16 @@ class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
             store.clear()
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        self._before_loading(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        self._loaded()
         # Checkpoints of plain modules have no extra state, and load all the same.
         key = prefix + "_extra_state"
         if key in missing:
             missing.remove(key)
+        # Other versions have parts that are none here, and hold no parameters.
+        unexpected[:] = [key for key in unexpected if not (key.startswith(prefix) and is_extra_state(key))]
         self._tag_all()  # assign=True puts other parameters in place
-        self._cached_weights = {}  # of the weights that were there before
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import io
+import warnings
 import weakref
 from collections import deque
 
@@ -162,14 +163,23 @@ class QuantizationState(QuantizedWeights):
                 f"another recipe, {type(plan.recipe).__name__}, within the same outermost autocast; with delayed "
                 "scaling a module keeps one recipe there. Let the outermost autocast end between the two calls."
             )
+        primary = self._primary_weights()
+        for index, _, weight in primary:
+            self._check_primary_weight(own, index, weight)
         own.prepare(meta.get("scaling_fwd"), meta.get("scaling_bwd"))
         self._hold(own)
-        for index, product in enumerate(self._products):
-            for name in self._product_names(product)[0]:
-                weight = getattr(self, name)
-                if isinstance(weight, QuantizedTensor) and own.rule is not None:  # its quantizer held older scales
-                    weight._quantizer = own.python_quantizer(index, "weight")
+        self._tell_of_switch(type(meta["recipe"]), type(state.chosen_recipe()))
+        for index, _, weight in primary:
+            self._adopt_primary_weight(own, index, weight)
         return own
+
+    def _tell_of_switch(self, before: type, now: type) -> None:
+        if before is not now and self.fp8_meta["fp8_checkpoint"] and not recompute_phase().recomputing:
+            warnings.warn(
+                f"{type(self).__name__}: the recipe is a {now.__name__}, and was a {before.__name__} when the module "
+                "ran last; its quantizers are made anew.",
+                stacklevel=2,
+            )
 
     def _hold(self, own: ModuleQuantization) -> None:
         self._own = own
@@ -205,6 +215,8 @@ class QuantizationState(QuantizedWeights):
         if not (self.training and (phase.enabled or torch.is_grad_enabled())):
             return QUIET
         if index == 0:
+            if state.noted is not None:
+                state.noted.setdefault(self, (state.token, state.group))
             region = None if state.capturing else state.region
             if region is not None:
                 self._register(region, own, state.group)
@@ -266,6 +278,12 @@ class QuantizationState(QuantizedWeights):
         if index == 0 and STATE.region is not None:
             STATE.region.add(own.forward, STATE.group, forward=True)
 
+    def train(self, mode: bool = True) -> QuantizationState:
+        """As torch's. Outside of training no history follows the weights: what they take brings its scale."""
+        if not mode and (forward := self.fp8_meta.get("scaling_fwd")) is not None:
+            forward.stepped = False
+        return super().train(mode)
+
     # ---- what clients look at and call ----
 
     @property
@@ -311,8 +329,14 @@ class QuantizationState(QuantizedWeights):
         return torch.empty(0, dtype=torch.uint8) if forward is None else checkpoint.pack(forward, backward)
 
     def set_extra_state(self, state: torch.Tensor | io.BytesIO | None) -> None:
-        """Takes what get_extra_state wrote; nothing changes where the checkpoint has no state."""
+        """Takes what get_extra_state wrote, or Transformer Engine's; nothing changes where the checkpoint has no state,
+        or, with a UserWarning, one of Transformer Engine's for other tensors than this module has."""
         loaded = self.check_extra_state(state)
+        if isinstance(loaded, checkpoint.Foreign):
+            warnings.warn(
+                f"{type(self).__name__}: the checkpoint's '_extra_state' {loaded}; scales start anew.", stacklevel=2
+            )
+            return
         if loaded is None:
             return
         for key, found in zip(("scaling_fwd", "scaling_bwd"), loaded, strict=True):
@@ -328,11 +352,13 @@ class QuantizationState(QuantizedWeights):
             self._own.drop_views()
         self._cached_weights = {}
 
-    def check_extra_state(self, state: torch.Tensor | io.BytesIO | None) -> tuple | None:
-        """Raises ValueError for state that set_extra_state cannot take."""
+    def check_extra_state(self, state: torch.Tensor | io.BytesIO | None) -> tuple | checkpoint.Foreign | None:
+        """What is in it. Raises ValueError for state that set_extra_state cannot take."""
         columns = FORWARD_SLOTS * len(self._products), BACKWARD_SLOTS * len(self._products)
         try:
             return checkpoint.unpack(checkpoint.bytes_of(state), columns)
+        except checkpoint.Foreign as foreign:
+            return foreign
         except checkpoint.Unfit as error:
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint's '_extra_state' {error}; drop that key to load the rest, and "

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
+from transformer_engine.pytorch.module.autocast import is_autocast
 from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, ModuleQuantization
-from transformer_engine.pytorch.quantization.products import SCALING_OF_KIND, plan_of
+from transformer_engine.pytorch.quantization.products import plan_of
 from transformer_engine.pytorch.quantization.state import STATE
-from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
+from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
 
 
@@ -46,16 +48,6 @@ def _converted_in_place(parameter: QuantizedTensor, fn: Callable[[torch.Tensor],
     return True
 
 
-def _in_torch_autocast(t: torch.Tensor) -> bool:
-    """Whether torch.autocast casts it before an op reads it, as csrc's autocast() does."""
-    return (
-        t.device.type in ("cpu", "cuda")
-        and torch.is_autocast_enabled(t.device.type)
-        and t.is_floating_point()
-        and t.dtype is not torch.float64
-    )
-
-
 class QuantizedWeights(torch.nn.Module):
     """The weights' part of QuantizationState, whose fields these are."""
 
@@ -76,19 +68,19 @@ class QuantizedWeights(torch.nn.Module):
             )
         own = self._own
         if own is None:
-            plan = plan_of(self._parameters_recipe or STATE.chosen_recipe())
-            own = ModuleQuantization(plan, self._roles(), self._weight_device())
+            if self._parameters_recipe is None:
+                self._parameters_recipe = STATE.chosen_recipe()
+            own = ModuleQuantization(plan_of(self._parameters_recipe), self._roles(), self._weight_device())
             own.prepare(None, None)
             self._hold(own)
         for index, (name,) in enumerate(names):
             weight = getattr(self, name)
             if isinstance(weight, QuantizedTensor):
                 continue
-            quantizer = own.python_quantizer(index, "weight")
+            quantizer = own.python_quantizer(index, "weight", held=True)
             if quantizer is None:
                 continue
-            own.start_at(index, "weight", weight)
-            quantized = torch.nn.Parameter(quantizer(weight.detach()), weight.requires_grad)
+            quantized = torch.nn.Parameter(quantizer._held(weight), weight.requires_grad)
             if self.preserve_high_precision_init_val:
                 keep_high_precision(quantized, weight)
             setattr(self, name, quantized)
@@ -145,22 +137,27 @@ class QuantizedWeights(torch.nn.Module):
         own = self._own
         index = self._products.index(product)
         # What the product itself would quantize: the cast's bits, not the parameter's.
-        dtype = torch.get_autocast_dtype(weight.device.type) if _in_torch_autocast(weight) else weight.dtype
+        dtype = torch.get_autocast_dtype(weight.device.type) if is_autocast(weight) else weight.dtype
         key = (own.plan, weight.shape, weight.device, dtype)
         kept_key, kept = self._cached_weights.get(product, (None, None))
         columnwise = torch.is_grad_enabled() or recompute_phase().enabled
         if kept_key != key or (columnwise and kept.columnwise is None):
             kept = None
         recomputing = recompute_phase().recomputing
-        if kept is not None and skip is None and (not first or recomputing):
+        if kept is not None and (recomputing or (skip is None and not first)):  # a recomputation reads what there is
             return kept
         variant = AGAIN if recomputing else RECORD if self.training else QUIET
         quantizer = own.weight_quantizer(index, variant)
-        flag = None if kept is None else skip
         with torch.no_grad(), torch.inference_mode(False):
-            made = _C.quantize(quantizer, weight.detach().to(dtype), True, columnwise, flag, kept)
-        self._cached_weights[product] = key, made
-        return made
+            value = weight.detach().to(dtype)
+            if kept is None or skip is None:  # a backward of another microbatch may still read what was kept
+                made = _C.quantize(quantizer, value, True, columnwise)
+                self._cached_weights[product] = key, made
+                return made
+            # The graphs of one capture share it, the microbatches in flight too: it changes when a step begins.
+            parts = (kept.rowwise, kept.rowwise_scale_inv, kept.columnwise, kept.columnwise_scale_inv)
+            with torch.autograd._unsafe_preserve_version_counter(tuple(p for p in parts if p is not None)):
+                return _C.quantize(quantizer, value, True, columnwise, skip, kept)
 
     @staticmethod
     def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -168,14 +165,66 @@ class QuantizedWeights(torch.nn.Module):
         return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
     def _primary_weight(self, product: str, weight: QuantizedTensor) -> _C.Quantized:
-        source = self._own.sources[self._products.index(product)]["weight"]
+        index = self._products.index(product)
+        if weight._quantizer is not self._own.weights.get(index, self):  # another one since the recipe was entered
+            self._check_primary_weight(self._own, index, weight)
+            self._adopt_primary_weight(self._own, index, weight)
         handle = weight._native()
-        if not isinstance(source, Quantizer) and source is not None and handle.scaling != SCALING_OF_KIND[source[0]]:
-            raise RuntimeError(
-                f"{type(self).__name__}: its weight is a {type(weight).__name__} in other blocks than "
-                f"{type(self.fp8_meta['recipe']).__name__} has; run it under the recipe that quantized_model_init had."
-            )
         if torch.is_grad_enabled() and handle.columnwise is None:
             weight.update_usage(rowwise_usage=True, columnwise_usage=True)
             handle = weight._native()
         return handle
+
+    def _primary_weights(self) -> list[tuple[int, str, QuantizedTensor]]:
+        """(index of its product, name, weight) of those that are held in FP8 alone."""
+        named = [(i, name) for i, product in enumerate(self._products) for name in self._product_names(product)[0]]
+        found = [(i, name, getattr(self, name)) for i, name in named]
+        return [one for one in found if isinstance(one[2], QuantizedTensor)]
+
+    def _check_primary_weight(self, own: ModuleQuantization, index: int, weight: QuantizedTensor) -> None:
+        """Raises where the recipe would quantize it in another way: its scales would stay what they are for ever."""
+        wanted, has, recipe = own.weight_format(index), weight._quantizer, self._parameters_recipe
+        fits = wanted is not None and wanted._makes_the_same(has, weight)
+        if has is None and own.rule is None:  # read from a file, which keeps no quantizer of delayed scaling
+            fits = fits and not isinstance(recipe, DelayedScaling)
+        if fits:
+            return
+        compatible = None if has is None else has._get_compatible_recipe()
+        if recipe is None or not (compatible is None or recipe.custom() or isinstance(recipe, compatible)):
+            made_under = type(weight).__name__ if compatible is None else compatible.__name__
+        else:
+            made_under = type(recipe).__name__
+        runs_under, one, other = type(own.plan.recipe).__name__, type(has).__name__, type(wanted).__name__
+        if one == other:
+            one, other = repr(has), repr(wanted)
+        raise RuntimeError(
+            f"{type(self).__name__}: its weight is a {type(weight).__name__} that was quantized under {made_under} "
+            f"(by {one}, in quantized_model_init), and runs under {runs_under} (whose weights want {other}): nothing "
+            f"would ever make its scale anew. Run it under {made_under}, or build the module under "
+            f"quantized_model_init(recipe={runs_under}(...)) and load the values."
+        )
+
+    def _before_loading(self, state_dict: Mapping[str, object], prefix: str) -> None:
+        """A checkpoint's values bring their own scale, whatever steps the module has behind it."""
+        for _, name, weight in self._primary_weights():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor) and given.shape == weight.shape:
+                weight._values_to_come()
+
+    def _loaded(self) -> None:
+        self._cached_weights = {}  # of the weights that were there before
+        own = self._own
+        for index, _, weight in self._primary_weights():  # with assign=True they may be another module's
+            if own is None or own.weight_format(index) is None:
+                column = getattr(weight._quantizer, "_column", None)
+                if column is not None and column.state is not self.fp8_meta.get("scaling_fwd"):
+                    weight._quantizer = None
+            elif own.weight_format(index)._makes_the_same(weight._quantizer, weight):
+                self._adopt_primary_weight(own, index, weight)
+
+    def _adopt_primary_weight(self, own: ModuleQuantization, index: int, weight: QuantizedTensor) -> None:
+        """New values of it are quantized as the recipe has it, by scales of this module."""
+        wanted, has = own.python_quantizer(index, "weight", held=True), weight._quantizer
+        own.weights[index] = weight._quantizer = wanted if has is None else has._adopting(wanted)
+        if weight._quantizer is wanted:
+            wanted._adopted(weight)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.module.base import InitMethod, refuse, refuse_parallel
 from transformer_engine.pytorch.module.linear import ParametersSplit, SplitWeights
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
@@ -19,6 +21,7 @@ class LayerNormLinear(NormParameters, SplitWeights):
     for backward, which computes it again from the norm's input, to the same bits.
     """
 
+    @tells_keywords()
     def __init__(
         self,
         in_features: int,
@@ -108,7 +111,9 @@ class LayerNormLinear(NormParameters, SplitWeights):
         """is_first_microbatch and fp8_output as Linear's. return_input (ours beyond the common API): inp is returned
         last as well; a residual branch that goes on from it has its gradient added inside the norm's backward."""
         refuse("LayerNormLinear", "a gradient that is a quantized tensor", fp8_grad=fp8_grad)
-        inp = self._plain(inp)
+        if type(inp) is not torch.Tensor:
+            check_tensor("LayerNormLinear", "inp", inp)
+            inp = self._plain(inp)
         weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
         quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
         if quantization is None:

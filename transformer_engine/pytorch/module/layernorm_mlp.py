@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
-from transformer_engine.pytorch.module.arguments import check_size
+from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.module.arguments import check_size, check_tensor
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init, refuse_parallel
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 
@@ -49,6 +50,7 @@ class LayerNormMLP(NormParameters):
 
     _products = ("fc1", "fc2")
 
+    @tells_keywords()
     def __init__(
         self,
         hidden_size: int,
@@ -177,7 +179,10 @@ class LayerNormMLP(NormParameters):
         residual (ours beyond the common API): the MLP is taken of h = inp + residual, added inside the norm's kernel,
         and h is returned last.
         """
-        inp, residual = self._plain(inp), self._plain(residual)
+        if type(inp) is not torch.Tensor:
+            check_tensor("LayerNormMLP", "inp", inp)
+            inp = self._plain(inp)
+        residual = self._plain(residual)
         fc1_sink, fc2_sink = self._sink("fc1", is_first_microbatch), self._sink("fc2", is_first_microbatch)
         fc2_bias = self.fc2_bias if self.apply_bias else None
         fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
-from transformer_engine.pytorch.module.arguments import check_size
+from transformer_engine.pytorch.module.arguments import check_size, check_tensor
 from transformer_engine.pytorch.module.base import (
     InitMethod,
     TransformerEngineBaseModule,
@@ -138,6 +139,7 @@ class Linear(SplitWeights):
     kept for backward unquantized (worth it where it is kept anyhow); not under delayed scaling.
     """
 
+    @tells_keywords()
     def __init__(
         self,
         in_features: int,
@@ -216,7 +218,9 @@ class Linear(SplitWeights):
         or None adds to it; under autocast True quantizes the weight and keeps it, False takes what was kept.
         fp8_output: under autocast the output is a quantized tensor, its gradient passes through unchanged."""
         refuse("Linear", "a gradient that is a quantized tensor", fp8_grad=fp8_grad)
-        inp = self._plain(inp)
+        if type(inp) is not torch.Tensor:
+            check_tensor("Linear", "inp", inp)
+            inp = self._plain(inp)
         weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
         quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
         if quantization is None:

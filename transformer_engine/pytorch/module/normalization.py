@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 NormalizedShape = int | Iterable[int] | None
@@ -29,6 +30,9 @@ def _check_sm_margin(op: str, sm_margin: int | Mapping[str, int] | None) -> None
                 f"{op}: argument 'sm_margin' is {sm_margin!r}, wanted an int >= 0, or a dict of them by 'forward', "
                 "'backward' and 'inference'."
             )
+
+
+BEYOND = ("device", "dtype", "sm_margin")  # keywords of a norm that its signature does not list
 
 
 class Normalization(TransformerEngineBaseModule):
@@ -70,6 +74,8 @@ class Normalization(TransformerEngineBaseModule):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Shapes: inp [..., *normalized_shape], and so is the result, in inp's dtype."""
+        if type(inp) is not torch.Tensor:
+            check_tensor(type(self).__name__, "inp", inp)
         weight, bias, x = self.weight, None if self._rms else self.bias, inp
         folded = len(self.normalized_shape) > 1
         if folded:

@@ -9,27 +9,18 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantization.delayed import ScalingState
+from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
 from transformer_engine.pytorch.quantization.products import (
     BACKWARD_SLOTS,
-    BLOCK_2D,
-    CURRENT,
     DELAYED,
     FORWARD_SLOTS,
     SLOTS,
     Plan,
-    Spec,
-    epsilon_of,
     native,
 )
+from transformer_engine.pytorch.quantization.quantizers import ask_factory, delayed_spec, make_quantizer, only_rule
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
-from transformer_engine.pytorch.tensor import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Quantizer,
-)
+from transformer_engine.pytorch.tensor import Quantizer
 
 ROLES = ("input", "weight", "grad_output")
 # Of a delayed product. RECORD: notes amaxes. QUIET: notes none. AGAIN: a recomputation, by the scales of the first run;
@@ -64,6 +55,8 @@ class ModuleQuantization:
         self.backward: ScalingState | None = None
         self._products: dict[tuple[int, int], object] = {}
         self._weights: dict[tuple[int, int], object] = {}
+        # Of the weights that are held in FP8 alone: index of the product -> the quantizer that was found to fit.
+        self.weights: dict[int, Quantizer] = {}
         self._again: torch.Tensor | None = None
 
     def prepare(self, forward: ScalingState | None, backward: ScalingState | None) -> None:
@@ -86,27 +79,16 @@ class ModuleQuantization:
     def _ask_factory(self) -> None:
         rules: list[DelayedScaling] = []
         self.sources = [{role: self._answer(asked[role], rules) for role in ROLES} for asked in self.roles]
-        if rules:
-            if any(rule != rules[0] for rule in rules):
-                raise NotImplementedError(
-                    f"CustomRecipe: argument 'qfactory' asks for delayed scaling in different ways within one module "
-                    f"({rules[0]} and others), which is not available in this version; let its requests be equal."
-                )
-            self.rule = rules[0]
+        self.rule = only_rule(rules)
         self.shared = None
 
     def _answer(self, role: QuantizerRole, rules: list[DelayedScaling]) -> object:
-        answer = self.plan.factory(role)
-        if isinstance(answer, DelayedScalingRequest):
-            rule = answer.recipe()
-            rules.append(rule)
-            return delayed_spec(rule, forward=is_forward(role.tensor_type))
-        if answer is None or isinstance(answer, Quantizer):
+        answer = ask_factory(self.plan.factory, role)
+        if not isinstance(answer, DelayedScalingRequest):
             return answer
-        raise ValueError(
-            f"CustomRecipe: argument 'qfactory' returned {answer!r} for {role}, wanted a Quantizer, a "
-            "DelayedScalingRequest, or None to leave the tensor in high precision."
-        )
+        rule = answer.recipe()
+        rules.append(rule)
+        return delayed_spec(rule, forward=is_forward(role.tensor_type))
 
     # ---- the extension's objects, made once ----
 
@@ -151,14 +133,6 @@ class ModuleQuantization:
         newest = self.forward.amax_of(column)
         torch.maximum(newest, amax, out=newest)
 
-    @torch.no_grad()
-    def start_at(self, index: int, role: str, value: torch.Tensor) -> None:
-        """A delayed scale that is made from the value itself: there is no earlier step to make it from."""
-        if self.forward is not None and self.sources[index][role][0] == DELAYED:
-            amax = _C.quantize_amax(value.detach())
-            scale = self.forward.scale_of(FORWARD_SLOTS * index + SLOTS[role])
-            scale.copy_(torch.where((amax > 0) & amax.isfinite(), self.forward.fp8_max / amax, scale))
-
     def drop_views(self) -> None:
         """The histories are other tensors now."""
         self._products.clear()
@@ -175,17 +149,20 @@ class ModuleQuantization:
                 found[key].append(self.python_quantizer(index, role))
         return found
 
-    def python_quantizer(self, index: int, role: str) -> Quantizer | None:
+    def python_quantizer(self, index: int, role: str, *, held: bool = False) -> Quantizer | None:
+        """held: of a weight that is held in FP8 alone."""
         source = self._source(index, role)
         if source is None or isinstance(source, Quantizer):
             return source
         forward = is_forward(role)
         state = self.forward if forward else self.backward
         column = (FORWARD_SLOTS if forward else BACKWARD_SLOTS) * index + SLOTS[role]
-        delayed = source[0] == DELAYED
-        return make_quantizer(
-            source, self.device, state.scale_of(column) if delayed else None, state.amax_of(column) if delayed else None
-        )
+        return make_quantizer(source, self.device, Column(state, column, held) if source[0] == DELAYED else None)
+
+    def weight_format(self, index: int) -> Quantizer | None:
+        """A quantizer of a product's weight that has no state: to compare with."""
+        source = self.sources[index]["weight"]
+        return source if source is None or isinstance(source, Quantizer) else make_quantizer(source, self.device)
 
     def _source(self, index: int, role: str) -> object:
         if role in self.sources[index]:
@@ -201,28 +178,3 @@ class ModuleQuantization:
             )
         self.sources[index][role] = source
         return source
-
-
-def delayed_spec(rule: DelayedScaling, *, forward: bool) -> Spec:
-    return (DELAYED, int(not forward and rule.fp8_format.value.max_bwd > 448.0), 0, 0)
-
-
-def make_quantizer(
-    spec: Spec, device: torch.device, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None
-) -> Quantizer:
-    """Python's quantizer of a spec; scale and amax where it is delayed."""
-    kind, e5m2, pow_2, bits = spec
-    dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
-    options = {"amax_epsilon": epsilon_of(bits)}
-    if kind == DELAYED:
-        return Float8Quantizer(scale, amax, dtype)
-    if kind == CURRENT:
-        return Float8CurrentScalingQuantizer(dtype, device, force_pow_2_scales=bool(pow_2), **options)
-    return Float8BlockQuantizer(
-        dtype,
-        rowwise=True,
-        columnwise=True,
-        force_pow_2_scales=bool(pow_2),
-        block_scaling_dim=2 if kind == BLOCK_2D else 1,
-        **options,
-    )

@@ -2,7 +2,8 @@
 
 import torch
 
-from transformer_engine.pytorch.module.normalization import Normalization, NormalizedShape
+from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.module.normalization import BEYOND, Normalization, NormalizedShape
 
 
 class RMSNorm(Normalization):
@@ -15,6 +16,7 @@ class RMSNorm(Normalization):
 
     _rms = True
 
+    @tells_keywords(*BEYOND)
     def __init__(
         self,
         normalized_shape: NormalizedShape = None,

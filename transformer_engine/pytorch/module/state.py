@@ -6,6 +6,10 @@ import torch
 from torch.overrides import is_tensor_like
 
 
+def is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == "_extra_state"
+
+
 class WholeCheckpoints(torch.nn.Module):
     """A module whose load_state_dict compares the whole checkpoint with it before the first tensor is copied. As part
     of another module it loads as that one does: torch's own copies what fits and raises afterwards."""
@@ -25,11 +29,11 @@ class WholeCheckpoints(torch.nn.Module):
 
 def _compare(module: torch.nn.Module, given: Mapping[str, object], strict: bool) -> None:
     own = module.state_dict(keep_vars=True)
-    missing = [key for key in own if key not in given and not key.endswith("_extra_state")]
-    unexpected = [key for key in given if key not in own]
+    missing = [key for key in own if key not in given and not is_extra_state(key)]
+    unexpected = [key for key in given if key not in own and not is_extra_state(key)]
     unfit = []
     for key, value in given.items():
-        if key not in own or key.endswith("_extra_state"):
+        if key not in own or is_extra_state(key):
             continue
         if not is_tensor_like(value):
             unfit.append(f"type mismatch for {key}: the checkpoint's is {type(value).__name__}, wanted a tensor.")

@@ -7,7 +7,7 @@ import collections
 import functools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,6 +76,16 @@ class Product:
     wanted: Sequence[bool]  # of the weights
     fused: bool
     overwrite: bool
+    unasked: frozenset[int] = frozenset()  # by id: whose gradients the backward was not asked for
+
+    def asked_for(self) -> Product:
+        """In a backward: without the weights and biases whose gradients it does not bring (torch.autograd.grad(),
+        backward(inputs=)). For autograd those of several parameters are one matrix, of which all is wanted or none."""
+        if len(self.weights) == 1:
+            return self
+        tensors = [*self.weights, *self.biases]
+        unwanted = _C.unwanted(tensors)
+        return replace(self, unasked=frozenset(id(tensors[i]) for i in unwanted)) if unwanted else self
 
     @property
     def rows(self) -> list[int]:
@@ -88,7 +98,7 @@ class Product:
         for name, weight, wanted in zip(self.names, self.weights, self.wanted, strict=True):
             lazy = hasattr(weight, "get_main_grad")
             found.append(None)
-            if wanted and (ask or not lazy):
+            if wanted and (ask or not lazy) and id(weight) not in self.unasked:
                 found[-1] = weight.get_main_grad() if lazy else getattr(weight, "main_grad", None)
                 _check_main_grad(self.op, name, weight, found[-1])
         return found
@@ -155,6 +165,7 @@ class Pending:
     @torch.no_grad()
     def compute(self, main_grads: Sequence[torch.Tensor | None]) -> None:
         product = self.product
+        unasked = product.unasked
         if product.fused:
             dbias = product.accumulate(self.work, self.with_bias, main_grads)
             for weight, main_grad in zip(product.weights, main_grads, strict=True):
@@ -164,10 +175,12 @@ class Pending:
         else:
             dweight, dbias = self.work.compute(self.with_bias)
             for weight, part in zip(product.weights, dweight.split(product.rows), strict=True):
-                _accumulate_grad(weight, part)
+                if id(weight) not in unasked:
+                    _accumulate_grad(weight, part)
         if self.with_bias:
             for bias, part in zip(product.biases, dbias.split(product.rows), strict=True):
-                _accumulate_grad(bias, part)
+                if id(bias) not in unasked:
+                    _accumulate_grad(bias, part)
 
 
 class WeightGradStore:
@@ -214,10 +227,11 @@ class WeightGradSink:
             product.main_grads(ask=False)
 
     def __call__(self, work: _C.WeightProduct, with_bias: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        product = self.product.asked_for()
         if self.store is not None:
             reads = work.reads
-            self.store.put(Pending(self.product, work, with_bias, reads, [tensor._version for tensor in reads]))
+            self.store.put(Pending(product, work, with_bias, reads, [tensor._version for tensor in reads]))
             return None, None
-        main_grads = self.product.main_grads()
-        dbias = self.product.accumulate(work, with_bias, main_grads)
-        return self.product.stand_in(work.dtype), dbias
+        main_grads = product.main_grads()
+        dbias = product.accumulate(work, with_bias, main_grads)
+        return product.stand_in(work.dtype), dbias

@@ -17,7 +17,22 @@ from transformer_engine.pytorch.quantization.contexts import autocast as autocas
 from transformer_engine.pytorch.quantization.contexts import fp8_autocast as fp8_autocast
 from transformer_engine.pytorch.quantization.contexts import fp8_model_init as fp8_model_init
 from transformer_engine.pytorch.quantization.contexts import quantized_model_init as quantized_model_init
+from transformer_engine.pytorch.quantization.formats import (
+    get_align_size_for_quantization as get_align_size_for_quantization,
+)
+from transformer_engine.pytorch.quantization.formats import get_fp8_max as get_fp8_max
+from transformer_engine.pytorch.quantization.formats import get_fp8_te_dtype as get_fp8_te_dtype
+from transformer_engine.pytorch.quantization.formats import get_fp8_torch_dtype as get_fp8_torch_dtype
 from transformer_engine.pytorch.quantization.manager import FP8GlobalStateManager as FP8GlobalStateManager
+from transformer_engine.pytorch.quantization.recipe_state import CustomRecipeState as CustomRecipeState
+from transformer_engine.pytorch.quantization.recipe_state import DelayedScalingRecipeState as DelayedScalingRecipeState
+from transformer_engine.pytorch.quantization.recipe_state import (
+    Float8BlockScalingRecipeState as Float8BlockScalingRecipeState,
+)
+from transformer_engine.pytorch.quantization.recipe_state import (
+    Float8CurrentScalingRecipeState as Float8CurrentScalingRecipeState,
+)
+from transformer_engine.pytorch.quantization.recipe_state import RecipeState as RecipeState
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest as DelayedScalingRequest
 from transformer_engine.pytorch.quantization.roles import QuantizerRequest as QuantizerRequest
 from transformer_engine.pytorch.quantization.roles import QuantizerRole as QuantizerRole

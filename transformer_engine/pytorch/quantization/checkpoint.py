@@ -1,5 +1,5 @@
-"""Scales and amax histories as bytes of a checkpoint, and back. Reading trusts nothing: what does not fit is named, and
-nothing is unpickled but by torch's own weights_only loader.
+"""Scales and amax histories as bytes of a checkpoint, and back. Reading trusts nothing: what does not fit is named.
+What other versions of the API wrote, which are pickles, te_state.py reads.
 
 Bytes: 8 of magic and version, 4 the length of the header, the header (JSON, padded so that the size depends on the
 histories' shapes alone), then float32, little endian: forward scale, forward history, backward scale, backward history.
@@ -9,30 +9,20 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import struct
 import zlib
-from typing import NamedTuple
 
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.quantization import te_state
 from transformer_engine.pytorch.quantization.delayed import ScalingState
+from transformer_engine.pytorch.quantization.loaded import Foreign as Foreign  # for those who read by unpack
+from transformer_engine.pytorch.quantization.loaded import Loaded, Unfit
 
 _MAGIC, _VERSION, _HEADER = b"TE-FP8\0", 1, 500
+torch.serialization.add_safe_globals([io.BytesIO])  # what other versions of the API put state in: bytes
 _LONGEST = 1 << 24  # rows of a history, and columns: far beyond any in use, and their product far below memory
-
-
-class Loaded(NamedTuple):
-    """Of one direction, on the CPU."""
-
-    rule: DelayedScaling
-    scale: torch.Tensor
-    amax_history: torch.Tensor
-
-
-class Unfit(ValueError):
-    """State that cannot be taken; its text goes on behind "the checkpoint's '_extra_state'"."""
 
 
 def pack(forward: ScalingState, backward: ScalingState) -> torch.Tensor:
@@ -66,11 +56,12 @@ def bytes_of(state: object) -> bytes:
 
 
 def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | None:
-    """(forward, backward) of histories with so many columns; None for no state. Errors: Unfit."""
+    """(forward, backward) of histories with so many columns; None for no state. Errors: Unfit, and of Transformer
+    Engine's states Foreign for those of other tensors."""
     if not data:
         return None
     if not data.startswith(_MAGIC):
-        return _unpack_old(data, columns)
+        return te_state.unpack(data, columns)
     start = len(_MAGIC) + 5
     if len(data) < start:
         raise Unfit(f"is truncated to {len(data)} bytes")
@@ -103,34 +94,5 @@ def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | Non
     for rows, cols in shapes:
         scale, history = values[:cols], values[cols : cols * (1 + rows)].view(rows, cols)
         values = values[cols * (1 + rows) :]
-        found.append(_loaded(rule, scale, history))
+        found.append(Loaded.checked(rule, scale, history))
     return tuple(found)
-
-
-def _loaded(rule: DelayedScaling, scale: torch.Tensor, history: torch.Tensor) -> Loaded:
-    if not bool(((scale > 0) & (scale < math.inf)).all()) or bool((history < 0).any()):
-        raise Unfit("holds a scale that is no positive number, or a negative amax")
-    own = DelayedScaling(margin=rule.margin, fp8_format=rule.fp8_format, amax_history_len=len(history))
-    return Loaded(own, scale, history)
-
-
-def _unpack_old(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | None:
-    """What torch.save wrote for earlier versions of the API: a dict of scale_fwd, amax_history_fwd and those of bwd."""
-    advice = "wanted this version's, or torch.save's of plain tensors"
-    try:
-        found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:  # bytes of any kind: the loader stumbles in as many ways
-        kind = type(error).__name__
-        raise Unfit(f"has {len(data)} bytes that cannot be read safely ({kind}), {advice}") from None
-    if found is None:
-        return None
-    loaded = []
-    for way, wanted in zip(("fwd", "bwd"), columns, strict=True):
-        scale, history = (
-            (found.get(f"{n}_{way}") if isinstance(found, dict) else None) for n in ("scale", "amax_history")
-        )
-        fits = all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in (scale, history))
-        if not fits or scale.shape != (wanted,) or history.dim() != 2 or not len(history) or history.shape[1] != wanted:
-            raise Unfit(f"lacks scale_{way} [{wanted}] and amax_history_{way} [length, {wanted}], {advice}")
-        loaded.append(_loaded(DelayedScaling(), scale.float(), history.float()))
-    return tuple(loaded)

@@ -10,18 +10,15 @@ from contextlib import contextmanager
 import torch
 
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch._keywords import hides_unknown, tells_keywords, unknown_keyword
 from transformer_engine.pytorch.quantization.delayed import Region
+from transformer_engine.pytorch.quantization.formats import must_be_a_recipe
 from transformer_engine.pytorch.quantization.state import STATE
 
 
 def _deprecated(old: str, new: str) -> None:
     if not torch.compiler.is_compiling():  # which cannot follow a warning
-        warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
-
-
-def _must_be_a_recipe(op: str, recipe: object) -> None:
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise ValueError(f"{op}: argument 'recipe' is {recipe!r}, wanted a recipe of transformer_engine.common.recipe.")
+        warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=4)  # behind tells_keywords
 
 
 def _must_be_flags(op: str, **flags: object) -> None:
@@ -44,6 +41,7 @@ class autocast:
     left.
     """
 
+    @hides_unknown
     def __init__(
         self,
         enabled: bool = True,
@@ -51,10 +49,14 @@ class autocast:
         recipe: Recipe | None = None,
         amax_reduction_group: object | None = None,
         _graph: bool = False,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            raise unknown_keyword(autocast.__init__, unknown)
         if type(enabled) is not bool or type(calibrating) is not bool:
             _must_be_flags("autocast", enabled=enabled, calibrating=calibrating)
-        _must_be_a_recipe("autocast", recipe)
+        if recipe is not None:
+            must_be_a_recipe("autocast", recipe)
         self.enabled = bool(enabled)
         self.calibrating = bool(calibrating)
         self.recipe = recipe
@@ -75,7 +77,7 @@ class autocast:
         if state.depth == 0:
             state.region = None if torch.compiler.is_compiling() else Region()
         state.depth += 1
-        state.capturing = self._graph
+        state.capturing = self._graph or (state.depth > 1 and state.capturing)  # who owns the outer one owns all inside
         state.set(self.enabled, self.calibrating, self.recipe, self.amax_reduction_group)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object | None) -> None:
@@ -92,6 +94,7 @@ class autocast:
                 region.update_forward()
 
 
+@tells_keywords()
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
@@ -104,17 +107,24 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
+@tells_keywords()
 @contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Modules built inside hold their products' weights in the recipe's format alone (QuantizedTensor).
+    """Modules built inside hold their products' weights in the recipe's format alone (QuantizedTensor), and run under
+    recipes that quantize weights in the same way: a RuntimeError names both recipes otherwise.
 
+    Under delayed scaling values that are put in bring a scale that fits them: those of init functions and of operations
+    that fill or draw (zero_, normal_), of load_state_dict, and all that comes before a training step has made scales,
+    or outside of training (eval()). Any other write is a step: by the scale that the recipe has made of the amaxes of
+    earlier steps, which clips what outgrows them once; the scales made next know of it.
     preserve_high_precision_init_val: what they were initialised with is kept on the CPU, for an optimizer's master
     weights: weight.get_high_precision_init_val(), then weight.clear_high_precision_init_val(). enabled=False: nothing
     changes. Errors: ValueError for what is no flag or no recipe."""
     _must_be_flags("quantized_model_init", enabled=enabled)
-    _must_be_a_recipe("quantized_model_init", recipe)
+    if recipe is not None:
+        must_be_a_recipe("quantized_model_init", recipe)
     state = STATE
     before = state.parameters, state.parameters_recipe, state.preserve_high_precision
     state.parameters = bool(enabled)
@@ -126,6 +136,7 @@ def quantized_model_init(
         state.parameters, state.parameters_recipe, state.preserve_high_precision = before
 
 
+@tells_keywords()
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> object:

@@ -12,12 +12,15 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
 
+_FLOAT = torch.finfo(torch.float32)
+
 
 class ScalingState:
     """The scales and amax histories of a module's tensors of one direction, one column a tensor.
 
     scale [n]; amax_history [length, n], row 0 being written, then from the oldest to the newest; scale_inv [n]. Both
     tensors stay the same memory for as long as the length and the device do: kernels and captured graphs hold views.
+    stepped: the scales were made of this history, for the values that there are: weights that take new ones follow it.
     """
 
     def __init__(self, rule: DelayedScaling, columns: int, device: torch.device, *, forward: bool) -> None:
@@ -26,8 +29,11 @@ class ScalingState:
             self.amax_history = torch.zeros(rule.amax_history_len, columns, dtype=torch.float32, device=device)
         self.forward = forward
         self.rule = rule
+        self.stepped = False
         self._used: torch.Tensor | None = None
         self._update: tuple | None = None
+        self._left: list[torch.Tensor] = []  # rows 0 of histories that were replaced since the scales were made
+        self._views: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _largest(self, rule: DelayedScaling) -> float:
         return rule.fp8_format.value.max_fwd if self.forward else rule.fp8_format.value.max_bwd
@@ -52,6 +58,7 @@ class ScalingState:
         if self._largest(rule) != self.fp8_max:
             self.scale *= self.fp8_max / self._largest(rule)
         _copy_rows(self.amax_history, amax_history)
+        self.stepped = False
         self.changed()
 
     @torch.no_grad()
@@ -64,10 +71,47 @@ class ScalingState:
         return self.scale.reciprocal()
 
     def scale_of(self, column: int) -> torch.Tensor:
-        return self.scale[column : column + 1]
+        """[1]: the same view for as long as the memory is the same."""
+        return self._view("scale", self.scale, column)
 
     def amax_of(self, column: int) -> torch.Tensor:
-        return self.amax_history[0, column : column + 1]
+        """[1], of row 0: the same view for as long as the memory is the same."""
+        return self._view("amax", self.amax_history, column)
+
+    def _view(self, name: str, of: torch.Tensor, column: int) -> torch.Tensor:
+        found = self._views.get((name, column))
+        if found is None or found[0] is not of:
+            row = of if of.dim() == 1 else of[0]
+            found = self._views[name, column] = of, row[column : column + 1]
+        return found[1]
+
+    # ---- weights that are held in FP8 alone ----
+
+    @torch.no_grad()
+    def forget(self, column: int) -> None:
+        """Values come that have nothing to do with those before, whose history says nothing of them."""
+        self.amax_history[:, column] = 0
+        self.stepped = False
+
+    @torch.no_grad()
+    def fit(self, column: int, amax: torch.Tensor, noop: torch.Tensor | None = None) -> None:
+        """Values of this amax, float32 [1], are put in, and the kernel notes it again: the scale that the recipe makes
+        of it. noop: unless it holds 0, nothing is put in."""
+        scale, newest = self.scale_of(column), self.amax_of(column)
+        made = (self.fp8_max / amax / 2**self.rule.margin).clamp(_FLOAT.tiny, _FLOAT.max)
+        taken = (amax > 0) & amax.isfinite()
+        cleared = torch.zeros_like(newest)
+        if noop is not None:
+            taken, cleared = taken & (noop == 0), torch.where(noop == 0, cleared, newest)
+        scale.copy_(torch.where(taken, made, scale))
+        newest.copy_(cleared)
+        self.changed()
+
+    @torch.no_grad()
+    def cover(self, column: int, amax: torch.Tensor) -> None:
+        """Data of this amax are there by a scale of their own: the scales to come are made for them too."""
+        newest = self.amax_of(column)
+        newest.copy_(torch.fmax(newest, amax))
 
     @torch.no_grad()
     def resize(self, length: int) -> None:
@@ -78,6 +122,14 @@ class ScalingState:
         with torch.inference_mode(False):
             self.amax_history = torch.empty(length, old.shape[1], dtype=torch.float32, device=old.device)
         _copy_rows(self.amax_history, old)
+        self._left.append(old[0])  # a backward whose forward has run notes its amaxes there
+
+    @torch.no_grad()
+    def take_left(self) -> None:
+        """Takes the amaxes that were noted in histories of another length."""
+        left, self._left = self._left, []
+        for row in left:
+            self.amax_history[0] = torch.fmax(self.amax_history[0], row.to(self.amax_history.device))
 
     def used(self) -> torch.Tensor:
         """A copy of the scales as they are until the next update; one for all who ask in between."""
@@ -101,7 +153,25 @@ class ScalingState:
         return made[3]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_used": None, "_update": None}
+        return {**self.__dict__, "_used": None, "_update": None, "_left": [], "_views": {}}
+
+
+class Column:
+    """One tensor's place in a scaling state: its scale and its newest amax, wherever the state's memory is by now.
+    held: of a weight that is held in FP8 alone, not made anew from high precision in each step."""
+
+    __slots__ = ("held", "index", "state")
+
+    def __init__(self, state: ScalingState, index: int, held: bool = False) -> None:
+        self.state, self.index, self.held = state, index, held
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return self.state.scale_of(self.index)
+
+    @property
+    def amax(self) -> torch.Tensor:
+        return self.state.amax_of(self.index)
 
 
 def _copy_rows(to: torch.Tensor, history: torch.Tensor) -> None:
@@ -141,9 +211,14 @@ class Region:
         table[id(state)] = (weakref.ref(state), group)
 
     def add_all(self, forward: dict[int, tuple], backward: dict[int, tuple]) -> None:
-        """As add, of entries that are prepared: id -> (weak state, group)."""
-        self._forward.update(forward)
-        self._backward.update(backward)
+        """As add, of entries that are prepared: id -> (weak state, group). One that is there stays as it is."""
+        for table, entries in ((self._forward, forward), (self._backward, backward)):
+            if not table:
+                table.update(entries)
+                continue
+            for key, entry in entries.items():
+                if key not in table or table[key][0]() is None:
+                    table[key] = entry
 
     def has(self, state: ScalingState) -> bool:
         entry = self._forward.get(id(state))
@@ -180,6 +255,9 @@ def update(entries: Iterable[tuple]) -> None:
     """New scales for (weak state, group) entries: amaxes are reduced once for each group and device, and then all
     scales are made at once."""
     alive = [(state, group) for ref, group in entries if (state := ref()) is not None]
+    for state, _ in alive:
+        if state._left:
+            state.take_left()
     _reduce_amaxes(alive)
     updates = []
     for state, _ in alive:
@@ -188,6 +266,7 @@ def update(entries: Iterable[tuple]) -> None:
             _update_by_functions(state)
         else:
             updates.append(arguments)
+        state.stepped = True
         state.changed()
     for batch in _by_device(updates).values():
         _C.update_scales(batch)
@@ -230,8 +309,7 @@ def _update_by_functions(state: ScalingState) -> None:
     if rule.scaling_factor_compute_algo is not None:
         scale = rule.scaling_factor_compute_algo(amax, state.scale, state.fp8_max, rule)
     else:
-        float_range = torch.finfo(torch.float32)
-        made = (state.fp8_max / amax / 2**rule.margin).clamp(float_range.tiny, float_range.max)
+        made = (state.fp8_max / amax / 2**rule.margin).clamp(_FLOAT.tiny, _FLOAT.max)
         scale = torch.where((amax > 0) & amax.isfinite(), made, state.scale)
     _must_fit("scaling_factor_compute_algo", scale, state)
     state.scale.copy_(scale)

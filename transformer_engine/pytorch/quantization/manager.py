@@ -63,7 +63,7 @@ class FP8GlobalStateManager:
     @classmethod
     def get_fp8_autocast_state(cls) -> tuple:
         """(enabled, calibrating, recipe, group, capturing)."""
-        return (*STATE.surroundings(), STATE.capturing)
+        return STATE.surroundings()[:5]
 
     @classmethod
     def set_fp8_autocast_state(cls, fp8_state: tuple) -> None:

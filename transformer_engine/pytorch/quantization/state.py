@@ -30,6 +30,8 @@ class Surroundings(NamedTuple):
     calibrating: bool
     recipe: Recipe | None
     group: object | None
+    capturing: bool
+    skip_weight_update: torch.Tensor | None
 
 
 class State:
@@ -58,6 +60,8 @@ class State:
         self.preserve_high_precision = False
         # A graph's flag on the device: not 0, weights are not quantized again.
         self.skip_weight_update: torch.Tensor | None = None
+        # What a captured forward uses of delayed scaling, for its replays: module -> (token, group), in its order.
+        self.noted: dict[object, tuple] | None = None
 
     def set(self, enabled: bool, calibrating: bool, recipe: Recipe | None, group: object | None) -> None:
         self.enabled = enabled
@@ -78,19 +82,22 @@ class State:
         return self.plan
 
     def surroundings(self) -> Surroundings:
-        return Surroundings(self.enabled, self.calibrating, self.recipe, self.group)
+        said = self.enabled, self.calibrating, self.recipe, self.group
+        return Surroundings(*said, self.capturing, self.skip_weight_update)
 
     @contextmanager
     def surrounded(self, by: Surroundings) -> Iterator[None]:
         """As a forward saw it, for the recomputation of it. The depth says that no autocast inside is the outermost."""
         before = self.surroundings(), self.token, self.plan
-        self.set(*by)
+        self.set(*by[:4])
+        self.capturing, self.skip_weight_update = by[4:]
         self.depth += 1
         try:
             yield
         finally:
             self.depth -= 1
-            self.set(*before[0])
+            self.set(*before[0][:4])
+            self.capturing, self.skip_weight_update = before[0][4:]
             self.token, self.plan = before[1:]
 
 

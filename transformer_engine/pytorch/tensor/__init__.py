@@ -1,6 +1,13 @@
 """Quantized tensors and the quantizers that make them. Each format has a file; quantized_tensor.py, storage.py and
 quantizer.py hold what they share. The arithmetic is the engine's."""
 
+from transformer_engine.pytorch._absent import names_without_a_body
+from transformer_engine.pytorch.tensor import float8_blockwise_tensor as float8_blockwise_tensor
+from transformer_engine.pytorch.tensor import float8_tensor as float8_tensor
+from transformer_engine.pytorch.tensor import hybrid_tensor as hybrid_tensor
+from transformer_engine.pytorch.tensor import identity_tensor as identity_tensor
+from transformer_engine.pytorch.tensor import mxfp8_tensor as mxfp8_tensor
+from transformer_engine.pytorch.tensor import nvfp4_tensor as nvfp4_tensor
 from transformer_engine.pytorch.tensor.blackwell import MXFP8Quantizer as MXFP8Quantizer
 from transformer_engine.pytorch.tensor.blackwell import MXFP8Tensor as MXFP8Tensor
 from transformer_engine.pytorch.tensor.blackwell import MXFP8TensorStorage as MXFP8TensorStorage
@@ -18,8 +25,6 @@ from transformer_engine.pytorch.tensor.float8_blockwise import Float8BlockwiseQT
 from transformer_engine.pytorch.tensor.float8_blockwise import (
     Float8BlockwiseQTensorStorage as Float8BlockwiseQTensorStorage,
 )
-from transformer_engine.pytorch.tensor.grouped import GroupedTensor as GroupedTensor
-from transformer_engine.pytorch.tensor.grouped import GroupedTensorStorage as GroupedTensorStorage
 from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensor as HybridQuantizedTensor
 from transformer_engine.pytorch.tensor.hybrid import (
     HybridQuantizedTensorStorage as HybridQuantizedTensorStorage,
@@ -35,5 +40,8 @@ from transformer_engine.pytorch.tensor.saving import prepare_for_saving as prepa
 from transformer_engine.pytorch.tensor.saving import restore_from_func_ctx as restore_from_func_ctx
 from transformer_engine.pytorch.tensor.saving import restore_from_saved as restore_from_saved
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage as QuantizedTensorStorage
+
+_GROUPED = "grouped tensors are", "keep a list of tensors"
+__getattr__ = names_without_a_body(__name__, {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED})
 
 keep_quantized_parameters()

@@ -14,6 +14,9 @@ aten = torch.ops.aten
 
 _RULES: dict[Any, Callable] = {}
 
+# What they write has nothing to do with what was there; so with those that draw random numbers.
+_FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+
 
 class _Otherwise(Exception):
     """A rule does not hold for these arguments: compute with the values."""
@@ -60,8 +63,17 @@ def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for given in _written_arguments(func, args, kwargs):
         value = values[id(given)]
         back[id(value)] = given
+        if func in _FILLS or torch.Tag.nondeterministic_seeded in func.tags or _generates(func, args):
+            given._values_to_come()
         given.quantize_(value)
     return tree_map(lambda t: back.get(id(t), t), result) if back else result
+
+
+def _generates(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it makes what it writes (to out=) of no tensor at all."""
+    made = func._schema.arguments[-1]
+    tensors = any(isinstance(t, torch.Tensor) for a in args for t in (a if isinstance(a, (list, tuple)) else [a]))
+    return made.kwarg_only and made.alias_info is not None and made.alias_info.is_write and not tensors
 
 
 def _written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[QuantizedTensorStorage]:
@@ -174,7 +186,7 @@ def _copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 def _view_of(t: QuantizedTensorStorage, parts: dict | None, shape: Sequence[int]) -> QuantizedTensorStorage:
     if parts is None:
         raise _Otherwise
-    return t._like(parts, shape)
+    return t._alias(parts, shape)
 
 
 @_rule(aten.view.default, aten._unsafe_view.default)

@@ -20,6 +20,22 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     return all(type(t) in _PLAIN and not t.is_meta for t in tensors)
 
 
+def of_one_version(view: torch.Tensor | None, base: torch.Tensor | None) -> torch.Tensor | None:
+    """`view`, of base's memory: what is written into the one is noted in the other too, and a backward that saved that
+    raises. torch sees to it outside of __torch_dispatch__ alone."""
+    if view is not None and view is not base and is_plain(view, base):
+        _C.share_version(view, base)
+    return view
+
+
+def matrix_of(kind: str, part: torch.Tensor | None) -> torch.Tensor | None:
+    """`part` as the matrix that products can read: itself, or a copy."""
+    if part is None:
+        return None
+    found = layout.pitched(kind, part)
+    return layout.matrix_of(kind, part) if found is None else of_one_version(found, part)
+
+
 def quantize(
     quantizer: "_C.Quantizer",
     x: torch.Tensor,

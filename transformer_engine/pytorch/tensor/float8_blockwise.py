@@ -100,22 +100,24 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     @classmethod
     def _parts_of(cls, native: "_C.Quantized", shape: Sequence[int]) -> dict[str, torch.Tensor | None]:
         rowwise, columnwise = native.rowwise, native.columnwise
+        rows, columns = None if rowwise is None else rowwise.view(shape), None
+        if columnwise is not None:
+            columns = columnwise.view(layout.transposed(shape))
         return {
-            "_rowwise_data": None if rowwise is None else rowwise.view(shape),
-            "_columnwise_data": None if columnwise is None else columnwise.view(layout.transposed(shape)),
+            "_rowwise_data": engine.of_one_version(rows, rowwise),
+            "_columnwise_data": engine.of_one_version(columns, columnwise),
             "_rowwise_scale_inv": native.rowwise_scale_inv,
             "_columnwise_scale_inv": native.columnwise_scale_inv,
         }
 
     def _make_native(self) -> "_C.Quantized":
         self._must_hold_data("use")
-        rowwise, columnwise = self._rowwise_data, self._columnwise_data
         return _C.Quantized(
             _SCALING[self._is_2D_scaled],
             self._fp8_dtype is DType.kFloat8E5M2,
-            None if rowwise is None else layout.matrix_of(ROWWISE, rowwise),
+            engine.matrix_of(ROWWISE, self._rowwise_data),
             self._rowwise_scale_inv,
-            None if columnwise is None else layout.matrix_of(COLUMNWISE, columnwise),
+            engine.matrix_of(COLUMNWISE, self._columnwise_data),
             self._columnwise_scale_inv,
         )
 
@@ -215,6 +217,15 @@ class Float8BlockQuantizer(Quantizer, python_written=False):
 
     def _details(self) -> dict[str, object]:
         return {"_fp8_dtype": self.dtype, "_is_2D_scaled": self.block_scaling_dim == 2, "_quantizer": self}
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the columnwise data of a tensor of `shape`."""
+        return layout.transposed(shape)
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+        """Of a direction's scales of a tensor of `shape`."""
+        specs = self.storage_class._specs(tuple(shape), self._details())
+        return specs["_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv"].shape
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -108,7 +108,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         viewed = {n: t._viewed(shape) for n, t in self._tensors().items()}
         if any(parts is None for parts in viewed.values()):
             return None
-        return {n: t._like(viewed[n], shape) for n, t in self._tensors().items()}
+        return {n: t._alias(viewed[n], shape) for n, t in self._tensors().items()}
 
     def _empty_parts(
         self, shape: Sequence[int], device: torch.device, pin_memory: bool = False
@@ -224,6 +224,7 @@ class HybridQuantizer(Quantizer):
                 rowwise = dst.rowwise_storage
                 x = (self.rowwise_quantizer.quantize_impl(x) if rowwise is None else rowwise).dequantize()
             self.columnwise_quantizer.update_quantized(x, dst.columnwise_storage, noop_flag=noop_flag)
+        dst._written()
         return dst
 
     def _empty_parts(
@@ -251,6 +252,13 @@ class HybridQuantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)
         return all(quantizer.is_requantization_safe() for quantizer in parts)
+
+    def _makes_the_same(self, other: Quantizer | None, tensor: QuantizedTensorStorage) -> bool:
+        if not super()._makes_the_same(other, tensor):
+            return False
+        directions = ("rowwise", "columnwise")
+        named = ((getattr(self, f"{d}_quantizer"), getattr(tensor, f"{d}_storage")) for d in directions)
+        return all(part is None or own._makes_the_same(part._quantizer, part) for own, part in named)
 
     def _plain(self) -> dict[str, object]:
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)

@@ -118,6 +118,7 @@ class IdentityQuantizer(Quantizer, python_written=False):
         x = source_of(type(self).__name__, src).detach()
         self._must_fit(x, dst)
         dst._take({"_hp_data": x}, noop_flag)
+        dst._written()
         return dst
 
     def _empty_parts(

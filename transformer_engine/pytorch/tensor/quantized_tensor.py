@@ -92,7 +92,8 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
                 f"{cls.__name__}.make_like: argument 'shape' is {tuple(shape)} for {tuple(tensor.shape)}, wanted one "
                 "with the same last dimension."
             )
-        return tensor._like(parts, tensor.shape if shape is None else shape, dtype=dtype, requires_grad=requires_grad)
+        shape = tensor.shape if shape is None else shape
+        return tensor._alias(parts, shape, dtype=dtype, requires_grad=requires_grad)
 
     def to_dtype(self, dtype: torch.dtype) -> "QuantizedTensor":
         """The same data under another nominal dtype."""
@@ -121,6 +122,10 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         with torch.no_grad():
             return super().quantize_(tensor, noop_flag=noop_flag)
 
+    def _written(self) -> None:
+        super()._written()
+        torch.autograd.graph.increment_version(self)
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """Empty: the memory is that of the parts."""
         return torch.UntypedStorage(0, device=self.device)
@@ -147,6 +152,8 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
             for name in (*self._parts, "_dtype"):
                 setattr(self, name, getattr(tensor, name))
             self._written()
+            if tensor._quantizer is not self._quantizer:
+                self._took()
         elif tensor.shape == self.shape:
             self.quantize_(tensor.to(self.device))
         else:

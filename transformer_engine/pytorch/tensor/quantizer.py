@@ -346,6 +346,36 @@ class Quantizer:
     def _take_note_of(self, amax: torch.Tensor) -> None:
         """A tensor's amax, found by a quantizer of _recording."""
 
+    def _makes_the_same(self, other: "Quantizer | None", tensor: QuantizedTensorStorage) -> bool:
+        """Whether `tensor`, made by `other` (None: by someone unknown), is of this one's kind: format and scaling."""
+        if self.storage_class is not None:
+            details = {n: v for n, v in self._details().items() if n != "_quantizer"}
+            if not isinstance(tensor, self.storage_class) or any(getattr(tensor, n) != v for n, v in details.items()):
+                return False
+        return other is None or type(other) is type(self)
+
+    def _adopting(self, wanted: "Quantizer") -> "Quantizer":
+        """What its tensor is quantized by from now on, where a recipe wants that: its own settings aside, this one."""
+        if all(getattr(self, name) == getattr(wanted, name) for name in self._configuration):
+            return self
+        result = self.copy()
+        for name in self._configuration:
+            setattr(result, name, getattr(wanted, name))
+        return result
+
+    def _held(self, values: torch.Tensor) -> QuantizedTensorStorage:
+        """A tensor that holds `values` from now on."""
+        return self(values.detach())
+
+    def _values_to_come(self) -> None:
+        """Its tensor is about to be filled with values that have nothing to do with those that it has."""
+
+    def _took(self, tensor: QuantizedTensorStorage) -> None:
+        """Its tensor has taken data that somebody else has quantized."""
+
+    def _adopted(self, tensor: QuantizedTensorStorage) -> None:
+        """It is tensor's quantizer from now on."""
+
     def __repr__(self) -> str:
         settings = [f"{name}={getattr(self, name)!r}" for name in self._configuration]
         usages = [kind for kind in DATA if getattr(self, f"{kind}_usage")]

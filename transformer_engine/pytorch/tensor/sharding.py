@@ -39,7 +39,7 @@ class Sharding:
             self.update_usage(columnwise_usage=True)
             for name, old in before.items():
                 setattr(self, name, _laid_again(self._kind(name), old).copy_(getattr(self, name)))
-            self._written()
+            self._restored(COLUMNWISE)
 
     def _before_sharding(self, group: Any) -> None:
         """A chance to make the quantizer aware that its tensor is one of several shards."""

@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.tensor import engine, layout
+from transformer_engine.pytorch.tensor.fields import MarkField, PartField
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 from transformer_engine.pytorch.tensor.sharding import Sharding
 from transformer_engine.pytorch.tensor.subviews import Subviews
@@ -26,33 +27,19 @@ class Part(NamedTuple):
     kind: str
 
 
-class _PartField:
-    """The attribute of a part. Setting it drops the engine's view of the whole, which would keep the old one alive."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, storage: Any, owner: type | None = None) -> Any:
-        return self if storage is None else storage.__dict__.get(self.name)
-
-    def __set__(self, storage: Any, value: torch.Tensor | None) -> None:
-        storage.__dict__[self.name] = value
-        storage.__dict__["_handle"] = None
-
-
 class QuantizedTensorStorage(Subviews, Sharding):
     """The data of a quantized tensor and the scales that turn it into values."""
 
     _parts: ClassVar[dict[str, Part]] = {}  # in the order of prepare_for_saving
     _details: ClassVar[dict[str, str]] = {}  # other fields: the constructor's argument for each
+    _TE_do_not_offload = MarkField()
+    _quantizer: Any = None  # what quantizes new values
     _bookkeeping: ClassVar[tuple[str, ...]] = ("_dtype", "_handle", "_amax", "_transpose_invalid", "_saved", "_gave")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in cls.__dict__.get("_parts", ()):
-            setattr(cls, name, _PartField(name))
+            setattr(cls, name, PartField(name))
         FORMATS.setdefault(cls.__name__, cls)
 
     def __new__(
@@ -243,7 +230,15 @@ class QuantizedTensorStorage(Subviews, Sharding):
                 f"{type(self).__name__}.view: argument 'shape' is {given} for {tuple(self.size())}, wanted one with "
                 "the same last dimension; dequantize() first for others."
             )
-        return self._like(parts, wanted)
+        return self._alias(parts, wanted)
+
+    def _alias(
+        self, parts: dict[str, torch.Tensor | None], shape: Sequence[int], **options: Any
+    ) -> "QuantizedTensorStorage":
+        """Another one on the memory of this one: `parts` are its own, or views of them. options: of _like."""
+        for name, part in parts.items():
+            engine.of_one_version(part, getattr(self, name))
+        return self._like(parts, shape, **options)
 
     def _like(self, parts: dict[str, torch.Tensor | None], shape: Sequence[int]) -> "QuantizedTensorStorage":
         """The same class with other parts."""
@@ -294,6 +289,8 @@ class QuantizedTensorStorage(Subviews, Sharding):
         with torch.no_grad():
             for name, own in self._tensors().items():
                 own.copy_(getattr(src, name))
+        self._written()
+        self._took()
         return True
 
     def _take(self, parts: dict[str, torch.Tensor | None], noop_flag: torch.Tensor | None = None) -> None:
@@ -304,7 +301,19 @@ class QuantizedTensorStorage(Subviews, Sharding):
                 own.copy_(given if noop_flag is None else torch.where(noop_flag == 0, given, own))
 
     def _written(self) -> None:
-        """Every direction that it has holds new values."""
+        """Every direction that it has holds new values. Called behind each write, whoever made it: a backward that
+        saved the parts must notice, and inside of __torch_dispatch__ torch tells nobody."""
+        torch.autograd.graph.increment_version(self._tensors().values())
+
+    def _values_to_come(self) -> None:
+        """It is about to be filled with values that have nothing to do with those that it has."""
+        if self._quantizer is not None:
+            self._quantizer._values_to_come()
+
+    def _took(self) -> None:
+        """It holds data now that somebody else has quantized."""
+        if self._quantizer is not None:
+            self._quantizer._took(self)
 
     def _same_format(self, other: object) -> bool:
         return (

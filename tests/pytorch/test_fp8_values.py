@@ -1,0 +1,395 @@
+# Values that come into weights held in FP8 alone under delayed scaling. Before a history exists they bring a scale that
+# fits them, whichever way they come; afterwards a write is a step, and the recipe makes the scale. Mutants: a load that
+# leaves the history of the weights before (QuantizedWeights._before_loading), a write that fits after steps or clips
+# before them (Float8Quantizer._put_in), data of somebody else's that no history hears of (Float8Quantizer._took), an
+# adopted weight that keeps its old quantizer (QuantizedWeights._adopt_primary_weight).
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from quantized_cases import E4M3, assert_same_parts
+from support import assert_same_bits, randn
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+pytestmark = pytest.mark.usefixtures("fp8_left_off")
+LENGTH = 4
+
+
+def rule(**options):
+    return DelayedScaling(**{"amax_history_len": LENGTH, **options})
+
+
+def linear(device, size=32, recipe=None, **options):
+    with te.quantized_model_init(recipe=rule() if recipe is None else recipe):
+        return te.Linear(size, size, device=device, **options)
+
+
+def forward_backward(module, recipe=None, size=32):
+    weight = module.weight
+    with te.autocast(recipe=rule() if recipe is None else recipe):
+        y = module(torch.ones(4, size, device=weight.device, dtype=weight.dtype))
+    y.sum().backward()
+
+
+def by_scale(values, scale):
+    return te.Float8Quantizer(scale.view(1), torch.zeros(1, device=scale.device), E4M3)(values)
+
+
+def fitting(values, margin=0):
+    return 448.0 / values.abs().amax().float() / 2.0**margin
+
+
+def forward_scale(module, product=0):
+    return module.fp8_meta["scaling_fwd"].scale[3 * product + 1]
+
+
+def newest_amax(module, product=0):
+    return module.fp8_meta["scaling_fwd"].amax_history[0, 3 * product + 1]
+
+
+def assert_fits(module, values, margin=0):
+    """Bytes of the values by a scale made of them, which the history knows."""
+    assert_same_parts(module.weight, by_scale(values, fitting(values, margin)))
+    assert forward_scale(module) == fitting(values, margin)
+    assert newest_amax(module) == values.abs().amax()
+
+
+# ---- putting in ----
+
+PUT_IN = {
+    "load_state_dict": lambda m, v: m.load_state_dict({"weight": v, "bias": m.bias.detach().clone()}),
+    "load_state_dict, not strict": lambda m, v: m.load_state_dict({"weight": v}, strict=False),
+    "load as a part": lambda m, v: torch.nn.Sequential(m).load_state_dict({"0.weight": v, "0.bias": m.bias.data}),
+    "copy_": lambda m, v: m.weight.copy_(v),
+    "copy_ of a row": lambda m, v: m.weight.copy_(v),
+    "copy_ into .data": lambda m, v: m.weight.data.copy_(v),
+    "copy_ into a view": lambda m, v: m.weight.view(4, 8, 32).copy_(v.view(4, 8, 32)),
+    ".data =": lambda m, v: setattr(m.weight, "data", v),
+    "set_": lambda m, v: m.weight.set_(v),
+    "quantize_": lambda m, v: m.weight.quantize_(v),
+    "quantize_ with a flag": lambda m, v: m.weight.quantize_(v, noop_flag=torch.zeros(1, device=v.device)),
+    "the quantizer": lambda m, v: m.weight._quantizer.update_quantized(v, m.weight),
+    "foreach copy": lambda m, v: torch._foreach_copy_([m.weight], [v]),
+    "zero_ and add_": lambda m, v: m.weight.zero_().add_(v),
+    "out": lambda m, v: torch.mul(v, 1.0, out=m.weight),
+    "reset_parameters": lambda m, v: reset(m, v),
+}
+
+
+def reset(module, values):
+    module._initializers["weight"] = lambda w: w.copy_(values)
+    module.reset_parameters()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 50.0])
+@pytest.mark.parametrize("how", PUT_IN)
+def test_values_bring_their_scale(device, how, scale):
+    """Far smaller than the random ones, and far larger."""
+    module, values = linear(device), randn(32, 32, device=device, scale=scale)
+    with torch.no_grad():
+        PUT_IN[how](module, values)
+    assert_fits(module, values)
+    forward_backward(module)
+    with torch.no_grad():  # the first step is by the scale of what was put in
+        module.weight.copy_(values * 0.9)
+    assert_same_parts(module.weight, by_scale(values * 0.9, fitting(values)))
+
+
+def test_the_margin_of_the_recipe_counts(device):
+    for margin in (1, 3):
+        module = linear(device, recipe=rule(margin=margin))
+        assert forward_scale(module) == 448.0 / newest_amax(module) / 2.0**margin
+        values = randn(32, 32, device=device)
+        module.load_state_dict({"weight": values, "bias": module.bias})
+        assert_fits(module, values, margin)
+
+
+INITS = {
+    "normal_": lambda w: torch.nn.init.normal_(w, std=4.0),
+    "uniform_": lambda w: torch.nn.init.uniform_(w, -30.0, 30.0),
+    "trunc_normal_": lambda w: torch.nn.init.trunc_normal_(w, std=5.0, a=-9.0, b=9.0),
+    "kaiming_uniform_": lambda w: torch.nn.init.kaiming_uniform_(w, a=5**0.5),
+    "xavier_normal_": lambda w: torch.nn.init.xavier_normal_(w, gain=8.0),
+    "orthogonal_": lambda w: torch.nn.init.orthogonal_(w, gain=3.0),
+    "constant_": lambda w: torch.nn.init.constant_(w, 7.0),
+    "eye_": lambda w: torch.nn.init.eye_(w),
+}
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
+@pytest.mark.parametrize("init", INITS)
+def test_init_functions_are_not_clipped(device, init, stepped):
+    """torch computes them in several operations, each of which is rounded: within a few roundings of the plain ones."""
+    module = linear(device)
+    if stepped:
+        forward_backward(module)
+    plain = torch.empty(32, 32, device=device)
+    results = []
+    for weight in (plain, module.weight):
+        torch.manual_seed(7)
+        INITS[init](weight)
+        results.append(weight.detach().float() if weight is plain else weight.dequantize())
+    want, got = results
+    assert (got - want).abs().max() <= 0.2 * want.abs().max()
+    assert got.abs().max() >= 0.9 * want.abs().max()
+
+
+@pytest.mark.parametrize("how", ["eval", "load", "a fill"])
+def test_steps_before_do_not_clip_what_is_put_in(device, how):
+    module, values = linear(device), randn(32, 32, device=device, scale=100.0)
+    for _ in range(2):
+        forward_backward(module)
+        with torch.no_grad():
+            module.weight.copy_(randn(32, 32, device=device))
+    with torch.no_grad():
+        if how == "eval":
+            module.eval()
+            module.weight.copy_(values)
+        elif how == "load":
+            module.load_state_dict({"weight": values, "bias": module.bias})
+        else:
+            module.weight.zero_()
+            module.weight.copy_(values)
+    assert_fits(module, values)
+    if how != "eval":  # of the weights before nothing is left
+        assert (module.fp8_meta["scaling_fwd"].amax_history[1:, 1] == 0).all()
+
+
+def test_a_model_that_only_evaluates_is_never_clipped(device):
+    """Averaged weights that are copied in again and again, growing, beside a history that came with a checkpoint."""
+    source = linear(device)
+    for _ in range(2):
+        forward_backward(source)
+    module = linear(device).eval()
+    module.load_state_dict(source.state_dict())
+    for grown in (1.0, 3.0, 9.0, 27.0):
+        values = randn(32, 32, device=device, scale=grown)
+        with torch.no_grad():
+            module.weight.copy_(values)
+            assert_same_parts(module.weight, by_scale(values, fitting(values)))
+            with te.autocast(recipe=rule()):
+                module(torch.ones(4, 32, device=device))
+
+
+def test_a_part_of_a_checkpoint_leaves_the_other_weight(device):
+    with te.quantized_model_init(recipe=rule()):
+        module = te.LayerNormMLP(32, 48, device=device)
+    before = module.fp8_meta["scaling_fwd"].amax_history.clone()
+    kept = {name: part.clone() for name, part in module.fc1_weight._tensors().items()}
+    values = randn(32, 48, device=device, scale=20.0)
+    torch.nn.Module.load_state_dict(module, {"fc2_weight": values}, strict=False)
+    assert_same_parts(module.fc1_weight, kept)
+    assert_same_parts(module.fc2_weight, by_scale(values, fitting(values)))
+    after = module.fp8_meta["scaling_fwd"].amax_history
+    assert_same_bits(after[:, :4], before[:, :4])
+    assert after[0, 4] == values.abs().amax()
+
+
+# ---- checkpoints ----
+
+
+def trained(device, scale=30.0):
+    module = linear(device)
+    for i in range(3):
+        forward_backward(module)
+        with torch.no_grad():
+            module.weight.copy_(randn(32, 32, device=device, scale=scale * (1 + i)))
+    return module
+
+
+@pytest.mark.parametrize("through", ["memory", "a file"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("extra", [False, True], ids=["without scales", "with scales"])
+@pytest.mark.parametrize("into", ["new", "stepped", "copied module", "unpickled module"])
+def test_a_quantized_checkpoint(device, into, extra, assign, through):
+    """Bytes and scale as they are; the first step behind them is not clipped, and it is this module's history that
+    hears of it."""
+    source, module = trained(device), linear(device)
+    if into == "stepped":
+        forward_backward(module)
+    elif into == "copied module":
+        module = copy.deepcopy(module)
+    elif into == "unpickled module":
+        module = pickle.loads(pickle.dumps(module))
+    state = source.state_dict()
+    if not extra:
+        del state["_extra_state"]
+    if through == "a file":
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True, map_location=device)
+    theirs = source.fp8_meta["scaling_fwd"].amax_history.clone()
+    module.load_state_dict(state, assign=assign)
+    assert_same_parts(module.weight, source.weight)
+    values = source.weight.dequantize()
+    forward_backward(module)
+    with torch.no_grad():
+        module.weight.copy_(values * 0.75)
+    largest = (values * 0.75).abs().max()
+    assert (module.weight.dequantize() - values * 0.75).abs().max() <= largest / 16
+    assert newest_amax(module) == largest
+    assert_same_bits(source.fp8_meta["scaling_fwd"].amax_history, theirs)
+    if extra:  # the history goes on where it was
+        assert module.fp8_meta["scaling_fwd"].amax_history[1:, 1].max() == theirs[:, 1].max()
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("extra", [False, True], ids=["without scales", "with scales"])
+def test_a_checkpoint_of_plain_values(device, extra, assign):
+    source, module = trained(device), linear(device)
+    values = randn(32, 32, device=device, scale=64.0)
+    state = {"weight": values, "bias": torch.zeros(32, device=device)}
+    if extra:
+        state["_extra_state"] = source.get_extra_state()
+    module.load_state_dict(state, assign=assign)
+    if assign:  # as torch has it: the checkpoint's tensor is the parameter
+        assert type(module.weight) is torch.nn.Parameter and module.weight.data_ptr() == values.data_ptr()
+        forward_backward(module)
+        return
+    assert_same_parts(module.weight, by_scale(values, fitting(values)))
+    if extra:
+        assert_same_bits(module.fp8_meta["scaling_fwd"].scale, source.fp8_meta["scaling_fwd"].scale)
+
+
+def test_a_resumed_run_takes_the_same_steps(device):
+    """Quantized weights with their scales: bit for bit."""
+    source, module = trained(device), linear(device)
+    module.load_state_dict(source.state_dict())
+    updates = [randn(32, 32, device=device, scale=40.0) for _ in range(3)]
+    for update in updates:
+        for one in (source, module):
+            forward_backward(one)
+            with torch.no_grad():
+                one.weight.copy_(update)
+        assert_same_parts(module.weight, source.weight)
+        for name in ("scale", "amax_history"):
+            states = (getattr(one.fp8_meta["scaling_fwd"], name) for one in (module, source))
+            assert_same_bits(*states)
+
+
+# ---- steps ----
+
+
+@pytest.mark.parametrize("margin", [0, 1])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_step_follows_the_recipe(device, algorithm, margin):
+    """The scale of each step is made of the amaxes of those before it, and of no more than the history holds: against
+    the recipe in plain Python. A jump clips one step, and the next one fits."""
+    recipe = rule(amax_compute_algo=algorithm, margin=margin)
+    module = linear(device, recipe=recipe)
+    amaxes = [newest_amax(module).item()]
+    for size in (1.0, 1.5, 0.3, 40.0, 40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 0.1):
+        forward_backward(module, recipe)
+        seen = amaxes[-1:] if algorithm == "most_recent" else amaxes[-LENGTH:]
+        scale = torch.tensor(448.0, device=device) / torch.tensor(max(seen), device=device) / 2.0**margin
+        values = randn(32, 32, device=device, scale=size)
+        with torch.no_grad():
+            module.weight.copy_(values)
+        assert_same_parts(module.weight, by_scale(values, scale), f"size {size}")
+        amaxes.append(values.abs().amax().item())
+        assert newest_amax(module) == amaxes[-1]
+
+
+def test_quantized_data_within_a_run_are_covered(device):
+    """copy_ of a quantized tensor takes its bytes, and the next step is not clipped to what the history had."""
+    module, values = linear(device), randn(32, 32, device=device, scale=50.0)
+    forward_backward(module)
+    with torch.no_grad():
+        module.weight.copy_(by_scale(values, fitting(values)))
+    assert_same_parts(module.weight, by_scale(values, fitting(values)))
+    forward_backward(module)
+    with torch.no_grad():
+        module.weight.copy_(values)
+    assert (module.weight.dequantize() - values).abs().max() <= values.abs().max() / 16
+
+
+def test_master_weights_are_followed(device):
+    """quantize_ of high-precision masters in each step, as sharded optimizers do: within FP8 rounding of them."""
+    module = linear(device)
+    master = module.weight.dequantize()
+    for i in range(8):
+        forward_backward(module)
+        master = master + randn(32, 32, device=device, scale=0.05 * (i + 1))
+        module.weight.quantize_(master)
+    forward_backward(module)
+    module.weight.quantize_(master)
+    assert (module.weight.dequantize() - master).abs().max() <= master.abs().max() / 16
+
+
+# ---- histories that move ----
+
+MOVES = {
+    "adjust_amax_history_length": lambda m, r: m.adjust_amax_history_length(8),
+    "shorter": lambda m, r: m.adjust_amax_history_length(1),
+    "another recipe": lambda m, r: forward_backward(m, rule(amax_history_len=7)),
+    "a checkpoint": lambda m, r: m.load_state_dict(linear("cpu", recipe=rule(amax_history_len=9)).state_dict()),
+    "deepcopy": lambda m, r: copy.deepcopy(m),
+    "pickle": lambda m, r: pickle.loads(pickle.dumps(m)),
+    "to the meta device and back": lambda m, r: m.to("meta").to_empty(device=r),
+    "to a dtype": lambda m, r: m.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_a_weight_follows_its_history(device, how):
+    """Later steps are written by the module's scales, and noted where these are made."""
+    module = linear(device)
+    forward_backward(module)
+    held = module.quantizers["scaling_fwd"][1], module.weight._quantizer
+    moved = MOVES[how](module, device)
+    same = how not in ("deepcopy", "pickle")
+    module = module if same else moved
+    length = len(module.fp8_meta["scaling_fwd"].amax_history)
+    recipe = rule(amax_history_len=length)
+    for size in (1.0, 6.0, 6.0):
+        forward_backward(module, recipe)
+        values = torch.full((32, 32), size, device=device, dtype=module.weight.dtype)
+        with torch.no_grad():
+            module.weight.copy_(values)
+        assert newest_amax(module) == size
+    assert (module.weight.dequantize() == 6.0).all()
+    if same:  # who held a quantizer sees the same
+        for quantizer in held:
+            assert quantizer.amax.data_ptr() == newest_amax(module).data_ptr()
+            assert quantizer.scale == forward_scale(module)
+
+
+def test_other_quantizers_of_a_module_follow_too(device):
+    module = te.Linear(32, 32, device=device)
+    with te.autocast(recipe=rule()):
+        module(torch.ones(4, 32, device=device))
+    held = module.quantizers
+    module.adjust_amax_history_length(9)
+    for key, state in ((k, module.fp8_meta[k]) for k in ("scaling_fwd", "scaling_bwd")):
+        for column, quantizer in enumerate(held[key]):
+            quantizer(torch.full((4, 4), 2.0 + column, device=device))
+            assert state.amax_history[0, column] == 2.0 + column
+            assert quantizer.scale.data_ptr() == state.scale[column].data_ptr()
+
+
+def test_copies_of_a_module_have_scales_of_their_own(device):
+    module = linear(device)
+    forward_backward(module)
+    twin = copy.deepcopy(module)
+    before = module.fp8_meta["scaling_fwd"].amax_history.clone()
+    with torch.no_grad():
+        twin.weight.copy_(torch.full((32, 32), 3.0, device=device))
+    assert newest_amax(twin) == 3.0
+    assert_same_bits(module.fp8_meta["scaling_fwd"].amax_history, before)
+
+
+@pytest.mark.parametrize("fwd", [None, True, False])
+def test_amaxes_of_a_backward_in_flight_arrive(device, fwd):
+    """The history is replaced between a forward and its backward."""
+    module, x = te.Linear(32, 32, device=device), randn(4, 32, device=device, requires_grad=True)
+    with te.autocast(recipe=rule()):
+        y = module(x)
+    module.adjust_amax_history_length(8, fwd)
+    y.backward(torch.full_like(y, 5.0))
+    history = module.fp8_meta["scaling_bwd"].amax_history
+    assert history[-1, 0] == 5.0 and module.fp8_meta["scaling_bwd"].scale[0] == 57344.0 / 5.0

@@ -1,0 +1,449 @@
+# Checkpoints that Transformer Engine wrote: scales and histories arrive in their columns, whatever form, version and
+# recipe class they were written with, and weights load in any case. Mutants: columns taken without regard to a
+# product's width, the rest of a pickle's names let through, a storage's length believed, turn these red.
+import copyreg
+import io
+import pickle
+import struct
+import warnings
+import zipfile
+
+import pytest
+import te_states
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import assert_same_bits, randn, refused
+from te_states import FORMS, as_tensor, state_of, written
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.quantization import checkpoint
+
+pytestmark = pytest.mark.usefixtures("fp8_left_off")
+MODULES = {
+    "Linear": (lambda **o: te.Linear(32, 16, **o), 1),
+    "LayerNormLinear": (lambda **o: te.LayerNormLinear(32, 16, **o), 1),
+    "LayerNormMLP": (lambda **o: te.LayerNormMLP(32, 48, **o), 2),
+}
+KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+
+def columns_of(products):
+    return 3 * products, 2 * products
+
+
+def scales_in(module):
+    return [getattr(module.fp8_meta[f"scaling_{way}"], n) for way in ("fwd", "bwd") for n in ("scale", "amax_history")]
+
+
+def check_scales(module, state):
+    for key, found in zip(KEYS, scales_in(module), strict=True):
+        assert_same_bits(found.cpu(), state[key], key)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODULES)
+def test_scales_arrive_in_their_columns(name, form, device):
+    make, products = MODULES[name]
+    module, twin = make(device=device), make(device=device)
+    twin.load_state_dict(module.state_dict())
+    state = state_of(columns_of(products))
+    data = written(state, form)
+    for given_as in (as_tensor(data), as_tensor(data).to(device), io.BytesIO(data)):
+        module = make(device=device)
+        module.load_state_dict({**twin.state_dict(), "_extra_state": given_as})
+        check_scales(module, state)
+    x = randn(8, 32, device=device)
+    recipe = DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=recipe):
+        twin(x)
+    for found, key in zip(scales_in(twin), KEYS, strict=True):
+        found.copy_(state[key])
+    results = []
+    for part in (module, twin):
+        with te.autocast(recipe=recipe):
+            out = part(x)
+        out.square().sum().backward()
+        results.append([out, part.state_dict()["_extra_state"], *(p.grad for p in part.parameters())])
+    for got, wanted in zip(*results, strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        (te_states.Format.HYBRID, Format.HYBRID),
+        (te_states.Format.E4M3, Format.E4M3),
+        (te_states.Format.E5M2, Format.E5M2),
+        (te_states.FormatByName.E4M3, Format.E4M3),
+        (te_states.FormatByName.HYBRID, Format.HYBRID),
+    ],
+    ids=str,
+)
+def test_scales_keep_their_meaning(form, wanted):
+    """What was scaled to the largest of one format is scaled to that of the module's."""
+    state = state_of((3, 2), recipe=te_states.DelayedScaling(margin=2, fp8_format=form))
+    for way in FORMS:
+        found = checkpoint.unpack(written(state, way), (3, 2))
+        assert all((part.rule.margin, part.rule.fp8_format) == (2, wanted) for part in found)
+    module = te.Linear(32, 16)
+    with te.autocast(recipe=DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID)):
+        module(torch.randn(8, 32))
+    module.set_extra_state(as_tensor(written(state, "pickle 4")))
+    for way, largest, theirs in (("fwd", 448.0, wanted.value.max_fwd), ("bwd", 57344.0, wanted.value.max_bwd)):
+        assert_same_bits(module.fp8_meta[f"scaling_{way}"].scale, state[f"scale_{way}"] * (largest / theirs))
+
+
+def an_algorithm(history):
+    return history.amax(0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_recipes_of_clients_and_without_fields_load(form):
+    """A framework's subclass is not here, and its functions are not asked for."""
+    fields = te_states.ClientsScaling(margin=1, amax_compute_algo=an_algorithm)
+    bare = te_states.DelayedScaling()
+    del bare.__dict__["fp8_format"], bare.__dict__["margin"]
+    for recipe, margin in ((fields, 1), (bare, 0)):
+        found = checkpoint.unpack(written(state_of((3, 2), recipe=recipe), form), (3, 2))
+        assert found[0].rule.margin == margin and found[0].rule.fp8_format is Format.HYBRID
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_recipes_have_no_scales(form):
+    for recipe in (te_states.Float8CurrentScaling(), te_states.MXFP8BlockScaling()):
+        state = {"recipe": recipe, "extra_fp8_variables": {"num_gemms": 1}}
+        assert checkpoint.unpack(written(state, form), (3, 2)) is None
+        module = te.Linear(32, 16)
+        module.load_state_dict({**module.state_dict(), "_extra_state": as_tensor(written(state, form))})
+        assert "scaling_fwd" not in module.fp8_meta
+    assert checkpoint.unpack(written(None, form), (3, 2)) is None
+
+
+def test_keys_and_columns_of_earlier_versions():
+    older = {
+        **state_of((6, 4), recipe=None),
+        "scale_inv_fwd": torch.ones(6),
+        "scale_inv_bwd": torch.ones(4),
+        "global_fp8_buffer": {"a": [torch.ones(2)]},
+        "global_fp8_state": ([], {}, 0),
+    }
+    del older["recipe"]
+    found = checkpoint.unpack(written(older, "torch.save"), (6, 4))
+    assert_same_bits(found[0].scale, older["scale_fwd"])
+    assert_same_bits(found[1].amax_history, older["amax_history_bwd"])
+    assert found[0].rule.fp8_format is Format.HYBRID
+    for largest, form in ((448, Format.E4M3), (57344, Format.HYBRID)):
+        told = {**older, "extra_fp8_variables": {"fp8_max_fwd": 448, "fp8_max_bwd": largest}}
+        assert checkpoint.unpack(written(told, "torch.save"), (6, 4))[1].rule.fp8_format is form
+
+    padded = state_of((24, 16))
+    found = checkpoint.unpack(written(padded, "pickle 4"), (6, 4))
+    assert_same_bits(found[0].amax_history, padded["amax_history_fwd"][:, :6])
+    assert_same_bits(found[1].scale, padded["scale_bwd"][:4])
+
+    without_last = state_of((4, 2))  # input and weight, and the gradient of the output, of each of two products
+    found = checkpoint.unpack(written(without_last, "pickle 4"), (6, 4))
+    scale, history = without_last["scale_fwd"], without_last["amax_history_bwd"]
+    assert_same_bits(found[0].scale, torch.stack([*scale[:2], torch.tensor(1.0), *scale[2:], torch.tensor(1.0)]))
+    wanted = torch.stack([history[:, 0], torch.zeros(4), history[:, 1], torch.zeros(4)], 1)
+    assert_same_bits(found[1].amax_history, wanted)
+
+
+MISFITS = {
+    "columns of another module": state_of((3, 2)),
+    "a format of a later version": state_of(
+        (6, 4), recipe=te_states.DelayedScaling(fp8_format=te_states.Format.UNKNOWN)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("around", [None, torch.nn.Sequential], ids=["alone", "inside"])
+def test_weights_load_whatever_the_scales_belong_to(name, strict, around):
+    source, module = te.LayerNormMLP(32, 48), te.LayerNormMLP(32, 48)
+    state = {**source.state_dict(), "_extra_state": as_tensor(written(MISFITS[name], "pickle 4"))}
+    whole = module if around is None else around(module)
+    given = state if around is None else {f"0.{key}": value for key, value in state.items()}
+    with pytest.warns(
+        UserWarning, match=r"LayerNormMLP: the checkpoint's '_extra_state' .*; scales start anew"
+    ) as told:
+        whole.load_state_dict(given, strict=strict)
+    assert len(told) == 1
+    assert "scaling_fwd" not in module.fp8_meta
+    for got, wanted in zip(module.parameters(), source.parameters(), strict=True):
+        assert_same_bits(got, wanted)
+
+
+def a_layer(**options):
+    return te.TransformerLayer(32, 48, 2, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, **options)
+
+
+def checkpoint_of_a_layer():
+    """A layer's state dict with a state of Transformer Engine's for each part, attention's own among them."""
+    source = a_layer()
+    state = source.state_dict()
+    for seed, key in enumerate(k for k in list(state) if k.endswith("_extra_state")):
+        products = 2 if "mlp" in key else 8 if "core_attention" in key else 1
+        state[key] = as_tensor(written(state_of(columns_of(products), seed=seed), FORMS[seed % len(FORMS)]))
+    # A part of attention that some versions wrote an empty one for.
+    state["self_attention.core_attention.fused_attention._extra_state"] = torch.empty(0, dtype=torch.uint8)
+    return source, state
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("around", [False, True])
+def test_a_whole_layer_loads(strict, around):
+    source, state = checkpoint_of_a_layer()
+    layer = a_layer()
+    whole = torch.nn.ModuleDict({"layer": layer}) if around else layer
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole.load_state_dict({f"layer.{k}": v for k, v in state.items()} if around else state, strict=strict)
+    for got, wanted in zip(layer.parameters(), source.parameters(), strict=True):
+        assert_same_bits(got, wanted)
+    for seed, part in ((0, "self_attention.layernorm_qkv"), (2, "self_attention.proj"), (3, "layernorm_mlp")):
+        products = 2 if "mlp" in part else 1
+        check_scales(layer.get_submodule(part), state_of(columns_of(products), seed=seed))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "BytesIO"])
+def test_files_travel_under_weights_only(kind, tmp_path):
+    _, state = checkpoint_of_a_layer()
+    if kind == "BytesIO":
+        for key in [k for k, value in state.items() if k.endswith("_extra_state") and len(value)]:
+            state[key] = io.BytesIO(state[key].numpy().tobytes())
+    torch.save({"model": state}, tmp_path / "whole.pt")
+    layer = a_layer()
+    layer.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True)["model"])
+    check_scales(layer.layernorm_mlp, state_of((6, 4), seed=3))
+
+    dcp.save(state, checkpoint_id=tmp_path / "parts", no_dist=True)
+    dcp_to_torch_save(tmp_path / "parts", tmp_path / "joined.pt")
+    layer = a_layer()
+    layer.load_state_dict(torch.load(tmp_path / "joined.pt", weights_only=True))
+    check_scales(layer.layernorm_mlp, state_of((6, 4), seed=3))
+
+
+# ---- what is no such state ----
+
+RAN = []
+
+
+def ran(*arguments):
+    RAN.append(arguments)
+    return {}
+
+
+class Evil:
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return ran, self.arguments
+
+
+class Foreign:
+    def __setstate__(self, state):
+        ran(state)
+
+
+def pickled(*parts):
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+def text(word):
+    return b"X" + struct.pack("<I", len(word)) + word.encode()
+
+
+GOOD = state_of((3, 2))
+HERE = __name__.encode()
+
+
+def storage_of(count, data=b"", key="0"):
+    """The old file of a storage that says it has `count` numbers."""
+    head = [pickle.dumps(n, 2) for n in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+    identity = b"\x80\x02(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu")
+    identity += b"\x8a\x08" + struct.pack("<q", count) + b"NtQ."
+    return b"".join(head) + identity + pickle.dumps([key], 2) + struct.pack("<q", count) + data
+
+
+def with_scale(storage, size, stride, offset=0):
+    """GOOD with a forward scale of this storage, size and stride."""
+
+    class Made:
+        def __reduce__(self):
+            return torch._utils._rebuild_tensor_v2, (Stored(storage), offset, size, stride, False, {})
+
+    class Stored:
+        def __init__(self, data):
+            self.data = data
+
+        def __reduce__(self):
+            return torch.storage._load_from_bytes, (self.data,)
+
+    return written({**GOOD, "scale_fwd": Made()}, "pickle 4")
+
+
+def nested(depth):
+    return pickled(b"}" + text("recipe") + b")" + b"\x85" * depth + b"s")
+
+
+def archive(entries, packed=False):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED) as out:
+        for name, data in entries.items():
+            out.writestr(name, data)
+    return file.getvalue()
+
+
+def repacked(packed=False, **changes):
+    data = written(GOOD, "torch.save")
+    with zipfile.ZipFile(io.BytesIO(data)) as source:
+        entries = {name: source.read(name) for name in source.namelist()}
+    root = next(iter(entries)).split("/")[0]
+    return archive({**entries, **{f"{root}/{name}": value for name, value in changes.items()}}, packed)
+
+
+doubling = b"]\x94" + b"".join(b"0](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60))
+HOSTILE = {
+    "a call": (pickle.dumps(Evil("reduce")), "calls "),
+    "a call in the recipe": (written({**GOOD, "recipe": Evil("recipe")}, "pickle 4"), "calls "),
+    "a call beside scales": (written({**GOOD, "extra_fp8_variables": {"a": Evil(1)}}, "pickle 4"), "calls "),
+    "a call in torch.save's file": (written({**GOOD, "other": Evil(1)}, "torch.save"), "calls "),
+    "a call in torch.save's old file": (written({**GOOD, "other": Evil(1)}, "old torch.save"), "calls "),
+    "a call in a tensor's bytes": (with_scale(pickle.dumps(Evil(1)), (3,), (1,)), "calls "),
+    "an object of another class": (written({**GOOD, "other": Foreign()}, "pickle 4"), "names "),
+    "a name of something else": (written({**GOOD, "other": io.open}, "pickle 4"), "names "),
+    "getattr of something else": (
+        pickled(b"}" + text("a") + b"cbuiltins\ngetattr\ncos\n__dict__\n" + text("system") + b"\x86Rs"),
+        "names os.__dict__",
+    ),
+    "INST": (pickled(b"(i" + HERE + b"\nran\n"), "instruction INST"),
+    "OBJ": (pickled(b"(c" + HERE + b"\nran\no"), "instruction OBJ"),
+    "NEWOBJ_EX": (pickled(b"c" + HERE + b"\nran\n)}\x92"), "instruction NEWOBJ_EX"),
+    "the extension registry": (pickled(b"\x82\xf0)R"), "instruction EXT1"),
+    "a persistent id of text": (pickled(b"Pstorage\n"), "instruction PERSID"),
+    "a persistent id without a file": (pickled(b")Q"), "outside of it"),
+    "a buffer from elsewhere": (b"\x80\x05\x97.", "instruction NEXT_BUFFER"),
+    "state for a dict": (pickled(b"}}b"), "fills something that is no Record"),
+    "state for a tensor twice": (pickled(b"ctorch\nx\n)\x81}bNb}b"), "twice"),
+    "items of a list": (pickled(b"]" + text("a") + b"Ns"), "fills something that is no dict"),
+    "an empty stack": (pickled(b"0"), "empty stack"),
+    "no mark": (pickled(b"t"), "no mark"),
+    "what was never kept": (pickled(b"h\x07"), "has not kept"),
+    "a key that is a tuple": (pickled(b"})Ns"), "a key that is no text"),
+    "a call of no name": (pickled(text("os.system") + b")R"), "what has no name"),
+    "a name of no text": (pickled(b"NN\x93"), "a name that is no text"),
+    "no end": (b"\x80\x04" + b"}" * 9, "damaged"),
+    "without end": (pickled(b"N0" * 40000), "more than 65536 instructions"),
+    "no dict": (pickle.dumps([1, 2]), "pickle of a list"),
+    "another dict": (pickle.dumps({"a": 1}), "without a recipe and without scales"),
+    "no scale": (written(state_of((3, 2), scale_fwd=None), "pickle 4"), "lacks scale_fwd"),
+    "no history": (written(state_of((3, 2), amax_history_bwd=None), "pickle 4"), "lacks scale_bwd"),
+    "a list for a scale": (written({**GOOD, "scale_fwd": [1.0] * 3}, "pickle 4"), "lacks scale_fwd"),
+    "integers": (
+        written({**GOOD, "scale_fwd": torch.ones(3, dtype=torch.int)}, "old torch.save"),
+        "no storage of floats",
+    ),
+    "a scale of two dimensions": (written({**GOOD, "scale_fwd": torch.ones(3, 1)}, "pickle 4"), "lacks scale_fwd"),
+    "a history of no rows": (written({**GOOD, "amax_history_fwd": torch.ones(0, 3)}, "pickle 4"), "lacks scale_fwd"),
+    "other columns of the history": (
+        written({**GOOD, "amax_history_fwd": torch.ones(4, 4)}, "pickle 4"),
+        r"3 scales in scale_fwd, and amax_history_fwd is \[4, 4\]",
+    ),
+    "a scale of 0": (written({**GOOD, "scale_bwd": torch.zeros(2)}, "pickle 4"), "no positive number"),
+    "NaN for a scale": (written({**GOOD, "scale_bwd": torch.full((2,), torch.nan)}, "pickle 4"), "no positive number"),
+    "a negative amax": (written({**GOOD, "amax_history_fwd": -torch.ones(4, 3)}, "pickle 4"), "negative amax"),
+    "a margin that is none": (
+        written(state_of((3, 2), recipe=te_states.DelayedScaling(margin=-1)), "pickle 4"),
+        "a recipe that is none",
+    ),
+    "a margin that doubles": (
+        pickled(
+            b"}("
+            + b"".join(text(key) + b"N" for key in KEYS)
+            + text("recipe")
+            + b"ctransformer_engine.common.recipe\nDelayedScaling\n)\x81}"
+            + text("margin")
+            + doubling
+            + b"sbu"
+        ),
+        "margin is a list",
+    ),
+    "a deep tuple": (nested(60000), "without a recipe and without scales"),
+    "an expanded tensor": (with_scale(storage_of(1, b"\0\0\x80?"), (2**39,), (0,)), r"in 1 numbers"),
+    "a tensor beyond its storage": (with_scale(storage_of(1, b"\0\0\x80?"), (1,), (1,), 7), r"in 1 numbers"),
+    "a size below 0": (with_scale(storage_of(1, b"\0\0\x80?"), (-3,), (1,)), "no plain one"),
+    "a size that is no number": (with_scale(storage_of(1, b"\0\0\x80?"), ("3",), (1,)), "no plain one"),
+    "a storage that is not there": (with_scale(storage_of(2**39), (3,), (1,)), "0 bytes for"),
+    "a storage of more than there is": (with_scale(storage_of(2**62), (3,), (1,)), "no storage of floats"),
+    "a storage of fewer than 0": (with_scale(storage_of(-1), (3,), (1,)), "no storage of floats"),
+    "half of a storage": (with_scale(storage_of(3, b"\0" * 7), (3,), (1,)), "7 bytes for 3 numbers"),
+    "packed entries": (repacked(packed=True), "packed it"),
+    "a pickle of its own in an archive": (repacked(**{"data.pkl": pickle.dumps(Evil(1))}), "calls "),
+    "another byte order": (repacked(byteorder=b"big"), "byte order"),
+    "storages of other lengths": (repacked(**{"data/0": b"1"}), "1 bytes for"),
+    "an archive of something else": (archive({"a/b": b"c"}), "torch.save has not written"),
+    "half an archive": (written(GOOD, "torch.save")[:-30], "damaged"),
+    "half an old file": (written(GOOD, "old torch.save")[:-30], "bytes for"),
+    "half a pickle": (written(GOOD, "pickle 4")[:-30], "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_such_state_is_named_and_never_run(name):
+    data, words = HOSTILE[name]
+    RAN.clear()
+    copyreg.add_extension(HERE.decode(), "ran", 0xF0)
+    copyreg._extension_cache[0xF0] = ran  # what the registry found once it hands out without asking
+    try:
+        with pytest.raises(checkpoint.Unfit, match=words):
+            checkpoint.unpack(data, (3, 2))
+        module = te.Linear(32, 16)
+        before = {key: value.clone() for key, value in module.state_dict().items()}
+        other = te.Linear(32, 16).state_dict()
+        with refused(ValueError, "Linear", "_extra_state", "drop that key"):
+            module.load_state_dict({**other, "_extra_state": as_tensor(data)})
+        for key, value in module.state_dict().items():
+            assert_same_bits(value, before[key])
+    finally:
+        copyreg._extension_cache.pop(0xF0, None)
+        copyreg.remove_extension(HERE.decode(), "ran", 0xF0)
+    assert not RAN
+
+
+def test_the_net_is_worth_something():
+    """pickle itself runs them."""
+    RAN.clear()
+    pickle.loads(HOSTILE["a call"][0])
+    assert RAN == [("reduce",)]
+
+
+DATA = {form: written(GOOD, form) for form in FORMS}
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.sampled_from(FORMS), st.floats(0, 1), st.binary(min_size=1, max_size=3), st.integers(0, 64))
+def test_damage_anywhere_is_named_or_harmless(form, where, patch, cut):
+    damaged = bytearray(DATA[form][: len(DATA[form]) - cut])
+    at = int(where * (len(damaged) - len(patch)))
+    damaged[at : at + len(patch)] = patch
+    try:
+        found = checkpoint.unpack(bytes(damaged), (3, 2))
+    except checkpoint.Unfit:
+        return
+    assert found is None or all(
+        (part.scale > 0).all() and part.scale.shape == part.amax_history.shape[1:] for part in found
+    )
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from([bytes([n]) for n in range(256)] + [text("a"), b"h\0", b"q\0"]), max_size=40))
+def test_any_instructions_are_named_or_harmless(instructions):
+    with pytest.raises(checkpoint.Unfit):
+        checkpoint.unpack(pickled(*instructions, b"]"), (3, 2))

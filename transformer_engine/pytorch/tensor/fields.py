@@ -1,0 +1,49 @@
+"""Attributes of quantized tensors that do more than hold a value. They know nothing of formats."""
+
+from typing import Any
+
+import torch
+
+MARK = "_TE_do_not_offload"  # whatever carries it never leaves its device: cpu_offload's
+
+
+class PartField:
+    """The attribute of a part. Setting it drops the engine's view of the whole, which would keep the old one alive, and
+    hands on the whole's mark."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, storage: Any, owner: type | None = None) -> Any:
+        return self if storage is None else storage.__dict__.get(self.name)
+
+    def __set__(self, storage: Any, value: torch.Tensor | None) -> None:
+        storage.__dict__[self.name] = value
+        storage.__dict__["_handle"] = None
+        if value is not None and MARK in storage.__dict__:
+            setattr(value, MARK, storage.__dict__[MARK])
+
+
+class MarkField:
+    """The mark, as an attribute: whoever sets it on the whole says it of each part, those that come later too, since
+    what saves a quantized tensor may see its parts alone."""
+
+    def __get__(self, storage: Any, owner: type | None = None) -> Any:
+        if storage is None:
+            return self
+        if MARK not in storage.__dict__:
+            raise AttributeError(f"{type(storage).__name__!r} object has no attribute {MARK!r}")
+        return storage.__dict__[MARK]
+
+    def __set__(self, storage: Any, value: object) -> None:
+        storage.__dict__[MARK] = value
+        for part in storage._tensors().values():
+            setattr(part, MARK, value)
+
+    def __delete__(self, storage: Any) -> None:
+        del storage.__dict__[MARK]
+        for part in storage._tensors().values():
+            if hasattr(part, MARK):
+                delattr(part, MARK)
