@@ -24,21 +24,41 @@ TOP_LEVEL = {
     "NVFP4Quantizer HybridQuantizer IdentityQuantizer Float8Tensor Float8TensorStorage MXFP8Tensor MXFP8TensorStorage "
     "Float8BlockwiseQTensor Float8BlockwiseQTensorStorage NVFP4Tensor NVFP4TensorStorage HybridQuantizedTensor "
     "HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage",
-    "Ours alone": "doctor explain memory_plan tune convert functional",
+    "Ours alone": "doctor explain memory_plan tune functional",
 }
+
+MULTI_TENSOR = """multi_tensor_applier multi_tensor_scale multi_tensor_scale_tensor multi_tensor_l2norm
+    multi_tensor_unscale_l2norm multi_tensor_adam multi_tensor_adam_param_remainder multi_tensor_adam_fp8
+    multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_sgd
+    multi_tensor_compute_scale_and_scale_inv"""
+
+_QUANTIZATION = """FP8GlobalStateManager autocast fp8_autocast fp8_model_init quantized_model_init check_fp8_support
+    check_mxfp8_support check_fp8_block_scaling_support check_nvfp4_support get_default_recipe get_fp8_torch_dtype
+    get_fp8_te_dtype get_fp8_max get_align_size_for_quantization RecipeState DelayedScalingRecipeState
+    Float8CurrentScalingRecipeState Float8BlockScalingRecipeState CustomRecipeState QuantizerRole QuantizerRequest
+    DelayedScalingRequest is_fp8_available is_mxfp8_available is_fp8_block_scaling_available is_nvfp4_available"""
+_KINDS = ["gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu"]
+ACTIVATIONS = " ".join([*_KINDS, *(f"d{kind}" for kind in _KINDS), "clamped_swiglu", "clamped_dswiglu"])
 
 # Module -> names.
 SUBMODULES = {
     "transformer_engine": "pytorch common doctor __version__",
     "transformer_engine.common.recipe": "Format MMParams QParams Recipe DelayedScaling Float8CurrentScaling "
     "Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling CustomRecipe",
-    "transformer_engine_torch": "DType",
+    "transformer_engine_torch": f"DType FP8TensorMeta FP8FwdTensors FP8BwdTensors quantize dequantize {ACTIVATIONS} "
+    f"thd_get_partitioned_indices {MULTI_TENSOR}",
+    f"{TE}.attention": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding "
+    "apply_rotary_pos_emb",
+    f"{TE}.attention.dot_product_attention": "DotProductAttention",
+    f"{TE}.attention.dot_product_attention.dot_product_attention": "DotProductAttention",
     f"{TE}.attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
-    f"{TE}.constants": "TE_DType DType",
+    f"{TE}.constants": "TE_DType DType TE_DType_To_Torch FP8FwdTensorIdx FP8BwdTensorIdx MXFP8_BLOCK_SCALING_SIZE "
+    "NVFP4_BLOCK_SCALING_SIZE",
     f"{TE}.cpp_extensions": "general_gemm general_grouped_gemm",
     f"{TE}.cpu_offload": "get_cpu_offload_context start_offload mark_activation_offload mark_not_offload "
     "is_cpu_offload_enabled ManualOffloadSynchronizer",
-    f"{TE}.cpu_offload_v1": "get_cpu_offload_context",
+    f"{TE}.cpu_offload_v1": "get_cpu_offload_context start_offload mark_activation_offload mark_not_offload "
+    "is_cpu_offload_enabled ManualOffloadSynchronizer",
     f"{TE}.cross_entropy": "parallel_cross_entropy",
     f"{TE}.distributed": "CudaRNGStatesTracker activation_recompute_forward checkpoint get_all_rng_states "
     "gather_along_first_dim reduce_scatter_along_first_dim allreduce is_fp8_activation_recompute_enabled "
@@ -48,44 +68,51 @@ SUBMODULES = {
     f"{TE}.ep": "ep_bootstrap ep_finalize EpBuffer ep_prepare ep_dispatch ep_combine",
     f"{TE}.export": "onnx_export te_translation_table",
     f"{TE}.float8_tensor": "Float8Tensor",
-    f"{TE}.fp8": "FP8GlobalStateManager fp8_autocast fp8_model_init check_fp8_support check_mxfp8_support",
+    f"{TE}.fp8": _QUANTIZATION,
     f"{TE}.graph": "make_graphed_callables save_fp8_tensors restore_fp8_tensors set_capture_start set_capture_end",
-    f"{TE}.module.base": "TransformerEngineBaseModule get_dummy_wgrad",
-    f"{TE}.optimizers": "FusedAdam FusedSGD multi_tensor_applier multi_tensor_l2norm multi_tensor_unscale_l2norm "
-    "multi_tensor_scale multi_tensor_scale_tensor multi_tensor_adam multi_tensor_sgd",
-    f"{TE}.ops": "Sequential",
+    f"{TE}.module._common": "WeightGradStore noop_cat",
+    f"{TE}.module.base": "TransformerEngineBaseModule get_dummy_wgrad initialize_ub destroy_ub "
+    "UserBufferQuantizationMode",
+    f"{TE}.optimizers": f"FusedAdam FusedSGD MultiTensorApply {MULTI_TENSOR}",
+    f"{TE}.ops": "Sequential Linear BasicLinear Bias LayerNorm RMSNorm GELU SwiGLU MakeExtraOutput AddExtraInput",
     f"{TE}.permutation": "moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute "
     "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs",
+    f"{TE}.quantization": _QUANTIZATION,
+    f"{TE}.quantized_tensor": "QuantizedTensor QuantizedTensorStorage Quantizer prepare_for_saving restore_from_saved "
+    "restore_from_func_ctx",
     f"{TE}.router": "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
     "RoutingMapFormat",
-    f"{TE}.tensor": "QuantizedTensor GroupedTensor GroupedTensorStorage",
+    f"{TE}.tensor": f"{TOP_LEVEL['Quantized tensors']} GroupedTensor GroupedTensorStorage",
+    f"{TE}.tensor.float8_blockwise_tensor": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage",
+    f"{TE}.tensor.float8_tensor": "Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor Float8TensorStorage",
+    f"{TE}.tensor.hybrid_tensor": "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer",
+    f"{TE}.tensor.identity_tensor": "IdentityQuantizer IdentityTensor IdentityTensorStorage",
+    f"{TE}.tensor.mxfp8_tensor": "MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage",
+    f"{TE}.tensor.nvfp4_tensor": "NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage",
+    f"{TE}.tensor.grouped_tensor": "GroupedTensor GroupedTensorStorage",
     f"{TE}.tensor.utils": "replace_raw_data quantize_master_weights cast_master_weights_to_fp8 "
     "post_all_gather_processing clear_columnwise_cache",
-    f"{TE}.utils": "make_weak_ref nvtx_range_push nvtx_range_pop",
+    f"{TE}.utils": "make_weak_ref nvtx_range_push nvtx_range_pop init_method_normal scaled_init_method_normal "
+    "attention_mask_func round_up_to_nearest_multiple gpu_autocast_ctx is_non_tn_fp8_gemm_supported",
 }
 
-# What accelerate, Lightning and Megatron-core import: each of these has to be there.
-CLIENTS = {
-    TE: "Linear LayerNorm LayerNormLinear LayerNormMLP RMSNorm DotProductAttention GroupedLinear TransformerLayer "
-    "fp8_autocast constants ops optimizers",
-    "transformer_engine.common.recipe": "Format DelayedScaling MXFP8BlockScaling",
-    "transformer_engine_torch": "DType",
-    f"{TE}.attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
-    f"{TE}.constants": "TE_DType",
-    f"{TE}.cpu_offload": "get_cpu_offload_context",
-    f"{TE}.cross_entropy": "parallel_cross_entropy",
-    f"{TE}.distributed": "CudaRNGStatesTracker activation_recompute_forward checkpoint get_all_rng_states "
-    "gather_along_first_dim reduce_scatter_along_first_dim is_fp8_activation_recompute_enabled "
-    "in_fp8_activation_recompute_phase",
-    f"{TE}.fp8": "FP8GlobalStateManager fp8_autocast fp8_model_init check_mxfp8_support",
-    f"{TE}.graph": "make_graphed_callables save_fp8_tensors restore_fp8_tensors set_capture_start set_capture_end",
-    f"{TE}.module.base": "TransformerEngineBaseModule get_dummy_wgrad",
-    f"{TE}.optimizers": "FusedAdam FusedSGD multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
-    "multi_tensor_scale_tensor",
-    f"{TE}.permutation": SUBMODULES[f"{TE}.permutation"],
-    f"{TE}.router": "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss fused_moe_aux_loss",
-    f"{TE}.tensor": "QuantizedTensor",
-    f"{TE}.utils": "make_weak_ref nvtx_range_push nvtx_range_pop",
+# Where clients have a fallback of their own, behind `except ImportError`.
+GUARDED = {
+    "transformer_engine_torch": MULTI_TENSOR,
+    f"{TE}.cpp_extensions": SUBMODULES[f"{TE}.cpp_extensions"],
+    f"{TE}.export": "te_translation_table",
+    f"{TE}.ops": SUBMODULES[f"{TE}.ops"],
+    f"{TE}.optimizers": SUBMODULES[f"{TE}.optimizers"],
+    f"{TE}.tensor": "GroupedTensor GroupedTensorStorage",
+    f"{TE}.tensor.grouped_tensor": "GroupedTensor GroupedTensorStorage",
+    f"{TE}.tensor.utils": SUBMODULES[f"{TE}.tensor.utils"],
+}
+
+# What may be missing: modules and names that come with their capability. Clients rely on all the others.
+LATER = {
+    **GUARDED,
+    f"{TE}.distributed_weight": SUBMODULES[f"{TE}.distributed_weight"],
+    f"{TE}.ep": SUBMODULES[f"{TE}.ep"],
 }
 
 _UB = "ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False"

@@ -1,6 +1,7 @@
 # docs/compatibility.md: what becomes here of every name of the API (api_names.py). Each name is imported and each one
-# that does not refuse is called (api_probes.py); the parameters of modules are tried one value at a time, forward and
-# backward. `python tests/pytorch/compatibility.py` rewrites the document, test_compatibility.py compares it.
+# that does not refuse is called (api_calls.py); the parameters of modules are tried one value at a time, forward and
+# backward (api_probes.py). `python tests/pytorch/compatibility.py` rewrites the document, which test_compatibility.py
+# compares.
 import enum
 import importlib
 import inspect
@@ -13,8 +14,9 @@ import torch
 
 sys.path.append(str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 
+from api_calls import CALLS, REFUSED
 from api_names import BASE_METHODS, MODULES, SUBMODULES, TE, TOP_LEVEL
-from api_probes import CALL, CALL_OF, CALLS, INIT, INIT_OF, REFUSED, SAMPLES
+from api_probes import CALL, CALL_OF, INIT, INIT_OF, SAMPLES
 
 DOCUMENT = Path(__file__).parents[2] / "docs/compatibility.md"
 WORKS, NOT_THERE = "works", "not there"
@@ -27,8 +29,9 @@ it fails when the text is no longer so, and `python tests/pytorch/compatibility.
 
 *Works*: it does what the API says, but for arguments that a bracket behind it names. *Raises*: it is there, and its use
 is a NotImplementedError that names it and what is missing (in brackets; a value in quotes: that value raises, others
-work). *Not there*: importing it fails. A parameter that is accepted because it changes no result here (a hint to a
-kernel, a label) works.
+work). *Not there*: importing it is an ImportError, which clients guard against with a way of their own to do the same;
+what is missing in brackets. A parameter that is accepted because it changes no result here (a hint to a kernel, a
+label) works.
 """
 
 
@@ -75,8 +78,10 @@ def import_outcome(module, name):
     """Of a name that is imported from a module."""
     try:
         target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
+    except ImportError:
         return NOT_THERE
+    except AttributeError as error:
+        return f"{NOT_THERE}: {reason(error)}"
     if absent(target):
         found = outcome(target, name)
         assert found != WORKS, f"{module}.{name} is marked absent, but does not raise"
@@ -85,7 +90,7 @@ def import_outcome(module, name):
         return outcome(lambda: run(name), name)
     if (inspect.ismodule(target) and name not in CALLS) or not callable(target) or is_enum(target):
         return WORKS
-    assert name in CALLS, f"nobody calls {module}.{name}: give it a line in api_probes.CALLS"
+    assert name in CALLS, f"nobody calls {module}.{name}: give it a line in api_calls.CALLS"
     found = outcome(CALLS[name], name)
     if found == WORKS and name in REFUSED:
         tried = {argument: outcome(call, "") for argument, call in REFUSED[name].items()}
@@ -182,8 +187,10 @@ def lines_of(outcomes):
         partly = isinstance(found, Partly)
         groups.setdefault(WORKS if partly else found, []).append(found.text(name) if partly else f"`{name}`")
     text = []
-    for found in sorted(groups, key=lambda f: (f != WORKS, f == NOT_THERE, f)):
+    for found in sorted(groups, key=lambda f: (f != WORKS, f.startswith(NOT_THERE), f)):
         label = {WORKS: "Works", NOT_THERE: "Not there"}.get(found, f"Raises ({found})")
+        if found.startswith(f"{NOT_THERE}: "):
+            label = f"Not there ({found.removeprefix(f'{NOT_THERE}: ')})"
         text.append(wrapped(f"- {label}: {', '.join(groups[found])}"))
     return text
 

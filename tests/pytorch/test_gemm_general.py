@@ -1,6 +1,6 @@
 # cpp_extensions.general_gemm, the product by the name that frameworks use: plain tensors against float64, outputs in
-# place, bias and its gradient, refusals. Mutant: accumulate for `not accumulate` in _plain turns
-# test_out_is_written_or_added_to red.
+# place, bias and its gradient, factors, gelu and its derivative, refusals. Mutants: accumulate for `not accumulate` in
+# _plain turns test_out_is_written_or_added_to red, adding out without its factor in _finished test_factors.
 import pytest
 import torch
 from support import UNIT_ROUNDOFF, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
@@ -127,6 +127,85 @@ def test_quantized_operands(layout, kind, device):
         assert type(quantized) is type(of_x(randn(4, 4, device=device)))
 
 
+# ---- factors and gelu: everything in float32 behind the product, rounded once ----
+
+
+def formed(A, B, layout, quantized):
+    """The product in float32 of what the operands hold; quantized ones give the float32 product to the bit."""
+    d = general_gemm(A, B, torch.float32, layout=layout, use_split_accumulator=True)[0] if quantized else None
+    return oracle(A, B, layout) if d is None else (wide(d).flatten(0, -2), wide(d).flatten(0, -2).abs(), 0)
+
+
+def operands_of(kind, layout, device, dtype):
+    """Plain ones, or quantized."""
+    plain = operands(layout, device, dtype)
+    if kind == "plain":
+        return plain
+    chosen = dict(zip(("w", "x", "dy"), quantizers(kind, device), strict=True))
+    names = {"TN": ("w", "x"), "NN": ("w", "dy"), "NT": ("x", "dy")}[layout]
+    return tuple(chosen[name](t) for name, t in zip(names, plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "current", "block"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_factors(layout, kind, dtype, device):
+    """alpha A B + bias + beta out."""
+    A, B = operands_of(kind, layout, device, dtype)
+    product, magnitude, depth = formed(A, B, layout, kind != "plain")
+    bias = randn(product.shape[1], dtype=dtype, device=device)
+    for alpha, beta, with_bias, accumulate in (
+        (0.5, None, False, False),
+        (-3.0, None, True, False),
+        (1.0, -0.25, False, True),
+        (2.0, None, True, True),
+        (3.0, 0.0, False, True),
+        (1, 0, False, True),
+        (None, 0.0, True, False),
+    ):
+        before = randn(*product.shape, dtype=dtype, device=device)
+        out = before.clone() if beta != 0.0 else torch.full_like(before, torch.nan)
+        options = {"alpha": alpha, "beta": beta, "accumulate": accumulate, "bias": bias if with_bias else None}
+        options |= {"layout": layout, "use_split_accumulator": True}
+        got, *_ = general_gemm(A, B, out=out if accumulate else None, out_dtype=dtype, **options)
+        assert (got is out) == accumulate and got.dtype == dtype
+        factor = 1.0 if alpha is None else alpha
+        kept = (1.0 if beta is None else beta) if accumulate else 0.0
+        want, size = factor * product, abs(factor) * magnitude
+        for addend in (wide(bias) * with_bias, wide(before) * kept):
+            want, size = want + addend, size + addend.abs()
+        roundings = 4 * UNIT_ROUNDOFF[torch.float32] * size + rounding(size, dtype)
+        assert_within(got.flatten(0, -2), want, bound(want, size, depth, dtype) + roundings, f"{alpha} {beta}")
+
+
+@pytest.mark.parametrize("kind", ["plain", "current", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu_and_its_derivative(kind, dtype, device):
+    """gelu(2 A B + bias), beside what it was of; B A times gelu' of that. The tanh form; |gelu'| <= 1.13."""
+    A, B = operands_of(kind, "TN", device, dtype)
+    product, magnitude, depth = formed(A, B, "TN", kind != "plain")
+    bias, out = randn(24, dtype=dtype, device=device), torch.full((15, 24), torch.nan, dtype=dtype, device=device)
+    options = {"gelu": True, "alpha": 2.0, "bias": bias, "use_split_accumulator": True}
+    got, _, before, extra = general_gemm(A, B, out_dtype=dtype, **options)
+    again, *_ = general_gemm(A, B, out=out, **options)
+    assert again is out and extra is None and got.shape == before.shape == (5, 3, 24)
+    assert_same_bits(out, got.flatten(0, -2))
+    x, size = 2 * product + wide(bias), 2 * magnitude + wide(bias).abs()
+    error = bound(x, size, depth, dtype) + rounding(size, dtype)
+    assert_within(before.flatten(0, -2), x, error)
+    # torch's own gelu: its tanh is good to 2^-21
+    assert_within(got.flatten(0, -2), torch.nn.functional.gelu(x, approximate="tanh"), 1.13 * error + 2**-20 * size)
+    w, dy = operands_of(kind, "NN", device, dtype)
+    product, magnitude, depth = formed(w, dy, "NN", kind != "plain")
+    gelu_in = randn(5, 3, 16, dtype=dtype, device=device)
+    options = {"layout": "NN", "grad": True, "gelu": True, "gelu_in": gelu_in, "use_split_accumulator": True}
+    got, bias_grad, same, _ = general_gemm(w, dy, out_dtype=dtype, **options)
+    assert bias_grad is None and same is gelu_in and got.shape == gelu_in.shape
+    slope = torch.ops.aten.gelu_backward(torch.ones_like(product), wide(gelu_in).flatten(0, -2), approximate="tanh")
+    error = 1.13 * bound(product, magnitude, depth, dtype) + 2**-19 * magnitude + rounding(magnitude, dtype)
+    assert_within(got.flatten(0, -2), product * slope, error)
+
+
 class Packed:
     """Stands for a quantized tensor."""
 
@@ -149,3 +228,18 @@ def test_refused_by_name(device):
         general_gemm(a, b, accumulate=True)
     with refused(ValueError, "general_gemm", "'bias'", "NT"):
         general_gemm(a, b, grad=True, bias=bias)
+    for options, words in (
+        ({"gelu": True, "accumulate": True, "out": torch.zeros(15, 24, device=device)}, ("'gelu'", "'accumulate'")),
+        ({"gelu_in": b}, ("'gelu_in' is given", "None")),
+        ({"gelu": True, "gelu_in": b}, ("'gelu_in' is given", "grad")),
+        ({"gelu": True, "grad": True}, ("'gelu_in' is missing",)),
+        ({"gelu": True, "grad": True, "gelu_in": bias}, ("'gelu_in'", "(24,)", "(15, 24)")),
+        ({"alpha": "2"}, ("'alpha'", "'2'", "a number")),
+        ({"alpha": torch.ones(1)}, ("'alpha'", "tensor", "a number")),
+        ({"beta": 0.5}, ("'beta'", "0.5", "accumulate=True")),
+    ):
+        with refused(ValueError, "general_gemm", *words):
+            general_gemm(a, b, **options)
+    for name, value in (("ub", object()), ("ub_type", 0), ("extra_output", a), ("bulk_overlap", True)):
+        with refused(NotImplementedError, "general_gemm", f"'{name}'", "overlap of tensor-parallel communication"):
+            general_gemm(a, b, **{name: value})

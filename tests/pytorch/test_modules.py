@@ -173,7 +173,7 @@ def in_bfloat16(module):
 def test_autocast_is_the_module_in_bfloat16(device, name):
     """Inputs and parameters are cast, gradients are cast back: the bits of a bfloat16 module, in float32."""
     module = build(name, device)
-    x = tokens(device, torch.bfloat16 if name == "TransformerLayer" else torch.float32)  # its residual stream is x's
+    x = tokens(device)
 
     def call(m, t):
         with torch.autocast(device, dtype=torch.bfloat16):

@@ -7,9 +7,10 @@ import pickle
 
 import pytest
 import torch
-from support import DTYPES, assert_same_bits, randn, refused
+from support import DTYPES, addresses, assert_same_bits, randn, refused, saved_tensors
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
 
 NORMS = (te.LayerNorm, te.RMSNorm)
 TWINS = {te.LayerNorm: torch.nn.LayerNorm, te.RMSNorm: torch.nn.RMSNorm}
@@ -157,6 +158,71 @@ def test_device_defaults_to_cuda(norm):
 @EITHER
 def test_device_defaults_to_the_cpu(norm):
     assert norm(8).weight.device.type == "cpu"
+
+
+def gradients_of(module, x, dy, call=None):
+    x = x.detach().requires_grad_()
+    out = (module if call is None else call)(x)
+    return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], dy.to(out.dtype))]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("own", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EITHER
+def test_an_input_of_another_dtype_than_the_weight(norm, dtype, own, compiled, device):
+    """Computed in float32, as beside a float32 weight of the same values; the result has the input's dtype, gradients
+    their owner's, rounded once; no copy of the weight is kept."""
+    for zero_centered in (False, True):
+        module = randomize(norm(32, zero_centered_gamma=zero_centered, params_dtype=own, device=device))
+        x, dy = (randn(6, 4, 32, dtype=dtype, device=device) for _ in range(2))
+        wide = copy.deepcopy(module).float()
+        call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else None
+        got, wanted = gradients_of(module, x, dy, call), gradients_of(wide, x, dy)
+        assert got[0].dtype == got[1].dtype == dtype
+        for a, b in zip(got[:2], wanted[:2], strict=True):
+            assert_same_bits(a, b)
+        for a, b in zip(got[2:], wanted[2:], strict=True):
+            assert_same_bits(a, b.to(own))
+        assert_same_bits(module(x), got[0])
+        with torch.no_grad():
+            assert_same_bits(module(x), got[0])
+        if not compiled:
+            with saved_tensors() as kept:
+                out = module(x.requires_grad_())
+            statistics = [t for t in kept if t.data_ptr() not in addresses([x, module.weight])]
+            assert [t.shape for t in statistics] == [(24,)] * (len(wanted) - 2) and out.requires_grad
+
+
+@pytest.mark.parametrize("own", DTYPES, ids=str)
+@EITHER
+def test_autocast_decides_the_dtype(norm, own, device):
+    module, x = randomize(norm(32, params_dtype=own, device=device)), randn(6, 32, device=device)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast(device, dtype=dtype):
+            assert_same_bits(module(x), copy.deepcopy(module).to(dtype)(x.to(dtype)))
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8BlockScaling()], ids=["none", "delayed", "block"])
+@pytest.mark.parametrize("options", [{}, {"recompute_norm_output": True}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
+def test_a_fused_norms_weight_of_another_dtype(kind, options, recipe, device):
+    for norm_dtype in (torch.float16, torch.float32):
+        module = randomize(kind(32, 48, params_dtype=torch.bfloat16, device=device, **options))
+        for parameter in (module.layer_norm_weight, module.layer_norm_bias):
+            parameter.data = parameter.data.to(norm_dtype)
+        wide, results = copy.deepcopy(module), []
+        wide.layer_norm_weight.data, wide.layer_norm_bias.data = (
+            t.data.float() for t in (wide.layer_norm_weight, wide.layer_norm_bias)
+        )
+        x = randn(8, 32, dtype=torch.bfloat16, device=device)
+        for part in (module, wide):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = part(x)
+            out.sum().backward()
+            results.append([out, *(p.grad for p in part.parameters())])
+        for got, wanted in zip(*results, strict=True):
+            assert_same_bits(got, wanted.to(got.dtype))
 
 
 @EITHER

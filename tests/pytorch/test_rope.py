@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import functional
+from transformer_engine.pytorch import MultiheadAttention, functional
 from transformer_engine.pytorch.attention.rope import (
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
@@ -300,6 +300,29 @@ def test_autocast_changes_nothing(device):
     assert y.dtype == torch.float32 and torch.equal(y, want) and low.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float16, torch.bfloat16), ids=str)
+def test_angles_of_any_float_are_computed_in_float32(device, dtype):
+    """Every entry, compiled too: the bits of the same angles in float32."""
+    freqs, x = angles(device, 9, 8).to(dtype), draw(device, 5, 3, 4, 16, dtype=torch.bfloat16)
+    qkv = draw(device, 5, 3, 2, 3 * 16)
+
+    def results(freqs):
+        yield apply_rotary_pos_emb(x, freqs)
+        yield apply_rotary_pos_emb(x, freqs, fused=True)
+        yield from functional.rope(x, x, freqs=freqs)
+        yield from apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [16, 16, 16])
+        yield from torch.compile(functional.rope, backend="aot_eager", fullgraph=True)(x, freqs=freqs)
+        yield from functional.rope_qkv(qkv, heads=(1, 1, 1), q_freqs=freqs, k_freqs=freqs.float())
+
+    for got, wanted in zip(results(freqs), results(freqs.float()), strict=True):
+        assert got.dtype is wanted.dtype and torch.equal(got, wanted)
+    attention = MultiheadAttention(32, 4, attention_dropout=0.0, device=device)
+    h = draw(device, 5, 3, 32)
+    wanted = attention(h, rotary_pos_emb=freqs.float())
+    assert torch.equal(attention(h, rotary_pos_emb=freqs), wanted)
+    assert torch.equal(attention(h, rotary_pos_emb=(freqs, freqs)), wanted)
+
+
 def test_double_backward_is_refused(device):
     q = draw(device, 4, 2, 2, 16).requires_grad_()
     y = functional.rope(q, freqs=angles(device, 4, 16))[0]
@@ -322,7 +345,7 @@ BAD = (
     ("k", lambda k: k.bfloat16(), ValueError, "'k' has dtype"),
     ("k", lambda k: k.to("meta"), ValueError, "'k' is on meta"),
     ("freqs", lambda f: f[:3], ValueError, "'freqs' has 3 positions"),
-    ("freqs", lambda f: f.bfloat16(), ValueError, "'freqs' has dtype"),
+    ("freqs", lambda f: f.int(), ValueError, "'freqs' has dtype"),
     ("freqs", lambda f: f.to("meta"), ValueError, "'freqs' is on meta"),
     ("freqs", lambda f: f[0], ValueError, "'freqs' has shape"),
     ("freqs", lambda f: f[..., :7], ValueError, "rot_dim' is 7"),

@@ -162,7 +162,7 @@ def test_padded_tokens_send_no_gradient_to_the_others(device):
 
 def ones_layer(device, rate, layout, **options):
     """Both branches are 1 everywhere: zero weights, biases 1."""
-    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "drop_path_rate": rate, **options}
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "drop_path_rate": rate} | options
     layer = te.TransformerLayer(16, 8, 2, attn_input_format=layout, device=device, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -206,6 +206,19 @@ def test_drop_path_replays_and_scales_gradients(device):
     kept_mlp = layer.layernorm_mlp.fc2_bias.grad[0].item() / (2 * 2)
     kept_attention = layer.self_attention.proj.bias.grad[0].item() / (2 * 2)
     assert kept_mlp + kept_attention == dropped.sum().item()
+
+
+@pytest.mark.parametrize("rate", ["drop_path_rate", "hidden_dropout"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_rate_of_one_leaves_the_residual_alone(device, rate, parallel):
+    """The branches get gradients of 0, not none."""
+    layer = ones_layer(device, **{"rate": 0.0, "layout": "sbhd", "parallel_attention_mlp": parallel, rate: 1.0})
+    x = randn(3, 4, 16, device=device, requires_grad=True)
+    out = layer(x)
+    assert_same_bits(out, x.detach())
+    out.backward(torch.full_like(out, 2.0))
+    assert_same_bits(x.grad, torch.full_like(x, 2.0))
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
 
 
 @pytest.mark.parametrize("name", ["plain", *OPTIONS])
@@ -276,19 +289,20 @@ def test_compiled_dropout_runs(device):
 # ---- autocast ----
 
 
-@pytest.mark.parametrize("name", ["parallel", "after norm", "post-LN", "decoder"])
-def test_autocast_keeps_the_residual_stream(device, name):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_autocast_casts_at_the_door(device, name):
+    """Whatever the order of its parts: the layer in bfloat16, to the bits."""
     options = OPTIONS[name]
     module, inputs = build(device, **options), inputs_of(options, device)
+    low = copy.deepcopy(module).bfloat16()
     with torch.autocast(device, dtype=torch.bfloat16):
         out = calling()(module, *inputs)
-    out.sum().backward()
-    wide = calling()(module, *inputs)
-    # After a norm's output the stream is bfloat16, as the norm writes it under autocast.
-    assert out.dtype == (torch.float32 if name in ("parallel", "decoder") else torch.bfloat16)
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
-    error = (out.float() - wide).norm() / wide.norm()
-    assert error < 30 * 2.0**-8, f"{error:.3g}: about thirty roundings to bfloat16 in a row"
+    wanted = calling()(low, *(t.bfloat16() for t in inputs))
+    assert_same_bits(out, wanted)
+    for result in (out, wanted):
+        result.sum().backward()
+    for got, want in zip(module.parameters(), low.parameters(), strict=True):
+        assert_same_bits(got.grad.bfloat16(), want.grad)
 
 
 # ---- state and misuse ----
@@ -342,7 +356,8 @@ def test_state_names(device):
         ({"parallel_attention_mlp": True, **DECODER}, ("parallel_attention_mlp", "layer_type", "decoder")),
         ({"parallel_attention_mlp": True, **POST_LN}, ("parallel_attention_mlp", "output_layernorm")),
         ({"parallel_attention_mlp": True, **AFTER_NORM}, ("parallel_attention_mlp", "post_layernorm")),
-        ({"drop_path_rate": 1.0}, ("drop_path_rate", "1.0", "0 <= p < 1")),
+        ({"drop_path_rate": 1.5}, ("drop_path_rate", "1.5", "0 <= p <= 1")),
+        ({"hidden_dropout": 1.5}, ("hidden_dropout", "1.5", "0 <= p <= 1")),
         ({"drop_path_rate": -0.5}, ("drop_path_rate", "-0.5")),
         ({"enc_dec_attn_mask_type": "diagonal"}, ("enc_dec_attn_mask_type", "diagonal")),
         ({"self_attn_mask_type": "diagonal"}, ("self_attn_mask_type", "diagonal")),

@@ -5,10 +5,14 @@ Importing needs no GPU, no driver and no toolkit, and initialises no CUDA."""
 from transformer_engine.doctor import doctor as doctor
 from transformer_engine.pytorch import _load as _load  # first: the extension, or an error that says how to mend it
 from transformer_engine.pytorch import constants as constants
+from transformer_engine.pytorch import cpp_extensions as cpp_extensions
+from transformer_engine.pytorch import cpu_offload_v1 as cpu_offload_v1
+from transformer_engine.pytorch import float8_tensor as float8_tensor
 from transformer_engine.pytorch import fp8 as fp8
 from transformer_engine.pytorch import functional as functional
 from transformer_engine.pytorch import ops as ops
 from transformer_engine.pytorch import optimizers as optimizers
+from transformer_engine.pytorch import quantized_tensor as quantized_tensor
 from transformer_engine.pytorch import router as router
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention as DotProductAttention
 from transformer_engine.pytorch.attention.inference import FusedMLAQUpProjRopeQuant as FusedMLAQUpProjRopeQuant
@@ -26,6 +30,7 @@ from transformer_engine.pytorch.explain import explain as explain
 from transformer_engine.pytorch.export import onnx_export as onnx_export
 from transformer_engine.pytorch.graph import make_graphed_callables as make_graphed_callables
 from transformer_engine.pytorch.memory_plan import memory_plan as memory_plan
+from transformer_engine.pytorch.module import _common as _common
 from transformer_engine.pytorch.module.fp8_padding import Fp8Padding as Fp8Padding
 from transformer_engine.pytorch.module.fp8_padding import Fp8Unpadding as Fp8Unpadding
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear as GroupedLinear

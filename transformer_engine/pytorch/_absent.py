@@ -1,15 +1,25 @@
-"""Names whose capability this version lacks: they can be imported, subclassed and asked about, and say so when they are
-used. One decorator; it does nothing else."""
+"""Names whose capability this version lacks. Where clients import without a guard (`absent`), the name is there, can be
+subclassed and asked about, and says so when it is used. Where they fall back on something of their own when the import
+fails (`names_without_a_body`), it is not there. Nothing else belongs in this file."""
 
 import functools
-from collections.abc import Callable
+import opcode
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
 
 import torch
 
+_IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
+
+
+def _sentence(name: str, capability: str, instead: str) -> str:
+    advice = f"; {instead}" if instead else ""
+    return f"{name}: {capability} not available in this version{advice}."
+
 
 def refusal(name: str, capability: str, instead: str = "") -> NotImplementedError:
-    advice = f"; {instead}" if instead else ""
-    return NotImplementedError(f"{name}: {capability} not available in this version{advice}.")
+    return NotImplementedError(_sentence(name, capability, instead))
 
 
 def absent(capability: str, instead: str = "") -> Callable:
@@ -32,3 +42,25 @@ def absent(capability: str, instead: str = "") -> Callable:
         return target
 
     return mark
+
+
+def names_without_a_body(module: str, names: Mapping[str, tuple[str, str]]) -> Callable[[str], object]:
+    """The __getattr__ of a module that lacks `names`: name -> (capability, instead) as of `absent`; "*" stands for all
+    other public names. hasattr answers False, and `from module import name` is an ImportError, with that sentence. When
+    the capability lands, the name goes from the table."""
+
+    def __getattr__(name: str) -> object:
+        found = names.get(name) or (None if name.startswith("_") else names.get("*"))
+        if found is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        sentence = _sentence(f"{module}.{name}", *found)
+        if _imports(sys._getframe(1)):
+            raise ImportError(sentence, name=module)
+        raise AttributeError(sentence)
+
+    return __getattr__
+
+
+def _imports(frame: FrameType) -> bool:
+    """Whether it is at a `from module import name`, which puts words of its own in place of an AttributeError's."""
+    return frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM

@@ -1,4 +1,4 @@
-"""Element types by their numbers, as clients of the C++ side name them."""
+"""Element types, places of a module's tensors and block sizes, by the numbers and names that clients know them by."""
 
 from enum import IntEnum
 
@@ -27,3 +27,14 @@ TE_DType = {
     torch.float8_e4m3fn: DType.kFloat8E4M3,
     torch.float8_e5m2: DType.kFloat8E5M2,
 }
+
+TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
+
+# Columns of scales and amax histories: each product's tensors in turn, of the forward and of the backward.
+_FORWARD = [f"GEMM{product}_{tensor}" for product in (1, 2, 3) for tensor in ("INPUT", "WEIGHT", "OUTPUT")]
+_BACKWARD = [f"GRAD_{tensor}{product}" for product in (1, 2, 3) for tensor in ("OUTPUT", "INPUT")]
+FP8FwdTensorIdx = IntEnum("FP8FwdTensorIdx", _FORWARD, start=0, module=__name__)
+FP8BwdTensorIdx = IntEnum("FP8BwdTensorIdx", _BACKWARD, start=0, module=__name__)
+
+MXFP8_BLOCK_SCALING_SIZE = 32
+NVFP4_BLOCK_SCALING_SIZE = 16

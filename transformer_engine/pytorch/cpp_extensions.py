@@ -6,10 +6,16 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._absent import names_without_a_body
 from transformer_engine.pytorch.functional import gemm, gemm_accumulate
+from transformer_engine.pytorch.module.base import refuse
 
 # Layout -> which direction's data of A and of B an FP8 product reads.
 COLUMNWISE = {"TN": (False, False), "NN": (True, False), "NT": (True, True)}
+
+__getattr__ = names_without_a_body(
+    __name__, {"general_grouped_gemm": ("products of groups are", "call general_gemm for each")}
+)
 
 
 def general_gemm(
@@ -18,50 +24,121 @@ def general_gemm(
     out_dtype: torch.dtype | None = None,
     quantization_params: object = None,
     *,
+    gelu: bool = False,
+    gelu_in: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
     accumulate: bool = False,
     layout: str = "TN",
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     use_split_accumulator: bool = False,
     grad: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    ub: object | None = None,
+    ub_type: object | None = None,
+    extra_output: torch.Tensor | None = None,
+    bulk_overlap: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None]:
     """Layouts TN: B A^T (fprop: A = weight), NN: B A (dgrad: B = output gradient), NT: B^T A (wgrad: A = input, B =
     output gradient). A and B are both plain or both quantized, these with the data that the layout reads: columnwise
     where it has an N of A or a T of B.
 
-    bias: added; with grad (layout NT) its gradient, the sum of B's rows, is returned in its dtype instead. out: written
-    in place, or added to with accumulate. quantization_params: a quantizer that the result goes through.
-    use_split_accumulator: sums in float32 for per-tensor FP8; blocks and plain tensors always have it.
-    Returns (out, bias gradient or None, None, None); with TN and NN out has B's leading dimensions.
-    Errors: ValueError for one plain and one quantized operand, accumulate without out, grad with bias but no layout NT.
+    alpha: the product is multiplied by it. bias: added; with grad (layout NT) its gradient, the sum of B's rows, is
+    returned in its dtype instead. gelu: of that, and what it was is returned too; with grad the product is multiplied
+    by the gelu's derivative at gelu_in. out: written in place, or with accumulate added to, after it was multiplied by
+    beta (1). quantization_params: a quantizer that the result goes through. use_split_accumulator: sums in float32 for
+    per-tensor FP8; blocks and plain tensors always have it. Everything is done in float32 and rounded once.
+    Returns (out, bias gradient or None, gelu's input or None, None); with TN and NN out has B's leading dimensions.
+    Errors: ValueError for one plain and one quantized operand, accumulate without out, grad with bias but no layout NT,
+    gelu with accumulate, gelu_in without gelu and grad or missing with them, beta without accumulate;
+    NotImplementedError for ub, ub_type, extra_output and bulk_overlap.
     """
+    op = "general_gemm"
+    overlap = {"ub": ub, "ub_type": ub_type, "extra_output": extra_output, "bulk_overlap": bulk_overlap or None}
+    refuse(op, "overlap of tensor-parallel communication", **{n: v is not None for n, v in overlap.items()})
     if layout not in COLUMNWISE:
-        raise ValueError(f"general_gemm: argument 'layout' is {layout!r}, wanted 'TN', 'NN' or 'NT'.")
+        raise ValueError(f"{op}: argument 'layout' is {layout!r}, wanted 'TN', 'NN' or 'NT'.")
     quantized = [hasattr(t, "_native") for t in (A, B)]
     if quantized[0] != quantized[1]:
         which = "AB"[quantized[1]]
-        raise ValueError(
-            f"general_gemm: argument '{which}' alone is quantized, wanted both or neither: dequantize() it."
-        )
+        raise ValueError(f"{op}: argument '{which}' alone is quantized, wanted both or neither: dequantize() it.")
     if accumulate and out is None:
-        raise ValueError("general_gemm: argument 'accumulate' is True without 'out', wanted the tensor to add to.")
+        raise ValueError(f"{op}: argument 'accumulate' is True without 'out', wanted the tensor to add to.")
     if grad and bias is not None and layout != "NT":
-        raise ValueError(
-            f"general_gemm: argument 'bias' with grad in layout {layout}, wanted NT, where B is a gradient."
-        )
+        raise ValueError(f"{op}: argument 'bias' with grad in layout {layout}, wanted NT, where B is a gradient.")
+    _check_gelu(gelu, gelu_in, accumulate=accumulate, grad=grad)
+    alpha, beta = _checked_factors(alpha, beta, accumulate=accumulate)
     with torch.no_grad():
         wanted = out.dtype if out is not None else A.dtype if out_dtype is None else out_dtype
-        product = _quantized if quantized[0] else _plain
-        result = product(A, B, layout, wanted, None if grad else bias, out, accumulate, use_split_accumulator)
+        product, added = _quantized if quantized[0] else _plain, None if grad else bias
+        if gelu or alpha != 1.0 or beta not in (0.0, 1.0):
+            d = product(A, B, layout, torch.float32, None, None, False, use_split_accumulator)
+            d, before = _finished(d, wanted, alpha=alpha, bias=added, beta=beta, out=out, gelu=gelu, gelu_in=gelu_in)
+            result = _into(out, d, False)
+        else:
+            result = product(A, B, layout, wanted, added, out, beta == 1.0, use_split_accumulator)
+            before = None
         bias_grad = None
         if grad and bias is not None:
             rows = B.dequantize(dtype=torch.float32) if quantized[1] else B
             bias_grad = rows.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
-        if out is None and layout != "NT":
-            result = result.view(*B.shape[:-1], result.shape[-1])
+        if layout != "NT":
+            leading = B.shape[:-1]
+            result = result.view(*leading, result.shape[-1]) if out is None else result
+            before = before.view(*leading, before.shape[-1]) if before is not None and not grad else before
         if quantization_params is not None:
             result = quantization_params(result)
-        return result, bias_grad, None, None
+        return result, bias_grad, before, None
+
+
+def _check_gelu(gelu: bool, gelu_in: torch.Tensor | None, *, accumulate: bool, grad: bool) -> None:
+    op = "general_gemm"
+    if gelu and accumulate:
+        raise ValueError(f"{op}: arguments 'gelu' and 'accumulate' are both True; wanted one of them alone.")
+    if (gelu and grad) != (gelu_in is not None):
+        got = "missing" if gelu_in is None else "given"
+        wanted = "what gelu was of" if gelu_in is None else "None, unless gelu and grad are True"
+        raise ValueError(f"{op}: argument 'gelu_in' is {got}, wanted {wanted}.")
+
+
+def _checked_factors(alpha: object, beta: object, *, accumulate: bool) -> tuple[float, float]:
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(f"general_gemm: argument '{name}' is {value!r}, wanted a number.")
+    if beta and not accumulate:
+        raise ValueError(
+            f"general_gemm: argument 'beta' is {beta} without 'accumulate', wanted None, or accumulate=True."
+        )
+    return 1.0 if alpha is None else float(alpha), float(accumulate if beta is None else beta)
+
+
+def _finished(
+    d: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    alpha: float,
+    bias: torch.Tensor | None,
+    beta: float,
+    out: torch.Tensor | None,
+    gelu: bool,
+    gelu_in: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What becomes of a product in float32, and what gelu was of, both in dtype."""
+    d = d * alpha
+    if bias is not None:
+        d += bias
+    if beta:
+        d.add_(out.reshape(d.shape), alpha=beta)
+    if not gelu:
+        return d.to(dtype), None
+    if gelu_in is None:
+        return torch.nn.functional.gelu(d, approximate="tanh").to(dtype), d.to(dtype)
+    if gelu_in.numel() != d.numel() or gelu_in.shape[-1] != d.shape[-1]:
+        raise ValueError(
+            f"general_gemm: argument 'gelu_in' has shape {tuple(gelu_in.shape)}, wanted that of the product, "
+            f"{tuple(d.shape)}."
+        )
+    return torch.ops.aten.gelu_backward(d, gelu_in.reshape(d.shape).float(), approximate="tanh").to(dtype), gelu_in
 
 
 def _plain(A, B, layout, dtype, bias, out, accumulate, split):

@@ -1,14 +1,19 @@
-"""Export to ONNX: the name that clients import. Exporting is not here yet."""
+"""Export to ONNX: the context that clients enter. Exporting is not here yet."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transformer_engine.pytorch._absent import refusal
+from transformer_engine.pytorch._absent import names_without_a_body, refusal
+from transformer_engine.pytorch._keywords import tells_keywords
+
+_EXPORT = "export to ONNX is"
+__getattr__ = names_without_a_body(__name__, {"te_translation_table": (_EXPORT, "")})
 
 
+@tells_keywords()
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
     """Modules called inside can be exported. enabled=False: nothing changes."""
     if enabled:
-        raise refusal("onnx_export", "export to ONNX is", "pass enabled=False")
+        raise refusal("onnx_export", _EXPORT, "pass enabled=False")
     yield

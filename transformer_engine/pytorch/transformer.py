@@ -5,9 +5,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from transformer_engine.pytorch.attention.dot_product_attention import check_format
+from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import check_format
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.module.arguments import check_tensor
+from transformer_engine.pytorch.module.autocast import to_autocast
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm import LayerNorm
@@ -16,8 +19,8 @@ from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 
 def _check_rate(op: str, argument: str, rate: float) -> None:
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"{op}: argument '{argument}' is {rate}, wanted 0 <= p < 1.")
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"{op}: argument '{argument}' is {rate}, wanted 0 <= p <= 1.")
 
 
 class TransformerLayer(Composite):
@@ -33,6 +36,7 @@ class TransformerLayer(Composite):
     Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
     """
 
+    @tells_keywords()
     def __init__(
         self,
         hidden_size: int,
@@ -164,6 +168,8 @@ class TransformerLayer(Composite):
             "qk_norm_eps": qk_norm_eps,
             "qk_norm_before_rope": qk_norm_before_rope,
             "softmax_type": softmax_type,
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
             **shared,
         }
         self.self_attention = MultiheadAttention(
@@ -241,6 +247,8 @@ class TransformerLayer(Composite):
         """Masks, windows, lengths and biases as in DotProductAttention. A decoder's cross-attention takes the enc_dec_
         ones, and the same rotary embedding and bias as its self-attention; cu_seqlens_kv are its encoder's lengths."""
         op = "TransformerLayer"
+        if type(hidden_states) is not torch.Tensor:
+            check_tensor(op, "hidden_states", hidden_states)
         mask = self_attn_mask_type or self.self_attn_mask_type
         cross_mask = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
         check_mask(op, mask, "self_attn_mask_type")
@@ -265,7 +273,11 @@ class TransformerLayer(Composite):
             "max_seqlen_q": max_seqlen_q,
             "softcap": softcap,
         }
-        joins = self._gradients_join(hidden_states)
+        hidden_states = to_autocast(hidden_states)  # the residual stream too
+        # The residual branch goes on from what the attention's norm hands back: both gradients meet in its backward.
+        joins = not (
+            self.output_layernorm or self.apply_residual_connection_post_layernorm or self.parallel_attention_mlp
+        )
         attended = self.self_attention(
             hidden_states,
             attention_mask,
@@ -296,26 +308,10 @@ class TransformerLayer(Composite):
                 **shared,
             )
             attended, residual = self._branch(attended, hidden)
-        if attended.dtype == residual.dtype:
-            *mlp, h = self.layernorm_mlp(attended, is_first_microbatch=is_first_microbatch, residual=residual)
-        else:  # autocast below a wider residual stream, which keeps its precision, as torch's promotion has it
-            h = residual + attended
-            mlp = self.layernorm_mlp(h, is_first_microbatch=is_first_microbatch)
+        *mlp, h = self.layernorm_mlp(attended, is_first_microbatch=is_first_microbatch, residual=residual)
         mlp, residual = self._branch(mlp, h)
         out = residual + mlp
         return self.layernorm(out) if self.output_layernorm else out
-
-    def _gradients_join(self, hidden_states: torch.Tensor) -> bool:
-        """Whether the residual branch goes on from the input that the attention's norm hands back, so that both
-        gradients meet inside the norm's backward. Where autocast narrows what the norm reads, it stays wide."""
-        device = hidden_states.device.type
-        narrowed = (
-            device in ("cpu", "cuda")
-            and torch.is_autocast_enabled(device)
-            and torch.get_autocast_dtype(device) != hidden_states.dtype
-        )
-        other_order = self.output_layernorm or self.apply_residual_connection_post_layernorm
-        return not (narrowed or other_order or self.parallel_attention_mlp)
 
     def _branch(
         self, result: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor], residual: torch.Tensor
@@ -331,5 +327,6 @@ class TransformerLayer(Composite):
         if self.drop_path_rate and self.training:
             batch_dim, keep = self.attn_input_format.index("b"), 1.0 - self.drop_path_rate
             shape = [x.shape[dim] if dim == batch_dim else 1 for dim in range(x.dim())]
-            x = x * (torch.bernoulli(torch.full(shape, keep, device=x.device)) / keep).to(x.dtype)
+            # At a rate of 1 nothing is kept that would have to be scaled.
+            x = x * (torch.bernoulli(torch.full(shape, keep, device=x.device)) / (keep or 1.0)).to(x.dtype)
         return x

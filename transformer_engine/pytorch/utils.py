@@ -1,6 +1,13 @@
-"""Small questions and helpers that clients import: what the device can do, NVTX ranges, the layout of gated weights."""
+"""Small questions and helpers that clients import: what the device can do, NVTX ranges, initialisers, the layout of
+gated weights."""
+
+import functools
+import math
+from collections.abc import Callable
 
 import torch
+
+gpu_autocast_ctx = functools.partial(torch.amp.autocast, device_type="cuda")
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -38,6 +45,36 @@ def get_cudnn_version() -> tuple[int, int, int]:
         return 0, 0, 0
     scale = 10000 if version >= 90000 else 1000  # from 9.0 on, versions are written with five digits
     return version // scale, version % scale // 100, version % 100
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """Whether FP8 products exist in other layouts than TN: from compute capability 10.0 on. Before, and on the CPU, the
+    columnwise data of an operand is its transpose."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+
+
+def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`. Errors: ValueError for a multiple below 1."""
+    if multiple < 1:
+        raise ValueError(
+            f"round_up_to_nearest_multiple: argument 'multiple' is {multiple!r}, wanted a whole number, at least 1."
+        )
+    return -(-value // multiple) * multiple
+
+
+def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An initialiser: N(0, sigma), in place."""
+    return functools.partial(torch.nn.init.normal_, mean=0.0, std=sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An initialiser: N(0, sigma / sqrt(2 num_layers)), in place; for what is added to the residual stream."""
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """attention_scores, in place -10000 where the mask is True."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
 def nvtx_range_push(msg: str) -> None:

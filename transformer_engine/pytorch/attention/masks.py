@@ -2,6 +2,8 @@
 It checks what it is given and attends to nothing. No function here waits for the device."""
 
 import operator
+from collections.abc import Callable
+from functools import partial
 from numbers import Integral
 from typing import NamedTuple
 
@@ -87,64 +89,106 @@ def pattern_of(mask: str, window_size: Window, bottom_right_diagonal: bool | Non
 # ---- what the masks' tensors have to be ----
 
 
-def _check_tensor(op: str, name: str, t: object, shapes: tuple, dtype: torch.dtype | None, device, hint: str) -> None:
-    """`shapes`: per dimension the sizes that fit; dtype None: any floating point."""
-    sizes = ", ".join(" or ".join(str(n) for n in dict.fromkeys(options)) for options in shapes)
-    kind = "floating point" if dtype is None else str(dtype)
-    wanted = f"wanted {kind} [{sizes}] on {device}; {hint}"
-    if not isinstance(t, torch.Tensor):
-        raise ValueError(f"{op}: argument '{name}' is {t!r}, {wanted}")
+class Sizes(NamedTuple):
+    """Of the queries and keys, as `layout` reads them."""
+
+    batch: int
+    seqs: tuple[int, int]
+    device: torch.device
+    layout: str
+
+    def swapped(self) -> "Sizes":
+        """As the other layout reads the same tensors, whose sequences have one length."""
+        return self._replace(batch=self.seqs[0], seqs=(self.batch, self.batch))
+
+
+def swapped_advice(layout: str) -> str:
+    """For an argument that proves that the other layout was meant."""
+    first, other = ("batch", "bshd") if layout == "sbhd" else ("sequence", "sbhd")
+    return (
+        f"it fits an input that is {first} first: build the layer with {other!r} (qkv_format; attn_input_format of a "
+        "TransformerLayer), or pass transpose(0, 1)."
+    )
+
+
+# Per dimension the sizes that fit.
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _fits(t: torch.Tensor, shapes: Shapes) -> bool:
     # == and not `in`, which torch.compile does not ask of sizes that it leaves open.
-    fits = t.dim() == len(shapes) and all(
+    return t.dim() == len(shapes) and all(
         any(n == option for option in options) for n, options in zip(t.shape, shapes, strict=True)
     )
-    right_type = t.is_floating_point() if dtype is None else t.dtype == dtype
-    if not fits or not right_type or t.device != device:
-        raise ValueError(f"{op}: argument '{name}' is {t.dtype} {list(t.shape)} on {t.device}, {wanted}")
+
+
+def _check_tensor(
+    op: str,
+    name: str,
+    t: object,
+    shapes_of: Callable[[Sizes], Shapes],
+    sizes: Sizes,
+    dtype: torch.dtype | None,
+    hint: str,
+) -> None:
+    """dtype None: any floating point."""
+    shapes = shapes_of(sizes)
+    if isinstance(t, torch.Tensor):
+        right_type = t.is_floating_point() if dtype is None else t.dtype == dtype
+        if _fits(t, shapes) and right_type and t.device == sizes.device:
+            return
+        if sizes.seqs[0] == sizes.seqs[1] and _fits(t, shapes_of(sizes.swapped())):
+            hint = swapped_advice(sizes.layout)
+    got = f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, torch.Tensor) else repr(t)
+    kind = "floating point" if dtype is None else str(dtype)
+    wanted = ", ".join(" or ".join(str(n) for n in dict.fromkeys(options)) for options in shapes)
+    raise ValueError(f"{op}: argument '{name}' is {got}, wanted {kind} [{wanted}] on {sizes.device}; {hint}")
 
 
 def check_padding(
     op: str,
     attention_mask: AttentionMask,
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
-    *,
-    batch: int,
-    seqs: tuple[int, int],
-    device: torch.device,
+    sizes: Sizes,
 ) -> None:
     """Padding is told by masks or, without one, by cumulative lengths; the masks win where both are there."""
     if attention_mask is None:
         for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, strict=True):
             hint = "a padding mask needs attention_mask, or both cu_seqlens_q and cu_seqlens_kv."
-            _check_tensor(op, name, lengths, ((batch + 1,),), torch.int32, device, hint)
+            _check_tensor(op, name, lengths, lambda of: ((of.batch + 1,),), sizes, torch.int32, hint)
         return
     hint = "True where padded; for queries and keys of different lengths or paddings a tuple of two."
     masks = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,)
     if len(masks) not in (1, 2):
         raise ValueError(f"{op}: argument 'attention_mask' has {len(masks)} masks, wanted one or two (queries, keys).")
-    for i, seq in enumerate(seqs):
+    for i in range(2):
         name = "attention_mask" if len(masks) == 1 else f"attention_mask[{i}]"
-        _check_tensor(op, name, masks[i % len(masks)], ((batch,), (1,), (1,), (seq,)), torch.bool, device, hint)
+        shapes_of = partial(_shapes_of_padding, which=i)
+        _check_tensor(op, name, masks[i % len(masks)], shapes_of, sizes, torch.bool, hint)
 
 
-def check_arbitrary(
-    op: str, attention_mask: AttentionMask, *, batch: int, heads: int, seqs: tuple[int, int], device: torch.device
-) -> None:
-    shapes = ((1, batch), (1, heads), (1, seqs[0]), (seqs[1],))
+def _shapes_of_padding(sizes: Sizes, which: int) -> Shapes:
+    return ((sizes.batch,), (1,), (1,), (sizes.seqs[which],))
+
+
+def _shapes_of_scores(sizes: Sizes, heads: int) -> Shapes:
+    return ((1, sizes.batch), (1, heads), (1, sizes.seqs[0]), (sizes.seqs[1],))
+
+
+def check_arbitrary(op: str, attention_mask: AttentionMask, sizes: Sizes, *, heads: int) -> None:
     hint = "True where a score is masked out."
-    _check_tensor(op, "attention_mask", attention_mask, shapes, torch.bool, device, hint)
+    shapes_of = partial(_shapes_of_scores, heads=heads)
+    _check_tensor(op, "attention_mask", attention_mask, shapes_of, sizes, torch.bool, hint)
 
 
 def check_bias(
     op: str,
     kind: str,
+    sizes: Sizes,
+    *,
     bias: torch.Tensor | None,
     slopes: torch.Tensor | None,
-    *,
-    batch: int,
     heads: int,
-    seqs: tuple[int, int],
-    device: torch.device,
 ) -> None:
     check_choice(op, "core_attention_bias_type", kind, BIASES)
     if kind in ("no_bias", "alibi"):
@@ -155,11 +199,15 @@ def check_bias(
             )
         if kind == "alibi" and slopes is not None:
             per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
-            shapes = ((batch,), (heads,)) if per_sequence else ((heads,),)
-            _check_tensor(op, "alibi_slopes", slopes, shapes, torch.float32, device, "one slope a head.")
+            shapes_of = partial(_shapes_of_slopes, heads=heads, per_sequence=per_sequence)
+            _check_tensor(op, "alibi_slopes", slopes, shapes_of, sizes, torch.float32, "one slope a head.")
         return
-    shapes = ((1, batch), (1, heads), (1, seqs[0]), (seqs[1],))
-    _check_tensor(op, "core_attention_bias", bias, shapes, None, device, f"it is what {kind!r} adds.")
+    shapes_of = partial(_shapes_of_scores, heads=heads)
+    _check_tensor(op, "core_attention_bias", bias, shapes_of, sizes, None, f"it is what {kind!r} adds.")
+
+
+def _shapes_of_slopes(sizes: Sizes, heads: int, per_sequence: bool) -> Shapes:
+    return ((sizes.batch,), (heads,)) if per_sequence else ((heads,),)
 
 
 # ---- the pattern as tensors ----

@@ -4,11 +4,16 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, check_format, groups_of
-from transformer_engine.pytorch.attention.masks import AttentionMask, Window
+from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
+    DotProductAttention,
+    check_format,
+    groups_of,
+)
+from transformer_engine.pytorch.attention.masks import AttentionMask, Window, swapped_advice
 from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
 from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair
-from transformer_engine.pytorch.module.arguments import check_size
+from transformer_engine.pytorch.module.arguments import check_size, check_tensor
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
@@ -38,6 +43,9 @@ class MultiheadAttention(Composite):
     Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
     """
 
+    _swapped_sizes: tuple[int, int] | None = None
+
+    @tells_keywords()
     def __init__(
         self,
         hidden_size: int,
@@ -112,6 +120,9 @@ class MultiheadAttention(Composite):
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
+        # The first two sizes of an input in the other layout, where the caller has said what they are.
+        declared = (micro_batch_size, seq_length) if qkv_format == "sbhd" else (seq_length, micro_batch_size)
+        self._swapped_sizes = None if None in declared or declared[0] == declared[1] else declared
         head = self.hidden_size_per_attention_head
         # Split parameters join to all queries, all keys, all values.
         self.qkv_weight_interleaved = fuse_qkv_params and qkv_weight_interleaved
@@ -270,17 +281,44 @@ class MultiheadAttention(Composite):
                 f"{self.attention_type!r}."
             )
         for name, tensor in (("hidden_states", hidden_states), ("encoder_output", encoder_output)):
-            if tensor is not None and tensor.dim() != 3:
+            if tensor is None and name == "encoder_output":
+                continue
+            if type(tensor) is not torch.Tensor:
+                check_tensor(op, name, tensor)
+            if tensor.dim() != 3:
                 raise ValueError(
                     f"{op}: argument '{name}' has shape {tuple(tensor.shape)}, wanted three dimensions "
                     f"({self.qkv_format[:2]}, hidden)."
                 )
+        if self._swapped_sizes is not None and tuple(hidden_states.shape[:2]) == self._swapped_sizes:
+            raise ValueError(
+                f"{op}: argument 'hidden_states' has shape {tuple(hidden_states.shape)} in {self.qkv_format}, wanted "
+                f"{self._swapped_sizes[::-1]} first, by seq_length and micro_batch_size; "
+                f"{swapped_advice(self.qkv_format)}"
+            )
         batch_dim = self.qkv_format.index("b")
         if cross and encoder_output.shape[batch_dim] != hidden_states.shape[batch_dim]:
+            swapped = encoder_output.shape[1 - batch_dim] == hidden_states.shape[1 - batch_dim]
             raise ValueError(
                 f"{op}: argument 'encoder_output' has shape {tuple(encoder_output.shape)} in {self.qkv_format}, wanted "
-                f"the batch size {hidden_states.shape[batch_dim]} of 'hidden_states'."
+                f"the batch size {hidden_states.shape[batch_dim]} of 'hidden_states'"
+                + (f"; {swapped_advice(self.qkv_format)}" if swapped else ".")
             )
+
+    def _check_rotary(
+        self, rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor], *tokens: torch.Tensor
+    ) -> None:
+        """tokens: what queries, then what keys are made of."""
+        op, seq_dim = "MultiheadAttention", self.qkv_format.index("s")
+        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        for freqs, of in zip(angles, tokens):
+            if type(freqs) is not torch.Tensor:
+                check_tensor(op, "rotary_pos_emb", freqs)
+            if freqs.dim() and freqs.shape[0] < of.shape[seq_dim]:
+                raise ValueError(
+                    f"{op}: argument 'rotary_pos_emb' has {freqs.shape[0]} positions, wanted at least the sequence "
+                    f"length {of.shape[seq_dim]}: RotaryPositionEmbedding(dim)({of.shape[seq_dim]}) has them."
+                )
 
     def _project(
         self,
@@ -291,6 +329,8 @@ class MultiheadAttention(Composite):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """query, key and value, rotated and normed, and what the first projection returns beside its product."""
         cross = self.attention_type == "cross"
+        if rotary_pos_emb is not None:
+            self._check_rotary(rotary_pos_emb, hidden_states, encoder_output if cross else hidden_states)
         if self.input_layernorm:
             first = self.layernorm_query if cross else self.layernorm_qkv
         else:

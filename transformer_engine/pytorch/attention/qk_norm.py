@@ -3,6 +3,7 @@
 import torch
 
 from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.module.autocast import is_autocast, to_autocast
 from transformer_engine.pytorch.module.base import check_choice
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
@@ -19,7 +20,12 @@ class L2Normalization(torch.nn.Module):
         width = inp.shape[-1]
         # The RMS norm's sum is a mean: width times smaller, eps with it, and its root sqrt(width) times.
         gamma = torch.full((width,), width**-0.5, dtype=torch.float32, device=inp.device)
-        return F.normalization(inp, gamma, rms=True, eps=self.eps / width)[0]
+        options = {"rms": True, "eps": self.eps / width}
+        if not is_autocast(inp):
+            return F.normalization(inp, gamma, **options)[0]
+        inp = to_autocast(inp)
+        with torch.autocast(inp.device.type, enabled=False):  # which would round gamma
+            return F.normalization(inp, gamma, **options)[0]
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

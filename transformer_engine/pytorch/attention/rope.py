@@ -6,7 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.module.base import refuse
+from transformer_engine.pytorch.tensor.engine import is_plain
 from transformer_engine.pytorch.utils import resolve_device
 
 
@@ -20,6 +23,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
     The inverse frequencies stay float32 whatever the model is cast to.
     """
 
+    @tells_keywords()
     def __init__(
         self,
         dim: int,
@@ -60,7 +64,13 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles of the positions offset .. offset + max_seq_len - 1: float32 [max_seq_len, 1, 1, dim]."""
-        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
+        try:
+            positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
+        except TypeError:
+            raise TypeError(
+                f"RotaryPositionEmbedding: arguments 'max_seq_len' and 'offset' are a {type(max_seq_len).__name__} and "
+                f"a {type(offset).__name__}, wanted numbers of positions: x.shape[0] of an sbhd tensor."
+            ) from None
         factor, learned = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None:
             beyond = learned is not None and max_seq_len > learned * factor
@@ -85,6 +95,18 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
+def _check_tensors(op: str, **tensors: torch.Tensor) -> None:
+    for name, t in tensors.items():
+        if type(t) is not torch.Tensor:
+            check_tensor(op, name, t)
+
+
+def _past_the_table(op: str, positions: int, got: str) -> ValueError:
+    return ValueError(
+        f"{op}: argument 'freqs' has {positions} positions, {got}: RotaryPositionEmbedding(dim)(n) has n of them."
+    )
+
+
 def _unfused(
     t: torch.Tensor,
     freqs: torch.Tensor,
@@ -93,17 +115,22 @@ def _unfused(
     interleaved: bool,
 ) -> torch.Tensor:
     """torch's own operations, in float32 and rounded once; differentiable any number of times."""
+    op = "apply_rotary_pos_emb"
     seq = t.size(1 if batch_first else 0)
     angles = freqs.float().flatten(1)  # [positions, rot_dim]
+    rows = angles.size(0)
+    if seq > rows:
+        raise _past_the_table(op, rows, f"wanted at least the sequence length {seq}")
     if start_positions is None:
-        if seq > angles.size(0):
-            raise ValueError(
-                f"apply_rotary_pos_emb: argument 'freqs' has {angles.size(0)} positions, wanted at least the sequence "
-                f"length {seq}."
-            )
         angles = angles[:seq, None]  # [seq, 1, rot_dim]
     else:
-        angles = angles[torch.arange(seq, device=t.device)[:, None] + start_positions]  # [seq, batch, rot_dim]
+        positions = torch.arange(seq, device=t.device)[:, None] + start_positions
+        inside = (positions >= 0) & (positions < rows)
+        if positions.is_cpu and is_plain(positions) and not inside.all():
+            got = f"wanted those from start_positions {start_positions.tolist()} on, {seq} each"
+            raise _past_the_table(op, rows, got)
+        # On a GPU nothing waits to look: NaN, as the fused one has it.
+        angles = angles[positions.clamp(0, max(rows - 1, 0))].masked_fill(~inside[..., None], torch.nan)
     if batch_first:
         angles = angles.transpose(0, 1)
     angles = angles.unsqueeze(2)
@@ -128,9 +155,12 @@ def apply_rotary_pos_emb(
     Shapes: t [s, b, h, d] (sbhd) or [b, s, h, d] (bshd); freqs [>= s, 1, 1, d2] with d2 <= d, from
     RotaryPositionEmbedding; start_positions int32 [b], added to the sequence index.
     fused: one kernel (functional.rope); else torch's operations, which also give freqs a gradient.
-    Errors: NotImplementedError naming cu_seqlens, tensor_format 'thd' or cp_size > 1.
+    Errors: TypeError for what is no tensor; ValueError for positions past the angles (on a GPU NaN where
+    start_positions leads there); NotImplementedError naming cu_seqlens, tensor_format 'thd' or cp_size > 1.
     """
-    _refuse_packing("apply_rotary_pos_emb", tensor_format, cu_seqlens, cp_size)
+    op = "apply_rotary_pos_emb"
+    _refuse_packing(op, tensor_format, cu_seqlens, cp_size)
+    _check_tensors(op, t=t, freqs=freqs)
     if not fused:
         return _unfused(t, freqs, start_positions, tensor_format == "bshd", interleaved)
     (out,) = functional.rope(
@@ -159,6 +189,7 @@ def apply_fused_qkv_rotary_pos_emb(
     """
     op = "apply_fused_qkv_rotary_pos_emb"
     _refuse_packing(op, tensor_format, cu_seqlens, cp_size)
+    _check_tensors(op, qkv=qkv, q_freqs=q_freqs, k_freqs=k_freqs)
     split = list(qkv_split_arg_list)
     head = split[1] if len(split) == 3 else 0
     if head <= 0 or sum(split) != qkv.size(-1) or split[0] % head or split[2] % head:

@@ -21,7 +21,8 @@ def normalization(
     Returns (y, h); h is an empty tensor where there was no residual. A gradient that arrives at h is added inside the
     backward.
     Shapes: x, residual, y, h [..., hidden] with hidden from 1 to 65536; gamma, beta [hidden].
-    Dtypes: float32, float16, bfloat16; gamma (and beta, like it) in x's dtype or float32. torch.autocast casts all.
+    Dtypes: float32, float16, bfloat16; gamma (and beta, like it) of any of these, whatever x has. Arithmetic in
+    float32, one rounding. torch.autocast casts all.
     Saves: h, gamma, rstd and, for LayerNorm, mean (float32, one each a row).
     Errors: ValueError naming the argument whose shape, dtype or device does not fit; NotImplementedError beyond hidden
     65536.

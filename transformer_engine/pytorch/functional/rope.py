@@ -15,6 +15,13 @@ def _batch_first(tensor_format: str) -> bool:
     return tensor_format == "bshd"
 
 
+def _in_float32(angles: torch.Tensor | None) -> torch.Tensor | None:
+    """Angles of other floats as the float32 that they are computed with; what is no angle stays, and is refused."""
+    if angles is None or angles.dtype is torch.float32 or not angles.is_floating_point():
+        return angles
+    return angles.float()
+
+
 def rope(
     q: torch.Tensor,
     k: torch.Tensor | None = None,
@@ -30,11 +37,11 @@ def rope(
     with its own number of heads. freqs [positions, 1, 1, rot_dim] or [positions, rot_dim]; columns from rot_dim on
     are copied. start_positions [batch], int32: added to the sequence index; nothing checks it on a GPU, where a
     position beyond freqs gives NaN. Returns new, contiguous tensors.
-    Dtypes: q, k float32, float16, bfloat16; freqs float32. Arithmetic in float32, one rounding.
+    Dtypes: q, k float32, float16, bfloat16; freqs of any float, taken as float32. Arithmetic in float32, one rounding.
     Saves: freqs and start_positions alone. freqs gets no gradient.
     Errors: ValueError naming the argument; NotImplementedError for freqs that require a gradient.
     """
-    args = (q, k, freqs, start_positions, _batch_first(tensor_format), interleaved)
+    args = (q, k, _in_float32(freqs), start_positions, _batch_first(tensor_format), interleaved)
     if torch.compiler.is_compiling():
         return torch.ops.te.rope(*args)
     return _C.rope(*args)
@@ -57,7 +64,15 @@ def rope_qkv(
     heads of q, k and v in each group -> q [seq, batch, groups * nq, head_dim], k and v likewise. k_freqs: q_freqs when
     None. The rest as in `rope`.
     """
-    args = (qkv, q_freqs, k_freqs, start_positions, list(heads), _batch_first(tensor_format), interleaved)
+    args = (
+        qkv,
+        _in_float32(q_freqs),
+        _in_float32(k_freqs),
+        start_positions,
+        list(heads),
+        _batch_first(tensor_format),
+        interleaved,
+    )
     if torch.compiler.is_compiling():
         return torch.ops.te.rope_qkv(*args)
     return _C.rope_qkv(*args)

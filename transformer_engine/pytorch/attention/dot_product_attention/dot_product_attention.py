@@ -10,9 +10,11 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.attention.backends import AttentionPath, attention_path, flash_takes, path_taken
 from transformer_engine.pytorch.attention.masks import (
     AttentionMask,
+    Sizes,
     build_scores,
     check_arbitrary,
     check_bias,
@@ -21,7 +23,8 @@ from transformer_engine.pytorch.attention.masks import (
     check_window,
 )
 from transformer_engine.pytorch.distributed.recompute import checkpoint
-from transformer_engine.pytorch.module.arguments import check_size
+from transformer_engine.pytorch.module.arguments import check_size, check_tensor
+from transformer_engine.pytorch.module.autocast import is_autocast, to_autocast
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 
 
@@ -55,6 +58,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
     """
 
+    @tells_keywords()
     def __init__(
         self,
         num_attention_heads: int,
@@ -168,18 +172,19 @@ class DotProductAttention(TransformerEngineBaseModule):
         self._check_qkv(query_layer, key_layer, value_layer, layout)
         seq_dim, device = (0 if layout == "sbhd" else 1), query_layer.device
         batch, seqs = query_layer.shape[1 - seq_dim], (query_layer.shape[seq_dim], key_layer.shape[seq_dim])
-        sizes = {"batch": batch, "seqs": seqs, "device": device}
+        sizes = Sizes(batch, seqs, device, layout)
         biases = {"bias": core_attention_bias, "slopes": alibi_slopes}
-        check_bias(op, core_attention_bias_type, **biases, heads=self.num_attention_heads, **sizes)
+        check_bias(op, core_attention_bias_type, sizes, **biases, heads=self.num_attention_heads)
         lengths = (cu_seqlens_q, cu_seqlens_kv)
         if "padding" in mask:
-            check_padding(op, attention_mask, lengths, **sizes)
+            check_padding(op, attention_mask, lengths, sizes)
         elif mask == "arbitrary":
-            check_arbitrary(op, attention_mask, heads=self.num_attention_heads, **sizes)
-        autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+            check_arbitrary(op, attention_mask, sizes, heads=self.num_attention_heads)
+        if is_autocast(query_layer):
+            query_layer, key_layer, value_layer = map(to_autocast, (query_layer, key_layer, value_layer))
         path = attention_path(
             device,
-            torch.get_autocast_dtype(device.type) if autocast else query_layer.dtype,
+            query_layer.dtype,
             mask=mask,
             window=window,
             bottom_right=bottom_right,
@@ -195,7 +200,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         if path.mask_tensor:
             attn_mask, unseen = build_scores(
                 path.pattern,
-                **sizes,
+                batch=batch,
+                seqs=seqs,
+                device=device,
                 heads=self.num_attention_heads,
                 dtype=path.dtype,
                 scale=self.softmax_scale,
@@ -231,6 +238,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             ("key_layer", key, (groups, self.hidden_size_per_attention_head_k)),
             ("value_layer", value, (groups, self.hidden_size_per_attention_head_v)),
         ):
+            if tensor is not None and type(tensor) is not torch.Tensor:
+                check_tensor(op, name, tensor)
             if tensor is None or tensor.dim() != 4 or tuple(tensor.shape[2:]) != wanted:
                 got = None if tensor is None else tuple(tensor.shape)
                 raise ValueError(f"{op}: argument '{name}' has shape {got}, wanted [., ., {wanted[0]}, {wanted[1]}].")
