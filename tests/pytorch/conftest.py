@@ -1,5 +1,6 @@
 # Fixtures of the PyTorch suites. `device` runs a test on the CPU and, where there is one, on the first GPU;
 # TE_TEST_DEVICE (cpu, cuda, or cpu,cuda) says exactly which instead, and one that is missing is an error, not a skip.
+# `generated_seed` is the number of a random program: --generated=N of them, GENERATED of the module without it.
 # Every test starts from the same seed, with no compiled code, and sees NaN in each tensor that nobody has written yet.
 import os
 import sys
@@ -31,7 +32,19 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:.*Deterministic behavior was enabled.*:UserWarning")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--generated",
+        type=int,
+        metavar="N",
+        help="programs of each generated suite; by default a few, as many as it says",
+    )
+
+
 def pytest_generate_tests(metafunc):
+    if "generated_seed" in metafunc.fixturenames:
+        count = metafunc.config.getoption("generated", None)
+        metafunc.parametrize("generated_seed", range(metafunc.module.GENERATED if count is None else count))
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", _devices())
 
