@@ -2,24 +2,41 @@
  * launch, each element read and written once. It owns no state and knows neither groups nor schedules.
  *
  * Lists. A te_optimizer_tensor holds one tensor's memory in each list of an op, contiguous, numel elements each, at any
- *   address their type allows. One call has one dtype a list.
+ * address their type allows. One call has one dtype a list.
+ *
  * Adam, float32, with g the gradient, p the weight (its master, where it has one), c = 1 - beta^step or 1:
- *   g = g inv_scale, written back where inv_scale is given; g = g clip; L2 mode: g = g + weight_decay p
- *   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g g
- *   u = (m / c1) / (sqrt(v / c2) + eps); decoupled mode: u = u + weight_decay p;  p = p - lr u
- * SGD: g = g scale; unless decay_after_momentum: g = g + weight_decay p;
- *   b = g in the first run, else momentum b + (1 - dampening) g;  g = nesterov ? g + momentum b : b (without momentum:
- *   g); with decay_after_momentum: g = g + weight_decay p;  p = p - lr g
+ *   g = g inv_scale, written back where inv_scale is given; g = g clip
+ *   L2 mode: g = g + weight_decay p
+ *   m = beta1 m + (1 - beta1) g
+ *   v = beta2 v + (1 - beta2) g g
+ *   u = (m / c1) / (sqrt(v / c2) + eps)
+ *   decoupled mode: u = u + weight_decay p
+ *   p = p - lr u
+ *
+ * SGD, float32:
+ *   g = g scale
+ *   unless decay_after_momentum: g = g + weight_decay p
+ *   b = g in the first run, else momentum b + (1 - dampening) g
+ *   g = nesterov ? g + momentum b : b (without momentum: g)
+ *   with decay_after_momentum: g = g + weight_decay p
+ *   p = p - lr g
+ *
  * Bits. Every multiply-add is one fma, division and square root are IEEE's, and the two constants of the bias
- *   correction come from double: an element's bits depend on its own values and the options alone, not on its place, on
- *   how tensors are cut or grouped, on threads, on whether lr and step lie on the device, or on that device (but for
- * the payload of a NaN). Scaled states and FP8 weights depend on their whole tensor, through its scale. Moments:
- * float32; bfloat16; float16 and float8_e4m3 as value / scale, scale = amax / 32752 and amax / 448, 1 where amax is 0,
- * Inf or NaN, FLT_MIN at the least. Masters: te_master. With TE_MASTER_REMAINDER the weight is bfloat16 and the master
- * an int16: the low half of the float32 master's bits. The weight is the high half, plus one where the low one is
- * negative. Flags. noop, int32 or float32 [1]: where it holds anything but 0, nothing is written. Infs and NaNs pass
- * without one. Aliasing. No memory of one tensor overlaps another's; `in` and `out` of te_optimizer_scale may be the
- * same. Errors. TE_INVALID_ARGUMENT for dtypes, sizes, devices, options; nothing is written then. */
+ * correction come from double: an element's bits depend on its own values and the options alone, not on its place, on
+ * how tensors are cut or grouped, on threads, on whether lr and step lie on the device, or on that device (but for the
+ * payload of a NaN). Scaled states and FP8 weights depend on their whole tensor, through its scale.
+ *
+ * Moments: float32; bfloat16; float16 and float8_e4m3 as value / scale, scale = amax / 32752 and amax / 448, 1 where
+ * amax is 0, Inf or NaN, FLT_MIN at the least.
+ *
+ * Masters: te_master. With TE_MASTER_REMAINDER the weight is bfloat16 and the master an int16: the low half of the
+ * float32 master's bits. The weight is the high half, plus one where the low one is negative.
+ *
+ * Flags. noop, int32 or float32 [1]: where it holds anything but 0, nothing is written. Infs and NaNs pass without one.
+ *
+ * Aliasing. No memory of one tensor overlaps another's; `in` and `out` of te_optimizer_scale may be the same.
+ *
+ * Errors. TE_INVALID_ARGUMENT for dtypes, sizes, devices, options; nothing is written then. */
 #ifndef TRANSFORMER_ENGINE_OPTIMIZER_H_
 #define TRANSFORMER_ENGINE_OPTIMIZER_H_
 
