@@ -142,7 +142,7 @@ def test_refused_by_name():
         (R.Float8BlockScaling(), E4M3, E4M3),
         (R.CustomRecipe(factory), E4M3, E5M2),
     ],
-    ids=repr,
+    ids=["delayed", "delayed E4M3", "current E5M2", "block", "custom"],
 )
 def test_element_types_and_their_largest_values(recipe, forward, backward):
     for dtype, way in ((forward, ()), (forward, (True,)), (backward, (False,))):

@@ -89,7 +89,7 @@ def test_scales_keep_their_meaning(form, wanted):
     for way in FORMS:
         found = checkpoint.unpack(written(state, way), (3, 2))
         assert all((part.rule.margin, part.rule.fp8_format) == (2, wanted) for part in found)
-    module = te.Linear(32, 16)
+    module = te.Linear(32, 16, device="cpu")
     with te.autocast(recipe=DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID)):
         module(torch.randn(8, 32))
     module.set_extra_state(as_tensor(written(state, "pickle 4")))
