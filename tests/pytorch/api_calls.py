@@ -11,7 +11,7 @@ from api_probes import BATCH, HEAD, HEADS, HIDDEN, SEQ, angles, heads, tokens, t
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe
-from transformer_engine.pytorch import cpu_offload, distributed, graph, module, quantization, utils
+from transformer_engine.pytorch import cpu_offload, distributed, graph, module, optimizers, quantization, utils
 from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 
@@ -128,6 +128,35 @@ def a_step_in(context, around=None):
         layer(tokens()).sum().backward()
 
 
+# ---- optimizers ----
+
+_ADAM, _ONE = (1e-3, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0), torch.ones(1)
+_ON_DEVICE = (_ONE, 0.9, 0.99, 1e-8, _ONE.int(), 1, 1, 0.0, _ONE)
+
+# Function -> (its lists: a letter for each one's dtype, what follows them).
+MULTI_TENSOR = {
+    "scale": ("ff", (2.0,)),
+    "scale_tensor": ("ff", (_ONE,)),
+    "l2norm": ("f", (True,)),
+    "unscale_l2norm": ("f", (_ONE, True)),
+    "adam": ("ffff", _ADAM),
+    "adam_param_remainder": ("fbffs", _ADAM),
+    "adam_fp8": ("fufff111", (*_ADAM, FP8)),
+    "adam_capturable": ("ffff", _ON_DEVICE),
+    "adam_capturable_master": ("fbfff", _ON_DEVICE),
+    "sgd": ("fff", (0.0, 0.9, 0.0, 0.1, True, False, False, 1.0)),
+    "compute_scale_and_scale_inv": ("111", (448.0, False, 0.0)),
+}
+_DTYPES = {"b": torch.bfloat16, "s": torch.int16, "u": torch.uint8}
+
+
+def over_lists(name):
+    letters, rest = MULTI_TENSOR[name]
+    lists = [[torch.ones(1 if d == "1" else 8, dtype=_DTYPES.get(d, torch.float32)) for _ in "ab"] for d in letters]
+    function = getattr(optimizers, f"multi_tensor_{name}")
+    optimizers.multi_tensor_applier(function, torch.zeros(1, dtype=torch.int32), lists, *rest)
+
+
 # ---- functions and classes that are no modules: name -> a call ----
 
 CALLS = {
@@ -135,6 +164,9 @@ CALLS = {
     "explain": lambda: te.explain(te.Linear(8, 8, device="cpu"), torch.randn(2, 8)),
     "memory_plan": lambda: te.memory_plan(te.Linear(8, 8, device="cpu"), torch.randn(2, 8)),
     "tune": lambda: inspect.signature(te.tune),  # it searches on a GPU, where its own suite calls it
+    **{f"multi_tensor_{name}": lambda name=name: over_lists(name) for name in MULTI_TENSOR},
+    "multi_tensor_applier": lambda: over_lists("scale"),
+    "MultiTensorApply": lambda: optimizers.MultiTensorApply(1024),
     "general_gemm": lambda: general_gemm(torch.ones(2, 4), torch.ones(3, 4)),
     "autocast": lambda: a_step_in(te.autocast()),
     "fp8_autocast": lambda: a_step_in(te.fp8_autocast()),
