@@ -1,5 +1,6 @@
 # Captured callables and weight gradients: delayed ones, main_grad, static ones on demand. Mutant: zeroing no main_grad
-# for is_first_microbatch turns these red.
+# for is_first_microbatch, or a .grad that is left where a replay writes, turns these red.
+import collections
 import copy
 
 import pytest
@@ -18,6 +19,8 @@ from graph_cases import (
     twins,
 )
 from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
 
 
 @pytest.mark.parametrize("family", DELAYING, ids=lambda f: f.__name__)
@@ -159,3 +162,85 @@ def test_static_gradients_on_demand(device):
         assert_same_step(step(module, x, seed), step(eager, x, seed))
     aliases = {t.data_ptr() for t in module.forward.grad_parameters}
     assert all(p.grad.data_ptr() in aliases for p in module.parameters())
+
+
+# ---- gradients without a copy ----
+
+
+def marked_twins(family, device, *, delay):
+    """The owner of a marked parameter takes its gradient himself; where it is delayed it has the mark already."""
+    modules = twins(family, device, delay_wgrad_compute=delay)
+    for p in modules[0].parameters():
+        p.skip_backward_post_hook = getattr(p, "skip_backward_post_hook", not delay)
+    return modules
+
+
+def backward_in_order(calls, module, entries, inputs):
+    """One step in that order; the gradients of its inputs."""
+    waiting, alive, done = collections.deque(), {}, {1: 0, -1: 0}
+    for entry in entries:
+        if entry not in done:
+            calls[waiting.popleft()].backward_dw()
+            continue
+        m, done[entry] = done[entry], done[entry] + 1
+        if entry > 0:
+            x = inputs[m].clone().requires_grad_()
+            alive[m] = x, calls[m](x)
+        else:
+            x, y = alive.pop(m)
+            y.backward(torch.cos(y.detach() * 7))
+            inputs[m] = x.grad
+            waiting.append(m)
+    return {f"dx {m}": dx for m, dx in enumerate(inputs)}
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+@pytest.mark.parametrize("order", [[1, -1, 1, -1], [1, 1, -1, -1]], ids=["one by one", "two in flight"])
+@pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("family", [linear, split_linear, mlp], ids=lambda f: f.__name__)
+def test_marked_parameters_get_their_gradients_without_a_copy(device, family, delay, order, reuse):
+    """At one address each time, and right: over microbatches, and where steps accumulate."""
+    entries = [part for entry in order for part in ((-1, -1.5) if delay and entry < 0 else (entry,))]
+    module, eager = marked_twins(family, device, delay=delay)
+    samples = tuple((tokens(device, grad=True),) for _ in range(2))
+    graphed = te.make_graphed_callables((module,), samples, _order=entries, _reuse_graph_input_output_buffers=reuse)
+    addresses = collections.defaultdict(set)
+    marked = {name for name, p in module.named_parameters() if p.skip_backward_post_hook}
+    assert marked
+    for seed in range(5):
+        inputs, found = [tokens(device) for _ in range(2)], []
+        for m, calls in ((module, graphed), (eager, [eager] * 2)):
+            found.append(backward_in_order(calls, m, entries, list(inputs)) | left_by(m))
+        assert_same_step(*found, f"step {seed}")
+        if seed < 2 or seed == 4:  # the third adds to what the second left, and the fourth to that
+            for name, p in module.named_parameters():
+                if seed < 2:
+                    addresses[name].add(p.grad.data_ptr())
+                p.grad = None
+            eager.zero_grad()
+    assert {name for name, found in addresses.items() if len(found) == 1} >= marked
+
+
+def test_a_gradient_without_a_copy_is_nobody_elses(device):
+    """Two parameters with one gradient, which is the incoming one too (in a graph: one memory): what is added to one of
+    them is added to none of the others."""
+
+    class Sum(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (torch.nn.Parameter(tokens(device)) for _ in range(2))
+
+        def forward(self, x):
+            return x + self.a + self.b
+
+    module = Sum()
+    eager = copy.deepcopy(module)
+    for p in module.parameters():
+        p.skip_backward_post_hook = True
+    capture(module, device)
+    for seed in range(3):
+        x = tokens(device)
+        assert_same_step(step(module, x, seed), step(eager, x, seed))
+        for m in (module, eager):
+            m.a.grad += 1
+        assert_same_step(left_by(module), left_by(eager))

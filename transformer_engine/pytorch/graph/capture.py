@@ -364,19 +364,29 @@ class Capture:
 
     def _bury(self, graphed: Graphed, work: Work, step: Step, before: Graphed | None) -> None:
         """Gives the memory back that nobody reads once this backward has been replayed: the gradients of the inputs
-        that the backward before this one handed on. Parameters' gradients are handed out as copies, else they stay."""
+        that the backward before this one handed on. Parameters' gradients go where copies of them are handed out."""
         release = self.backend.release
         if before is not None:
             before.grad_inputs = release(before.grad_inputs)
-        if self.plan.clone_parameter_grads:
-            fused = {id(p) for p in fused_weights(graphed.module)}
-            graphed.grad_parameters = [
-                grad if id(p) in fused else release([grad])[0]
-                for p, grad in zip(work.parameters, graphed.grad_parameters)
-            ]
+        fused = {id(p) for p in fused_weights(graphed.module)}
+        graphed.grad_parameters = [
+            grad if id(p) in fused or self._stays(p) else release([grad])[0]
+            for p, grad in zip(work.parameters, graphed.grad_parameters)
+        ]
         if self._last_use(step):
             for t in work.grad_outputs:
                 self.buffers.give(t)
+
+    def _stays(self, p: torch.nn.Parameter) -> bool:
+        """Whether its gradients are handed out without a copy: all are, or its owner takes them himself, behind
+        backward() or backward_dw(), and wants them at one address."""
+        return not self.plan.clone_parameter_grads or bool(getattr(p, "skip_backward_post_hook", False))
+
+    @staticmethod
+    def _shared(graphed: Graphed, grad: torch.Tensor | None) -> bool:
+        """Whether something else lies in a parameter's gradient: what is added to it would be added to that too."""
+        others = [*graphed.grad_parameters, *graphed.grad_inputs, *graphed.grad_outputs]
+        return _meet([grad], [other for other in others if other is not grad])
 
     def _bury_results(self) -> list[torch.Tensor]:
         """Those of passes that are over: whatever was made of them is through with its own backward, but a caller may
@@ -406,8 +416,8 @@ class Capture:
         graphed.wgrad_graph, grads, _ = self._capture(step, work.wgrad, apart=apart)
         fused = {id(p) for p in fused_weights(graphed.module)}
         pairs = [(p, g) for p, g in zip(work.parameters, grads) if g is not None and id(p) not in fused]
-        if self.plan.reuse and self.plan.clone_parameter_grads:
-            pairs = [(p, self.backend.release([g], apart=apart)[0]) for p, g in pairs]
+        if self.plan.reuse:
+            pairs = [(p, g if self._stays(p) else self.backend.release([g], apart=apart)[0]) for p, g in pairs]
         graphed.wgrads = pairs
         graphed.delaying = list(work.delaying)
         if self.plan.reuse and self._last_use(step):
@@ -419,6 +429,8 @@ class Capture:
         position, self.flight.captured = self.flight.captured, self.flight.captured + 1
         if step.kind != order.WGRAD or step.module in self.plan.schedule.scheduled_wgrad:
             setattr(self.graphed[step.sample], f"{step.kind}_position", position)
+        if step.kind == order.WGRAD:
+            self.graphed[step.sample].wgrad_captured = position
         if step.kind == order.BACKWARD:
             self.graphed[step.sample].end_position = position
 
@@ -443,7 +455,6 @@ class Capture:
         graphed.single = work.form.is_leaf()
         graphed.form, graphed.result, graphed.is_tensor = work.form, work.result, work.is_tensor
         graphed.constant_outputs = [i for i, wants in enumerate(work.differentiable) if not wants]
-        graphed.clone_parameter_grads = self.plan.clone_parameter_grads
         if graphed.backward_graph is not None:
             delaying = {id(part) for part in graphed.delaying}
 
@@ -463,7 +474,15 @@ class Capture:
             reached = [(p, grad) for p, grad in pairs if grad is not None or id(p) in later]
             graphed.parameters = [p for p, _ in reached]
             graphed.grad_parameters = [grad for _, grad in reached]
-        graphed.copied = [self.plan.clone_parameter_grads and id(p) not in fused for p in graphed.parameters]
+        graphed.copied = [
+            id(p) not in fused and (not self._stays(p) or self._shared(graphed, grad))
+            for p, grad in zip(graphed.parameters, graphed.grad_parameters)
+        ]
+        pairs = zip(graphed.parameters, graphed.grad_parameters, graphed.copied)
+        graphed.static_grads = [
+            (p, grad) for p, grad, copied in pairs if not copied and grad is not None and id(p) not in fused
+        ]
+        graphed.static_wgrads = [(p, grad) for p, grad in graphed.wgrads if self._stays(p)]
         pairs = zip(graphed.grad_parameters, graphed.copied)
         graphed.copied_grads = [grad for grad, copied in pairs if copied and grad is not None]
         graphed.writes = own_writes(graphed.outputs, work, graphed.touched) + graphed.buried

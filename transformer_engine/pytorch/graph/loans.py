@@ -1,7 +1,8 @@
-"""Gradients that a replay hands to another captured callable without a copy: static memory, which somebody may still
-hold when the next replay writes there. Decides nothing about which are handed out so."""
+"""Gradients that a replay hands out without a copy, to another captured callable or to a parameter: static memory,
+which somebody may still hold when the next replay writes there. Decides nothing about which are handed out so."""
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,9 @@ class Loans:
 
     def __init__(self) -> None:
         self.out: list[tuple[weakref.ref, Graphed]] = []
+        # Gradients of parameters that stand in static memory: (position of the graph that wrote it, parameter, address)
+        self.grads: list[tuple[int, torch.nn.Parameter, int]] = []
+        self.latest = -1  # of their positions
 
     def lend(self, gradient: torch.Tensor, taker: "Graphed") -> torch.Tensor:
         self.out.append((weakref.ref(gradient), taker))
@@ -38,3 +42,21 @@ class Loans:
             distinct(own).copy_(distinct(gradient))
             gradient.data = own
         self.out = left
+
+    def hand_out(self, position: int, static: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+        """Parameters get their gradients without a copy from the graph at that position. Nothing that was captured
+        behind it has their memory; what was captured before it may."""
+        self.grads += [(position, parameter, grad.data_ptr()) for parameter, grad in static]
+        self.latest = max(self.latest, position)
+
+    def keep_grads(self, position: int) -> None:
+        """Before a replay of the graph at that position: a .grad that is still where it may write gets memory of its
+        own, and what comes is added to that."""
+        left = []
+        for entry in self.grads:
+            at, parameter, address = entry
+            if at < position:
+                left.append(entry)
+            elif parameter.grad is not None and parameter.grad.data_ptr() == address:
+                parameter.grad.data = parameter.grad.clone()
+        self.grads, self.latest = left, max((at for at, *_ in left), default=-1)

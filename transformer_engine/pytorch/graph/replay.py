@@ -82,6 +82,7 @@ class Graphed(Refusals, WeightGrads):
         self.forward_position = self.backward_position = self.end_position = 0
         self.next_backward = -1  # the position of the backward that was captured behind its own
         self.wgrad_position: int | None = None
+        self.wgrad_captured = 0  # where it was captured, whether or not the order has an entry for it
         self.whole = False  # a call is followed by the whole graph, whatever event the caller has
         self.spoilt_by: str | None = None  # what wrote over memory of the latest call that its backward reads
         self.wgrad_spoilt_by: str | None = None  # or that its delayed weight gradients read
@@ -115,7 +116,9 @@ class Graphed(Refusals, WeightGrads):
         self.grad_parameters: list[torch.Tensor | None] = []
         self.copied: list[bool] = []  # which of the parameters' are handed out as copies
         self.copied_grads: list[torch.Tensor] = []  # those
-        self.clone_parameter_grads = True
+        # Parameters whose gradients are handed out without a copy, and those: the backward's, and backward_dw()'s.
+        self.static_grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.static_wgrads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.form = None  # of the result
         self.single = False  # it is one tensor
         self.result: list[object] = []  # its leaves; None where a tensor stands
@@ -221,6 +224,8 @@ class Graphed(Refusals, WeightGrads):
     def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
         if self.loans.out:
             self.loans.settle()
+        if self.loans.latest >= self.forward_position:
+            self.loans.keep_grads(self.forward_position)
         increment_version(self.writes)  # before the work, of which a recorder has history
         if stream is None:  # fill and replay, written out: every call of Python's costs
             low, high = self.near
@@ -295,6 +300,8 @@ class Graphed(Refusals, WeightGrads):
             self.flight.backward(self)
         if self.loans.out:
             self.loans.settle(self)
+        if self.loans.latest >= self.backward_position:
+            self.loans.keep_grads(self.backward_position)
         _, stream, microbatch, event, watched = ctx.call
         kept = self._prepare_main_grads(self.fused, microbatch, unwanted) if self.fused else ()
         to_fill = self.grad_outputs, self.grad_addresses, self.grads_near, grads
@@ -331,6 +338,8 @@ class Graphed(Refusals, WeightGrads):
         for weight, _ in self.fused:
             if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad") and id(weight) not in unwanted:
                 weight.grad_added_to_main_grad = True
+        if self.static_grads:
+            self.loans.hand_out(self.backward_position, self.static_grads)
         if self.delayed and not (unwanted and self.delayed <= unwanted):
             self.wgrad_due = stream, microbatch, unwanted
         return found
@@ -350,7 +359,7 @@ class Graphed(Refusals, WeightGrads):
         self.inputs, self.outputs, self.grad_outputs, self.buried = [], [], [], []
         self.grad_inputs, self.grad_parameters, self.copied_grads, self.wgrads = [], [], [], []
         self.touched, self.touched_backward, self.writes, self.backward_writes = [], [], [], []
-        self.held, self.wgrad_due = [], None
+        self.held, self.wgrad_due, self.static_grads, self.static_wgrads = [], None, [], []
         if self.on_reset is not None:
             self.on_reset()
 

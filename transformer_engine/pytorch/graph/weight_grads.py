@@ -44,6 +44,8 @@ class WeightGrads:
             self.flight.weight_grads(self)
         if self.loans.out:
             self.loans.settle()
+        if self.loans.latest >= self.wgrad_captured:
+            self.loans.keep_grads(self.wgrad_captured)
         stream, microbatch, unwanted = self.wgrad_due
         with torch.no_grad():
             kept = self._prepare_main_grads(self.fused_later, microbatch, unwanted)
@@ -51,15 +53,17 @@ class WeightGrads:
             self.wgrad_due = None
             for put_back in kept:
                 put_back()
+            increment_version([grad for _, grad in self.static_wgrads])
+            static = {id(parameter) for parameter, _ in self.static_wgrads}
             for parameter, grad in self.wgrads:
                 if not parameter.requires_grad or id(parameter) in unwanted:
                     continue
-                if not self.clone_parameter_grads:
-                    increment_version([grad])
                 if parameter.grad is None:
-                    parameter.grad = grad.clone() if self.clone_parameter_grads else grad.detach()
+                    parameter.grad = grad.detach() if id(parameter) in static else grad.clone()
                 else:
                     parameter.grad += grad
+            if self.static_wgrads:
+                self.loans.hand_out(self.wgrad_captured, self.static_wgrads)
             for weight, _ in self.fused_later:
                 asked = weight.requires_grad and id(weight) not in unwanted
                 if asked and hasattr(weight, "grad_added_to_main_grad"):
