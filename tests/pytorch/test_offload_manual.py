@@ -1,8 +1,9 @@
 # Manual synchronization where something is missing: pinned memory, the layer itself, or offload as a whole. A call
 # either does what it says, or nothing because nothing left, or names what is wrong. Mutants: no note that a layer
-# stayed (_start in cpu_offload/steps.py), no look at how far the forward is (_layer in cpu_offload/schedule.py), and
-# giving tensors up before the engine has agreed (release_activation_forward_gpu_memory in cpu_offload/layer.py) turn
-# these red.
+# stayed (_start in cpu_offload/steps.py), no look at how far the forward is (_layer in cpu_offload/schedule.py), the
+# newest step's layer in place of the oldest's (there, twice), no look at whether a retained layer is still wanted
+# (_new_layer in cpu_offload/steps.py), and giving tensors up before the engine has agreed
+# (release_activation_forward_gpu_memory in cpu_offload/layer.py) turn these red.
 import pickle
 import threading
 
@@ -212,3 +213,60 @@ def test_a_frozen_layer_does_not_come_back(device):
     manual.start_reload_layer(0)
     assert states(manual)[0] == "reload_started"
     z.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "a frozen one before them"])
+def test_the_oldest_step_goes_first(frozen, device):
+    """Of several whose layer is in the state that a call wants; those of which nothing left are passed over."""
+    layers, x = stack(device), randn(8, 16, device=device)
+    context, sync, manual = te.get_cpu_offload_context(True, None, 3, manual_synchronization=True)
+    expected = train(layers, x, context, sync, manual)
+    graphs = []
+    if frozen:
+        layers[0].requires_grad_(False)
+        graphs.append(forward(layers, x, context, sync))
+        manual.start_offload_layer(0)
+        layers[0].requires_grad_(True)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for given in inputs:
+        graphs.append(forward(layers, given, context, sync))
+        manual.start_offload_layer(0)
+    first, second = (steps.layers[0] for steps in list(manual.steps())[-2:])
+
+    def now():
+        return [first.state.split("_")[1], second.state.split("_")[1]]
+
+    assert now() == ["started", "started"]
+    for wanted in (["finished", "started"], ["finished", "finished"]):
+        manual.release_activation_forward_gpu_memory(0)
+        assert now() == wanted
+    for wanted in ("reload_started", "offload_finished"), ("reload_started", "reload_started"):
+        manual.start_reload_layer(0)
+        assert (first.state, second.state) == wanted
+    for given, y in zip(inputs, graphs[-2:], strict=True):
+        y.sum().backward()
+        same([y.detach(), given.grad], expected)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_layer_that_only_another_result_wants(retain, device):
+    """Nothing goes back through what sync was given, so the step is gone; a loss beside it still reads the layer."""
+    layers, x = stack(device), randn(8, 16, device=device)
+    wanted = x.clone().requires_grad_()
+    layers[0](wanted).sum().backward()
+    context, sync, manual = te.get_cpu_offload_context(
+        True, None, 3, manual_synchronization=True, retain_pinned_cpu_buffers=retain
+    )
+    losses, inputs = [], [x.clone().requires_grad_() for _ in range(3)]
+    for given in inputs:
+        with context:
+            y = layers[0](given)
+        losses.append(y.sum())
+        y = sync(y.detach())
+        manual.start_offload_layer(0)
+        manual.release_activation_forward_gpu_memory(0)
+        assert manual.get_offloaded_total_size_mb() > 0
+        manual.forget_step()
+    for given, loss in zip(inputs, losses, strict=True):
+        loss.backward()
+        assert_same_bits(given.grad, wanted.grad)

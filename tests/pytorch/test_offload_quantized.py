@@ -1,6 +1,7 @@
 # Quantized tensors under offload: class, dtype, shape, strides, scales, usages, shared memory and bits come back; one
 # buffer of many tensors leaves as one. Mutant: popping every part with its memory's first dtype (pop_tensor in
-# cpu_offload/layer.py; a scale restored as bytes) turns these red; keeping a tensor below the threshold where it is,
+# cpu_offload/layer.py; a scale restored as bytes) turns these red, and so does bringing a layer back for the first part
+# of a tensor alone (pop in cpu_offload/steps.py); keeping a tensor below the threshold where it is,
 # with the buffer that it lies in, or leaving a bulk tensor's amax on what it is put back into, those of one buffer.
 import gc
 
@@ -251,3 +252,35 @@ def test_subviews_of_two_formats(device):
 
 def halves(tensor):
     return tensor.rowwise_storage, tensor.columnwise_storage
+
+
+class Scales(torch.autograd.Function):
+    """x times the sum of a quantized tensor, which it keeps whole."""
+
+    @staticmethod
+    def forward(ctx, x, tensor):
+        ctx.save_for_backward(tensor)
+        return x * tensor.dequantize().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].dequantize().sum(), None
+
+
+@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=["both", "rows", "columns"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_that_nobody_brings_back(name, usages, device):
+    """The backward does, for whichever part of the tensor has left: its first one may be missing or small."""
+    quantizer = quantizers(device)[name]
+    quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
+    tensor, x = quantizer(randn(64, 48, device=device)), randn(3, device=device, requires_grad=True)
+    (expected,) = torch.autograd.grad(Scales.apply(x, tensor).sum(), x)
+    context, sync, manual = te.get_cpu_offload_context(True, None, 1, manual_synchronization=True)
+    with context:
+        y = Scales.apply(x, tensor)
+    y = sync(y)
+    manual.start_offload_layer(0)
+    del tensor
+    manual.release_activation_forward_gpu_memory(0)
+    assert manual.get_offloaded_total_size_mb() > 0
+    assert_same_bits(torch.autograd.grad(y.sum(), x)[0], expected)

@@ -1,10 +1,13 @@
 # Which layer is the first one of a step: whatever ended the forward before it, layers are numbered right, or a
-# warning says why they may not be. Mutants: a step that its backward does not end (over in cpu_offload/steps.py) and no
-# look at what a layer reads (check_result) turn these red.
+# warning says why they may not be. Mutants: a step that its backward does not end (over in cpu_offload/steps.py), no
+# look at what a layer reads (check_result), no forget_step() behind an exception (__exit__ in cpu_offload/context.py),
+# records() that does not ask whether a backward runs, and giving up what came back for a layer that the backward did
+# not reach (popped in finish_part_of_bwd), turn these red.
 import copy
 import gc
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -95,6 +98,20 @@ def test_an_exception_anywhere(where, layers, stack):
     stack.goes_on(alive=True)
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_an_exception_ends_the_step(layers, stack):
+    """By itself: the layers before it have a graph that is alive, and nobody calls forget_step()."""
+    y = stack.forward(layers)
+    with pytest.raises(ArithmeticError), stack.context:
+        raise ArithmeticError
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stack.goes_on(alive=True)
+    stack.layers[0].zero_grad(set_to_none=True)
+    y.sum().backward()  # and what they kept is there
+    assert stack.layers[0].linear.weight.grad is not None
+
+
 @pytest.mark.parametrize("how", ["forget", "again"])
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_retry_while_the_exception_is_alive(layers, how, stack):
@@ -128,6 +145,42 @@ def test_a_loss_that_is_still_alive(layers, backward, stack):
             stack.forward()
         stack.context.offload_synchronizer.forget_step()
         stack.goes_on(alive=True)
+
+
+@pytest.mark.parametrize("around", [[0, 1, 2, 3], [0], [1, 2], [3]], ids=str)
+def test_a_recomputation_starts_no_step(around, stack):
+    """torch's reentrant way runs context and sync function without gradients first, and then inside of a backward."""
+    synchronizer, x = stack.context.offload_synchronizer, stack.x.clone().requires_grad_()
+    first, last = around[0], around[-1] + 1
+    y = forward(stack.layers[:first], x, stack.context, stack.sync)
+    for layer in stack.layers[first:last]:
+        layer.context = None
+    y = torch.utils.checkpoint.checkpoint(
+        lambda y: forward(stack.layers[first:last], y, stack.context, stack.sync), y, use_reentrant=True
+    )
+    y = forward(stack.layers[last:], y, stack.context, stack.sync)
+    assert stack.seen == list(range(N - len(around)))
+    steps = list(synchronizer.steps())
+    assert len(steps) == (len(around) < N)
+    y.backward(torch.ones_like(y))
+    assert list(synchronizer.steps()) == steps and not synchronizer.layer_open
+    assert_same_bits(x.grad, stack.expected[1])
+    for layer in stack.layers:
+        layer.context = stack.context
+    del y, steps
+    stack.goes_on()
+
+
+def test_a_backward_that_does_not_reach_a_layer(stack):
+    """What came back ahead of it stays on the device for the part of the backward that does."""
+    synchronizer, x = stack.context.offload_synchronizer, stack.x.clone().requires_grad_()
+    before = forward(stack.layers[:2], x, stack.context, stack.sync)
+    y = forward(stack.layers[2:], before, stack.context, stack.sync)
+    (gradient,) = torch.autograd.grad(y, before, torch.ones_like(y), retain_graph=True)
+    states = [layer.state for layer in list(synchronizer.steps())[-1].layers]
+    assert states == ["offload_finished", "reload_started", "not_offloaded", "not_offloaded"]
+    before.backward(gradient)
+    assert_same_bits(x.grad, stack.expected[1])
 
 
 @pytest.mark.parametrize("layers", [1, 3])
