@@ -139,8 +139,8 @@ struct MlpFamily {
       pre_activation = detail::unfold_last(unpacked, like, unpacked.sym_size(-1));
     }
 
-    const ProductQuantization* q = fc1.quantization.get();
-    Half::Onward onward{q != nullptr ? &q->dy : nullptr, {into_norm, wanted[kWeight1]}, wanted[kBias1], {}};
+    const Directions directions{into_norm, wanted[kWeight1]};
+    Half::Onward onward{gradient_quantizer(fc1.quantization.get(), directions), directions, wanted[kBias1], {}};
     const variable_list second = Half::run_backward<Route>(state.fc2, {into_first, wanted[kWeight2], wanted[kBias2]},
                                                            saved2, {grads[0], {}, {}, {}, {}}, &onward);
     variable_list first(Half::kResidual + 1);

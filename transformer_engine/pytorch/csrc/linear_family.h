@@ -132,7 +132,7 @@ struct LinearFamily {
     Operand made;
     Tensor dbias;
 
-    bool any() const { return dy.defined() || made.quantized() || made.plain.defined(); }
+    bool any() const { return dy.defined() || made.quantized() || made.plain.defined() || dbias.defined(); }
   };
 
   // Where the gradient of an activation's input goes on to: the dy of another product, which quantizes it so.
@@ -163,9 +163,9 @@ struct LinearFamily {
 
     Operand dy = in.made;
     Tensor dbias = in.dbias;
-    if (in.dy.defined() && (into_prologue || wanted[kWeight])) {
-      dy = operand_of<Route>(q != nullptr ? &q->dy : nullptr, in.dy, {into_prologue, wanted[kWeight]},
-                             wanted[kBias] ? &dbias : nullptr);
+    if (in.dy.defined() && (into_prologue || wanted[kWeight] || wanted[kBias])) {
+      const Directions directions{into_prologue, wanted[kWeight]};
+      dy = operand_of<Route>(gradient_quantizer(q, directions), in.dy, directions, wanted[kBias] ? &dbias : nullptr);
     }
     Tensor d_operand;
     if (in.any() && into_prologue) {

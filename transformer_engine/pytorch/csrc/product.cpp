@@ -83,6 +83,12 @@ Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales
   return again;
 }
 
+const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions) {
+  static const Quantizer sums{{QuantizeSpec::kBlock1d, false, false, 0.f}, {}, {}, {}};  // which needs no amax
+  if (q == nullptr || !q->dy.active()) return nullptr;
+  return directions.rowwise || directions.columnwise ? &q->dy : &sums;
+}
+
 Tensor WeightProduct::column_sums(int64_t first, int64_t rows) const {
   if (dbias.defined()) return dbias.narrow(0, first, rows);
   return plain_of<Direct>(dy, dtype).narrow(-1, first, rows).flatten(0, -2).sum(0);

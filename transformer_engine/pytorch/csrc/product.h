@@ -46,6 +46,10 @@ void refuse_state(const Quantizer& quantizer);
 // The quantization again, its input by the scales that were used before: same bits, and no state touched.
 Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales);
 
+// Of the gradient of a product's output, read in these directions; null where it is plain. In neither (the bias alone
+// wants a gradient) one that makes column sums, to the same bits as any other, and no data.
+const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions);
+
 // x by the quantizer, or as it is where there is none, or where it leaves x alone. dbias: the sums of x's columns,
 // where they are wanted and x was quantized.
 template <class Route>
