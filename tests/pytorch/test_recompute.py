@@ -374,7 +374,7 @@ def test_phases(device, use_reentrant):
     with te.autocast(recipe=recipe):
         out = te.checkpoint(outer, tokens(device), use_reentrant=use_reentrant)
     out.sum().backward()
-    first, second = [(True, False), ("outer", True, False)], [(True, False), ("outer", True, True)]
+    first, second = [(True, False), ("outer", True, False)], [(True, True), ("outer", True, True)]
     assert seen == [*first, *second, (True, True)] and phase() == (False, False)
 
 

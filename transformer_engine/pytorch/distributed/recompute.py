@@ -37,12 +37,45 @@ class FirstRun:
         self._taken = {}
 
 
+class _ByHand:
+    """Runs whose phases are said by hand: first runs and recomputations pair in the order of both, which their owner
+    keeps (`left_in_order()`, a deque)."""
+
+    @staticmethod
+    def leave(owner: object, entry: object) -> None:
+        owner.left_in_order().append(entry)
+
+    @staticmethod
+    def take(owner: object) -> object | None:
+        left = owner.left_in_order()
+        return left.popleft() if left else None
+
+
+_BY_HAND = _ByHand()
+
+
 class RecomputePhase(threading.local):
-    """Where this thread is. Recomputations run on autograd's threads, several modules on several threads."""
+    """Where this thread is. Recomputations run on autograd's threads, several modules on several threads.
+
+    A first run inside of another one leaves its entries to both; inside a recomputation it is one for its modules, and
+    hands on what they take."""
 
     enabled = False
     recomputing = False
-    first_run: FirstRun | None = None
+    _from: FirstRun | _ByHand = _BY_HAND
+    _to: tuple[FirstRun | _ByHand, ...] = ()
+
+    def leave(self, owner: object, entry: object) -> None:
+        """In a first run: for the recomputations of it."""
+        for run in self._to:
+            run.leave(owner, entry)
+
+    def take(self, owner: object) -> object | None:
+        """In a recomputation: what the owner's call left, or None."""
+        entry = self._from.take(owner)
+        if entry is not None:
+            self.leave(owner, entry)
+        return entry
 
 
 _phase = RecomputePhase()
@@ -55,16 +88,23 @@ def activation_recompute_forward(
     """Says that the forward inside will be recomputed (activation_recompute), and that it is the second run of it
     (recompute_phase); `checkpoint` does so for both of its runs, and hands them one first_run. Without one, modules
     pair their first runs with recomputations in the order of both."""
-    before = _phase.enabled, _phase.recomputing, _phase.first_run
-    _phase.enabled, _phase.recomputing, _phase.first_run = activation_recompute, recompute_phase, first_run
+    run = _BY_HAND if first_run is None else first_run
+    before = _phase.enabled, _phase.recomputing, _phase._from, _phase._to
+    if not activation_recompute or recompute_phase:
+        now = activation_recompute, recompute_phase, run, ()
+    elif _phase.recomputing:
+        now = True, True, _phase._from, (*_phase._to, run)
+    else:
+        now = True, False, run, (*_phase._to, run)
+    _phase.enabled, _phase.recomputing, _phase._from, _phase._to = now
     try:
         yield
     finally:
-        _phase.enabled, _phase.recomputing, _phase.first_run = before
+        _phase.enabled, _phase.recomputing, _phase._from, _phase._to = before
 
 
 def recompute_phase() -> RecomputePhase:
-    """Of this thread: enabled, recomputing, first_run."""
+    """Of this thread."""
     return _phase
 
 

@@ -91,11 +91,11 @@ class Scales:
             watch = region.watch()
             watched = watch, watch.take()
         entry = [state.used() for state in self.states], None if grad else watched
-        if phase.first_run is not None:
-            phase.first_run.leave(self, entry)
-        else:
-            self._left.append(entry)
+        phase.leave(self, entry)
         return watched if grad else None, alone
+
+    def left_in_order(self) -> deque[tuple]:
+        return self._left
 
     @torch.no_grad()
     def again(self, phase: RecomputePhase) -> tuple[Watched | None, Callable[[], None]]:
@@ -103,10 +103,7 @@ class Scales:
         that tells that it was reached; what puts the scales of now back behind the forward, and their amaxes).
         RuntimeError where the first run left none."""
         self._check_known()
-        if phase.first_run is not None:
-            entry = phase.first_run.take(self)
-        else:
-            entry = self._left.popleft() if self._left else None
+        entry = phase.take(self)
         if entry is None:
             raise RuntimeError(
                 f"{self.label}: a recomputed call needs the scales of its first run, but that run left none; run it "

@@ -12,7 +12,7 @@ from collections import deque
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.distributed.recompute import recompute_phase
+from transformer_engine.pytorch.distributed.recompute import RecomputePhase, recompute_phase
 from transformer_engine.pytorch.module.fp8_weights import QuantizedWeights
 from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, ModuleQuantization
 from transformer_engine.pytorch.quantization import checkpoint
@@ -119,7 +119,8 @@ class QuantizationState(QuantizedWeights):
                 f"{type(self).__name__}: argument 'fp8_output' is True, but an output that is a quantized tensor is "
                 "not available in this version under torch.compile; leave it at False."
             )
-        quantizer = self._own.python_quantizer(0, "output")
+        own = self._own
+        quantizer = own.output_quantizer(RECORD if own.rule is None else self._kind_of_call(recompute_phase()))
         if quantizer is None:
             return output
         quantizer.set_usage(rowwise=True, columnwise=False)
@@ -199,10 +200,17 @@ class QuantizationState(QuantizedWeights):
             roles.append({role: own.get(role) or QuantizerRole(kind, role, name) for role in SLOTS})
         return roles
 
+    def _kind_of_call(self, phase: RecomputePhase) -> int:
+        """Under delayed scaling."""
+        if phase.recomputing:
+            return AGAIN
+        return RECORD if self.training and (phase.enabled or torch.is_grad_enabled()) else QUIET
+
     def _variant(self, state: State, own: ModuleQuantization, index: int) -> int:
         """Of a call under delayed scaling; the module's first product decides for this call what is kept."""
         phase = recompute_phase()
-        if phase.recomputing:
+        kind = self._kind_of_call(phase)
+        if kind == AGAIN:
             if index == 0:
                 scales, watched = self._take(phase)
                 own.use_again(scales)
@@ -211,10 +219,8 @@ class QuantizationState(QuantizedWeights):
                     watch, place = watched
                     if not watch.reached(place):  # recomputed ahead of its backward
                         self._unfollowed = functools.partial(watch.follow, place=place)
-            return AGAIN
-        if not (self.training and (phase.enabled or torch.is_grad_enabled())):
-            return QUIET
-        if index == 0:
+            return kind
+        if index == 0 and kind == RECORD:
             if state.noted is not None:
                 state.noted.setdefault(self, (state.token, state.group))
             region = None if state.capturing else state.region
@@ -223,7 +229,7 @@ class QuantizationState(QuantizedWeights):
                 self._unfollowed = None if region.claimed else region.follow
             if phase.enabled:
                 self._leave_for_recompute(state, phase, own)
-        return RECORD
+        return kind
 
     @staticmethod
     def _register(region: Region, own: ModuleQuantization, group: object | None) -> None:
@@ -231,7 +237,7 @@ class QuantizationState(QuantizedWeights):
             region.add(own.forward, group, forward=True)
             region.add(own.backward, group, forward=False)
 
-    def _leave_for_recompute(self, state: State, phase: object, own: ModuleQuantization) -> None:
+    def _leave_for_recompute(self, state: State, phase: RecomputePhase, own: ModuleQuantization) -> None:
         watched = None
         if self._unfollowed is not None and not torch.is_grad_enabled():  # its output will have a graph then alone
             self._unfollowed = None
@@ -239,18 +245,14 @@ class QuantizationState(QuantizedWeights):
             watched = watch, watch.take()
         # In a capture a copy that was made outside of it would be the same at each replay.
         scales = own.forward.scale.clone() if state.capturing else own.forward.used()
-        entry = scales, watched
-        if phase.first_run is not None:
-            phase.first_run.leave(self, entry)
-        else:
-            self.fp8_meta.setdefault("scales_for_recompute", deque()).append(entry)
+        phase.leave(self, (scales, watched))
 
-    def _take(self, phase: object) -> tuple[torch.Tensor, tuple[_C.BackwardWatch, int] | None]:
-        if phase.first_run is not None:
-            entry = phase.first_run.take(self)
-        else:
-            kept = self.fp8_meta.get("scales_for_recompute")
-            entry = kept.popleft() if kept else None
+    def left_in_order(self) -> deque:
+        """What first runs have left whose phases were said by hand."""
+        return self.fp8_meta.setdefault("scales_for_recompute", deque())
+
+    def _take(self, phase: RecomputePhase) -> tuple[torch.Tensor, tuple[_C.BackwardWatch, int] | None]:
+        entry = phase.take(self)
         if entry is None:
             raise RuntimeError(
                 f"{type(self).__name__}: a recomputed forward needs the scales of its first run, but that run left "

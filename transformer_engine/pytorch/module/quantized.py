@@ -20,7 +20,7 @@ from transformer_engine.pytorch.quantization.products import (
 )
 from transformer_engine.pytorch.quantization.quantizers import ask_factory, delayed_spec, make_quantizer, only_rule
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
-from transformer_engine.pytorch.tensor import Quantizer
+from transformer_engine.pytorch.tensor import Float8Quantizer, Quantizer
 
 ROLES = ("input", "weight", "grad_output")
 # Of a delayed product. RECORD: notes amaxes. QUIET: notes none. AGAIN: a recomputation, by the scales of the first run;
@@ -158,6 +158,15 @@ class ModuleQuantization:
         state = self.forward if forward else self.backward
         column = (FORWARD_SLOTS if forward else BACKWARD_SLOTS) * index + SLOTS[role]
         return make_quantizer(source, self.device, Column(state, column, held) if source[0] == DELAYED else None)
+
+    def output_quantizer(self, variant: int) -> Quantizer | None:
+        """Of the first product's output, for one call."""
+        found = self.python_quantizer(0, "output")
+        if variant == RECORD or getattr(found, "_column", None) is None:  # or it has no state of the module's
+            return found
+        column = SLOTS["output"]  # a scale of its own, and an amax that nobody reads
+        scale = (self._again if variant == AGAIN else self.forward.scale)[column : column + 1].clone()
+        return Float8Quantizer(scale, torch.zeros_like(scale), found.dtype)
 
     def weight_format(self, index: int) -> Quantizer | None:
         """A quantizer of a product's weight that has no state: to compare with."""
