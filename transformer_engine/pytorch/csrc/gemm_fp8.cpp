@@ -227,6 +227,7 @@ Tensor product_cuda(const Operand& a, const Operand& b, at::ScalarType out_dtype
 
 Tensor product(const Operand& a, const Operand& b, at::ScalarType out_dtype, const OptionalTensor& bias, bool fast) {
   const c10::NoGradGuard no_graph;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // of the CPU's product
   const int64_t rows = b.data.size(0), cols = a.data.size(0);
   if (rows == 0 || cols == 0 || a.data.size(1) == 0) {
     te_note_path("nothing to multiply", "");

@@ -37,6 +37,7 @@ variable_list run_inference(const Packed& packed) {
   typename Packed::Family::State state;
   Keeper keeper;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return packed.with(
       [&](const auto&... args) { return Packed::Family::template forward<Route>(state, keeper, args...); });
 }

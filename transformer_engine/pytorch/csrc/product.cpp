@@ -91,6 +91,7 @@ const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions dir
 
 Tensor WeightProduct::column_sums(int64_t first, int64_t rows) const {
   if (dbias.defined()) return dbias.narrow(0, first, rows);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // backward_dw() runs anywhere
   return plain_of<Direct>(dy, dtype).narrow(-1, first, rows).flatten(0, -2).sum(0);
 }
 
