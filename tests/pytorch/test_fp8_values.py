@@ -138,6 +138,24 @@ def test_init_functions_are_not_clipped(device, init, stepped):
     assert got.abs().max() >= 0.9 * want.abs().max()
 
 
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
+def test_init_functions_of_rows_are_not_clipped(device, stepped):
+    """Query, key and value of one weight, each by its own spread."""
+    module = linear(device, 48)
+    if stepped:
+        forward_backward(module, size=48)
+    plain = torch.empty(48, 48, device=device)
+    for weight in (plain, module.weight):
+        torch.manual_seed(7)
+        for rows, std in zip(weight.chunk(3), (1.0, 40.0, 4.0)):
+            torch.nn.init.normal_(rows, std=std)
+    got = module.weight.dequantize()
+    assert ((got - plain).abs() <= 2.0**-3 * 1.1 * plain.abs() + 2.0**-9 * module.weight._scale_inv).all()
+    assert newest_amax(module) >= got.abs().max()
+    forward_backward(module, size=48)
+    assert forward_scale(module) <= 448.0 / got.abs().max()
+
+
 @pytest.mark.parametrize("how", ["eval", "load", "a fill"])
 def test_steps_before_do_not_clip_what_is_put_in(device, how):
     module, values = linear(device), randn(32, 32, device=device, scale=100.0)

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.quantization.products import plan_of
 from transformer_engine.pytorch.quantization.state import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
+from transformer_engine.pytorch.tensor.values_view import ValuesView
 
 
 def keep_high_precision(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -161,7 +162,9 @@ class QuantizedWeights(torch.nn.Module):
 
     @staticmethod
     def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Its values, where it is quantized; differentiable."""
+        """Its values, where it is quantized, or a view of something that is; differentiable."""
+        if isinstance(tensor, ValuesView):
+            return tensor.plain()
         return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
     def _primary_weight(self, product: str, weight: QuantizedTensor) -> _C.Quantized:

@@ -1,6 +1,7 @@
 """What torch's operations do to a quantized tensor: a few keep it quantized, the rest compute with its values, and one
 that writes in place quantizes what it wrote. One table; a format has no operations of its own here."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from transformer_engine.pytorch.tensor import layout
 from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.values_view import is_view, shown, written_by
 
 aten = torch.ops.aten
 
@@ -32,6 +34,13 @@ def _rule(*ops: Any) -> Callable:
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """func(*args, **kwargs), at least one of them a quantized tensor."""
+    if torch.is_inference_mode_enabled() and is_view(func):  # torch counts the versions of a view and its base as one
+        with torch.inference_mode(any(isinstance(t, torch.Tensor) and t.is_inference() for t in args)), torch.no_grad():
+            return _run(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule = _RULES.get(func)
     if rule is not None:
         try:
@@ -59,8 +68,12 @@ def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return values[id(given)]
 
     result = func(*tree_map(value_of, list(args)), **tree_map(value_of, kwargs))
+    if is_view(func):
+        t = next(given for given in (*args, *kwargs.values()) if _is_quantized(given))
+        own = any(part is values[id(t)] for part in t._tensors().values())  # not quantized at all: a view of memory
+        return result if own else shown(result, func, type(t).__name__)
     back = {}  # what func wrote into, and may have returned
-    for given in _written_arguments(func, args, kwargs):
+    for given in written_by(func, args, kwargs, _is_quantized):
         value = values[id(given)]
         back[id(value)] = given
         if func in _FILLS or torch.Tag.nondeterministic_seeded in func.tags or _generates(func, args):
@@ -76,24 +89,12 @@ def _generates(func: Any, args: Sequence[Any]) -> bool:
     return made.kwarg_only and made.alias_info is not None and made.alias_info.is_write and not tensors
 
 
-def _written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[QuantizedTensorStorage]:
-    found = {}
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
-        for one in given if isinstance(given, (list, tuple)) else [given]:
-            if _is_quantized(one):
-                found[id(one)] = one
-    return list(found.values())
-
-
 # ---- the same tensor, another one of the kind ----
 
 
 @_rule(aten.detach.default, aten.alias.default)
 def _alias(t: QuantizedTensorStorage) -> QuantizedTensorStorage:
-    return t._like(t._tensors(), t.shape)
+    return t._alias(t._tensors(), t.shape)
 
 
 @_rule(aten.clone.default)
@@ -234,17 +235,18 @@ def _split(t: QuantizedTensorStorage, size: int, dim: int = 0) -> list[Quantized
     return [_some_rows(t, first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
 
 
+@_rule(aten.split_with_sizes.default)
+def _split_with_sizes(t: QuantizedTensorStorage, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensorStorage]:
+    if dim % t.dim() or sum(sizes) != t.shape[0] or min(sizes, default=0) < 0:
+        raise _Otherwise  # torch says what is wrong
+    ends = list(itertools.accumulate(sizes))
+    return [_some_rows(t, last - size, last) for size, last in zip(sizes, ends)]
+
+
 def _some_rows(t: QuantizedTensorStorage, first: int, last: int) -> QuantizedTensorStorage:
-    """Rows [first, last). A view where t has rowwise data alone, or where they are all rows; else a copy of the rowwise
-    data: no view of rows could keep t's columnwise data right when it is written."""
-    shape = (last - first, *t.shape[1:])
+    """Rows [first, last), in the directions that t has, as a view."""
     if last - first == t.shape[0]:
         return _alias(t)
-    usages = t.get_usages()
-    if not usages[layout.ROWWISE]:
-        raise _Otherwise
-    parts = t._rows(first, last)
-    if parts is None:
-        raise _Otherwise
-    rows = _view_of(t, parts, shape)
-    return rows if not usages[layout.COLUMNWISE] else rows._like(rows._copied(), shape)
+    rows = _view_of(t, t._rows(first, last), (last - first, *t.shape[1:]))
+    rows._are_rows_of(t, first)
+    return rows

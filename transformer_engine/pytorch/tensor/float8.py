@@ -167,7 +167,19 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return parts
 
     def _rows(self, start: int, stop: int) -> dict[str, torch.Tensor | None] | None:
-        return {"_data": self._data[start:stop], "_scale_inv": self._scale_inv}
+        along = 1 if len(self.size()) > 1 else 0  # of the transpose, whose last dimension comes first
+        usages, count = self.get_usages(), stop - start
+        return {
+            "_data": self._data[start:stop] if usages[ROWWISE] else None,
+            "_transpose": self._transpose.narrow(along, start, count) if usages[COLUMNWISE] else None,
+            "_scale_inv": self._scale_inv,
+        }
+
+    def _by_scale(self, values: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+        """Bytes of `values` in this format, by a scale that is given."""
+        scale = scale_inv.reciprocal().clamp_(max=torch.finfo(torch.float32).max)
+        quantizer = Float8Quantizer(scale, torch.zeros_like(scale), self._fp8_dtype)
+        return quantizer._quantize_by_engine(values, rowwise=True, columnwise=False).rowwise
 
     def _default_quantizer(self) -> Quantizer:
         return Float8CurrentScalingQuantizer(self._fp8_dtype, self.device, columnwise=self._transpose is not None)

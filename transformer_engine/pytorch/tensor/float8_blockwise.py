@@ -142,15 +142,19 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
             self._rowwise_scale_inv = _transposed_scales(self._columnwise_scale_inv, cols, rows)
 
     def _rows(self, start: int, stop: int) -> dict[str, torch.Tensor | None] | None:
-        data = self._rowwise_data
-        if not self._is_2D_scaled or data.dim() < 2:
+        shape = self.size()
+        if not self._is_2D_scaled or len(shape) < 2 or self._rowwise_data is None:
             return None
-        rows = layout.fold(data.shape)[0] // max(data.shape[0], 1)  # of the matrix, in each of the first dimension's
-        first, last, whole = start * rows, stop * rows, data.shape[0] * rows
+        rows = layout.fold(shape)[0] // max(shape[0], 1)  # of the matrix, in each of the first dimension's
+        first, last, whole = start * rows, stop * rows, shape[0] * rows
         if first % BLOCK or (last % BLOCK and last != whole):
             return None
-        scales = self._rowwise_scale_inv[first // BLOCK : math.ceil(last / BLOCK)]
-        return {"_rowwise_data": data[start:stop], "_rowwise_scale_inv": scales}
+        blocks = slice(first // BLOCK, math.ceil(last / BLOCK))
+        # Columnwise data are no view: their scales are padded to fours in this direction.
+        return {
+            "_rowwise_data": self._rowwise_data[start:stop],
+            "_rowwise_scale_inv": self._rowwise_scale_inv[blocks],
+        }
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
         if not self._is_2D_scaled:

@@ -84,7 +84,9 @@ def empty_data(kind: str, shape: Sequence[int], device: torch.device | None, pin
 def empty_part(spec: PartSpec, device: torch.device | None, pin_memory: bool = False) -> torch.Tensor:
     if spec.kind in DATA:
         return empty_data(spec.kind, spec.shape, device, pin_memory)
-    return torch.empty(spec.shape, dtype=spec.dtype, device=device, pin_memory=pin_memory)
+    # One scale for all: 0 where nobody has written yet, which tells whoever writes to some rows first.
+    make = torch.zeros if spec.kind == "scale" else torch.empty
+    return make(spec.shape, dtype=spec.dtype, device=device, pin_memory=pin_memory)
 
 
 def copy_of(

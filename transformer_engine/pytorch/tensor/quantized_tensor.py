@@ -97,7 +97,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
 
     def to_dtype(self, dtype: torch.dtype) -> "QuantizedTensor":
         """The same data under another nominal dtype."""
-        return self._like(self._tensors(), self.shape, dtype=dtype, requires_grad=self.requires_grad)
+        return self._alias(self._tensors(), self.shape, dtype=dtype, requires_grad=self.requires_grad)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor, by default in the nominal dtype; differentiable."""
@@ -149,7 +149,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
                     f"format and the shape {tuple(self.shape)}."
                 )
             torch.Tensor.data.__set__(self, tensor)
-            for name in (*self._parts, "_dtype"):
+            for name in (*self._parts, "_dtype", "_rows_of"):
                 setattr(self, name, getattr(tensor, name))
             self._written()
             if tensor._quantizer is not self._quantizer:

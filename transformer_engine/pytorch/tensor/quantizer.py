@@ -13,6 +13,7 @@ from transformer_engine.pytorch.constants import DType, TE_DType
 from transformer_engine.pytorch.tensor import engine, flattening, layout, packing
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.values_view import values_of
 from transformer_engine.pytorch.utils import resolve_device
 
 _FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
@@ -32,8 +33,7 @@ def fp8_dtype_of(op: str, value: object) -> DType:
 def source_of(op: str, tensor: object) -> torch.Tensor:
     """The plain tensor to quantize. Errors: TypeError for what is no tensor, ValueError for what is not of a float
     dtype that has room for the values."""
-    if isinstance(tensor, QuantizedTensorStorage):
-        tensor = tensor.dequantize()
+    tensor = tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else values_of(tensor)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: argument 'tensor' is a {type(tensor).__name__}, wanted a tensor.")
     if tensor.dtype not in FLOATS:
@@ -130,6 +130,10 @@ class Quantizer:
         there = dst.get_usages()
         if not any(there.values()):
             raise RuntimeError(f"{type(self).__name__}.update_quantized: argument 'dst' holds no data.")
+        if dst._rows_of is not None:
+            native = self._quantize_by_engine(x, rowwise=True, columnwise=False)
+            dst._write_rows(self._of_native(native, x.shape, x.dtype), x, noop_flag)
+            return
         if dst._is_pitched() and engine.is_plain(x, *dst._tensors().values()):
             self._quantize_by_engine(x, there[ROWWISE], there[COLUMNWISE], noop_flag, dst._native())
         else:  # traced, or its rows do not start where the engine writes them

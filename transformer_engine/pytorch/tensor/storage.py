@@ -11,6 +11,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.fields import MarkField, PartField
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
+from transformer_engine.pytorch.tensor.rows import Rows
 from transformer_engine.pytorch.tensor.sharding import Sharding
 from transformer_engine.pytorch.tensor.subviews import Subviews
 
@@ -27,14 +28,22 @@ class Part(NamedTuple):
     kind: str
 
 
-class QuantizedTensorStorage(Subviews, Sharding):
+class QuantizedTensorStorage(Subviews, Sharding, Rows):
     """The data of a quantized tensor and the scales that turn it into values."""
 
     _parts: ClassVar[dict[str, Part]] = {}  # in the order of prepare_for_saving
     _details: ClassVar[dict[str, str]] = {}  # other fields: the constructor's argument for each
     _TE_do_not_offload = MarkField()
     _quantizer: Any = None  # what quantizes new values
-    _bookkeeping: ClassVar[tuple[str, ...]] = ("_dtype", "_handle", "_amax", "_transpose_invalid", "_saved", "_gave")
+    _bookkeeping: ClassVar[tuple[str, ...]] = (
+        "_dtype",
+        "_handle",
+        "_amax",
+        "_transpose_invalid",
+        "_saved",
+        "_gave",
+        "_rows_of",
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -238,7 +247,9 @@ class QuantizedTensorStorage(Subviews, Sharding):
         """Another one on the memory of this one: `parts` are its own, or views of them. options: of _like."""
         for name, part in parts.items():
             engine.of_one_version(part, getattr(self, name))
-        return self._like(parts, shape, **options)
+        result = self._like(parts, shape, **options)
+        result._share_whole(self)
+        return result
 
     def _like(self, parts: dict[str, torch.Tensor | None], shape: Sequence[int]) -> "QuantizedTensorStorage":
         """The same class with other parts."""
@@ -286,6 +297,9 @@ class QuantizedTensorStorage(Subviews, Sharding):
             if there and not src.get_usages()[kind]:
                 src = src._twin()
                 src.update_usage(**{f"{kind}_usage": True})
+        if self._rows_of is not None:
+            self._write_quantized_rows(src)
+            return True
         with torch.no_grad():
             for name, own in self._tensors().items():
                 own.copy_(getattr(src, name))

@@ -1,0 +1,87 @@
+"""Writes to some rows of a quantized tensor, through a view of them. Where one scale holds for all rows, what is
+written must fit the scale, or the scale must fit what is written, and the other rows must keep their values; a
+direction that is no view is made again. Nothing here waits for the device."""
+
+import math
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.tensor import engine
+from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
+
+
+class Rows:
+    """The part of a quantized storage that knows that it is some rows of another one.
+
+    _rows_of: (the whole, the number of its element that comes first); None: it is no rows of anything."""
+
+    _rows_of: tuple[Any, int] | None = None
+
+    def _are_rows_of(self, whole: "Rows", first: int) -> None:
+        """It is a view of whole's rows from `first` on."""
+        self._rows_of = (whole, first * math.prod(whole.shape[1:]))
+        self._share_whole(whole)
+
+    def _share_whole(self, other: "Rows") -> None:
+        """It is a view of `other`, which may be rows of something itself."""
+        if other._rows_of is not None:
+            whole, first = other._rows_of
+            self._rows_of = (whole, first + (0 if self._rows_of is None else self._rows_of[1]))
+
+    def _write_quantized_rows(self, src: "Rows") -> None:
+        src = src._twin()
+        src.update_usage(rowwise_usage=True)
+        with torch.no_grad():
+            self._write_rows(src, src._dequantize(torch.float32))
+
+    def _write_rows(self, written: "Rows", values: torch.Tensor, noop: torch.Tensor | None = None) -> None:
+        """values: what is put in. written: the same, as it is quantized alone. noop: unless it holds 0, nothing is."""
+        whole, first = self._rows_of
+        whole._must_hold_data("write to rows of it")
+        if values.is_meta or not values.numel():
+            return
+        if not engine.is_plain(values, *whole._tensors().values()):
+            raise NotImplementedError(
+                f"{type(self).__name__}: writing to rows of a tensor cannot be traced; write to it outside of "
+                "torch.compile, or to the whole tensor."
+            )
+        if self._names("scale"):
+            self._fit_rows(whole, slice(first, first + values.numel()), written, values, noop)
+        else:
+            self._put(written._tensors(), noop)
+            if not whole.get_usages()[ROWWISE]:
+                raise RuntimeError(
+                    f"{type(self).__name__}: the tensor that it is rows of has dropped its rowwise data, which is what "
+                    "they share; write to the whole tensor."
+                )
+            whole._put({n: whole._tensors()[n] for n in whole._of_direction(ROWWISE)}, noop)
+        whole._written()
+        whole._took()
+        if isinstance(self, torch.Tensor):
+            torch.autograd.graph.increment_version(self)
+
+    def _fit_rows(
+        self, whole: "Rows", here: slice, written: "Rows", values: torch.Tensor, noop: torch.Tensor | None
+    ) -> None:
+        """The whole keeps its scale where that has room for `values`, and so every other row its bytes; else all rows
+        take the scale of `written`, as `values` do where there is nothing beside them."""
+        own = whole._scale_inv
+        every = whole._dequantize(torch.float32).view(-1)
+        every[here] = 0
+        alone = (every == 0).all()
+        every[here] = values.reshape(-1).float()
+        amax = engine.amax(values)
+        given = torch.where((amax > 0) & amax.isfinite(), written._scale_inv, 0.0)
+        scale_inv = torch.where((given > own) | ((given > 0) & alone), given, own)
+        scale_inv = torch.where(scale_inv == 0, 1.0, scale_inv)  # nobody had written to the whole
+        data = whole._by_scale(every.view(whole.shape), scale_inv).reshape(-1)
+        data[here] = torch.where(scale_inv == given, written._data.reshape(-1), data[here])
+        for target, its in ((whole, data), (self, data[here])):
+            target._put({"_data": its.view(target.shape), "_scale_inv": scale_inv}, noop)
+
+    def _put(self, rowwise: dict[str, torch.Tensor], noop: torch.Tensor | None) -> None:
+        """Takes rowwise parts in the directions that it has."""
+        made = self._like(rowwise, self.shape)
+        made.update_usage(columnwise_usage=self.get_usages()[COLUMNWISE])
+        self._take(made._tensors(), noop)

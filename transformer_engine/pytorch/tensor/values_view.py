@@ -1,0 +1,117 @@
+"""What a view of a quantized tensor shows that its memory cannot be: a transpose, a column, a row across blocks. The
+values are there to be read; a write would reach nothing but a copy, and raises."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from transformer_engine.pytorch.tensor import engine
+
+
+def is_view(func: Any) -> bool:
+    """Whether it gives out the memory that it was given, unwritten."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def written_by(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Callable[[object], bool]
+) -> list[torch.Tensor]:
+    """The arguments that func writes to and that are `wanted`, each once."""
+    found = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            if wanted(one):
+                found[id(one)] = one
+    return list(found.values())
+
+
+def shown(result: Any, func: Any, format_name: str) -> Any:
+    """func's result, which was made of values of a quantized tensor: not to be written where func makes views."""
+    if not is_view(func):
+        return result
+    made_by = func.overloadpacket.__name__
+
+    def marked(one: Any) -> Any:
+        plain = type(one) is torch.Tensor and engine.is_plain(one)  # what traces a view writes it by itself
+        return ValuesView._of(one, format_name, made_by) if plain else one
+
+    return tree_map(marked, result)
+
+
+def values_of(tensor: Any) -> Any:
+    """The plain tensor behind a ValuesView; anything else as it is."""
+    return tensor._values if isinstance(tensor, ValuesView) else tensor
+
+
+class _Plain(torch.autograd.Function):
+    """The tensor behind a ValuesView, with its history."""
+
+    @staticmethod
+    def forward(ctx: Any, view: "ValuesView") -> torch.Tensor:
+        return view._values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class ValuesView(torch.Tensor):
+    """Values of a quantized tensor, to be read alone. Every operation sees a plain tensor."""
+
+    _values: torch.Tensor
+    _format_name: str
+    _made_by: str
+
+    @classmethod
+    def _of(cls, values: torch.Tensor, format_name: str, made_by: str) -> "ValuesView":
+        self = torch.Tensor._make_subclass(cls, values)
+        self._values, self._format_name, self._made_by = values, format_name, made_by
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for one in written_by(func, args, kwargs, lambda given: isinstance(given, cls)):
+            raise RuntimeError(
+                f"{one._format_name}: {func.overloadpacket.__name__} would write to what {one._made_by} made of it, "
+                "which is a copy of its values, so that the write would be lost. Write to the whole tensor "
+                "(t.copy_(values)), to rows of it that stay quantized (t[first:last]), or to a copy (t.dequantize())."
+            )
+        result = func(*tree_map(values_of, list(args)), **tree_map(values_of, kwargs))
+        first = next((a for a in args if isinstance(a, cls)), None)
+        return result if first is None else shown(result, func, first._format_name)
+
+    def plain(self) -> torch.Tensor:
+        """The same values in the same memory, as a plain tensor; differentiable."""
+        return _Plain.apply(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As torch's, not to be written."""
+        if self.requires_grad and not force:
+            return torch.Tensor.numpy(self)  # which says why not
+        array = self._values.numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """As torch's."""
+        return self._values.tolist()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return repr(self._values)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        memo[id(self)] = result = self._values.clone().requires_grad_(self.requires_grad)
+        return result
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return self._values.__reduce_ex__(protocol)
