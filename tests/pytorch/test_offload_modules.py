@@ -1,6 +1,9 @@
 # Outputs and gradients of our modules and plain ones are the same bits with offload as without: every family, 16 bits,
 # recomputation, delayed and accumulated weight gradients, a graph gone through twice, layers of uneven size.
-# Mutant: popping a piece without waiting, or dropping the packed pieces' unpack, turns these red on a GPU.
+# Mutants: popping a piece without waiting, or dropping the packed pieces' unpack, turns these red on a GPU; leaving
+# from inside of torch's checkpoint (in_torch_checkpoint in cpu_offload/steps.py) on a CPU too.
+import contextlib
+
 import pytest
 import torch
 from offload_cases import forward, small, step  # noqa: F401
@@ -111,6 +114,45 @@ def test_recomputed_layers_offload_their_inputs(reentrant, device):
     same(step([Recomputed(layer) for layer in layers], given, context, sync), expected)
     moved = context.offload_synchronizer.get_offloaded_total_size_mb() * 2**20
     assert moved == 2 * given[0].nbytes  # of each layer its input, and nothing else
+
+
+CHECKPOINTS = {
+    "te": lambda f, x: te.checkpoint(f, x, use_reentrant=False),
+    "te reentrant": te.checkpoint,
+    "torch": lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
+    "torch reentrant": lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["", "save_on_cpu"])
+@pytest.mark.parametrize("count", [1, LAYERS])
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_a_checkpoint_around_contexts(how, count, saved, device):
+    """Whatever the layers save beside what leaves, and whatever hooks lie between: all of it is recomputed."""
+    layers, given = build("torch", device), inputs(device)
+    for layer in layers:
+        layer.dropout.p = 0.0
+    context, sync = te.get_cpu_offload_context(True, 2, LAYERS)
+
+    class Several(torch.nn.Module):
+        def __init__(self, at, offload):
+            super().__init__()
+            self.layers, self.offload = torch.nn.ModuleList(layers[at : at + count]), offload
+
+        def run(self, x, *offload):
+            with torch.autograd.graph.save_on_cpu() if saved else contextlib.nullcontext():
+                for layer in self.layers:
+                    x = forward([layer], x, *offload)
+                    x = x * x.cos()
+            return x * x.cos()
+
+        def forward(self, x):
+            return CHECKPOINTS[how](lambda x: self.run(x, context, sync), x) if self.offload else self.run(x)
+
+    whole, plain = ([Several(at, offload) for at in range(0, LAYERS, count)] for offload in (True, False))
+    same(step(whole, given), step(plain, given))
+    if not saved:
+        assert not list(context.offload_synchronizer.steps())
 
 
 def test_a_context_inside_of_a_checkpoint_leaves_its_tensors_alone(device):

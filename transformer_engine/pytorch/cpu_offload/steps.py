@@ -27,6 +27,14 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def in_torch_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint's way that is not reentrant hears of what is saved here. It numbers that, and
+    finds it again by number in its second run, inside of the backward, where nothing leaves: had some of the first run
+    left, gradients would be made of other tensors' values. Other hooks between it and here keep all of it from it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+
+
 class Step:
     """One forward through the layers, with its own state for each of them: several may wait for their backward."""
 
@@ -102,8 +110,9 @@ class Synchronizer(Shared):
 
     def records(self) -> bool:
         """Whether what runs here is recorded for a backward, so that it may leave."""
-        recorded = torch.is_grad_enabled() and not recompute_phase().enabled
-        return not self.paused and recorded and torch._C._current_graph_task_id() == -1
+        if self.paused or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return False
+        return not (recompute_phase().enabled or in_torch_checkpoint())
 
     def enter_layer(self) -> None:
         """The layer at work goes on, or the next one begins."""
