@@ -157,6 +157,13 @@ def over_lists(name):
     optimizers.multi_tensor_applier(function, torch.zeros(1, dtype=torch.int32), lists, *rest)
 
 
+def stepped(cls, **options):
+    weight = torch.nn.Parameter(torch.ones(8))
+    weight.grad = torch.ones(8)
+    cls([weight], lr=0.1, **options).step()
+    assert (weight < 1).all()
+
+
 # ---- functions and classes that are no modules: name -> a call ----
 
 CALLS = {
@@ -166,6 +173,7 @@ CALLS = {
     "tune": lambda: inspect.signature(te.tune),  # it searches on a GPU, where its own suite calls it
     **{f"multi_tensor_{name}": lambda name=name: over_lists(name) for name in MULTI_TENSOR},
     "multi_tensor_applier": lambda: over_lists("scale"),
+    "FusedAdam": lambda: stepped(optimizers.FusedAdam, master_weights=True, exp_avg_dtype=torch.bfloat16),
     "MultiTensorApply": lambda: optimizers.MultiTensorApply(1024),
     "general_gemm": lambda: general_gemm(torch.ones(2, 4), torch.ones(3, 4)),
     "autocast": lambda: a_step_in(te.autocast()),
@@ -266,6 +274,7 @@ CALLS = {
 
 # What of a working name is refused: name -> {argument: a call with it}.
 REFUSED = {
+    "FusedAdam": {"amsgrad=True": lambda: stepped(optimizers.FusedAdam, amsgrad=True)},
     "MXFP8BlockScaling": {"at use": lambda: a_step_in(te.autocast(recipe=recipe.MXFP8BlockScaling()))},
     "NVFP4BlockScaling": {"at use": lambda: a_step_in(te.autocast(recipe=recipe.NVFP4BlockScaling()))},
     "DelayedScaling": {

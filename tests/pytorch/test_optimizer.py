@@ -7,6 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from optimizer_cases import adam_oracle
 from support import DTYPES, U32, assert_same_bits, assert_within, randn, refused, rounding, wide
 
 from transformer_engine.pytorch import functional
@@ -26,28 +27,6 @@ def lists(device, n, grad=torch.float32, param=torch.float32, moment=torch.float
 
 def copies(*given):
     return [[t.clone() for t in each] for each in given]
-
-
-def adam_oracle(g, p, m, v, *, lr, beta1, beta2, eps, weight_decay, step, decoupled=True, bias_correction=True):
-    """((p, m, v), (their bounds)) in float64: float32 arithmetic with one rounding for each operation and constant.
-
-    g: 3 u of its two terms in L2 mode. m: 4 u of its two. v: 5 u, and g's error twice. u: m's error through the
-    quotient, 10 u and half of v's of the quotient. p: lr, decay and its product 4 u of what is subtracted, 2 u of p."""
-    u, g_error = U32, 0.0
-    if not decoupled:
-        g, g_error = g + weight_decay * p, 3 * u * (g.abs() + (weight_decay * p).abs())
-    m_error = 4 * u * ((beta1 * m).abs() + ((1 - beta1) * g).abs()) + g_error
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g * g
-    v_error = 5 * u * v + 2 * (1 - beta2) * g.abs() * g_error
-    c1, c2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    denominator = (v / c2).sqrt() + eps
-    update = (m / c1) / denominator
-    error = m_error / c1 / denominator + update.abs() * (10 * u + v_error / v / 2)
-    decay = weight_decay * p if decoupled else torch.zeros_like(p)
-    update = update + decay
-    p_error = lr * (error + 4 * u * (update.abs() + decay.abs())) + 2 * u * p.abs()
-    return (p - lr * update, m, v), (p_error, m_error, v_error)
 
 
 @pytest.mark.parametrize("bias_correction", (True, False))

@@ -1,6 +1,7 @@
 """Fused optimizers and the multi-tensor functions: their place."""
 
 from transformer_engine.pytorch._absent import names_without_a_body
+from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
     MultiTensorApply,
     multi_tensor_adam,
@@ -18,6 +19,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
 )
 
 __all__ = [
+    "FusedAdam",
     "MultiTensorApply",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
@@ -36,7 +38,6 @@ __all__ = [
 __getattr__ = names_without_a_body(
     __name__,
     {
-        "FusedAdam": ("fused optimizers are", "use torch.optim.AdamW(fused=True)"),
         "FusedSGD": ("fused optimizers are", "use torch.optim.SGD(fused=True)"),
     },
 )

@@ -1,0 +1,158 @@
+"""How FusedAdam keeps a state: float32 or bfloat16 as it is, float16 and E4M3 (uint8) as value / scale, low halves of
+masters as int16; of plain, sharded (DTensor) and quantized parameters. Nothing is stepped here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+EXP_AVG, EXP_AVG_SQ, MASTER = "exp_avg", "exp_avg_sq", "master_param"
+
+# The largest magnitude that a scaled state holds: scale = amax / it.
+RANGES = {torch.float16: 32752.0, torch.uint8: 448.0}
+MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+MASTERS = (torch.float32, torch.float16)
+
+State = dict[str, torch.Tensor]
+
+
+# ---- sharded parameters ----
+
+
+def is_sharded(t: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # without it there is none
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def local_of(t: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return t._local_tensor if is_sharded(t) else t
+
+
+def _as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """local, as param is: this rank's part of a DTensor that lies as it does."""
+    if not is_sharded(param):
+        return local
+    mesh, placements = param.device_mesh, param.placements
+    return type(param).from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def local_grad(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a gradient, cut as param is."""
+    if is_sharded(grad) and is_sharded(param) and grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return None if grad is None else local_of(grad)
+
+
+# ---- one state ----
+
+
+def new_state(param: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(zeros as param lies, what a scaled state has beside it: its scale and a place for maxima)."""
+    local = local_of(param)
+    if isinstance(local, QuantizedTensor):
+        value = torch.zeros(local.shape, dtype=dtype, device=local.device)
+    else:
+        value = torch.zeros_like(local, dtype=dtype, requires_grad=False)
+    pair = torch.tensor([1.0, 0.0], device=value.device) if dtype in RANGES else None
+    return _as(param, value), pair
+
+
+def read(value: torch.Tensor, pair: torch.Tensor | None) -> torch.Tensor:
+    """In float32; remainders as they are."""
+    if is_sharded(value):
+        return _as(value, read(value._local_tensor, pair))
+    if value.dtype in (torch.float32, torch.int16):
+        return value
+    floats = (value.view(torch.float8_e4m3fn) if value.dtype is torch.uint8 else value).float()
+    return floats if pair is None else floats * pair[0]
+
+
+def write(value: torch.Tensor, pair: torch.Tensor | None, given: torch.Tensor) -> None:
+    """value, and its scale, become `given`. What read() gave comes back to the bit."""
+    value, given = local_of(value), local_of(given)
+    if pair is None or given.dtype is torch.uint8:
+        value.copy_(given)
+        if pair is not None:
+            pair[0] = 1.0
+        return
+    given = given.to(value.device, torch.float32)
+    first = _scale_of(given, RANGES[value.dtype])
+    # amax was rounded once when it was read: the scale that it came from may be the next number.
+    for scale in (first, *(first.nextafter(torch.full_like(first, to)) for to in (0.0, torch.inf))):
+        pair[0] = scale
+        _put(value, given, scale)
+        if torch.equal(read(value, pair), given):
+            return
+    pair[0] = first
+    _put(value, given, first)
+
+
+def _scale_of(x: torch.Tensor, largest: float) -> torch.Tensor:
+    amax = x.abs().amax() if x.numel() else x.new_zeros(())
+    scale = (amax / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
+
+
+def _put(value: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
+    if value.dtype is torch.uint8:
+        value.copy_((x / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8))
+    else:
+        value.copy_(x / scale)
+
+
+# ---- masters ----
+
+
+def first_master(param: torch.Tensor) -> torch.Tensor:
+    """The float32 values that a master begins with: those that a quantized weight was made of, where they are kept and
+    still are what it holds, else its own."""
+    local = local_of(param)
+    if not isinstance(local, QuantizedTensor):
+        return local.detach().float()
+    values = local.detach().dequantize(dtype=torch.float32)
+    kept = getattr(param, "get_high_precision_init_val", lambda: None)()
+    if kept is None or kept.shape != values.shape:
+        return values
+    kept = kept.to(values.device, torch.float32)
+    # No format of 8 bits is further off: 2^-3 of a value, and below its normal numbers 2^-8 of the largest.
+    near = 2.0**-3 * kept.abs() + 2.0**-8 * (kept.abs().amax() if kept.numel() else 0.0)
+    return kept if bool(((kept - values).abs() <= near).all()) else values
+
+
+# ---- what a checkpoint brings ----
+
+
+def check_loaded(
+    op: str, index: object, param: torch.Tensor, given: Mapping, wanted: Mapping[str, torch.dtype]
+) -> None:
+    """Raises ValueError unless `given` is a state of param. wanted: name -> the dtype that is kept."""
+    if set(given) != set(wanted):
+        raise ValueError(
+            f"{op}: the state of parameter {index} has {sorted(map(str, given))}, wanted {sorted(wanted)}; load it "
+            "into an optimizer with the options of the one that saved it."
+        )
+    for name, dtype in wanted.items():
+        check_value(op, f"'{name}' of parameter {index}", param, given[name], dtype)
+
+
+def check_value(op: str, what: str, param: torch.Tensor, value: object, kept: torch.dtype) -> None:
+    """Raises ValueError unless value can become a state of param that is kept as `kept`."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{op}: {what} is {value!r}, wanted a tensor.")
+    like = param if is_sharded(value) else local_of(param)
+    if value.shape != like.shape or (is_sharded(value) and value.placements != getattr(param, "placements", None)):
+        raise ValueError(
+            f"{op}: {what} has shape {list(value.shape)}, wanted {list(like.shape)}, cut as its weight is."
+        )
+    if kept is torch.int16:
+        allowed, words = (torch.int16,), "int16: masters are kept as remainders"
+    else:
+        allowed = (torch.float32, torch.bfloat16, torch.float16) + ((torch.uint8,) if kept is torch.uint8 else ())
+        words = "float32"
+    if value.dtype not in allowed:
+        raise ValueError(f"{op}: {what} has dtype {value.dtype}, wanted {words}.")

@@ -1,0 +1,326 @@
+"""A step of FusedAdam: parameters are sorted by how they are stepped, everything is looked at, then all is carried out.
+Parameters that are plain tensors are looked at by the extension alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.functional import optimizer_count_step
+from transformer_engine.pytorch.optimizers.adam_states import (
+    MASTER,
+    is_sharded,
+    local_grad,
+    local_of,
+)
+from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor, QuantizedTensor, engine, layout
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
+
+OP = "FusedAdam"
+
+
+# ---- options of a group ----
+
+
+def check_group(op: str, group: Mapping[str, Any]) -> None:
+    """Raises ValueError for an option that no step can take."""
+    for name, at_least in (("lr", -math.inf), ("eps", 0.0), ("weight_decay", -math.inf)):
+        value = group[name]
+        if name == "lr" and isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{op}: argument 'lr' has shape {list(value.shape)}, wanted one element.")
+        elif not (isinstance(value, (int, float)) and value >= at_least):
+            raise ValueError(
+                f"{op}: argument '{name}' is {value!r}, wanted a number{' >= 0' if name == 'eps' else ''}."
+            )
+    betas = group["betas"]
+    if not (len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
+        raise ValueError(f"{op}: argument 'betas' is {betas!r}, wanted two numbers in [0, 1).")
+
+
+def _is_capturable_on(device: torch.device) -> bool:
+    return device.type in ("cuda", "meta")
+
+
+def device_of(group: Mapping[str, Any]) -> torch.device:
+    """Where a capturable group's step and lr lie. Errors: ValueError for a CPU tensor, and for several devices."""
+    devices = {local_of(p).device for p in group["params"]}
+    for device in devices:
+        if not _is_capturable_on(device):
+            raise ValueError(f"{OP}: argument 'capturable' is True with a parameter on {device}, wanted CUDA tensors.")
+    if len(devices) > 1:
+        raise ValueError(
+            f"{OP}: argument 'capturable' is True with a group on {sorted(map(str, devices))}, wanted one device a "
+            "group, where its step and lr lie; make a group for each."
+        )
+    return devices.pop() if devices else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def put_on_device(optimizer: FusedAdam, index: int, before: Mapping[str, Any] | None = None) -> None:
+    """A capturable group's lr and step as tensors on its device. A number becomes the value of the tensor that was
+    there: captured steps read that. before: the group that a loaded one takes the place of."""
+    group, kept = optimizer.param_groups[index], optimizer._lrs.get(index)
+    lr, step = group["lr"], group.get("step", 0)
+    there = group["params"] and local_of(group["params"][0]).device
+    if lr is kept and isinstance(step, torch.Tensor) and there in (lr.device, []):
+        return
+    device = device_of(group)
+    if device.type == "meta":  # not anywhere yet
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{OP}: a group's 'lr' is {lr!r} while a step is being captured, wanted the tensor that the optimizer has "
+            "put there, with its value set before the capture: group['lr'].fill_(...)."
+        )
+    old = before or {"lr": kept, "step": None}
+    loaded = before is not None
+    group["lr"] = optimizer._lrs[index] = _one(lr, old["lr"], torch.float32, device, loaded)
+    group["step"] = _one(step, old.get("step"), torch.int32, device, loaded).view(-1)
+
+
+def _one(value: Any, old: Any, dtype: torch.dtype, device: torch.device, loaded: bool) -> torch.Tensor:
+    """value as a tensor: itself; or old's memory with a new value, for a number or one that was loaded."""
+    reusable = isinstance(old, torch.Tensor) and old.dtype is dtype and old.device == device
+    if isinstance(value, torch.Tensor):
+        if loaded and reusable:
+            return old.copy_(value.view_as(old))
+        return value.to(device, dtype).clone() if loaded else value.to(device, dtype)
+    return old.fill_(value) if reusable else torch.tensor([value], dtype=dtype, device=device)
+
+
+# ---- what is stepped ----
+
+
+class _Sorted(NamedTuple):
+    params: list[torch.Tensor]  # of the group when it was sorted
+    direct: dict[torch.dtype | None, list[torch.Tensor]]  # master's dtype -> plain tensors
+    indirect: list[torch.Tensor]  # sharded or quantized ones
+
+
+def _sort(optimizer: FusedAdam, group: dict[str, Any]) -> _Sorted:
+    params, seen = group["params"], optimizer._sorted.get(id(group))
+    if seen is not None and len(seen.params) == len(params) and all(map(is_, seen.params, params)):
+        return seen
+    direct, indirect = {}, []
+    for p in params:
+        if is_sharded(p) or isinstance(p, QuantizedTensor):
+            indirect.append(p)
+        else:
+            state = optimizer.state.get(p)
+            master = state[MASTER].dtype if state and MASTER in state else optimizer._kept(p).get(MASTER)
+            direct.setdefault(master, []).append(p)
+    optimizer._sorted[id(group)] = made = _Sorted(list(params), direct, indirect)
+    return made
+
+
+class _Entries:
+    """Arguments of AdamLists.add that Python collects."""
+
+    def __init__(self) -> None:
+        self.params, self.grads, self.states, self.scales, self.fp8 = [], [], [], [], []
+
+    def add(self, param: Any, grad: Any, state: Any, scales: Any, fp8: tuple | None = None) -> None:
+        for each, value in zip(
+            (self.params, self.grads, self.states, self.scales, self.fp8), (param, grad, state, scales, fp8)
+        ):
+            each.append(value)
+
+
+class _Requantized(NamedTuple):
+    """A quantized weight that takes the values of its master, or of what its master was rounded to."""
+
+    weight: QuantizedTensor
+    values: torch.Tensor
+
+
+class Step:
+    """One step of all groups: __init__ looks, run() also writes."""
+
+    def __init__(self, optimizer: FusedAdam, grad_scaler: Any) -> None:
+        self.optimizer = optimizer
+        self.new: dict[torch.Tensor, tuple[dict, dict]] = {}  # states of parameters that had none
+        self.found_inf, self.inv_scale = _verdict(optimizer, grad_scaler)
+        self.requantized: list[_Requantized] = []
+        self.in_pass: list[Float8Tensor] = []
+        for index, group in enumerate(optimizer.param_groups):
+            check_group(OP, group)
+            if optimizer.capturable:
+                put_on_device(optimizer, index)
+        self.lists = [self._lists_of(group) for group in optimizer.param_groups]
+        optimizer._guard.check(OP, [one for each in self.lists for one in each])
+
+    # ---- looking ----
+
+    def _lists_of(self, group: dict[str, Any]) -> list[_C.AdamLists]:
+        found = _sort(self.optimizer, group)
+        lists = [self._direct(master, params) for master, params in found.direct.items()]
+        return lists + self._indirect(found.indirect)
+
+    def _adam_lists(self, master: torch.dtype | None, rounding: torch.dtype = torch.float32) -> _C.AdamLists:
+        o = self.optimizer
+        return _C.AdamLists(OP, o.exp_avg_dtype, o.exp_avg_sq_dtype, master, rounding)
+
+    def _direct(self, master: torch.dtype | None, params: list[torch.Tensor]) -> _C.AdamLists:
+        o = self.optimizer
+        grads = [getattr(p, "decoupled_grad", None) for p in params] if o.use_decoupled_grad else None
+        states = list(map(o.state.get, params))
+        scales = list(map(o._scales.get, params)) if o._scales else None
+        lists = self._adam_lists(master)
+        missing = lists.add(params, grads, states, scales, None)
+        if not missing:
+            return lists
+        scales = scales or [None] * len(params)
+        for i in missing:
+            states[i], scales[i] = self._new(params[i])
+        lists = self._adam_lists(master)
+        lists.add(params, grads, states, scales, None)
+        return lists
+
+    def _new(self, param: torch.Tensor) -> tuple[dict, dict]:
+        o = self.optimizer
+        device = local_of(param).device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{OP}: a parameter {list(param.shape)} has no state yet, and the step is being captured, wanted a "
+                "step before the capture, or initialize_state(parameter): every replay would make it anew."
+            )
+        if device.type == "meta":
+            raise ValueError(
+                f"{OP}: a parameter {list(param.shape)} is on meta, wanted one with memory; make the optimizer of the "
+                "parameters that to_empty() and reset_parameters() leave behind."
+            )
+        self.new[param] = made = o._made_state(param, o._kept(param))
+        return made
+
+    def _indirect(self, params: list[torch.Tensor]) -> list[_C.AdamLists]:
+        o = self.optimizer
+        kinds: dict[tuple, _Entries] = {}
+        for p in params:
+            grad = local_grad(getattr(p, "decoupled_grad", None) if o.use_decoupled_grad else p.grad, p)
+            if grad is None:
+                continue
+            state, scales = o.state.get(p), o._scales.get(p)
+            if not state:
+                state, scales = self._new(p)
+            state, weight = {name: local_of(t) for name, t in state.items()}, local_of(p)
+            master = state[MASTER].dtype if MASTER in state else None
+            if not isinstance(weight, QuantizedTensor):
+                kinds.setdefault((master, torch.float32, False), _Entries()).add(weight, grad, state, scales)
+                continue
+            o._check_param(p)
+            fp8 = _written_in_pass(weight)
+            if fp8 is not None:
+                entries = kinds.setdefault((master, weight.dtype, True), _Entries())
+                entries.add(weight._data, grad, state, scales, fp8)
+                self.in_pass.append(weight)
+            elif master is torch.float32:  # its own weight
+                kinds.setdefault((None, torch.float32, False), _Entries()).add(state[MASTER], grad, state, scales)
+                self.requantized.append(_Requantized(weight, state[MASTER]))
+            else:
+                values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+                kinds.setdefault((master, torch.float32, False), _Entries()).add(values, grad, state, scales)
+                self.requantized.append(_Requantized(weight, values))
+        result = []
+        for (master, rounding, fp8), entries in kinds.items():
+            result.append(self._adam_lists(master, rounding))
+            result[-1].add(entries.params, entries.grads, entries.states, entries.scales, entries.fp8 if fp8 else None)
+        return result
+
+    # ---- writing ----
+
+    def run(self) -> None:
+        o = self.optimizer
+        for param, (state, scales) in self.new.items():
+            o.state[param] = state
+            if scales:
+                o._scales[param] = scales
+        for group, lists in zip(o.param_groups, self.lists):
+            self._run_group(group, lists)
+        for weight in self.in_pass:
+            _complete(weight)
+        for weight, values in self.requantized:
+            flag = None if self.found_inf is None else self.found_inf.to(weight.device, torch.float32).view(1)
+            weight.quantize_(values.to(weight.dtype), noop_flag=flag)
+
+    def _run_group(self, group: dict[str, Any], lists: list[_C.AdamLists]) -> None:
+        o = self.optimizer
+        lr, step, lr_tensor, step_tensor = group["lr"], group.get("step", 0), None, None
+        noop, inv_scale = self.found_inf, self.inv_scale
+        if o.capturable:
+            noop, inv_scale = (None if t is None else t.to(step.device) for t in (noop, inv_scale))
+            optimizer_count_step(step, noop)
+            lr, step, lr_tensor, step_tensor = 0.0, 0, lr, step
+        else:
+            step = group["step"] = int(step) + 1
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        numbers = (float(lr), beta1, beta2, group["eps"], group["weight_decay"], step)
+        modes = (o.adam_w_mode, bool(group["bias_correction"]))
+        for each in lists:
+            each.run(*numbers, *modes, noop, lr_tensor, step_tensor, inv_scale, None)
+
+
+def _written_in_pass(weight: QuantizedTensor) -> tuple | None:
+    """(scale, amax, scale_inv, is E5M2) of a weight whose scale is known before its values are."""
+    quantizer = weight._quantizer
+    if not (isinstance(weight, Float8Tensor) and isinstance(quantizer, Float8Quantizer)):
+        return None
+    if weight._data is None or quantizer._is_python():
+        return None
+    state = quantizer._weight_state(weight.device)
+    if state is not None and not state.stepped:  # the values will bring their scale
+        return None
+    return quantizer.scale, quantizer.amax, weight._scale_inv, weight._fp8_dtype is DType.kFloat8E5M2
+
+
+def _complete(weight: Float8Tensor) -> None:
+    """Its bytes are new: so is what is made of them."""
+    usages = weight.get_usages()
+    if usages[layout.COLUMNWISE]:
+        transpose = engine.transpose(layout.matrix_of(layout.ROWWISE, weight._data))
+        weight._transpose.copy_(transpose.view(weight._transpose.shape))
+    weight._written()
+    if not usages[layout.COLUMNWISE]:
+        weight._transpose_invalid = True
+
+
+def _verdict(optimizer: FusedAdam, grad_scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(what skips the step, what the gradients are multiplied with), each one element on a device, or None."""
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if grad_scaler is not None and not grad_scaler.is_enabled():
+        grad_scaler = None
+    if found_inf is None and scale is None and grad_scaler is None:
+        return None, None
+    if not optimizer.capturable:
+        raise ValueError(
+            f"{OP}: 'grad_scaler', 'found_inf' or 'grad_scale' is given with capturable=False, wanted capturable=True; "
+            "GradScaler.step() handles another optimizer's gradients itself."
+        )
+    if grad_scaler is not None:
+        if optimizer.use_decoupled_grad:
+            raise ValueError(
+                f"{OP}: argument 'grad_scaler' is given with use_decoupled_grad=True, wanted attributes `found_inf` "
+                "and `grad_scale`: GradScaler looks at .grad alone."
+            )
+        of_scaler, scale = _verdict_of(grad_scaler, optimizer)
+        found_inf = of_scaler if found_inf is None else torch.maximum(found_inf.to(of_scaler).view(1), of_scaler)
+    inv_scale = None if scale is None else scale.double().reciprocal().float().view(1)
+    return None if found_inf is None else found_inf.view(1), inv_scale
+
+
+def _verdict_of(grad_scaler: Any, optimizer: FusedAdam) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from torch.amp.grad_scaler import OptState
+
+    about = grad_scaler._per_optimizer_states[id(optimizer)]
+    unscaled = about["stage"] is not OptState.READY
+    found = about["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(optimizer)
+    scale = grad_scaler._get_scale_async()
+    largest = torch.stack([each.to(scale.device).view(()) for each in found.values()]).amax().view(1)
+    return largest, None if unscaled else scale

@@ -1,0 +1,328 @@
+"""FusedAdam: Adam and AdamW with states and master weights of several formats, each step one pass over memory for all
+parameters of a group. What a step looks at and how it is carried out: adam_step.py; formats of states: adam_states.py.
+No AMSGrad, no sparse gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.optimizers import adam_states as states
+from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER, local_of
+from transformer_engine.pytorch.optimizers.adam_step import Step, check_group, put_on_device
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+OP = "FusedAdam"
+
+
+class _Saved:
+    """A state on its way through torch's load_state_dict, which would cast it to its parameter's dtype."""
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self.state = state
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m / c1) / (sqrt(v / c2) + eps), c = 1 - b^step or 1.
+
+    adam_w_mode: weight decay in the update (AdamW), or in the gradient. A group counts its own `step`.
+    master_weights: each parameter has a master of master_weight_dtype (float32, float16), which is stepped; the
+    parameter is it, rounded. Quantized parameters need them. store_param_remainders: for bfloat16 parameters the 16
+    bits that float32 has beyond them, in place of a master.
+    exp_avg_dtype, exp_avg_sq_dtype: float32, float16, bfloat16 or uint8 (E4M3, which wants float32 masters or weights);
+    float16 and uint8 have a scale for each tensor. state_dict() holds float32, remainders int16.
+    capturable: step (int32) and lr (float32) are tensors on the GPU, and so are GradScaler's factor and verdict: a step
+    waits for nothing, can be captured, and one that found Inf or NaN changes nothing.
+    use_decoupled_grad: gradients are read from parameter.decoupled_grad.
+
+    Parameters without a gradient are left out. Errors: ValueError naming what is wrong, NotImplementedError for
+    amsgrad; weights and states are as before then."""
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if amsgrad:
+            raise NotImplementedError(
+                f"{OP}: argument 'amsgrad' is True, but AMSGrad is not available in this version; use "
+                "torch.optim.AdamW(amsgrad=True)."
+            )
+        if set_grad_none is not None:
+            warnings.warn(
+                f"{OP}: argument 'set_grad_none' is deprecated, call zero_grad(set_to_none=...).",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        self.adam_w_mode, self.capturable = bool(adam_w_mode), bool(capturable)
+        self.master_weights, self.master_weight_dtype = bool(master_weights), master_weight_dtype
+        self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
+        self.use_decoupled_grad, self.set_grad_none = bool(use_decoupled_grad), set_grad_none
+        self.store_param_remainders = bool(store_param_remainders)
+        self._step_supports_amp_scaling = self.capturable
+        self._check_options()
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._forget()
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, defaults | {"weight_decay": weight_decay})
+        weights = [local_of(p) for group in self.param_groups for p in group["params"]]
+        if self.store_param_remainders and weights and not any(map(_has_remainder, weights)):
+            raise ValueError(
+                f"{OP}: argument 'store_param_remainders' is True, but no parameter is a bfloat16 tensor (the first is "
+                f"{weights[0].dtype}), wanted bfloat16 weights: others have no remainders."
+            )
+
+    _OPTIONS = (
+        "adam_w_mode",
+        "capturable",
+        "master_weights",
+        "master_weight_dtype",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "use_decoupled_grad",
+        "set_grad_none",
+        "store_param_remainders",
+        "_step_supports_amp_scaling",
+        "_scales",
+    )
+
+    def _check_options(self) -> None:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) not in states.MOMENTS:
+                raise ValueError(
+                    f"{OP}: argument '{name}' is {getattr(self, name)!r}, wanted float32, float16, bfloat16 or uint8."
+                )
+        master = self.master_weight_dtype
+        if master not in states.MASTERS:
+            raise ValueError(f"{OP}: argument 'master_weight_dtype' is {master!r}, wanted float32 or float16.")
+        if self.store_param_remainders and not (self.master_weights and master is torch.float32):
+            raise ValueError(
+                f"{OP}: argument 'store_param_remainders' is True with master_weights={self.master_weights} and "
+                f"master_weight_dtype={master}, wanted master_weights=True and float32: a remainder is a part of one."
+            )
+        if self._has_fp8_moments() and self.master_weights and master is not torch.float32:
+            raise ValueError(f"{OP}: argument 'master_weight_dtype' is {master} with FP8 moments, wanted float32.")
+
+    def _has_fp8_moments(self) -> bool:
+        return torch.uint8 in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+
+    def _forget(self) -> None:
+        """What was made of the parameters and states that there were."""
+        self._sorted: dict[int, tuple] = {}
+        self._lrs: dict[int, torch.Tensor] = {}
+        self._guard = _C.OverlapGuard()
+
+    # ---- groups ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            check_group(OP, self.param_groups[-1])
+            if self.capturable:
+                put_on_device(self, len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """set_to_none: gradients become None (the default), not 0; decoupled ones too."""
+        if set_to_none is None:
+            set_to_none = self.set_grad_none is None or self.set_grad_none
+        super().zero_grad(set_to_none=set_to_none)
+        if not self.use_decoupled_grad:
+            return
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if getattr(p, "decoupled_grad", None) is None or set_to_none:
+                p.decoupled_grad = None
+            else:
+                p.decoupled_grad = p.decoupled_grad.detach().zero_()
+
+    # ---- the step ----
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        """One step of all groups; what closure() returns, which runs first. grad_scaler: torch's GradScaler passes
+        itself to a capturable optimizer, which then unscales the gradients in place and skips the step where one of
+        them is Inf or NaN; attributes `grad_scale` and `found_inf` do the same."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        Step(self, grad_scaler).run()
+        return loss
+
+    # ---- states ----
+
+    def _kept(self, param: torch.Tensor) -> dict[str, torch.dtype]:
+        """State's name -> the dtype that it is kept in."""
+        kept = {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype}
+        if self.master_weights:
+            remainder = self.store_param_remainders and _has_remainder(local_of(param))
+            kept[MASTER] = torch.int16 if remainder else self.master_weight_dtype
+        return kept
+
+    def _check_param(self, param: torch.Tensor) -> None:
+        local = local_of(param)
+        if self.master_weights:
+            return
+        if isinstance(local, QuantizedTensor):
+            raise ValueError(
+                f"{OP}: a parameter {list(param.shape)} is a {type(local).__name__}, wanted master_weights=True: what "
+                "is smaller than its steps would be lost."
+            )
+        if self._has_fp8_moments() and local.dtype is not torch.float32:
+            raise ValueError(
+                f"{OP}: exp_avg_dtype={self.exp_avg_dtype}, exp_avg_sq_dtype={self.exp_avg_sq_dtype} with a parameter "
+                f"of {local.dtype}, wanted master_weights=True: FP8 moments go with float32 masters or weights."
+            )
+
+    def _made_state(
+        self, param: torch.Tensor, kept: Mapping[str, torch.dtype]
+    ) -> tuple[states.State, dict[str, torch.Tensor]]:
+        """A new state of param, and what its scaled parts have beside them; nothing of the optimizer changes."""
+        self._check_param(param)
+        state, scales = {}, {}
+        for name, dtype in kept.items():
+            state[name], pair = states.new_state(param, dtype)
+            if pair is not None:
+                scales[name] = pair
+            if name == MASTER and dtype is not torch.int16:
+                states.write(state[name], pair, states.first_master(param))
+        return state, scales
+
+    @torch.no_grad()
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
+        """Makes the state of a parameter anew: moments of 0, a master of its values. A step does it for a parameter
+        without one. store_param_remainders: the optimizer's, unless given."""
+        kept = self._kept(param)
+        if store_param_remainders and kept.get(MASTER) is not torch.int16:
+            raise ValueError(
+                f"{OP}.initialize_state: argument 'store_param_remainders' is True for a {local_of(param).dtype} "
+                f"{type(local_of(param)).__name__}, wanted a bfloat16 tensor of an optimizer with remainders."
+            )
+        if store_param_remainders is False and MASTER in kept:
+            kept[MASTER] = self.master_weight_dtype
+        self.state[param], self._scales[param] = self._made_state(param, kept)
+        self._sorted.clear()
+
+    @torch.no_grad()
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """A state in float32; the tensor itself where it is kept so. Remainders are int16."""
+        state = self.state.get(param) or {}
+        if state_name not in state:
+            raise ValueError(f"{OP}.get_unscaled_state: there is no '{state_name}', wanted one of {sorted(state)}.")
+        return states.read(state[state_name], self._scales.get(param, {}).get(state_name))
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        """Sets a state, which is made where there is none, to these values, in the dtype that it is kept in."""
+        kept = self._kept(param)
+        if state_name not in kept:
+            raise ValueError(f"{OP}.set_scaled_state: argument 'state_name' is {state_name!r}, wanted {sorted(kept)}.")
+        state = self.state.get(param) or {}
+        dtype = state[state_name].dtype if state_name in state else kept[state_name]
+        states.check_value(f"{OP}.set_scaled_state", f"'{state_name}'", param, unscaled_state, dtype)
+        if state_name not in state:
+            state[state_name], pair = states.new_state(param, dtype)
+            self.state[param] = state
+            if pair is not None:
+                self._scales.setdefault(param, {})[state_name] = pair
+        states.write(state[state_name], self._scales.get(param, {}).get(state_name), unscaled_state)
+
+    # ---- checkpoints, copies ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with every state in float32 (remainders int16)."""
+        handle = self.register_state_dict_post_hook(_unscaled, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() gave, of an optimizer with states of any dtype. States that are there keep their
+        memory. Errors: ValueError for states of another shape, dtype or set of names; nothing is changed then."""
+        handle = self.register_load_state_dict_pre_hook(_left_as_it_is)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self._OPTIONS}
+
+    @torch.no_grad()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        loaded = {p: s.state for p, s in state["state"].items() if isinstance(s, _Saved) and s.state}
+        op = f"{OP}.load_state_dict"
+        index = {p: i for i, p in enumerate(p for group in state["param_groups"] for p in group["params"])}
+        for p, given in loaded.items():
+            self._check_param(p)
+            states.check_loaded(op, index.get(p), p, given, self._kept(p))
+        for group in state["param_groups"]:
+            check_group(op, group)
+        before = getattr(self, "param_groups", [])
+        old, old_scales = getattr(self, "state", {}), getattr(self, "_scales", {})
+        rest = {p: s for p, s in state["state"].items() if not isinstance(s, _Saved)}
+        super().__setstate__(state | {"state": defaultdict(dict, rest)})
+        self._forget()
+        for i in range(len(self.param_groups) if self.capturable else 0):
+            put_on_device(self, i, before[i] if i < len(before) else None)
+        for p, given in loaded.items():
+            self._take(p, given, old.get(p) or {}, old_scales.get(p, {}))
+
+    def _take(self, param: torch.Tensor, given: Mapping, state: states.State, scales: dict[str, torch.Tensor]) -> None:
+        """given, a state that was checked, becomes param's, in the memory of the one that there was, if it fits."""
+        self.state[param], self._scales[param] = {}, {}
+        for name, dtype in self._kept(param).items():
+            value, pair = state.get(name), scales.get(name)
+            if value is None or value.dtype is not dtype or local_of(value).shape != local_of(param).shape:
+                value, pair = states.new_state(param, dtype)
+            states.write(value, pair, given[name])
+            self.state[param][name] = value
+            if pair is not None:
+                self._scales[param][name] = pair
+
+
+def _has_remainder(local: torch.Tensor) -> bool:
+    return local.dtype is torch.bfloat16 and not isinstance(local, QuantizedTensor)
+
+
+def _left_as_it_is(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+    given = state_dict["state"].items()
+    return state_dict | {"state": {k: _Saved(s) if isinstance(s, Mapping) else s for k, s in given}}
+
+
+@torch.no_grad()
+def _unscaled(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def shown(key: object, state: object) -> object:
+        if not isinstance(key, int) or not isinstance(state, dict):
+            return state
+        scales = optimizer._scales.get(params[key], {})
+        names = (EXP_AVG, EXP_AVG_SQ, MASTER)
+        return {n: states.read(t, scales.get(n)) if n in names else t for n, t in state.items()}
+
+    return state_dict | {"state": {key: shown(key, state) for key, state in state_dict["state"].items()}}
