@@ -339,13 +339,14 @@ def test_a_weight_is_quantized_when_it_should_be_and_only_then(device):
         assert not torch.equal(other(x, is_first_microbatch=False), changed)  # its own: nothing was kept yet
 
 
-def test_the_flag_on_the_device_decides(device):
-    module, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
+def test_the_flag_on_the_device_decides_in_a_capture(device):
+    """And nowhere else: in eager the weight is quantized as is_first_microbatch says."""
+    module, x = te.Linear(16, 16, bias=False, device=device), randn(8, 16, device=device)
     manager = FP8GlobalStateManager
 
-    def call():
-        with te.autocast(recipe=Float8BlockScaling()):
-            return module(x).detach()
+    def call(graph=True, **microbatch):
+        with te.autocast(recipe=Float8BlockScaling(), _graph=graph):
+            return module(x, **microbatch).detach()
 
     fresh = call()
     manager.set_skip_fp8_weight_update_tensor(True)
@@ -354,9 +355,21 @@ def test_the_flag_on_the_device_decides(device):
     with torch.no_grad():
         module.weight.neg_()
     assert_same_bits(call(), fresh)
+    assert_same_bits(call(graph=False), -fresh)
+    assert_same_bits(call(), fresh)
+    eager = copy.deepcopy(module)
+    with te.autocast(recipe=Float8BlockScaling()):
+        assert_same_bits(eager(x, is_first_microbatch=True), call(graph=False))
     manager.set_skip_fp8_weight_update_tensor(False)
     assert not torch.equal(call(), fresh)
     assert module._cached_weights[""][1].rowwise.data_ptr() == address
     changed = call()
+    manager.set_skip_fp8_weight_update_tensor(True)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert_same_bits(call(graph=False, is_first_microbatch=False), changed)
+    doubled = call(graph=False, is_first_microbatch=True)
+    assert not torch.equal(doubled, changed)
+    assert_same_bits(call(graph=False, is_first_microbatch=None), doubled)
     manager.set_skip_fp8_weight_update_tensor(None)
-    assert_same_bits(call(), changed)
+    assert_same_bits(call(), doubled)

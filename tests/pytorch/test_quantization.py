@@ -127,6 +127,57 @@ def test_state_is_handed_over_and_reset():
     assert said() == (False, False, te.get_default_recipe(), None) and not STATE.fp8_graph_capturing()
 
 
+def test_reset_inside_of_contexts_ends_them(device):
+    """Leaving them puts nothing back, and delayed scaling goes on as in a new process."""
+    module, recipe, x = (
+        te.Linear(16, 16, device=device),
+        DelayedScaling(amax_history_len=1),
+        randn(8, 16, device=device),
+    )
+    nothing = (False, False, te.get_default_recipe(), None)
+
+    def scale_after(factor):
+        with te.autocast(recipe=recipe):
+            y = module(x * factor)
+        y.sum().backward()
+        return module.fp8_meta["scaling_fwd"].scale[0].item()
+
+    first = scale_after(1.0)
+    with te.autocast(recipe=Float8CurrentScaling()), te.autocast(recipe=recipe, _graph=True):
+        STATE.reset()
+        assert said() == nothing
+        with te.autocast(recipe=recipe):  # the outermost one now
+            module(x)
+            assert said()[:3] == (True, False, recipe)
+        assert scale_after(2.0) == first / 2
+        assert said() == nothing
+    assert said() == nothing and not STATE.fp8_graph_capturing()
+    assert scale_after(4.0) == first / 4
+    assert not STATE.is_first_fp8_module()
+    with te.quantized_model_init(), te.quantized_model_init():
+        STATE.reset()
+        assert not STATE.with_fp8_parameters()
+    assert not STATE.with_fp8_parameters()
+
+
+def test_reset_inside_of_a_recomputation(device):
+    module, recipe, calls = te.Linear(16, 16, device=device), Float8CurrentScaling(), []
+
+    def call(x):
+        y = module(x)
+        if calls:
+            STATE.reset()
+        calls.append(y)
+        return y
+
+    with te.autocast(recipe=recipe):
+        y = te.checkpoint(call, randn(8, 16, device=device, requires_grad=True))
+    y.sum().backward()
+    assert len(calls) == 2 and said() == (False, False, te.get_default_recipe(), None)
+    with te.autocast(recipe=recipe):
+        assert STATE.is_first_fp8_module()  # the outermost one
+
+
 def test_model_init_says_so_and_takes_it_back():
     with te.quantized_model_init(preserve_high_precision_init_val=True):
         assert STATE.with_fp8_parameters() and STATE.with_high_precision_init_val()

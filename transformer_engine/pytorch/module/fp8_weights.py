@@ -92,21 +92,22 @@ class QuantizedWeights(torch.nn.Module):
     ) -> _C.Quantized | None:
         """The weight as the product reads it, or None where the product quantizes it itself.
 
-        is_first_microbatch: True quantizes and keeps, False takes what was kept, None does neither. Under a graph's
-        flag (set_skip_fp8_weight_update_tensor) the kernel decides instead."""
+        is_first_microbatch: True quantizes and keeps, False takes what was kept, None does neither. In a graph's
+        capture its flag (set_skip_fp8_weight_update_tensor), where there is one, decides instead, in the kernel."""
         state = STATE
         if not state.enabled:
             return None
         if isinstance(weight, QuantizedTensor):
             return self._stays(self._primary_weight(product, weight))
-        if (is_first_microbatch is None and state.skip_weight_update is None) or torch.compiler.is_compiling():
+        skip = state.skip_weight_update if state.in_capture() else None
+        if (is_first_microbatch is None and skip is None) or torch.compiler.is_compiling():
             return None
         if isinstance(is_first_microbatch, torch.Tensor) or is_first_microbatch not in (None, True, False):
             raise ValueError(
                 f"{type(self).__name__}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, False "
                 "or None."
             )
-        return self._stays(self._cached_weight(product, weight, is_first_microbatch, state.skip_weight_update))
+        return self._stays(self._cached_weight(product, weight, is_first_microbatch, skip))
 
     def _apply(self, fn, recurse=True):
         """torch swaps a converted tensor of several parts for a new one, without the marks and the hooks that were on

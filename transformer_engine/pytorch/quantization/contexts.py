@@ -73,6 +73,7 @@ class autocast:
         self._before = (
             (state.enabled, state.calibrating, state.recipe, state.group),
             (state.token, state.plan, state.region, state.capturing),
+            state.resets,
         )
         if state.depth == 0:
             state.region = None if torch.compiler.is_compiling() else Region()
@@ -81,9 +82,11 @@ class autocast:
         state.set(self.enabled, self.calibrating, self.recipe, self.amax_reduction_group)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object | None) -> None:
-        state, (said, rest) = STATE, self._before
+        state, (said, rest, resets) = STATE, self._before
         region, graph = state.region, state.capturing
         self._before = None
+        if state.resets != resets:
+            return
         state.depth -= 1
         state.set(*said)
         state.token, state.plan, state.region, state.capturing = rest
@@ -126,14 +129,15 @@ def quantized_model_init(
     if recipe is not None:
         must_be_a_recipe("quantized_model_init", recipe)
     state = STATE
-    before = state.parameters, state.parameters_recipe, state.preserve_high_precision
+    before, resets = (state.parameters, state.parameters_recipe, state.preserve_high_precision), state.resets
     state.parameters = bool(enabled)
     state.parameters_recipe = recipe
     state.preserve_high_precision = preserve_high_precision_init_val
     try:
         yield
     finally:
-        state.parameters, state.parameters_recipe, state.preserve_high_precision = before
+        if state.resets == resets:
+            state.parameters, state.parameters_recipe, state.preserve_high_precision = before
 
 
 @tells_keywords()

@@ -18,7 +18,8 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reset(cls) -> None:
-        """As in a new process: no context, nothing waiting. Scales and histories are the modules'."""
+        """As in a new process: no context, nothing waiting. Those that are open have ended, and leaving them changes
+        nothing; what ran inside gets no new scales from them. Scales and histories are the modules'."""
         STATE.reset()
 
     @classmethod
@@ -41,7 +42,7 @@ class FP8GlobalStateManager:
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
         """Whether a graph is being captured, by its owner's word (autocast's _graph) or by the stream's."""
-        return STATE.capturing or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        return STATE.in_capture()
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
@@ -89,8 +90,9 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool | None) -> None:
-        """A flag on the device, float32 [1], that kernels read: where it is not 0, a cached weight is not quantized
-        again. It stays the same memory, so that a graph which has read it once follows. None: there is no flag."""
+        """A flag on the device, float32 [1], that a graph's kernels read: where it is not 0, a cached weight is not
+        quantized again. It stays the same memory, so that a graph which was captured with it follows; calls outside of
+        a capture ask is_first_microbatch alone. None: there is no flag."""
         if skip is None:
             STATE.skip_weight_update = None
             return

@@ -39,9 +39,12 @@ class State:
     outermost one has to update at its end. capturing: it belongs to a graph, whose owner updates scales."""
 
     def __init__(self) -> None:
+        self.resets = 0
         self.reset()
 
     def reset(self) -> None:
+        """As in a new process. Contexts that were entered before have ended: they put nothing back."""
+        self.resets += 1
         self.enabled = False
         self.calibrating = False
         self.active = False
@@ -72,6 +75,10 @@ class State:
         self.plan = None
         self.token = None if torch.compiler.is_compiling() else object()
 
+    def in_capture(self) -> bool:
+        """Of a graph, by its owner's word or by the stream's."""
+        return self.capturing or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
     def chosen_recipe(self) -> Recipe:
         return _DEFAULT if self.recipe is None else self.recipe
 
@@ -88,17 +95,18 @@ class State:
     @contextmanager
     def surrounded(self, by: Surroundings) -> Iterator[None]:
         """As a forward saw it, for the recomputation of it. The depth says that no autocast inside is the outermost."""
-        before = self.surroundings(), self.token, self.plan
+        before, resets = (self.surroundings(), self.token, self.plan), self.resets
         self.set(*by[:4])
         self.capturing, self.skip_weight_update = by[4:]
         self.depth += 1
         try:
             yield
         finally:
-            self.depth -= 1
-            self.set(*before[0][:4])
-            self.capturing, self.skip_weight_update = before[0][4:]
-            self.token, self.plan = before[1:]
+            if self.resets == resets:
+                self.depth -= 1
+                self.set(*before[0][:4])
+                self.capturing, self.skip_weight_update = before[0][4:]
+                self.token, self.plan = before[1:]
 
 
 STATE = State()
