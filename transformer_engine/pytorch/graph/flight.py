@@ -4,6 +4,9 @@ captured; a pass that has it now, because replays come in another order, is mark
 import weakref
 from typing import Protocol
 
+import torch
+from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
+
 from transformer_engine.pytorch.graph.loans import Loans
 
 
@@ -11,6 +14,7 @@ class Pass(Protocol):
     """A captured forward with its backward. Positions are those of the captures, in their order."""
 
     label: str
+    outputs: list[torch.Tensor]
     forward_position: int
     backward_position: int
     end_position: int  # where what the backward reads is given up; no other pass has the same
@@ -33,10 +37,21 @@ class Flight:
         self._ends = 0
         # By where it begins: the pass, where it ends, and what is set where it is spoilt.
         self._waiting: dict[int, tuple[Pass, int | None, str]] = {}
+        # Whose results somebody may have, by position: one that was captured later may have got memory that an earlier
+        # graph had for itself alone. Passes that nobody is to come back to (a checkpoint's first run) are here too.
+        self._results: list[Pass] = []
+
+    def _overwrite_results(self, at: int) -> None:
+        """What saved one for its backward says so there."""
+        while self._results and self._results[-1].forward_position > at:
+            increment_version(self._results.pop().outputs)
 
     def forward(self, one: Pass, returns: bool) -> None:
         """Its forward is replayed; `returns`: a backward may follow."""
         at = one.forward_position
+        self._overwrite_results(at)
+        if not self._results or self._results[-1] is not one:
+            self._results.append(one)
         if self._begins >> at or self._ends & ((1 << at) - 1):
             self._leave(at)
             self._leave(one.backward_position)
@@ -47,6 +62,7 @@ class Flight:
 
     def backward(self, one: Pass) -> None:
         at = one.backward_position
+        self._overwrite_results(at)
         if self._begins >> at or self._ends & ((1 << at) - 1):
             self._leave(at)  # one that runs again leaves its weight gradients anew
             self._spoil(at, one.label)
@@ -59,6 +75,8 @@ class Flight:
     def weight_grads(self, one: Pass) -> None:
         at = one.wgrad_position
         self._leave(one.backward_position)
+        if at is not None:
+            self._overwrite_results(at)
         if at is not None and (self._begins >> at or self._ends & ((1 << at) - 1)):
             self._spoil(at, one.label)
 
