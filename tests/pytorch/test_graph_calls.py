@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from graph_cases import HIDDEN, assert_same_step, build, leaves_of, linear, step, tokens
+from graph_cases import HIDDEN, assert_same_step, build, leaves_of, left_by, linear, step, tokens
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
@@ -286,3 +286,45 @@ def test_attributes_are_those_of_the_capture(device):
     x = tokens(device)
     assert_same_bits(leaves_of(module(x.requires_grad_()))[0], module.inner(x) * 2.0)
     assert (module.factor, module.later, module.calls) == (5.0, [], calls)
+
+
+def fused_part(device, delay):
+    module = ByCapture(device)
+    for name in ("first", "second"):
+        setattr(module, name, build(linear, device, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay))
+        part = getattr(module, name)
+        part.weight.main_grad, part.weight.grad_added_to_main_grad = torch.ones_like(part.weight), False
+    return module
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
+def test_main_grads_of_what_is_left_to_eager(device, delay):
+    """A replay zeroes those that its own graph adds to, where a first microbatch replaces what is there; eager has
+    filled the others already, whose accumulators wait for nothing."""
+    module, eager = fused_part(device, delay), fused_part(device, delay)
+    eager.load_state_dict(module.state_dict())
+    graphed = te.make_graphed_callables((module,), ((tokens(device, grad=True),),), _order=[1, -1])[0]
+    seen = {}
+    for kind, m in (("graph", module), ("eager", eager)):
+        weight, order = m.second.weight, seen.setdefault(kind, [])
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+        node.register_hook(lambda *_, weight=weight, order=order: order.append(weight.main_grad.clone()))
+        m.node = node
+    for seed, first in enumerate((True, False, True)):
+        x, found = tokens(device), []
+
+        def replayed(x, first=first):
+            return module.second(*graphed(x, is_first_microbatch=first), is_first_microbatch=first)
+
+        def plain(x, first=first):
+            return eager.second(torch.tanh(eager.first(x, is_first_microbatch=first)), is_first_microbatch=first)
+
+        for m, call in ((module, replayed), (eager, plain)):
+            found.append(step(m, x, seed, call=call))
+            for owner in (graphed, m.second) if delay and m is module else (m.first, m.second) if delay else ():
+                owner.backward_dw()
+            found[-1] |= left_by(m)
+            m.zero_grad()
+        assert_same_step(*found, f"step {seed}")
+        for got, want in zip(seen["graph"], seen["eager"], strict=True):
+            assert_same_bits(got, want)

@@ -23,11 +23,10 @@ from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
 from transformer_engine.pytorch.graph.replay import Graphed
 from transformer_engine.pytorch.graph.scales import Scales
 from transformer_engine.pytorch.graph.signature import Signature
-from transformer_engine.pytorch.graph.state import Untouched, fused_weights, main_grad_of, own_fused, values_kept
+from transformer_engine.pytorch.graph.state import Untouched, values_kept
 from transformer_engine.pytorch.graph.weight_grads import Fused
 from transformer_engine.pytorch.graph.work import Ambient, Work
 from transformer_engine.pytorch.graph.writes import own_writes, writes_noted
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 # Whose static inputs nobody else may have; reset() empties them.
 _live: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
@@ -276,7 +275,7 @@ class Capture:
         work, plan = self.works[step.sample], self.plan
         if plan.allow_unused_input:
             return
-        later = {id(p) for p in fused_weights(plan.modules[step.module])} | work.left_for_later()
+        later = work.accumulated | work.left_for_later()
         names = [work.signature.names[work.signature.slots[i]] for i in work.wanted]
         wanted = [work.inputs[i] for i in work.wanted]
         if not isinstance(work.function, OwnCall):
@@ -368,9 +367,8 @@ class Capture:
         release = self.backend.release
         if before is not None:
             before.grad_inputs = release(before.grad_inputs)
-        fused = {id(p) for p in fused_weights(graphed.module)}
         graphed.grad_parameters = [
-            grad if id(p) in fused or self._stays(p) else release([grad])[0]
+            grad if id(p) in work.accumulated or self._stays(p) else release([grad])[0]
             for p, grad in zip(work.parameters, graphed.grad_parameters)
         ]
         if self._last_use(step):
@@ -414,8 +412,8 @@ class Capture:
         # Without an entry in the order it may run at any time: neither may its memory be somebody's, nor what it reads.
         apart = step.module not in self.plan.schedule.scheduled_wgrad
         graphed.wgrad_graph, grads, _ = self._capture(step, work.wgrad, apart=apart)
-        fused = {id(p) for p in fused_weights(graphed.module)}
-        pairs = [(p, g) for p, g in zip(work.parameters, grads) if g is not None and id(p) not in fused]
+        pairs = [(p, g) for p, g in zip(work.parameters, grads) if g is not None]
+        pairs = [(p, g) for p, g in pairs if id(p) not in work.accumulated_later]
         if self.plan.reuse:
             pairs = [(p, g if self._stays(p) else self.backend.release([g], apart=apart)[0]) for p, g in pairs]
         graphed.wgrads = pairs
@@ -456,18 +454,12 @@ class Capture:
         graphed.form, graphed.result, graphed.is_tensor = work.form, work.result, work.is_tensor
         graphed.constant_outputs = [i for i, wants in enumerate(work.differentiable) if not wants]
         if graphed.backward_graph is not None:
-            delaying = {id(part) for part in graphed.delaying}
-
-            def used(part: TransformerEngineBaseModule) -> list[torch.nn.Parameter]:
-                # One whose module did not run may have no main_grad; where it did, the module has asked for it.
-                return [p for p in own_fused(part) if isinstance(main_grad_of(p), torch.Tensor)]
-
-            graphed.fused = [Fused.of(p) for part in work.parts if id(part) not in delaying for p in used(part)]
-            graphed.fused_later = [Fused.of(p) for part in graphed.delaying for p in used(part)]
+            graphed.fused = [Fused.of(p) for p in work.parameters if id(p) in work.accumulated]
+            graphed.fused_later = [Fused.of(p) for p in work.parameters if id(p) in work.accumulated_later]
             if graphed.wgrad_graph is not None:
                 later = [p for p, _ in graphed.wgrads] + [weight for weight, _ in graphed.fused_later]
                 graphed.delayed = frozenset(map(id, later))
-        fused = {id(p) for p in fused_weights(graphed.module)}
+        fused = work.accumulated | work.accumulated_later
         if graphed.backward_graph is not None:  # autograd is not to come by parameters that get nothing
             later = fused | {id(p) for p, _ in graphed.wgrads}
             pairs = list(zip(work.parameters, graphed.grad_parameters, strict=True))

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.graph.describe import OP, form_of
 from transformer_engine.pytorch.graph.quantized import Quantization, our_modules
 from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradStore
+from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradStore, accumulation_noted
 
 
 class Ambient:
@@ -94,6 +94,10 @@ class Work:
         self.live: list[torch.Tensor] = []  # outputs that want gradients, with their history
         self.pending: list[tuple[WeightGradStore, Pending]] = []  # (store, what backward left there)
         self.delaying: list[TransformerEngineBaseModule] = []
+        # Parameters, by id, whose gradients backward, or wgrad, adds to main_grad; others may be left to what is not
+        # captured of their module.
+        self.accumulated: set[int] = set()
+        self.accumulated_later: set[int] = set()
         self.backward_dw = {id(part): part.backward_dw for part in self.parts}  # a captured module has another one
 
     @contextmanager
@@ -134,7 +138,8 @@ class Work:
         surface = [self.inputs[i] for i in self.wanted] + self.parameters
         others = [(store, _emptied(store)) for store in self.stores]
         try:
-            with self._as_captured(), _without_hooks(self.parameters):
+            noted = accumulation_noted()
+            with self._as_captured(), _without_hooks(self.parameters), noted as self.accumulated:
                 grads = torch.autograd.grad(
                     self.live, surface, self.grad_outputs, retain_graph=self.retain, allow_unused=True
                 )
@@ -172,7 +177,8 @@ class Work:
                 store.put(left)
             for part in self.delaying:
                 part._wgrad_hooks = []
-                with self._as_captured():
+            with self._as_captured(), accumulation_noted() as self.accumulated_later:
+                for part in self.delaying:
                     self.backward_dw[id(part)]()
             return [p.grad for p in self.parameters]
         finally:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import collections
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,6 +52,20 @@ _LOCKS = [threading.Lock() for _ in range(64)]
 
 def _lock_of(main_grad: torch.Tensor) -> threading.Lock:
     return _LOCKS[main_grad.data_ptr() // 256 % len(_LOCKS)]
+
+
+_listening: list[set[int]] = []
+
+
+@contextmanager
+def accumulation_noted() -> Iterator[set[int]]:
+    """Gets the weights, by id, whose gradients are added to main_grad inside, on whichever thread."""
+    noted: set[int] = set()
+    _listening.append(noted)
+    try:
+        yield noted
+    finally:
+        _listening[:] = [other for other in _listening if other is not noted]
 
 
 def _accumulate_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -116,6 +131,8 @@ class Product:
                 overwrite = self.overwrite or bool(getattr(weight, "overwrite_main_grad", False))
                 with _lock_of(main_grad):
                     sums.append(work.accumulate(main_grad, first, rows, with_bias, overwrite))
+                for noted in _listening:
+                    noted.add(id(weight))
                 if hasattr(weight, "grad_added_to_main_grad"):
                     weight.grad_added_to_main_grad = True
             first += rows
