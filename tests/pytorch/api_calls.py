@@ -174,6 +174,7 @@ CALLS = {
     **{f"multi_tensor_{name}": lambda name=name: over_lists(name) for name in MULTI_TENSOR},
     "multi_tensor_applier": lambda: over_lists("scale"),
     "FusedAdam": lambda: stepped(optimizers.FusedAdam, master_weights=True, exp_avg_dtype=torch.bfloat16),
+    "FusedSGD": lambda: stepped(optimizers.FusedSGD, momentum=0.9),
     "MultiTensorApply": lambda: optimizers.MultiTensorApply(1024),
     "general_gemm": lambda: general_gemm(torch.ones(2, 4), torch.ones(3, 4)),
     "autocast": lambda: a_step_in(te.autocast()),

@@ -1,7 +1,7 @@
 """Fused optimizers and the multi-tensor functions: their place."""
 
-from transformer_engine.pytorch._absent import names_without_a_body
 from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
+from transformer_engine.pytorch.optimizers.fused_sgd import FusedSGD
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
     MultiTensorApply,
     multi_tensor_adam,
@@ -20,6 +20,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
 
 __all__ = [
     "FusedAdam",
+    "FusedSGD",
     "MultiTensorApply",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
@@ -34,10 +35,3 @@ __all__ = [
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
 ]
-
-__getattr__ = names_without_a_body(
-    __name__,
-    {
-        "FusedSGD": ("fused optimizers are", "use torch.optim.SGD(fused=True)"),
-    },
-)

@@ -1,0 +1,170 @@
+"""FusedSGD: SGD with momentum, a pass over memory for all parameters of a group. No master weights, so no quantized
+parameters; no sparse gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.functional import optimizer_sgd
+from transformer_engine.pytorch.optimizers.adam_states import local_grad, local_of, new_state
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.storage import FLOATS
+
+OP = "FusedSGD"
+BUFFER = "momentum_buffer"
+
+
+class _Lists(NamedTuple):
+    """What is stepped by one call. first_run: the buffers hold nothing yet."""
+
+    group: dict[str, Any]
+    first_run: bool
+    grads: list[torch.Tensor]
+    params: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+
+
+class FusedSGD(torch.optim.Optimizer):
+    """b = momentum b + (1 - dampening) g, g in a parameter's first step; p -= lr b, with nesterov lr (g + momentum b).
+
+    weight_decay goes into g, or, with wd_after_momentum, into what is subtracted. materialize_master_grads: of a tool
+    for mixed precision that keeps masters; without one it changes nothing. Arithmetic is float32; buffers have their
+    parameter's dtype. Errors: ValueError naming what is wrong, with weights and states as before."""
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if set_grad_none is not None:
+            warnings.warn(
+                f"{OP}: argument 'set_grad_none' is deprecated, call zero_grad(set_to_none=...).",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        self.wd_after_momentum, self.materialize_master_grads = bool(wd_after_momentum), bool(materialize_master_grads)
+        self.set_grad_none = set_grad_none
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"nesterov": nesterov})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """set_to_none: gradients become None (the default), not 0."""
+        if set_to_none is None:
+            set_to_none = self.set_grad_none is None or self.set_grad_none
+        super().zero_grad(set_to_none=set_to_none)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all groups; what closure() returns, which runs first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        new: dict[torch.Tensor, torch.Tensor] = {}
+        calls = [lists for group in self.param_groups for lists in self._lists_of(group, new)]
+        for p, buffer in new.items():
+            self.state[p][BUFFER] = buffer
+        for group, first_run, grads, params, buffers in calls:
+            optimizer_sgd(
+                grads,
+                params,
+                buffers,
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                first_run=first_run,
+                wd_after_momentum=self.wd_after_momentum,
+            )
+        return loss
+
+    def _lists_of(self, group: dict[str, Any], new: dict[torch.Tensor, torch.Tensor]) -> list[_Lists]:
+        _check_group(group)
+        calls = [_Lists(group, first_run, [], [], []) for first_run in (True, False)]
+        for i, p in enumerate(group["params"]):
+            grad = local_grad(p.grad, p)
+            if grad is None:
+                continue
+            weight = local_of(p)
+            grad = _checked(i, weight, grad)
+            buffer = (self.state.get(p) or {}).get(BUFFER)
+            lists = calls[buffer is not None or not group["momentum"]]
+            if group["momentum"]:
+                if buffer is None:
+                    buffer, _ = new_state(p, weight.dtype)
+                    new[p] = buffer
+                elif local_of(buffer).shape != weight.shape or local_of(buffer).dtype not in FLOATS:
+                    raise ValueError(
+                        f"{OP}: '{BUFFER}' {i} is {buffer.dtype} {list(buffer.shape)}, wanted {weight.dtype} "
+                        f"{list(p.shape)}."
+                    )
+                lists.buffers.append(local_of(buffer))
+            lists.grads.append(grad)
+            lists.params.append(weight)
+        return [lists for lists in calls if lists.params]
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("wd_after_momentum", "materialize_master_grads", "set_grad_none")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("lr", "momentum", "dampening", "weight_decay"):
+        value = group[name]
+        if isinstance(value, torch.Tensor) and name == "lr" and value.numel() == 1:
+            continue
+        if not isinstance(value, (int, float)) or value != value or (value < 0 and name != "dampening"):
+            words = "a number" if name == "dampening" else "a number >= 0"
+            raise ValueError(f"{OP}: argument '{name}' is {value!r}, wanted {words}.")
+    if group["nesterov"] and (not group["momentum"] or group["dampening"]):
+        raise ValueError(
+            f"{OP}: argument 'nesterov' is True with momentum={group['momentum']} and dampening={group['dampening']}, "
+            "wanted a momentum, and a dampening of 0."
+        )
+
+
+def _checked(i: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient, laid out as its weight. Raises ValueError for what no step can take."""
+    if isinstance(weight, QuantizedTensor):
+        raise ValueError(
+            f"{OP}: parameter {i} is a {type(weight).__name__}, wanted a plain tensor: there are no masters that would "
+            "keep what is smaller than its steps; use FusedAdam(master_weights=True)."
+        )
+    for what, t in ((f"parameter {i}", weight), (f"the gradient of parameter {i}", grad)):
+        if t.layout is not torch.strided:
+            raise ValueError(
+                f"{OP}: {what} has layout {t.layout}, wanted a dense one; make the layer with sparse=False."
+            )
+        if t.dtype not in FLOATS or t.shape != weight.shape or t.device != weight.device or t.is_meta:
+            raise ValueError(
+                f"{OP}: {what} is {t.dtype} {list(t.shape)} on {t.device}, wanted float32, float16 or bfloat16 "
+                f"{list(weight.shape)} on {'a device' if t.is_meta else weight.device}."
+            )
+        if t.numel() and t.untyped_storage().nbytes() < (t.storage_offset() + t.numel()) * t.element_size():
+            raise ValueError(f"{OP}: {what} has no memory, its storage was freed.")
+    like = torch.empty_like(weight, device="meta")
+    if weight.stride() != like.stride():
+        raise ValueError(f"{OP}: parameter {i} has strides {weight.stride()}, wanted {like.stride()}, without gaps.")
+    return grad if grad.stride() == weight.stride() or weight.numel() == 0 else torch.empty_like(weight).copy_(grad)
