@@ -1,0 +1,195 @@
+"""What FusedAdam refuses, with weights, states and step as before: gradients and states it cannot read, options that
+exclude each other, capturable on the CPU, memory that overlaps.
+
+Mutant: states of new parameters put in place before everything is looked at -> test_bad_steps_change_nothing."""
+
+import pytest
+import torch
+from optimizer_cases import assert_same, everything, give_grads, parameters, trained
+from support import refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+MASTERS = {"master_weights": True}
+FP8 = {"exp_avg_dtype": torch.uint8}
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"betas": (0.9, 1.0)}, ("betas", "1.0", "[0, 1)")),
+        ({"betas": (0.9,)}, ("betas", "(0.9,)")),
+        ({"eps": -1e-8}, ("eps", "-1e-08", ">= 0")),
+        ({"lr": float("nan")}, ("lr", "nan")),
+        ({"lr": torch.ones(2)}, ("lr", "[2]")),
+        ({"weight_decay": None}, ("weight_decay", "None")),
+        ({"exp_avg_dtype": torch.int8}, ("exp_avg_dtype", "int8", "uint8")),
+        ({"exp_avg_sq_dtype": torch.float64}, ("exp_avg_sq_dtype", "float64")),
+        ({**MASTERS, "master_weight_dtype": torch.bfloat16}, ("master_weight_dtype", "bfloat16", "float16")),
+        ({"store_param_remainders": True}, ("store_param_remainders", "master_weights=False")),
+        (
+            {**MASTERS, "store_param_remainders": True, "master_weight_dtype": torch.float16},
+            ("store_param_remainders", "float16", "float32"),
+        ),
+        ({**MASTERS, "store_param_remainders": True}, ("store_param_remainders", "torch.float32", "bfloat16")),
+        ({**MASTERS, **FP8, "master_weight_dtype": torch.float16}, ("FP8 moments", "float16")),
+    ],
+    ids=str,
+)
+def test_bad_options(device, options, words):
+    with refused(ValueError, "FusedAdam", *words):
+        FusedAdam(parameters(device), **options)
+
+
+def test_amsgrad(device):
+    with refused(NotImplementedError, "FusedAdam", "amsgrad", "AMSGrad", "torch.optim.AdamW"):
+        FusedAdam(parameters(device), amsgrad=True)
+
+
+def test_capturable_on_the_cpu():
+    with refused(ValueError, "FusedAdam", "capturable", "cpu", "CUDA"):
+        FusedAdam(parameters("cpu"), capturable=True)
+    optimizer = FusedAdam(parameters("meta"), capturable=True)
+    with refused(ValueError, "capturable", "cpu"):
+        optimizer.add_param_group({"params": parameters("cpu", sizes=(3,))})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_scaler_without_capturable(device):
+    params = parameters(device)
+    optimizer = trained(params, 1)
+    before = everything(optimizer)
+    with refused(ValueError, "grad_scaler", "capturable=True"):
+        optimizer.step(grad_scaler=torch.amp.GradScaler(device))
+    optimizer.found_inf = torch.zeros(1, device=device)
+    with refused(ValueError, "found_inf", "capturable=True"):
+        optimizer.step()
+    assert_same(everything(optimizer), before)
+    del optimizer.found_inf
+    optimizer.step(grad_scaler=torch.amp.GradScaler(device, enabled=False))
+
+
+def test_fp8_moments_want_float32(device):
+    params = parameters(device, torch.bfloat16)
+    optimizer = FusedAdam(params, **FP8)
+    give_grads(params)
+    with refused(ValueError, "uint8", "bfloat16", "master_weights=True"):
+        optimizer.step()
+    assert not any(optimizer.state.values()) and "step" not in optimizer.param_groups[0]
+    trained(parameters(device, torch.bfloat16), 1, **FP8, **MASTERS)
+    trained(parameters(device), 1, **FP8)
+
+
+def test_quantized_weights_want_masters(device):
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        layer = te.Linear(32, 32, device=device)
+    before = layer.weight.dequantize()
+    layer.weight.grad = torch.ones(32, 32, device=device)
+    with refused(ValueError, "Float8Tensor", "master_weights=True"):
+        FusedAdam(layer.parameters()).step()
+    assert torch.equal(layer.weight.dequantize(), before)
+
+
+def freed(t):
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def with_grad_like(p, make):
+    p.grad = None
+    p.grad_dtype = None
+    p.grad = make(torch.ones_like(p))
+
+
+BAD_STEPS = {
+    "sparse": (("gradient", "Sparse", "sparse=False"), lambda o, p: setattr(p, "grad", p.detach().to_sparse())),
+    "freed gradient": (("grad", "freed"), lambda o, p: freed(p.grad)),
+    "integers": (("grad", "Long"), lambda o, p: with_grad_like(p, torch.Tensor.long)),
+    "shape of a state": (("exp_avg", "shape"), lambda o, p: o.state[p].update(exp_avg=torch.zeros(3, device=p.device))),
+    "dtype of a state": (("exp_avg_sq", "Half", "Float"), lambda o, p: o.state[p].update(exp_avg_sq=p.detach().half())),
+    "half of a state": (("exp_avg", "whole state"), lambda o, p: o.state[p].pop("exp_avg")),
+    "no tensor": (("exp_avg", "no tensor"), lambda o, p: o.state[p].update(exp_avg=3.0)),
+    "one state twice": (("overlap",), lambda o, p: o.state[p].update(exp_avg=o.state[p]["exp_avg_sq"])),
+    "freed state": (("exp_avg", "freed"), lambda o, p: o.state[p].update(exp_avg=freed(torch.ones_like(p)))),
+    "betas": (("betas",), lambda o, p: o.param_groups[1].update(betas=(0.9, 2.0))),
+    "eps": (("eps",), lambda o, p: o.param_groups[1].update(eps=-1.0)),
+    "lr": (("lr",), lambda o, p: o.param_groups[1].update(lr=None)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_bad_steps_change_nothing(device, name):
+    """The last parameter of the second group is wrong; one of the first group has no state yet."""
+    words, spoil = BAD_STEPS[name]
+    params = parameters(device, sizes=(5, 6, 7))
+    optimizer = FusedAdam([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+    give_grads(params)
+    params[0].grad = None
+    optimizer.step()
+    give_grads(params, 1)
+    before = everything(optimizer)
+    spoil(optimizer, params[2])
+    with refused(ValueError, "FusedAdam", *words):
+        optimizer.step()
+    after = everything_that_is_there(optimizer)
+    assert_same({k: t for k, t in after.items() if k in before and not k.startswith("2 exp")},
+                {k: t for k, t in before.items() if not k.startswith("2 exp")})  # fmt: skip
+    assert not optimizer.state.get(params[0]) and optimizer.param_groups[0]["step"] == 1
+
+
+def everything_that_is_there(optimizer):
+    for state in optimizer.state.values():
+        for name in [
+            n for n, t in state.items() if not isinstance(t, torch.Tensor) or not t.untyped_storage().nbytes()
+        ]:
+            state.pop(name)
+    return everything(optimizer)
+
+
+def test_weights_that_overlap(device):
+    whole = torch.randn(20, device=device)
+    params = [torch.nn.Parameter(whole[:12]), torch.nn.Parameter(whole[8:])]
+    optimizer, before = FusedAdam([{"params": params[:1]}, {"params": params[1:]}]), whole.clone()
+    give_grads(params)
+    with refused(ValueError, "overlap", "param"):
+        optimizer.step()
+    assert torch.equal(whole, before) and not any(optimizer.state.values())
+    alone = [torch.nn.Parameter(whole[:8]), torch.nn.Parameter(whole[8:])]
+    trained(alone, 1)
+
+
+def test_a_gradient_that_is_its_weight(device):
+    (p,) = parameters(device, sizes=(4,))
+    p.grad = p.detach()
+    with refused(ValueError, "overlap", "grad"):
+        FusedAdam([p]).step()
+
+
+def test_parameters_on_meta():
+    params = parameters("meta", sizes=(4,))
+    optimizer = FusedAdam(params)
+    optimizer.step()  # nothing has a gradient
+    params[0].grad = torch.empty_like(params[0])
+    with refused(ValueError, "meta", "to_empty"):
+        optimizer.step()
+
+
+def test_doubles(device):
+    with refused(ValueError, "FusedAdam", "Double"):
+        trained(parameters(device, torch.float64), 1)
+
+
+def test_initialize_state_with_remainders(device):
+    (p,) = parameters(device)[3:4]
+    with refused(ValueError, "initialize_state", "store_param_remainders", "float32"):
+        FusedAdam([p], **MASTERS).initialize_state(p, store_param_remainders=True)
+
+
+def test_set_grad_none_is_deprecated(device):
+    with pytest.warns(DeprecationWarning, match="set_grad_none"):
+        optimizer = FusedAdam(parameters(device), set_grad_none=False)
+    give_grads(optimizer.param_groups[0]["params"])
+    optimizer.zero_grad()
+    assert optimizer.param_groups[0]["params"][4].grad is not None
