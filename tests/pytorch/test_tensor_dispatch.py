@@ -341,8 +341,21 @@ def test_data_is_taken_and_given(device, name):
     p.data = other
     assert isinstance(p, torch.nn.Parameter) and p.requires_grad and p.dtype is torch.bfloat16
     assert pointers(p) == pointers(other)
-    with refused(ValueError, f"{type(p).__name__}.data", (3, 40), (6, 40)):
-        p.data = y[:3]
+    for shape in ((3, 40), (2, 5, 16), (0,), (6, 40)):  # values, then data, of another shape
+        y = randn(*shape, device=device)
+        p.data = y
+        want = FORMATS[name](device=device)(y)
+        assert isinstance(p, torch.nn.Parameter) and p.is_leaf and p.requires_grad and p.shape == shape
+        assert_same_parts(p, want)
+        p.data = FORMATS[name](device=device)(randn(7, 24, device=device))
+        assert p.shape == (7, 24) and p.dequantize().shape == (7, 24)
+        (p * 1.0).sum().backward()
+        assert p.grad.shape == (7, 24)
+        p.grad = None
+        p.data = p.data.new_empty(0)
+        assert p.shape == (0,)
+        p.data = want
+        assert_same_tensor(p.data, want)
     if name != "current":
         with refused(ValueError, "data", "Float8Tensor") if name != "delayed" else refused(ValueError, "data"):
             p.data = current(torch.float8_e5m2, device)(y)

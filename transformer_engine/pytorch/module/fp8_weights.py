@@ -166,7 +166,7 @@ class QuantizedWeights(torch.nn.Module):
         """Its values, where it is quantized, or a view of something that is; differentiable."""
         if isinstance(tensor, ValuesView):
             return tensor.plain()
-        return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        return tensor._differentiable() if isinstance(tensor, QuantizedTensor) else tensor
 
     def _primary_weight(self, product: str, weight: QuantizedTensor) -> _C.Quantized:
         index = self._products.index(product)

@@ -20,6 +20,10 @@ _RULES: dict[Any, Callable] = {}
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 
 
+# What a subclass without parts has too.
+_OF_EVERY_CLASS = {aten.detach.default, aten.alias.default, aten.clone.default, aten.copy_.default}
+
+
 class _Otherwise(Exception):
     """A rule does not hold for these arguments: compute with the values."""
 
@@ -42,7 +46,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule = _RULES.get(func)
-    if rule is not None:
+    if rule is not None and (func in _OF_EVERY_CLASS or not any(_is_quantized(t) and t._is_direct() for t in args)):
         try:
             return rule(*args, **kwargs)
         except _Otherwise:
@@ -99,7 +103,11 @@ def _alias(t: QuantizedTensorStorage) -> QuantizedTensorStorage:
 
 @_rule(aten.clone.default)
 def _clone(t: QuantizedTensorStorage, *, memory_format: Any = None) -> QuantizedTensorStorage:
-    return t._like(t._copied(), t.shape)
+    result = t._like(t._copied(), t.shape)
+    if t._is_direct():
+        own = {name: value for name, value in result.__dict__.items() if isinstance(value, torch.Tensor)}
+        result.__dict__.update({name: value.clone() for name, value in own.items()})
+    return result
 
 
 @_rule(aten._to_copy.default)

@@ -27,7 +27,10 @@ class _Dequantize(torch.autograd.Function):
 
 class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
     """A tensor whose values are quantized: of its nominal dtype to everyone who asks, and computed with in high
-    precision by every operation that does not know better."""
+    precision by every operation that does not know better.
+
+    A direct subclass keeps its data in attributes of its own and overrides `dequantize` (no gradient is its business)
+    and, where it takes new values, `quantize_`; aliases share the attributes, copies copy them."""
 
     def __new__(
         cls,
@@ -67,12 +70,43 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         dtype: torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> "QuantizedTensor":
+        if self._is_direct():
+            return self._with_attributes(dtype, requires_grad)
         return type(self)(
             shape=torch.Size(shape),
             dtype=self.dtype if dtype is None else dtype,
             requires_grad=requires_grad,
             **self._fields(parts),
         )
+
+    # ---- a direct subclass ----
+
+    @classmethod
+    def _is_direct(cls) -> bool:
+        """Whether it declares no parts."""
+        return not cls._parts
+
+    def _with_attributes(self, dtype: torch.dtype | None = None, requires_grad: bool = False) -> "QuantizedTensor":
+        """Another tensor with the same attributes."""
+        dtype = self.dtype if dtype is None else dtype
+        result = QuantizedTensor.__new__(type(self), self.shape, dtype, requires_grad=requires_grad, device=self.device)
+        result.__dict__.update(own_attributes(self))
+        return result
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        if not self._is_direct():
+            return super()._dequantize(dtype)
+        if type(self).dequantize is QuantizedTensor.dequantize:
+            raise NotImplementedError(f"{type(self).__name__}: a subclass of QuantizedTensor has to define dequantize.")
+        with torch.no_grad():
+            return self.dequantize(dtype=dtype)
+
+    def _differentiable(self) -> torch.Tensor:
+        """Its values, whose gradient is its own: also where a subclass dequantizes in a way of its own."""
+        return _Dequantize.apply(self, self.dtype)
+
+    def copy_from_storage(self, src: QuantizedTensorStorage) -> bool:
+        return not self._is_direct() and super().copy_from_storage(src)
 
     @classmethod
     def make_like(
@@ -141,30 +175,42 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         return torch.Tensor.data.__get__(self)
 
     def _set_data(self, tensor: torch.Tensor) -> None:
-        """Plain values are quantized into this one; a quantized tensor's data is taken as it is."""
+        """Plain values are quantized into this one; a quantized tensor's data is taken as it is. The shape may be
+        another one."""
         if isinstance(tensor, QuantizedTensor):
-            if not self._same_format(tensor) or self.shape != tensor.shape:
+            if not (type(self) is type(tensor) if self._is_direct() else self._same_format(tensor)):
                 raise ValueError(
                     f"{type(self).__name__}.data: got a {type(tensor).__name__} {tuple(tensor.shape)}, wanted the same "
-                    f"format and the shape {tuple(self.shape)}."
+                    "format, or plain values."
                 )
-            torch.Tensor.data.__set__(self, tensor)
-            for name in (*self._parts, "_dtype", "_rows_of"):
-                setattr(self, name, getattr(tensor, name))
-            self._written()
+            self._take_data(tensor)
             if tensor._quantizer is not self._quantizer:
                 self._took()
-        elif tensor.shape == self.shape:
+        elif tensor.shape == self.shape or self._is_direct():
             self.quantize_(tensor.to(self.device))
         else:
-            raise ValueError(
-                f"{type(self).__name__}.data: got values of shape {tuple(tensor.shape)}, wanted {tuple(self.shape)}."
-            )
+            self._must_hold_data("data")
+            quantizer = self._get_quantizer().copy()
+            quantizer.internal = False
+            quantizer.set_usage(**{f"{kind}": there for kind, there in self.get_usages().items()})
+            values = tensor.detach().to(self.device)
+            self._take_data(quantizer._held(values if values.dtype in FLOATS else values.to(self.dtype)))
+
+    def _take_data(self, tensor: "QuantizedTensor") -> None:
+        torch.Tensor.data.__set__(self, tensor)
+        for name in (*self._parts, "_dtype", "_rows_of"):
+            setattr(self, name, getattr(tensor, name))
+        if self._is_direct():
+            self.__dict__.update(own_attributes(tensor))
+        self._written()
 
     data = property(_get_data, _set_data)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return QuantizedTensorStorage.__repr__(self)
+        if not self._is_direct():
+            return QuantizedTensorStorage.__repr__(self)
+        values = self._dequantize(torch.float32)
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, data={values})"
 
     # ---- operations ----
 
@@ -179,6 +225,11 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
     # ---- taken apart and put together ----
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, object]]:
+        if self._is_direct():
+            raise NotImplementedError(
+                f"{type(self).__name__}: torch.compile takes a tensor of an own class apart, but does not know its "
+                "attributes; keep it out of the compiled region, or define __tensor_flatten__."
+            )
         details = {name: getattr(self, name) for name in self._details}
         return list(self._tensors()), flattening.context(details, self.dtype, self.requires_grad)
 
@@ -194,6 +245,14 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         fields = {part.argument: inner_tensors.get(name) for name, part in cls._parts.items()}
         fields |= {argument: details[name] for name, argument in cls._details.items()}
         return cls(shape=outer_size, dtype=context["dtype"], requires_grad=context["requires_grad"], **fields)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        if self._is_direct():
+            raise NotImplementedError(
+                f"{type(self).__name__}: files know the formats of this library alone; save dequantize(), or define "
+                "__reduce_ex__."
+            )
+        return super().__reduce_ex__(protocol)
 
     def __setstate__(self, attributes: dict[str, object]) -> None:
         """Takes what someone hung on the tensor that was saved."""

@@ -115,7 +115,8 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
     def _default_quantizer(self) -> Any:
         """What quantizes new values where no quantizer came with the tensor."""
         raise NotImplementedError(
-            f"{type(self).__name__}: it has no quantizer, so that no new values can be put in it."
+            f"{type(self).__name__}: it has no quantizer, so that no new values can be put in it; a class of your own "
+            "has to define quantize_."
         )
 
     def _viewed(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor | None] | None:
@@ -332,6 +333,7 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
     def _same_format(self, other: object) -> bool:
         return (
             isinstance(other, QuantizedTensorStorage)
+            and bool(self._parts)
             and other._parts is self._parts
             and all(getattr(other, n) == getattr(self, n) for n in self._details if n != "_quantizer")
         )
