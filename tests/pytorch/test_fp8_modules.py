@@ -156,6 +156,18 @@ def test_inference_first_and_training_after(device):
     assert model[0].fp8_meta["scaling_fwd"].amax_history[-1, 0] == x.abs().max()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inference_first_and_recomputation_after(device, reentrant):
+    model, x = te.Linear(16, 16, device=device), randn(8, 16, device=device, requires_grad=True)
+    recipe = RECIPES["delayed"]()
+    with torch.inference_mode(), te.autocast(recipe=recipe):
+        model(x)
+    with te.autocast(recipe=recipe):
+        y = te.checkpoint(model, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert model.fp8_meta["scaling_fwd"].amax_history[-1, 0] == x.abs().max()
+
+
 def test_forwards_and_backwards_that_overlap(device):
     """As in a pipeline: each backward brings its own amaxes up to date, once."""
     recipe = RECIPES["delayed"]()

@@ -72,7 +72,8 @@ class ModuleQuantization:
                 if state.scale.device != self.device:
                     state.move(self.device)
             setattr(self, name, state)
-        self._again = torch.empty_like(self.forward.scale)
+        with torch.inference_mode(False):  # a tensor made there could not be written outside of it
+            self._again = torch.empty_like(self.forward.scale)
 
     # ---- what a factory answers ----
 

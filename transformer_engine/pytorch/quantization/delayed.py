@@ -63,7 +63,8 @@ class ScalingState:
 
     @torch.no_grad()
     def move(self, device: torch.device) -> None:
-        self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+        with torch.inference_mode(False):
+            self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
         self.changed()
 
     @property
