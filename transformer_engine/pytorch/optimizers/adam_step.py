@@ -50,6 +50,10 @@ def _is_capturable_on(device: torch.device) -> bool:
     return device.type in ("cuda", "meta")
 
 
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def device_of(group: Mapping[str, Any]) -> torch.device:
     """Where a capturable group's step and lr lie. Errors: ValueError for a CPU tensor, and for several devices."""
     devices = {local_of(p).device for p in group["params"]}
@@ -75,7 +79,7 @@ def put_on_device(optimizer: FusedAdam, index: int, before: Mapping[str, Any] | 
     device = device_of(group)
     if device.type == "meta":  # not anywhere yet
         return
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         raise ValueError(
             f"{OP}: a group's 'lr' is {lr!r} while a step is being captured, wanted the tensor that the optimizer has "
             "put there, with its value set before the capture: group['lr'].fill_(...)."
@@ -83,13 +87,14 @@ def put_on_device(optimizer: FusedAdam, index: int, before: Mapping[str, Any] | 
     old = before or {"lr": kept, "step": None}
     loaded = before is not None
     group["lr"] = optimizer._lrs[index] = _one(lr, old["lr"], torch.float32, device, loaded)
-    group["step"] = _one(step, old.get("step"), torch.int32, device, loaded).view(-1)
+    group["step"] = _one(step, old.get("step"), torch.int32, device, loaded)
 
 
 def _one(value: Any, old: Any, dtype: torch.dtype, device: torch.device, loaded: bool) -> torch.Tensor:
     """value as a tensor: itself; or old's memory with a new value, for a number or one that was loaded."""
     reusable = isinstance(old, torch.Tensor) and old.dtype is dtype and old.device == device
     if isinstance(value, torch.Tensor):
+        value = value.view(1) if dtype is torch.int32 and value.dim() == 0 else value
         if loaded and reusable:
             return old.copy_(value.view_as(old))
         return value.to(device, dtype).clone() if loaded else value.to(device, dtype)
@@ -150,6 +155,11 @@ class Step:
         self.found_inf, self.inv_scale = _verdict(optimizer, grad_scaler)
         self.requantized: list[_Requantized] = []
         self.in_pass: list[Float8Tensor] = []
+        if not optimizer.capturable and _is_capturing():
+            raise ValueError(
+                f"{OP}: a step with capturable=False is being captured, wanted capturable=True: replays would take the "
+                "numbers of this step."
+            )
         for index, group in enumerate(optimizer.param_groups):
             check_group(OP, group)
             if optimizer.capturable:
@@ -187,7 +197,7 @@ class Step:
     def _new(self, param: torch.Tensor) -> tuple[dict, dict]:
         o = self.optimizer
         device = local_of(param).device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and _is_capturing():
             raise ValueError(
                 f"{OP}: a parameter {list(param.shape)} has no state yet, and the step is being captured, wanted a "
                 "step before the capture, or initialize_state(parameter): every replay would make it anew."
