@@ -22,6 +22,7 @@ void register_product(pybind11::module_& m);
 void register_rope(pybind11::module_& m);
 void register_normalization(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);
+void register_quantize_range(pybind11::module_& m);
 void register_offload(pybind11::module_& m);
 void register_optimizer(pybind11::module_& m);
 void register_optimizer_step(pybind11::module_& m);
@@ -44,6 +45,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_rope(m);
   te_torch::register_normalization(m);
   te_torch::register_quantize(m);
+  te_torch::register_quantize_range(m);
   te_torch::register_offload(m);
   te_torch::register_optimizer(m);
   te_torch::register_optimizer_step(m);

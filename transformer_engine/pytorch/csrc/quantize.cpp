@@ -65,21 +65,6 @@ Tensor empty_scales(te_scaling scaling, int64_t rows, int64_t cols, const at::Te
   return at::empty(scale_shape(scaling, rows, cols), like.dtype(at::kFloat));
 }
 
-te_tensor data_view(const Tensor& t, te_dtype dtype, const char* op, const char* argument) {
-  if (!t.defined()) return absent();
-  TORCH_CHECK_VALUE(t.dim() == 2 && t.element_size() == 1 && (t.size(1) <= 1 || t.stride(1) == 1), op, ": argument '",
-                    argument, "' has shape ", t.sizes(), ", strides ", t.strides(), " and dtype ", t.scalar_type(),
-                    ", wanted a uint8 matrix whose rows are contiguous.");
-  te_tensor view{};
-  view.data = t.numel() == 0 ? nullptr : t.data_ptr();
-  view.rows = t.size(0);
-  view.cols = t.size(1);
-  view.row_pitch = t.numel() == 0 ? view.cols : std::max(t.stride(0), view.cols);
-  view.dtype = dtype;
-  view.device = t.is_cpu() ? TE_DEVICE_CPU : t.device().index();
-  return view;
-}
-
 te_tensor maybe(const Tensor& t, const char* op, const char* argument) {
   return t.defined() ? view_2d(t, op, argument) : absent();
 }
@@ -175,8 +160,23 @@ Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, 
   return q;
 }
 
+te_tensor bytes_view(const Tensor& t, te_dtype dtype, const char* op, const char* argument) {
+  if (!t.defined()) return absent();
+  TORCH_CHECK_VALUE(t.dim() == 2 && t.element_size() == 1 && (t.size(1) <= 1 || t.stride(1) == 1), op, ": argument '",
+                    argument, "' has shape ", t.sizes(), ", strides ", t.strides(), " and dtype ", t.scalar_type(),
+                    ", wanted a uint8 matrix whose rows are contiguous.");
+  te_tensor view{};
+  view.data = t.numel() == 0 ? nullptr : t.data_ptr();
+  view.rows = t.size(0);
+  view.cols = t.size(1);
+  view.row_pitch = t.numel() == 0 ? view.cols : std::max(t.stride(0), view.cols);
+  view.dtype = dtype;
+  view.device = t.is_cpu() ? TE_DEVICE_CPU : t.device().index();
+  return view;
+}
+
 te_quantized view_of(const Quantized& q, const char* op, const char* argument) {
-  return {q.scaling, data_view(q.rowwise, q.dtype(), op, argument), data_view(q.columnwise, q.dtype(), op, argument),
+  return {q.scaling, bytes_view(q.rowwise, q.dtype(), op, argument), bytes_view(q.columnwise, q.dtype(), op, argument),
           maybe(q.rowwise_scale_inv, op, argument), maybe(q.columnwise_scale_inv, op, argument)};
 }
 
@@ -264,10 +264,11 @@ Tensor dequantize(const Quantized& q, at::ScalarType dtype) {
   return y;
 }
 
-Tensor fp8_transpose(const Tensor& data) {
-  const Tensor transposed = empty_data(data.size(1), data.size(0), data.options());
-  check(te_quantize_transpose(data_view(data, TE_UINT8, "fp8_transpose", "data"),
-                              data_view(transposed, TE_UINT8, "fp8_transpose", "out"), current_stream(data)));
+Tensor fp8_transpose(const Tensor& data, const OptionalTensor& out) {
+  const Tensor transposed = out.has_value() ? *out : empty_data(data.size(1), data.size(0), data.options());
+  check(te_quantize_transpose(bytes_view(data, TE_UINT8, "fp8_transpose", "data"),
+                              bytes_view(transposed, TE_UINT8, "fp8_transpose", "out"), current_stream(data)));
+  if (out.has_value()) note_written(transposed);
   return transposed;
 }
 

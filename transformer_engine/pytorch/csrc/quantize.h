@@ -91,8 +91,11 @@ Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, co
 Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, const Quantized& out, const Tensor& noop,
                         const Tensor& amax);
 
-// [cols, rows] of bytes [rows, cols], in a buffer like empty_quantized's.
-Tensor fp8_transpose(const Tensor& data);
+// FP8 data, a uint8 matrix whose rows are contiguous, as the C API takes it; absent where undefined.
+te_tensor bytes_view(const Tensor& t, te_dtype dtype, const char* op, const char* argument);
+
+// [cols, rows] of bytes [rows, cols], in `out`, or in a buffer like empty_quantized's.
+Tensor fp8_transpose(const Tensor& data, const OptionalTensor& out);
 
 // float32 [1]: the largest |x|.
 Tensor quantize_amax(const Tensor& x);

@@ -127,7 +127,8 @@ void register_quantize(pybind11::module_& m) {
     if (view.is_inference() || base.is_inference()) return;
     torch::autograd::impl::set_version_counter(view, torch::autograd::impl::version_counter(base));
   });
-  m.def("fp8_transpose", torch::wrap_pybind_function_no_gil(fp8_transpose));
+  m.def("fp8_transpose", torch::wrap_pybind_function_no_gil(fp8_transpose), py::arg("data"),
+        py::arg("out") = py::none());
   m.def("quantize_amax", torch::wrap_pybind_function_no_gil(quantize_amax));
   m.def("update_scales", torch::wrap_pybind_function_no_gil(update_scales));
 }

@@ -20,7 +20,12 @@ from transformer_engine.pytorch.functional.optimizer import (
     optimizer_scale,
     optimizer_sgd,
 )
-from transformer_engine.pytorch.functional.quantize import dequantize, quantize
+from transformer_engine.pytorch.functional.quantize import (
+    dequantize,
+    quantize,
+    quantize_range_amax,
+    quantize_range_cast,
+)
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
 
 __all__ = [
@@ -45,6 +50,8 @@ __all__ = [
     "optimizer_scale",
     "optimizer_sgd",
     "quantize",
+    "quantize_range_amax",
+    "quantize_range_cast",
     "rope",
     "rope_qkv",
 ]

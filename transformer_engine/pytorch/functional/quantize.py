@@ -33,3 +33,44 @@ def dequantize(
     if torch.compiler.is_compiling():
         return torch.ops.te.dequantize(data, scale_inv, scaling, e5m2, columnwise, dtype)
     return _C.dequantize_op(data, scale_inv, scaling, e5m2, columnwise, dtype)
+
+
+def quantize_range_amax(
+    x: torch.Tensor, amaxes: torch.Tensor, shape: tuple[int, int], start: int, rounded_to: torch.dtype, *, scaling: int
+) -> None:
+    """Writes the amaxes of a range of a matrix, the 1-D x: of elements [start, start + len(x)) of `shape`.
+
+    amaxes: float32 [1], or [ceil(rows / 128), ceil(cols / 128)] with 128x128 blocks; 0 where the range has nothing.
+    scaling: 0 per tensor, 2 for 128x128 blocks. rounded_to: the dtype that values are rounded to first.
+    Errors: ValueError for shapes, dtypes and ranges that do not fit, NotImplementedError for 1x128 blocks.
+    """
+    arguments = x, amaxes, *shape, start, rounded_to, scaling
+    if torch.compiler.is_compiling():
+        return torch.ops.te.quantize_range_amax(*arguments)
+    return _C.quantize_range_amax(*arguments)
+
+
+def quantize_range_cast(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    shape: tuple[int, int],
+    start: int,
+    rounded_to: torch.dtype,
+    spec: Sequence[int],
+    *,
+    amaxes: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Writes the bytes of a range of a matrix, the 1-D x, and the scale_inv of the whole.
+
+    data: uint8, the matrix, of which the range is written alone, or 1-D, the range. amaxes: of the whole matrix, as
+    quantize_range_amax has them of a range. scale: [1], of delayed scaling, whose `amax` [1] becomes the larger of
+    itself and amaxes; in current scaling `amax` takes amaxes. spec: `_C.Quantizer(...).spec`.
+    Errors: as of quantize_range_amax.
+    """
+    arguments = x, data, scale_inv, amaxes, scale, amax, *shape, start, rounded_to, list(spec)
+    if torch.compiler.is_compiling():
+        return torch.ops.te.quantize_range_cast(*arguments)
+    return _C.quantize_range_cast(*arguments)

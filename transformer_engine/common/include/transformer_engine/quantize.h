@@ -69,6 +69,41 @@ TE_API te_status te_dequantize(const te_quantized* x, te_tensor y, te_stream str
 /* columnwise [cols, rows] = the transpose of rowwise [rows, cols], bytes as they are; pitch and tail as above. */
 TE_API te_status te_quantize_transpose(te_tensor rowwise, te_tensor columnwise, te_stream stream);
 
+/* A range of a matrix, quantized as a part of the whole: what one of several ranks holds of a weight.
+ *
+ * Elements [start, start + length) of a matrix [rows, cols], counted row after row; a cut may lie anywhere, in rows and
+ * in blocks. The largest of the amaxes of ranges that make up the matrix are the matrix's, and with these the bytes of
+ * each range and all scales are, bit for bit, those of te_quantize of the whole. TENSOR and BLOCK_2D alone: blocks of
+ * BLOCK_1D lie across the other direction's, which is made of this one's bytes. */
+typedef struct te_quantize_range {
+  int64_t rows; /* of the whole matrix, as are cols */
+  int64_t cols;
+  int64_t start;
+  te_tensor x;         /* [1, length]: float32, float16 or bfloat16 */
+  te_dtype rounded_to; /* a float dtype: each value is rounded to it before anything else */
+} te_quantize_range;
+
+/* amaxes, float32: TENSOR [1, 1], BLOCK_2D [ceil(rows / 128), ceil(cols / 128)] with rows that lie densely. The largest
+ * |x| of what the range has of each, 0 where it has nothing. One launch; for TENSOR a memory set before it. */
+TE_API te_status te_quantize_range_amax(const te_quantize_range* range, te_scaling scaling, te_tensor amaxes,
+                                        te_stream stream);
+
+/* All tensors float32. */
+typedef struct te_quantize_range_plan {
+  te_scaling scaling;
+  te_tensor scale;    /* [1, 1], TENSOR: the scale, given; or absent */
+  te_tensor amaxes;   /* of the whole matrix, as te_quantize_range_amax has them; may be absent beside a scale */
+  te_tensor amax;     /* [1, 1], TENSOR, may be absent: with scale, the larger of itself and amaxes; without, amaxes */
+  int pow_2_scales;   /* of scales that are made here */
+  float amax_epsilon; /* >= 0 */
+} te_quantize_range_plan;
+
+/* data: [rows, cols] of bytes, of which the range's are written and no others, nor those behind a row; or [1, length],
+ * the range's alone. Any address, any pitch. scale_inv: of the whole, as te_quantize's rowwise one ([1, 1] or [1, 2];
+ * [ceil(rows / 128), roundup(ceil(cols / 128), 4)]), every element written whatever the range has. One launch. */
+TE_API te_status te_quantize_range_cast(const te_quantize_range* range, const te_quantize_range_plan* plan,
+                                        te_tensor data, te_tensor scale_inv, te_stream stream);
+
 /* Delayed scaling, between steps. For each of n tensors, history [len, n] holding amaxes, newest in row 0:
  *   amax = the largest of the column (NaN left aside), or row 0 of it with most_recent;
  *   scale = (fp8_max / amax) / 2^margin, by the rules above, no less than FLT_MIN; kept where amax is 0, Inf or NaN;

@@ -6,6 +6,7 @@
 #include "core/cpu_chunk.h"
 #include "core/parallel_for.h"
 #include "ops/quantize/fp8.h"
+#include "ops/quantize/maxima.h"
 #include "ops/quantize/store.h"
 #include "transformer_engine/quantize.h"
 
@@ -31,24 +32,7 @@ struct Job {
   bool e5m2;
 };
 
-float value_at(const te_tensor& t) { return *static_cast<const float*>(t.data); }
-
 bool is_noop(const te_tensor& noop) { return noop.data != nullptr && value_at(noop) != 0.f; }
-
-// |x|, NaN as 0: as integers, which have the order of the floats and are vectorised.
-uint32_t magnitude_bits(float x) {
-  const uint32_t bits = te::detail::bits_of(x) & 0x7fffffffu;
-  return bits > 0x7f800000u ? 0 : bits;
-}
-
-float amax_of(const float* x, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, magnitude_bits(x[i]));
-  return te::detail::float_of(largest);
-}
-
-// A NaN as b is left aside.
-float larger(float a, float b) { return b > a ? b : a; }
 
 template <bool kE5m2>
 void convert(const float* x, const float* scales, uint8_t* bytes) {
