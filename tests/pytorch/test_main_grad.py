@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from support import DTYPES, assert_same_bits, assert_within, refused, rounding, sum_error, wide
+from support import DTYPES, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
 from weight_grad_cases import (
     IN,
     backward,
@@ -198,6 +198,24 @@ def test_changing_what_a_gradient_is_made_of_is_named(device, which):
         module.backward_dw()
     assert module.weight.grad is None
     module.drop_backward_dw()
+
+
+@pytest.mark.parametrize("delay", [True, False])
+def test_one_row_and_a_frozen_part(device, delay):
+    """An input without leading dimensions is one row."""
+    found = []
+    for shape in ((16,), (1, 16)):
+        torch.manual_seed(0)
+        options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": delay, "parameters_split": ["a", "b"]}
+        module = te.Linear(16, 16, device=device, **options)
+        module.a_weight.requires_grad_(False)
+        module.b_weight.main_grad = torch.zeros(8, 16, device=device)
+        (module(randn(*shape, device=device)).flatten() * torch.arange(16.0, device=device)).sum().backward()
+        if delay:
+            module.backward_dw()
+        found.append((module.b_weight.main_grad, module.a_bias.grad, module.b_bias.grad))
+    for got, want in zip(*found, strict=True):
+        assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])

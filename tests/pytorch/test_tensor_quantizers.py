@@ -227,6 +227,40 @@ def test_a_subclass_of_a_built_in_is_python_where_it_changes_how(device):
     assert_same_bits(_C.quantize(clipped._native(), x, True, False).rowwise, wanted._data)
 
 
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("family", ["Linear", "LayerNormMLP"])
+def test_what_a_quantizer_in_python_leaves_out_is_named(device, role, family):
+    """In a module too: what it returned, and what was wanted."""
+
+    class Lazy(te.Float8CurrentScalingQuantizer):
+        how = None
+
+        def quantize_impl(self, tensor):
+            if self.how == "rowwise alone":
+                self.set_usage(rowwise=True, columnwise=False)
+                return super().quantize_impl(tensor)
+            return None if self.how == "nothing" else tensor
+
+    def step():
+        module = getattr(te, family)(32, 32, device=device)
+        with te.autocast(
+            recipe=recipe.CustomRecipe(qfactory=lambda r: Lazy(E4M3, device) if r.tensor_type == role else None)
+        ):
+            y = module(randn(16, 32, device=device, requires_grad=True))
+        y.sum().backward()
+
+    for Lazy.how, kind, words in (
+        ("rowwise alone", ValueError, ("Float8Tensor", "without columnwise data")),
+        ("nothing", TypeError, ("a NoneType", "wanted a quantized tensor")),
+        ("the tensor", TypeError, ("wanted a quantized tensor",)),
+    ):
+        with refused(kind, "Lazy.quantize_impl", *words):
+            step()
+        if Lazy.how != "rowwise alone":
+            with refused(kind, "Lazy.quantize_impl", *words):
+                Lazy(E4M3, device)(randn(4, 4, device=device))
+
+
 def test_a_quantizer_without_a_body_says_so():
     bare = te.Quantizer(rowwise=True, columnwise=False)
     for call in (lambda: bare(torch.ones(2, 3)), lambda: bare._quantize_native(torch.ones(2, 3), True, False)):

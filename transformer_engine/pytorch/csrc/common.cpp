@@ -95,6 +95,7 @@ te_tensor view_2d(const Tensor& t, const char* op, const char* argument) {
       break;
     }
   }
+  check_memory(t, op, argument);
   view.data = t.numel() == 0 ? nullptr : t.data_ptr();
   return view;
 }

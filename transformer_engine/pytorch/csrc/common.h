@@ -23,6 +23,13 @@ void check(te_status status);
 
 te_dtype dtype_of(const Tensor& t, const char* op, const char* argument);
 
+// Names the op and the argument where t's memory has been freed under it (storage.resize_(0), as sharding frameworks
+// do): what reads t would read no memory at all.
+inline void check_memory(const Tensor& t, const char* op, const char* argument) {
+  TORCH_CHECK_VALUE(!t.has_storage() || t.storage().nbytes() != 0 || t.numel() == 0, op, ": argument '", argument,
+                    "' has shape ", t.sizes(), ", but its memory has been freed; allocate it again (gather it) first.");
+}
+
 // Leading dimensions folded into rows. The tensor must be row-foldable, see rows_of().
 te_tensor view_2d(const Tensor& t, const char* op, const char* argument);
 te_tensor view_2d(const OptionalTensor& t, const char* op, const char* argument);  // absent when there is none

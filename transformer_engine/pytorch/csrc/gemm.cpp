@@ -192,6 +192,8 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
   check_epilogue(a_in, e, layout, epilogue, epilogue_name, bias_in, aux_in, out_dtype);
   const c10::NoGradGuard no_graph;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // of the CPU's products
+  check_memory(a_in, "gemm", "a");
+  check_memory(b_in, "gemm", "b");
   if (a_in.is_cpu()) {
     te_note_path("LibTorch's CPU product", "");
     return gemm_cpu(a_in, b_in, layout, epilogue, bias_in, aux_in, out_dtype);
@@ -230,8 +232,11 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   const te_gemm_layout layout = layout_of(layout_name);
   const Extents e = checked_extents(a_in, b_in, layout, layout_name);
   check_out(a_in, e, layout, out, bias_grad);
+  check_memory(out, "gemm", "out");
   const c10::NoGradGuard no_graph;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // of the CPU's products
+  check_memory(a_in, "gemm", "a");
+  check_memory(b_in, "gemm", "b");
   if (a_in.is_cpu()) {
     te_note_path("LibTorch's CPU product", "");
     const auto [d, extra] = gemm_cpu(a_in, b_in, layout, bias_grad ? TE_GEMM_BGRAD : TE_GEMM_NONE, std::nullopt,

@@ -63,6 +63,10 @@ struct Operand {
 
   c10::SymInt outer() const { return data.sym_size(0); }
   c10::SymInt depth() const { return data.sym_size(1); }
+  void check_memory(const char* argument) const {
+    te_torch::check_memory(data, "gemm_fp8", argument);
+    te_torch::check_memory(scale_inv, "gemm_fp8", argument);
+  }
   const char* name() const {
     return scaling == TE_SCALING_TENSOR ? "per-tensor" : scaling == TE_SCALING_BLOCK_1D ? "1 x 128" : "128 x 128";
   }
@@ -81,6 +85,8 @@ void check_fit(const Operand& a, const Operand& b, at::ScalarType out_dtype) {
 // What no FP8 product here does, refused on the CPU too. Not by Meta, whose NotImplementedError fake tensors take for a
 // missing kernel: a compiled call is refused when it runs.
 void check_pair(const Operand& a, const Operand& b, bool fast) {
+  a.check_memory("a");
+  b.check_memory("b");
   TORCH_CHECK_NOT_IMPLEMENTED(!(a.e5m2 && b.e5m2),
                               "gemm_fp8: arguments 'a' and 'b' are both E5M2; at most one may be, quantize the other "
                               "to E4M3.");
@@ -280,6 +286,7 @@ void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t 
   check_fit(left, right, out.scalar_type());
   check_pair(left, right, fast);
   check_out(left, right, out);
+  check_memory(out, "gemm_fp8_accumulate", "out");
   const c10::NoGradGuard no_graph;
   const bool fits = out.is_cuda() && out.numel() > 0 && a.size(1) > 0 && out.size(0) % 16 == 0 &&
                     out.size(1) % 16 == 0 && reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;

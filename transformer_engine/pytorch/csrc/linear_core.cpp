@@ -61,6 +61,8 @@ void check_product(const Tensor& x, const c10::SymInt& depth, const Tensor& weig
 
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_operands(x, weight, bias);
+  check_memory(x, "linear", "x");
+  check_memory(weight, "linear", "weight");
   if (x.is_cpu()) {
     te_note_path("LibTorch's CPU product", "");
     return at::linear(x, weight, bias);

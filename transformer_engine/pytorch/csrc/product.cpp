@@ -92,7 +92,8 @@ const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions dir
 Tensor WeightProduct::column_sums(int64_t first, int64_t rows) const {
   if (dbias.defined()) return dbias.narrow(0, first, rows);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // backward_dw() runs anywhere
-  return plain_of<Direct>(dy, dtype).narrow(-1, first, rows).flatten(0, -2).sum(0);
+  const Tensor part = plain_of<Direct>(dy, dtype).narrow(-1, first, rows);
+  return part.dim() > 1 ? part.flatten(0, -2).sum(0) : part;  // of one row: itself
 }
 
 Tensor WeightProduct::accumulate(Tensor& out, int64_t first, int64_t rows, bool with_bias, bool overwrite) const {

@@ -165,6 +165,7 @@ te_tensor bytes_view(const Tensor& t, te_dtype dtype, const char* op, const char
   TORCH_CHECK_VALUE(t.dim() == 2 && t.element_size() == 1 && (t.size(1) <= 1 || t.stride(1) == 1), op, ": argument '",
                     argument, "' has shape ", t.sizes(), ", strides ", t.strides(), " and dtype ", t.scalar_type(),
                     ", wanted a uint8 matrix whose rows are contiguous.");
+  check_memory(t, op, argument);
   te_tensor view{};
   view.data = t.numel() == 0 ? nullptr : t.data_ptr();
   view.rows = t.size(0);

@@ -44,6 +44,13 @@ def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object
             f"{'' if main_grad.is_contiguous() else ', not contiguous'}, wanted a contiguous torch.float32 (or "
             f"{weight.dtype}) {list(weight.shape)} on {weight.device}."
         )
+    if torch.compiler.is_compiling():  # which is refused later, by name
+        return
+    if main_grad.untyped_storage().nbytes() == 0 and main_grad.numel():
+        raise ValueError(
+            f"{op}: main_grad of parameter '{name}' is {list(main_grad.shape)}, but its memory has been freed; "
+            "allocate it again before the backward that adds to it."
+        )
 
 
 # Additions to one main_grad from several threads take turns. Striped, so that no parameter carries a lock.

@@ -47,10 +47,18 @@ def bytes_of(state: object) -> bytes:
         return b""
     if isinstance(state, io.BytesIO):
         return state.getvalue()
-    if isinstance(state, torch.Tensor) and state.dtype is torch.uint8:
-        return state.detach().cpu().contiguous().numpy().tobytes()
-    if isinstance(state, torch.Tensor) and state.numel() == 0:
-        return b""
+    if isinstance(state, torch.Tensor):
+        plain = state.layout is torch.strided and not state.is_nested
+        if plain and state.numel() == 0:
+            return b""
+        if not plain or state.is_meta:
+            kind = "on the meta device" if state.is_meta else "nested" if state.is_nested else str(state.layout)
+            raise Unfit(f"is a tensor without bytes to read ({kind}), wanted a dense uint8 tensor")
+        if state.dtype is torch.uint8:
+            held = state.untyped_storage().nbytes()
+            if held < state.numel():  # expanded, which a copy would fill, or freed
+                raise Unfit(f"is a tensor of {state.numel()} bytes in {held} of memory, wanted all of them")
+            return state.detach().cpu().contiguous().numpy().tobytes()
     kind = str(state.dtype) if isinstance(state, torch.Tensor) else type(state).__name__
     raise Unfit(f"is a {kind}, wanted a uint8 tensor or an io.BytesIO")
 

@@ -89,10 +89,20 @@ def empty_part(spec: PartSpec, device: torch.device | None, pin_memory: bool = F
     return make(spec.shape, dtype=spec.dtype, device=device, pin_memory=pin_memory)
 
 
+def must_have_memory(part: torch.Tensor) -> None:
+    """Raises where its storage has been freed: a copy would read, or write, what is not there."""
+    if type(part) is torch.Tensor and not part.is_meta and part.untyped_storage().nbytes() == 0 and part.numel():
+        raise RuntimeError(
+            f"a quantized tensor's part {tuple(part.shape)} is to be used, but its memory has been freed; allocate it "
+            "again (gather it) first."
+        )
+
+
 def copy_of(
     kind: str, part: torch.Tensor, device: torch.device | None = None, non_blocking: bool = False
 ) -> torch.Tensor:
     """Own memory, on `device` if that is given."""
+    must_have_memory(part)
     device = part.device if device is None else device
     if kind not in DATA:
         return part.to(device, non_blocking=non_blocking, copy=True)

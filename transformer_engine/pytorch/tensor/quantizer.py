@@ -106,8 +106,18 @@ class Quantizer:
         return self.quantize(tensor, out=out, dtype=dtype)
 
     def _quantized(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> QuantizedTensorStorage:
-        result = self.quantize_impl(tensor)
+        result = self._by_impl(tensor)
         return result if dtype in (None, result.dtype) else result.to_dtype(dtype)
+
+    def _by_impl(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
+        """Clients write that one."""
+        result = self.quantize_impl(tensor)
+        if not isinstance(result, QuantizedTensorStorage):
+            raise TypeError(
+                f"{type(self).__name__}.quantize_impl: it returned a {type(result).__name__}, wanted a quantized "
+                "tensor; IdentityQuantizer leaves a tensor in high precision."
+            )
+        return result
 
     def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
         """tensor, quantized, in the directions of the usages."""
@@ -130,6 +140,7 @@ class Quantizer:
         there = dst.get_usages()
         if not any(there.values()):
             raise RuntimeError(f"{type(self).__name__}.update_quantized: argument 'dst' holds no data.")
+        dst._must_have_memory()
         if dst._rows_of is not None:
             native = self._quantize_by_engine(x, rowwise=True, columnwise=False)
             dst._write_rows(self._of_native(native, x.shape, x.dtype), x, noop_flag)
@@ -201,7 +212,17 @@ class Quantizer:
         twin.internal = True
         twin.set_usage(rowwise=rowwise, columnwise=columnwise)
         with torch.no_grad():
-            return twin.quantize_impl(x)._native()
+            made = twin._by_impl(x)
+        there = made.get_usages()
+        lacking = [
+            kind for kind, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted and not there[kind]
+        ]
+        if lacking:
+            raise ValueError(
+                f"{type(self).__name__}.quantize_impl: it returned a {type(made).__name__} without {lacking[0]} data, "
+                "which a product reads; make every direction whose usage is True (rowwise_usage, columnwise_usage)."
+            )
+        return made._native()
 
     def _details(self) -> dict[str, object]:
         """Fields of its tensors that are no parts."""

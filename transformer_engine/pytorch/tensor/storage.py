@@ -272,6 +272,10 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
 
     # ---- new values ----
 
+    def _must_have_memory(self) -> None:
+        for part in self._tensors().values():
+            layout.must_have_memory(part)
+
     def _get_quantizer(self) -> Any:
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
@@ -301,6 +305,8 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
         if self._rows_of is not None:
             self._write_quantized_rows(src)
             return True
+        self._must_have_memory()
+        src._must_have_memory()
         with torch.no_grad():
             for name, own in self._tensors().items():
                 own.copy_(getattr(src, name))
@@ -354,6 +360,7 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
 
     def _zero(self) -> None:
         """Sets every value to 0, by scales of 1."""
+        self._must_have_memory()
         for name, part in self._tensors().items():
             part.fill_(0 if self._kind(name) in DATA else 1)
 
