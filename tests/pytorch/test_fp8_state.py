@@ -9,13 +9,15 @@ import struct
 
 import pytest
 import torch
+from fp8_steps import all_scales, assert_same_tensors, new, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_workers import delayed_scales
 from ranks import on_ranks
-from support import assert_same_bits, refused
+from support import assert_same_bits, randn, refused
 
-from transformer_engine.common.recipe import DelayedScaling, Format
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from transformer_engine.pytorch.quantization import checkpoint
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState, update
 
@@ -243,6 +245,72 @@ def test_hostile_bytes_are_named(name):
 def test_what_is_no_state_at_all_is_named(state):
     with pytest.raises(checkpoint.Unfit, match=r"wanted a uint8 tensor or an io\.BytesIO"):
         checkpoint.bytes_of(state)
+
+
+@pytest.mark.parametrize("length", [4, 1024])
+def test_distributed_checkpoints_resume_a_run(device, tmp_path, length):
+    """torch.distributed.checkpoint reads into the tensors of a new model's state dict."""
+    import torch.distributed.checkpoint as dcp
+
+    recipe, batches = (
+        DelayedScaling(amax_history_len=length),
+        [randn(8, 16, device=device, scale=2.0**i) for i in range(6)],
+    )
+    straight, optimizer = new(device)
+    run(straight, optimizer, batches, recipe)
+    first, optimizer = new(device)
+    run(first, optimizer, batches[:3], recipe)
+    dcp.save({"model": first.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    second, optimizer = new(device)
+    assert not second.state_dict()["0._extra_state"].numel()
+    with te.autocast(recipe=recipe):
+        state = {"model": second.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    second.load_state_dict(state["model"])
+    assert_same_tensors(all_scales(second), all_scales(first))
+    run(second, optimizer, batches[3:], recipe)
+    assert_same_tensors(dict(second.named_parameters()), dict(straight.named_parameters()))
+    assert_same_tensors(all_scales(second), all_scales(straight))
+
+
+def test_a_state_is_made_for_new_modules_alone(device):
+    """Other recipes leave state_dict() as it is, and so does a module that has run, or holds its weight in FP8."""
+    linear = te.Linear(16, 16, device=device)
+    for recipe in (Float8CurrentScaling(), MXFP8BlockScaling()):
+        with te.autocast(recipe=recipe):
+            assert not linear.get_extra_state().numel()
+    with te.autocast(recipe=Float8CurrentScaling()):
+        linear(randn(8, 16, device=device))
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        quantized = te.Linear(16, 16, device=device)
+    with te.autocast(recipe=DelayedScaling()):
+        assert not linear.get_extra_state().numel() and not quantized.get_extra_state().numel()
+        assert te.Linear(16, 16, device=device).get_extra_state().numel()
+        assert not te.RMSNorm(16, device=device).get_extra_state().numel()
+
+
+def _freed():
+    state = torch.ones(100, dtype=torch.uint8)
+    state.untyped_storage().resize_(0)
+    return state
+
+
+UNREADABLE = {
+    "meta": (lambda: torch.empty(100, dtype=torch.uint8, device="meta"), "on the meta device"),
+    "sparse": (lambda: torch.ones(100, dtype=torch.uint8).to_sparse(), "torch.sparse_coo"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(4)]), "nested"),
+    "expanded": (lambda: torch.ones(1, dtype=torch.uint8).expand(24 << 30), "25769803776 bytes in 1 of memory"),
+    "freed": (_freed, "100 bytes in 0 of memory"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_state_that_has_no_bytes_is_named(name):
+    make, words = UNREADABLE[name]
+    module = te.Linear(16, 16, device="cpu")
+    with refused(ValueError, "Linear", "_extra_state", words):
+        module.load_state_dict({**module.state_dict(), "_extra_state": make()})
+    assert checkpoint.bytes_of(torch.empty(0, dtype=torch.uint8, device="meta")) == b""
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)

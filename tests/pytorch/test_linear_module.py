@@ -104,6 +104,19 @@ def test_return_bias_leaves_it_to_the_caller(device):
     assert te.Linear(16, 24, bias=False, return_bias=True, device=device)(x)[1] is None
 
 
+@pytest.mark.parametrize("family", [te.Linear, te.LayerNormLinear])
+def test_a_bias_that_is_none_is_an_empty_tensor(device, family):
+    """Beside the weight, wherever that goes; no parameter, and in no checkpoint."""
+    for split, names in ((None, ["bias"]), (["q", "k"], ["q_bias", "k_bias"])):
+        module = family(16, 24, bias=False, parameters_split=split, device=device, params_dtype=torch.bfloat16)
+        for one in (module, copy.deepcopy(module), module.float()):
+            for name in names:
+                bias, weight = getattr(one, name), getattr(one, one.weight_names[0])
+                assert type(bias) is torch.Tensor and bias.shape == (0,)
+                assert (bias.dtype, bias.device) == (weight.dtype, weight.device)
+                assert name not in dict(one.named_parameters()) and name not in one.state_dict()
+
+
 def test_rows_are_optional(device):
     module = te.Linear(16, 24, device=device)
     x = randn(0, 16, device=device, requires_grad=True)

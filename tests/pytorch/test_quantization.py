@@ -92,6 +92,12 @@ def test_contexts_nest_and_what_was_said_before_holds_again():
     assert said() == outside
 
 
+def test_the_context_is_what_with_gives():
+    context = te.autocast(recipe=Float8CurrentScaling())
+    with context as inside, old("fp8_autocast") as older:
+        assert inside is context and type(older) is te.autocast
+
+
 def test_an_instance_may_be_entered_again_but_not_inside_itself():
     context = te.autocast(recipe=Float8CurrentScaling())
     for _ in range(2):

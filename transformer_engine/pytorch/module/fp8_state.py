@@ -326,7 +326,12 @@ class QuantizationState(QuantizedWeights):
     # ---- checkpoints and copies ----
 
     def get_extra_state(self) -> torch.Tensor:
-        """uint8: scales and histories of delayed scaling, empty where there are none."""
+        """uint8: scales and histories of delayed scaling, empty where there are none. Inside an autocast of delayed
+        scaling there are, those of a module that has not run yet too: loaders that read into the tensors of a state
+        dict (torch.distributed.checkpoint) find room for a checkpoint's."""
+        ran = self._own is not None or self.fp8_meta["fp8_checkpoint"] or "scaling_fwd" in self.fp8_meta
+        if not (ran or self.primary_weights_in_fp8) and STATE.active and STATE.chosen_recipe().delayed():
+            self.init_fp8_metadata()
         forward, backward = self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
         return torch.empty(0, dtype=torch.uint8) if forward is None else checkpoint.pack(forward, backward)
 

@@ -68,7 +68,8 @@ class SplitWeights(TransformerEngineBaseModule):
         parallel = parallel_mode is not None
         dim = 1 if parallel_mode == "row" else 0
         self.weight_names = [prefix + "weight" for prefix in splits]
-        self.bias_names = [prefix + "bias" for prefix in splits] if bias else []
+        names = [prefix + "bias" for prefix in splits]
+        self.bias_names, self._absent_names = (names, []) if bias else ([], names)
         rows = list(splits.values())
         self._declare_rows(
             dict(zip(self.weight_names, rows, strict=True)),
@@ -82,7 +83,7 @@ class SplitWeights(TransformerEngineBaseModule):
         if bias:
             on_row = {"sequence_parallel": sequence_parallel} if parallel_mode == "row" else {}
             self._declare_rows(
-                dict(zip(self.bias_names, rows, strict=True)),
+                dict(zip(names, rows, strict=True)),
                 (self.out_features,),
                 torch.nn.init.zeros_,
                 tensor_model_parallel=parallel_mode == "column",
@@ -111,7 +112,11 @@ class SplitWeights(TransformerEngineBaseModule):
     @torch.no_grad()
     def _rejoin(self) -> None:
         """A move, a cast or a copy gives each parameter a storage of its own; this lays them side by side again, so
-        that joining them stays free of copies. The parameters stay the same objects."""
+        that joining them stays free of copies. The parameters stay the same objects. A bias that there is none of is
+        an empty tensor beside the weight, for clients that read the attribute."""
+        first = getattr(self, self.weight_names[0])
+        for name in self._absent_names:
+            self.__dict__[name] = torch.empty(0, dtype=first.dtype, device=first.device)
         for names in (self.weight_names, self.bias_names):
             parts = [getattr(self, name) for name in names]
             kinds = {(type(p), p.dtype, p.device, p.shape[1:]) for p in parts}

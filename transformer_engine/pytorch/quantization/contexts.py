@@ -64,7 +64,7 @@ class autocast:
         self._graph = _graph
         self._before: tuple | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> autocast:
         if self._before is not None:
             raise RuntimeError(
                 "autocast: this instance has been entered and not left; make one for each block that runs at a time."
@@ -80,6 +80,7 @@ class autocast:
         state.depth += 1
         state.capturing = self._graph or (state.depth > 1 and state.capturing)  # who owns the outer one owns all inside
         state.set(self.enabled, self.calibrating, self.recipe, self.amax_reduction_group)
+        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object | None) -> None:
         state, (said, rest, resets) = STATE, self._before
