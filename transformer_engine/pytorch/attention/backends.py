@@ -1,5 +1,7 @@
 """Which of PyTorch's attention backends runs, and why: the one place where that is decided. It computes nothing."""
 
+import os
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,25 @@ _FASTEST = (
 _DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 _MASKED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 _BIAS_GRADIENT = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+# Variables of the environment that take a backend away where they are 0.
+_VARIABLES = {
+    "NVTE_FLASH_ATTN": (SDPBackend.FLASH_ATTENTION, "flash"),
+    "NVTE_FUSED_ATTN": (SDPBackend.CUDNN_ATTENTION, "cuDNN"),
+    "NVTE_UNFUSED_ATTN": (SDPBackend.MATH, "the plain one"),
+}
+_FUSED = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+
+
+def taken_away() -> frozenset[str]:
+    """The variables that are 0 now."""
+    for name in _VARIABLES:
+        if os.environ.get(name, "1") not in ("0", "1"):
+            raise ValueError(
+                f"DotProductAttention: the environment's {name} is {os.environ[name]!r}, wanted 0 (without that "
+                "backend) or 1."
+            )
+    return frozenset(name for name in _VARIABLES if os.environ.get(name) == "0")
 
 
 class AttentionPath(NamedTuple):
@@ -55,9 +76,11 @@ def attention_path(
     seq_q: int | None = None,
     seq_kv: int | None = None,
     flash_fits: bool = True,
+    away: Collection[str] = (),
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
-    flash_fits: there is something to attend to, and flash_takes(its heads)."""
+    flash_fits: there is something to attend to, and flash_takes(its heads). away: of taken_away(). RuntimeError where
+    that leaves nobody."""
     pattern = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
     bare = not (pattern.padding or pattern.arbitrary) and bias == "no_bias"
     is_causal = bare and pattern.top_left_causal
@@ -67,6 +90,7 @@ def attention_path(
         and device.type == "cuda"
         and dtype != torch.float32
         and flash_fits
+        and "NVTE_FLASH_ATTN" not in away
         and (seq_q == seq_kv or (pattern.bottom_right and seq_q < seq_kv))  # flash's diagonal ends bottom right
     )
     mask_tensor = not bare or (positional and not flash_window)
@@ -81,9 +105,42 @@ def attention_path(
         dropout=dropout,
         deterministic=deterministic,
     )
+    without_cudnn = bias_grad or deterministic or dtype == torch.float32 or "NVTE_FUSED_ATTN" in away
     # Of the backends that take a mask tensor on CUDA cuDNN alone takes groups; torch's fused CPU attention takes none.
-    repeats = device.type != "cuda" or (mask_tensor and (bias_grad or deterministic or dtype == torch.float32))
+    repeats = device.type != "cuda" or (mask_tensor and without_cudnn)
+    if away:
+        if device.type != "cuda":
+            plain = (SDPBackend.MATH,)
+            backends = plain if bias_grad or dropout else (SDPBackend.FLASH_ATTENTION, *plain)
+        # Nothing but the plain one and memory-efficient attention takes float32, and that one takes no groups.
+        repeats = repeats or dtype == torch.float32
+        backends, reason = _left(backends, away, reason, device.type == "cuda")
     return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason)
+
+
+def nobody_left(away: Collection[str], reason: str) -> RuntimeError:
+    named = [name for name in _VARIABLES if name in away]
+    return RuntimeError(
+        f"DotProductAttention: no backend is left for this call: {', '.join(f'{name}=0' for name in named)} "
+        f"{'takes' if len(named) == 1 else 'take'} {' and '.join(_VARIABLES[name][1] for name in named)} away; set one "
+        f"of them to 1 before the module is made. {reason}"
+    )
+
+
+def _left(
+    backends: tuple[SDPBackend, ...], away: Collection[str], reason: str, on_cuda: bool
+) -> tuple[tuple[SDPBackend, ...], str]:
+    """Without flash and cuDNN nothing fused is left: not memory-efficient attention, nor the CPU's own. These have
+    no variable, and go with both."""
+    gone = {_VARIABLES[name][0] for name in away if on_cuda or name not in _FUSED}
+    if all(name in away for name in _FUSED):
+        gone |= {SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION}
+    left = tuple(backend for backend in backends if backend not in gone)
+    if not left:
+        raise nobody_left(away, reason)
+    if left[0] != backends[0]:
+        reason = f"{' and '.join(f'{name}=0' for name in _VARIABLES if name in away)}: {reason}"
+    return left, reason
 
 
 _NODES = {

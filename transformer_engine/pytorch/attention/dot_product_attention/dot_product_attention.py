@@ -11,7 +11,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.attention.backends import AttentionPath, attention_path, flash_takes, path_taken
+from transformer_engine.pytorch.attention.backends import (
+    AttentionPath,
+    attention_path,
+    flash_takes,
+    nobody_left,
+    path_taken,
+    taken_away,
+)
 from transformer_engine.pytorch.attention.masks import (
     AttentionMask,
     Sizes,
@@ -55,6 +62,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     Biases: scale * (q k^T + bias) for pre_scale_bias, scale * q k^T + bias for post_scale_bias (its gradient comes if
     it is wanted), and scale * q k^T - slope * |distance from the diagonal| for alibi.
 
+    Made while the environment has NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0, it does without flash,
+    cuDNN or the plain one.
     Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
     """
 
@@ -105,6 +114,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         for head_dim in (self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v):
             check_size(op, "kv_channels", head_dim, 1)
         self._flash_fits = flash_takes((self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v))
+        self._away = taken_away()
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
@@ -195,6 +205,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             seq_q=seqs[0],
             seq_kv=seqs[1],
             flash_fits=self._flash_fits and query_layer.numel() > 0 and key_layer.numel() > 0,
+            away=self._away,
         )
         attn_mask, unseen = None, None
         if path.mask_tensor:
@@ -281,12 +292,22 @@ class DotProductAttention(TransformerEngineBaseModule):
             if path.flash_window:
                 out = self._flash(q, k, v, path)
             else:
-                out = scaled_dot_product_attention(q, k, v, attn_mask, **options, enable_gqa=grouped)
+                attend = self._by_what_is_left if self._away else scaled_dot_product_attention
+                out = attend(q, k, v, attn_mask, **options, enable_gqa=grouped)
         if not torch.compiler.is_compiling() and _C.is_recording():
             _C.record_path("attention", *path_taken(out, path))
         if unseen is not None:
             out = out.masked_fill(unseen, 0.0)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
+
+    def _by_what_is_left(self, *tensors, **options) -> torch.Tensor:
+        """Where the environment took backends away, those that are left may not take this input."""
+        try:
+            return scaled_dot_product_attention(*tensors, **options)
+        except RuntimeError as error:
+            if "No available kernel" in str(error) or "No viable backend" in str(error):
+                raise nobody_left(self._away, "The others do not take it.") from error
+            raise
 
     def _flash(self, q, k, v, path: AttentionPath) -> torch.Tensor:
         """PyTorch's flash attention by its own entry, which unlike scaled_dot_product_attention takes a window."""
