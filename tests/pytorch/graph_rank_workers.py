@@ -5,6 +5,8 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from graph_program_runs import run
+from graph_programs import generated
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
@@ -149,3 +151,17 @@ def uneven_calls(rank):
         for way in (plainly, te.checkpoint):
             step(module, inputs(rank, seed), rank, around(own), way)
     return states(module)
+
+
+def generated_programs(rank, seeds):
+    """seed -> what is wrong there. Amaxes are reduced over the world or over a group of one, of the autocast around,
+    which the capture knows of or not."""
+    groups = [dist.group.WORLD, [dist.new_group([r]) for r in range(2)][rank]]
+    found = {}
+    for seed in seeds:
+        program = generated(seed, group=True)
+        try:
+            run(program, "cpu", group=groups[seed // 2 % 2], rank=rank)
+        except Exception as error:
+            found[seed] = f"{type(error).__name__}: {error}\n{program}"
+    return found

@@ -224,3 +224,39 @@ def test_on_a_stream_of_its_own_all_of_a_recomputation_is_waited_for():
     y.sum().backward()
     waits = [("main", "waits for", "graph")] * 2 + [("main", "waits for event", module.event)]
     assert list(main.log) == waits
+
+
+def chains(device, *, reuse):
+    """Two layers, each in a checkpoint, and two microbatches in flight, captured and eager."""
+    layers = [build(linear, device), build(linear, device)]
+    eager = copy.deepcopy(layers)
+    samples = tuple((tokens(device, grad=True),) for _ in range(4))
+    g = te.make_graphed_callables(
+        tuple(layers), samples, _order=[1, 1, -1, -1], _reuse_graph_input_output_buffers=reuse
+    )
+
+    def step(calls, inputs):
+        ys = []
+        for m, x in enumerate(inputs):
+            for call in calls[2 * m : 2 * m + 2]:
+                x = te.checkpoint(call, x)
+            ys.append(x)
+        for y in ys:
+            y.sum().backward()
+
+    return (layers, g), (eager, eager * 2), step
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])
+def test_layers_in_checkpoints_of_their_own(device, reuse):
+    """Each keeps its argument, the result of the one before, until its recomputation: those of other microbatches come
+    first, out of the order of the captures, and write where such results lie."""
+    *both, step = chains(device, reuse=reuse)
+    for _ in range(3):
+        inputs, left = [tokens(device) for _ in range(2)], []
+        for modules, calls in both:
+            own = [x.clone().requires_grad_() for x in inputs]
+            step(calls, own)
+            found = {f"{i} {key}": value for i, m in enumerate(modules) for key, value in left_by(m).items()}
+            left.append(found | {f"dx {m}": x.grad for m, x in enumerate(own)})
+        assert_same_step(*left)

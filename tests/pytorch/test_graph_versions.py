@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from graph_cases import HIDDEN, assert_same_step, build, capture, linear, step, tokens
-from support import assert_same_bits
+from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph.recorder import RecordedGraph
@@ -226,3 +226,19 @@ def test_results_of_inference_mode_are_not_counted(device):
         y = module(x)
         assert y.is_inference()
         assert_same_bits(y, eager(x))
+
+
+def test_parameters_and_buffers_that_the_backward_reads(device):
+    """Written to between a call and its backward: the graph would read what is there now."""
+    module = Module(device)
+    capture(module, device)
+    for name in ("inner.weight", "still"):
+        y = module(tokens(device, grad=True)).sum()
+        with torch.no_grad():
+            module.get_parameter(name).mul_(2) if name == "inner.weight" else module.get_buffer(name).mul_(2)
+        with refused(RuntimeError, "graphed callable 0 (Module)", repr(name), "between the call and its backward"):
+            y.backward()
+    y = module(tokens(device, grad=True)).sum()
+    with torch.no_grad():
+        module.inner.bias.add_(1)  # nobody reads it
+    y.backward()

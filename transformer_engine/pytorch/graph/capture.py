@@ -26,7 +26,7 @@ from transformer_engine.pytorch.graph.signature import Signature
 from transformer_engine.pytorch.graph.state import Untouched, values_kept
 from transformer_engine.pytorch.graph.weight_grads import Fused
 from transformer_engine.pytorch.graph.work import Ambient, Work
-from transformer_engine.pytorch.graph.writes import own_writes, writes_noted
+from transformer_engine.pytorch.graph.writes import own_results, writes_noted
 
 # Whose static inputs nobody else may have; reset() empties them.
 _live: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
@@ -440,6 +440,7 @@ class Capture:
         graphed.grads_near = neighbourhood(graphed.grad_outputs)
         graphed.written = work.written
         graphed.guarded_inputs, graphed.guarded_results = work.guarded_inputs, work.guarded_results
+        graphed.guarded_held = work.guarded_held if graphed.backward_graph is not None else []
         if len(self.graphed) > 1 or self.plan.pool is not None:
             graphed.flight = self.flight
         graphed.loans = self.flight.loans
@@ -477,7 +478,9 @@ class Capture:
         graphed.static_wgrads = [(p, grad) for p, grad in graphed.wgrads if self._stays(p)]
         pairs = zip(graphed.grad_parameters, graphed.copied)
         graphed.copied_grads = [grad for grad, copied in pairs if copied and grad is not None]
-        graphed.writes = own_writes(graphed.outputs, work, graphed.touched) + graphed.buried
+        graphed.made = own_results(graphed.outputs, work)
+        written = [work.inputs[i] for i in work.written]
+        graphed.writes = graphed.made + written + graphed.touched + graphed.buried
         handed_out = [grad for grad, copied in zip(graphed.grad_parameters, graphed.copied) if not copied]
         handed_out = [grad for grad in (*graphed.grad_inputs, *handed_out) if grad is not None]
         graphed.backward_writes = handed_out + graphed.touched_backward

@@ -92,8 +92,9 @@ def _noting_saved() -> Iterator[set[int]]:
 
 
 def _note_guarded(work: Work, results: Sequence[torch.Tensor], saved: set[int]) -> None:
-    """Which arguments and results nobody may write to before the backward: those that it reads, and results that share
-    elements with an argument, a parameter or another result, whose gradients would not know of it."""
+    """Which arguments, parameters, buffers and results nobody may write to before the backward: those that it reads,
+    and results that share elements with an argument, a parameter or another result, whose gradients would not know of
+    it."""
 
     def plain(t: torch.Tensor) -> bool:  # one of a class of its own may lie nowhere
         return type(t) in (torch.Tensor, torch.nn.Parameter)
@@ -108,6 +109,10 @@ def _note_guarded(work: Work, results: Sequence[torch.Tensor], saved: set[int]) 
 
     work.guarded_inputs = [i for i, t in enumerate(work.inputs) if plain(t) and read(t)]
     work.guarded_results = [i for i, t in enumerate(results) if plain(t) and (read(t) or shares(i))]
+    if isinstance(work.module, torch.nn.Module):
+        held = (*work.module.parameters(), *work.module.buffers())
+        strided = [t for t in held if plain(t) and t.layout is torch.strided and not t.is_nested]
+        work.guarded_held = [t for t in strided if not t.is_inference() and read(t)]
 
 
 def noted_once(work: Work) -> Callable[[], list[torch.Tensor]]:

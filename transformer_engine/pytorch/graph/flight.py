@@ -14,7 +14,7 @@ class Pass(Protocol):
     """A captured forward with its backward. Positions are those of the captures, in their order."""
 
     label: str
-    outputs: list[torch.Tensor]
+    made: list[torch.Tensor]  # its results
     forward_position: int
     backward_position: int
     end_position: int  # where what the backward reads is given up; no other pass has the same
@@ -44,7 +44,7 @@ class Flight:
     def _overwrite_results(self, at: int) -> None:
         """What saved one for its backward says so there."""
         while self._results and self._results[-1].forward_position > at:
-            increment_version(self._results.pop().outputs)
+            increment_version(self._results.pop().made)
 
     def forward(self, one: Pass, returns: bool) -> None:
         """Its forward is replayed; `returns`: a backward may follow."""

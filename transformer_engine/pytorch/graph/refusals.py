@@ -115,10 +115,18 @@ class Refusals:
                     "write to a copy."
                 )
 
-    def _check_spoilt(self, what: str, by: str | None) -> None:
-        if by is not None:
-            raise RuntimeError(
-                f"{self.label}: {what} of a call whose memory {by} wrote over, which was called out of the "
-                "order of the captures. What is captured together, or into one pool, shares memory: call it in that "
-                "order ('_order', or that of 'modules'), or capture it apart."
-            )
+    def _refuse_held(self, versions: list[int]) -> None:
+        changed = {id(t) for t, version in zip(self.guarded_held, versions) if t._version != version}
+        held = (*self.module.named_parameters(), *self.module.named_buffers())
+        names = [name for name, t in held if id(t) in changed]
+        raise RuntimeError(
+            f"{self.label}: {names} of its module were written to in place between the call and its backward, which "
+            "reads them; change them behind the backward."
+        )
+
+    def _refuse_spoilt(self, what: str, by: str) -> None:
+        raise RuntimeError(
+            f"{self.label}: {what} of a call whose memory {by} wrote over, which was called out of the order of the "
+            "captures. What is captured together, or into one pool, shares memory: call it in that order ('_order', or "
+            "that of 'modules'), or capture it apart."
+        )

@@ -33,6 +33,7 @@ class _Replay(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs = graphed.run_forward(given, stream, event, microbatch)
         ctx.turn = graphed.turn
+        ctx.held = [t._version for t in graphed.guarded_held]
         ctx.versions = graphed.versions(given) if graphed.guarded_results or not graphed.all_moved else ()
         if graphed.constant_outputs:
             ctx.mark_non_differentiable(*(outputs[i] for i in graphed.constant_outputs))
@@ -102,12 +103,14 @@ class Graphed(Refusals, WeightGrads):
         self.backward_writes: list[torch.Tensor] = []
         self.guarded_inputs: list[int] = []  # which, and which outputs, nobody may write to before the backward
         self.guarded_results: list[int] = []
+        self.guarded_held: list[torch.Tensor] = []  # parameters and buffers that the backward reads
         self.all_moved = False  # the latest call was given no static input itself
         self.wanted: list[int] = []
         self.parameters: list[torch.nn.Parameter] = []
         self.frozen: list[torch.nn.Parameter] = []  # those that wanted no gradient
         self.without_grad = False  # captured under no_grad
         self.outputs: list[torch.Tensor] = []
+        self.made: list[torch.Tensor] = []  # those that are no argument, parameter or buffer
         self.buried: list[torch.Tensor] = []  # results of earlier passes that are over: their memory may be its own
         self.constant_outputs: list[int] = []
         self.grad_outputs: list[torch.Tensor | None] = []  # one for each output
@@ -200,6 +203,9 @@ class Graphed(Refusals, WeightGrads):
             else:
                 with torch.no_grad():
                     outputs = self.run_forward(given, cuda_graph_stream, cuda_graph_event, is_first_microbatch)
+                    if not grad and self.flight is not None and recompute_phase().enabled:
+                        # Recomputations of other passes come out of the order, and write where these lie.
+                        outputs = tuple([t.clone() for t in outputs])
         finally:
             if put_back is not None:
                 put_back()
@@ -292,11 +298,14 @@ class Graphed(Refusals, WeightGrads):
             raise RuntimeError(f"{self.label}: backward after reset(), which dropped its graphs; capture again.")
         if ctx.turn != self.turn or (self.backward_turn == self.turn and not self.keeps):
             self._refuse_turn(ctx.turn)
+        if self.spoilt_by is not None:
+            self._refuse_spoilt("backward", self.spoilt_by)
         if ctx.versions:
             self._check_versions(ctx.versions)
+        if ctx.held != [t._version for t in self.guarded_held]:
+            self._refuse_held(ctx.held)
         unwanted = self._unwanted() if self.fused or self.delayed else ()
         if self.flight is not None:
-            self._check_spoilt("backward", self.spoilt_by)
             self.flight.backward(self)
         if self.loans.out:
             self.loans.settle(self)
@@ -356,7 +365,7 @@ class Graphed(Refusals, WeightGrads):
             if graph is not None:
                 graph.reset()
         self.forward_graph = self.backward_graph = self.replay_forward = self.replay_backward = None
-        self.inputs, self.outputs, self.grad_outputs, self.buried = [], [], [], []
+        self.inputs, self.outputs, self.grad_outputs, self.buried, self.made = [], [], [], [], []
         self.grad_inputs, self.grad_parameters, self.copied_grads, self.wgrads = [], [], [], []
         self.touched, self.touched_backward, self.writes, self.backward_writes = [], [], [], []
         self.held, self.wgrad_due, self.static_grads, self.static_wgrads = [], None, [], []

@@ -40,7 +40,8 @@ class WeightGrads:
                 + ("reset() dropped its graphs; capture again." if self.gone else "no backward has left it anything.")
             )
         if self.flight is not None:
-            self._check_spoilt("backward_dw()", self.wgrad_spoilt_by)
+            if self.wgrad_spoilt_by is not None:
+                self._refuse_spoilt("backward_dw()", self.wgrad_spoilt_by)
             self.flight.weight_grads(self)
         if self.loans.out:
             self.loans.settle()

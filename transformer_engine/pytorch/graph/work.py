@@ -90,6 +90,7 @@ class Work:
         self.retain = False
         self.guarded_inputs: list[int] = []  # not to be written to before the backward, where a caller holds them
         self.guarded_results: list[int] = []
+        self.guarded_held: list[torch.Tensor] = []  # parameters and buffers, as guarded inputs
         self.result: list[object] = []
         self.live: list[torch.Tensor] = []  # outputs that want gradients, with their history
         self.pending: list[tuple[WeightGradStore, Pending]] = []  # (store, what backward left there)
@@ -192,3 +193,4 @@ class Work:
     def forget(self) -> None:
         """Drops every tensor that is no parameter."""
         self.inputs, self.grad_outputs, self.live, self.result, self.pending = [], [], [], [], []
+        self.guarded_held = []

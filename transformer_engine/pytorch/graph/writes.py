@@ -24,13 +24,11 @@ def writes_noted(module: object, found: list[torch.Tensor]) -> Iterator[None]:
     found += [t for t, version in before if version_of(t) != version]
 
 
-def own_writes(outputs: Sequence[torch.Tensor], work: Work, touched: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of a forward: its outputs, less those that are an argument, a parameter or a buffer, and what it writes to of
-    these."""
+def own_results(outputs: Sequence[torch.Tensor], work: Work) -> list[torch.Tensor]:
+    """Of a forward's results those that it makes: that are no argument, parameter or buffer."""
 
     def address(t: torch.Tensor) -> int:
         return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
 
     theirs = {address(t) for t in (*work.inputs, *_held(work.module))} - {0}
-    made = [t for t in outputs if type(t) not in PLAIN or address(t) not in theirs]
-    return made + [work.inputs[i] for i in work.written] + list(touched)
+    return [t for t in outputs if type(t) not in PLAIN or address(t) not in theirs]

@@ -1,0 +1,491 @@
+# Runs the programs of graph_programs.py: by captured callables, and by eager twins, which say what is right. No test
+# here.
+import copy
+from contextlib import nullcontext
+
+import torch
+from graph_programs import TE_FAMILIES, Program, captures_group
+from support import assert_same_bits
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+HIDDEN, FFN, ROWS = 32, 48, 16
+RECIPES = {
+    "delayed": recipe.DelayedScaling(amax_history_len=3),
+    "delayed, most recent": recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+}
+
+
+class Tripped(Exception):
+    """What a module raises in a warm-up or a capture."""
+
+
+class Wire:
+    """Counts passes through modules, and raises at one of them. Copies are the same."""
+
+    left = 0
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def pull(self):
+        self.left -= 1
+        if self.left == 0:
+            raise Tripped
+
+
+class _Trip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, wire):
+        ctx.wire = wire
+        wire.pull()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        ctx.wire.pull()
+        return dx, None
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner, layer, reentrant, wire):
+        super().__init__()
+        self.inner, self.layer, self.reentrant, self.wire = inner, layer, reentrant, wire
+
+    def forward(self, x, other=None, **kwargs):
+        if self.layer.inside:
+            y = te.checkpoint(self.inner, x, use_reentrant=self.reentrant, **kwargs)
+        else:
+            y = self.inner(x, **kwargs)
+        if other is not None:
+            y = y + torch.sin(other)
+        y = _Trip.apply(y, self.wire)
+        return (y, torch.cos(y)) if self.layer.splits else y
+
+
+class OwnCall(Wrapped):
+    def __call__(self, *args, **kwargs):
+        y = super().__call__(*args, **kwargs)
+        return (y[0] * 0.5, y[1]) if self.layer.splits else y * 0.5
+
+
+class Stack(torch.nn.Module):
+    """Two modules that run in another order than that of their registration."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.second, self.first = te.Linear(HIDDEN, HIDDEN, **options), te.Linear(HIDDEN, HIDDEN, **options)
+
+    def forward(self, x, **kwargs):
+        return self.second(self.first(x, **kwargs), **kwargs)
+
+
+def _inner(layer, dtype, device):
+    options = {"device": device, "params_dtype": dtype}
+    if layer.family in ("plain", "dropout"):
+        on = {"device": device, "dtype": dtype}
+        first, second = torch.nn.Linear(HIDDEN, FFN, **on), torch.nn.Linear(FFN, HIDDEN, **on)
+        drop = torch.nn.Dropout(0.3) if layer.family == "dropout" else torch.nn.Identity()
+        return torch.nn.Sequential(first, drop, torch.nn.GELU(), second)
+    options |= {"fuse_wgrad_accumulation": layer.fused, "delay_wgrad_compute": layer.delayed}
+    if layer.family == "linear":
+        return te.Linear(HIDDEN, HIDDEN, **options)
+    if layer.family == "split_linear":
+        return te.Linear(HIDDEN, HIDDEN, parameters_split=["a", "b"], **options)
+    if layer.family == "norm_linear":
+        return te.LayerNormLinear(HIDDEN, HIDDEN, normalization="RMSNorm", **options)
+    if layer.family == "stack":
+        return Stack(options)
+    checkpoint = layer.family == "recomputed_mlp"
+    return te.LayerNormMLP(HIDDEN, FFN, activation="geglu" if checkpoint else "relu", checkpoint=checkpoint, **options)
+
+
+def build(program, device):
+    """The modules of all chunks, chunk by chunk."""
+    torch.manual_seed(program.seed)
+    wire, dtype = Wire(), torch.float32 if program.recipe is None else torch.bfloat16
+    modules = torch.nn.ModuleList()
+    for layer in (layer for chunk in program.chunks for layer in chunk):
+        module = (OwnCall if layer.own_call else Wrapped)(_inner(layer, dtype, device), layer, program.reentrant, wire)
+        for p in module.parameters():
+            with torch.no_grad():
+                p.copy_(torch.randn(p.shape).to(p) * 0.2)
+            if layer.fused and p.dim() == 2:
+                p.main_grad = torch.full_like(p, 0.5, dtype=torch.float32)
+                if program.protocol:
+                    p.grad_added_to_main_grad = False
+            if layer.marked:
+                p.skip_backward_post_hook = True
+            p.requires_grad_(not layer.frozen)
+        modules.append(module)
+    return modules
+
+
+def twin(modules):
+    other = copy.deepcopy(modules)
+    for p, q in zip(modules.parameters(), other.parameters()):
+        for name in ("grad", "main_grad", "grad_added_to_main_grad", "skip_backward_post_hook"):
+            if hasattr(p, name):
+                setattr(q, name, copy.deepcopy(getattr(p, name)))
+    return other
+
+
+def left_by(modules):
+    """Gradients, main_grad and its marks, scales and histories."""
+    left = {}
+    for name, p in modules.named_parameters():
+        dummy = p.dim() == 2 and hasattr(p, "main_grad")  # has no values
+        left[f"{name}.grad"] = (p.grad is not None) if dummy else None if p.grad is None else p.grad.clone()
+        if hasattr(p, "main_grad"):
+            left[f"{name}.main_grad"] = p.main_grad + 0.0  # -0.0 where eager overwrites, and a graph adds it to 0
+            left[f"{name} is added"] = getattr(p, "grad_added_to_main_grad", None)
+    for name, part in modules.named_modules():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state = getattr(part, "fp8_meta", {}).get(key)
+            if state is not None:
+                left[f"{name}.{key}.scale"] = state.scale.clone()
+                left[f"{name}.{key}.history"] = state.amax_history.clone()
+    return left
+
+
+def assert_same(got, want, what):
+    assert got.keys() == want.keys(), f"{what}: {got.keys() ^ want.keys()}"
+    for name, value in want.items():
+        if isinstance(value, torch.Tensor):
+            assert isinstance(got[name], torch.Tensor), f"{what} {name}: {got[name]}, wanted a tensor"
+            assert_same_bits(got[name], value, f"{what} {name}")
+        else:
+            assert got[name] is value, f"{what} {name}: {got[name]}, wanted {value}"
+
+
+class Runner:
+    """Runs steps of a program by calls of (chunk, microbatch, layer), each with its modules."""
+
+    def __init__(self, program: Program, modules, device, *, group=None, graphed=None, cloned=False, write=True):
+        self.program, self.modules, self.device, self.group = program, modules, device, group
+        self.graphed, self.cloned, self.write, self.rank = graphed, cloned, write, 0
+        self.first = [sum(map(len, program.chunks[:c])) for c in range(len(program.chunks))]
+        self.dtype = torch.float32 if program.recipe is None else torch.bfloat16
+
+    def module(self, c, layer):
+        return self.modules[self.first[c] + layer]
+
+    def callable(self, c, m, layer):
+        if self.graphed is None:
+            return self.module(c, layer)
+        count = len(self.program.chunks[c])
+        return self.graphed[self.first[c] * self.program.microbatches + m * count + layer]
+
+    # ---- calls ----
+
+    def autocast(self, where):
+        """Around a call, or the step. Captured callables need none around them; eager modules do."""
+        program = self.program
+        around = program.around
+        if around == "nothing":
+            around = "call" if self.graphed is None else ""
+        if program.recipe is None or where != around:
+            return nullcontext()
+        return te.autocast(enabled=True, recipe=RECIPES[program.recipe], amax_reduction_group=self.group)
+
+    def keywords(self, c, m, layer, step, *, quiet=False):
+        program = self.program
+        if quiet and not program.cached:
+            return {}
+        if program.cached:
+            first = m == 0
+        elif program.recipe is not None and program.recipe.startswith("delayed"):
+            return {}  # captured ones quantize the weights in each call, by the scales of then
+        elif step.first is None or (step.write is not None and program.recipe is not None):
+            return {}
+        else:  # the same for quantized weights: eager keeps those of the first one
+            first = m == 0 and (step.first or program.recipe is not None)
+        ours = program.chunks[c][layer].family in TE_FAMILIES
+        return {"is_first_microbatch": first} if ours or self.graphed is not None else {}
+
+    def call(self, c, m, layer, args, step):
+        function, keywords = self.callable(c, m, layer), self.keywords(c, m, layer, step)
+        if self.program.checkpoint == "layer":
+            y = te.checkpoint(function, *args, **keywords)
+        else:
+            y = function(*args, **keywords)
+        return y if isinstance(y, tuple) else (y,)
+
+    def forward(self, c, m, x, step, at):
+        """All layers of a chunk: its results."""
+        chunk, outs, firsts = self.program.chunks[c], (x,), None
+        for i, layer in enumerate(chunk):
+            x = outs[0]
+            args = (x, firsts) if layer.joins else (x,)
+            if self.cloned:
+                args = tuple(a.clone() for a in args)
+            outs = self.call(c, m, i, args, step)
+            if self.cloned:
+                outs = tuple(out.clone() for out in outs)
+            if step.hooks and outs[0].requires_grad:
+                outs[0].register_hook(self.keep)
+            self.tensors[c, m, i] = [args[0] if not self.cloned else x, outs[0]]
+            self.maybe_write(step, at, i, early=True)
+            outs = (self.tensors[c, m, i][1], *outs[1:])
+            firsts = outs[0] if firsts is None else firsts
+            if i + 1 < len(chunk) and self.program.between == "sin":
+                outs = (torch.sin(outs[0]), *outs[1:])
+            elif i + 1 < len(chunk) and self.program.between == "residual":
+                outs = (outs[0] + x, *outs[1:])
+        return outs
+
+    def keep(self, gradient):
+        self.kept.append((gradient, gradient.clone()))
+
+    # ---- what a user does in between ----
+
+    def maybe_write(self, step, at, layer, *, early):
+        write = step.write
+        if not self.write or write is None or write.entry != at or write.layer != layer or write.early != early:
+            return
+        c = int(self.program.entries[at]) - 1
+        held = self.tensors[c, self.turn[1, c] - 1, layer]
+        which = int(write.result)
+        t = held[which]
+        if write.kind == "a parameter":
+            with torch.no_grad():
+                for p in self.module(c, layer).parameters():
+                    p.mul_(1.5)
+        elif write.kind == "mul_ without gradients":
+            with torch.no_grad():
+                t.mul_(1.5)
+        elif write.kind == "mul_ of a detached one":
+            t.detach().view(-1)[::3].mul_(1.5)
+        elif write.kind == "mul_ of a view":
+            t[..., 2:5].mul_(1.5)
+        else:
+            held[which] = t.mul_(1.5)
+
+    def bad_call(self, step):
+        """A refused call changes nothing. Eager twins make none."""
+        if self.graphed is None:
+            return
+        c, m = next(iter(step.ways))
+        x = torch.ones(ROWS, HIDDEN, dtype=self.dtype, device=self.device, requires_grad=self.program.input_grads[c])
+        args, keywords = (x,), self.keywords(c, m, 0, step)
+        kind = step.bad[1]
+        if kind == "shape":
+            args = (x.detach()[1:].clone().requires_grad_(x.requires_grad),)
+        elif kind == "dtype":
+            args = (x.detach().double().requires_grad_(x.requires_grad),)
+        elif kind == "missing":
+            args = ()
+        else:
+            keywords = {**keywords, "nobody": 3}
+        try:
+            self.callable(c, m, 0)(*args, **keywords)
+        except (TypeError, ValueError):
+            return
+        raise AssertionError(f"a bad call ({kind}) was let through")
+
+    # ---- steps ----
+
+    def step(self, step):
+        """Runs one: {name: what it left}."""
+        program, self.found, self.kept, self.tensors = self.program, {}, [], {}
+        generator = torch.Generator().manual_seed(step.seed + self.rank)
+
+        def draw(c, scale=1.0):
+            values = torch.randn(ROWS, HIDDEN, generator=generator) * scale
+            return values.to(self.dtype).to(self.device)
+
+        passes = list(step.ways)
+        given = {p: (draw(p[0], 8.0 ** ((p[1] + step.seed) % 3)), draw(p[0])) for p in passes}
+        quiet = draw(0, 100.0)
+        torch.manual_seed(step.seed)
+        if step.quiet is not None:
+            c, m, i = step.quiet
+            args = (quiet, quiet) if program.chunks[c][i].joins else (quiet,)
+            with torch.no_grad(), self.autocast("call"), self.autocast("step"):
+                args = tuple(a.requires_grad_(self.wants(c, i)) for a in args)
+                keywords = self.keywords(c, m, i, step, quiet=True)
+                ys = self.callable(c, m, i)(*args, **keywords)
+                ys = ys if isinstance(ys, tuple) else (ys,)
+                self.found |= {f"quiet {n}": y.detach().clone() for n, y in enumerate(ys)}
+        self.turn = {(kind, c): 0 for kind in (1, -1, 0) for c in range(len(program.chunks))}
+        alive, waiting = {}, []
+        with self.autocast("step"):
+            for at, entry in enumerate(program.entries):
+                if step.bad is not None and step.bad[0] == at:
+                    self.bad_call(step)
+                c = int(abs(entry)) - 1
+                kind = 1 if entry > 0 else 0 if entry % 1 else -1
+                m, self.turn[kind, c] = self.turn[kind, c], self.turn[kind, c] + 1
+                if kind == 1:
+                    x = given[c, m][0].clone().requires_grad_(program.input_grads[c])
+                    h = x * 1 if step.write is not None else x
+                    with self.autocast("call"):
+                        if program.checkpoint == "chunk":
+                            keep = self.tensors
+                            outs = te.checkpoint(lambda x, c=c, m=m, at=at: self.forward(c, m, x, step, at), h)
+                            self.tensors = keep
+                        else:
+                            outs = self.forward(c, m, h, step, at)
+                    for i in range(len(program.chunks[c])):
+                        self.maybe_write(step, at, i, early=False)
+                    if program.checkpoint != "chunk":
+                        outs = (self.tensors[c, m, len(program.chunks[c]) - 1][1], *outs[1:])
+                    alive[c, m] = x, outs
+                    self.found |= {f"y {c} {m} {n}": y.detach().clone() for n, y in enumerate(outs)}
+                elif kind == -1:
+                    self.backward(c, m, *alive.pop((c, m)), given[c, m][1], step)
+                    if program.delays(c) and step.ways[c, m] == "backward":
+                        if c not in program.scheduled and not (step.late and not program.checkpoint):
+                            self.weight_gradients(c, m)
+                        elif c not in program.scheduled:
+                            waiting.append((c, m))
+                elif step.ways[c, m] == "backward":
+                    self.weight_gradients(c, m)
+        for c, m in waiting:
+            self.weight_gradients(c, m)
+        for i, (gradient, before) in enumerate(self.kept):
+            assert_same_bits(gradient, before, f"gradient {i} that was kept")
+        return self.found | left_by(self.modules)
+
+    def wants(self, c, layer):
+        """Whether a layer's argument wants a gradient: as in the samples."""
+        return wants(self.program, c, layer)
+
+    def backward(self, c, m, x, outs, dy, step):
+        way, name = step.ways[c, m], f"dx {c} {m}"
+        again = (c, m) in step.twice
+        live = [y for y in outs if y.requires_grad]
+        if not live:
+            return
+        for run in range(1 + again):
+            retain = again and run == 0
+            losses = [(y.float() * torch.sin(y.detach().float() * 3) * dy).sum() for y in live]
+            loss = sum(losses)
+            if way == "grad":
+                (dx,) = torch.autograd.grad(loss, [x], retain_graph=retain, allow_unused=True)
+            else:
+                loss.backward(retain_graph=retain, inputs=[x] if way == "inputs" else None)
+                dx = x.grad
+            if dx is not None:
+                self.kept.append((dx, dx.clone()))
+                x.grad = None
+            self.found[f"{name} {run}"] = None if dx is None else dx.clone()
+        self.found |= {f"y {c} {m} {n} behind its backward": y.detach().clone() for n, y in enumerate(outs)}
+
+    def weight_gradients(self, c, m):
+        for i in reversed(range(len(self.program.chunks[c]))):
+            layer = self.program.chunks[c][i]
+            if not layer.delayed or layer.frozen:
+                continue
+            if self.graphed is not None:
+                self.callable(c, m, i).backward_dw()
+                continue
+            parts = [part for part in self.module(c, i).modules() if getattr(part, "_wgrad_stores", None)]
+            for part in parts:
+                part.backward_dw()
+
+
+def wants(program, c, layer):
+    trained = any(not above.frozen for above in program.chunks[c][:layer])
+    return program.input_grads[c] or trained
+
+
+def samples(program, device):
+    dtype = torch.float32 if program.recipe is None else torch.bfloat16
+    found = []
+    for c, chunk in enumerate(program.chunks):
+        for _ in range(program.microbatches):
+            for i, layer in enumerate(chunk):
+                grads = [wants(program, c, i)] + ([wants(program, c, 1)] if layer.joins else [])
+                found.append(
+                    tuple(torch.randn(ROWS, HIDDEN, dtype=dtype, device=device).requires_grad_(g) for g in grads)
+                )
+    return tuple(found)
+
+
+def capture(program, modules, device, group):
+    options = {}
+    if program.recipe is not None:
+        options = {"enabled": True, "recipe": RECIPES[program.recipe], "cache_quantized_params": program.cached}
+        if group is not None and captures_group(program.seed):
+            options["amax_reduction_group"] = group
+    if program.order is not None:
+        options |= {"_order": list(program.order), "_num_layers_per_chunk": [len(chunk) for chunk in program.chunks]}
+    return te.make_graphed_callables(
+        tuple(modules),
+        samples(program, device),
+        num_warmup_iters=program.warmup,
+        retain_graph_in_backward=program.retain,
+        _reuse_graph_input_output_buffers=program.reuse,
+        clone_param_grads_on_return=program.clone,
+        **options,
+    )
+
+
+def run(program: Program, device, group=None, rank=0):
+    """AssertionError where captured callables are not what eager is, behind all steps, which other ranks run too.
+    Returns what became of it."""
+    modules = build(program, device)
+    eager = twin(modules)
+    if program.fault:
+        before, wire = left_by(modules), modules[0].wire
+        wire.left = program.fault
+        try:
+            capture(program, modules, device, group)
+        except Tripped:
+            assert_same(left_by(modules), before, "behind a capture that failed")
+        else:
+            wire.left = 0
+            modules = twin(eager)
+        wire.left = 0
+    graphed = capture(program, modules, device, group)
+    captured = Runner(program, modules, device, group=group, graphed=graphed)
+    runners, problems = [captured, Runner(program, eager, device, group=group)], []
+    for i, step in enumerate(program.steps):
+        if step.write is not None:
+            return _hostile(program, captured, eager, device, group, step)
+        found = []
+        for runner in runners:
+            runner.rank = rank
+            found.append(runner.step(step))
+        try:
+            assert_same(*found, f"step {i}")
+        except AssertionError as error:
+            problems.append(error)
+        for m in (modules, eager):
+            _optimize(m, i, program.steps[i])
+    if problems:
+        raise problems[0]
+    return "equal"
+
+
+def _optimize(modules, i, step):
+    with torch.no_grad():
+        for p in modules.parameters():
+            if p.requires_grad:
+                p.mul_(1.0 + 0.1 * i)
+            if not step.keep_grads:
+                p.grad = None
+            if hasattr(p, "grad_added_to_main_grad"):
+                p.grad_added_to_main_grad = False
+
+
+def _hostile(program, captured, eager, device, group, step):
+    """The right values, or an error. What is right where eager raises: as if nobody shared memory, or nobody wrote."""
+    oracles = [{}, {"cloned": True}, {"write": False}]
+    twins = [twin(eager) for _ in oracles]
+    try:
+        got = captured.step(step)
+    except RuntimeError:
+        return "refused"
+    for options, modules in zip(oracles, twins):
+        try:
+            want = Runner(program, modules, device, group=group, **options).step(step)
+        except RuntimeError:
+            continue
+        assert_same(got, want, f"written to, {options}")
+        return f"written to: {options}"
+    raise AssertionError("no oracle")

@@ -1,0 +1,29 @@
+# Random programs over captured callables are eager ones, bit for bit: schedules, shared buffers, checkpoints, recipes,
+# microbatches in flight, weight gradients everywhere, refused calls, exceptions in captures, writes to what is in
+# flight. --generated=N runs N programs; a failure prints its program. Mutants: results of a checkpoint's first run that
+# stay in static memory, or parameters that nobody guards between a call and its backward, turn some of them red.
+import graph_rank_workers as workers
+import pytest
+from graph_program_runs import run
+from graph_programs import generated
+from ranks import on_ranks
+
+GENERATED = 30  # 0.3 s each
+
+
+@pytest.mark.usefixtures("fp8_left_off")
+def test_programs(device, generated_seed):
+    program = generated(generated_seed)
+    try:
+        run(program, device)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}\n{program}") from error
+
+
+@pytest.mark.dist
+def test_programs_on_two_ranks(request):
+    """One start of the ranks for all of them: a twentieth of the option's number."""
+    count = request.config.getoption("generated", None)
+    seeds = range(3 if count is None else max(1, count // 20))
+    for rank, found in enumerate(on_ranks(workers.generated_programs, seeds)):
+        assert not found, f"rank {rank}: " + "\n".join(found.values())
