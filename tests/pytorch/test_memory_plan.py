@@ -214,6 +214,40 @@ def test_an_error_inside_leaves_nothing_behind(device):
     assert te.memory_plan(module, x).kept_bytes == hooked_bytes(module, x)
 
 
+@pytest.mark.parametrize(
+    "options, bytes_beside, scaled",
+    [
+        ({"master_weights": True}, 12, 0),
+        ({"master_weights": True, "store_param_remainders": True}, 10, 0),
+        ({"master_weights": True, "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}, 8, 2),
+    ],
+    ids=str,
+)
+def test_the_optimizers_state_is_listed_when_asked(device, options, bytes_beside, scaled):
+    """Each storage once; FusedAdam's scales of states too, 8 bytes for each."""
+    module, x = mlp(device=device, params_dtype=torch.bfloat16), randn(*TOKENS, HIDDEN, device=device).bfloat16()
+    optimizer = te.optimizers.FusedAdam(module.parameters(), **options)
+    assert te.memory_plan(module, x, optimizer=optimizer).bytes_of("optimizer") == 0
+    module(x).sum().backward()
+    optimizer.step()
+    plan, without = te.memory_plan(module, x, optimizer=optimizer), te.memory_plan(module, x)
+    parameters = list(module.parameters())
+    assert plan.bytes_of("optimizer") == sum(bytes_beside * p.numel() + 8 * scaled for p in parameters)
+    assert plan.rows[: len(without.rows)] == without.rows and plan.kept_bytes == without.kept_bytes
+    assert "fc1_weight: exp_avg" in [row.name for row in plan.rows] and "optimizer " in str(plan)
+
+
+def test_any_optimizer_of_torchs(device):
+    module, x = te.Linear(8, 4, device=device), randn(2, 8, device=device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(x).sum().backward()
+    optimizer.step()
+    rows = [row for row in te.memory_plan(module, x, optimizer=optimizer).rows if row.status == "optimizer"]
+    assert sorted(row.name for row in rows) == ["bias: momentum_buffer", "weight: momentum_buffer"]
+    with refused(TypeError, "memory_plan", "'optimizer'", "list"):
+        te.memory_plan(module, x, optimizer=[])
+
+
 def test_bad_modules_are_named():
     for probe in (te.memory_plan, te.explain):
         with refused(TypeError, probe.__name__, "'module'", "function", "torch.nn.Module"):

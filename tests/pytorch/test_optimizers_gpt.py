@@ -15,8 +15,8 @@ from transformer_engine.pytorch.optimizers import (
     multi_tensor_scale,
 )
 
-VOCABULARY, HIDDEN, SEQ, BATCH, STEPS, CLIP = 17, 32, 8, 8, 60, 1.0
-GROUPS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+VOCABULARY, HIDDEN, SEQ, BATCH, STEPS, CLIP = 17, 32, 8, 8, 200, 1.0
+GROUPS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 class GPT(torch.nn.Module):

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch.cpu_offload.layer import observers as offload_observers
+from transformer_engine.pytorch.optimizers.adam_states import local_of
 from transformer_engine.pytorch.recording import gradients_returned, nodes_behind, recording, table, tensors_in
 
 
 @dataclass(frozen=True)
 class SavedTensor:
     """One storage. status: 'kept'; 'parameter' (one, or its FP8 copy) or 'input' (there in any case); 'offloaded' (in
-    host memory until the backward); 'recomputed' (not kept; the backward computes it again). bytes: the storage's, of a
-    recomputed one what keeping it would take."""
+    host memory until the backward); 'recomputed' (not kept; the backward computes it again); 'optimizer' (a state that
+    it keeps of a parameter). bytes: the storage's, of a recomputed one what keeping it would take."""
 
     module: str
     op: str
@@ -48,7 +49,7 @@ class MemoryPlan:
             (r.module, r.op, r.name, "x".join(map(str, r.shape)) or "-", r.dtype, r.bytes, r.status, r.why, r.recompute)
             for r in self.rows
         ]
-        statuses = ("kept", "offloaded", "recomputed", "parameter", "input")
+        statuses = ("kept", "offloaded", "recomputed", "parameter", "input", "optimizer")
         totals = ", ".join(f"{status} {self.bytes_of(status):,} B" for status in statuses)
         columns = ("module", "op", "tensor", "shape", "dtype", "bytes", "status", "why", "recomputing it costs")
         return f"{table(columns, cells)}\n{totals}"
@@ -125,16 +126,23 @@ def _names_in_graph(outputs: list[torch.Tensor]) -> dict[tuple[int, int], tuple[
     return names
 
 
-def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> MemoryPlan:
+def memory_plan(
+    module: torch.nn.Module, *sample: object, optimizer: torch.optim.Optimizer | None = None, **options: object
+) -> MemoryPlan:
     """Runs module(*sample, **options) once, forward alone, and lists what its graph keeps for backward when it returns.
+    optimizer: what its state holds of the module's parameters is listed too, as it is: nothing before the first step.
 
     Bytes are those of distinct storages that saved-tensor hooks see. What wants a gradient decides what is kept: a
     sample that requires one, as inside a network it would, keeps more. The module, its gradients, its buffers and the
     random states are as before afterwards. fuse_wgrad_accumulation and delay_wgrad_compute keep nothing more in a
     forward; main_grad need not be there.
-    Errors: TypeError for something that is not a module, or has a compiled part; NotImplementedError for tensors that
-    are neither strided nor sparse; whatever module(*sample) raises.
+    Errors: TypeError for something that is not a module (an optimizer), or has a compiled part; NotImplementedError for
+    tensors that are neither strided nor sparse; whatever module(*sample) raises.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise TypeError(
+            f"memory_plan: argument 'optimizer' is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer."
+        )
     seen: list[weakref.ref[_Packed] | _Offloadable] = []
     with recording("memory_plan", module) as (record, labels), gradients_returned(module), torch.enable_grad():
         at_work = labels.at_work  # pack lives as long as the graph does, and is to hold neither module nor tensors
@@ -184,7 +192,26 @@ def memory_plan(module: torch.nn.Module, *sample: object, **options: object) -> 
         for label, op, name, why, recompute, told, _, _, shape, dtype, size in record.kept
         if not told
     ]
-    return MemoryPlan([*rows.values(), *again])
+    states = [] if optimizer is None else _states(module, optimizer)
+    return MemoryPlan([*rows.values(), *again, *states])
+
+
+def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[SavedTensor]:
+    """What the optimizer keeps of the module's parameters, scales of scaled states included."""
+    rows: dict[int, SavedTensor] = {}
+    op, why, again = type(optimizer).__name__, "the next step reads it", "nothing does"
+    for name, p in module.named_parameters():
+        kept = list((optimizer.state.get(p) or {}).items())
+        kept += [(f"scale of {n}", t) for n, t in getattr(optimizer, "_scales", {}).get(p, {}).items()]
+        owner, _, own = name.rpartition(".")
+        for state, given in kept:
+            for t in tensors_in(local_of(given)):
+                size = t.untyped_storage().nbytes()
+                row = SavedTensor(
+                    owner, op, f"{own}: {state}", tuple(t.shape), _name(t.dtype), size, "optimizer", why, again
+                )
+                rows.setdefault(_place(t)[0], row)
+    return list(rows.values())
 
 
 def _name(dtype: torch.dtype) -> str:
