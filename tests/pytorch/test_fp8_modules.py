@@ -247,6 +247,30 @@ def test_calibration_computes_in_high_precision_and_notes_amaxes(device):
             assert state.scale[0] == torch.tensor(448.0) / x.abs().max().cpu()
 
 
+def test_calibration_keeps_the_largest_amax_of_several_batches(device):
+    module, recipe = te.Linear(16, 16, device=device), RECIPES["delayed"]()
+    with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=recipe):
+        for amax in (1.0, 8.0, 2.0):
+            module(torch.full((4, 16), amax, device=device))
+    state = module.fp8_meta["scaling_fwd"]
+    assert state.scale[0] == 448.0 / 8.0 and state.amax_history[-1, 0] == 8.0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_calibration_sees_what_the_second_product_reads(device, bias):
+    module = te.LayerNormMLP(16, 32, bias=bias, normalization="RMSNorm", activation="relu", device=device).eval()
+    if bias:
+        torch.nn.init.constant_(module.fc1_bias, 50.0)
+    x = randn(8, 16, device=device)
+    with torch.no_grad():
+        with te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]()):
+            module(x)
+        normed = torch.nn.functional.rms_norm(x, (16,), module.layer_norm_weight, module.eps)
+        read = torch.nn.functional.linear(normed, module.fc1_weight, module.fc1_bias if bias else None).relu()
+    seen = module.fp8_meta["scaling_fwd"].amax_history[-1, 3]
+    assert (seen - read.max()).abs() <= 1e-5 * read.max()  # a sum of 16 products in another order
+
+
 @pytest.mark.parametrize("first", ["unused", "detached", "frozen"])
 @pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
 def test_backward_scales_follow_whichever_module_gets_a_gradient(device, first, use_reentrant):

@@ -278,3 +278,18 @@ def test_overlapped_communication_excludes_delay():
     with refused(ValueError, "delay_wgrad_compute", "ub_bulk_wgrad"):
         WeightGradStore(True, True)
     assert not WeightGradStore(False, True).delay_wgrad_compute()
+
+
+@pytest.mark.parametrize("waiting", [("q_weight",), ("k_weight",), ("q_weight", "k_weight"), ()], ids=str)
+def test_parts_of_a_weight_get_a_dummy_where_the_owners_of_all_wait_for_one(device, waiting):
+    """For autograd they are one matrix: a dummy for one would be a gradient of made-up values for the other."""
+    split = {"q": 3, "k": 5}
+    module = te.Linear(IN, 8, device=device, parameters_split=split, fuse_wgrad_accumulation=True)
+    with_main_grads(module)
+    for name in waiting:
+        getattr(module, name).grad_added_to_main_grad = False
+    module(torch.ones(4, IN, device=device)).sum().backward()
+    for name in ("q_weight", "k_weight"):
+        parameter = getattr(module, name)
+        assert (parameter.grad is not None) == (len(waiting) == 2)
+        assert getattr(parameter, "grad_added_to_main_grad", None) == (True if name in waiting else None)

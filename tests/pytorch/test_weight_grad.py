@@ -23,9 +23,11 @@ from weight_grad_cases import (
     split_norm_linear,
     twins,
     weights,
+    with_main_grads,
 )
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module.weight_grad import Pending
 
 # ---- delayed ----
 
@@ -263,3 +265,26 @@ def test_copies_carry_the_marks_of_parameters(device, how):
         other = copy.deepcopy(module) if how == "deepcopy" else pickle.loads(pickle.dumps(module))
     for name, p in module.named_parameters():
         assert vars(other.get_parameter(name)) == vars(p), name
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+def test_a_gradient_whose_computation_fails_is_still_there(device, monkeypatch, fused):
+    """Memory that runs out in backward_dw() costs a call, not the gradient."""
+    module, plain = twins(linear, device, fuse_wgrad_accumulation=fused, delay_wgrad_compute=True)
+    if fused:
+        with_main_grads(module, value=0.0)
+    for m in (module, plain):
+        backward(m, *microbatch(device, torch.float32, 1))
+    compute = Pending.compute
+
+    def fails(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Pending, "compute", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        module.backward_dw()
+    monkeypatch.setattr(Pending, "compute", compute)
+    module.backward_dw()
+    got = {n: p.main_grad if fused else p.grad for n, p in weights(module).items()}
+    for name, p in weights(plain).items():
+        torch.testing.assert_close(got[name], p.grad)
