@@ -51,7 +51,8 @@ class PlainScales:
         amax = max(self.history)
         if amax > 0:
             self.scale = scale_of(torch.tensor(amax), self.e5m2)
-        self.history = [0.0, *self.history[2:], self.history[0]][: len(self.history)]
+        if self.history[0]:
+            self.history = [0.0, *self.history[2:], self.history[0]][: len(self.history)]
 
 
 class Operand:

@@ -45,7 +45,8 @@ def plain_update(history, scale, fp8_max, rule):
         if 0 < amax < torch.inf:
             scale[column] = (torch.tensor(fp8_max) / amax / 2.0**rule.margin).clamp(FLOAT.tiny, FLOAT.max)
     rolled = torch.cat([torch.zeros(1, history.shape[1]), history[2:], history[:1]])[: len(history)]
-    return rolled if len(history) > 1 else torch.zeros_like(history), scale
+    rolled = rolled if len(history) > 1 else torch.zeros_like(history)
+    return torch.where(history[0] == 0, history, rolled), scale
 
 
 AMAXES = st.one_of(st.floats(0, 2.0**100, width=32), st.sampled_from([0.0, float("inf"), float("nan"), 1e-45, 3e38]))

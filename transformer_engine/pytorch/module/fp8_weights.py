@@ -17,6 +17,7 @@ from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, Mo
 from transformer_engine.pytorch.quantization.products import plan_of
 from transformer_engine.pytorch.quantization.state import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.layout import ROWWISE
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
 from transformer_engine.pytorch.tensor.values_view import ValuesView
 
@@ -174,10 +175,22 @@ class QuantizedWeights(torch.nn.Module):
             self._check_primary_weight(self._own, index, weight)
             self._adopt_primary_weight(self._own, index, weight)
         handle = weight._native()
-        if torch.is_grad_enabled() and handle.columnwise is None:
-            weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+        if torch.is_grad_enabled():
+            if handle.columnwise is None:
+                weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+                handle = weight._native()
+            if STATE.in_capture():  # replays read and write this memory
+                weight._keeps_columnwise = True
+        elif handle.columnwise is not None and self._needs_no_columns(weight):
+            weight.update_usage(columnwise_usage=False)
             handle = weight._native()
         return handle
+
+    @staticmethod
+    def _needs_no_columns(weight: QuantizedTensor) -> bool:
+        """Whether its columnwise data can go where there are no gradients: the next call with them makes them again."""
+        derived = weight._derivable() and weight.get_usages()[ROWWISE]
+        return derived and not (weight._keeps_columnwise or recompute_phase().enabled)
 
     def _primary_weights(self) -> list[tuple[int, str, QuantizedTensor]]:
         """(index of its product, name, weight) of those that are held in FP8 alone."""

@@ -314,7 +314,7 @@ def _update_by_functions(state: ScalingState) -> None:
         scale = torch.where((amax > 0) & amax.isfinite(), made, state.scale)
     _must_fit("scaling_factor_compute_algo", scale, state)
     state.scale.copy_(scale)
-    history.copy_(history.roll(-1, 0))
+    history.copy_(torch.where(history[0] == 0, history, history.roll(-1, 0)))
     history[0].zero_()
 
 

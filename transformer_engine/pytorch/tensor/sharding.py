@@ -89,6 +89,7 @@ class FSDPHooks:
         inner = list(all_gather_outputs)
         if self._quantizer is not None and self._quantizer.columnwise_usage:
             whole.update_usage(columnwise_usage=True)
+            whole._keeps_columnwise = True
             inner += [buffer_of(getattr(whole, n)) for n in whole._of_direction(COLUMNWISE)]
         return whole, tuple(inner)
 

@@ -43,7 +43,9 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
         "_saved",
         "_gave",
         "_rows_of",
+        "_keeps_columnwise",
     )
+    _keeps_columnwise = False  # somebody else has its memory too: a captured graph, FSDP2
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

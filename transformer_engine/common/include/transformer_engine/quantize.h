@@ -107,7 +107,8 @@ TE_API te_status te_quantize_range_cast(const te_quantize_range* range, const te
 /* Delayed scaling, between steps. For each of n tensors, history [len, n] holding amaxes, newest in row 0:
  *   amax = the largest of the column (NaN left aside), or row 0 of it with most_recent;
  *   scale = (fp8_max / amax) / 2^margin, by the rules above, no less than FLT_MIN; kept where amax is 0, Inf or NaN;
- *   then the history rolls by one: row i takes row i + 1, the last takes row 0, and row 0 becomes 0. */
+ *   then the history rolls by one: row i takes row i + 1, the last takes row 0, and row 0 becomes 0. A column whose row
+ *   0 is 0 rests: its tensor was not quantized since the last step (or held nothing but zeros). */
 typedef struct te_scale_update {
   te_tensor history; /* float32 [len, n] */
   te_tensor scale;   /* float32 [1, n] */

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) update_scales_kernel(Updates updates
       next = row + 1 < history.rows ? column[(row + 1) * history.row_pitch] : newest;
     }
     __syncthreads();  // all of these rows, and the first of the next ones, have been read
-    if (row < history.rows) column[row * history.row_pitch] = row == 0 ? 0.f : next;
+    if (newest != 0.f && row < history.rows) column[row * history.row_pitch] = row == 0 ? 0.f : next;
   }
   largest = block_max(largest, shared);
   if (threadIdx.x == 0) {

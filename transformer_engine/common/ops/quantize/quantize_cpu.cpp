@@ -269,6 +269,7 @@ void update_scales(const te_scale_update* updates, int32_t count) {
       for (int64_t r = 0; r < (update->most_recent ? 1 : history.rows); ++r) largest = larger(largest, at(r));
       scales[c] = updated_scale(scales[c], largest, update->fp8_max, update->margin, update->pow_2_scales != 0);
       const float newest = at(0);
+      if (newest == 0.f) continue;
       for (int64_t r = 0; r + 1 < history.rows; ++r) at(r) = at(r + 1);
       at(history.rows - 1) = newest;
       at(0) = 0.f;
