@@ -178,6 +178,15 @@ def test_rows_that_bring_their_scale_have_the_bits_of_a_tensor_of_their_own(devi
         assert_same_bits(t.dequantize()[1:2], current(device=device)(values).dequantize())
 
 
+@pytest.mark.parametrize("name", [*ROWS, "identity"])
+def test_rows_take_quantized_rows(device, name):
+    t = FORMATS[name](device=device)(randn(384, 48, device=device))
+    before, rows = t.dequantize(), t[128:256]
+    rows.copy_(t[:128].clone())
+    assert_same_bits(t.dequantize(), torch.cat([before[:128], before[:128], before[256:]]))
+    assert_directions_agree(t)
+
+
 def test_a_flag_that_says_no_changes_no_rows(device):
     for noop, changed in ((1.0, False), (0.0, True)):
         t = quantized("current", device, True, (6, 40))

@@ -55,7 +55,9 @@ class Rows:
                     f"{type(self).__name__}: the tensor that it is rows of has dropped its rowwise data, which is what "
                     "they share; write to the whole tensor."
                 )
-            whole._put({n: whole._tensors()[n] for n in whole._of_direction(ROWWISE)}, noop)
+            rowwise = {n: whole._tensors()[n] for n in whole._of_direction(ROWWISE)}
+            if rowwise:  # else it has no directions, only values
+                whole._put(rowwise, noop)
         whole._written()
         whole._took()
         if isinstance(self, torch.Tensor):
