@@ -40,6 +40,9 @@ _QUANTIZATION = """FP8GlobalStateManager autocast fp8_autocast fp8_model_init qu
 _KINDS = ["gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu"]
 ACTIVATIONS = " ".join([*_KINDS, *(f"d{kind}" for kind in _KINDS), "clamped_swiglu", "clamped_dswiglu"])
 
+# Modules that clients import as names of their package.
+_FORMATS = "float8_tensor float8_blockwise_tensor mxfp8_tensor nvfp4_tensor hybrid_tensor identity_tensor"
+
 # Module -> names.
 SUBMODULES = {
     "transformer_engine": "pytorch common doctor __version__",
@@ -82,7 +85,7 @@ SUBMODULES = {
     "restore_from_func_ctx",
     f"{TE}.router": "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
     "RoutingMapFormat",
-    f"{TE}.tensor": f"{TOP_LEVEL['Quantized tensors']} GroupedTensor GroupedTensorStorage",
+    f"{TE}.tensor": f"{TOP_LEVEL['Quantized tensors']} GroupedTensor GroupedTensorStorage {_FORMATS}",
     f"{TE}.tensor.float8_blockwise_tensor": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage",
     f"{TE}.tensor.float8_tensor": "Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor Float8TensorStorage",
     f"{TE}.tensor.hybrid_tensor": "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer",

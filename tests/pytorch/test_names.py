@@ -79,6 +79,19 @@ def test_an_absent_name_among_others(tmp_path, monkeypatch):
         from some_names import flying  # noqa: F401
 
 
+@pytest.mark.parametrize("path", ["ops.basic", "ops.fused"])
+def test_modules_that_come_with_their_capability(path):
+    """An ImportError by whichever way, and no attribute."""
+    package, _, name = f"{TE}.{path}".rpartition(".")
+    with pytest.raises(ImportError):
+        importlib.import_module(f"{TE}.{path}")
+    with refused(ImportError, f"{TE}.{path}: ", "not available in this version"):
+        exec(f"from {package} import {name}")
+    with pytest.raises(ImportError):
+        exec(f"from {TE}.{path} import Anything")
+    assert not hasattr(importlib.import_module(package), name)
+
+
 def test_one_name_is_one_object():
     """Under whatever path: isinstance, and pickles, ask for it."""
     found = {}
