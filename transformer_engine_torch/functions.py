@@ -10,6 +10,7 @@ import torch
 
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.functional import activation, activation_kinds
+from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.tensor import QuantizedTensorStorage, Quantizer
 
 
@@ -31,6 +32,9 @@ def quantize(
 ) -> QuantizedTensorStorage:
     """tensor by the quantizer: a new one, or `output` with new values. noop: float32 [1] on the device; unless it holds
     0, output stays as it is."""
+    check_tensor("quantize", "tensor", tensor)
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(f"quantize: argument 'quantizer' is a {type(quantizer).__name__}, wanted a Quantizer.")
     if output is not None:
         return quantizer.update_quantized(tensor, output, noop_flag=noop)
     if noop is not None:
@@ -55,6 +59,7 @@ def _through(quantizer: Quantizer | None, result: torch.Tensor) -> torch.Tensor 
 def _forward(kind: str) -> Callable:
     @torch.no_grad()
     def function(input: torch.Tensor, quantizer: Quantizer | None = None) -> torch.Tensor | QuantizedTensorStorage:
+        check_tensor(kind, "input", input)
         return _through(quantizer, activation(input, kind))
 
     return _named(function, kind, f"{kind} of input, by the quantizer where there is one.")
@@ -65,6 +70,8 @@ def _backward(kind: str) -> Callable:
     def function(
         grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Quantizer | None = None
     ) -> torch.Tensor | QuantizedTensorStorage:
+        check_tensor(f"d{kind}", "grad", grad)
+        check_tensor(f"d{kind}", "fwd_input", fwd_input)
         return _through(quantizer, torch.ops.te.activation_bwd(grad, fwd_input, kind, [], False)[0])
 
     return _named(function, f"d{kind}", f"The gradient of {kind}'s input, by the quantizer where there is one.")
@@ -86,6 +93,7 @@ def clamped_swiglu(
     glu_linear_offset: float = 1.0,
 ) -> torch.Tensor | QuantizedTensorStorage:
     """clamped_swiglu of input, by the quantizer where there is one."""
+    check_tensor("clamped_swiglu", "input", input)
     return _through(quantizer, activation(input, "clamped_swiglu", (limit, alpha, glu_linear_offset)))
 
 
@@ -99,6 +107,8 @@ def clamped_dswiglu(
     glu_linear_offset: float = 1.0,
 ) -> torch.Tensor | QuantizedTensorStorage:
     """The gradient of clamped_swiglu's input, by the quantizer where there is one."""
+    check_tensor("clamped_dswiglu", "grad", grad)
+    check_tensor("clamped_dswiglu", "fwd_input", fwd_input)
     params = [limit, alpha, glu_linear_offset]
     return _through(quantizer, torch.ops.te.activation_bwd(grad, fwd_input, "clamped_swiglu", params, False)[0])
 

@@ -7,6 +7,7 @@ import torch
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 
 HIDDEN, HEADS, HEAD, SEQ, BATCH = 16, 2, 8, 6, 2
@@ -228,3 +229,48 @@ def test_a_mask_that_fits_neither_says_what_it_is(device):
     with pytest.raises(ValueError, match="True where padded") as caught:
         layer(device)(tokens(device), mask, self_attn_mask_type="padding")
     assert "first" not in str(caught.value)
+
+
+# ---- functions ----
+
+
+def functions():
+    """name -> (call with what is no tensor, the argument)."""
+    from transformer_engine.pytorch import cpp_extensions, distributed
+
+    x, y = numpy.ones((4, 8), numpy.float32), torch.ones(4, 8)
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    found = {
+        "interleave_glu_tensor": (lambda: te.interleave_glu_tensor(x, 2), "tensor"),
+        "deinterleave_glu_tensor": (lambda: te.deinterleave_glu_tensor(x, 2), "tensor"),
+        "gather_along_first_dim": (lambda: distributed.gather_along_first_dim(x, None), "inp"),
+        "reduce_scatter_along_first_dim": (lambda: distributed.reduce_scatter_along_first_dim(x, None), "inp"),
+        "allreduce": (lambda: distributed.allreduce(x), "inp"),
+        "general_gemm": (lambda: cpp_extensions.general_gemm(y, x), "B"),
+        "quantize": (lambda: tex.quantize(x, quantizer), "tensor"),
+        "clamped_swiglu": (lambda: tex.clamped_swiglu(x), "input"),
+        "clamped_dswiglu": (lambda: tex.clamped_dswiglu(y, x), "fwd_input"),
+    }
+    for kind in ("gelu", "swiglu"):
+        found[kind] = (lambda kind=kind: getattr(tex, kind)(x), "input")
+        found[f"d{kind}"] = (lambda kind=kind: getattr(tex, f"d{kind}")(y, x), "fwd_input")
+    return found
+
+
+@pytest.mark.parametrize("name", functions())
+def test_functions_of_what_is_no_tensor(name):
+    call, argument = functions()[name]
+    with refused(TypeError, f"{name}: argument '{argument}' is a numpy.ndarray", "torch.from_numpy"):
+        call()
+
+
+def test_what_is_no_function():
+    with refused(TypeError, "checkpoint: argument 'function' is a Tensor", "its arguments follow it"):
+        te.checkpoint(torch.ones(2), te.Linear(2, 2, device="cpu"))
+    for name, sizes in (("Linear", (8, 8)), ("LayerNormLinear", (8, 8)), ("LayerNormMLP", (8, 16))):
+        with refused(TypeError, f"{name}: argument 'init_method' is 'normal', wanted a function or None"):
+            getattr(te, name)(*sizes, init_method="normal", device="cpu")
+    with refused(TypeError, "LayerNormMLP: argument 'output_layer_init_method' is 0.02"):
+        te.LayerNormMLP(8, 16, output_layer_init_method=0.02, device="cpu")
+    with refused(TypeError, "quantize: argument 'quantizer' is a NoneType, wanted a Quantizer"):
+        tex.quantize(torch.ones(2, 2), None)

@@ -8,6 +8,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._absent import names_without_a_body
 from transformer_engine.pytorch.functional import gemm, gemm_accumulate
+from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.module.base import refuse
 
 # Layout -> which direction's data of A and of B an FP8 product reads.
@@ -59,6 +60,9 @@ def general_gemm(
     if layout not in COLUMNWISE:
         raise ValueError(f"{op}: argument 'layout' is {layout!r}, wanted 'TN', 'NN' or 'NT'.")
     quantized = [hasattr(t, "_native") for t in (A, B)]
+    for name, t, is_quantized in zip("AB", (A, B), quantized):
+        if not is_quantized:
+            check_tensor(op, name, t)
     if quantized[0] != quantized[1]:
         which = "AB"[quantized[1]]
         raise ValueError(f"{op}: argument '{which}' alone is quantized, wanted both or neither: dequantize() it.")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from transformer_engine.pytorch.module.arguments import check_tensor
+
 gpu_autocast_ctx = functools.partial(torch.amp.autocast, device_type="cuda")
 
 
@@ -108,6 +110,7 @@ def make_weak_ref(x: object) -> object:
 
 
 def _check_glu(op: str, tensor: torch.Tensor, interleave_size: int) -> None:
+    check_tensor(op, "tensor", tensor)
     if interleave_size < 1 or tensor.dim() < 1 or tensor.shape[0] % (2 * interleave_size):
         raise ValueError(
             f"{op}: argument 'interleave_size' is {interleave_size} for a tensor of shape {tuple(tensor.shape)}, "

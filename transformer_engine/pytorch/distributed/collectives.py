@@ -4,6 +4,8 @@ quantized, coalesced or differentiated here."""
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.module.arguments import check_tensor
+
 Work = object  # what torch.distributed returns with async_op: call wait() on it before the result is read
 
 
@@ -13,6 +15,7 @@ def _ranks(group: object | None) -> int:
 
 
 def _check_rows(op: str, inp: torch.Tensor) -> None:
+    check_tensor(op, "inp", inp)
     if inp.dim() == 0:
         raise ValueError(f"{op}: argument 'inp' has no dimensions, wanted at least one.")
 
@@ -92,6 +95,7 @@ def allreduce(
 
     Returns (inp, work) as gather_along_first_dim.
     """
+    check_tensor("allreduce", "inp", inp)
     if _ranks(tp_group) == 1:
         return inp, None
     return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)

@@ -235,6 +235,11 @@ def checkpoint(
     Errors: ValueError for a combination that excludes itself; NotImplementedError for distribute_saved_activations, and
       inside a CUDA graph's capture for a function that draws random numbers.
     """
+    if not callable(function):
+        raise TypeError(
+            f"checkpoint: argument 'function' is a {type(function).__name__}, wanted what can be called; its arguments "
+            "follow it."
+        )
     _refuse_combinations(
         use_reentrant,
         distribute_saved_activations,

@@ -15,6 +15,12 @@ def check_size(op: str, argument: str, size: object, least: int = 0) -> None:
         raise ValueError(f"{op}: argument '{argument}' is {size!r}, wanted an integer of at least {least}.")
 
 
+def check_function(op: str, argument: str, value: object) -> None:
+    """Raises unless `value` can be called, or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{op}: argument '{argument}' is {value!r}, wanted a function or None.")
+
+
 def check_tensor(op: str, argument: str, value: object) -> None:
     """Raises unless `value` is a tensor. Callers ask first whether its type is torch.Tensor, which costs less."""
     if isinstance(value, torch.Tensor):

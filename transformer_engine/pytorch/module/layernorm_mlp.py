@@ -6,7 +6,7 @@ import torch
 
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.module.arguments import check_size, check_tensor
+from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init, refuse_parallel
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 
@@ -131,6 +131,8 @@ class LayerNormMLP(NormParameters):
         )
         check_size("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
         fc1_rows = ffn_hidden_size * (2 if F.activation_kinds[activation] else 1)
+        check_function("LayerNormMLP", "init_method", init_method)
+        check_function("LayerNormMLP", "output_layer_init_method", output_layer_init_method)
         self._declare_product("fc1", fc1_rows, hidden_size, init_method, partition_dim=0)
         self._declare_product("fc2", hidden_size, ffn_hidden_size, output_layer_init_method, partition_dim=1)
         self.reset_parameters(defer_init=self.device.type == "meta")

@@ -7,7 +7,7 @@ import torch
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
-from transformer_engine.pytorch.module.arguments import check_size, check_tensor
+from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch.module.base import (
     InitMethod,
     TransformerEngineBaseModule,
@@ -64,6 +64,7 @@ class SplitWeights(TransformerEngineBaseModule):
             raise ValueError(f"{op}: argument 'parallel_mode' is {parallel_mode!r}, wanted None, 'column' or 'row'.")
         check_size(op, "in_features", self.in_features)
         check_size(op, "out_features", self.out_features)
+        check_function(op, "init_method", init_method)
         splits = split_rows(op, parameters_split, self.out_features)
         parallel = parallel_mode is not None
         dim = 1 if parallel_mode == "row" else 0
