@@ -3,7 +3,7 @@
 
 Bytes a parameter: every list that is read or written once. float32: gradient 4, weight, exp_avg, exp_avg_sq 8 each: 28.
 With a bfloat16 weight and its master 2 more; with a remainder in place of the master 28; bfloat16 moments 20; E4M3
-moments 14 (they are read twice: what their scale costs is seen in the rate). Norm: 4. `_many` are as many parameters in
+moments 16 (they are read twice: what their scale costs is seen in the rate). Norm: 4. `_many` are as many parameters in
 10^4 tensors, in a graph; `_host` the host's time of an eager step of these, a tensor."""
 
 import time
@@ -12,6 +12,7 @@ import torch
 from common import TORCH_DTYPES, Bench, Case
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch.optimizers import FusedAdam
 
 PARAMETERS, TENSORS = 2**28, 10_000
 CPU_PARAMETERS, CPU_TENSORS, CPU_SIZE = 20_000_000, 10_000, 512
@@ -51,15 +52,25 @@ def stepper():
     return step
 
 
-def torch_fused(bench, grads):
-    """A step of torch's fused AdamW over parameters of its own with these gradients."""
+def step_of(optimizer, grads, **options):
+    """A step of an optimizer over parameters of its own with these gradients."""
     parameters = [torch.nn.Parameter(torch.randn_like(g)) for g in grads]
     for parameter, grad in zip(parameters, grads):
         parameter.grad = grad
-    options = {"betas": (OPTIONS["beta1"], OPTIONS["beta2"]), "eps": OPTIONS["eps"]}
-    return torch.optim.AdamW(
-        parameters, lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"], fused=True, **options
-    ).step
+    options |= {"betas": (OPTIONS["beta1"], OPTIONS["beta2"]), "eps": OPTIONS["eps"]}
+    return optimizer(parameters, lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"], **options).step
+
+
+def torch_fused(grads):
+    return step_of(torch.optim.AdamW, grads, fused=True)
+
+
+def fp8_moments(bench, n):
+    case = Case("26", "adamw_fp8_moments", "fp32", (n,), "step", bytes=16 * n)
+    if bench.wants(case):
+        grads = [bench.randn(n, dtype="fp32")]
+        step = step_of(FusedAdam, grads, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
+        bench.compare(case, {"ours": lambda *_: step()}, lambda: grads)
 
 
 def flat(bench, n, op):
@@ -70,7 +81,7 @@ def flat(bench, n, op):
     given, step = lists(bench, n, weight, moments, master), stepper()
     contenders = {"ours": lambda *tensors: step(*([t] for t in tensors))}
     if op == "adamw":
-        fused = torch_fused(bench, given[:1])
+        fused = torch_fused(given[:1])
         contenders["torch fused"] = lambda *_: fused()
     bench.compare(case, contenders, lambda: given)
 
@@ -109,12 +120,12 @@ def many(bench, n, tensors):
 
 
 def host(bench, tensors, size):
-    """Microseconds of the host a tensor, in an eager step."""
+    """Microseconds of the host a tensor, in an eager step of the optimizer."""
     case = Case("26", "adamw_many_host", "fp32", (tensors, size), "step", bytes=28 * size)
     if not bench.wants(case):
         return
-    given, step = [list(t.split(size)) for t in lists(bench, tensors * size, "fp32", "fp32", None)], stepper()
-    contenders = {"ours": lambda: step(*given), "torch fused": torch_fused(bench, given[0])}
+    grads = list(bench.randn(tensors * size, dtype="fp32").split(size))
+    contenders = {"ours": step_of(FusedAdam, grads), "torch fused": torch_fused(grads)}
     times = {name: [] for name in contenders}
     for _ in range(HOST_ROUNDS):
         for name, run in contenders.items():
@@ -133,7 +144,7 @@ def on_cpu(bench):
     if bench.wants(case):
         whole, step = lists(bench, CPU_TENSORS * CPU_SIZE, "fp32", "fp32", None), stepper()
         given = [[t.clone() for t in each.split(CPU_SIZE)] for each in whole]
-        fused = torch_fused(bench, given[0])
+        fused = torch_fused(given[0])
         bench.compare(case, {"ours": lambda *_: step(*given), "torch fused": lambda *_: fused()}, lambda: whole)
 
 
@@ -144,6 +155,7 @@ def main():
         return bench.finish()
     for op in LAYOUTS:
         flat(bench, PARAMETERS, op)
+    fp8_moments(bench, PARAMETERS)
     norm(bench, PARAMETERS)
     many(bench, PARAMETERS, TENSORS)
     host(bench, TENSORS, CPU_SIZE)

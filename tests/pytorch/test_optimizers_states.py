@@ -1,8 +1,8 @@
 """States of FusedAdam: state_dict in float32 whatever is kept, resumed bit for bit from state_dict, safetensors, DCP;
 read into other dtypes, set and read one by one, copied and pickled; what is refused with nothing changed.
 
-Mutants: write() without the next scales -> test_values_that_were_read_come_back; _left_as_it_is without the wrapping ->
-test_resumed_bit_for_bit (bfloat16 weights)."""
+Mutants: _scale_of by a product with 1 / range -> test_values_that_were_read_come_back; _left_as_it_is without the
+wrapping -> test_resumed_bit_for_bit (bfloat16 weights)."""
 
 import copy
 import pickle
@@ -105,7 +105,11 @@ def test_bfloat16_moments_into_float32_and_back(device):
 
 @pytest.mark.parametrize("name", ("float16", "fp8"))
 def test_values_that_were_read_come_back(device, name):
-    """Whatever scale they had: that of the largest of many draws."""
+    """The scale that made them is found again in the largest of them: of every mantissa that a scale can have, and so
+    of the largest of many draws."""
+    amax, largest = torch.arange(2**23, 2**24, dtype=torch.int32).float(), {"float16": 32752.0, "fp8": 448.0}[name]
+    scales = amax / largest
+    assert torch.equal(scales * largest / largest, scales)
     for seed in range(20):
         params = parameters(device, torch.bfloat16, (65,), seed)
         first = trained(params, 1, first=seed, **FORMATS[name])

@@ -81,15 +81,8 @@ def write(value: torch.Tensor, pair: torch.Tensor | None, given: torch.Tensor) -
             pair[0] = 1.0
         return
     given = given.to(value.device, torch.float32)
-    first = _scale_of(given, RANGES[value.dtype])
-    # amax was rounded once when it was read: the scale that it came from may be the next number.
-    for scale in (first, *(first.nextafter(torch.full_like(first, to)) for to in (0.0, torch.inf))):
-        pair[0] = scale
-        _put(value, given, scale)
-        if torch.equal(read(value, pair), given):
-            return
-    pair[0] = first
-    _put(value, given, first)
+    pair[0] = scale = _scale_of(given, RANGES[value.dtype])  # (amax / range) * range / range: the same to the bit
+    _put(value, given, scale)
 
 
 def _scale_of(x: torch.Tensor, largest: float) -> torch.Tensor:
