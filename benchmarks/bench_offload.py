@@ -3,8 +3,10 @@
 Bytes: link b (pinned memory's are not counted), pack 2b (read and written). The link's layer keeps what a LayerNormMLP
 of 8192 tokens, 4096 and 14336 wide does; the step's is one whose forward takes longer than its bytes take on the link
 (hidden ffn / (ffn + hidden) > 8485 at 700 TFLOP/s and 55 GB/s), 2 of 4 layers offloaded; its bytes are those
-moved out and back. `offload_bound` is a layer whose bytes take longer. The peers: a plain pinned copy, the same step
-without, torch's save_on_cpu(pin_memory=True)."""
+moved out and back. `offload_bound` is a layer whose bytes take longer. `offload_graphed` is a captured layer that
+leaves by hand behind its event, and eager products that last longer than the copy; its bytes are those that leave; its
+peak is the pool of 4 captured layers, 2 of which leave. The peers: a plain pinned copy, the same step without, torch's
+save_on_cpu(pin_memory=True), the graph without its event."""
 
 import torch
 from common import Bench, Case
@@ -144,6 +146,89 @@ def step(bench, op, hidden, ffn, tokens):
         bench.record(peak, figures, "MiB")
 
 
+class Graphed(torch.nn.Module):
+    """A layer whose event says that its result is there; behind it, in the same graph, it leaves by hand."""
+
+    def __init__(self, inner, number=0, offload=None):
+        super().__init__()
+        self.inner, self.number, self.offload = inner, number, offload
+        self.event = torch.cuda.Event(external=True)
+
+    def forward(self, x):
+        if self.offload is None:
+            x = self.inner(x)
+            self.event.record()
+            return x
+        context, sync, manual = self.offload
+        with context:
+            x = self.inner(x)
+        self.event.record()
+        x = sync(x)
+        if self.number < OFFLOADED:
+            manual.start_offload_layer(self.number)
+            manual.release_activation_forward_gpu_memory(self.number)
+        return x
+
+
+def captured(bench, hidden, ffn, tokens, count, leave):
+    """`count` captured layers, the first OFFLOADED of which leave."""
+    options = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}
+    options |= {"params_dtype": torch.bfloat16, "device": bench.device}
+    offload, hooks = None, {}
+    if leave:
+        offload = te.get_cpu_offload_context(True, None, count, manual_synchronization=True)
+        context, each = offload[0], 2 * tokens * 2 * (hidden + ffn) + (1 << 20)
+        context.offload_synchronizer.reserve_pinned(min(count, OFFLOADED) * each, bench.device)
+        hooks = {"pre_warmup_hook": context.disable, "post_warmup_hook": context.enable}
+    modules = tuple(Graphed(te.LayerNormMLP(hidden, ffn, **options), i, offload) for i in range(count))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(bench.device)
+    samples = tuple((bench.randn(tokens, hidden, dtype="bf16", grad=True),) for _ in modules)
+    te.make_graphed_callables(modules, samples, **hooks)
+    del samples
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return modules, (torch.cuda.memory_reserved(bench.device) - before) / 2**20
+
+
+def graphed(bench, hidden, ffn, tokens):
+    kept = 2 * tokens * 2 * (hidden + ffn)
+    case = Case("O", "offload_graphed", "bf16", ("layer",), "forward", bytes=kept)
+    peak = Case("O", "offload_graphed_peak", "bf16", ("layer",), "keeps")
+    if bench.wants(case):
+        ours, plain = (captured(bench, hidden, ffn, tokens, 1, leave)[0][0] for leave in (True, False))
+        stream, weight = torch.cuda.Stream(), bench.randn(hidden, hidden, dtype="bf16") * hidden**-0.5
+        copy_us = kept / 55e3  # of pinned memory, at 55 GB/s
+        products = max(1, round(1.2 * copy_us / (2 * tokens * hidden * hidden / 700e6)))  # at 700 TFLOP/s
+
+        def compute(y):
+            for _ in range(products):
+                y = y @ weight
+            return y
+
+        contenders = {
+            "ours": lambda x: compute(ours(x, cuda_graph_stream=stream, cuda_graph_event=ours.event)),
+            "own without event": lambda x: compute(ours(x, cuda_graph_stream=stream)),
+            "own bf16": lambda x: compute(plain(x, cuda_graph_stream=stream, cuda_graph_event=plain.event)),
+        }
+        bench.compare(case, contenders, lambda: (bench.randn(tokens, hidden, dtype="bf16"),))
+        for module in (ours, plain):
+            module.reset()
+    if bench.wants(peak):
+        figures = {}
+        for name, leave in (("libraries", False), ("ours", True), ("own bf16", False)):
+            modules, figures[name] = captured(bench, hidden, ffn, tokens, LAYERS, leave)
+            for module in modules:
+                module.reset()
+            del modules
+        del figures["libraries"]  # what they take for a capture's stream counts for nobody
+        # A layer's input is its graph's own, and stays. Weights are small beside what is kept, so that the pool is
+        # largest where the backward begins, with and without.
+        figures["predicted"] = figures["own bf16"] - OFFLOADED * (kept - 2 * tokens * hidden) / 2**20
+        bench.record(peak, figures, "MiB")
+
+
 def main():
     bench = Bench(__doc__)
     rows = 8192 if bench.cuda else 64
@@ -152,6 +237,7 @@ def main():
     if bench.cuda:
         step(bench, "offload_step", 16384, 32768, 2048)
         step(bench, "offload_bound", 4096, 14336, 8192)
+        graphed(bench, 1024, 8192, 16384)
     else:
         step(bench, "offload_step", 512, 1024, 1024)
     bench.finish()
