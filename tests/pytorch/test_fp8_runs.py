@@ -348,16 +348,6 @@ def test_a_packed_pre_activation_compiles(device, recipe, activation, options):
     assert_same_tensors(results[1], results[0])
 
 
-def test_state_under_compile_is_refused_by_name(device):
-    model, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
-    for recipe in (DelayedScaling(), CustomRecipe(qfactory=quantizer_of)):
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        with pytest.raises(Exception, match=f"{type(recipe).__name__}.*not available in this version"):
-            with te.autocast(recipe=recipe):
-                compiled(x)
-        torch.compiler.reset()
-
-
 # ---- bad input ----
 
 

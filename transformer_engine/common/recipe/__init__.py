@@ -120,8 +120,29 @@ def _field(default: object, check: Callable):
     return field(default=default, metadata={"check": check})
 
 
+# Defaults by functions of the module: what torch.compile meets without a place to find it again has to be a constant.
+def _as_it_is() -> QParams:
+    return _AS_IT_IS
+
+
+def _split() -> MMParams:
+    return _SPLIT
+
+
+def _fast() -> MMParams:
+    return _FAST
+
+
+def _params(default: Callable):
+    return field(default_factory=default, metadata={"check": _a(type(default()))})
+
+
 def _flag(default: bool = False):
     return _field(default, _a_bool)
+
+
+_AS_IT_IS, _POWERS_OF_2 = QParams(), QParams(power_2_scale=True)
+_SPLIT, _FAST = MMParams(), MMParams(use_split_accumulator=False)
 
 
 class Recipe:
@@ -207,12 +228,12 @@ class Float8CurrentScaling(Recipe):
     """Per-tensor scales from the tensor itself."""
 
     fp8_format: Format = _field(Format.HYBRID, _a_format)
-    fp8_quant_fwd_inp: QParams = _field(QParams(), _a(QParams))
-    fp8_quant_fwd_weight: QParams = _field(QParams(), _a(QParams))
-    fp8_quant_bwd_grad: QParams = _field(QParams(), _a(QParams))
-    fp8_gemm_fprop: MMParams = _field(MMParams(use_split_accumulator=False), _a(MMParams))
-    fp8_gemm_dgrad: MMParams = _field(MMParams(), _a(MMParams))
-    fp8_gemm_wgrad: MMParams = _field(MMParams(), _a(MMParams))
+    fp8_quant_fwd_inp: QParams = _params(_as_it_is)
+    fp8_quant_fwd_weight: QParams = _params(_as_it_is)
+    fp8_quant_bwd_grad: QParams = _params(_as_it_is)
+    fp8_gemm_fprop: MMParams = _params(_fast)
+    fp8_gemm_dgrad: MMParams = _params(_split)
+    fp8_gemm_wgrad: MMParams = _params(_split)
     fp8_dpa: bool = _flag()
     fp8_mha: bool = _flag()
     backward_override: str | None = _override()
@@ -221,11 +242,7 @@ class Float8CurrentScaling(Recipe):
 def _block_quantization():
     """Scales are powers of two unless the environment asks for any float32."""
     pow_2 = os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1"
-    return QParams(power_2_scale=pow_2)
-
-
-def _block_params():
-    return field(default_factory=_block_quantization, metadata={"check": _a(QParams)})
+    return _POWERS_OF_2 if pow_2 else _AS_IT_IS
 
 
 @_recipe
@@ -233,15 +250,15 @@ class Float8BlockScaling(Recipe):
     """A scale for each 1 x 128 (dim 1) or 128 x 128 (dim 2) block."""
 
     fp8_format: Format = _field(Format.E4M3, _a_format)
-    fp8_quant_fwd_inp: QParams = _block_params()
-    fp8_quant_fwd_weight: QParams = _block_params()
-    fp8_quant_bwd_grad: QParams = _block_params()
+    fp8_quant_fwd_inp: QParams = _params(_block_quantization)
+    fp8_quant_fwd_weight: QParams = _params(_block_quantization)
+    fp8_quant_bwd_grad: QParams = _params(_block_quantization)
     x_block_scaling_dim: int = _field(1, _one_of(1, 2))
     w_block_scaling_dim: int = _field(2, _one_of(1, 2))
     grad_block_scaling_dim: int = _field(1, _one_of(1, 2))
-    fp8_gemm_fprop: MMParams = _field(MMParams(), _a(MMParams))
-    fp8_gemm_dgrad: MMParams = _field(MMParams(), _a(MMParams))
-    fp8_gemm_wgrad: MMParams = _field(MMParams(), _a(MMParams))
+    fp8_gemm_fprop: MMParams = _params(_split)
+    fp8_gemm_dgrad: MMParams = _params(_split)
+    fp8_gemm_wgrad: MMParams = _params(_split)
     fp8_dpa: bool = _flag()
     fp8_mha: bool = _flag()
     backward_override: str | None = _override()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import refuse
 
 # Where a weight's gradient goes when it is not simply returned: called in backward as sink(product, with_bias), a
 # _C.WeightProduct, it returns (dweight or None, dbias or None). Eager mode only.
@@ -16,7 +17,7 @@ Quantization = _C.ProductQuantization | list[int] | None
 
 def _refuse_sinks(op: str, *sinks: Sink | None) -> None:
     if any(sink is not None for sink in sinks):
-        raise NotImplementedError(
+        refuse(
             f"{op}: fuse_wgrad_accumulation and delay_wgrad_compute are not available under torch.compile; build the "
             "module without them, or keep it out of the compiled region."
         )

@@ -12,6 +12,7 @@ from collections import deque
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import refuse
 from transformer_engine.pytorch.distributed.recompute import RecomputePhase, recompute_phase
 from transformer_engine.pytorch.module.fp8_weights import QuantizedWeights
 from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, ModuleQuantization
@@ -78,7 +79,7 @@ class QuantizationState(QuantizedWeights):
             if self._token is not None:
                 self._leave()
             return None
-        if self._token is not state.token:
+        if self._token is not state.token or state.token is None:
             self._enter(state)
         if not state.enabled:
             return None
@@ -92,7 +93,7 @@ class QuantizationState(QuantizedWeights):
         if state.enabled:
             return traced_integers(state.chosen_recipe())
         if state.calibrating:
-            raise NotImplementedError(
+            refuse(
                 f"{type(self).__name__}: calibrating is not available in this version under torch.compile; calibrate "
                 "the module uncompiled."
             )
@@ -103,7 +104,7 @@ class QuantizationState(QuantizedWeights):
     ) -> tuple[object | None, _C.Quantized | None]:
         """(_quantization, _quantized_weight) of a call."""
         if self.primary_weights_in_fp8 and STATE.enabled and _under_compile():
-            raise NotImplementedError(
+            refuse(
                 f"{type(self).__name__}: a product with a quantized weight (quantized_model_init) is not available in "
                 "this version under torch.compile; keep the module out of the compiled region."
             )
@@ -115,7 +116,7 @@ class QuantizationState(QuantizedWeights):
     def _quantized_output(self, output: torch.Tensor) -> QuantizedTensor:
         """By the output's quantizer, differentiable."""
         if torch.compiler.is_compiling():
-            raise NotImplementedError(
+            refuse(
                 f"{type(self).__name__}: argument 'fp8_output' is True, but an output that is a quantized tensor is "
                 "not available in this version under torch.compile; leave it at False."
             )
@@ -133,6 +134,12 @@ class QuantizationState(QuantizedWeights):
     def _enter(self, state: State) -> None:
         """The first call inside an autocast. Errors leave the module as it was."""
         plan = state.chosen_plan()
+        if state.token is None and (plan.rule is not None or plan.factory is not None):
+            raise NotImplementedError(
+                f"{type(self).__name__}: te.autocast was entered by code that torch.compile has compiled, in which "
+                f"{type(plan.recipe).__name__} is not available in this version; use Float8CurrentScaling or "
+                "Float8BlockScaling, or enter it outside of the compiled function."
+            )
         own = self._own
         if own is None or own.plan is not plan or (own.rule is not None and own.device != self._weight_device()):
             own = self._adopt(state, plan)

@@ -13,6 +13,7 @@ import torch
 
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Format, QParams, Recipe
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import refuse
 
 # QuantizeSpec::Kind of csrc/quantize.h; a spec is (kind, e5m2, pow_2_scales, the bits of amax_epsilon).
 NONE, DELAYED, CURRENT, BLOCK_1D, BLOCK_2D = range(5)
@@ -26,7 +27,7 @@ FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
 
 
 def _no(op: str, what: str, advice: str) -> None:
-    raise NotImplementedError(f"{op}: {what}; {advice}.")
+    refuse(f"{op}: {what}; {advice}.")
 
 
 def check_recipe(recipe: object) -> None:
@@ -105,7 +106,7 @@ def stateless_integers(recipe: Recipe) -> list[int]:
 def traced_integers(recipe: Recipe) -> list[int]:
     """stateless_integers under torch.compile, where state between steps is refused by name."""
     if recipe.delayed() or recipe.custom():
-        raise NotImplementedError(
+        refuse(
             f"{type(recipe).__name__}: its scales are state that torch.compile cannot follow, which is not available "
             "in this version; use Float8CurrentScaling or Float8BlockScaling, or keep the module out of the compiled "
             "region."

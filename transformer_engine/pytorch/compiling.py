@@ -1,0 +1,32 @@
+"""What is refused while torch.compile traces: in its own words, first. Decides nothing."""
+
+import functools
+
+import torch
+
+
+@functools.cache
+def _kind() -> type:
+    from torch._dynamo.exc import UserError  # which nobody needs who does not compile
+
+    class NotCompiled(UserError, NotImplementedError):
+        """As eager's refusals, and as Dynamo's errors about a user's code."""
+
+    return NotCompiled
+
+
+@torch.compiler.assume_constant_result
+def refuse_traced(message: str) -> None:
+    """Raises NotImplementedError where torch.compile traces. An exception that traced code raises would be told as
+    "Observed exception", with advice that is none, and swallowed where a graph may break; what raises here is run by
+    the tracer, not traced."""
+    from torch._dynamo.exc import UserErrorType
+
+    raise _kind()(UserErrorType.INVALID_INPUT, message)
+
+
+def refuse(message: str) -> None:
+    """Raises NotImplementedError, traced or not."""
+    if torch.compiler.is_compiling():
+        refuse_traced(message)
+    raise NotImplementedError(message)
