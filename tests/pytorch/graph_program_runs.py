@@ -1,16 +1,17 @@
 # Runs the programs of graph_programs.py: by captured callables, and by eager twins, which say what is right. No test
 # here.
-import copy
 from contextlib import nullcontext
 
 import torch
+from graph_program_modules import HIDDEN, Tripped, build, twin
 from graph_programs import TE_FAMILIES, Program, captures_group
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
+from transformer_engine.pytorch.graph.recorder import RecordedStream
 
-HIDDEN, FFN, ROWS = 32, 48, 16
+ROWS = 16
 RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=3),
     "delayed, most recent": recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
@@ -19,118 +20,8 @@ RECIPES = {
 }
 
 
-class Tripped(Exception):
-    """What a module raises in a warm-up or a capture."""
-
-
-class Wire:
-    """Counts passes through modules, and raises at one of them. Copies are the same."""
-
-    left = 0
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def pull(self):
-        self.left -= 1
-        if self.left == 0:
-            raise Tripped
-
-
-class _Trip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, wire):
-        ctx.wire = wire
-        wire.pull()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        ctx.wire.pull()
-        return dx, None
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, inner, layer, reentrant, wire):
-        super().__init__()
-        self.inner, self.layer, self.reentrant, self.wire = inner, layer, reentrant, wire
-
-    def forward(self, x, other=None, **kwargs):
-        if self.layer.inside:
-            y = te.checkpoint(self.inner, x, use_reentrant=self.reentrant, **kwargs)
-        else:
-            y = self.inner(x, **kwargs)
-        if other is not None:
-            y = y + torch.sin(other)
-        y = _Trip.apply(y, self.wire)
-        return (y, torch.cos(y)) if self.layer.splits else y
-
-
-class OwnCall(Wrapped):
-    def __call__(self, *args, **kwargs):
-        y = super().__call__(*args, **kwargs)
-        return (y[0] * 0.5, y[1]) if self.layer.splits else y * 0.5
-
-
-class Stack(torch.nn.Module):
-    """Two modules that run in another order than that of their registration."""
-
-    def __init__(self, options):
-        super().__init__()
-        self.second, self.first = te.Linear(HIDDEN, HIDDEN, **options), te.Linear(HIDDEN, HIDDEN, **options)
-
-    def forward(self, x, **kwargs):
-        return self.second(self.first(x, **kwargs), **kwargs)
-
-
-def _inner(layer, dtype, device):
-    options = {"device": device, "params_dtype": dtype}
-    if layer.family in ("plain", "dropout"):
-        on = {"device": device, "dtype": dtype}
-        first, second = torch.nn.Linear(HIDDEN, FFN, **on), torch.nn.Linear(FFN, HIDDEN, **on)
-        drop = torch.nn.Dropout(0.3) if layer.family == "dropout" else torch.nn.Identity()
-        return torch.nn.Sequential(first, drop, torch.nn.GELU(), second)
-    options |= {"fuse_wgrad_accumulation": layer.fused, "delay_wgrad_compute": layer.delayed}
-    if layer.family == "linear":
-        return te.Linear(HIDDEN, HIDDEN, **options)
-    if layer.family == "split_linear":
-        return te.Linear(HIDDEN, HIDDEN, parameters_split=["a", "b"], **options)
-    if layer.family == "norm_linear":
-        return te.LayerNormLinear(HIDDEN, HIDDEN, normalization="RMSNorm", **options)
-    if layer.family == "stack":
-        return Stack(options)
-    checkpoint = layer.family == "recomputed_mlp"
-    return te.LayerNormMLP(HIDDEN, FFN, activation="geglu" if checkpoint else "relu", checkpoint=checkpoint, **options)
-
-
-def build(program, device):
-    """The modules of all chunks, chunk by chunk."""
-    torch.manual_seed(program.seed)
-    wire, dtype = Wire(), torch.float32 if program.recipe is None else torch.bfloat16
-    modules = torch.nn.ModuleList()
-    for layer in (layer for chunk in program.chunks for layer in chunk):
-        module = (OwnCall if layer.own_call else Wrapped)(_inner(layer, dtype, device), layer, program.reentrant, wire)
-        for p in module.parameters():
-            with torch.no_grad():
-                p.copy_(torch.randn(p.shape).to(p) * 0.2)
-            if layer.fused and p.dim() == 2:
-                p.main_grad = torch.full_like(p, 0.5, dtype=torch.float32)
-                if program.protocol:
-                    p.grad_added_to_main_grad = False
-            if layer.marked:
-                p.skip_backward_post_hook = True
-            p.requires_grad_(not layer.frozen)
-        modules.append(module)
-    return modules
-
-
-def twin(modules):
-    other = copy.deepcopy(modules)
-    for p, q in zip(modules.parameters(), other.parameters()):
-        for name in ("grad", "main_grad", "grad_added_to_main_grad", "skip_backward_post_hook"):
-            if hasattr(p, name):
-                setattr(q, name, copy.deepcopy(getattr(p, name)))
-    return other
+def stream_on(device):
+    return torch.cuda.Stream() if device == "cuda" else RecordedStream("graph")
 
 
 def left_by(modules):
@@ -152,6 +43,10 @@ def left_by(modules):
 
 
 def assert_same(got, want, what):
+    got, want = dict(got), dict(want)
+    for name in [name for name in got if name not in want and ".scaling_" in name]:  # of one that eager has not run yet
+        value = got.pop(name)
+        assert torch.equal(value, torch.full_like(value, float(name.endswith("scale")))), f"{what} {name}: {value}"
     assert got.keys() == want.keys(), f"{what}: {got.keys() ^ want.keys()}"
     for name, value in want.items():
         if isinstance(value, torch.Tensor):
@@ -167,6 +62,7 @@ class Runner:
     def __init__(self, program: Program, modules, device, *, group=None, graphed=None, cloned=False, write=True):
         self.program, self.modules, self.device, self.group = program, modules, device, group
         self.graphed, self.cloned, self.write, self.rank = graphed, cloned, write, 0
+        self.stream = stream_on(device) if graphed is not None else None
         self.first = [sum(map(len, program.chunks[:c])) for c in range(len(program.chunks))]
         self.dtype = torch.float32 if program.recipe is None else torch.bfloat16
 
@@ -208,6 +104,8 @@ class Runner:
 
     def call(self, c, m, layer, args, step):
         function, keywords = self.callable(c, m, layer), self.keywords(c, m, layer, step)
+        if self.graphed is not None and step.stream:
+            keywords["cuda_graph_stream"] = self.stream
         if self.program.checkpoint == "layer":
             y = te.checkpoint(function, *args, **keywords)
         else:
@@ -306,14 +204,18 @@ class Runner:
             args = (quiet, quiet) if program.chunks[c][i].joins else (quiet,)
             with torch.no_grad(), self.autocast("call"), self.autocast("step"):
                 args = tuple(a.requires_grad_(self.wants(c, i)) for a in args)
-                keywords = self.keywords(c, m, i, step, quiet=True)
+                keywords = {} if step.evaluated else self.keywords(c, m, i, step, quiet=True)
+                self.module(c, i).train(not step.evaluated)
                 ys = self.callable(c, m, i)(*args, **keywords)
+                self.module(c, i).train()
                 ys = ys if isinstance(ys, tuple) else (ys,)
                 self.found |= {f"quiet {n}": y.detach().clone() for n, y in enumerate(ys)}
         self.turn = {(kind, c): 0 for kind in (1, -1, 0) for c in range(len(program.chunks))}
         alive, waiting = {}, []
         with self.autocast("step"):
             for at, entry in enumerate(program.entries):
+                if at == step.given_up:
+                    break
                 if step.bad is not None and step.bad[0] == at:
                     self.bad_call(step)
                 c = int(abs(entry)) - 1
@@ -346,6 +248,8 @@ class Runner:
                     self.weight_gradients(c, m)
         for c, m in waiting:
             self.weight_gradients(c, m)
+        if step.given_up is not None:
+            self.drop_weight_gradients()
         for i, (gradient, before) in enumerate(self.kept):
             assert_same_bits(gradient, before, f"gradient {i} that was kept")
         return self.found | left_by(self.modules)
@@ -387,6 +291,11 @@ class Runner:
             for part in parts:
                 part.backward_dw()
 
+    def drop_weight_gradients(self):
+        for part in self.graphed or self.modules.modules():
+            if self.graphed is not None or hasattr(type(part), "drop_backward_dw"):
+                part.drop_backward_dw()
+
 
 def wants(program, c, layer):
     trained = any(not above.frozen for above in program.chunks[c][:layer])
@@ -406,10 +315,9 @@ def samples(program, device):
     return tuple(found)
 
 
-def capture(program, modules, device, group):
-    options = {}
+def capture(program, modules, device, group, **options):
     if program.recipe is not None:
-        options = {"enabled": True, "recipe": RECIPES[program.recipe], "cache_quantized_params": program.cached}
+        options |= {"enabled": True, "recipe": RECIPES[program.recipe], "cache_quantized_params": program.cached}
         if group is not None and captures_group(program.seed):
             options["amax_reduction_group"] = group
     if program.order is not None:
@@ -431,11 +339,13 @@ def run(program: Program, device, group=None, rank=0):
     modules = build(program, device)
     eager = twin(modules)
     if program.fault:
-        before, wire = left_by(modules), modules[0].wire
+        before, wire, hooks = left_by(modules), modules[0].wire, []
+        options = {"pre_warmup_hook": lambda: hooks.append(1), "post_warmup_hook": lambda: hooks.append(-1)}
         wire.left = program.fault
         try:
-            capture(program, modules, device, group)
+            capture(program, modules, device, group, **options)
         except Tripped:
+            assert hooks == [1, -1], f"hooks around a warm-up that failed: {hooks}"
             assert_same(left_by(modules), before, "behind a capture that failed")
         else:
             wire.left = 0

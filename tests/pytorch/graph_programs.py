@@ -42,6 +42,9 @@ class Step:
     late: bool  # delayed weight gradients without entries wait for the end of the step
     keep_grads: bool  # .grad of the step before stays
     quiet: tuple[int, int, int] | None  # a call without gradients before it
+    evaluated: bool  # which is one in eval mode
+    given_up: int | None  # before which entry
+    stream: bool  # captured callables replay on one of their own
     bad: tuple[int, str] | None  # a call that is refused, before which entry, and what is wrong with it
     hooks: bool  # gradients between layers are looked at, and kept
     first: bool | None  # is_first_microbatch of the first one, where weights are not kept
@@ -167,6 +170,9 @@ def _step(pick, program, last):
         quiet=(*target, pick.randrange(len(program.chunks[target[0]])))
         if pick.random() < 0.2 and write is None
         else None,
+        evaluated=pick.random() < 0.4 and (program.recipe is None or program.around != "nothing"),
+        given_up=pick.randrange(1, len(entries)) if pick.random() < 0.15 and not last else None,
+        stream=pick.random() < 0.15,
         bad=(pick.randrange(len(entries)), pick.choice(("shape", "dtype", "missing", "keyword")))
         if pick.random() < 0.15
         else None,

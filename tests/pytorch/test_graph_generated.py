@@ -11,6 +11,7 @@ from ranks import on_ranks
 GENERATED = 30  # 0.3 s each
 
 
+@pytest.mark.filterwarnings("ignore:.*captured in train mode, called in eval mode")
 @pytest.mark.usefixtures("fp8_left_off")
 def test_programs(device, generated_seed):
     program = generated(generated_seed)
