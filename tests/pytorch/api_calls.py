@@ -14,6 +14,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch import cpu_offload, distributed, graph, module, optimizers, quantization, utils
 from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.tensor import utils as utils_of_tensors
 
 
 def rotate_packed(**beyond):
@@ -85,6 +86,28 @@ RECIPE_STATES = {
 def quantized_by_state(name):
     state = quantization.RecipeState.create(RECIPE_STATES[name], mode="forward", num_quantizers=3, device="cpu")
     return [quantizer(torch.randn(6, 40)).dequantize() for quantizer in state.make_quantizers()]
+
+
+def cast_from_masters(name, gathered):
+    """A weight that takes a master in two parts."""
+    weight = quantizers()["Float8Block"](torch.ones(4, 40))
+    for start in (0, 60):
+        getattr(utils_of_tensors, name)([weight], [torch.full((100,), 2.0)], [start], None)
+    gathered(weight)
+    assert (weight.dequantize() == 2).all() and weight.get_usages()["columnwise"]
+
+
+def in_a_buffer():
+    weight, buffer = quantizers()["Float8"](torch.ones(4, 40)), torch.zeros(160, dtype=torch.uint8)
+    utils_of_tensors.replace_raw_data(weight, buffer.view(4, 40))
+    buffer.zero_()
+    assert not weight.dequantize().any()
+
+
+def without_columns():
+    weight = quantizers()["Float8"](torch.ones(4, 40))
+    utils_of_tensors.clear_columnwise_cache([weight])
+    assert not weight.get_usages()["columnwise"]
 
 
 DERIVATIVES = [name for name in ACTIVATIONS.split() if name.startswith(("d", "clamped_d"))]
@@ -243,6 +266,15 @@ CALLS = {
     **{f"{tensor}Storage": lambda name=name: quantized(name, internal=True) for name, tensor in TENSORS.items()},
     **{name: getattr(te, name) for name in BLACKWELL},
     "FP8TensorMeta": tex.FP8TensorMeta,
+    "replace_raw_data": in_a_buffer,
+    "clear_columnwise_cache": without_columns,
+    **{
+        name: lambda name=name: cast_from_masters(name, lambda weight: weight.update_usage(columnwise_usage=True))
+        for name in ("quantize_master_weights", "cast_master_weights_to_fp8")
+    },
+    "post_all_gather_processing": lambda: cast_from_masters(
+        "quantize_master_weights", utils_of_tensors.post_all_gather_processing
+    ),
     "quantize": lambda: tex.quantize(torch.ones(2, 2), quantizers()["Float8CurrentScaling"]),
     "dequantize": lambda: tex.dequantize(quantizers()["Identity"](torch.ones(2)), te.DType.kFloat32),
     **{name: lambda name=name: activated(name) for name in ACTIVATIONS.split()},

@@ -108,7 +108,6 @@ GUARDED = {
     f"{TE}.optimizers": SUBMODULES[f"{TE}.optimizers"],
     f"{TE}.tensor": "GroupedTensor GroupedTensorStorage",
     f"{TE}.tensor.grouped_tensor": "GroupedTensor GroupedTensorStorage",
-    f"{TE}.tensor.utils": SUBMODULES[f"{TE}.tensor.utils"],
 }
 
 # What may be missing: modules and names that come with their capability. Clients rely on all the others.

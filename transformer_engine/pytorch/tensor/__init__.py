@@ -8,6 +8,7 @@ from transformer_engine.pytorch.tensor import hybrid_tensor as hybrid_tensor
 from transformer_engine.pytorch.tensor import identity_tensor as identity_tensor
 from transformer_engine.pytorch.tensor import mxfp8_tensor as mxfp8_tensor
 from transformer_engine.pytorch.tensor import nvfp4_tensor as nvfp4_tensor
+from transformer_engine.pytorch.tensor import utils as utils
 from transformer_engine.pytorch.tensor.blackwell import MXFP8Quantizer as MXFP8Quantizer
 from transformer_engine.pytorch.tensor.blackwell import MXFP8Tensor as MXFP8Tensor
 from transformer_engine.pytorch.tensor.blackwell import MXFP8TensorStorage as MXFP8TensorStorage

@@ -73,10 +73,12 @@ def dequantize(quantized: "_C.Quantized", dtype: torch.dtype) -> torch.Tensor:
     return torch.ops.te.dequantize(data, scales, quantized.scaling, quantized.e5m2, columnwise, dtype)
 
 
-def transpose(data: torch.Tensor) -> torch.Tensor:
-    """The bytes of a matrix, transposed, on memory that has the pitch."""
+def transpose(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of a matrix, transposed, on memory that has the pitch: that of the columnwise part `out`, where it is
+    plain and has it."""
     if is_plain(data):
-        return _C.fp8_transpose(data)
+        target = None if out is None or not is_plain(out) else layout.pitched(layout.COLUMNWISE, out)
+        return _C.fp8_transpose(data, None if target is None else of_one_version(target, out))
     return layout.empty_data(layout.ROWWISE, data.shape[::-1], data.device).copy_(data.t())
 
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE, PartSpec
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, fp8_dtype_of
-from transformer_engine.pytorch.tensor.storage import Part, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.storage import NOTHING, Part, QuantizedTensorStorage
 
 
 def device_of(*parts: torch.Tensor | None) -> torch.device | None:
@@ -129,10 +129,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _derivable(self) -> bool:
         return True
 
-    def _derive(self, kind: str) -> None:
+    def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
         shape = tuple(self.size())
         if kind == COLUMNWISE:
-            transpose = engine.transpose(layout.matrix_of(ROWWISE, self._data))
+            transpose = engine.transpose(layout.matrix_of(ROWWISE, self._data), old.get("_transpose"))
             self._transpose, self._transpose_invalid = transpose.view(layout.transposed(shape)), False
         else:
             self._data = engine.transpose(layout.matrix_of(COLUMNWISE, self._transpose)).view(shape)
@@ -212,6 +212,9 @@ class _PerTensorQuantizer(Quantizer, python_written=False):
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
+
+    def _by_ranges(self) -> bool:
+        return not self._is_python()
 
     def _recording(self, amax: torch.Tensor) -> Quantizer:
         result = self.copy()
@@ -298,6 +301,12 @@ class Float8Quantizer(_PerTensorQuantizer, python_written=False):
         state = self._weight_state(x.device)
         if state is not None and not state.stepped:
             state.fit(self._column.index, engine.amax(x), noop)
+
+    def _range_scales(self, amaxes: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        state = self._weight_state(amaxes.device)
+        if state is not None and not state.stepped:
+            state.fit(self._column.index, amaxes)
+        return {"scale": self.scale, "amax": self.amax}
 
     def _held(self, values: torch.Tensor) -> QuantizedTensorStorage:
         self._put_in(values)
@@ -399,6 +408,9 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer, python_written=False):
             scales = (native.rowwise_scale_inv if rowwise else native.columnwise_scale_inv).view(-1)
             self.scale.copy_((scales[1:] if scales.numel() > 1 else 1 / scales).view_as(self.scale))
         return native
+
+    def _range_scales(self, amaxes: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return {"amax": self.amax}
 
     def is_requantization_safe(self) -> bool:
         return not self.use_existing_amax

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.tensor.layout import (
 )
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, fp8_dtype_of
-from transformer_engine.pytorch.tensor.storage import Part, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.storage import NOTHING, Part, QuantizedTensorStorage
 
 _SCALING = {False: engine.BLOCK_1D, True: engine.BLOCK_2D}
 
@@ -124,7 +124,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     def _derivable(self) -> bool:
         return self._is_2D_scaled
 
-    def _derive(self, kind: str) -> None:
+    def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
         if not self._is_2D_scaled:
             raise NotImplementedError(
                 f"{type(self).__name__}.update_usage: {kind} data of 1 x 128 blocks cannot be made of the other "
@@ -133,9 +133,10 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         shape = tuple(self.size())
         rows, cols = (math.ceil(n / BLOCK) for n in layout.fold(shape))
         if kind == COLUMNWISE:
-            data = engine.transpose(layout.matrix_of(ROWWISE, self._rowwise_data))
+            data = engine.transpose(layout.matrix_of(ROWWISE, self._rowwise_data), old.get("_columnwise_data"))
+            scales, before = _transposed_scales(self._rowwise_scale_inv, rows, cols), old.get("_columnwise_scale_inv")
             self._columnwise_data = data.view(layout.transposed(shape))
-            self._columnwise_scale_inv = _transposed_scales(self._rowwise_scale_inv, rows, cols)
+            self._columnwise_scale_inv = scales if before is None else before.copy_(scales)
         else:
             data = engine.transpose(layout.matrix_of(COLUMNWISE, self._columnwise_data))
             self._rowwise_data = data.view(shape)
@@ -230,6 +231,9 @@ class Float8BlockQuantizer(Quantizer, python_written=False):
         """Of a direction's scales of a tensor of `shape`."""
         specs = self.storage_class._specs(tuple(shape), self._details())
         return specs["_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv"].shape
+
+    def _by_ranges(self) -> bool:
+        return self.block_scaling_dim == 2 and not self._is_python()
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -9,7 +9,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, source_of
-from transformer_engine.pytorch.tensor.storage import Part, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.storage import NOTHING, Part, QuantizedTensorStorage
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
@@ -71,7 +71,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         ]
         return tuple(found) if rowwise_data and columnwise_data else found[0] if rowwise_data else found[1]
 
-    def _derive(self, kind: str) -> None:
+    def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
         raise NotImplementedError(
             f"{type(self).__name__}.update_usage: {kind} data has a format of its own and cannot be made of the other "
             "direction: quantize in both directions at once (set_usage)."

@@ -364,6 +364,15 @@ class Quantizer:
         """Whether _plain says all about it."""
         return self._in_files and type(self) is QUANTIZERS.get(type(self).__name__)
 
+    def _by_ranges(self) -> bool:
+        """Whether parts of a tensor can be quantized apart from each other, once the whole's amaxes are known."""
+        return False
+
+    def _range_scales(self, amaxes: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """What a part is quantized by where the whole has these amaxes, beside these: arguments of
+        functional.quantize_range_cast."""
+        return {}
+
     def _recording(self, amax: torch.Tensor) -> "Quantizer | None":
         """One that is as this one is, and writes a tensor's amax to `amax`; None where the format has none."""
         return None

@@ -3,6 +3,7 @@ answers a few questions; saving, copying, flattening, pickling and sharding foll
 
 import copy
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from transformer_engine.pytorch.tensor.sharding import Sharding
 from transformer_engine.pytorch.tensor.subviews import Subviews
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 # Class name -> class, of every format: how a file finds it again.
 FORMATS: dict[str, type] = {}
@@ -44,6 +47,7 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
         "_gave",
         "_rows_of",
         "_keeps_columnwise",
+        "_columnwise_set_aside",
     )
     _keeps_columnwise = False  # somebody else has its memory too: a captured graph, FSDP2
 
@@ -81,8 +85,9 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
     def _make_native(self) -> "_C.Quantized":
         raise NotImplementedError(f"{type(self).__name__} has no form that the engine reads.")
 
-    def _derive(self, kind: str) -> None:
-        """Makes the missing direction from the one that is there, or raises with the reason."""
+    def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
+        """Makes the missing direction from the one that is there, or raises with the reason. old: columnwise parts of
+        before, in whose memory the new ones are made."""
         raise NotImplementedError(f"{type(self).__name__}: {kind} data cannot be made from the other direction.")
 
     def _derivable(self) -> bool:

@@ -1,0 +1,331 @@
+"""Quantized weights whose values lie in shards on several ranks: their data at another address, masters cast into them
+part by part, what is made of the data once they are gathered. The arithmetic is the engine's (te_quantize_range_*);
+nothing is gathered here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch import functional
+from transformer_engine.pytorch.tensor import engine, layout
+from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
+from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+
+_SET_ASIDE = "_columnwise_set_aside"  # parts whose memory waits for post_all_gather_processing
+
+
+# ---- where the data lie ----
+
+
+@torch.no_grad()
+def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor) -> None:
+    """tensor's rowwise data lie in new_raw_data from now on, with the values that they have: what is written there,
+    as by a gather into a buffer that it is a view of, is written into the tensor.
+
+    new_raw_data: of the data's shape, dtype and device, rows dense, any pitch. Errors: ValueError for others, TypeError
+    for what is no quantized tensor, NotImplementedError for a format of two, RuntimeError without rowwise data."""
+    op = "replace_raw_data"
+    if not isinstance(tensor, QuantizedTensorStorage):
+        raise TypeError(f"{op}: argument 'tensor' is a {type(tensor).__name__}, wanted a quantized tensor.")
+    if not tensor._gathered:
+        raise NotImplementedError(
+            f"{op}: argument 'tensor' is a {type(tensor).__name__}, which has no data of its own."
+        )
+    _must_be_whole(op, "argument 'tensor'", tensor)
+    field = tensor._gathered[0]
+    old = getattr(tensor, field)
+    if old is None:
+        raise RuntimeError(f"{op}: argument 'tensor' has no rowwise data, wanted update_usage(rowwise_usage=True).")
+    if type(new_raw_data) is not torch.Tensor:
+        raise TypeError(f"{op}: argument 'new_raw_data' is a {type(new_raw_data).__name__}, wanted a plain tensor.")
+    for what in ("dtype", "device", "shape"):
+        got, wanted = getattr(new_raw_data, what), getattr(old, what)
+        if got != wanted:
+            raise ValueError(f"{op}: argument 'new_raw_data' is of {what} {got}, wanted {wanted}, the data's.")
+    dense = new_raw_data.is_contiguous() or layout.fold(new_raw_data.shape)[1] <= 1 or new_raw_data.stride(-1) == 1
+    if not dense or torch._debug_has_internal_overlap(new_raw_data) == 1:
+        raise ValueError(
+            f"{op}: argument 'new_raw_data' has strides {new_raw_data.stride()}, wanted dense rows that lie apart."
+        )
+    shared = new_raw_data.untyped_storage().data_ptr() == old.untyped_storage().data_ptr()
+    new_raw_data.copy_(old.clone() if shared else old)
+    setattr(tensor, field, new_raw_data.detach())
+
+
+def _must_be_whole(op: str, name: str, tensor: QuantizedTensorStorage) -> None:
+    if tensor._rows_of is not None:
+        raise NotImplementedError(
+            f"{op}: {name} is a view of some rows of another quantized tensor, whose scale is not its own; wanted the "
+            "whole."
+        )
+
+
+# ---- masters ----
+
+
+class _Weight:
+    """A weight, and the part of its master that is here: elements from `start` on of the flattened weight."""
+
+    def __init__(
+        self, op: str, where: str, weight: Any, master: Any, start: Any, shard: Any, device: torch.device | None
+    ) -> None:
+        self.weight, self.quantizer = weight, _quantizer_of(op, f"model_weights{where}", weight)
+        self.shape = layout.fold(weight.shape)
+        if device is not None and weight.device != device:
+            raise ValueError(f"{op}: model_weights{where} is on {weight.device}, wanted {device}, the first one's.")
+        if (master is None) != (start is None):
+            raise ValueError(
+                f"{op}: master_weights{where} is {'None' if master is None else 'given'} and start_offsets{where} "
+                f"{start!r}, wanted both None where this rank has nothing of the weight."
+            )
+        layout.must_have_memory(getattr(weight, self._scale_field))
+        self.start, self.x = 0, torch.empty(0, device=weight.device)
+        if master is not None:
+            self.start, self.x = self._checked_master(op, where, master, start)
+        self.data = self._checked_data(op, where, shard)
+        blocks = [math.ceil(n / layout.BLOCK) for n in self.shape]
+        self.amaxes_shape = blocks if self.scaling == engine.BLOCK_2D else [1]
+
+    @property
+    def scaling(self) -> int:
+        return engine.BLOCK_2D if self.quantizer._built_in().kind == "block2d" else engine.TENSOR
+
+    @property
+    def _scale_field(self) -> str:
+        return (self.weight._names("scale") or self.weight._names(f"{ROWWISE} scale"))[0]
+
+    def _checked_master(self, op: str, where: str, master: Any, start: Any) -> tuple[int, torch.Tensor]:
+        name, n = f"{op}: master_weights{where}", self.weight.numel()
+        if type(master) not in (torch.Tensor, torch.nn.Parameter) or master.dtype not in FLOATS:
+            got = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
+            raise ValueError(f"{name} is a {got}, wanted a plain tensor of float32, float16 or bfloat16.")
+        if master.device != self.weight.device:
+            raise ValueError(f"{name} is on {master.device}, wanted {self.weight.device}, the weight's.")
+        if isinstance(start, bool) or not isinstance(start, int):
+            raise ValueError(f"{op}: start_offsets{where} is {start!r}, wanted an int.")
+        if not 0 <= start <= n - master.numel():
+            raise ValueError(
+                f"{name} is elements {start} to {start + master.numel()} of the weight (start_offsets{where}), "
+                f"wanted some of the {n} that it has."
+            )
+        return start, master.detach().reshape(-1)
+
+    def _checked_data(self, op: str, where: str, shard: Any) -> torch.Tensor:
+        """Where the bytes go: a shard's own memory, or the whole weight's."""
+        if shard is not None:
+            plain = type(shard) is torch.Tensor and shard.dtype is torch.uint8 and shard.is_contiguous()
+            if not plain or shard.device != self.weight.device or shard.numel() != self.x.numel():
+                got = type(shard).__name__
+                if isinstance(shard, torch.Tensor):
+                    got = f"{shard.dtype} {list(shard.shape)} on {shard.device}"
+                raise ValueError(
+                    f"{op}: fsdp_shard_model_weights{where} is {got}, wanted contiguous uint8 of {self.x.numel()} "
+                    f"elements, as many as the master has, on {self.weight.device}."
+                )
+            return shard.view(-1)
+        data = getattr(self.weight, self.weight._names(ROWWISE)[0])
+        if data is None:
+            raise RuntimeError(
+                f"{op}: model_weights{where} has no rowwise data, wanted update_usage(rowwise_usage=True) before."
+            )
+        layout.must_have_memory(data)
+        try:
+            return data.view(self.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{op}: model_weights{where} has data of strides {data.stride()} for {tuple(data.shape)}, wanted rows "
+                "of one pitch."
+            ) from None
+
+    def note_amaxes(self, amaxes: torch.Tensor) -> None:
+        if self.x.numel():
+            functional.quantize_range_amax(
+                self.x, amaxes, self.shape, self.start, self.weight.dtype, scaling=self.scaling
+            )
+
+    def cast(self, amaxes: torch.Tensor) -> None:
+        """amaxes: of the whole."""
+        functional.quantize_range_cast(
+            self.x,
+            self.data,
+            getattr(self.weight, self._scale_field),
+            self.shape,
+            self.start,
+            self.weight.dtype,
+            self.quantizer._built_in().spec,
+            amaxes=amaxes,
+            **self.quantizer._range_scales(amaxes),
+        )
+
+
+def _quantizer_of(op: str, name: str, weight: Any) -> Any:
+    """What quantizes the weight. Errors: for what cannot be quantized in parts."""
+    if not isinstance(weight, QuantizedTensorStorage):
+        raise TypeError(f"{op}: {name} is a {type(weight).__name__}, wanted a quantized tensor.")
+    quantizer = weight._get_quantizer()
+    if not quantizer._by_ranges() or not quantizer._makes_the_same(quantizer, weight):
+        raise NotImplementedError(
+            f"{op}: {name} is a {type(weight).__name__} of {quantizer!r}, which cannot be quantized in parts; wanted "
+            "delayed or current scaling, or 128x128 blocks, by a quantizer that is built in and makes its own amaxes."
+        )
+    _must_be_whole(op, name, weight)
+    if not engine.is_plain(*weight._tensors().values()):
+        raise NotImplementedError(f"{op}: {name} is on the meta device or traced, wanted data.")
+    return quantizer
+
+
+def _weights_of(op: str, *lists: Any) -> list[_Weight]:
+    names = ("model_weights", "master_weights", "start_offsets", "fsdp_shard_model_weights")
+    weights = lists[0]
+    for name, given in zip(names, lists):
+        if given is None and name == names[-1]:
+            continue
+        if isinstance(given, (str, torch.Tensor)) or not isinstance(given, Sequence):
+            raise TypeError(f"{op}: argument '{name}' is a {type(given).__name__}, wanted a list.")
+        if len(given) != len(weights):
+            raise ValueError(f"{op}: argument '{name}' has {len(given)} elements, wanted {len(weights)}, as the first.")
+    masters, starts, shards = lists[1], lists[2], lists[3] or [None] * len(weights)
+    found: list[_Weight] = []
+    for i, (weight, master, start, shard) in enumerate(zip(weights, masters, starts, shards)):
+        device = found[0].weight.device if found else None
+        found.append(_Weight(op, f"[{i}]", weight, master, start, shard, device))
+    return found
+
+
+def _reduced(amaxes: torch.Tensor, group: Any) -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1:
+        distributed.all_reduce(amaxes, distributed.ReduceOp.MAX, group=group)
+
+
+@torch.no_grad()
+def _cast_masters(op: str, lists: Sequence[Any], group: Any, keep_columnwise: bool) -> None:
+    weights = _weights_of(op, *lists)
+    for i, w in enumerate(weights):
+        if w.weight._keeps_columnwise and not keep_columnwise:
+            raise ValueError(
+                f"{op}: model_weights[{i}] has columnwise data that a captured graph reads, and "
+                "manual_post_all_gather_processing is False, wanted True: a replay would not make them anew. Call "
+                "post_all_gather_processing behind the gather."
+            )
+    if not weights:
+        return
+    sizes = [math.prod(w.amaxes_shape) for w in weights]
+    joined = torch.zeros(sum(sizes), dtype=torch.float32, device=weights[0].weight.device)
+    amaxes = [part.view(w.amaxes_shape) for part, w in zip(joined.split(sizes), weights)]
+    for weight, found in zip(weights, amaxes):
+        weight.note_amaxes(found)
+    _reduced(joined, group)
+    for weight, found in zip(weights, amaxes):
+        weight.cast(found)
+        weight.weight._written()
+        _drop_columnwise(weight.weight, keep_columnwise)
+
+
+def quantize_master_weights(
+    model_weights: Sequence[QuantizedTensorStorage],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any,
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Casts what this rank has of each weight's master into the weight, as a part of the whole: bytes and scales are
+    those of the whole master in the weight's dtype quantized at once, on every rank, wherever it is cut.
+
+    master_weights: float32, float16 or bfloat16; elements of the flattened weight from start_offsets on, both None
+    where this rank has none. The lists are alike on all ranks of `group`, which talk once: one MAX of all amaxes.
+    fsdp_shard_model_weights: uint8 memory for the bytes of the parts that are here, None: into the weight's own data.
+    Behind it the caller gathers the bytes. Columnwise data are made of them by the next forward that wants them, or,
+    with manual_post_all_gather_processing, in their old memory when post_all_gather_processing is called.
+
+    Formats: delayed scaling (by its scale; the amaxes go into its history), current scaling, 128x128 blocks. Errors:
+    TypeError and ValueError for lists, parts and memory that do not fit, NotImplementedError for other formats, and
+    nothing is written then."""
+    lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+    _cast_masters("quantize_master_weights", lists, group, manual_post_all_gather_processing)
+
+
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[QuantizedTensorStorage],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any,
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """quantize_master_weights, by its older name."""
+    lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+    _cast_masters("cast_master_weights_to_fp8", lists, group, manual_post_all_gather_processing)
+
+
+# ---- the other direction ----
+
+
+def _columnwise(weight: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
+    """Its columnwise parts, or the memory of those that were there, unless it has moved or changed its shape."""
+    there = {n: t for n in weight._of_direction(COLUMNWISE) if (t := getattr(weight, n)) is not None}
+    aside = weight.__dict__.get(_SET_ASIDE, {})
+    specs = weight._specs(tuple(weight.shape), {n: getattr(weight, n) for n in weight._details})
+    fits = all(t.device == weight.device and t.shape == specs[n].shape for n, t in aside.items())
+    return there or (aside if fits else {})
+
+
+def _drop_columnwise(weight: QuantizedTensorStorage, keep: bool) -> None:
+    old = _columnwise(weight)
+    weight.__dict__.pop(_SET_ASIDE, None)
+    weight.update_usage(columnwise_usage=False)
+    if keep and old:
+        weight.__dict__[_SET_ASIDE] = old
+
+
+def _derivable(op: str, weights: Any) -> list[QuantizedTensorStorage]:
+    """Those of `weights` whose columnwise data are made of the rowwise ones. Errors: where they cannot be."""
+    found = []
+    for i, weight in enumerate([weights] if isinstance(weights, QuantizedTensorStorage) else weights):
+        if not isinstance(weight, QuantizedTensorStorage):
+            raise TypeError(f"{op}: model_weights[{i}] is a {type(weight).__name__}, wanted a quantized tensor.")
+        if not weight._of_direction(COLUMNWISE):
+            continue  # its values serve both directions
+        if not weight._derivable():
+            raise NotImplementedError(
+                f"{op}: model_weights[{i}] is a {type(weight).__name__} whose columnwise data are not made of the "
+                "rowwise ones; wanted one scale a tensor, or 128x128 blocks."
+            )
+        if not weight.get_usages()[ROWWISE]:
+            raise RuntimeError(f"{op}: model_weights[{i}] has no rowwise data, of which columnwise ones would be made.")
+        layout.must_have_memory(getattr(weight, weight._names(ROWWISE)[0]))
+        found.append(weight)
+    return found
+
+
+@torch.no_grad()
+def post_all_gather_processing(model_weights: QuantizedTensorStorage | Sequence[QuantizedTensorStorage]) -> None:
+    """The rowwise data of these weights have been gathered: columnwise data are made of them where the weight has them,
+    had them before its master was cast, or its quantizer wants them; in the memory that they had.
+
+    Errors: NotImplementedError for formats whose two directions hold different values, RuntimeError without rowwise
+    data, TypeError for what is no quantized tensor; nothing is written then."""
+    for weight in _derivable("post_all_gather_processing", model_weights):
+        old = _columnwise(weight)
+        _drop_columnwise(weight, False)
+        if old or (weight._quantizer is not None and weight._quantizer.columnwise_usage):
+            weight._derive(COLUMNWISE, old)
+
+
+@torch.no_grad()
+def clear_columnwise_cache(model_weights: QuantizedTensorStorage | Sequence[QuantizedTensorStorage]) -> None:
+    """Lets go of columnwise data, and of memory that waits for them; the next forward that wants them makes them of the
+    rowwise ones. Errors: as of post_all_gather_processing, and RuntimeError for those that a captured graph reads."""
+    weights = _derivable("clear_columnwise_cache", model_weights)
+    if any(w._keeps_columnwise for w in weights):
+        raise RuntimeError(
+            "clear_columnwise_cache: a captured graph reads columnwise data of a weight in argument 'model_weights', "
+            "wanted weights that no graph has captured: a replay would read memory that is somebody else's by then."
+        )
+    for weight in weights:
+        _drop_columnwise(weight, False)
