@@ -42,7 +42,9 @@ def test_decay_after_momentum(device):
     (p,) = parameters(device, sizes=(50,))
     before = p.detach().clone()
     give_grads([p])
-    FusedSGD([p], lr=0.5, momentum=0.9, weight_decay=0.1, wd_after_momentum=True).step()
+    optimizer = FusedSGD([p], lr=0.5, momentum=0.9, weight_decay=0.1, wd_after_momentum=True)
+    optimizer.step()
+    assert_same_bits(optimizer.state[p]["momentum_buffer"], p.grad)
     want = wide(before) - 0.5 * (wide(p.grad) + 0.1 * wide(before))
     assert_within(p, want, 4 * U32 * (wide(before).abs() + wide(p.grad).abs()))
 
@@ -129,6 +131,23 @@ def test_bad_gradients_change_nothing(device):
         for p, q in zip(params, before, strict=True):
             assert_same_bits(p.detach(), q)
         assert not any(optimizer.state.values())
+
+
+def test_memory_that_overlaps(device):
+    """In one group and in two; one gradient of two parameters is none of it, and neighbours are not."""
+    whole = torch.randn(20, device=device)
+    for groups in (lambda p: p, lambda p: [{"params": [q]} for q in p]):
+        params, before = [torch.nn.Parameter(whole[:12]), torch.nn.Parameter(whole[8:])], whole.clone()
+        give_grads(params)
+        with refused(ValueError, "overlap", "param"):
+            FusedSGD(groups(params), lr=0.1).step()
+        params = [torch.nn.Parameter(whole[:8]), torch.nn.Parameter(whole[8:16])]
+        params[0].grad = params[1].grad = torch.zeros(8, device=device)
+        FusedSGD(groups(params), lr=0.1, momentum=0.9).step()
+        params[1].grad = params[0].detach()
+        with refused(ValueError, "overlap", "grad"):
+            FusedSGD(groups(params), lr=0.1).step()
+        assert_same_bits(whole, before)
 
 
 def test_quantized_weights_are_refused(device):

@@ -83,6 +83,8 @@ class FusedSGD(torch.optim.Optimizer):
                 loss = closure()
         new: dict[torch.Tensor, torch.Tensor] = {}
         calls = [lists for group in self.param_groups for lists in self._lists_of(group, new)]
+        if len(calls) > 1:  # one looks by itself
+            _check_overlaps(calls)
         for p, buffer in new.items():
             self.state[p][BUFFER] = buffer
         for group, first_run, grads, params, buffers in calls:
@@ -143,6 +145,25 @@ def _check_group(group: dict[str, Any]) -> None:
             f"{OP}: argument 'nesterov' is True with momentum={group['momentum']} and dampening={group['dampening']}, "
             "wanted a momentum, and a dampening of 0."
         )
+
+
+def _check_overlaps(calls: list[_Lists]) -> None:
+    """Raises ValueError where memory that one call writes is another tensor's too."""
+    spans = []
+    for call in calls:
+        for name, tensors in (("grad", call.grads), ("param", call.params), ("momentum_buffer", call.buffers)):
+            spans += [(t.data_ptr(), t.numel() * t.element_size(), name, i) for i, t in enumerate(tensors) if t.numel()]
+    end, written_end, last = 0, 0, None  # of all, of what is written
+    for begin, size, name, i in sorted(spans):
+        if begin < (written_end if name == "grad" else end):
+            raise ValueError(
+                f"{OP}: '{last[0]}' {last[1]} and '{name}' {i} overlap in memory, wanted tensors of their own; clone() "
+                "one of them."
+            )
+        if begin + size > end:
+            end, last = begin + size, (name, i)
+        if name != "grad":
+            written_end = max(written_end, begin + size)
 
 
 def _checked(i: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
