@@ -378,7 +378,7 @@ def test_a_copy_by_hand_overlaps_eager_work():
 
 @pytest.mark.gpu
 def test_layers_by_hand_take_less_memory():
-    """Of six captured layers, five whose products' inputs lie on the host until their own backward."""
+    """Of six captured layers what each keeps lies on the host until its own backward."""
     tokens, hidden, ffn = 4096, 1024, 4096
 
     def pool(leave):
@@ -397,8 +397,9 @@ def test_layers_by_hand_take_less_memory():
 
     pool(False)  # what libraries take for a capture's stream counts for nobody
     kept = tokens * ffn * 2  # a layer's fc1 output
-    # Where the backward begins one layer is back, and one more may be where its inputs come back.
-    assert pool(False) - pool(True) >= 3 * kept
+    # Without, all six are there where the backward begins; with, one at a time, beside gradients of half that size
+    # each, which stay: at the end they are as much as three layers.
+    assert pool(False) - pool(True) >= 2 * kept
 
 
 def test_the_example(tmp_path, device, monkeypatch, capsys):
