@@ -160,6 +160,8 @@ def _step(program, draw):
         in_between()
     while waiting:
         backward()
+    if chance(0.2) and program.numbered:
+        actions.insert(0, ("aside",))
     return actions
 
 
@@ -171,7 +173,7 @@ class Run:
         torch.manual_seed(program.seed)
         self.layers = [Layer(spec, device, i not in program.numbered) for i, spec in enumerate(program.layers)]
         self.recipe = program.recipe and RECIPES[program.recipe]()
-        self.records, self.alive, self.lost, self.failed = [], {}, [], False
+        self.records, self.alive, self.lost, self.failed, self.losses = [], {}, [], False, []
         self.context, self.sync, self.manual = contextlib.nullcontext(), lambda y: y, None
         self.synchronizer = None
         if offload:
@@ -194,6 +196,7 @@ class Run:
             for at, (kind, *arguments) in enumerate(actions):
                 self.seed(1000 * number + at)
                 getattr(self, kind)(*arguments)
+            self.losses_backward()
             self.lost = list(self.alive.values()) if number % 2 else []
             self.alive.clear()
             self.update()
@@ -297,6 +300,27 @@ class Run:
             self.go_back(lambda: one["y"].backward(torch.ones_like(one["y"])))
         if self.synchronizer is not None and not one["graph"]:
             self.synchronizer.forget_step()
+
+    def aside(self):
+        """A layer whose result nobody goes back from, and a loss of it that somebody does when others have run."""
+        one = self.begin()
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe), self.context:
+            y = self.layers[self.program.numbered[0]](one["y"])
+        self.losses.append((y.square().mean(), one["x"]))
+        self.sync(y.detach())
+        for name in list(CALLS)[:2]:
+            self.call(name, 0)
+        if self.synchronizer is not None:
+            self.synchronizer.forget_step()
+
+    def losses_backward(self):
+        for loss, x in self.losses:
+            if loss.requires_grad:
+                self.go_back(loss.backward)
+                self.note("a loss", loss.reshape(1))
+            if x.grad is not None:
+                self.note("its input", x.grad)
+        self.losses.clear()
 
     def evaluate(self, how, calls):
         if how == "disabled" and self.synchronizer is not None:
@@ -427,6 +451,7 @@ class Run:
         """Nothing is left, on the host or of a step, when nobody holds a graph."""
         self.alive.clear()
         self.lost.clear()
+        self.losses.clear()
         if self.synchronizer is None:
             return
         self.synchronizer.forget_step()
