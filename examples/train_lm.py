@@ -6,6 +6,7 @@ plain PyTorch. One command, with or without a GPU; it stops cleanly on Ctrl-C an
     python examples/train_lm.py --preset h200         # 1.0B parameters in bf16 on one H200
     python examples/train_lm.py --resume --steps 400  # go on from runs/toy/checkpoint.safetensors
     python examples/train_lm.py --fp8 current         # FP8 products, beside the same model in bf16
+    python examples/train_lm.py --optimizer torch     # torch's AdamW in place of FusedAdam
 
 Writes runs/<name>/{metrics.csv,loss.svg,memory.svg,checkpoint.safetensors}.
 """
@@ -27,6 +28,7 @@ try:
     from lm import checkpoint, data, report
     from lm.config import DTYPES, FP8, PRESETS, Config, ExampleError
     from lm.model import FusedLM, plain_twin, unquantized_twin
+    from lm.optimizer import OPTIMIZERS
     from lm.train import Trainer, set_determinism
 except ModuleNotFoundError as error:
     sys.exit(f"train_lm.py: error: {error}: run `bash qa/setup.sh` and use .venv/bin/python")
@@ -69,6 +71,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; bf16 keeps fp32 master weights")
     parser.add_argument("--fp8", choices=FP8, help="recipe of the layers' products; the twin is the model without it")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="fused", help="FusedAdam, or torch's AdamW, which a plain twin has"
+    )
     parser.add_argument("--offload-layers", type=int, default=0, metavar="K", help="move what K layers save to the CPU")
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text (default: Python's own sources)")
     parser.add_argument("--seed", type=int, default=0)
@@ -105,6 +110,7 @@ def configure(args: argparse.Namespace) -> Config:
         preset,
         steps=args.steps or preset.steps,
         dtype=args.dtype or ("bf16" if args.fp8 else preset.dtype),
+        optimizer=args.optimizer,
         fp8=args.fp8,
         offload_layers=args.offload_layers,
         seed=args.seed,
@@ -127,7 +133,8 @@ class Run:
         fused = FusedLM(config, device)
         # The twin starts from the same first weights; after a resume it repeats the steps that the checkpoint holds.
         make_twin = unquantized_twin if config.fp8 else plain_twin
-        self.twin = Trainer(make_twin(fused, config, device), config, device, compiled) if twin else None
+        twins = config if config.fp8 else replace(config, optimizer="torch")
+        self.twin = Trainer(make_twin(fused, config, device), twins, device, compiled) if twin else None
         self.trainer = Trainer(fused, config, device, compiled)
         if found:
             tensors = self.trainer.tensors()
@@ -194,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"held out: {ours:.4f} bits per byte ({sum(map(len, held_out))} windows of {config.seq} bytes)")
     if run.twin:
         print(report.comparison(run.log, (ours, run.twin.bits_per_byte(held_out))))
+    print(report.costs(run.log))
     print(report.sample(run.trainer.sample(b"def ", SAMPLE_BYTES)))
     run.log.plots()
     if run.failed:

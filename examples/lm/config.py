@@ -31,6 +31,7 @@ class Config:
     dtype: str = "fp32"
     seed: int = 0
     eps: float = 1e-5
+    optimizer: str = "fused"  # Transformer Engine's AdamW, or torch's
     fp8: str | None = None  # the recipe of the layers' products
     offload_layers: int = 0  # whose saved tensors leave for the CPU: changes no bit
     deterministic: bool = False  # attention's backward repeats its bits on CUDA (a CPU always does)

@@ -1,11 +1,69 @@
-"""AdamW on fp32 master weights, for any parameter dtype. Its state is shown as a flat dict of tensors."""
+"""AdamW on fp32 master weights, for any parameter dtype: Transformer Engine's FusedAdam, and torch's. Their state is
+shown as a flat dict of tensors."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.optimizers import (
+    FusedAdam,
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale_tensor,
+)
+
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 CLIP = 1.0  # norm of the whole gradient
+
+
+def groups_of(parameters: Iterable[nn.Parameter]) -> list[dict]:
+    """Norm weights are not decayed."""
+    parameters = list(parameters)
+    matrices, vectors = ([p for p in parameters if (p.dim() >= 2) == of_matrices] for of_matrices in (True, False))
+    return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+
+
+class FusedMasterAdamW:
+    """FusedAdam: 16-bit gradients are read as they are, and masters, moments and parameters written in one pass."""
+
+    def __init__(self, model: nn.Module):
+        self.parameters = dict(model.named_parameters())
+        masters = any(p.dtype != torch.float32 for p in self.parameters.values())
+        self.adam = FusedAdam(groups_of(self.parameters.values()), lr=0.0, betas=BETAS, master_weights=masters)
+        for p in self.parameters.values():  # made here, see MasterAdamW
+            self.adam.initialize_state(p)
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=p.device)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Clip by the norm of the whole gradient, on the device; update; drop the gradients."""
+        grads = [p.grad for p in self.parameters.values()]
+        norm, _ = multi_tensor_applier(multi_tensor_l2norm, self.overflow, [grads], False)
+        clip = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+        multi_tensor_applier(multi_tensor_scale_tensor, self.overflow, [grads, grads], clip)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def state_bytes(self) -> int:
+        """Bytes of parameters, masters and moments."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As MasterAdamW's, and in the same formats."""
+        tensors = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
+        for name, p in self.parameters.items():
+            shown = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+            for kept, state in self.adam.state[p].items():
+                tensors[f"optimizer.{shown[kept]}.{name}"] = state
+        return tensors
+
+    def set_step_count(self, steps: int) -> None:
+        for group in self.adam.param_groups:
+            group["step"] = steps
 
 
 class MasterAdamW:
@@ -20,10 +78,7 @@ class MasterAdamW:
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in self.parameters.items()
         }
-        matrices = [p for p in self.masters.values() if p.dim() >= 2]
-        vectors = [p for p in self.masters.values() if p.dim() < 2]  # norm weights are not decayed
-        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True)
+        self.adamw = torch.optim.AdamW(groups_of(self.masters.values()), lr=0.0, betas=BETAS, fused=True)
         # AdamW would make its state in its first step. Made here, the first step costs what every step costs, and a
         # checkpoint is read into the same tensors it was written from.
         for master in self.masters.values():
@@ -69,3 +124,6 @@ class MasterAdamW:
         """How many updates the moments hold; with tensors() written in place, this completes a restore."""
         for master in self.masters.values():
             self.adamw.state[master]["step"].fill_(steps)
+
+
+OPTIMIZERS = {"fused": FusedMasterAdamW, "torch": MasterAdamW}

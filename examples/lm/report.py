@@ -49,6 +49,7 @@ def header(name: str, config: Config, device: torch.device, text: str) -> str:
         f"{name}: {config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.hidden}, "
         f"{config.heads} heads in {config.kv_groups} groups, SwiGLU {config.ffn_hidden}), {config.dtype}"
         f"{f' with FP8 products ({config.fp8} scaling)' if config.fp8 else ''}, "
+        f"{config.optimizer} AdamW on fp32 weights, "
         f"{config.batch} x {config.seq} bytes a step, resume: {resume}\n"
         f"text: {text}\n"
         f"memory: {MEMORY_MEANING[device.type]}"
@@ -179,7 +180,19 @@ def comparison(log: Log, held_out: tuple[float, float]) -> str:
     if speeds := log.speeds():
         ours, plain, ratio = speeds
         lines.append(f"  speed      {ours:,.0f} / {plain:,.0f} tokens/s: {ratio:.2f}x (medians; steps taken in turn)")
-    if both:
-        ours, plain = last["memory_mib"], last["plain_memory_mib"]
-        lines.append(f"  memory     {ours:,.0f} / {plain:,.0f} MiB: {ours / plain:.2f}x")
+    return "\n".join(lines)
+
+
+def costs(log: Log) -> str:
+    """What a step took of time and memory, the twin's too where there is one."""
+    lines = []
+    for prefix, name, _ in series(log.config):
+        rows = [row for row in log.rows if row["step"] > log.first and row[f"{prefix}loss"] != ""]
+        if rows:
+            optimizer = "fused" if log.config.optimizer == "fused" and (not prefix or log.config.fp8) else "torch"
+            step = median(
+                log.config.tokens / row[f"{prefix}tokens_per_s"] for row in rows[(len(rows) + 9) // 10 :] or rows
+            )
+            peak = max(row[f"{prefix}memory_mib"] for row in rows)
+            lines.append(f"{name}, {optimizer} AdamW: {step * 1e3:,.1f} ms a step, peak memory {peak:,.0f} MiB")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from torch import nn
 
 from .config import VOCAB, Config, ExampleError
 from .data import Batches
-from .optimizer import MasterAdamW
+from .optimizer import OPTIMIZERS
 
 MEMORY_MEANING = {
     "cuda": "weights, optimizer state and the peak of torch.cuda.max_memory_allocated in a step",
@@ -50,7 +50,7 @@ class Trainer:
     def __init__(self, model: nn.Module, config: Config, device: torch.device, compiled: bool = False):
         self.model, self.config, self.device = model, config, device
         self.forward = torch.compile(model, dynamic=False) if compiled else model
-        self.optimizer = MasterAdamW(model)
+        self.optimizer = OPTIMIZERS[config.optimizer](model)
         self._scaled = model.scaled_modules() if hasattr(model, "scaled_modules") else {}
         self.done = 0
 
