@@ -132,11 +132,9 @@ def after_exceptions(p):
 # ---- (h) copies and files ----
 
 
-def travelled(p, model, one):
+def travelled(p, model, one, recipe):
     """What a round trip gives."""
-    ways = ["state_dict", "deepcopy", "torch.save", "state_dict in a file", "itself"]
-    if not all_scales(one):
-        ways.append("dcp")
+    ways = ["state_dict", "deepcopy", "torch.save", "state_dict in a file", "dcp", "itself"]
     if not isinstance(
         model.quantized, DelayedScaling
     ):  # its scales would cover what the bytes say, not what was put in
@@ -149,7 +147,7 @@ def travelled(p, model, one):
         return torch.load(file_of(one), weights_only=False)
     other = model.build()
     if how == "dcp":
-        return through_dcp(one, other)
+        return through_dcp(one, other, recipe)
     state = one.state_dict()
     if how == "state_dict in a file":
         state = torch.load(file_of(state), weights_only=True)
@@ -169,12 +167,14 @@ def file_of(value):
     return file
 
 
-def through_dcp(one, other):
+def through_dcp(one, other, recipe):
+    """A new model has room for scales where its recipe is said."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         dcp.save(one.state_dict(), checkpoint_id=folder, no_dist=True)
-        state = other.state_dict()
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            state = other.state_dict()
         dcp.load(state, checkpoint_id=folder, no_dist=True)
         other.load_state_dict(state)
     return other
@@ -189,7 +189,7 @@ def round_trips(p):
         steps(p, (original, copied), way)
         copied.zero_grad()
         original.zero_grad()
-        copied = travelled(p, model, copied)
+        copied = travelled(p, model, copied, recipe)
         copied.zero_grad()
         assert_same(weights_of(copied), weights_of(original), "values")
         batch = batch_of(p)

@@ -175,7 +175,7 @@ def written_weights(p):
         p.say(f"-- {event}")
         if event == "step":
             step(one, way, batch_of(p))
-            known = {n: float(w.dequantize().abs().max()) for n, w in quantized_weights(one).items()}
+            known = {n: w.detach().dequantize().abs().max().item() for n, w in quantized_weights(one).items()}
         elif event == "another recipe":
             other = way_of(p, recipe_of(p, FP8))
             error = refused(step, one, other, batch_of(p))
