@@ -244,6 +244,27 @@ def test_a_backward_that_saved_the_tensor_notices_rows(device):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_transpose_that_is_no_longer_valid_stays_so_until_it_is_made_anew(device, name):
+    """Whoever wrote the bytes has said so: copies, aliases and writes do not take it for valid again."""
+    t = quantized(name, device, True, (6, 40))
+    t._data.zero_()
+    t._reset_caches()
+    parameter = torch.nn.Parameter(t)
+    other = quantized(name, device, True, (6, 40))
+    other.data = t
+    others = t.clone(), t.detach(), copy.deepcopy(t), parameter, other, t[:3]
+    for one in (*others, t):
+        assert one.get_usages() == {"rowwise": True, "columnwise": False}
+    t.quantize_(randn(6, 40, device=device) * 3)
+    t.mul_(0.5)
+    t[:2].fill_(1.0)
+    for one in (*others, t):
+        one.update_usage(columnwise_usage=True)
+        assert_directions_agree(one)
+    assert torch.equal(parameter.dequantize(), t.dequantize())
+
+
 # ---- what is no view ----
 
 VALUES = {

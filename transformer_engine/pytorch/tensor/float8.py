@@ -142,9 +142,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._transpose_invalid = self._transpose is None
         return rest
 
-    def _written(self) -> None:
-        super()._written()
-        self._transpose_invalid = self._transpose is None
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        parts = super()._tensors()
+        if self._transpose_invalid:  # neither copied, nor shared, nor written
+            parts.pop("_transpose", None)
+        return parts
 
     def _restored(self, kind: str) -> None:
         if kind == COLUMNWISE:

@@ -200,6 +200,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         torch.Tensor.data.__set__(self, tensor)
         for name in (*self._parts, "_dtype", "_rows_of"):
             setattr(self, name, getattr(tensor, name))
+        self.__dict__["_transpose_invalid"] = tensor.__dict__.get("_transpose_invalid", False)
         if self._is_direct():
             self.__dict__.update(own_attributes(tensor))
         self._written()
