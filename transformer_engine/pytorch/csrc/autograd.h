@@ -19,7 +19,7 @@ using torch::autograd::variable_list;
 
 // The door for saved activations: tensors are listed in the order in which the family takes them back, each with the
 // words that te.memory_plan shows for it. A Keeper without an op only collects: a family that calls another one uses
-// it.
+// it, and a call without gradients.
 class Keeper {
  public:
   explicit Keeper(const char* op = nullptr) : op_(op) { list_.reserve(8); }
@@ -38,6 +38,9 @@ class Keeper {
   }
   // Of a collecting Keeper: what was listed.
   variable_list take() { return std::move(list_); }
+
+  // Whether a backward will take anything back: not in a call without gradients, whoever wants some.
+  bool serves_a_graph() const { return op_ != nullptr; }
 
   // What is not kept, because the backward computes it again.
   void recompute(const Tensor& t, const Kept& what) const {

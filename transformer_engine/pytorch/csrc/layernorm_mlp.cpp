@@ -59,9 +59,12 @@ struct MlpFamily {
                                const Prologue& norm, const Prologue& activation, const MlpOptions& options,
                                const std::array<Sink, 2>& sinks, const std::array<Quantization, 2>& quantizations,
                                const std::array<Quantized, 2>& own_weights) {
-    const bool into_norm = x.requires_grad() || Half::wants(residual) || gamma.requires_grad() || Half::wants(beta);
-    const bool into_first = into_norm || weight1.requires_grad() || Half::wants(bias1);
-    const bool any = into_first || weight2.requires_grad();
+    const bool graph = keeper.serves_a_graph();
+    const bool wanted1 = graph && weight1.requires_grad(), wanted2 = graph && weight2.requires_grad();
+    const bool into_norm =
+        graph && (x.requires_grad() || Half::wants(residual) || gamma.requires_grad() || Half::wants(beta));
+    const bool into_first = into_norm || wanted1 || (graph && Half::wants(bias1));
+    const bool any = into_first || wanted2;
     state.options = options;
     state.fc1 = Half::State(norm, sinks[0], quantizations[0]);
     state.fc2 = Half::State(activation, sinks[1], quantizations[1]);
@@ -75,12 +78,10 @@ struct MlpFamily {
     if (options.recompute && !own1.defined() && quantizations[0] != nullptr) {
       own1 = operand_of<Route>(&quantizations[0]->weight, weight1, {true, any}).fp8;
     }
-    const Half::Needs needs1 =
-        options.recompute ? Half::Needs{any, any} : Half::Needs{into_norm, weight1.requires_grad()};
+    const Half::Needs needs1 = options.recompute ? Half::Needs{any, any} : Half::Needs{into_norm, wanted1};
     variable_list first = Half::run<Route>(state.fc1, both, {x, weight1, bias1, gamma, beta, residual, own1}, needs1);
-    variable_list second =
-        Half::run<Route>(state.fc2, both, {first[0], weight2, bias2, none, none, none, own_weights[1]},
-                         {into_first, weight2.requires_grad()});
+    variable_list second = Half::run<Route>(
+        state.fc2, both, {first[0], weight2, bias2, none, none, none, own_weights[1]}, {into_first, wanted2});
     if (options.recompute) {
       const variable_list halves = apart.take();
       const Tensor* saved2 = halves.data() + Half::kSavedCount;

@@ -71,7 +71,9 @@ struct LinearFamily {
                                const OptionalTensor& residual, const Prologue& p, const Sink& sink,
                                const Quantization& quantization, const Quantized& quantized_weight) {
     state = State(p, sink, quantization);
-    const Needs needs{x.requires_grad() || wants(gamma) || wants(beta) || wants(residual), weight.requires_grad()};
+    const bool graph = keeper.serves_a_graph();
+    const Needs needs{graph && (x.requires_grad() || wants(gamma) || wants(beta) || wants(residual)),
+                      graph && weight.requires_grad()};
     return run<Route>(state, keeper, {x, weight, bias, gamma, beta, residual, quantized_weight}, needs);
   }
 
