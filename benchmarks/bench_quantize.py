@@ -1,12 +1,15 @@
 """Quantization to FP8 against the same in plain PyTorch, eager and compiled (targets.py case 9).
 
 Bytes per element of a bf16 input: 1x128 blocks rowwise 2 + 1 + 4/128, both ways twice the last two more, per tensor by
-a given scale with the transpose 2 + 1 + 1. `_current` makes the scale from the tensor's own amax: 2 bytes more."""
+a given scale with the transpose 2 + 1 + 1. `_current` makes the scale from the tensor's own amax: 2 bytes more.
+`master_range_*`: amax and cast of a quarter of a weight's fp32 master, as one of four ranks has it: 4 + 4 + 1. Beside
+it a tensor of that size, cast to bf16 and quantized whole."""
 
 import torch
 from common import TORCH_DTYPES, Bench, Case
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.functional import quantize_range_amax, quantize_range_cast
 
 BLOCK, FP8_MAX = 128, 448.0
 GPU_SHAPES = (("bf16", (16384, 7168)),)
@@ -74,10 +77,36 @@ def run(bench, dtype, shape):
         bench.compare(case, contenders, lambda: (bench.randn(rows, cols, dtype=dtype),))
 
 
+def run_ranges(bench, shape):
+    rows, cols = shape
+    quarter = rows // 4 * cols
+    data = torch.empty(shape, dtype=torch.uint8, device=bench.device)
+    for op, kind, scaling in (("master_range_current", "current", 0), ("master_range_block", "block2d", 2)):
+        case = Case("9", op, "fp8", (quarter,), "forward", bytes=9 * quarter)
+        if not bench.wants(case):
+            continue
+        quantizer = _C.Quantizer(kind)
+        blocks = [-(-n // BLOCK) for n in shape] if scaling else [1]
+        amaxes = torch.empty(blocks, device=bench.device)
+        scale_inv = torch.empty([blocks[0], -(-blocks[1] // 4) * 4] if scaling else [1], device=bench.device)
+
+        def in_part(x, quantizer=quantizer, scaling=scaling, amaxes=amaxes, scale_inv=scale_inv):
+            where = shape, quarter + 8, torch.bfloat16  # in the middle of a row
+            quantize_range_amax(x, amaxes, *where, scaling=scaling)
+            quantize_range_cast(x, data, scale_inv, *where, quantizer.spec, amaxes=amaxes)
+
+        def whole(x, quantizer=quantizer):
+            return _C.quantize(quantizer, x.bfloat16().view(-1, cols), True, False)
+
+        contenders = {"ours": in_part, "whole, after a cast": whole}
+        bench.compare(case, contenders, lambda: (bench.randn(quarter, dtype="fp32"),))
+
+
 def main():
     bench = Bench(__doc__)
     for dtype, shape in GPU_SHAPES if bench.cuda else CPU_SHAPES:
         run(bench, dtype, shape)
+    run_ranges(bench, (GPU_SHAPES if bench.cuda else CPU_SHAPES)[0][1])
     bench.finish()
 
 

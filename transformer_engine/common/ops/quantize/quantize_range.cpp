@@ -110,6 +110,18 @@ const float* load(const te_quantize_range& range, int64_t at, int64_t n, float* 
   });
 }
 
+// n <= kBlock bytes. By way of arrays of its own, whose loop is vectorised: bytes might be anybody's memory.
+template <bool kE5m2>
+void convert(const float* values, int64_t n, float scale, uint8_t* target) {
+  uint8_t bytes[kBlock];
+  if (n == kBlock) {
+    for (int i = 0; i < kBlock; ++i) bytes[i] = uint8_t(to_fp8<kE5m2>(values[i] * scale));
+  } else {
+    for (int64_t i = 0; i < n; ++i) bytes[i] = uint8_t(to_fp8<kE5m2>(values[i] * scale));
+  }
+  std::copy_n(bytes, n, target);
+}
+
 // body(row, first column, n, values) for what the range has of 128 rows, by 128 columns: a part lies in one block.
 template <class Body>
 void for_parts(const te_quantize_range& range, int64_t block_row, Body&& body) {
@@ -179,10 +191,7 @@ void range_cast(const te_quantize_range& range, const te_quantize_range_plan& pl
     for_parts(range, block_row, [&](int64_t row, int64_t col, int64_t n, const float* values) {
       const float factor = scale_at(col / kBlock);
       uint8_t* target = bytes + (row * pitch + col - offset);
-      for (int64_t i = 0; i < n; ++i) {
-        const float x = values[i] * factor;
-        target[i] = uint8_t(e5m2 ? to_fp8<true>(x) : to_fp8<false>(x));
-      }
+      e5m2 ? convert<true>(values, n, factor, target) : convert<false>(values, n, factor, target);
     });
   });
 }
