@@ -15,9 +15,13 @@ GENERATED = 40  # 0.3 s each
 @pytest.mark.usefixtures("fp8_left_off")
 def test_programs(device, generated_seed):
     program = generated(generated_seed)
+    # CUDA's generators cannot be put back within a capture, which says so; the recorder can.
+    draws = device == "cuda" and any(x.inside and x.family == "dropout" for chunk in program.chunks for x in chunk)
     try:
         run(program, device)
     except Exception as error:
+        if draws and isinstance(error, NotImplementedError) and "draws random numbers" in str(error):
+            return
         raise AssertionError(f"{type(error).__name__}: {error}\n{program}") from error
 
 

@@ -201,7 +201,7 @@ def spoiled(saved, change):
         (("has ['exp_avg', 'exp_avg_sq']", "master_param"), lambda s: s.pop("master_param")),
         (("'step'", "wanted ['exp_avg'"), lambda s: s.update(step=torch.zeros(1))),
     ],
-    ids=str,
+    ids=["shape", "integers", "bytes", "master", "number", "missing", "too many"],
 )
 def test_a_bad_state_changes_nothing(device, words, change):
     first = trained(parameters(device, torch.bfloat16, (5, 7)), 2, **MASTERS)

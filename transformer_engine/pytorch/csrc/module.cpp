@@ -28,7 +28,7 @@ void register_optimizer(pybind11::module_& m);
 void register_optimizer_step(pybind11::module_& m);
 void register_normalization_quantized(pybind11::module_& m);
 void register_tune(pybind11::module_& m);
-void register_unwanted(pybind11::module_& m);
+void register_accumulators(pybind11::module_& m);
 }  // namespace te_torch
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -51,7 +51,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_optimizer_step(m);
   te_torch::register_normalization_quantized(m);
   te_torch::register_tune(m);
-  te_torch::register_unwanted(m);
+  te_torch::register_accumulators(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;
   m.attr("version") = te_version();

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, overlap
@@ -98,7 +99,7 @@ class Capture:
         mark_not_offload(*(t for own in inputs for t in own))  # static: that they leave would give nothing back
         self.untouched = Untouched(plan.modules, [t for own in inputs for t in own])
         try:
-            with self.backend.session(), self.untouched:
+            with self.backend.session(), self.untouched, _C.FreshAccumulators(self._leaves()):
                 self._warm_up()
                 self.backend.prepare(warmed=plan.warmup_iterations > 0)
                 for step in plan.schedule.steps:
@@ -116,6 +117,12 @@ class Capture:
             raise
         _live.update(self.graphed)
         return self.graphed
+
+    def _leaves(self) -> list[torch.Tensor]:
+        """Parameters, whose accumulators may be those of another stream: a result from there is alive, or a framework
+        keeps them for their hooks."""
+        modules = [m for m in self.plan.modules if isinstance(m, torch.nn.Module)]
+        return list({id(p): p for m in modules for p in m.parameters()}.values())
 
     # ---- static inputs ----
 

@@ -34,9 +34,9 @@ def _explain(error: RuntimeError) -> None:
         raise HostSync(f"{_innermost(error)} waits for the device") from error
     if any(words in str(error) for words in _OUTSIDE):
         raise RuntimeError(
-            f"{OP}: the capture would wait for the default stream, or that one for it: most likely a result that was "
-            "computed there before (an output, a loss) is still alive, and with it what autograd knows of the "
-            "parameters; delete it, then capture."
+            f"{OP}: the capture would wait for the default stream, or that one for it: most likely the callable reads "
+            "a tensor with a gradient that was used there before and is neither an argument nor a parameter of its "
+            "module; pass it as an argument, or detach it."
         ) from error
 
 
