@@ -105,6 +105,8 @@ def drawn(rng, device):
     if options.recipe is None:
         fits |= {"keep_weights": False, "quantized_weights": False}
     options = dataclasses.replace(options, **fits)
+    if options.graphs and options.recompute == "layer":
+        options = dataclasses.replace(options, offload=False)  # refused: test_offload_graphs.py
     if options.order == IN_FLIGHT and options.graphs == options.recompute == "layer":
         return dataclasses.replace(options, recompute=None)
     return options

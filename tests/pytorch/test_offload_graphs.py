@@ -60,6 +60,31 @@ def test_captured_layers_give_the_same_bits(k, device):
         same(got, step(layers, [x]))
 
 
+@pytest.mark.parametrize("way", ["te.checkpoint", "reentrant", "not reentrant"])
+def test_a_checkpoint_around_captured_layers_that_leave_is_refused(way, device):
+    """It replays out of the order of the captures, in which their memory is right; the next step is as before."""
+    layers, x = build(device), randn(16, HIDDEN, device=device)
+    context, sync = te.get_cpu_offload_context(True, K, LAYERS)
+    wrapped = captured(layers, x, context, sync)
+
+    def again(layer, x):
+        if way == "te.checkpoint":
+            return te.checkpoint(layer, x)
+        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=way == "reentrant")
+
+    with refused(RuntimeError, "Offloaded", "inside of a checkpoint", "put the checkpoint"):
+        y = x.detach().requires_grad_()
+        for layer in wrapped:
+            y = again(layer, y)
+        y.sum().backward()
+    for layer in layers:
+        layer.zero_grad()
+    torch.manual_seed(1)
+    x = randn(16, HIDDEN, device=device)
+    got = [t.clone() for t in step(wrapped, [x])]
+    same(got, step(layers, [x]))
+
+
 def test_a_stack_captured_as_one(device):
     """All layers in one callable, copies beside its products in one graph."""
     layers, x = build(device), randn(16, HIDDEN, device=device)

@@ -1,9 +1,11 @@
-"""Whether callables are being captured in CUDA graphs: the flag that modules and helpers ask, and nothing else."""
+"""Whether callables are being captured in CUDA graphs: the flag that modules and helpers ask; and the count of layers
+that leave, which captures ask. Nothing else."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _capturing = False
+_left = 0
 
 
 def set_capture_start() -> None:
@@ -21,6 +23,17 @@ def set_capture_end() -> None:
 def is_graph_capturing() -> bool:
     """Whether callables are being captured, warm-up included: a module may then leave out what only eager needs."""
     return _capturing
+
+
+def note_leaving() -> None:
+    """A layer has started to leave for the host: in a capture its copies become part of the graphs."""
+    global _left
+    _left += 1
+
+
+def layers_that_left() -> int:
+    """How many so far: those of a capture are the difference."""
+    return _left
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capturing import note_leaving
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream
 from transformer_engine.pytorch.cpu_offload.marks import has_storage, is_marked, keep, stays, taken_apart
 
@@ -275,6 +276,8 @@ class OffloadableLayerState:
         for piece, memory in enumerate(leaving):
             memory.piece = piece
         self._pieces = len(leaving)
+        if leaving:
+            note_leaving()
         self._marks.clear()
         self.bytes = sum(m.bytes for m in leaving)
 

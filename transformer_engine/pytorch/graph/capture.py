@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capturing import layers_that_left
 from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, overlap
@@ -98,6 +99,7 @@ class Capture:
             self.graphed.append(Graphed(label, plan.signatures[i], self.backend, eager=again, module=eager))
         mark_not_offload(*(t for own in inputs for t in own))  # static: that they leave would give nothing back
         self.untouched = Untouched(plan.modules, [t for own in inputs for t in own])
+        before = layers_that_left()
         try:
             with self.backend.session(), self.untouched, _C.FreshAccumulators(self._leaves()):
                 self._warm_up()
@@ -108,6 +110,7 @@ class Capture:
                 self.graphed[plan.schedule.steps[0].sample].buried += self._bury_results()
                 for graphed, work in zip(self.graphed, self.works):
                     self._finish(graphed, work)
+                    graphed.offloads = layers_that_left() != before
         except BaseException:
             for graphed in self.graphed:
                 graphed.reset()

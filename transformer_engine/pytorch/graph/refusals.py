@@ -32,6 +32,13 @@ class Refusals:
                 "objects), or capture again."
             )
 
+    def _refuse_recomputation(self) -> None:
+        raise RuntimeError(
+            f"{self.label}: called inside of a checkpoint, but graphs that were captured with it copy what layers save "
+            "to the host and back, in memory that is right in the order of the captures alone, and a recomputation "
+            "comes out of it; put the checkpoint inside of what is captured, or capture without CPU offload."
+        )
+
     def _refuse_turn(self, turn: int) -> None:
         """A backward of a call whose static tensors hold another one, or nothing."""
         if turn == self.turn:

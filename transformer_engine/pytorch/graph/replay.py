@@ -127,6 +127,7 @@ class Graphed(Refusals, WeightGrads):
         self.result: list[object] = []  # its leaves; None where a tensor stands
         self.is_tensor: list[bool] = []
         self.keeps = False  # a backward may run again
+        self.offloads = False  # graphs of its capture copy what layers save to the host and back
         self.wgrads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.fused: list[Fused] = []  # whose gradients the backward adds to main_grad
         self.fused_later: list[Fused] = []  # and backward_dw()
@@ -166,6 +167,8 @@ class Graphed(Refusals, WeightGrads):
                 "reads what this call overwrites; call backward_dw() first (drop_backward_dw() where that step was "
                 "left), or capture a pass for each microbatch by '_order'."
             )
+        if self.offloads and (recompute_phase().enabled or torch._C._current_graph_task_id() != -1):
+            self._refuse_recomputation()
         grad = torch.is_grad_enabled()
         backward = grad and self.backward_graph is not None
         if backward:

@@ -76,8 +76,10 @@ class State:
         self.token = None if torch.compiler.is_compiling() else object()
 
     def in_capture(self) -> bool:
-        """Of a graph, by its owner's word or by the stream's."""
-        return self.capturing or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        """Of a graph, by its owner's word or by the stream's, which torch.compile cannot ask."""
+        if self.capturing or torch.compiler.is_compiling():
+            return self.capturing
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def chosen_recipe(self) -> Recipe:
         return _DEFAULT if self.recipe is None else self.recipe
