@@ -1,8 +1,8 @@
 """States of FusedAdam: state_dict in float32 whatever is kept, resumed bit for bit from state_dict, safetensors, DCP;
 read into other dtypes, set and read one by one, copied and pickled; what is refused with nothing changed.
 
-Mutants: _scale_of by a product with 1 / range -> test_values_that_were_read_come_back; _left_as_it_is without the
-wrapping -> test_resumed_bit_for_bit (bfloat16 weights)."""
+Mutants: _scale_of by a quotient with a number, which CUDA makes a product -> test_values_that_were_read_come_back;
+_left_as_it_is without the wrapping -> test_resumed_bit_for_bit (bfloat16 weights)."""
 
 import copy
 import pickle
@@ -10,10 +10,11 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from optimizer_cases import assert_same, everything, kept_error, more_steps, parameters, trained
+from optimizer_cases import assert_same, everything, give_grads, kept_error, more_steps, parameters, trained
 from safetensors.torch import load_file, save_file
 from support import assert_same_bits, assert_within, randn, refused, wide
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -34,6 +35,15 @@ def twin(optimizer, name):
     return FusedAdam(
         [torch.nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]], **FORMATS[name]
     )
+
+
+class Reciprocals(TorchDispatchMode):
+    """Any device divides by a number as CUDA does: by a product with its reciprocal."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.div.Tensor and isinstance(args[1], float):
+            return args[0] * (1 / torch.tensor(args[1])).item()
+        return func(*args, **(kwargs or {}))
 
 
 def as_tensors(state_dict):
@@ -110,16 +120,34 @@ def test_values_that_were_read_come_back(device, name):
     amax, largest = torch.arange(2**23, 2**24, dtype=torch.int32).float(), {"float16": 32752.0, "fp8": 448.0}[name]
     scales = amax / largest
     assert torch.equal(scales * largest / largest, scales)
-    for seed in range(20):
-        params = parameters(device, torch.bfloat16, (65,), seed)
-        first = trained(params, 1, first=seed, **FORMATS[name])
-        second = twin(first, name)
-        second.load_state_dict(first.state_dict())
-        for key in ("exp_avg", "exp_avg_sq", "master_param"):
-            assert_same_bits(
-                second.get_unscaled_state(second.param_groups[0]["params"][0], key),
-                first.get_unscaled_state(params[0], key),
-            )
+    with Reciprocals():
+        for seed in range(20):
+            params = parameters(device, torch.bfloat16, (65,), seed)
+            first = trained(params, 1, first=seed, **FORMATS[name])
+            second = twin(first, name)
+            second.load_state_dict(first.state_dict())
+            for key in ("exp_avg", "exp_avg_sq", "master_param"):
+                assert_same_bits(
+                    second.get_unscaled_state(second.param_groups[0]["params"][0], key),
+                    first.get_unscaled_state(params[0], key),
+                )
+
+
+@pytest.mark.parametrize("name", ("float16", "fp8"))
+def test_a_nan_takes_no_other_value_along(device, name):
+    """A step makes a scale of what is no NaN, and so does what reads a state."""
+    (p,) = params = parameters(device, sizes=(300,))
+    first = FusedAdam(params, **FORMATS[name])
+    give_grads(params)
+    p.grad.mul_(1e-4)[7] = torch.nan
+    first.step()
+    second = twin(first, name)
+    second.load_state_dict(first.state_dict())
+    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+        want, got = (o.get_unscaled_state(o.param_groups[0]["params"][0], key) for o in (first, second))
+        assert want.isnan().nonzero().tolist() == got.isnan().nonzero().tolist() == [[7]]
+        assert want.nan_to_num().abs().max() > 0
+        assert_same_bits(got.nan_to_num(), want.nan_to_num(), key)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.uint8))

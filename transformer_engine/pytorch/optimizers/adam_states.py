@@ -86,8 +86,9 @@ def write(value: torch.Tensor, pair: torch.Tensor | None, given: torch.Tensor) -
 
 
 def _scale_of(x: torch.Tensor, largest: float) -> torch.Tensor:
-    amax = x.abs().amax() if x.numel() else x.new_zeros(())
-    scale = (amax / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    """As the kernel makes it: of what is no NaN, by one rounding (CUDA divides by numbers, not by tensors, in two)."""
+    amax = x.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax() if x.numel() else x.new_zeros(())
+    scale = (amax / torch.full_like(amax, largest)).clamp_min(torch.finfo(torch.float32).tiny)
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
 
 
