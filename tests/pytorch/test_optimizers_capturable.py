@@ -112,6 +112,8 @@ def test_numbers_keep_the_memory(device):
     assert [group["lr"].data_ptr() for group in optimizer.param_groups] == memory
     assert [g["lr"].item() for g in optimizer.param_groups] == [0.125] * 3
     assert [g["step"].item() for g in optimizer.param_groups] == [1, 1, 1]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [group["lr"].data_ptr() for group in optimizer.param_groups] == memory
 
 
 def test_checkpoints_between_the_two(device):

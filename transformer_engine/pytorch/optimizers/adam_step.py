@@ -54,8 +54,9 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def device_of(group: Mapping[str, Any]) -> torch.device:
-    """Where a capturable group's step and lr lie. Errors: ValueError for a CPU tensor, and for several devices."""
+def device_of(group: Mapping[str, Any], lr: Any) -> torch.device:
+    """Where a capturable group's step and lr lie. lr: the one before, which a group without parameters stays with.
+    Errors: ValueError for a CPU tensor, and for several devices."""
     devices = {local_of(p).device for p in group["params"]}
     for device in devices:
         if not _is_capturable_on(device):
@@ -65,7 +66,11 @@ def device_of(group: Mapping[str, Any]) -> torch.device:
             f"{OP}: argument 'capturable' is True with a group on {sorted(map(str, devices))}, wanted one device a "
             "group, where its step and lr lie; make a group for each."
         )
-    return devices.pop() if devices else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if devices:
+        return devices.pop()
+    if isinstance(lr, torch.Tensor):
+        return lr.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def put_on_device(optimizer: FusedAdam, index: int, before: Mapping[str, Any] | None = None) -> None:
@@ -76,7 +81,8 @@ def put_on_device(optimizer: FusedAdam, index: int, before: Mapping[str, Any] | 
     there = group["params"] and local_of(group["params"][0]).device
     if lr is kept and isinstance(step, torch.Tensor) and there in (lr.device, []):
         return
-    device = device_of(group)
+    old = before or {"lr": kept, "step": None}
+    device = device_of(group, old["lr"])
     if device.type == "meta":  # not anywhere yet
         return
     if _is_capturing():
@@ -84,7 +90,6 @@ def put_on_device(optimizer: FusedAdam, index: int, before: Mapping[str, Any] | 
             f"{OP}: a group's 'lr' is {lr!r} while a step is being captured, wanted the tensor that the optimizer has "
             "put there, with its value set before the capture: group['lr'].fill_(...)."
         )
-    old = before or {"lr": kept, "step": None}
     loaded = before is not None
     group["lr"] = optimizer._lrs[index] = _one(lr, old["lr"], torch.float32, device, loaded)
     group["step"] = _one(step, old.get("step"), torch.int32, device, loaded)
