@@ -15,6 +15,12 @@ from transformer_engine.pytorch import _C
 _FLOAT = torch.finfo(torch.float32)
 
 
+def _scale_of(amax: torch.Tensor, largest: float, margin: int) -> torch.Tensor:
+    """As te_quantize_update_scales makes it of an amax that makes one, to the bit: number / tensor is rounded twice."""
+    quotient = torch.full_like(amax, largest, dtype=torch.float32) / amax
+    return (quotient / 2**margin).clamp(_FLOAT.tiny, _FLOAT.max)
+
+
 class ScalingState:
     """The scales and amax histories of a module's tensors of one direction, one column a tensor.
 
@@ -99,7 +105,7 @@ class ScalingState:
         """Values of this amax, float32 [1], are put in, and the kernel notes it again: the scale that the recipe makes
         of it. noop: unless it holds 0, nothing is put in."""
         scale, newest = self.scale_of(column), self.amax_of(column)
-        made = (self.fp8_max / amax / 2**self.rule.margin).clamp(_FLOAT.tiny, _FLOAT.max)
+        made = _scale_of(amax, self.fp8_max, self.rule.margin)
         taken = (amax > 0) & amax.isfinite()
         cleared = torch.zeros_like(newest)
         if noop is not None:
@@ -310,7 +316,7 @@ def _update_by_functions(state: ScalingState) -> None:
     if rule.scaling_factor_compute_algo is not None:
         scale = rule.scaling_factor_compute_algo(amax, state.scale, state.fp8_max, rule)
     else:
-        made = (state.fp8_max / amax / 2**rule.margin).clamp(_FLOAT.tiny, _FLOAT.max)
+        made = _scale_of(amax, state.fp8_max, rule.margin)
         scale = torch.where((amax > 0) & amax.isfinite(), made, state.scale)
     _must_fit("scaling_factor_compute_algo", scale, state)
     state.scale.copy_(scale)
