@@ -9,7 +9,7 @@ from support import assert_same_bits
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
-from transformer_engine.pytorch.graph.recorder import RecordedStream
+from transformer_engine.pytorch.graph.recorder import RecordedGraph, RecordedStream
 
 ROWS = 16
 RECIPES = {
@@ -22,6 +22,33 @@ RECIPES = {
 
 def stream_on(device):
     return torch.cuda.Stream() if device == "cuda" else RecordedStream("graph")
+
+
+def _saved(pack):
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+
+
+def unchecked(graphed, modules):
+    """A recorder calls eager work, whose history says what was written to since. No graph on CUDA does: from here on,
+    what captured callables do not look for themselves is not found."""
+    held, set_versions = tuple(modules.parameters()), torch._C._autograd._unsafe_set_version_counter
+
+    def quiet(work):
+        def run():
+            versions = tuple(p._version for p in held)
+            set_versions(held, (0,) * len(held))
+            try:
+                with _saved(torch.Tensor.detach):
+                    return work()
+            finally:
+                set_versions(held, versions)
+
+        return run
+
+    for one in (getattr(one, "forward", one) for one in graphed):  # a module's stands there
+        for graph in (one.forward_graph, one.backward_graph, one.wgrad_graph):
+            if isinstance(graph, RecordedGraph):
+                graph.work = quiet(graph.work)
 
 
 def left_by(modules):
@@ -59,9 +86,12 @@ def assert_same(got, want, what):
 class Runner:
     """Runs steps of a program by calls of (chunk, microbatch, layer), each with its modules."""
 
-    def __init__(self, program: Program, modules, device, *, group=None, graphed=None, cloned=False, write=True):
+    def __init__(
+        self, program: Program, modules, device, *, group=None, graphed=None, cloned=False, write=True, kept=False
+    ):
         self.program, self.modules, self.device, self.group = program, modules, device, group
         self.graphed, self.cloned, self.write, self.rank = graphed, cloned, write, 0
+        self.keeps_saved = kept  # backward reads what was there at the forward, whatever was written to since
         self.stream = stream_on(device) if graphed is not None else None
         self.first = [sum(map(len, program.chunks[:c])) for c in range(len(program.chunks))]
         self.dtype = torch.float32 if program.recipe is None else torch.bfloat16
@@ -149,8 +179,10 @@ class Runner:
         which = int(write.result)
         t = held[which]
         if write.kind == "a parameter":
-            with torch.no_grad():
-                for p in self.module(c, layer).parameters():
+            parameters = tuple(self.module(c, layer).parameters())
+            unseen = torch.autograd._unsafe_preserve_version_counter(parameters)
+            with torch.no_grad(), unseen if self.keeps_saved else nullcontext():
+                for p in parameters:
                     p.mul_(1.5)
         elif write.kind == "mul_ without gradients":
             with torch.no_grad():
@@ -188,6 +220,10 @@ class Runner:
 
     def step(self, step):
         """Runs one: {name: what it left}."""
+        with _saved(torch.clone) if self.keeps_saved else nullcontext():
+            return self._step(step)
+
+    def _step(self, step):
         program, self.found, self.kept, self.tensors = self.program, {}, [], {}
         generator = torch.Generator().manual_seed(step.seed + self.rank)
 
@@ -355,8 +391,10 @@ def run(program: Program, device, group=None, rank=0):
     captured = Runner(program, modules, device, group=group, graphed=graphed)
     runners, problems = [captured, Runner(program, eager, device, group=group)], []
     for i, step in enumerate(program.steps):
-        if step.write is not None:
+        if step.write is not None and not problems:
             return _hostile(program, captured, eager, device, group, step)
+        if step.write is not None:
+            break
         found = []
         for runner in runners:
             runner.rank = rank
@@ -384,9 +422,14 @@ def _optimize(modules, i, step):
 
 
 def _hostile(program, captured, eager, device, group, step):
-    """The right values, or an error. What is right where eager raises: as if nobody shared memory, or nobody wrote."""
-    oracles = [{}, {"cloned": True}, {"write": False}]
+    """The right values, or an error. What is right where eager raises: as if nobody shared memory, or nobody wrote; of
+    a parameter, which later calls read, as if what a backward reads had been copied at the call."""
+    if step.write.kind == "a parameter":
+        oracles = [{}, {"kept": True}]
+    else:
+        oracles = [{}, {"cloned": True}, {"write": False}]
     twins = [twin(eager) for _ in oracles]
+    unchecked(captured.graphed, captured.modules)
     try:
         got = captured.step(step)
     except RuntimeError:

@@ -1,7 +1,7 @@
 # Random programs over captured callables are eager ones, bit for bit: schedules, shared buffers, checkpoints, recipes,
 # microbatches in flight, weight gradients everywhere, refused calls, exceptions in captures, writes to what is in
 # flight. --generated=N runs N programs; a failure prints its program. Mutant: results of a checkpoint's first run that
-# stay in static memory turn programs 54, 65 and 91 red.
+# stay in static memory turn programs 54, 65 and 91 red; parameters that are not guarded, 29 and 35.
 import graph_rank_workers as workers
 import pytest
 from graph_program_runs import run
@@ -23,6 +23,12 @@ def test_programs(device, generated_seed):
         if draws and isinstance(error, NotImplementedError) and "draws random numbers" in str(error):
             return
         raise AssertionError(f"{type(error).__name__}: {error}\n{program}") from error
+
+
+@pytest.mark.usefixtures("fp8_left_off")
+def test_a_write_to_parameters_that_no_backward_reads(device):
+    """Kept weights in FP8 are read instead: the gradients are right, and later calls see the new biases."""
+    assert run(generated(228), device) == "written to: {'kept': True}"
 
 
 @pytest.mark.dist
