@@ -15,7 +15,6 @@ def _kind() -> type:
     return NotCompiled
 
 
-@torch.compiler.assume_constant_result
 def refuse_traced(message: str) -> None:
     """Raises NotImplementedError where torch.compile traces. An exception that traced code raises would be told as
     "Observed exception", with advice that is none, and swallowed where a graph may break; what raises here is run by
@@ -23,6 +22,10 @@ def refuse_traced(message: str) -> None:
     from torch._dynamo.exc import UserErrorType
 
     raise _kind()(UserErrorType.INVALID_INPUT, message)
+
+
+# What torch.compiler.assume_constant_result does, but that imports all of Dynamo to do it.
+refuse_traced._dynamo_marked_constant = True
 
 
 def refuse(message: str) -> None:
