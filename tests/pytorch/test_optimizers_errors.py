@@ -10,7 +10,7 @@ from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.optimizers import FusedAdam
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
 MASTERS = {"master_weights": True}
 FP8 = {"exp_avg_dtype": torch.uint8}
@@ -103,6 +103,11 @@ def with_grad_like(p, make):
     p.grad = make(torch.ones_like(p))
 
 
+def remainder(optimizer, p):
+    optimizer.state[p]["master_param"] = torch.zeros_like(p, dtype=torch.int16)
+    optimizer._sorted.clear()
+
+
 BAD_STEPS = {
     "sparse": (("gradient", "Sparse", "sparse=False"), lambda o, p: setattr(p, "grad", p.detach().to_sparse())),
     "freed gradient": (("grad", "freed"), lambda o, p: freed(p.grad)),
@@ -116,6 +121,9 @@ BAD_STEPS = {
     "betas": (("betas",), lambda o, p: o.param_groups[1].update(betas=(0.9, 2.0))),
     "eps": (("eps",), lambda o, p: o.param_groups[1].update(eps=-1.0)),
     "lr": (("lr",), lambda o, p: o.param_groups[1].update(lr=None)),
+    "no option": (("bias_correction",), lambda o, p: o.param_groups[1].pop("bias_correction")),
+    "step": (("'step'", "-5"), lambda o, p: o.param_groups[1].update(step=-5)),
+    "dtype of a remainder's weight": (("param", "Float", "bfloat16"), remainder),
 }
 
 
@@ -137,6 +145,52 @@ def test_bad_steps_change_nothing(device, name):
     assert_same({k: t for k, t in after.items() if k in before and not k.startswith("2 exp")},
                 {k: t for k, t in before.items() if not k.startswith("2 exp")})  # fmt: skip
     assert not optimizer.state.get(params[0]) and optimizer.param_groups[0]["step"] == 1
+
+
+@pytest.mark.parametrize("way", ("plain", "masters"))
+def test_a_weight_that_was_turned_around(device, way):
+    """Its states have as many elements, and others."""
+    p = torch.nn.Parameter(torch.randn(4, 6, device=device))
+    optimizer = trained([p], 1, **({} if way == "plain" else MASTERS))
+    p.grad, p.data = None, p.detach().t().contiguous()
+    before = everything(optimizer)
+    give_grads([p])
+    with refused(ValueError, "FusedAdam", "exp_avg", "[4, 6]", "[6, 4]", "initialize_state"):
+        optimizer.step()
+    assert_same(everything(optimizer), before)
+    optimizer.initialize_state(p)
+    optimizer.step()
+
+
+def test_a_weight_that_was_swapped_for_a_quantized_one(device):
+    params = [torch.nn.Parameter(torch.randn(16, 16, device=device)) for _ in range(2)]
+    optimizer = trained([{"params": [p]} for p in params], 1, **MASTERS)
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        other = te.Linear(16, 16, device=device).weight
+    params[1].grad = None
+    torch.utils.swap_tensors(params[1], other)
+    for p in params:
+        p.grad = torch.ones(p.shape, device=device)
+    before = params[0].detach().clone()
+    with refused(ValueError, "FusedAdam", "'param' 0", "without memory", "swapped"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("option", ("amsgrad", "maximize"))
+def test_groups_of_another_optimizer(device, option):
+    params = parameters(device, sizes=(5, 6))
+    for make in (FusedAdam, FusedSGD):
+        optimizer = make(params[:1], lr=0.1)
+        if make is FusedSGD and option == "amsgrad":
+            continue
+        with refused(NotImplementedError, make.__name__, option):
+            optimizer.add_param_group({"params": params[1:], option: True})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": params[1:], option: False})
+    other = torch.optim.AdamW(params, lr=0.1).state_dict()
+    with refused(ValueError, "bias_correction"):
+        FusedAdam(params).load_state_dict(other)
 
 
 def everything_that_is_there(optimizer):

@@ -133,6 +133,29 @@ def test_bad_gradients_change_nothing(device):
         assert not any(optimizer.state.values())
 
 
+@pytest.mark.parametrize(
+    "words, buffer",
+    [
+        (("strides", "(1, 3)"), lambda p: torch.ones(4, 3, device=p.device).t()),
+        (("[12]", "[3, 4]"), lambda p: torch.ones(12, device=p.device)),
+        (("3.0", "dense"), lambda p: 3.0),
+        (("sparse", "dense"), lambda p: torch.ones_like(p).to_sparse()),
+    ],
+    ids=["strides", "shape", "number", "sparse"],
+)
+def test_bad_buffers_change_nothing(device, words, buffer):
+    params = [torch.nn.Parameter(torch.ones(3, 4, device=device)) for _ in range(2)]
+    optimizer = FusedSGD([{"params": [p]} for p in params], lr=0.1, momentum=0.9)
+    give_grads(params)
+    optimizer.step()
+    optimizer.state[params[1]]["momentum_buffer"] = buffer(params[1].detach())
+    before = [p.detach().clone() for p in params]
+    with refused(ValueError, "FusedSGD", "momentum_buffer", *words):
+        optimizer.step()
+    for p, q in zip(params, before, strict=True):
+        assert_same_bits(p.detach(), q)
+
+
 def test_memory_that_overlaps(device):
     """In one group and in two; one gradient of two parameters is none of it, and neighbours are not."""
     whole = torch.randn(20, device=device)

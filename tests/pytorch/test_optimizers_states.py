@@ -212,6 +212,19 @@ def test_loading_keeps_the_memory(device):
     assert_same_bits(before, saved["state"][3]["exp_avg"])
 
 
+def test_loading_brings_states_into_the_layout_of_the_weights(device):
+    """A model that goes into another memory format takes its states along by a state_dict."""
+    images = torch.nn.Parameter(randn(4, 3, 5, 5, device=device))
+    ours, plain = trained([images], 1), trained([torch.nn.Parameter(images.detach().clone())], 0)
+    plain.load_state_dict(copy.deepcopy(ours.state_dict()))
+    images.data = images.detach().to(memory_format=torch.channels_last)
+    ours.load_state_dict(ours.state_dict())
+    for optimizer in (ours, plain):
+        more_steps(optimizer, 2, 1)
+    assert ours.state[images]["exp_avg"].stride() == images.stride()
+    assert_same(everything(ours), everything(plain))
+
+
 def spoiled(saved, change):
     saved = copy.deepcopy(saved)
     change(saved["state"][1])

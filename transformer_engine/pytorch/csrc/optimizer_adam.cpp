@@ -100,6 +100,9 @@ Span memory_of(const Tensor& t, const Tensor& like, const char* op, const char* 
   const at::TensorImpl* impl = t.unsafeGetTensorImpl();
   if (impl->numel() == 0) return {0, 0, list, index};
   const auto begin = reinterpret_cast<uintptr_t>(impl->data());
+  TORCH_CHECK_VALUE(begin != 0, op, ": '", list, "' ", index, " is a ", t.toString(),
+                    " without memory of its own, wanted a plain tensor; make the optimizer anew where parameters were ",
+                    "swapped for others.");
   return {begin, begin + uintptr_t(impl->numel()) * impl->itemsize(), list, index};
 }
 
@@ -165,6 +168,11 @@ void AdamCalls::add(const AdamEntry& e, int64_t index) {
   plan.exp_avg = moment_dtype(e.exp_avg, op_, "exp_avg");
   plan.exp_avg_sq = moment_dtype(e.exp_avg_sq, op_, "exp_avg_sq");
   plan.master = master_of(e.master, op_);
+  TORCH_CHECK_VALUE(plan.master != TE_MASTER_REMAINDER || (!fp8 && plan.param == TE_BFLOAT16), op_, ": 'param' ", index,
+                    " is ", e.param.scalar_type(), ", wanted bfloat16: its 'master_param' is a remainder of one; make ",
+                    "its state anew where its dtype has changed.");
+  TORCH_CHECK_VALUE(!fp8 || e.master.defined(), op_, ": 'master_param' ", index, " is None beside an FP8 weight, ",
+                    "wanted float32 or float16: what is smaller than its steps would be lost.");
   // An FP8 weight's bytes may have a pitch: a state says how everything else has to lie.
   const Tensor& like = fp8 ? e.exp_avg : e.param;
   te_optimizer_tensor tensor{e.param.numel(), {}};

@@ -100,6 +100,13 @@ class AdamLists {
     return {value, scaled ? tensor_of(item(scales, key), op_.c_str(), list, i) : none_};
   }
 
+  // As many elements are not enough: those of a transposed weight would be stepped by others' moments.
+  void check_shape(const State& state, const Tensor& like, const char* list, int64_t i) const {
+    TORCH_CHECK_VALUE(state.value.sizes() == like.sizes(), op_, ": '", list, "' ", i, " has shape ",
+                      state.value.sizes(), ", wanted ", like.sizes(),
+                      " like its parameter; initialize_state(parameter) makes another.");
+  }
+
   void add_one(int64_t i, const Tensor& param, const Tensor& given, PyObject* state, PyObject* scales, py::handle fp8) {
     const char* op = op_.c_str();
     const State m = state_of(state, scales, keys().exp_avg, "exp_avg", exp_avg_, i);
@@ -107,6 +114,9 @@ class AdamLists {
     const State w = master_.has_value() ? state_of(state, scales, keys().master_param, "master_param", *master_, i)
                                         : State{none_, none_};
     const Tensor& like = fp8 ? m.value : param;
+    check_shape(m, like, "exp_avg", i);
+    check_shape(v, like, "exp_avg_sq", i);
+    if (w.value.defined()) check_shape(w, like, "master_param", i);
     check_grad(given, like, op, i);
     const Tensor* grad = &given;
     if (!(given.is_contiguous() && like.is_contiguous()) && given.strides() != like.strides()) {

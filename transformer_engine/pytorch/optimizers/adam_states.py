@@ -62,6 +62,16 @@ def new_state(param: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return _as(param, value), pair
 
 
+def lies_as(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether value has the shape and the layout of a state of param."""
+    value, local = local_of(value), local_of(param)
+    if value.shape != local.shape:
+        return False
+    if isinstance(local, QuantizedTensor) or local.is_contiguous():
+        return value.is_contiguous()
+    return value.stride() == local.stride()
+
+
 def read(value: torch.Tensor, pair: torch.Tensor | None) -> torch.Tensor:
     """In float32; remainders as they are."""
     if is_sharded(value):

@@ -30,8 +30,29 @@ OP = "FusedAdam"
 # ---- options of a group ----
 
 
+def refuse_amsgrad(op: str, amsgrad: object) -> None:
+    if amsgrad:
+        raise NotImplementedError(
+            f"{op}: argument 'amsgrad' is True, but AMSGrad is not available in this version; use "
+            "torch.optim.AdamW(amsgrad=True)."
+        )
+
+
+def check_has(op: str, group: Mapping[str, Any], *names: str) -> None:
+    """Raises ValueError for a group without one of these, NotImplementedError for one that turns the step around."""
+    missing = [name for name in names if name not in group]
+    if missing:
+        raise ValueError(f"{op}: a group has no {missing}, wanted {list(names)}; optimizer.defaults has them.")
+    if group.get("maximize"):
+        raise NotImplementedError(
+            f"{op}: a group's 'maximize' is True, but steps go down in this version; negate the loss."
+        )
+
+
 def check_group(op: str, group: Mapping[str, Any]) -> None:
-    """Raises ValueError for an option that no step can take."""
+    """Raises ValueError for an option that no step can take, NotImplementedError for one of another optimizer."""
+    check_has(op, group, "lr", "bias_correction", "betas", "eps", "weight_decay")
+    refuse_amsgrad(op, group.get("amsgrad"))
     for name, at_least in (("lr", -math.inf), ("eps", 0.0), ("weight_decay", -math.inf)):
         value = group[name]
         if name == "lr" and isinstance(value, torch.Tensor):
@@ -41,8 +62,11 @@ def check_group(op: str, group: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{op}: argument '{name}' is {value!r}, wanted a number{' >= 0' if name == 'eps' else ''}."
             )
+    step = group.get("step", 0)
+    if not ((isinstance(step, torch.Tensor) and step.numel() == 1) or (isinstance(step, (int, float)) and step >= 0)):
+        raise ValueError(f"{op}: a group's 'step' is {step!r}, wanted the number of steps that it has taken.")
     betas = group["betas"]
-    if not (len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
         raise ValueError(f"{op}: argument 'betas' is {betas!r}, wanted two numbers in [0, 1).")
 
 

@@ -14,7 +14,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.optimizers import adam_states as states
 from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER, local_of
-from transformer_engine.pytorch.optimizers.adam_step import Step, check_group, put_on_device
+from transformer_engine.pytorch.optimizers.adam_step import Step, check_group, put_on_device, refuse_amsgrad
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 OP = "FusedAdam"
@@ -63,11 +63,7 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        if amsgrad:
-            raise NotImplementedError(
-                f"{OP}: argument 'amsgrad' is True, but AMSGrad is not available in this version; use "
-                "torch.optim.AdamW(amsgrad=True)."
-            )
+        refuse_amsgrad(OP, amsgrad)
         if set_grad_none is not None:
             warnings.warn(
                 f"{OP}: argument 'set_grad_none' is deprecated, call zero_grad(set_to_none=...).",
@@ -297,7 +293,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.state[param], self._scales[param] = {}, {}
         for name, dtype in self._kept(param).items():
             value, pair = state.get(name), scales.get(name)
-            if value is None or value.dtype is not dtype or local_of(value).shape != local_of(param).shape:
+            if value is None or value.dtype is not dtype or not states.lies_as(value, param):
                 value, pair = states.new_state(param, dtype)
             states.write(value, pair, given[name])
             self.state[param][name] = value

@@ -11,6 +11,7 @@ import torch
 
 from transformer_engine.pytorch.functional import optimizer_sgd
 from transformer_engine.pytorch.optimizers.adam_states import local_grad, local_of, new_state
+from transformer_engine.pytorch.optimizers.adam_step import check_has
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.storage import FLOATS
 
@@ -63,7 +64,7 @@ class FusedSGD(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1])
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 
@@ -117,11 +118,8 @@ class FusedSGD(torch.optim.Optimizer):
                 if buffer is None:
                     buffer, _ = new_state(p, weight.dtype)
                     new[p] = buffer
-                elif local_of(buffer).shape != weight.shape or local_of(buffer).dtype not in FLOATS:
-                    raise ValueError(
-                        f"{OP}: '{BUFFER}' {i} is {buffer.dtype} {list(buffer.shape)}, wanted {weight.dtype} "
-                        f"{list(p.shape)}."
-                    )
+                else:
+                    _check_buffer(i, weight, local_of(buffer))
                 lists.buffers.append(local_of(buffer))
             lists.grads.append(grad)
             lists.params.append(weight)
@@ -133,6 +131,7 @@ class FusedSGD(torch.optim.Optimizer):
 
 
 def _check_group(group: dict[str, Any]) -> None:
+    check_has(OP, group, "lr", "momentum", "dampening", "weight_decay", "nesterov")
     for name in ("lr", "momentum", "dampening", "weight_decay"):
         value = group[name]
         if isinstance(value, torch.Tensor) and name == "lr" and value.numel() == 1:
@@ -164,6 +163,19 @@ def _check_overlaps(calls: list[_Lists]) -> None:
             end, last = begin + size, (name, i)
         if name != "grad":
             written_end = max(written_end, begin + size)
+
+
+def _check_buffer(i: int, weight: torch.Tensor, buffer: object) -> None:
+    """Raises ValueError unless it lies as its weight does."""
+    if not isinstance(buffer, torch.Tensor) or buffer.layout is not torch.strided:
+        raise ValueError(f"{OP}: '{BUFFER}' {i} is {buffer!r}, wanted a dense tensor.")
+    if buffer.shape != weight.shape or buffer.dtype not in FLOATS or buffer.device != weight.device:
+        raise ValueError(
+            f"{OP}: '{BUFFER}' {i} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}, wanted {weight.dtype} "
+            f"{list(weight.shape)} on {weight.device}."
+        )
+    if buffer.stride() != weight.stride() and not (buffer.is_contiguous() and weight.is_contiguous()):
+        raise ValueError(f"{OP}: '{BUFFER}' {i} has strides {buffer.stride()}, wanted {weight.stride()}.")
 
 
 def _checked(i: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
