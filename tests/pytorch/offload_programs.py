@@ -329,7 +329,8 @@ class Run:
         with {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(how, torch.enable_grad)():
             one = self.begin(counts=False)
             self.run_layers(one, 0, len(self.layers), (), {i: c[:2] for i, c in calls.items()})
-        assert how == "disabled" or self.states() == before, "an evaluation has changed something"
+        now = self.states()
+        assert how == "disabled" or now == before, f"an evaluation has changed something: {before} became {now}"
         self.note(how, one["y"].clone())
         del one
         if how == "disabled" and self.synchronizer is not None:
@@ -378,12 +379,22 @@ class Run:
         steps = self.states()
         try:
             call()
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error) or "in place has changed it" in str(error):
+        except BaseException as error:
+            self.settle()
+            words = str(error)
+            if "modified by an inplace operation" in words or "in place has changed it" in words:
                 raise Refused from None
             raise
         if self.synchronizer is not None:
-            assert len(self.states()) <= len(steps), "a backward has begun a step"
+            now = self.states()
+            assert len(now) <= len(steps), f"a backward has begun a step: {steps} became {now}"
+
+    def settle(self):
+        """Behind a backward that failed. On CUDA a thread of autograd's own may hold what was raised a little longer
+        than this one, and with it the frames that it went through, so the graph: it has let go of that when it runs
+        something else."""
+        if self.device == "cuda":
+            torch.ones((), device="cuda", requires_grad=True).backward()
 
     # ---- what the context says ----
 
@@ -457,6 +468,6 @@ class Run:
         self.synchronizer.forget_step()
         if self.failed and (self.states() or self.synchronizer.pinned_usage()["slots"]):
             gc.collect()  # tracebacks hold each other
-        usage = self.synchronizer.pinned_usage()
-        assert not self.states(), "a step is left"
+        usage, left = self.synchronizer.pinned_usage(), self.states()
+        assert not left, f"a step is left: {left}, {usage}"
         assert self.program.retain or (usage["slots"], usage["used"]) == (0, 0), usage
