@@ -325,9 +325,9 @@ def _complete(weight: Float8Tensor) -> None:
     if usages[layout.COLUMNWISE]:
         transpose = engine.transpose(layout.matrix_of(layout.ROWWISE, weight._data))
         weight._transpose.copy_(transpose.view(weight._transpose.shape))
-    weight._written()
-    if not usages[layout.COLUMNWISE]:
+    else:
         weight._transpose_invalid = True
+    weight._written()
 
 
 def _verdict(optimizer: FusedAdam, grad_scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

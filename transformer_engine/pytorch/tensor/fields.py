@@ -8,8 +8,8 @@ MARK = "_TE_do_not_offload"  # whatever carries it never leaves its device: cpu_
 
 
 class PartField:
-    """The attribute of a part. Setting it drops the engine's view of the whole, which would keep the old one alive, and
-    hands on the whole's mark."""
+    """The attribute of a part. Setting it drops the engine's view of the whole, which would keep the old one alive,
+    hands on the whole's mark, and tells those who share the whole's memory."""
 
     __slots__ = ("name",)
 
@@ -22,6 +22,8 @@ class PartField:
     def __set__(self, storage: Any, value: torch.Tensor | None) -> None:
         storage.__dict__[self.name] = value
         storage.__dict__["_handle"] = None
+        if storage.__dict__.get("_member") is not None:
+            storage._part_set(self.name, value)
         if value is not None and MARK in storage.__dict__:
             setattr(value, MARK, storage.__dict__[MARK])
 

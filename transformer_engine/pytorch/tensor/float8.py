@@ -133,6 +133,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         shape = tuple(self.size())
         if kind == COLUMNWISE:
             transpose = engine.transpose(layout.matrix_of(ROWWISE, self._data), old.get("_transpose"))
+            self._transpose = None  # one that was no longer valid: others may have it
             self._transpose, self._transpose_invalid = transpose.view(layout.transposed(shape)), False
         else:
             self._data = engine.transpose(layout.matrix_of(COLUMNWISE, self._transpose)).view(shape)
@@ -161,6 +162,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """To be called by who writes _data: the columnwise data is no longer its transpose."""
         self._transpose_invalid = True
         self._handle = None
+        self._reach_aliases()
 
     def _viewed(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor | None] | None:
         parts = super()._viewed(shape)

@@ -217,6 +217,7 @@ class HybridQuantizer(Quantizer):
     ) -> QuantizedTensorStorage:
         x = source_of(type(self).__name__, src).detach()
         self._must_fit(x, dst)
+        dst._must_be_writable()
         if dst.rowwise_storage is not None:
             self.rowwise_quantizer.update_quantized(x, dst.rowwise_storage, noop_flag=noop_flag)
         if dst.columnwise_storage is not None:

@@ -156,8 +156,8 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         with torch.no_grad():
             return super().quantize_(tensor, noop_flag=noop_flag)
 
-    def _written(self) -> None:
-        super()._written()
+    def _count_write(self) -> None:
+        super()._count_write()
         torch.autograd.graph.increment_version(self)
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -198,12 +198,14 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
 
     def _take_data(self, tensor: "QuantizedTensor") -> None:
         torch.Tensor.data.__set__(self, tensor)
+        self._leave()
         for name in (*self._parts, "_dtype", "_rows_of"):
             setattr(self, name, getattr(tensor, name))
         self.__dict__["_transpose_invalid"] = tensor.__dict__.get("_transpose_invalid", False)
         if self._is_direct():
             self.__dict__.update(own_attributes(tensor))
-        self._written()
+        self._join(tensor)
+        self._count_write()
 
     data = property(_get_data, _set_data)
 

@@ -140,7 +140,7 @@ class Quantizer:
         there = dst.get_usages()
         if not any(there.values()):
             raise RuntimeError(f"{type(self).__name__}.update_quantized: argument 'dst' holds no data.")
-        dst._must_have_memory()
+        dst._must_be_writable()
         if dst._rows_of is not None:
             native = self._quantize_by_engine(x, rowwise=True, columnwise=False)
             dst._write_rows(self._of_native(native, x.shape, x.dtype), x, noop_flag)

@@ -22,6 +22,8 @@ class Rows:
         """It is a view of whole's rows from `first` on."""
         self._rows_of = (whole, first * math.prod(whole.shape[1:]))
         self._share_whole(whole)
+        if self._member is not None:
+            self._member.first = self._rows_of[1]
 
     def _share_whole(self, other: "Rows") -> None:
         """It is a view of `other`, which may be rows of something itself."""

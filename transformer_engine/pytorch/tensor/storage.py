@@ -10,6 +10,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.tensor import engine, layout
+from transformer_engine.pytorch.tensor.aliases import Aliases
 from transformer_engine.pytorch.tensor.fields import MarkField, PartField
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 from transformer_engine.pytorch.tensor.rows import Rows
@@ -31,7 +32,7 @@ class Part(NamedTuple):
     kind: str
 
 
-class QuantizedTensorStorage(Subviews, Sharding, Rows):
+class QuantizedTensorStorage(Subviews, Sharding, Rows, Aliases):
     """The data of a quantized tensor and the scales that turn it into values."""
 
     _parts: ClassVar[dict[str, Part]] = {}  # in the order of prepare_for_saving
@@ -46,6 +47,8 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
         "_saved",
         "_gave",
         "_rows_of",
+        "_family",
+        "_member",
         "_keeps_columnwise",
         "_columnwise_set_aside",
     )
@@ -257,6 +260,7 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
             engine.of_one_version(part, getattr(self, name))
         result = self._like(parts, shape, **options)
         result._share_whole(self)
+        result._join(self)
         return result
 
     def _like(self, parts: dict[str, torch.Tensor | None], shape: Sequence[int]) -> "QuantizedTensorStorage":
@@ -278,6 +282,10 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
             raise RuntimeError(f"{type(self).__name__}.{op}: it holds no data (cleared, or saved for backward).")
 
     # ---- new values ----
+
+    def _must_be_writable(self) -> None:
+        self._must_have_memory()
+        self._must_reach_aliases()
 
     def _must_have_memory(self) -> None:
         for part in self._tensors().values():
@@ -312,7 +320,7 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
         if self._rows_of is not None:
             self._write_quantized_rows(src)
             return True
-        self._must_have_memory()
+        self._must_be_writable()
         src._must_have_memory()
         with torch.no_grad():
             for name, own in self._tensors().items():
@@ -329,8 +337,12 @@ class QuantizedTensorStorage(Subviews, Sharding, Rows):
                 own.copy_(given if noop_flag is None else torch.where(noop_flag == 0, given, own))
 
     def _written(self) -> None:
-        """Every direction that it has holds new values. Called behind each write, whoever made it: a backward that
-        saved the parts must notice, and inside of __torch_dispatch__ torch tells nobody."""
+        """Every direction that it has holds new values. Called behind each write, whoever made it."""
+        self._count_write()
+        self._reach_aliases()
+
+    def _count_write(self) -> None:
+        """A backward that saved the parts must notice, and inside of __torch_dispatch__ torch tells nobody."""
         torch.autograd.graph.increment_version(self._tensors().values())
 
     def _values_to_come(self) -> None:

@@ -222,8 +222,9 @@ def _cast_masters(op: str, lists: Sequence[Any], group: Any, keep_columnwise: bo
     _reduced(joined, group)
     for weight, found in zip(weights, amaxes):
         weight.cast(found)
-        weight.weight._written()
+        weight.weight._count_write()
         _drop_columnwise(weight.weight, keep_columnwise)
+        weight.weight._reach_aliases()
 
 
 def quantize_master_weights(
@@ -315,6 +316,7 @@ def post_all_gather_processing(model_weights: QuantizedTensorStorage | Sequence[
         _drop_columnwise(weight, False)
         if old or (weight._quantizer is not None and weight._quantizer.columnwise_usage):
             weight._derive(COLUMNWISE, old)
+        weight._reach_aliases()
 
 
 @torch.no_grad()
