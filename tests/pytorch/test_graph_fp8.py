@@ -5,9 +5,22 @@ import copy
 
 import pytest
 import torch
-from graph_cases import HIDDEN, assert_same_step, build, left_by, linear, mlp, norm_linear, recomputed_mlp, step, tokens
+from graph_cases import (
+    HIDDEN,
+    assert_same_step,
+    build,
+    left_by,
+    linear,
+    mlp,
+    norm_linear,
+    recomputed_mlp,
+    split_linear,
+    step,
+    tokens,
+)
 from graph_cases import layer as transformer_layer
 from graph_fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
+from graph_program_runs import unchecked
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
@@ -362,3 +375,39 @@ def test_quantized_parameters(device):
         got, want = fp8_step(module, x, seed, "current"), fp8_step(eager, x, seed, "current")
         for key in want:
             assert torch.equal(got[key], want[key]) if want[key] is not None else got[key] is None, key
+
+
+@pytest.mark.parametrize("name", ["current", "block"])
+@pytest.mark.parametrize("family", [linear, split_linear], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("written", [False, True], ids=["same", "written"])
+def test_weights_that_are_quantized_anew_between_a_call_and_its_backward(device, family, name, written):
+    """All passes share the quantized weights. Eager's backward reads those of its call, and so gets other bits."""
+    module, eager = twins(family, device)
+    fp8 = {"enabled": True, "recipe": RECIPES[name], "cache_quantized_params": True}
+
+    def sample():
+        return tokens(device, torch.bfloat16, grad=True)
+
+    passes = te.make_graphed_callables((module,), tuple((sample(),) for _ in range(2)), _order=[1, 1, -1, -1], **fp8)
+    unchecked(passes, module)
+
+    def grads(calls, weights):
+        x = [torch.full_like(sample(), 0.5 + i).requires_grad_() for i in range(2)]
+        one = calls[0](x[0], is_first_microbatch=True)
+        if written:
+            with torch.no_grad():
+                for p in weights.parameters():
+                    p.mul_(3.0)
+        two = calls[1](x[1], is_first_microbatch=True)
+        one.float().sum().backward()
+        two.float().sum().backward()
+        return [x[0].grad, x[1].grad]
+
+    if written:
+        with pytest.raises(RuntimeError, match="quantized anew by another call"):
+            grads(passes, module)
+        return
+    with te.autocast(enabled=True, recipe=RECIPES[name]):
+        want = grads((eager, eager), eager)
+    for got, wanted in zip(grads(passes, module), want):
+        assert_same_bits(got, wanted)

@@ -228,7 +228,7 @@ def test_the_flag_of_kept_weights_is_written_on_the_graphs_stream(monkeypatch):
     module = build(linear, "cpu")
     capture(module, "cpu", enabled=True, recipe=Float8CurrentScaling(), cache_quantized_params=True)
     backend, written = module.forward.backend, []
-    monkeypatch.setattr(WeightFlag, "set", lambda _, first: written.append((backend.current_stream(), first)))
+    monkeypatch.setattr(WeightFlag, "set", lambda _, first, weights: written.append((backend.current_stream(), first)))
     _, stream = logged()
     x = tokens("cpu", grad=True)
     module(x, is_first_microbatch=True, cuda_graph_stream=stream).sum().backward()

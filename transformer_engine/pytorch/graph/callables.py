@@ -342,6 +342,8 @@ def make_graphed_callables(
     graphed = Capture(plan, list(get_all_rng_states().values())).run()
     for i, one_graphed in enumerate(graphed):
         one_graphed.flag = flag
+        if flag is not None:
+            flag.note(one_graphed.kept_weights)
         one_graphed.plan = quantizations[owner[i]].plan
     if _order is not None:
         return tuple(graphed)

@@ -451,6 +451,9 @@ class Capture:
         graphed.written = work.written
         graphed.guarded_inputs, graphed.guarded_results = work.guarded_inputs, work.guarded_results
         graphed.guarded_held = work.guarded_held if graphed.backward_graph is not None else []
+        if work.quantization.flag is not None:
+            own = [p for part in work.parts for p in part.parameters(recurse=False)]
+            graphed.kept_weights = [p for p in own if p.dim() == 2]
         if len(self.graphed) > 1 or self.plan.pool is not None:
             graphed.flight = self.flight
         graphed.loans = self.flight.loans

@@ -131,6 +131,13 @@ class Refusals:
             "reads them; change them behind the backward."
         )
 
+    def _refuse_kept(self) -> None:
+        raise RuntimeError(
+            f"{self.label}: weights of its module were written to behind the call, and quantized anew by another call "
+            "with is_first_microbatch=True, before its backward, which reads the quantized ones; change weights behind "
+            "the backward."
+        )
+
     def _refuse_spoilt(self, what: str, by: str) -> None:
         raise RuntimeError(
             f"{self.label}: {what} of a call whose memory {by} wrote over, which was called out of the order of the "

@@ -34,6 +34,7 @@ class _Replay(torch.autograd.Function):
         outputs = graphed.run_forward(given, stream, event, microbatch)
         ctx.turn = graphed.turn
         ctx.held = [t._version for t in graphed.guarded_held]
+        ctx.kept = None if graphed.flag is None else graphed.flag.made(graphed.kept_weights)
         ctx.versions = graphed.versions(given) if graphed.guarded_results or not graphed.all_moved else ()
         if graphed.constant_outputs:
             ctx.mark_non_differentiable(*(outputs[i] for i in graphed.constant_outputs))
@@ -72,6 +73,7 @@ class Graphed(Refusals, WeightGrads):
         self.mismatches = 0
         self.ran_eager = False  # the latest call did: what it left is the module's own
         self.flag: WeightFlag | None = None  # each call says whether quantized weights are made anew
+        self.kept_weights: list[torch.nn.Parameter] = []  # whose quantized ones all calls of the module share
         self.scales: Scales | None = None
         self.plan: Plan | None = None  # of the recipe that its modules were captured with
         self.gone = False
@@ -248,8 +250,8 @@ class Graphed(Refusals, WeightGrads):
             for static, tensor in apart(moves) if meets else moves:
                 static.copy_(tensor)
             self.all_moved = len(moves) == len(given)
-            if self.flag is not None:
-                self.flag.set(microbatch and not recompute_phase().recomputing)  # that one reads what there is
+            if self.flag is not None:  # a recomputation reads what there is
+                self.flag.set(microbatch and not recompute_phase().recomputing, self.kept_weights)
             self.replay_forward()
         else:
             self.all_moved = False  # or not: it is looked at again
@@ -280,7 +282,7 @@ class Graphed(Refusals, WeightGrads):
         with self.backend.on(stream) if beside else nullcontext():
             fill(*to_fill)
             if self.flag is not None and microbatch is not None:
-                self.flag.set(microbatch and not recompute_phase().recomputing)
+                self.flag.set(microbatch and not recompute_phase().recomputing, self.kept_weights)
             graph.replay()
         if not beside:
             return
@@ -307,6 +309,8 @@ class Graphed(Refusals, WeightGrads):
             self._check_versions(ctx.versions)
         if ctx.held != [t._version for t in self.guarded_held]:
             self._refuse_held(ctx.held)
+        if ctx.kept is not None and ctx.kept != self.flag.made(self.kept_weights):
+            self._refuse_kept()
         unwanted = self._unwanted() if self.fused or self.delayed else ()
         if self.flight is not None:
             self.flight.backward(self)
