@@ -82,6 +82,7 @@ te_tensor view_2d(const Tensor& t, const char* op, const char* argument) {
                     ", wanted the CPU or a CUDA device.");
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, op, ": argument '", argument, "' has layout ", t.layout(),
                     ", wanted a dense tensor; call .to_dense().");
+  check_in_memory(t, op, argument);
   te_tensor view{};
   view.dtype = dtype_of(t, op, argument);
   view.device = t.is_cpu() ? TE_DEVICE_CPU : t.device().index();
@@ -104,7 +105,10 @@ te_tensor view_2d(const OptionalTensor& t, const char* op, const char* argument)
   return t.has_value() && t->defined() ? view_2d(*t, op, argument) : absent();
 }
 
-Tensor rows_of(const Tensor& t) { return folds(t) ? t : t.contiguous(); }
+Tensor rows_of(const Tensor& t) {
+  if (t.is_neg()) return t.resolve_neg().contiguous();
+  return folds(t) ? t : t.contiguous();
+}
 
 te_stream current_stream(const Tensor& t) {
   if (t.is_cpu()) return nullptr;

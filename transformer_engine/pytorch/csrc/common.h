@@ -30,13 +30,20 @@ inline void check_memory(const Tensor& t, const char* op, const char* argument) 
                     "' has shape ", t.sizes(), ", but its memory has been freed; allocate it again (gather it) first.");
 }
 
+// Names the op and the argument where t's memory holds the negatives of its values (conj().imag does): PyTorch turns
+// them round as it reads them, the engine does not.
+inline void check_in_memory(const Tensor& t, const char* op, const char* argument) {
+  TORCH_CHECK_VALUE(!t.is_neg(), op, ": argument '", argument,
+                    "' is negated when it is read, not in memory; pass resolve_neg() of it.");
+}
+
 // Leading dimensions folded into rows. The tensor must be row-foldable, see rows_of().
 te_tensor view_2d(const Tensor& t, const char* op, const char* argument);
 te_tensor view_2d(const OptionalTensor& t, const char* op, const char* argument);  // absent when there is none
 inline te_tensor absent() { return te_tensor{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU}; }
 
 // t itself when its rows can be folded without a copy and its last dimension is dense, else a contiguous copy: stride-0
-// and transposed gradients end here.
+// and transposed gradients end here, and those that are negated when they are read.
 Tensor rows_of(const Tensor& t);
 
 // PyTorch's current stream on t's device, taken device-generically so that no CUDA library is linked.

@@ -97,6 +97,7 @@ void check_member(const Tensor& t, const Tensor& like, const char* op, const cha
 
 Span memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index) {
   if (!t.defined() || !is_plain(t, like)) check_member(t, like, op, list, index);
+  check_in_memory(t, op, list);
   const at::TensorImpl* impl = t.unsafeGetTensorImpl();
   if (impl->numel() == 0) return {0, 0, list, index};
   const auto begin = reinterpret_cast<uintptr_t>(impl->data());

@@ -119,7 +119,8 @@ class AdamLists {
     if (w.value.defined()) check_shape(w, like, "master_param", i);
     check_grad(given, like, op, i);
     const Tensor* grad = &given;
-    if (!(given.is_contiguous() && like.is_contiguous()) && given.strides() != like.strides()) {
+    const bool laid_out = (given.is_contiguous() && like.is_contiguous()) || given.strides() == like.strides();
+    if (!laid_out || given.is_neg()) {
       copies_.emplace_back(given, laid_out_as(like, given));
       grad = &copies_.back().second;
     }
@@ -152,7 +153,7 @@ class AdamLists {
   const at::ScalarType rounding_;
   AdamCalls calls_;
   int64_t count_ = 0;
-  std::deque<std::pair<Tensor, Tensor>> copies_;  // gradients laid out otherwise than their parameters
+  std::deque<std::pair<Tensor, Tensor>> copies_;  // gradients that do not lie in memory as their parameters do
   const Tensor none_;
 };
 

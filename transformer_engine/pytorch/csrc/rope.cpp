@@ -66,7 +66,10 @@ c10::SymInt packed_head_dim(const Tensor& qkv, at::IntArrayRef heads) {
 
 // ---- tensors as the core's PODs ----
 
-Tensor dense_last(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous(); }
+Tensor dense_last(const Tensor& t) {
+  if (t.is_neg()) return t.resolve_neg().contiguous();
+  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
+}
 
 // Strides of t [seq, batch, heads, head_dim] or batch first.
 te_rope_tensor heads_of(const Tensor& t, bool batch_first) {
@@ -101,7 +104,7 @@ te_rope_plan plan_of(const Tensor& x, const char* argument, bool batch_first, bo
 
 Tensor dense_rows(const Tensor& freqs) {
   const bool apart = freqs.size(0) <= 1 || freqs.stride(0) >= freqs.size(-1);
-  return apart ? dense_last(freqs) : freqs.contiguous();
+  return dense_last(apart ? freqs : freqs.contiguous());
 }
 
 // The angles of a plan; holds what had to be copied until the launch.

@@ -200,4 +200,5 @@ def _checked(i: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     like = torch.empty_like(weight, device="meta")
     if weight.stride() != like.stride():
         raise ValueError(f"{OP}: parameter {i} has strides {weight.stride()}, wanted {like.stride()}, without gaps.")
-    return grad if grad.stride() == weight.stride() or weight.numel() == 0 else torch.empty_like(weight).copy_(grad)
+    laid_out = grad.stride() == weight.stride() or weight.numel() == 0
+    return grad if laid_out and not grad.is_neg() else torch.empty_like(weight).copy_(grad)
