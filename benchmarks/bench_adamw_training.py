@@ -1,9 +1,10 @@
 """200 steps of the language model of examples/ with FusedAdam on fp32 masters, clipped by the multi-tensor functions,
 beside torch's AdamW, fused and foreach, from the same weights on the same data (targets.py case 26, `lm_adamw`).
 
-Three rows an optimizer: the time of a step, its peak memory (weights, state and activations), and the mean loss of the
-last 20 steps, in nats a byte. torch's two ways round in different orders, so what lies between their losses is what
-rounding does. The h200 preset on a GPU, the toy on a CPU."""
+"own bf16 gradients" is the example's own: clipped in place, without a float32
+copy. Three rows an optimizer: the time of a step, its peak memory (weights, state and activations), and the mean loss
+of the last 20 steps, in nats a byte. torch's two ways round in different orders, so what lies between their losses is
+what rounding does. The h200 preset on a GPU, the toy on a CPU."""
 
 import dataclasses
 import gc
@@ -14,14 +15,39 @@ import sys
 import torch
 from common import Bench, Case
 
+from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale_tensor
+
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 from lm import data
 from lm.config import PRESETS
 from lm.model import FusedLM
-from lm.optimizer import BETAS, groups_of
+from lm.optimizer import BETAS, CLIP, FusedMasterAdamW, groups_of
 from lm.train import Trainer, set_determinism
 
 STEPS, LAST = 200, 20
+KINDS = {"ours": "fused", "own bf16 gradients": "fused", "torch fused": "torch", "torch foreach": "torch"}
+
+
+class Float32Gradients(FusedMasterAdamW):
+    """Gradients in float32, as torch's way has them here and frameworks in main_grad: clipping rounds no more."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.adam.use_decoupled_grad = True
+
+    @torch.no_grad()
+    def step(self, lr):
+        for p in self.parameters.values():
+            p.decoupled_grad, p.grad = p.grad.float(), None
+        grads = [p.decoupled_grad for p in self.parameters.values()]
+        norm, _ = multi_tensor_applier(multi_tensor_l2norm, self.overflow, [grads], False)
+        clip = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+        multi_tensor_applier(multi_tensor_scale_tensor, self.overflow, [grads, grads], clip)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        for p in self.parameters.values():
+            p.decoupled_grad = None
 
 
 def trained(config, device, batches, name):
@@ -29,6 +55,9 @@ def trained(config, device, batches, name):
     torch.manual_seed(config.seed)
     set_determinism(config, device)
     trainer = Trainer(FusedLM(config, device), config, device)
+    if name == "ours":
+        trainer.optimizer = None  # its state first
+        trainer.optimizer = Float32Gradients(trainer.model)
     if name == "torch foreach":
         own = trainer.optimizer
         own.adamw = torch.optim.AdamW(groups_of(own.masters.values()), lr=0.0, betas=BETAS, foreach=True)
@@ -45,7 +74,7 @@ def main():
     if not bench.wants(case):
         return
     batches = data.Batches(data.read_text(data.stdlib_files()), preset)
-    for name, kind in (("ours", "fused"), ("torch fused", "torch"), ("torch foreach", "torch")):
+    for name, kind in KINDS.items():
         steps = trained(dataclasses.replace(preset, optimizer=kind), bench.device, batches, name)
         times[name] = statistics.median(step.seconds for step in steps[LAST:]) * 1e6
         peaks[name] = max(step.memory for step in steps) / 2**20
