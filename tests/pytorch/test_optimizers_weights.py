@@ -234,3 +234,21 @@ def test_gradients_in_float32_of_bfloat16_weights(device):
     optimizer.step()
     assert_same_bits(optimizer.state[weight]["exp_avg"], 0.5 * weight.decoupled_grad)
     assert not any(p.grad is not None for p in parameters(device))
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
+def test_a_weight_loaded_near_its_init_values_is_not_put_back(device, recipe):
+    """A checkpoint of an early step lies within rounding of the format of what was kept, and is another weight."""
+    with te.quantized_model_init(True, recipe(), preserve_high_precision_init_val=True):
+        modules = [te.Linear(128, 128, device=device, bias=False) for _ in range(2)]
+    for module, factor in zip(modules, (0.97, None)):
+        init = module.weight.get_high_precision_init_val().float().to(device)
+        if factor is not None:
+            with torch.no_grad():
+                module.weight.copy_(init * factor)
+        held = module.weight.dequantize(dtype=torch.float32)
+        optimizer = FusedAdam(module.parameters(), lr=0.0, master_weights=True)
+        module.weight.grad = torch.zeros(128, 128, device=device)
+        optimizer.step()
+        master = optimizer.get_unscaled_state(module.weight, "master_param")
+        assert_same_bits(master, init if factor is None else held)

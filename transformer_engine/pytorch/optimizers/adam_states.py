@@ -8,7 +8,12 @@ from collections.abc import Mapping
 
 import torch
 
-from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    QuantizedTensor,
+)
 
 EXP_AVG, EXP_AVG_SQ, MASTER = "exp_avg", "exp_avg_sq", "master_param"
 
@@ -123,9 +128,25 @@ def first_master(param: torch.Tensor) -> torch.Tensor:
     if kept is None or kept.shape != values.shape:
         return values
     kept = kept.to(values.device, torch.float32)
+    again = _made_of(local, kept)
+    if again is not None:
+        return kept if torch.equal(again, values) else values
     # No format of 8 bits is further off: 2^-3 of a value, and below its normal numbers 2^-8 of the largest.
     near = 2.0**-3 * kept.abs() + 2.0**-8 * (kept.abs().amax() if kept.numel() else 0.0)
     return kept if bool(((kept - values).abs() <= near).all()) else values
+
+
+def _made_of(local: QuantizedTensor, kept: torch.Tensor) -> torch.Tensor | None:
+    """What the weight would hold if it were made of `kept`, by its own scale where it has one for all; None where that
+    cannot be told."""
+    if isinstance(local, Float8Tensor) and local._data is not None:
+        data = local._by_scale(kept, local._scale_inv).reshape(local._data.shape)
+        return local._like({**local._tensors(), "_data": data, "_transpose": None}, local.shape).dequantize(
+            dtype=torch.float32
+        )
+    if isinstance(local, Float8BlockwiseQTensor) and isinstance(local._quantizer, Float8BlockQuantizer):
+        return local._quantizer(kept).dequantize(dtype=torch.float32)
+    return None
 
 
 # ---- what a checkpoint brings ----
