@@ -23,6 +23,7 @@ from module_programs import (
 from support import assert_within, fp8_sum_error, rounding
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 
 
 def twins(p, model, way, batches):
@@ -50,7 +51,8 @@ def some_of_all(p):
     recipe = recipe_of(p)
     model, way = model_of(p, recipe), way_of(p, recipe)
     everything, some = twins(p, model, way, [batch_of(p) for _ in range(p.randrange(3))])
-    stateless = all("scale" not in name for name in left(everything))
+    # What is not wanted may not be quantized, and its column of a history rests. (Before a first step it has none.)
+    stateless = not isinstance(recipe, DelayedScaling) and all("scale" not in name for name in left(everything))
     names = [name for name, _ in some.named_parameters()]
     whole, wanted_sums = {}, {}
     for _ in range(p.randint(1, 2) if stateless else 1):
