@@ -8,6 +8,7 @@ from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 
 HIDDEN, HEADS, HEAD, SEQ, BATCH = 16, 2, 8, 6, 2
@@ -56,6 +57,19 @@ def test_what_is_no_tensor(name, kind, device):
 
 
 @pytest.mark.usefixtures("fp8_left_off")
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+def test_a_last_dimension_that_does_not_fit_leaves_histories_alone(kind, device):
+    module, recipe = kind(32, 48, device=device), DelayedScaling()
+    with te.autocast(recipe=recipe):
+        module(torch.ones(16, 32, device=device)).sum().backward()
+    histories = [module.fp8_meta[f"scaling_{way}"].amax_history for way in ("fwd", "bwd")]
+    before = [history.clone() for history in histories]
+    with refused(ValueError, "33]", "32"), te.autocast(recipe=recipe):
+        module(torch.full((16, 33), 100.0, device=device))
+    for history, was in zip(histories, before, strict=True):
+        assert_same_bits(history, was)
+
+
 def test_what_is_no_tensor_leaves_scales_alone(device):
     module, x = te.LayerNormMLP(HIDDEN, 32, device=device), tokens(device)
     with te.autocast():

@@ -91,12 +91,15 @@ struct LinearFamily {
 
     state.dtype = in.x.scalar_type();
     const bool keep_operand = needs.weight && !activation && !again;
+    const auto check = [&](const c10::SymInt& depth) {
+      if (q != nullptr) check_product(in.x, depth, in.weight, in.bias, in.quantized_weight.defined());
+    };
+    // Before a quantizer notes the amax of an x that is refused. A norm looks at x itself; what an activation makes of
+    // it is known behind it.
+    if (p.kind == Prologue::kNone) check(in.x.dim() > 0 ? in.x.sym_size(-1) : c10::SymInt(-1));
     const Produced made = produce<Route>(p, in.x, in.residual, in.gamma, in.beta, x_quantizer, {true, keep_operand});
-    if (q != nullptr) {
-      const Operand& x = made.operand;
-      check_product(in.x, x.quantized() ? x.fp8.rowwise.sym_size(-1) : x.plain.sym_size(-1), in.weight, in.bias,
-                    in.quantized_weight.defined());
-    }
+    const Operand& x = made.operand;
+    if (p.kind != Prologue::kNone) check(x.quantized() ? x.fp8.rowwise.sym_size(-1) : x.plain.sym_size(-1));
     const Operand weight = in.quantized_weight.defined()
                                ? Operand{{}, in.quantized_weight}
                                : operand_of<Route>(q != nullptr ? &q->weight : nullptr, in.weight, {true, needs.input});
