@@ -252,3 +252,14 @@ def test_a_weight_loaded_near_its_init_values_is_not_put_back(device, recipe):
         optimizer.step()
         master = optimizer.get_unscaled_state(module.weight, "master_param")
         assert_same_bits(master, init if factor is None else held)
+
+
+def test_init_values_are_known_again_by_a_scale_that_is_not_to_the_bit(device):
+    """1 / (1 / scale) is another number than most scales, and rounds some of many values to the other side."""
+    torch.manual_seed(0)
+    with te.quantized_model_init(True, DelayedScaling(), preserve_high_precision_init_val=True):
+        module = te.Linear(2048, 2048, device=device, bias=False)
+    optimizer = FusedAdam(module.parameters(), master_weights=True)
+    optimizer.initialize_state(module.weight)
+    kept = module.weight.get_high_precision_init_val().float().to(device)
+    assert_same_bits(optimizer.get_unscaled_state(module.weight, "master_param"), kept)

@@ -128,24 +128,30 @@ def first_master(param: torch.Tensor) -> torch.Tensor:
     if kept is None or kept.shape != values.shape:
         return values
     kept = kept.to(values.device, torch.float32)
-    again = _made_of(local, kept)
-    if again is not None:
-        return kept if torch.equal(again, values) else values
+    made = _made_of(local, kept)
+    if made is not None:
+        low, high = made
+        return kept if bool(((low <= values) & (values <= high)).all()) else values
     # No format of 8 bits is further off: 2^-3 of a value, and below its normal numbers 2^-8 of the largest.
     near = 2.0**-3 * kept.abs() + 2.0**-8 * (kept.abs().amax() if kept.numel() else 0.0)
     return kept if bool(((kept - values).abs() <= near).all()) else values
 
 
-def _made_of(local: QuantizedTensor, kept: torch.Tensor) -> torch.Tensor | None:
-    """What the weight would hold if it were made of `kept`, by its own scale where it has one for all; None where that
-    cannot be told."""
+def _made_of(local: QuantizedTensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Between what the weight's values lie if it was made of `kept`; None where that cannot be told. By one scale for
+    all it is its inverse that the weight has, and the scale that is made of it may be off by its last bit."""
     if isinstance(local, Float8Tensor) and local._data is not None:
-        data = local._by_scale(kept, local._scale_inv).reshape(local._data.shape)
-        return local._like({**local._tensors(), "_data": data, "_transpose": None}, local.shape).dequantize(
-            dtype=torch.float32
-        )
+
+        def held(values: torch.Tensor) -> torch.Tensor:
+            data = local._by_scale(values, local._scale_inv).reshape(local._data.shape)
+            parts = {**local._tensors(), "_data": data, "_transpose": None}
+            return local._like(parts, local.shape).dequantize(dtype=torch.float32)
+
+        ends = held(kept * (1 - 2.0**-21)), held(kept * (1 + 2.0**-21))
+        return torch.minimum(*ends), torch.maximum(*ends)
     if isinstance(local, Float8BlockwiseQTensor) and isinstance(local._quantizer, Float8BlockQuantizer):
-        return local._quantizer(kept).dequantize(dtype=torch.float32)
+        made = local._quantizer(kept).dequantize(dtype=torch.float32)
+        return made, made
     return None
 
 
