@@ -4,6 +4,8 @@ that leave, which captures ask. Nothing else."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 _capturing = False
 _left = 0
 
@@ -34,6 +36,11 @@ def note_leaving() -> None:
 def layers_that_left() -> int:
     """How many so far: those of a capture are the difference."""
     return _left
+
+
+def stream_captures() -> bool:
+    """Whether the current stream is being captured, by whomever; CUDA is not started to ask."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

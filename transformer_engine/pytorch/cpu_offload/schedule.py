@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from transformer_engine.pytorch.capturing import stream_captures
 from transformer_engine.pytorch.cpu_offload.arguments import is_count
 from transformer_engine.pytorch.cpu_offload.layer import OffloadableLayerState
-from transformer_engine.pytorch.cpu_offload.steps import Step, Synchronizer, capturing
+from transformer_engine.pytorch.cpu_offload.steps import Step, Synchronizer
 
 
 class DefaultOffloadSynchronizer(Synchronizer):
@@ -47,7 +48,7 @@ class DefaultOffloadSynchronizer(Synchronizer):
             step.layers[leaving].release_activation_forward_gpu_memory()
 
     def _end(self, step: Step, number: int) -> None:
-        in_capture = capturing()
+        in_capture = stream_captures()
         if in_capture:
             for layer in step.layers:
                 if layer.state == "offload_started":

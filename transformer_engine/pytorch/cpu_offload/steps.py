@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capturing import is_graph_capturing
+from transformer_engine.pytorch.capturing import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.cpu_offload.arguments import check_bytes, check_flags, is_count
 from transformer_engine.pytorch.cpu_offload.layer import (
     Engines,
@@ -21,10 +21,6 @@ from transformer_engine.pytorch.cpu_offload.layer import (
     pop_saved,
 )
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
-
-
-def capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def in_torch_checkpoint() -> bool:
@@ -166,7 +162,7 @@ class Synchronizer(Shared):
         """Layers are numbered as they run. One that reads nothing of the layer before it, whose graph is there, may
         belong to another forward, or to a pipeline's next stage; in a capture inputs come from nowhere."""
         step = self._step
-        if step.last_output is None or step.last_output() is None or capturing() or is_graph_capturing():
+        if step.last_output is None or step.last_output() is None or stream_captures() or is_graph_capturing():
             return
         if _C.offload_follows(tensor, *step.last_node):
             return
@@ -207,7 +203,7 @@ class Synchronizer(Shared):
             for layer in step.layers[: self.num_offloaded_layers]:
                 if layer.state == "reload_started" and layer.popped:
                     layer.finish_backward()
-                elif layer.state == "reload_started" and capturing():
+                elif layer.state == "reload_started" and stream_captures():
                     layer.wait_reload()
 
     # ---- inquiries ----
@@ -330,7 +326,7 @@ class Synchronizer(Shared):
         try:
             layer.start_offload()
         except PinnedMemoryError as error:
-            if capturing():
+            if stream_captures():
                 raise
             layer.stayed = True
             if not self._warned:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from transformer_engine.pytorch.capturing import is_graph_capturing
+from transformer_engine.pytorch.capturing import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.distributed.rng import NoDraws, Snapshot
 from transformer_engine.pytorch.quantization.state import STATE
 
@@ -142,7 +142,7 @@ class _Twice:
             with again, self.snapshot.replayed(), STATE.surrounded(self.surroundings):
                 results = self._call(leaves)
         else:
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            if stream_captures():
                 self.snapshot = NoDraws()
                 guard = self.snapshot.replayed()
             else:
@@ -251,8 +251,7 @@ def checkpoint(
         return _traced(function, args, kwargs, get_rng_state_tracker, context_fn)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    if is_graph_capturing() or capturing:
+    if is_graph_capturing() or stream_captures():
         use_reentrant = False  # captures take gradients by torch.autograd.grad, which the reentrant way refuses
     leaves, form = tree_flatten((args, kwargs))
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()

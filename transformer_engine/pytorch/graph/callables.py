@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.capturing import is_graph_capturing
+from transformer_engine.pytorch.capturing import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.graph.calling import has_own_call
 from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of
@@ -262,8 +262,7 @@ def make_graphed_callables(
             "cache_quantized_params": cache_quantized_params,
         },
     )
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if is_graph_capturing() or capturing:
+    if is_graph_capturing() or stream_captures():
         raise RuntimeError(f"{OP}: called inside a capture; capture one after the other.")
     if torch.is_autocast_cache_enabled() and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
         raise RuntimeError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capturing import stream_captures
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functional import optimizer_count_step
 from transformer_engine.pytorch.optimizers.adam_states import (
@@ -74,10 +75,6 @@ def _is_capturable_on(device: torch.device) -> bool:
     return device.type in ("cuda", "meta")
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def device_of(group: Mapping[str, Any], lr: Any) -> torch.device:
     """Where a capturable group's step and lr lie. lr: the one before, which a group without parameters stays with.
     Errors: ValueError for a CPU tensor, and for several devices."""
@@ -109,7 +106,7 @@ def put_on_device(optimizer: FusedAdam, index: int, before: Mapping[str, Any] | 
     device = device_of(group, old["lr"])
     if device.type == "meta":  # not anywhere yet
         return
-    if _is_capturing():
+    if stream_captures():
         raise ValueError(
             f"{OP}: a group's 'lr' is {lr!r} while a step is being captured, wanted the tensor that the optimizer has "
             "put there, with its value set before the capture: group['lr'].fill_(...)."
@@ -184,7 +181,7 @@ class Step:
         self.found_inf, self.inv_scale = _verdict(optimizer, grad_scaler)
         self.requantized: list[_Requantized] = []
         self.in_pass: list[Float8Tensor] = []
-        if not optimizer.capturable and _is_capturing():
+        if not optimizer.capturable and stream_captures():
             raise ValueError(
                 f"{OP}: a step with capturable=False is being captured, wanted capturable=True: replays would take the "
                 "numbers of this step."
@@ -226,7 +223,7 @@ class Step:
     def _new(self, param: torch.Tensor) -> tuple[dict, dict]:
         o = self.optimizer
         device = local_of(param).device
-        if device.type == "cuda" and _is_capturing():
+        if device.type == "cuda" and stream_captures():
             raise ValueError(
                 f"{OP}: a parameter {list(param.shape)} has no state yet, and the step is being captured, wanted a "
                 "step before the capture, or initialize_state(parameter): every replay would make it anew."

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.pytorch.capturing import stream_captures
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.products import Plan, plan_of
 
@@ -79,7 +80,7 @@ class State:
         """Of a graph, by its owner's word or by the stream's, which torch.compile cannot ask."""
         if self.capturing or torch.compiler.is_compiling():
             return self.capturing
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return stream_captures()
 
     def chosen_recipe(self) -> Recipe:
         return _DEFAULT if self.recipe is None else self.recipe
