@@ -15,13 +15,11 @@ import sys
 import torch
 from common import Bench, Case
 
-from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale_tensor
-
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 from lm import data
 from lm.config import PRESETS
 from lm.model import FusedLM
-from lm.optimizer import BETAS, CLIP, FusedMasterAdamW, groups_of
+from lm.optimizer import BETAS, FusedMasterAdamW, groups_of
 from lm.train import Trainer, set_determinism
 
 STEPS, LAST = 200, 20
@@ -35,19 +33,10 @@ class Float32Gradients(FusedMasterAdamW):
         super().__init__(model)
         self.adam.use_decoupled_grad = True
 
-    @torch.no_grad()
-    def step(self, lr):
+    def gradients(self):
         for p in self.parameters.values():
             p.decoupled_grad, p.grad = p.grad.float(), None
-        grads = [p.decoupled_grad for p in self.parameters.values()]
-        norm, _ = multi_tensor_applier(multi_tensor_l2norm, self.overflow, [grads], False)
-        clip = (CLIP / (norm + 1e-6)).clamp(max=1.0)
-        multi_tensor_applier(multi_tensor_scale_tensor, self.overflow, [grads, grads], clip)
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
-        for p in self.parameters.values():
-            p.decoupled_grad = None
+        return [p.decoupled_grad for p in self.parameters.values()]
 
 
 def trained(config, device, batches, name):

@@ -39,7 +39,7 @@ class FusedMasterAdamW:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Clip by the norm of the whole gradient, on the device; update; drop the gradients."""
-        grads = [p.grad for p in self.parameters.values()]
+        grads = self.gradients()
         norm, _ = multi_tensor_applier(multi_tensor_l2norm, self.overflow, [grads], False)
         clip = (CLIP / (norm + 1e-6)).clamp(max=1.0)
         multi_tensor_applier(multi_tensor_scale_tensor, self.overflow, [grads, grads], clip)
@@ -47,6 +47,10 @@ class FusedMasterAdamW:
             group["lr"] = lr
         self.adam.step()
         self.adam.zero_grad()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What is clipped in place and read by the step."""
+        return [p.grad for p in self.parameters.values()]
 
     def state_bytes(self) -> int:
         """Bytes of parameters, masters and moments."""
