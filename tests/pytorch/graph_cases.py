@@ -47,7 +47,9 @@ def plain(*, device, params_dtype, **_):
     )
 
 
-class _Records(torch.autograd.Function):
+class Records(torch.autograd.Function):
+    """The identity, whose backward records an event."""
+
     @staticmethod
     def forward(ctx, x, event):
         ctx.event = event
@@ -69,7 +71,7 @@ class Recording(torch.nn.Module):
         self.event_behind = self.event if backward else None
 
     def forward(self, x, **kwargs):
-        y = self.inner(x if self.event_behind is None else _Records.apply(x, self.event_behind), **kwargs)
+        y = self.inner(x if self.event_behind is None else Records.apply(x, self.event_behind), **kwargs)
         self.event.record()
         return y
 

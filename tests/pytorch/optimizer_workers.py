@@ -6,7 +6,7 @@ from tensor_workers import FSDP_SHAPES, Layer, batch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
@@ -83,5 +83,17 @@ def quantized_weights(rank):
     return results
 
 
+def gradient_that_lies_otherwise():
+    """A step of rows by a gradient that is whole on each rank, and the same step without sharding."""
+    mesh, values = init_device_mesh("cpu", (2,)), torch.arange(12.0).view(4, 3)
+    plain, sharded = torch.nn.Parameter(values.clone()), torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+    plain.decoupled_grad = values.sin()
+    sharded.decoupled_grad = DTensor.from_local(values.sin(), mesh, [Replicate()])
+    for p in (plain, sharded):
+        FusedAdam([p], lr=0.5, use_decoupled_grad=True).step()
+    return sharded.detach().full_tensor(), plain.detach()
+
+
 def everything(rank, folder):
-    return {"plain": plain_weights(rank, folder), "quantized": quantized_weights(rank)}
+    plain, quantized = plain_weights(rank, folder), quantized_weights(rank)
+    return {"plain": plain, "quantized": quantized, "otherwise": gradient_that_lies_otherwise()}

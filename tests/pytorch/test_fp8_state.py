@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import struct
+import weakref
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def entries(*states, group=None):
     for state in states:
         region.add(state, group, forward=True)
     return region
+
+
+def test_a_state_in_the_place_of_one_that_is_gone_is_registered():
+    """Python gives its number to another one."""
+    gone, state = make_state(DelayedScaling()), make_state(DelayedScaling())
+    region = Region()
+    region._forward[id(state)] = weakref.ref(gone), None
+    del gone
+    region.add_all({id(state): (weakref.ref(state), None)}, {})
+    assert region.has(state)
 
 
 def plain_update(history, scale, fp8_max, rule):

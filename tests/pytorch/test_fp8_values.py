@@ -415,3 +415,19 @@ def test_amaxes_of_a_backward_in_flight_arrive(device, fwd):
     y.backward(torch.full_like(y, 5.0))
     history = module.fp8_meta["scaling_bwd"].amax_history
     assert history[-1, 0] == 5.0 and module.fp8_meta["scaling_bwd"].scale[0] == 57344.0 / 5.0
+
+
+def test_what_is_not_put_in_leaves_scale_and_history(device):
+    module = linear(device)
+
+    def held():
+        return forward_scale(module).view(1), newest_amax(module).view(1), module.weight._data
+
+    with torch.no_grad():
+        module.weight.copy_(randn(32, 32, device=device))
+    before = [t.clone() for t in held()]
+    assert before[1] > 0
+    flag = torch.ones(1, device=device)
+    module.weight._quantizer.update_quantized(randn(32, 32, device=device) * 1e3, module.weight, noop_flag=flag)
+    for t, was in zip(held(), before, strict=True):
+        assert_same_bits(t, was)

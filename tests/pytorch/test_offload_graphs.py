@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from graph_cases import Records
 from offload_cases import forward, small, step  # noqa: F401
 from support import assert_same_bits, randn, refused
 
@@ -234,20 +235,6 @@ def test_captured_layers_take_less_memory():
     assert pool(0) - pool(4) >= 2 * kept
 
 
-class _Records(torch.autograd.Function):
-    """The identity, whose backward records an event behind the layer's own backward."""
-
-    @staticmethod
-    def forward(ctx, x, event):
-        ctx.event = event
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.event.record()
-        return gradient, None
-
-
 class Behind(torch.nn.Module):
     """A layer that says by an event when its result is there; the copies of its graph may still be under way then."""
 
@@ -257,7 +244,7 @@ class Behind(torch.nn.Module):
         self.event = torch.cuda.Event(external=True)
 
     def forward(self, x):
-        x = _Records.apply(x, self.event)
+        x = Records.apply(x, self.event)
         with self.context:
             x = self.inner(x)
         self.event.record()
@@ -304,7 +291,7 @@ class ByHand(torch.nn.Module):
 
     def forward(self, x):
         if self.event is not None:
-            x = _Records.apply(x, self.event)
+            x = Records.apply(x, self.event)
         if self.offload is None:
             x = self.inner(x)
         else:

@@ -57,3 +57,8 @@ def test_quantized_weights_train_as_one_process_does(ranks, name):
         wanted = module.weight.dequantize()[rank * rows : (rank + 1) * rows]
         assert_same_bits(results["quantized"][name], wanted.detach(), f"rank {rank}")
     assert torch.unique(module.weight.dequantize()).numel() > 2
+
+
+def test_a_gradient_that_lies_otherwise_is_cut_as_the_weight_is(ranks):
+    for results in ranks:
+        assert_same_bits(*results["otherwise"])

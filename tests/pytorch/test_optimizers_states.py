@@ -167,6 +167,27 @@ def test_states_one_by_one(device, dtype):
     assert not optimizer.get_unscaled_state(p, "exp_avg").any()
 
 
+def test_bytes_are_values_by_a_scale_of_1(device):
+    (p,) = parameters(device, sizes=(500,))
+    optimizer = FusedAdam([p], exp_avg_dtype=torch.uint8)
+    optimizer.set_scaled_state(p, "exp_avg", randn(500, device=device) * 1e-5)
+    given = torch.arange(500, device=device).remainder(126).byte()
+    optimizer.set_scaled_state(p, "exp_avg", given)
+    assert_same_bits(optimizer.get_unscaled_state(p, "exp_avg"), given.view(torch.float8_e4m3fn).float())
+
+
+def test_a_state_of_another_kind_is_stepped(device):
+    """What a step had made of the states that there were is forgotten."""
+    (p,) = parameters(device, dtype=torch.bfloat16, sizes=(500,))
+    optimizer = FusedAdam([p], master_weights=True, store_param_remainders=True)
+    more_steps(optimizer, 1)
+    optimizer.initialize_state(p, store_param_remainders=False)
+    more_steps(optimizer, 1, first=1)
+    master = optimizer.state[p]["master_param"]
+    assert master.dtype is torch.float32
+    assert_same_bits(master.bfloat16(), p.detach())
+
+
 def test_states_of_a_framework(device):
     """One that makes states itself, before the first step: the step goes on from them."""
     a, b = parameters(device, torch.bfloat16), parameters(device, torch.bfloat16)
