@@ -1,12 +1,13 @@
 // Where a product's weight gradient goes when the node does not just return it: to a Python callable that accumulates
-// it into main_grad or stores it for backward_dw(). Eager only; the arithmetic stays in product.h and the gemm room.
+// it into main_grad or stores it for backward_dw(). Eager only; the arithmetic stays in weight_product.h and the gemm
+// room.
 #pragma once
 
 #include <Python.h>
 
 #include <memory>
 
-#include "product.h"
+#include "weight_product.h"
 
 namespace te_torch {
 

@@ -1,0 +1,60 @@
+// See weight_product.h.
+#include "weight_product.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "gemm.h"
+
+namespace te_torch {
+
+Tensor WeightProduct::column_sums(int64_t first, int64_t rows) const {
+  if (dbias.defined()) return dbias.narrow(0, first, rows);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // backward_dw() runs anywhere
+  const Tensor part = plain_of<Direct>(dy, dtype).narrow(-1, first, rows);
+  return part.dim() > 1 ? part.flatten(0, -2).sum(0) : part;  // of one row: itself
+}
+
+Tensor WeightProduct::accumulate(Tensor& out, int64_t first, int64_t rows, bool with_bias, bool overwrite) const {
+  if (dy.quantized() && x.quantized()) {
+    Quantized part = dy.fp8;
+    part.columnwise = dy.fp8.columnwise.narrow(0, first, rows);
+    if (part.scaling == TE_SCALING_BLOCK_1D && rows != dy.fp8.columnwise.size(0)) {
+      // The rows' scales as a matrix of their own, whose pitch is a multiple of 4.
+      const Tensor& scales = dy.fp8.columnwise_scale_inv;
+      part.columnwise_scale_inv = scales.new_zeros({scales.size(0), (rows + 3) / 4 * 4});
+      part.columnwise_scale_inv.narrow(1, 0, rows).copy_(scales.narrow(1, first, rows));
+    }
+    gemm_fp8_accumulate(x.fp8, true, part, true, out, overwrite, detail::may_be_fast(x.fp8, part, split));
+    return with_bias ? column_sums(first, rows) : Tensor();
+  }
+  const Tensor sums = gemm_accumulate(plain_of<Direct>(x, dtype), plain_of<Direct>(dy, dtype).narrow(-1, first, rows),
+                                      "NT", out, with_bias && !dbias.defined(), overwrite);
+  if (!with_bias) return {};
+  return dbias.defined() ? dbias.narrow(0, first, rows) : sums;
+}
+
+std::vector<Tensor> WeightProduct::reads() const {
+  std::vector<Tensor> plain;
+  for (const Operand* t : {&dy, &x}) {
+    if (!t->quantized()) plain.push_back(t->plain);
+  }
+  return plain;
+}
+
+void register_weight_product(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(m, "WeightProduct")
+      .def_property_readonly("dtype", [](const WeightProduct& p) { return p.dtype; })
+      .def_property_readonly("reads", &WeightProduct::reads)
+      .def("compute", torch::wrap_pybind_function_no_gil(
+                          [](const WeightProduct& p, bool with_bias) { return p.compute<Direct>(with_bias); }))
+      .def("accumulate", torch::wrap_pybind_function_no_gil(
+                             [](const WeightProduct& p, Tensor out, int64_t first, int64_t rows, bool with_bias,
+                                bool overwrite) { return p.accumulate(out, first, rows, with_bias, overwrite); }))
+      .def("column_sums", torch::wrap_pybind_function_no_gil([](const WeightProduct& p, int64_t first, int64_t rows) {
+             return p.column_sums(first, rows);
+           }));
+}
+
+}  // namespace te_torch
