@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 import warnings
 
@@ -14,6 +15,7 @@ import torch
 from same_bits_cases import SLOW, chosen
 
 BATCH = 4
+CASE_S = 120  # of one case, which takes milliseconds: what hangs may grow without end
 SIZES = {None: (32, 48, 2), "": (32, 48, 2), "wide": (160, 288, 2), "odd": (24, 40, 2)}
 ATTENTION = ("MultiheadAttention", "TransformerLayer")
 _ADDRESS, _LINE = re.compile(r"0x[0-9a-f]+|\b\d{12,}\b"), re.compile(r"line \d+|\.py:\d+")
@@ -431,6 +433,7 @@ def main():
     cases = cases[::-1] if options.backwards else cases
     for case in cases[options.skip :]:
         print(json.dumps({"case": case.name}), flush=True)
+        signal.alarm(CASE_S)  # ends the process; same_bits.py starts another behind this case
         print(json.dumps({"case": case.name, "results": run(case, options.device, folder)}), flush=True)
 
 
