@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from transformer_engine.pytorch.module.fp8_state import QuantizationState
+from transformer_engine.pytorch.module.row_units import RowUnits, unit_marks
 from transformer_engine.pytorch.module.state import WholeCheckpoints, is_extra_state
 from transformer_engine.pytorch.module.weight_grad import Product, WeightGradSink, WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
@@ -56,7 +57,7 @@ def refuse_parallel(op: str, *, tp_size: int, **overlap: object) -> None:
     refuse(op, "overlap of tensor-parallel communication", **overlap)
 
 
-class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
+class TransformerEngineBaseModule(RowUnits, QuantizationState, WholeCheckpoints):
     """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`."""
 
     def __init__(self) -> None:
@@ -96,15 +97,16 @@ class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
     def _declare_rows(
         self, splits: dict[str, int | None], shape: tuple[int, ...], init: InitMethod, **tags: object
     ) -> None:
-        """Registers parameters that are consecutive rows of one buffer, so that noop_cat joins them without a copy."""
+        """Registers parameters that are consecutive rows of one buffer, a unit, so that noop_cat joins them without a
+        copy. Each has a mark that says which unit it belongs to (`row_unit`)."""
         buffer = torch.empty(shape, dtype=self.params_dtype, device=self.device)
         first = 0
-        for name, rows in splits.items():
+        for (name, rows), mark in zip(splits.items(), unit_marks(len(splits)), strict=True):
             part = buffer if rows is None else buffer[first : first + rows]
             first += 0 if rows is None else rows
             self.register_parameter(name, torch.nn.Parameter(part))
             self._initializers[name] = init
-            self._tags[name] = tags
+            self._tags[name] = tags | mark
             self._tag(name)
 
     def _tag(self, name: str) -> None:
@@ -119,8 +121,11 @@ class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialises the parameters in their order; those on the meta device are first made on a real one. With
         defer_init nothing happens, so that a meta module stays meta."""
-        if defer_init:
-            return
+        with self._joining():
+            if not defer_init:
+                self._initialize()
+
+    def _initialize(self) -> None:
         for name, init in self._initializers.items():
             parameter = getattr(self, name)
             if parameter.device.type == "meta":
@@ -228,7 +233,8 @@ class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         self._before_loading(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        with self._joining():  # assign=True puts other parameters in place
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self._loaded()
         # Checkpoints of plain modules have no extra state, and load all the same.
         key = prefix + "_extra_state"
@@ -236,8 +242,10 @@ class TransformerEngineBaseModule(QuantizationState, WholeCheckpoints):
             missing.remove(key)
         # Other versions have parts that are none here, and hold no parameters.
         unexpected[:] = [key for key in unexpected if not (key.startswith(prefix) and is_extra_state(key))]
-        self._tag_all()  # assign=True puts other parameters in place
+        self._tag_all()
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
+        self._renumber()
         self._tag_all()  # a deep copy of a parameter has none of its marks
+        self._settle({})

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
@@ -15,6 +16,7 @@ from transformer_engine.pytorch.module.base import (
     refuse,
     refuse_parallel,
 )
+from transformer_engine.pytorch.module.row_units import rows_in_order
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 
@@ -46,7 +48,8 @@ def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[st
 
 
 class SplitWeights(TransformerEngineBaseModule):
-    """A module whose weight and bias may be several parameters, rows of one matrix."""
+    """A module whose weight and bias may be several parameters, rows of one matrix. A bias that there is none of is an
+    empty tensor beside the weight, for clients that read the attribute."""
 
     _products = ("",)
 
@@ -97,42 +100,25 @@ class SplitWeights(TransformerEngineBaseModule):
     def _product_names(self, product: str) -> tuple[list[str], list[str]]:
         return self.weight_names, self.bias_names
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        super().reset_parameters(defer_init)
-        self._rejoin()
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self._rejoin()
-        return self
-
-    def __setstate__(self, state) -> None:
-        super().__setstate__(state)
-        self._rejoin()
-
-    @torch.no_grad()
-    def _rejoin(self) -> None:
-        """A move, a cast or a copy gives each parameter a storage of its own; this lays them side by side again, so
-        that joining them stays free of copies. The parameters stay the same objects. A bias that there is none of is
-        an empty tensor beside the weight, for clients that read the attribute."""
+    def _settle(self, before) -> None:
+        super()._settle(before)
         first = getattr(self, self.weight_names[0])
         for name in self._absent_names:
-            self.__dict__[name] = torch.empty(0, dtype=first.dtype, device=first.device)
-        for names in (self.weight_names, self.bias_names):
-            parts = [getattr(self, name) for name in names]
-            kinds = {(type(p), p.dtype, p.device, p.shape[1:]) for p in parts}
-            if len(parts) < 2 or len(kinds) > 1 or type(parts[0]) is not torch.nn.Parameter or parts[0].is_meta:
-                continue
-            joined = F.noop_cat(parts)
-            if joined.data_ptr() != parts[0].data_ptr():
-                for part, rows in zip(parts, joined.split([p.shape[0] for p in parts]), strict=True):
-                    part.data = rows
+            there = self.__dict__.get(name)
+            if there is None or (there.dtype, there.device) != (first.dtype, first.device):
+                self.__dict__[name] = torch.empty(0, dtype=first.dtype, device=first.device)
 
     def _joined(self, names: list[str]) -> torch.Tensor | None:
         parts = [getattr(self, name) for name in names]
-        if len(parts) > 1 and is_cpu_offload_enabled():
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        if is_cpu_offload_enabled():
             mark_not_offload(*parts)  # joined without a copy they are no parameter, nor a view of one that torch knows
-        return F.noop_cat(parts) if parts else None
+        if not torch.compiler.is_compiling() and _C.is_recording() and not rows_in_order(parts):
+            copied = sum(p.nbytes for p in parts)
+            why = f"{', '.join(names)} do not lie in order in one storage: row_units() can place them"
+            _C.record_path("noop_cat", f"copies {copied:,} bytes", why)
+        return F.noop_cat(parts)
 
 
 class Linear(SplitWeights):

@@ -1,0 +1,202 @@
+"""Parameters that are consecutive rows of one product's matrix, as units: what lays them side by side, and how an owner
+of memory (a data-parallel buffer) takes them as they are. No product is computed here, and none is split."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+_numbers = itertools.count()
+
+
+def unit_marks(count: int) -> list[dict[str, tuple[int, int, int]]]:
+    """A mark for each of `count` parameters of one unit: (the unit's number in this process, its place, their count).
+    Plain numbers, so that a file of parameters can be read with weights_only."""
+    number = next(_numbers) if count > 1 else None
+    return [{} if number is None else {"row_unit": (number, i, count)} for i in range(count)]
+
+
+def rows_in_order(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether they lie one behind the other in one storage: what noop_cat asks before it joins without a copy."""
+    first, end = parts[0], parts[0].storage_offset()
+    storage = first.untyped_storage()._cdata
+    for part in parts:
+        behind = part.untyped_storage()._cdata == storage and part.storage_offset() == end
+        alike = part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
+        if not (behind and alike and part.is_contiguous()):
+            return False
+        end += part.numel()
+    return True
+
+
+class RowUnit:
+    """Parameters of a module whose rows, one behind the other, are the weight or the bias of one product.
+
+    Where they lie so in one storage a forward joins them without a copy. names: in their order. shape: of all rows
+    together; dtype and device: of the first."""
+
+    def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
+        self._module = module
+        self.names = tuple(names)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [self._module._parameters[name] for name in self.names]
+
+    @property
+    def shape(self) -> torch.Size:
+        parts = self.parameters
+        return torch.Size((sum(p.shape[0] for p in parts), *parts[0].shape[1:]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def __repr__(self) -> str:
+        return f"RowUnit({', '.join(self.names)}: {self.dtype} {list(self.shape)} on {self.device})"
+
+    def in_order(self) -> bool:
+        """Whether the rows lie one behind the other in one storage."""
+        return self._unfit() is None and rows_in_order(self.parameters)
+
+    @torch.no_grad()
+    def place(self, buffer: torch.Tensor) -> None:
+        """Copies the values into `buffer` and makes the parameters views of it, in order. They stay the same objects,
+        with their gradients, marks and hooks, and stay there until they are moved to another device or dtype.
+
+        buffer: contiguous, of the unit's dtype and device, with as many elements as its shape, whatever its own shape;
+        it may overlap the memory that the parameters are in. A callable that was captured before reads the old memory.
+        Errors: ValueError for a buffer or parameters that do not fit; nothing is changed then."""
+        self._check(buffer)
+        whole, parts = buffer.detach().view(self.shape), self.parameters
+        if rows_in_order(parts) and _place(parts[0])[:2] == _place(whole)[:2]:
+            return
+        values = [p.detach() for p in parts]
+        if any(_overlap(value, whole) for value in values):
+            values = [value.clone() for value in values]
+            # a backward behind this may read what is written over
+            torch.autograd.graph.increment_version([p for p in parts if not p.is_inference()])
+        for value, rows in zip(values, self._split(whole), strict=True):
+            rows.copy_(value)
+        self._take(whole)
+
+    def _check(self, buffer: torch.Tensor) -> None:
+        op = f"{type(self._module).__name__}: row_units(): place"
+        unfit = self._unfit()
+        if unfit is not None:
+            raise ValueError(f"{op}: {', '.join(self.names)} are {unfit}.")
+        wanted = f"wanted a contiguous {self.dtype} {list(self.shape)}, or as many elements in a row, on {self.device}"
+        if not isinstance(buffer, torch.Tensor) or type(buffer) not in (torch.Tensor, torch.nn.Parameter):
+            raise ValueError(f"{op}: argument 'buffer' is a {type(buffer).__name__}, {wanted}.")
+        strided = buffer.layout is torch.strided
+        fits = (buffer.dtype, buffer.device, buffer.numel()) == (self.dtype, self.device, self.shape.numel())
+        if not (fits and strided and buffer.is_contiguous() and not buffer.is_neg()):
+            how = "" if strided and buffer.is_contiguous() and not buffer.is_neg() else ", not contiguous"
+            raise ValueError(
+                f"{op}: argument 'buffer' is {buffer.dtype} {list(buffer.shape)} on {buffer.device}{how}, {wanted}."
+            )
+        if buffer.is_inference():
+            raise ValueError(
+                f"{op}: argument 'buffer' was made in inference mode, wanted memory that training can write; "
+                "make it outside."
+            )
+        end = (buffer.storage_offset() + buffer.numel()) * buffer.element_size()
+        if buffer.numel() and buffer.untyped_storage().nbytes() < end:
+            raise ValueError(f"{op}: argument 'buffer' is {list(buffer.shape)}, but its memory has been freed.")
+
+    def _unfit(self) -> str | None:
+        """Why the parameters cannot be rows of one tensor as they are, or None."""
+        parts = self.parameters
+        if any(type(p) is not torch.nn.Parameter for p in parts):
+            return f"{sorted({type(p).__name__ for p in parts})}, wanted plain parameters"
+        if len({(p.dtype, p.device, p.shape[1:]) for p in parts}) > 1:
+            kinds = [f"{p.dtype} {list(p.shape)} on {p.device}" for p in parts]
+            return f"{', '.join(kinds)}, wanted one dtype, device and row length; convert the module first"
+        if len({id(p) for p in parts}) < len(parts):
+            return "partly one parameter, wanted one for each name"
+        return None
+
+    def _split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return whole.split([p.shape[0] for p in self.parameters])
+
+    def _take(self, whole: torch.Tensor) -> None:
+        for part, rows in zip(self.parameters, self._split(whole), strict=True):
+            part.data = rows
+
+    def _places(self) -> list[object]:
+        return [_place(p) if type(p) is torch.nn.Parameter else id(p) for p in self.parameters]
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """Lays the rows side by side, unless an owner laid them out: each has to fill its storage, or to lie in one as
+        large as the unit, which is how a module lays them."""
+        parts = self.parameters
+        if self._unfit() is not None or parts[0].is_meta or rows_in_order(parts):
+            return
+        size = self.shape.numel() * self.dtype.itemsize
+        if all(p.untyped_storage().nbytes() in (p.nbytes, size) for p in parts):
+            self._take(torch.cat([p.detach() for p in parts]))
+
+
+def _place(t: torch.Tensor) -> tuple[object, ...]:
+    """Where it lies. By storage and offset: a tensor without elements has no address."""
+    return t.untyped_storage()._cdata, t.storage_offset(), t.dtype
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of contiguous memory, or of what lies within it."""
+    start, other_start = one.data_ptr(), other.data_ptr()
+    return start < other_start + other.nbytes and other_start < start + one.untyped_storage().nbytes()
+
+
+class RowUnits(torch.nn.Module):
+    """A module's units: they stay where they are while nothing moves them, and are joined again behind what does."""
+
+    _products: tuple[str, ...]
+    _tags: dict[str, dict[str, object]]
+
+    def row_units(self) -> list[RowUnit]:
+        """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
+        named = [names for product in self._products for names in self._product_names(product)]
+        ours = self._parameters
+        several = [names for names in named if len(names) > 1]
+        return [RowUnit(self, names) for names in several if all(ours.get(name) is not None for name in names)]
+
+    @contextmanager
+    def _joining(self) -> Iterator[None]:
+        """Around what may move parameters."""
+        before = {unit.names: unit._places() for unit in self.row_units()}
+        yield
+        self._settle(before)
+
+    def _settle(self, before: dict[tuple[str, ...], list[object]]) -> None:
+        """Joins the units that do not lie where they lay before."""
+        for unit in self.row_units():
+            if unit._places() != before.get(unit.names):
+                unit._join()
+
+    def _apply(self, fn, recurse=True):
+        with self._joining():
+            super()._apply(fn, recurse)
+        for name, tags in self._tags.items():  # torch may have put other parameters in place
+            parameter = self._parameters.get(name)
+            for tag, value in tags.items() if parameter is not None else ():
+                if not hasattr(parameter, tag):
+                    setattr(parameter, tag, value)
+        return self
+
+    def _renumber(self) -> None:
+        """A copy of a module has units of its own."""
+        numbers: defaultdict[int, int] = defaultdict(lambda: next(_numbers))
+        for tags in self._tags.values():
+            if "row_unit" in tags:
+                number, *rest = tags["row_unit"]
+                tags["row_unit"] = (numbers[number], *rest)
