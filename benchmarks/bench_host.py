@@ -1,7 +1,8 @@
 """Host time of a step at 16 tokens, 256 wide, where the kernels are shorter than their launches (targets.py case H),
 and of the parts of a forward.
 
-Counts the GEMMs' flops, as the other benchmarks of the same modules do; refuses to run without a GPU."""
+Counts the GEMMs' flops, as the other benchmarks of the same modules do. On a CPU, where the time has the computing in
+it, the figures are good for comparing two builds alone (alternate.py)."""
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,8 @@ def main():
     ours = {"bias": False, "params_dtype": torch.bfloat16, "device": bench.device}
     plain = {"dtype": torch.bfloat16, "device": bench.device}
     linear = te.Linear(HIDDEN, HIDDEN, **ours), torch.nn.Linear(HIDDEN, HIDDEN, bias=False, **plain)
+    adding = te.Linear(HIDDEN, HIDDEN, fuse_wgrad_accumulation=True, **ours)
+    adding.weight.main_grad = torch.zeros(HIDDEN, HIDDEN, device=bench.device)
     mlp_options = dict(normalization="RMSNorm", activation="swiglu", **ours)
     mlp = te.LayerNormMLP(HIDDEN, FFN_HIDDEN, **mlp_options), Mlp(HIDDEN, FFN_HIDDEN, **plain)
 
@@ -67,6 +70,7 @@ def main():
             bench.compare_host(case, contenders, lambda: sets()[:1])
     mlp_shape, linear_flops, mlp_flops = (TOKENS, HIDDEN, FFN_HIDDEN), 6 * HIDDEN * HIDDEN, 18 * HIDDEN * FFN_HIDDEN
     step("linear", linear, shape, TOKENS * linear_flops)
+    step("linear_main_grad", (adding, linear[1]), shape, TOKENS * linear_flops)
     step("layernorm_mlp", mlp, mlp_shape, TOKENS * mlp_flops)
     for name in RECIPES:  # the peers stay in bf16
         fp8_linear, fp8_mlp = Quantized(linear[0], name), Quantized(mlp[0], name)

@@ -3,7 +3,7 @@ passes or fails; `report.py` judges the rows against the targets.
 
     from common import Bench, Case
 
-    bench = Bench(__doc__)                                   # parses --device, --results, --only
+    bench = Bench(__doc__)                                   # parses --device, --results, --only, --ours
     case = Case("5", "rmsnorm", "bf16", (16384, 4096), "forward", bytes=4 * 16384 * 4096)
     if bench.wants(case):
         w = bench.randn(4096, dtype="bf16")
@@ -73,8 +73,9 @@ class Bench:
         parser.add_argument("--device", type=torch.device, default=torch.device(default))
         parser.add_argument("--results", type=pathlib.Path, default=table.RESULTS, help="folder the rows go to")
         parser.add_argument("--only", default="", help="only cases whose 'case op dtype shape direction' contains this")
+        parser.add_argument("--ours", action="store_true", help="without the peers")
         args = parser.parse_args()
-        self.device, self._only, self._failed = args.device, args.only, []
+        self.device, self._only, self._failed, self._ours = args.device, args.only, [], args.ours
         stem, self._machine = table.machine(self.device)  # first: a run that cannot be named is not started
         self.folder, self._path = args.results, args.results / f"{stem}.csv"
         self.cuda = self.device.type == "cuda"
@@ -101,10 +102,11 @@ class Bench:
         return self._measure(case, contenders, make, sampler, rounds)
 
     def compare_host(self, case, contenders, make):
-        """As compare, but the host's wall time per call; CUDA only."""
-        if not self.cuda:
-            raise NotImplementedError("compare_host: host time is measured against an asynchronous device; wanted cuda")
-        return self._measure(case, contenders, make, timing.host_sampler, timing.CUDA_ROUNDS, turns=1)
+        """As compare, but the host's wall time per call; on a CPU that has the computing in it."""
+        sampler, rounds = (
+            (timing.host_sampler, timing.CUDA_ROUNDS) if self.cuda else (timing.cpu_sampler, timing.CPU_ROUNDS)
+        )
+        return self._measure(case, contenders, make, sampler, rounds, turns=1)
 
     def record(self, case, figures, unit):
         """Appends figures that are counted, not sampled ({impl: value}, for example bytes kept in MiB)."""
@@ -112,6 +114,8 @@ class Bench:
 
     def te_scale(self):
         """How this machine now compares with the one that timed TE: a torch Linear's step here over its time there."""
+        if self._ours:
+            return 1.0  # of a peer that is not asked for
         if not hasattr(self, "_te_scale"):
             linear = torch.nn.Linear(4096, 28672, bias=False, device=self.device, dtype=torch.bfloat16)
             x, g = self.randn(8192, 4096, dtype="bf16", grad=True), self.randn(8192, 28672, dtype="bf16")
@@ -137,6 +141,7 @@ class Bench:
         return lambda source, target: target.copy_(source), sets
 
     def _measure(self, case, contenders, make, sampler, rounds, turns=None):
+        contenders = {name: run for name, run in contenders.items() if name == "ours" or not self._ours}
         sets = [make() for _ in range(turns)] if turns else timing.rotate(make, self.device)
         samplers, samples = {}, {}
         with torch.set_grad_enabled(case.direction == "forward+backward"):

@@ -201,3 +201,14 @@ def test_a_run_without_a_commit_is_refused(tmp_path):
     (tmp_path / "rows.py").write_text((BENCHMARKS / "rows.py").read_text())
     done = run("-c", "import sys; sys.path.insert(0, sys.argv[1]); import rows; rows.commit()", tmp_path)
     assert done.returncode != 0 and "set TE_COMMIT" in done.stderr
+
+
+def test_head_is_slower_where_it_is_above_base_by_more_than_bases_spread(tmp_path, monkeypatch):
+    """Mutant: compare the ratio with 1 alone."""
+    monkeypatch.syspath_prepend(BENCHMARKS)  # as where it runs
+    judge = load("alternate").judge
+    assert judge([10.0, 11.0, 12.0], [12.0, 13.0, 40.0]) == (11.0, 13.0, 2.0, 13.0 / 11.0, False)
+    assert judge([10.0, 11.0, 12.0], [12.0, 13.1, 14.0])[-1]
+    assert not judge([10.0, 11.0, 12.0], [1.0, 2.0, 3.0])[-1]
+    refused = run(BENCHMARKS / "alternate.py", "--base", tmp_path, "bench_host.py", PYTHONPATH=str(BENCHMARKS))
+    assert refused.returncode == 2 and "transformer_engine/__init__.py" in refused.stderr
