@@ -1,5 +1,5 @@
 # FP8 modules under offload: the bits of a run without, for each recipe, with recomputation, delayed weight gradients,
-# kept weights and captured layers. Mutant: restoring a part with its memory's first dtype (pop_tensor in
+# kept weights and captured layers. Mutant: restoring a part with its memory's first dtype (back_as in
 # cpu_offload/layer.py; a scale read as bytes) turns these red.
 import pytest
 import torch

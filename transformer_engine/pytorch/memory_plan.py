@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch.cpu_offload.layer import observers as offload_observers
 from transformer_engine.pytorch.optimizers.adam_states import local_of
 from transformer_engine.pytorch.recording import gradients_returned, nodes_behind, recording, table, tensors_in
+from transformer_engine.pytorch.saved import observers
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class MemoryPlan:
             (r.module, r.op, r.name, "x".join(map(str, r.shape)) or "-", r.dtype, r.bytes, r.status, r.why, r.recompute)
             for r in self.rows
         ]
-        statuses = ("kept", "offloaded", "recomputed", "parameter", "input", "optimizer")
+        known = ("kept", "offloaded", "recomputed", "parameter", "input", "optimizer")
+        statuses = dict.fromkeys((*known, *(row.status for row in self.rows)))
         totals = ", ".join(f"{status} {self.bytes_of(status):,} B" for status in statuses)
         columns = ("module", "op", "tensor", "shape", "dtype", "bytes", "status", "why", "recomputing it costs")
         return f"{table(columns, cells)}\n{totals}"
@@ -67,18 +68,20 @@ class _Packed:
         self.module, self.tensor = module, tensor.detach()
 
 
-class _Offloadable:
-    """A tensor that an offload context inside of the module sees; whether it left is known when the forward is over."""
+class _Observed:
+    """A tensor that a context inside of the module has; where it is is known when the forward is over."""
 
     def __init__(self, module: str, tensor: torch.Tensor, saved: object) -> None:
         self.module, self.tensor, self.saved = module, tensor.detach(), weakref.ref(saved)
 
-    def __call__(self) -> _Offloadable | None:
+    def __call__(self) -> _Observed | None:
         return None if self.saved() is None else self
 
     @property
-    def left(self) -> bool:
-        return getattr(getattr(self.saved(), "memory", None), "piece", None) is not None
+    def away(self) -> tuple[str, str] | None:
+        """(status, what bringing it back costs) of one that is elsewhere until the backward."""
+        saved = self.saved()
+        return None if saved is None or saved.status == "kept" else (saved.status, saved.back)
 
 
 def _strided(t: torch.Tensor) -> list[torch.Tensor]:
@@ -143,7 +146,7 @@ def memory_plan(
         raise TypeError(
             f"memory_plan: argument 'optimizer' is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer."
         )
-    seen: list[weakref.ref[_Packed] | _Offloadable] = []
+    seen: list[weakref.ref[_Packed] | _Observed] = []
     with recording("memory_plan", module) as (record, labels), gradients_returned(module), torch.enable_grad():
         at_work = labels.at_work  # pack lives as long as the graph does, and is to hold neither module nor tensors
 
@@ -153,16 +156,16 @@ def memory_plan(
             return packed
 
         def observe(t: torch.Tensor, saved: object) -> None:
-            seen.append(_Offloadable(at_work[-1] if at_work else "", t, saved))
+            seen.append(_Observed(at_work[-1] if at_work else "", t, saved))
 
-        offload_observers.append(observe)
+        observers.append(observe)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
                 result = module(*sample, **options)
         finally:
-            offload_observers.remove(observe)
+            observers.remove(observe)
         kept = [packed for ref in seen if (packed := ref()) is not None]  # the others' graphs are gone already
-        offloaded = {_place(packed.tensor)[0] for packed in kept if isinstance(packed, _Offloadable) and packed.left}
+        away = {_place(p.tensor)[0]: p.away for p in kept if isinstance(p, _Observed) and p.away is not None}
         in_graph = _names_in_graph(tensors_in(result))
     names: dict[int, str] = {}
     for name, p in (*module.named_parameters(), *module.named_buffers()):  # split weights share a storage
@@ -179,8 +182,8 @@ def memory_plan(
         name, status = names.get(storage, name), "kept"
         if storage in names:
             status = "parameter"
-        elif storage in offloaded:  # the copy of a weight that a single step makes among them
-            status, recompute = "offloaded", "nothing: it comes back from the host"
+        elif storage in away:  # the copy of a weight that a single step makes among them
+            status, recompute = away[storage]
         elif name == "quantized weight":  # a copy of a parameter is counted with it
             status = "parameter"
         elif storage in given:

@@ -15,9 +15,10 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream, is_count
-from transformer_engine.pytorch.cpu_offload.marks import checked
 from transformer_engine.pytorch.cpu_offload.schedule import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
-from transformer_engine.pytorch.cpu_offload.steps import LayerNumber, Shared, Synchronizer, pop
+from transformer_engine.pytorch.cpu_offload.steps import LayerNumber, Shared, Synchronizer
+from transformer_engine.pytorch.saved import Hooks
+from transformer_engine.pytorch.saved.marks import checked
 
 
 class _Here(threading.local):
@@ -43,6 +44,11 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     check_flags("start_offload", offload_base_tensor=offload_base_tensor)
     if _here.synchronizer is not None:
         _here.synchronizer.current_layer("start_offload").mark_ready(found, offload_base_tensor)
+
+
+def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
+    """Accepted for code that marks what may be moved. Everything eligible is, so this changes nothing."""
+    checked("mark_activation_offload", tensors)
 
 
 class OffloadContext(Shared, ContextDecorator):
@@ -82,8 +88,7 @@ class OffloadContext(Shared, ContextDecorator):
             synchronizer = self.offload_synchronizer
             synchronizer.enter_layer()
             if synchronizer.wants_tensors(synchronizer.number):
-                hooks = torch.autograd.graph.saved_tensors_hooks(synchronizer.current_layer().push_tensor, pop)
-                hooks.__enter__()
+                hooks = Hooks(synchronizer.current_layer()).__enter__()
         self._entered.append((works, hooks, _here.synchronizer))
         _here.depth += works
         if works:

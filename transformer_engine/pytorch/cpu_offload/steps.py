@@ -13,22 +13,8 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.capturing import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.cpu_offload.arguments import check_bytes, check_flags, is_count
-from transformer_engine.pytorch.cpu_offload.layer import (
-    Engines,
-    OffloadableLayerState,
-    PinnedMemoryError,
-    Saved,
-    pop_saved,
-)
-from transformer_engine.pytorch.distributed.recompute import recompute_phase
-
-
-def in_torch_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint's way that is not reentrant hears of what is saved here. It numbers that, and
-    finds it again by number in its second run, inside of the backward, where nothing leaves: had some of the first run
-    left, gradients would be made of other tensors' values. Other hooks between it and here keep all of it from it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+from transformer_engine.pytorch.cpu_offload.layer import Engines, OffloadableLayerState, PinnedMemoryError
+from transformer_engine.pytorch.saved import is_recorded, unpack
 
 
 class Step:
@@ -106,9 +92,7 @@ class Synchronizer(Shared):
 
     def records(self) -> bool:
         """Whether what runs here is recorded for a backward, so that it may leave."""
-        if self.paused or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return False
-        return not (recompute_phase().enabled or in_torch_checkpoint())
+        return not self.paused and is_recorded()
 
     def enter_layer(self) -> None:
         """The layer at work goes on, or the next one begins."""
@@ -182,7 +166,7 @@ class Synchronizer(Shared):
 
     def pop_tensor(self, saved: object) -> torch.Tensor:
         """The tensor again; one that nobody has brought back yet is brought back now."""
-        return pop(saved)
+        return unpack(saved)
 
     # ---- backward ----
 
@@ -332,10 +316,3 @@ class Synchronizer(Shared):
             if not self._warned:
                 self._warned = True
                 warnings.warn(f"CPU offload: a layer stays on the device. {error}", RuntimeWarning, stacklevel=4)
-
-
-def pop(saved: object) -> torch.Tensor:
-    for part in getattr(saved, "parts", (saved,)):
-        if isinstance(part, Saved) and part.memory.layer.state == "offload_finished" and part.memory.gone:
-            part.memory.layer.start_reload()
-    return pop_saved(saved)

@@ -11,7 +11,6 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.capturing import layers_that_left
-from transformer_engine.pytorch.cpu_offload.marks import mark_not_offload
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, overlap
 from transformer_engine.pytorch.graph.calling import OwnCall, function_of
@@ -29,6 +28,7 @@ from transformer_engine.pytorch.graph.state import Untouched, values_kept
 from transformer_engine.pytorch.graph.weight_grads import Fused
 from transformer_engine.pytorch.graph.work import Ambient, Work
 from transformer_engine.pytorch.graph.writes import own_results, writes_noted
+from transformer_engine.pytorch.saved.marks import mark_not_offload
 
 # Whose static inputs nobody else may have; reset() empties them.
 _live: "weakref.WeakSet[Graphed]" = weakref.WeakSet()

@@ -1,35 +1,12 @@
-"""What the caller says of single tensors: never to be moved, or ready to be. What is meant is its memory, so that every
+"""What the caller says of single tensors: that they are never to be moved. What is meant is its memory, so that every
 view of it is meant as well. The mark is an attribute that anyone may set; what carries it is known when it is saved."""
 
-import threading
 from collections.abc import Iterable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from transformer_engine.pytorch.saved.storages import Storages, has_storage
 from transformer_engine.pytorch.tensor.fields import MARK
-
-
-class Storages:
-    """Weak: an entry ends with the memory, and no later storage can be taken for it meanwhile."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, StorageWeakRef] = {}
-        self._lock = threading.Lock()
-        self._sweep_at = 64
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        with self._lock:
-            if len(self._refs) >= self._sweep_at:
-                self._refs = {key: ref for key, ref in self._refs.items() if not ref.expired()}
-                self._sweep_at = max(64, 2 * len(self._refs))
-            self._refs[storage._cdata] = StorageWeakRef(storage)
-
-    def __contains__(self, cdata: int) -> bool:
-        """Of a storage that is alive, by its address."""
-        ref = self._refs.get(cdata)
-        return ref is not None and not ref.expired()
-
 
 _stay = Storages()
 
@@ -61,15 +38,11 @@ def checked(op: str, tensors: tuple) -> list[torch.Tensor]:
     return found
 
 
-def has_storage(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not (t.is_meta or t.is_nested or t.is_quantized)
-
-
 def keep(tensors: Iterable[torch.Tensor]) -> None:
     """Their memory stays from now on."""
     for t in tensors:
         if has_storage(t):
-            _stay.add(t.untyped_storage())
+            _stay.put(t.untyped_storage())
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:
@@ -93,9 +66,4 @@ def is_marked(t: object) -> bool:
 
 def stays(cdata: int) -> bool:
     """Whether the storage at this address was marked."""
-    return cdata in _stay
-
-
-def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
-    """Accepted for code that marks what may be moved. Everything eligible is, so this changes nothing."""
-    checked("mark_activation_offload", tensors)
+    return _stay.get(cdata) is not None

@@ -1,0 +1,452 @@
+# The door for saved tensors, by a client that is no more than a test's: it takes float32 tensors above a size, alone,
+# inside of an offload context and around one, under hooks that are not ours, through checkpoints, views, writes and
+# graphs that are gone through twice. Gradients are always the bits of a run without. Mutants: asking nobody outward
+# (_stay in place of outward in Client.push, saved/context.py), offering a storage for each view (no look into _memory
+# there), sharing one that was let go (memory.tensor there), a view from its memory's start (saved.offset in
+# saved/standing.py), and hooks inside of a checkpoint (is_recorded in Hooks.__enter__) turn these red.
+import gc
+
+import pytest
+import torch
+from offload_cases import small  # noqa: F401
+from quantized_cases import FORMATS
+from support import assert_same_bits, randn, refused
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import saved as door
+
+pytestmark = pytest.mark.usefixtures("small")  # tensors of 64 elements and more are offload's
+
+
+class Copied(door.Taken):
+    """A storage whose bytes are copied when its client says so, and put back into memory of their own."""
+
+    status, back = "copied", "nothing: it was copied"
+    copy = None
+
+    def leave(self):
+        self.copy = self.tensor.new_empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage()).clone()
+        self.let_go()
+
+    def restore(self):
+        self.client.restored += 1
+        return self.copy
+
+
+class Toy(door.Client):
+    """Takes float32 tensors of more than n elements."""
+
+    def __init__(self, n=0):
+        super().__init__()
+        self.n, self.offered, self.restored, self.all = n, [], 0, 0
+
+    def take(self, tensor):
+        self.offered.append((tensor.dtype, tensor.numel()))
+        if tensor.dtype is not torch.float32 or tensor.numel() <= self.n:
+            return None
+        memory = Copied(tensor)
+        memory.client = self
+        self.all += 1
+        return memory
+
+    def leave(self):
+        for memory in self.taken:
+            if memory.tensor is not None and not memory.stays:
+                memory.leave()
+
+
+class Noted:
+    """Hooks that are not ours, which note what they pack and unpack."""
+
+    def __init__(self):
+        self.packed, self.unpacked = [], 0
+
+    def pack(self, t):
+        self.packed.append((t.dtype, t.numel(), isinstance(t, torch.nn.Parameter)))
+        return t.detach().clone()
+
+    def unpack(self, t):
+        self.unpacked += 1
+        return t
+
+    def hooks(self):
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+
+class Mixed(torch.nn.Module):
+    """Saves float32 and bfloat16 tensors of 96 elements, float32 ones of 8, and a parameter."""
+
+    def __init__(self, device):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(8, device=device))
+
+    def forward(self, x):
+        y = (x * self.weight).sin()
+        z = y.bfloat16().cos()
+        return z.float() * y + (y.sum(0).sin() * self.weight).exp()
+
+
+def given(device):
+    torch.manual_seed(1)
+    return torch.randn(12, 8, device=device, requires_grad=True)
+
+
+def gradients(module, x, y, **how):
+    return torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y), **how)
+
+
+def plain(module, x):
+    return gradients(module, x, module(x))
+
+
+def same(results, expected):
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_same_bits(a, b, f"result {i}")
+
+
+def top():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("n", [0, 50, 1000])
+def test_a_client_takes_what_it_wants(n, leaves, device):
+    module, x, toy = Mixed(device), given(device), Toy(n)
+    expected = plain(module, x)
+    with door.Hooks(toy):
+        y = module(x)
+    assert top() is None
+    sizes = {count for dtype, count in toy.offered if dtype is torch.float32}
+    assert sizes == {96, 8} and (torch.bfloat16, 96) in toy.offered
+    assert (toy.all == 0) == (n == 1000)
+    if leaves:
+        toy.leave()
+        assert all(memory.tensor is None for memory in toy.taken)
+    same(gradients(module, x, y), expected)
+    assert (toy.restored > 0) == (leaves and n < 1000)
+
+
+def test_parameters_and_what_is_marked_are_not_offered(device):
+    toy, noted = Toy(), Noted()
+    weight, marked = torch.nn.Parameter(randn(16, device=device)), randn(16, device=device)
+    te.mark_not_offload(marked)
+    x = randn(16, device=device, requires_grad=True)
+    with noted.hooks(), door.Hooks(toy):
+        y = (x * weight).sum() + (x * weight.view(4, 4).view(-1)).sum() + (x * marked[:]).sum()
+    y.backward()
+    assert toy.offered == [(torch.float32, 16)]  # x, once
+    assert len(noted.packed) == 3 and noted.unpacked == 3
+    torch.testing.assert_close(x.grad, weight.detach() + weight.detach() + marked)
+
+
+@pytest.mark.parametrize("order", ["inside", "around"])
+def test_beside_offload(order, device):
+    """Inside: the client has the large float32 ones, offload what is left. Around: offload has whatever is large."""
+    module, x, toy = Mixed(device), given(device), Toy(50 if order == "inside" else 0)
+    expected = plain(module, x)
+    context, sync = te.get_cpu_offload_context(True, 1, 2)
+    first, second = (context, door.Hooks(toy)) if order == "inside" else (door.Hooks(toy), context)
+    with first, second:
+        y = module(x)
+    y = sync(y)
+    toy.leave()
+    with context:
+        tail = y * 1
+    tail = sync(tail)
+    offloaded = context.offload_synchronizer.get_offloaded_total_size_mb() * 2**20
+    counts = {memory.bytes for memory in toy.taken}
+    if order == "inside":
+        assert offloaded == 2 * 96 and counts == {4 * 96}
+    else:
+        assert offloaded >= 2 * 96 + 4 * 96 and counts == {4 * 8}
+    same(gradients(module, x, tail), expected)
+    assert toy.restored > 0
+
+
+def test_contexts_within_contexts(device):
+    """The innermost is asked first, each one next to it for the rest, and hooks that are not ours last."""
+    module, x = Mixed(device), given(device)
+    expected = plain(module, x)
+    inner, middle, outer, noted = Toy(50), Toy(1000), Toy(0), Noted()
+    with noted.hooks(), door.Hooks(outer), door.Hooks(middle), door.Hooks(inner):
+        y = module(x)
+    assert inner.all > 0 and middle.all == 0 and outer.all > 0
+    assert middle.offered == [entry for entry in inner.offered if entry != (torch.float32, 96)]
+    assert {memory.bytes for memory in outer.taken} == {4 * 8}
+    assert noted.packed and all(dtype is torch.bfloat16 or leaf for dtype, _, leaf in noted.packed)
+    inner.leave(), outer.leave()
+    same(gradients(module, x, y), expected)
+    assert noted.unpacked == len(noted.packed)
+
+
+def test_hooks_in_between_are_the_last_that_are_asked(device):
+    """As torch has it: they keep all from what lies around them."""
+    module, x, toy, around, noted = Mixed(device), given(device), Toy(50), Toy(0), Noted()
+    expected = plain(module, x)
+    with door.Hooks(around), noted.hooks(), door.Hooks(toy):
+        y = module(x)
+    assert toy.all and noted.packed and not around.offered
+    with door.Hooks(toy), noted.hooks():
+        offered = len(toy.offered)
+        module(x)
+        assert len(toy.offered) == offered
+    same(gradients(module, x, y), expected)
+
+
+@pytest.mark.parametrize("who", ["toy", "offload"])
+def test_the_rest_goes_to_save_on_cpu(who, device):
+    module, x, toy = Mixed(device), given(device), Toy(50)
+    expected = plain(module, x)
+    context, sync = te.get_cpu_offload_context(True, 1, 2)
+    packs = []
+
+    class Counted(save_on_cpu):
+        def __init__(self):
+            super().__init__()
+            pack = self.pack_hook
+            self.pack_hook = lambda t: (packs.append(t.numel()), pack(t))[1]
+
+    with Counted(), context if who == "offload" else door.Hooks(toy):
+        y = module(x)
+    y = sync(y) if who == "offload" else y
+    assert 8 in packs and (who == "toy" or 96 not in packs)
+    toy.leave()
+    same(gradients(module, x, y), expected)
+
+
+@pytest.mark.parametrize("how", ["kept", "taken", "gone"])
+def test_versions(how, device):
+    toy = Toy(1000 if how == "kept" else 0)
+    x = randn(20, device=device, requires_grad=True)
+    with door.Hooks(toy):
+        y = x.sin()
+        z = y.exp()  # keeps its result
+    if how == "gone":
+        toy.leave()
+    expected = z.detach().clone()
+    with torch.no_grad():
+        z.mul_(2)
+    if how == "gone":  # what was copied is right
+        assert_same_bits(torch.autograd.grad(z, y, torch.ones_like(z))[0], expected)
+        return
+    with refused(RuntimeError, "pop_tensor", "float32 [20]", "is at version 1, and was saved at version 0", "Clone"):
+        torch.autograd.grad(z, y, torch.ones_like(z))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_resized_storage(taken, device):
+    toy, x = Toy(0 if taken else 1000), randn(20, device=device, requires_grad=True)
+    with door.Hooks(toy):
+        t = randn(20, device=device)
+        y = x * t
+    t.untyped_storage().resize_(0)
+    with refused(RuntimeError, "pop_tensor", "had a storage of 80 bytes, which was resized"):
+        y.sum().backward()
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps what it is given and hands out what comes back."""
+
+    @staticmethod
+    def forward(ctx, back, x, *kept):
+        ctx.back = back
+        ctx.save_for_backward(*kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.back.append(ctx.saved_tensors)
+        return None, gradient, *(None for _ in ctx.saved_tensors)
+
+
+def there_and_back(client, *kept, leave=None, times=1):
+    back, x = [], torch.ones(1, requires_grad=True)
+    with door.Hooks(client):
+        y = Keeps.apply(back, x, *kept)
+    (leave or client.leave)()
+    for _ in range(times):
+        y.backward(retain_graph=True)
+    return back
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_views_of_one_storage_are_taken_once(leaves, device):
+    base = randn(6, 8, device=device)
+    z = torch.view_as_complex(base.view(24, 2))
+    kept = [base, base.T, base[2:4, 1::2], base.view(torch.int32), base.detach(), z.conj(), torch._neg_view(base), z]
+    toy = Toy()
+    (back,) = there_and_back(toy, *kept, leave=None if leaves else list)
+    assert toy.all == 1 and toy.offered == [(torch.float32, 48)]
+    for t, b in zip(kept, back, strict=True):
+        assert (b.shape, b.stride(), b.dtype, b.storage_offset()) == (t.shape, t.stride(), t.dtype, t.storage_offset())
+        assert (b.is_conj(), b.is_neg()) == (t.is_conj(), t.is_neg())
+        assert_same_bits(b.resolve_conj().resolve_neg(), t.resolve_conj().resolve_neg())
+        assert (b.untyped_storage()._cdata == base.untyped_storage()._cdata) == (not leaves)
+    assert len({b.untyped_storage()._cdata for b in back}) == 1
+
+
+def test_memory_that_was_let_go_is_not_taken_for_a_later_one(device):
+    toy, values, graphs = Toy(), [], []
+    for i in range(4):  # an allocator hands the same address out again
+        t = torch.full((1000,), float(i), device=device)
+        back, x = [], torch.ones(1, requires_grad=True)
+        with door.Hooks(toy):
+            graphs.append((back, Keeps.apply(back, x, t)))
+        toy.leave()
+        values.append(t.clone())
+        del t
+    for (back, y), value in zip(graphs, values, strict=True):
+        y.backward()
+        assert_same_bits(back[0][0], value)
+    assert toy.all == 4
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_quantized_tensors_go_part_by_part(kind, marked, device):
+    quantizer = FORMATS[kind](device=device)
+    t = quantizer(randn(64, 128, device=device))
+    wanted = [part.clone() for part in t.detach().prepare_for_saving()[0] if part is not None]
+    if marked:
+        te.mark_not_offload(t)
+    toy, noted = Toy(), Noted()
+    with noted.hooks():
+        back, copy = there_and_back(toy, t, times=2)
+    assert len(noted.packed) + len(toy.offered) >= len(wanted)
+    assert bool(toy.offered) != marked
+    assert type(back[0]) is type(t) and type(copy[0]) is type(t)
+    for b in (back[0], copy[0]):
+        parts = [part for part in b.detach().prepare_for_saving()[0] if part is not None]
+        same(parts, wanted)
+
+
+def test_what_a_take_raises_is_raised_by_the_operation(device):
+    module, x, toy = Mixed(device), given(device), Toy()
+    expected = plain(module, x)
+
+    class Failing(Toy):
+        def take(self, tensor):
+            if tensor.dtype is torch.bfloat16:
+                raise MemoryError("no page is left")
+            return super().take(tensor)
+
+    failing = Failing()
+    with door.Hooks(toy):
+        with refused(MemoryError, "no page is left"), door.Hooks(failing):
+            module(x)
+        gc.collect()  # what the traceback held
+        assert failing.all and not failing.taken  # the graph is gone
+        y = module(x)
+    assert top() is None
+    toy.leave()
+    same(gradients(module, x, y), expected)
+
+
+def test_a_graph_that_is_gone_through_twice(device):
+    module, x, toy = Mixed(device), given(device), Toy()
+    expected = plain(module, x)
+    with door.Hooks(toy):
+        y = module(x)
+    same(gradients(module, x, y, retain_graph=True), expected)
+    toy.leave()
+    for _ in range(2):
+        same(gradients(module, x, y, retain_graph=True), expected)
+    assert toy.taken
+    del y
+    assert not toy.taken
+
+
+def test_nothing_is_held_by_a_cycle(device):
+    module, x, toy, noted = Mixed(device), given(device), Toy(50), Noted()
+    gc.collect()
+    gc.disable()
+    try:
+        with noted.hooks(), door.Hooks(Toy(1000)), door.Hooks(toy):
+            y = module(x)
+        del y
+        assert not toy.taken
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside(reentrant, device):
+    """It saves nothing there but what it begins with; its second run, in the backward, is offered to nobody."""
+    module, x, toy = Mixed(device), given(device), Toy()
+    expected = plain(module, x)
+    for run in (torch.utils.checkpoint.checkpoint, te.checkpoint):
+        toy.offered.clear()
+        start = x * 1
+        with door.Hooks(toy):
+            y = run(module, start, use_reentrant=reentrant)
+            after = y.sin()
+        assert set(toy.offered) <= {(torch.float32, 96), (torch.float32, 0)}
+        toy.leave()
+        offered = len(toy.offered)
+        x.grad = module.weight.grad = None
+        after.backward(1 / y.detach().cos())
+        assert len(toy.offered) == offered
+        torch.testing.assert_close([x.grad, module.weight.grad], list(expected))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_context_inside_of_a_checkpoint_takes_nothing(reentrant, device):
+    module, x, toy = Mixed(device), given(device), Toy()
+    expected = plain(module, x)
+
+    def run(x):
+        with door.Hooks(toy):
+            return module(x)
+
+    y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=reentrant)
+    y.backward(torch.ones_like(y))
+    assert not toy.offered
+    same([x.grad, module.weight.grad], expected)
+
+
+def test_nothing_is_recorded(device):
+    module, x, toy = Mixed(device), given(device), Toy()
+    with torch.no_grad(), door.Hooks(toy):
+        assert top() is None
+        with torch.enable_grad():
+            module(x)
+    assert not toy.offered and top() is None
+
+
+def test_a_second_derivative_inside_of_a_context(device):
+    x, toy = given(device), Toy()
+
+    def second(y):
+        (first,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+        return torch.autograd.grad(first.sin(), x, torch.ones_like(first))
+
+    expected = second(x.sin())
+    with door.Hooks(toy):
+        y = x.sin()
+        toy.leave()
+        found = second(y)
+    same(found, expected)
+    assert toy.restored
+
+
+def test_the_memory_plan_hears_of_every_client(device):
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.toy = Mixed(device), Toy(50)
+
+        def forward(self, x):
+            with door.Hooks(self.toy):
+                y = self.inner(x)
+            self.toy.leave()
+            return y
+
+    module = Both()
+    with_toy, without = te.memory_plan(module, given(device)), te.memory_plan(module.inner, given(device))
+    copied = [row for row in with_toy.rows if row.status == "copied"]
+    assert copied and all(row.bytes == 4 * 96 and row.recompute == "nothing: it was copied" for row in copied)
+    assert "copied 384 B" in str(with_toy) or f"copied {384 * len(copied):,} B" in str(with_toy)
+    assert sum(row.bytes for row in with_toy.rows) == sum(row.bytes for row in without.rows)
+    assert not door.observers

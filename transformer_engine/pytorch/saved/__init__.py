@@ -1,0 +1,15 @@
+"""The one door for saved tensors: what keeps, moves or counts what a backward will need is a client of it. A client
+derives Client (what it takes) and Taken (how that comes back); versions, views, shared storages, quantized tensors,
+marks, nesting and observers are the door's. It moves nothing itself."""
+
+from transformer_engine.pytorch.saved.context import Client as Client
+from transformer_engine.pytorch.saved.context import Hooks as Hooks
+from transformer_engine.pytorch.saved.context import is_recorded as is_recorded
+from transformer_engine.pytorch.saved.context import observers as observers
+from transformer_engine.pytorch.saved.marks import mark_not_offload as mark_not_offload
+from transformer_engine.pytorch.saved.rows import live_rows as live_rows
+from transformer_engine.pytorch.saved.rows import mark_pageable as mark_pageable
+from transformer_engine.pytorch.saved.standing import Saved as Saved
+from transformer_engine.pytorch.saved.standing import Taken as Taken
+from transformer_engine.pytorch.saved.standing import pop_saved as pop_saved
+from transformer_engine.pytorch.saved.standing import unpack as unpack
