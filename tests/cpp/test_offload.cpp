@@ -1,5 +1,5 @@
 // offload through the C API, on every device here: bytes come back as they left, each state takes its own calls alone,
-// the arena's slots, and the six waits: with one of them left out, the trace has two accesses that nothing orders.
+// and the six waits: with one of them left out, the trace has two accesses that nothing orders.
 // Mutant: drop the RELOADED wait of Layer::wait_reload (machine.h) and EveryWaitOrdersSomething turns red.
 #include "transformer_engine/offload.h"
 
@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "device_buffer.h"
-#include "ops/offload/arena.h"
 
 namespace te {
 namespace {
@@ -298,61 +297,6 @@ TEST_P(Offload, WhereAResultGoesMustBeSomewhere) {
   refused("'staging'", te_offload_staging(layer.handle, nullptr));
   EXPECT_EQ(te_offload_packed_bytes(nullptr, 2), 0u);
   EXPECT_EQ(engine.usage().slots, 0);
-}
-
-// ---- the arena by itself ----
-
-TEST(OffloadArena, ReleasedSlotsArePoisonedAndRefused) {
-  std::map<void*, size_t> held;
-  const auto allocate = [&](size_t bytes) {
-    void* p = ::operator new(bytes);
-    held[p] = bytes;
-    return p;
-  };
-  offload::Arena arena(
-      allocate,
-      [&](void* p) {
-        held.erase(p);
-        ::operator delete(p);
-      },
-      0, true);
-  const offload::Slot first = arena.take("test", 1000, true);
-  std::memset(first.data, 1, first.bytes);
-  arena.check("test", first);
-  arena.give_back("test", first);
-  for (size_t i = 0; i < first.bytes; ++i) ASSERT_EQ(first.data[i], offload::kReleased);
-  EXPECT_THROW(arena.check("test", first), Error);
-  const offload::Slot second = arena.take("test", 1000, false);
-  EXPECT_EQ(second.data, first.data);
-  EXPECT_THROW(arena.check("test", first), Error);  // the same place, another generation
-  arena.check("test", second);
-  EXPECT_THROW(arena.give_back("test", first), Error);
-  EXPECT_THROW(arena.take("test", 8 << 20, false), Error);  // as inside of a capture
-  EXPECT_EQ(held.size(), 1u);
-}
-
-TEST(OffloadArena, RangesJoinAgain) {
-  offload::Arena arena([](size_t bytes) { return ::operator new(bytes); }, [](void* p) { ::operator delete(p); },
-                       4 << 20, false);
-  uint32_t state = 7;
-  std::vector<offload::Slot> slots;
-  std::set<unsigned char*> starts;
-  for (int i = 0; i < 2000; ++i) {
-    state = state * 1664525u + 1013904223u;
-    if (slots.size() < 20 && state >> 31) {
-      slots.push_back(arena.take("test", (state >> 8) % 60000, true));
-      EXPECT_TRUE(starts.insert(slots.back().data).second);
-      EXPECT_EQ((slots.back().data - slots.front().data) % int64_t(offload::kAlignment), 0);
-    } else if (!slots.empty()) {
-      const size_t which = (state >> 8) % slots.size();
-      starts.erase(slots[which].data);
-      arena.give_back("test", slots[which]);
-      slots.erase(slots.begin() + int64_t(which));
-    }
-  }
-  for (const auto& slot : slots) arena.give_back("test", slot);
-  EXPECT_EQ(arena.used(), 0u);
-  arena.take("test", size_t(2) << 20, false);  // one range again, or this would throw
 }
 
 // ---- the waits, over the trace ----

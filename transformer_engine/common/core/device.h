@@ -46,6 +46,18 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// A thread that captures may not call what could disturb a capture; the calls in this one's scope do not.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The fork of every op: cpu_call for host tensors, cuda_call (with the tensor's GPU current) for device ones.
 #define TE_ON_DEVICE_OF(op, tensor, cpu_call, cuda_call) \
   do {                                                   \

@@ -103,6 +103,18 @@ TE_API te_status te_probe_library(const char* name);
  * capacity of 0, TE_NOT_IMPLEMENTED in a CPU build, TE_RUNTIME_ERROR from CUDA. */
 TE_API te_status te_captured_events(te_stream stream, void** events, size_t capacity, size_t* count);
 
+/* Pinned host memory of this process (plain memory where a room works on the CPU). */
+typedef struct te_pinned_bytes {
+  size_t reserved; /* bytes taken from the machine */
+  size_t used;     /* of them in slots */
+  size_t peak;     /* the most that was in slots at once */
+  int64_t slots;
+} te_pinned_bytes;
+
+/* What the room `owner` ("offload") has of it, over all its engines and devices; NULL: all rooms together. Zeros for a
+ * room that never had any. Errors: TE_INVALID_ARGUMENT where `out` is NULL. */
+TE_API te_status te_pinned_usage(const char* owner, te_pinned_bytes* out);
+
 #ifdef __cplusplus
 }
 #endif

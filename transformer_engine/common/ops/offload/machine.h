@@ -7,10 +7,13 @@
 #include <mutex>
 #include <vector>
 
-#include "ops/offload/arena.h"
+#include "core/arena.h"
 #include "ops/offload/offload.h"
 
 namespace te::offload {
+
+using pinned::Arena;
+using pinned::Slot;
 
 constexpr size_t kPackBelow =
     size_t(2) << 20;  // 40 us of the link; a copy's own overhead is about 2 (H200, 2026-11-20)
@@ -27,8 +30,11 @@ class Engine {
   Engine(const te_offload_options& options, std::unique_ptr<Backend> backend)
       : options_(options),
         backend_(std::move(backend)),
-        arena_([this](size_t bytes) { return backend_->allocate(bytes); }, [this](void* data) { backend_->free(data); },
-               options.pinned_limit, options.debug != 0) {}
+        arena_(
+            pinned::account_of("offload"),
+            [device = options.device](size_t bytes) { return pinned::allocate("te_offload", device, bytes); },
+            [device = options.device](void* data) { pinned::release(device, data); }, options.pinned_limit,
+            options.debug != 0) {}
   ~Engine() {
     for (void* handle : handles_) backend_->destroy_event(handle);
   }

@@ -2,7 +2,6 @@
 #include "transformer_engine/offload.h"
 
 #include <cstring>
-#include <new>
 
 #include "core/device.h"
 #include "core/parallel_for.h"
@@ -54,8 +53,6 @@ void unpack(const void* packed, const te_offload_piece* pieces, int64_t count) {
 class HostBackend : public Backend {
  public:
   explicit HostBackend(te_stream stream) : stream_(stream) {}
-  void* allocate(size_t bytes) override { return ::operator new(bytes, std::align_val_t(kAlignment), std::nothrow); }
-  void free(void* data) override { ::operator delete(data, std::align_val_t(kAlignment)); }
   te_stream d2h() const override { return stream_ != nullptr ? stream_ : const_cast<char*>(&names_[0]); }
   te_stream h2d() const override { return stream_ != nullptr ? stream_ : const_cast<char*>(&names_[1]); }
   uint64_t capture_of(te_stream) override { return 0; }

@@ -1,10 +1,9 @@
-// offload, CUDA path: pinned memory, two streams, events, and the kernels that gather small pieces into one range and
+// offload, CUDA path: two streams, events, and the kernels that gather small pieces into one range and
 // scatter them back. A block moves 16 KiB of one piece, 16 bytes a thread and access where addresses allow.
 #include <vector>
 
 #include "core/device.h"
 #include "core/vec.cuh"
-#include "ops/offload/arena.h"
 #include "ops/offload/offload.h"
 
 namespace te::offload::cuda {
@@ -85,16 +84,6 @@ void move(const std::vector<Span>& spans, te_stream stream) {
   check_launch("te_offload_pack");
 }
 
-// A thread that captures may not call what could disturb a capture; these calls do not.
-class Relaxed {
- public:
-  Relaxed() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
-  ~Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 class CudaBackend : public Backend {
  public:
   explicit CudaBackend(const te_offload_options& options) : device_(options.device) {
@@ -109,22 +98,6 @@ class CudaBackend : public Backend {
     if (!own_) return;
     cudaStreamDestroy(d2h_);
     if (h2d_ != d2h_) cudaStreamDestroy(h2d_);
-  }
-
-  void* allocate(size_t bytes) override {
-    const DeviceGuard guard(device_);
-    const Relaxed relaxed;
-    void* data = nullptr;
-    const cudaError_t status = cudaHostAlloc(&data, bytes, cudaHostAllocPortable);
-    if (status == cudaSuccess) return data;
-    cudaGetLastError();  // the answer is nullptr; leave no error behind
-    if (status == cudaErrorMemoryAllocation) return nullptr;
-    check_cuda(status, "te_offload: cudaHostAlloc");
-    return nullptr;
-  }
-  void free(void* data) override {
-    const Relaxed relaxed;
-    cudaFreeHost(data);
   }
 
   te_stream d2h() const override { return d2h_; }
@@ -154,7 +127,7 @@ class CudaBackend : public Backend {
   }
   void wait_on_host(void* event) override {
     const DeviceGuard guard(device_);
-    const Relaxed relaxed;
+    const RelaxedCapture relaxed;
     check_cuda(cudaEventSynchronize(cudaEvent_t(event)), "te_offload: cudaEventSynchronize");
   }
 

@@ -1,19 +1,21 @@
-// What the room's machine asks of a device: memory, streams, events, copies. The CPU answers with plain copies, CUDA
+// What the room's machine asks of a device: streams, events, copies. The CPU answers with plain copies, CUDA
 // with asynchronous ones; the order of calls is the machine's.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 
+#include "core/arena.h"
 #include "transformer_engine/offload.h"
 
 namespace te::offload {
 
+using pinned::kAlignment;  // of pieces in packed form, which lie in slots
+using pinned::round_up;
+
 class Backend {
  public:
   virtual ~Backend() = default;
-  virtual void* allocate(size_t bytes) = 0;  // host memory that copies run to at full speed; nullptr: none left
-  virtual void free(void* data) = 0;
   virtual te_stream d2h() const = 0;
   virtual te_stream h2d() const = 0;
   virtual uint64_t capture_of(te_stream stream) = 0;  // number of the capture that the stream takes part in, or 0

@@ -1,5 +1,6 @@
 // The arena: slots of host memory out of a few large allocations, each slot with a generation, so that one which was
-// given back is told from the one that has its place. It grows when asked, never by itself, and knows no streams.
+// given back is told from the one that has its place. It grows when asked, never by itself, knows no streams, and tells
+// its owner's account of every byte.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +11,9 @@
 #include <vector>
 
 #include "core/error.h"
-#include "transformer_engine/offload.h"
+#include "core/pinned.h"
 
-namespace te::offload {
+namespace te::pinned {
 
 constexpr size_t kAlignment = 256;          // of slots, and of pieces in packed form
 constexpr size_t kChunk = size_t(2) << 20;  // allocations are multiples of it
@@ -31,9 +32,11 @@ class Arena {
   using Allocate = std::function<void*(size_t)>;  // nullptr when there is nothing left
   using Free = std::function<void(void*)>;
 
-  Arena(Allocate allocate, Free free, size_t limit, bool debug)
-      : allocate_(std::move(allocate)), free_(std::move(free)), limit_(limit), debug_(debug) {}
+  Arena(Account& account, Allocate allocate, Free free, size_t limit, bool debug)
+      : account_(account), allocate_(std::move(allocate)), free_(std::move(free)), limit_(limit), debug_(debug) {}
   ~Arena() {
+    account_.use(-int64_t(used_), -slots());
+    account_.reserve(-int64_t(reserved_));
     for (const auto& [start, chunk] : chunks_) free_(start);
   }
   Arena(const Arena&) = delete;
@@ -60,6 +63,7 @@ class Arena {
     live_[slot.data] = slot;
     used_ += size;
     peak_ = std::max(peak_, used_);
+    account_.use(int64_t(size), 1);
     return slot;
   }
 
@@ -68,6 +72,7 @@ class Arena {
     if (debug_) std::memset(slot.data, kReleased, slot.bytes);
     live_.erase(slot.data);
     used_ -= slot.bytes;
+    account_.use(-int64_t(slot.bytes), -1);
     auto chunk = chunks_.upper_bound(slot.data);
     --chunk;
     auto& ranges = chunk->second.ranges;
@@ -106,6 +111,7 @@ class Arena {
       const auto& ranges = chunk->second.ranges;
       if (ranges.size() == 1 && ranges.begin()->second == chunk->second.bytes) {
         reserved_ -= chunk->second.bytes;
+        account_.reserve(-int64_t(chunk->second.bytes));
         free_(chunk->first);
         chunk = chunks_.erase(chunk);
       } else {
@@ -165,8 +171,10 @@ class Arena {
     }
     chunks_[static_cast<unsigned char*>(start)] = {bytes, {{0, bytes}}};
     reserved_ += bytes;
+    account_.reserve(int64_t(bytes));
   }
 
+  Account& account_;
   Allocate allocate_;
   Free free_;
   size_t limit_;
@@ -177,4 +185,4 @@ class Arena {
   size_t reserved_ = 0, used_ = 0, peak_ = 0;
 };
 
-}  // namespace te::offload
+}  // namespace te::pinned
