@@ -1,4 +1,4 @@
-// gemm, binding: LibTorch's product on the CPU, te_gemm on CUDA with its workspace taken from ATen for each call.
+// gemm, binding: LibTorch's product, or the engine's with its workspace taken from ATen for each call.
 #include "gemm.h"
 
 #include <ATen/Context.h>
@@ -43,6 +43,8 @@ c10::SymInt rows_in(const Tensor& t) {
 
 struct Extents {
   c10::SymInt rows, cols, depth_a, depth_b;
+
+  bool empty() const { return rows == 0 || cols == 0 || depth_a == 0; }
 };
 
 Extents extents_of(const Tensor& a, const Tensor& b, te_gemm_layout layout) {
@@ -170,7 +172,11 @@ Tensor gemm_accumulate_meta(const Tensor& a, const Tensor& b, std::string_view l
 
 }  // namespace
 
-void run_gemm(te_gemm_problem& problem, const Tensor& like) {
+void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like) {
+  if (path.by == GemmBy::kCpuLoop) {
+    check(te_gemm_by_loop(&problem));
+    return path.note();
+  }
   problem.allow_tf32 = like.scalar_type() == at::kFloat && at::globalContext().allowTF32CuBLAS();
   tuning::meet(problem);
   size_t bytes = 0;
@@ -180,6 +186,7 @@ void run_gemm(te_gemm_problem& problem, const Tensor& like) {
   const Tensor workspace =
       bytes > 0 ? at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte)) : Tensor();
   check(te_gemm(&problem, bytes > 0 ? workspace.data_ptr() : nullptr, bytes, current_stream(like)));
+  path.note();
 }
 
 std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name,
@@ -194,18 +201,18 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // of the CPU's products
   check_memory(a_in, "gemm", "a");
   check_memory(b_in, "gemm", "b");
-  if (a_in.is_cpu()) {
-    te_note_path("LibTorch's CPU product", "");
+  const GemmPath path = gemm_path({a_in.is_cpu(), a_in.scalar_type(), out_dtype, e.empty(), epilogue});
+  if (path.by == GemmBy::kLibTorch) {
+    path.note();
     return gemm_cpu(a_in, b_in, layout, epilogue, bias_in, aux_in, out_dtype);
+  }
+  if (path.apart) {
+    const Tensor d = std::get<0>(gemm(a_in, b_in, layout_name, "none", std::nullopt, std::nullopt, out_dtype));
+    path.note();
+    return {d, column_sum(b_in)};
   }
   const int64_t rows = e.rows.expect_int();
   const int64_t cols = e.cols.expect_int();
-  const int64_t depth = e.depth_a.expect_int();
-  // b's columns have sums where there is no product, and cuBLASLt makes none beside a float32 d of 16-bit operands.
-  if (epilogue == TE_GEMM_BGRAD && (cols == 0 || depth == 0 || out_dtype != a_in.scalar_type())) {
-    return {std::get<0>(gemm(a_in, b_in, layout_name, "none", std::nullopt, std::nullopt, out_dtype)),
-            column_sum(b_in)};
-  }
   const Tensor a = rows_of(a_in);
   const Tensor b = rows_of(b_in);
   const Tensor d = at::empty({rows, cols}, a.options().dtype(out_dtype));
@@ -223,7 +230,7 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
     extra = at::empty({rows}, a.options());
     problem.bias = view_2d(extra, "gemm", "bias");
   }
-  run_gemm(problem, a);
+  run_gemm(path, problem, a);
   return {d, extra};
 }
 
@@ -237,8 +244,10 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // of the CPU's products
   check_memory(a_in, "gemm", "a");
   check_memory(b_in, "gemm", "b");
-  if (a_in.is_cpu()) {
-    te_note_path("LibTorch's CPU product", "");
+  const GemmPath path = gemm_path({a_in.is_cpu(), a_in.scalar_type(), out.scalar_type(), e.empty(),
+                                   bias_grad ? TE_GEMM_BGRAD : TE_GEMM_NONE, at::kFloat, true});
+  if (path.by == GemmBy::kLibTorch) {
+    path.note();
     const auto [d, extra] = gemm_cpu(a_in, b_in, layout, bias_grad ? TE_GEMM_BGRAD : TE_GEMM_NONE, std::nullopt,
                                      std::nullopt, out.scalar_type());
     overwrite ? out.copy_(d) : out.add_(d);
@@ -247,19 +256,19 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   const Tensor a = rows_of(a_in);
   const Tensor b = rows_of(b_in);
   const Tensor extra = at::empty({bias_grad ? e.rows.expect_int() : 0}, a.options());
-  if (a.numel() == 0 || b.numel() == 0) {  // adds nothing
+  if (path.by == GemmBy::kNobody) {
+    path.note();
     if (overwrite) out.zero_();
     if (bias_grad) extra.copy_(column_sum(b));
     return extra;
   }
-  // cuBLASLt makes no bias gradient beside a float32 out of 16-bit operands: that one is summed on its own.
-  const bool fused = bias_grad && out.scalar_type() == a.scalar_type();
+  const bool fused = bias_grad && !path.apart;
   if (bias_grad && !fused) extra.copy_(column_sum(b));
   te_gemm_problem problem = problem_of(a, b, layout, fused ? TE_GEMM_BGRAD : TE_GEMM_NONE);
   problem.d = view_2d(out, "gemm", "out");
   if (fused) problem.bias = view_2d(extra, "gemm", "bias");
   problem.accumulate = overwrite ? 0 : 1;
-  run_gemm(problem, a);
+  run_gemm(path, problem, a);
   note_written(out);
   return extra;
 }

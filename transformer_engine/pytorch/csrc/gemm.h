@@ -1,9 +1,10 @@
-// gemm, kernel wrappers that other bindings call. On the CPU the product is LibTorch's own.
+// gemm, kernel wrappers that other bindings call. Who computes is gemm_path's word.
 #pragma once
 
 #include <transformer_engine/gemm.h>
 
 #include "common.h"
+#include "gemm_path.h"
 
 namespace te_torch {
 
@@ -18,7 +19,8 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_vi
 Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,
                        bool overwrite);
 
-// te_gemm on CUDA, on `like`'s current stream, with a workspace from ATen.
-void run_gemm(te_gemm_problem& problem, const Tensor& like);
+// The engine's product by path.by: te_gemm_by_loop, or te_gemm on CUDA, on `like`'s current stream, with a workspace
+// from ATen.
+void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like);
 
 }  // namespace te_torch

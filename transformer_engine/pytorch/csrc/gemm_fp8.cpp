@@ -135,7 +135,7 @@ Tensor widened(const Operand& o) {
   return values * scales_over(o);
 }
 
-// ---- CUDA: the operands as te_gemm takes them ----
+// ---- the engine: the operands as te_gemm takes them ----
 
 // An operand with outer and depth rounded up to 16. `keep` owns what was copied.
 struct Padded {
@@ -192,12 +192,9 @@ te_gemm_problem problem_of(const Padded& a, const Operand& a_operand, const Padd
   return p;
 }
 
-void note_copies(bool copied) {
-  if (copied) te_note_path("cuBLASLt on padded copies", "FP8 products take addresses and sizes in multiples of 16");
-}
-
-bool epilogue_takes(at::ScalarType bias, at::ScalarType out) {
-  return bias == (out == at::kHalf ? at::kHalf : at::kBFloat16);
+void note_copies(const GemmPath& path, bool copied) {
+  if (copied && path.by == GemmBy::kCublasLt)
+    te_note_path("cuBLASLt on padded copies", "FP8 products take addresses and sizes in multiples of 16");
 }
 
 // The bias as the epilogue reads it, as long as d is wide.
@@ -210,8 +207,8 @@ Tensor padded_bias(const Tensor& bias, int64_t cols) {
   return wide;
 }
 
-Tensor product_cuda(const Operand& a, const Operand& b, at::ScalarType out_dtype, const OptionalTensor& bias,
-                    bool fast) {
+Tensor product_by_engine(const GemmPath& path, const Operand& a, const Operand& b, at::ScalarType out_dtype,
+                         const OptionalTensor& bias, bool fast) {
   const int64_t rows = b.data.size(0), cols = a.data.size(0);
   const Padded left(a), right(b);
   const Tensor d = at::empty({right.data.rows, left.data.rows}, a.data.options().dtype(out_dtype));
@@ -223,33 +220,38 @@ Tensor product_cuda(const Operand& a, const Operand& b, at::ScalarType out_dtype
     p.bias = view_2d(wide_bias, "gemm_fp8", "bias");
     p.epilogue = TE_GEMM_BIAS;
   }
-  run_gemm(p, a.data);
-  note_copies(left.copied || right.copied);
+  run_gemm(path, p, a.data);
+  note_copies(path, left.copied || right.copied);
   if (d.size(1) != cols) return d.narrow(0, 0, rows).narrow(1, 0, cols).contiguous();
   if (d.size(0) == rows) return d;
   // No view of d: one made without a graph could not be changed in place.
   return at::empty({0}, d.options()).set_(d.storage(), 0, {rows, cols}, {cols, 1});
 }
 
+bool is_empty(const Operand& a, const Operand& b) { return a.data.numel() == 0 || b.data.numel() == 0; }
+
 Tensor product(const Operand& a, const Operand& b, at::ScalarType out_dtype, const OptionalTensor& bias, bool fast) {
   const c10::NoGradGuard no_graph;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // of the CPU's product
-  const int64_t rows = b.data.size(0), cols = a.data.size(0);
-  if (rows == 0 || cols == 0 || a.data.size(1) == 0) {
-    te_note_path("nothing to multiply", "");
+  const GemmPath path =
+      gemm_path({a.data.is_cpu(), at::kByte, out_dtype, is_empty(a, b), bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE,
+                 bias.has_value() ? bias->scalar_type() : at::kFloat});
+  if (path.by == GemmBy::kNobody) {
+    path.note();
+    const int64_t rows = b.data.size(0), cols = a.data.size(0);
     const Tensor zero = at::zeros({rows, cols}, a.data.options().dtype(out_dtype));
     return bias.has_value() ? at::add(zero, bias->to(out_dtype)) : zero;
   }
-  if (a.data.is_cpu()) {
-    te_note_path("LibTorch's CPU product of widened operands", "");
+  if (path.by == GemmBy::kLibTorch) {
+    path.note();
     Tensor d = at::mm(widened(b), widened(a).t());
     if (bias.has_value()) d.add_(*bias);
     return d.to(out_dtype);
   }
-  if (bias.has_value() && !epilogue_takes(bias->scalar_type(), out_dtype)) {  // added in float32, rounded once
-    return product_cuda(a, b, at::kFloat, std::nullopt, fast).add_(*bias).to(out_dtype);
+  if (path.apart) {  // the bias: added in float32, rounded once
+    return product_by_engine(path, a, b, at::kFloat, std::nullopt, fast).add_(*bias).to(out_dtype);
   }
-  return product_cuda(a, b, out_dtype, bias, fast);
+  return product_by_engine(path, a, b, out_dtype, bias, fast);
 }
 
 Tensor gemm_fp8_meta(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,
@@ -288,10 +290,13 @@ void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t 
   check_out(left, right, out);
   check_memory(out, "gemm_fp8_accumulate", "out");
   const c10::NoGradGuard no_graph;
-  const bool fits = out.is_cuda() && out.numel() > 0 && a.size(1) > 0 && out.size(0) % 16 == 0 &&
-                    out.size(1) % 16 == 0 && reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
-  if (!fits) {
+  const bool wide =
+      out.size(0) % 16 == 0 && out.size(1) % 16 == 0 && reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
+  const GemmPath path = gemm_path(
+      {out.is_cpu(), at::kByte, out.scalar_type(), is_empty(left, right), TE_GEMM_NONE, at::kFloat, true, wide});
+  if (path.apart) {
     const Tensor d = product(left, right, at::kFloat, std::nullopt, fast);
+    path.note();
     overwrite ? out.copy_(d) : out.add_(d);
     return;
   }
@@ -299,8 +304,8 @@ void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t 
   te_gemm_problem p = problem_of(left_padded, left, right_padded, right, fast);
   p.d = view_2d(out, "gemm_fp8_accumulate", "out");
   p.accumulate = overwrite ? 0 : 1;
-  run_gemm(p, a);
-  note_copies(left_padded.copied || right_padded.copied);
+  run_gemm(path, p, a);
+  note_copies(path, left_padded.copied || right_padded.copied);
   note_written(out);
 }
 

@@ -1,5 +1,5 @@
-// gemm_fp8, kernel wrappers that other bindings call: products of FP8 matrices of any shape. On the CPU the operands
-// are widened and the product is LibTorch's own.
+// gemm_fp8, kernel wrappers that other bindings call: products of FP8 matrices of any shape. LibTorch's own, on the
+// CPU, are of widened operands.
 #pragma once
 
 #include "common.h"

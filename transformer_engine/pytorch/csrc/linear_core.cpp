@@ -63,8 +63,10 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& b
   check_operands(x, weight, bias);
   check_memory(x, "linear", "x");
   check_memory(weight, "linear", "weight");
-  if (x.is_cpu()) {
-    te_note_path("LibTorch's CPU product", "");
+  const GemmPath path = gemm_path({x.is_cpu(), x.scalar_type(), x.scalar_type(), x.numel() == 0 || weight.numel() == 0,
+                                   bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE, x.scalar_type()});
+  if (path.by == GemmBy::kLibTorch) {
+    path.note();
     return at::linear(x, weight, bias);
   }
   const auto d =

@@ -14,6 +14,7 @@ void register_activation_quantized(pybind11::module_& m);
 void register_backward_watch(pybind11::module_& m);
 void register_gemm(pybind11::module_& m);
 void register_gemm_fp8(pybind11::module_& m);
+void register_gemm_path(pybind11::module_& m);
 void register_layernorm_mlp(pybind11::module_& m);
 void register_linear(pybind11::module_& m);
 void register_noop_cat(pybind11::module_& m);
@@ -38,6 +39,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_backward_watch(m);
   te_torch::register_gemm(m);
   te_torch::register_gemm_fp8(m);
+  te_torch::register_gemm_path(m);
   te_torch::register_layernorm_mlp(m);
   te_torch::register_linear(m);
   te_torch::register_noop_cat(m);

@@ -1,4 +1,5 @@
-/* gemm: matrix products with epilogues, on cuBLASLt for CUDA tensors; on the CPU a plain loop, the oracle of the tests.
+/* gemm: matrix products with epilogues, on cuBLASLt for CUDA tensors; on the CPU by what te_set_cpu_gemm was lent, else
+ * by a plain loop, the oracle of the tests.
  *
  * Formula, row-major, with op() given by the layout (transpose letters of a, then of b, as in BLAS; the fprop, dgrad
  * and wgrad of a linear layer with weight [N, K], input [M, K], output [M, N]):
@@ -73,6 +74,27 @@ TE_API te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes
 
 /* workspace: at least te_gemm_workspace bytes on the problem's device, 256-byte aligned, free to use on the stream. */
 TE_API te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t workspace_bytes, te_stream stream);
+
+/* d[rows, cols] = the product of float32 matrices in CPU memory, in one of the layouts above (a and b as they lie
+ * there; d += with accumulate, which alone reads d): sgemm without alpha, whose leading dimensions are the pitches, in
+ * elements. TN  a [cols, depth], b [rows, depth]    NN  a [depth, cols], b [rows, depth]    NT  a [depth, cols], b
+ * [depth, rows] Nothing is empty, d overlaps neither a nor b, and memory beyond d's columns is not to be written. */
+typedef void (*te_cpu_gemm_hook)(te_gemm_layout layout, int64_t rows, int64_t cols, int64_t depth, const float* a,
+                                 int64_t a_pitch, const float* b, int64_t b_pitch, float* d, int64_t d_pitch,
+                                 int accumulate);
+
+/* Lends te_gemm a product for the CPU; NULL restores the plain loop. Every problem on the CPU with something to
+ * multiply goes to it, from then on and from any thread, several at once: operands of other dtypes, FP8 ones too, as
+ * dense float32 copies; what follows the product (bias, gelu, adding to a d of 16 bits, the rounding, d_amax) is done
+ * around it. te_gemm then repeats its bits as far as the hook does. The hook must outlive every later te_gemm and the
+ * calls that have begun. One written in C++ may throw: the call fails with TE_RUNTIME_ERROR, and d is unspecified. In a
+ * process that imports transformer_engine.pytorch it is LibTorch's product until something else is lent. */
+TE_API void te_set_cpu_gemm(te_cpu_gemm_hook hook);
+
+/* te_gemm by the plain loop, whatever was lent. Each element of d is summed up on its own, in float32 and in the order
+ * of the reduced dimension: its bits depend neither on threads nor on which rows and columns are computed beside it.
+ * The CPU alone: TE_INVALID_ARGUMENT for CUDA tensors. */
+TE_API te_status te_gemm_by_loop(const te_gemm_problem* problem);
 
 /* All of a problem that the choice of an algorithm may depend on. Alignments: the largest power of two up to 16 that
  * divides address and pitch in bytes; 0, and a dtype of -1, where there is no such tensor. Unused fields are 0. */

@@ -1,99 +1,11 @@
-// gemm, contract and CPU path. The CPU path is a plain loop that exists to be right: the PyTorch binding takes
-// LibTorch's own product on the CPU.
+// gemm, contract: what a problem must be. It computes nothing: gemm_cpu.cpp and gemm.cu do.
 #include "transformer_engine/gemm.h"
 
-#include <cmath>
-
 #include "core/device.h"
-#include "core/parallel_for.h"
 #include "core/tensor.h"
 #include "ops/gemm/gemm_fp8.h"
 
 namespace te::gemm {
-
-namespace {
-
-float load(const te_tensor& t, int64_t row, int64_t col) {
-  float value = 0.f;
-  dispatch_float(t.dtype, "te_gemm", "a", [&](auto type) { value = to_float(row_ptr<decltype(type)>(t, row)[col]); });
-  return value;
-}
-
-void store(const te_tensor& t, int64_t row, int64_t col, float value) {
-  dispatch_float(t.dtype, "te_gemm", "d", [&](auto type) {
-    using T = decltype(type);
-    row_ptr<T>(t, row)[col] = from_float<T>(value);
-  });
-}
-
-struct Gelu {
-  float value;
-  float slope;
-};
-
-Gelu gelu(float x) {
-  const double u = 0.7978845608028654 * (double(x) + 0.044715 * x * x * double(x));
-  const double t = std::tanh(u);
-  const double du = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * double(x));
-  return {float(0.5 * x * (1.0 + t)), float(0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * du)};
-}
-
-}  // namespace
-
-namespace cpu {
-
-void run_fp8(const te_gemm_problem& p, const Sizes& s) {
-  const bool fp8_out = is_fp8(p.d.dtype);
-  float* amax = fp8_out ? static_cast<float*>(p.d_amax.data) : nullptr;
-  if (fp8_out) *amax = 0.f;
-  for (int64_t row = 0; row < s.rows; ++row) {
-    for (int64_t col = 0; col < s.cols; ++col) {
-      float sum = 0.f;
-      for (int64_t k = 0; k < s.depth; ++k) {
-        sum += load_fp8(p.a, p.a_scale_inv, p.a_scaling, col, k) * load_fp8(p.b, p.b_scale_inv, p.b_scaling, row, k);
-      }
-      if (p.epilogue == TE_GEMM_BIAS) sum += load(p.bias, 0, col);
-      if (fp8_out) {
-        *amax = std::fmax(*amax, std::fabs(sum));
-        store_fp8(p.d, row, col, sum * *static_cast<const float*>(p.d_scale.data));
-      } else {
-        store(p.d, row, col, p.accumulate ? load(p.d, row, col) + sum : sum);
-      }
-    }
-  }
-}
-
-void run(const te_gemm_problem& p, const Sizes& s) {
-  if (is_fp8(p.a.dtype)) return run_fp8(p, s);
-  const bool a_along_k = p.layout == TE_GEMM_TN;  // a's rows are outputs, its columns the reduced dimension
-  const bool b_along_k = p.layout != TE_GEMM_NT;
-  parallel_for(s.rows, [&](int64_t row) {
-    for (int64_t col = 0; col < s.cols; ++col) {
-      float sum = 0.f;
-      for (int64_t k = 0; k < s.depth; ++k) {
-        sum +=
-            (a_along_k ? load(p.a, col, k) : load(p.a, k, col)) * (b_along_k ? load(p.b, row, k) : load(p.b, k, row));
-      }
-      if (p.epilogue == TE_GEMM_BIAS || (p.epilogue == TE_GEMM_GELU && p.bias.data != nullptr)) {
-        sum += load(p.bias, 0, col);
-      }
-      if (p.epilogue == TE_GEMM_GELU) {
-        store(p.aux, row, col, sum);
-        sum = gelu(sum).value;
-      } else if (p.epilogue == TE_GEMM_DGELU) {
-        sum *= gelu(load(p.aux, row, col)).slope;
-      }
-      store(p.d, row, col, p.accumulate ? load(p.d, row, col) + sum : sum);
-    }
-    if (p.epilogue == TE_GEMM_BGRAD) {
-      float sum = 0.f;
-      for (int64_t k = 0; k < s.depth; ++k) sum += load(p.b, k, row);
-      store(p.bias, 0, row, sum);
-    }
-  });
-}
-
-}  // namespace cpu
 
 Sizes check_problem(const te_gemm_problem& p) {
   const char* op = "te_gemm";
@@ -171,6 +83,20 @@ te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t worksp
                     gemm::cuda::run(*problem, sizes, workspace, workspace_bytes, stream));
   });
 }
+
+te_status te_gemm_by_loop(const te_gemm_problem* problem) {
+  return te::c_guard([&] {
+    using namespace te;
+    const gemm::Sizes sizes = gemm::check_problem(*problem);
+    if (problem->a.device != TE_DEVICE_CPU) {
+      bad_argument("te_gemm_by_loop", "a", concat("on ", device_of(problem->a)), "the CPU, where the plain loop is");
+    }
+    te_note_path("CPU loop", "");
+    gemm::cpu::run_by(nullptr, *problem, sizes);
+  });
+}
+
+void te_set_cpu_gemm(te_cpu_gemm_hook hook) { te::gemm::cpu::lend(hook); }
 
 te_status te_gemm_key_of(const te_gemm_problem* problem, te_gemm_key* key) {
   return te::c_guard([&] {

@@ -55,6 +55,12 @@ inline Extent scales_of(te_scaling scaling, int64_t outer, int64_t depth) {
 
 Sizes check_problem(const te_gemm_problem& p);  // throws the argument's error
 
+namespace cpu {
+void lend(te_cpu_gemm_hook hook);
+void run(const te_gemm_problem& problem, const Sizes& sizes);  // by what was lent, else by the plain loop
+void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& problem, const Sizes& sizes);  // NULL: by the plain loop
+}  // namespace cpu
+
 namespace cuda {
 size_t workspace(const te_gemm_problem& problem, const Sizes& sizes);
 void run(const te_gemm_problem& problem, const Sizes& sizes, void* workspace, size_t bytes, te_stream stream);

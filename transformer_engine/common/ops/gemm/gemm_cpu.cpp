@@ -1,0 +1,146 @@
+// gemm, CPU path. The sums are a plain loop's that exists to be right, or those of the product that te_set_cpu_gemm was
+// lent; what goes before (widening to float32) and after them is here, once for both.
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "core/parallel_for.h"
+#include "ops/gemm/gemm_fp8.h"
+
+namespace te::gemm::cpu {
+
+namespace {
+
+std::atomic<te_cpu_gemm_hook> lent{nullptr};
+
+float load(const te_tensor& t, int64_t row, int64_t col) {
+  float value = 0.f;
+  dispatch_float(t.dtype, "te_gemm", "a", [&](auto type) { value = to_float(row_ptr<decltype(type)>(t, row)[col]); });
+  return value;
+}
+
+void store(const te_tensor& t, int64_t row, int64_t col, float value) {
+  dispatch_float(t.dtype, "te_gemm", "d", [&](auto type) {
+    using T = decltype(type);
+    row_ptr<T>(t, row)[col] = from_float<T>(value);
+  });
+}
+
+struct Gelu {
+  float value;
+  float slope;
+};
+
+Gelu gelu(float x) {
+  const double u = 0.7978845608028654 * (double(x) + 0.044715 * x * x * double(x));
+  const double t = std::tanh(u);
+  const double du = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * double(x));
+  return {float(0.5 * x * (1.0 + t)), float(0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * du)};
+}
+
+// A matrix in float32: where it lies, or as a dense copy.
+struct Floats {
+  const float* data;
+  int64_t pitch;
+  std::vector<float> copy;
+
+  Floats(const te_tensor& t, const te_tensor& scale_inv, te_scaling scaling)
+      : data(static_cast<const float*>(t.data)), pitch(t.row_pitch) {
+    if (t.dtype == TE_FLOAT32) return;
+    copy.resize(size_t(t.rows * t.cols));
+    parallel_for(t.rows, [&](int64_t row) {
+      float* to = copy.data() + row * t.cols;
+      for (int64_t col = 0; col < t.cols; ++col) {
+        to[col] = is_fp8(t.dtype) ? load_fp8(t, scale_inv, scaling, row, col) : load(t, row, col);
+      }
+    });
+    data = copy.data();
+    pitch = t.cols;
+  }
+  Floats(const Floats&) = delete;
+  Floats& operator=(const Floats&) = delete;
+};
+
+// What becomes of the sum of one element; returns its magnitude before the rounding.
+float finish(const te_gemm_problem& p, int64_t row, int64_t col, float sum) {
+  if (p.epilogue == TE_GEMM_BIAS || (p.epilogue == TE_GEMM_GELU && p.bias.data != nullptr)) sum += load(p.bias, 0, col);
+  if (p.epilogue == TE_GEMM_GELU) {
+    store(p.aux, row, col, sum);
+    sum = gelu(sum).value;
+  } else if (p.epilogue == TE_GEMM_DGELU) {
+    sum *= gelu(load(p.aux, row, col)).slope;
+  }
+  if (is_fp8(p.d.dtype)) {
+    store_fp8(p.d, row, col, sum * *static_cast<const float*>(p.d_scale.data));
+  } else {
+    store(p.d, row, col, p.accumulate ? load(p.d, row, col) + sum : sum);
+  }
+  return std::fabs(sum);
+}
+
+// sum(row, col): the element of the product.
+template <class Sum>
+void finish_all(const te_gemm_problem& p, const Sizes& s, Sum&& sum) {
+  const bool with_amax = is_fp8(p.d.dtype);
+  std::vector<float> amax(with_amax ? size_t(s.rows) : 0, 0.f);
+  parallel_for(s.rows, [&](int64_t row) {
+    float most = 0.f;
+    for (int64_t col = 0; col < s.cols; ++col) most = std::fmax(most, finish(p, row, col, sum(row, col)));
+    if (with_amax) amax[size_t(row)] = most;
+  });
+  if (!with_amax) return;
+  float most = 0.f;
+  for (const float of_row : amax) most = std::fmax(most, of_row);
+  *static_cast<float*>(p.d_amax.data) = most;
+}
+
+void sum_rows_of_b(const te_gemm_problem& p, const Sizes& s) {
+  parallel_for(s.rows, [&](int64_t row) {
+    float sum = 0.f;
+    for (int64_t k = 0; k < s.depth; ++k) sum += load(p.b, k, row);
+    store(p.bias, 0, row, sum);
+  });
+}
+
+}  // namespace
+
+void lend(te_cpu_gemm_hook hook) { lent.store(hook, std::memory_order_release); }
+
+void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& p, const Sizes& s) {
+  const Floats a(p.a, p.a_scale_inv, p.a_scaling), b(p.b, p.b_scale_inv, p.b_scaling);
+  if (p.epilogue == TE_GEMM_BGRAD) sum_rows_of_b(p, s);
+  if (hook == nullptr) {
+    // Steps along the reduced dimension and from one output to the next.
+    const int64_t a_step = p.layout == TE_GEMM_TN ? 1 : a.pitch, a_next = p.layout == TE_GEMM_TN ? a.pitch : 1;
+    const int64_t b_step = p.layout == TE_GEMM_NT ? b.pitch : 1, b_next = p.layout == TE_GEMM_NT ? 1 : b.pitch;
+    finish_all(p, s, [&](int64_t row, int64_t col) {
+      float sum = 0.f;
+      for (int64_t k = 0; k < s.depth; ++k) {
+        sum += a.data[col * a_next + k * a_step] * b.data[row * b_next + k * b_step];
+      }
+      return sum;
+    });
+    return;
+  }
+  const auto multiply = [&](float* d, int64_t pitch, bool accumulate) {
+    hook(p.layout, s.rows, s.cols, s.depth, a.data, a.pitch, b.data, b.pitch, d, pitch, accumulate ? 1 : 0);
+  };
+  if (p.d.dtype == TE_FLOAT32 && (p.epilogue == TE_GEMM_NONE || p.epilogue == TE_GEMM_BGRAD)) {
+    return multiply(static_cast<float*>(p.d.data), p.d.row_pitch, p.accumulate != 0);
+  }
+  std::vector<float> product(size_t(s.rows * s.cols));
+  multiply(product.data(), s.cols, false);
+  finish_all(p, s, [&](int64_t row, int64_t col) { return product[size_t(row * s.cols + col)]; });
+}
+
+void run(const te_gemm_problem& p, const Sizes& s) {
+  const te_cpu_gemm_hook hook = is_empty(s) ? nullptr : lent.load(std::memory_order_acquire);
+  if (hook != nullptr) {
+    te_note_path("the CPU product that te_set_cpu_gemm was lent", "");
+  } else {
+    te_note_path("CPU loop", is_empty(s) ? "" : "te_set_cpu_gemm was lent no product");
+  }
+  run_by(hook, p, s);
+}
+
+}  // namespace te::gemm::cpu
