@@ -6,27 +6,13 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "common.h"
+#include "accumulators.h"
 
 namespace te_torch {
 
 namespace {
 
 namespace impl = torch::autograd::impl;
-
-// torch.autograd.grad(), backward(inputs=), as a node of C++ asks by needs_input_grad(): Python's flag of that name
-// knows the forward alone. Leaves by number; none outside of a backward, or in one that asks for all gradients.
-std::vector<size_t> unwanted(const std::vector<Tensor>& leaves) {
-  std::vector<size_t> found;
-  const auto* info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr || info->empty()) return found;
-  for (size_t i = 0; i < leaves.size(); ++i) {
-    const auto node = impl::try_get_grad_accumulator(leaves[i]);
-    const auto entry = info->find(node.get());
-    if (entry == info->end() || !entry->second.should_execute()) found.push_back(i);
-  }
-  return found;
-}
 
 // A node belongs to the stream on which it was made, and a backward that is captured would make that stream wait.
 class FreshAccumulators {
@@ -54,6 +40,20 @@ class FreshAccumulators {
 };
 
 }  // namespace
+
+// torch.autograd.grad(), backward(inputs=), as a node of C++ asks by needs_input_grad(): Python's flag of that name
+// knows the forward alone. Leaves by number; none outside of a backward, or in one that asks for all gradients.
+std::vector<size_t> unwanted(const std::vector<Tensor>& leaves) {
+  std::vector<size_t> found;
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  if (info == nullptr || info->empty()) return found;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const auto node = impl::try_get_grad_accumulator(leaves[i]);
+    const auto entry = info->find(node.get());
+    if (entry == info->end() || !entry->second.should_execute()) found.push_back(i);
+  }
+  return found;
+}
 
 void register_accumulators(pybind11::module_& m) {
   m.def("unwanted", torch::wrap_pybind_function(unwanted), pybind11::arg("leaves"),

@@ -197,7 +197,7 @@ struct LinearFamily {
                          saved[kRstd]};
         operand = produce_again<Route>(p, from, x_quantizer, saved[kProductScale]);
       }
-      WeightProduct product{dy, operand, dbias, state.dtype, q == nullptr || q->split_wgrad};
+      MatrixProduct product{dy, operand, dbias, state.dtype, q == nullptr || q->split_wgrad};
       // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
       if (state.sink && operand.plain.defined()) product.x.plain = operand.plain.detach();
       std::tie(out[kWeight], out[kBias]) = state.sink ? (*state.sink)(std::move(product), wanted[kBias])

@@ -21,6 +21,7 @@ void register_noop_cat(pybind11::module_& m);
 void register_recorder(pybind11::module_& m);
 void register_product(pybind11::module_& m);
 void register_weight_product(pybind11::module_& m);
+void register_main_grad(pybind11::module_& m);
 void register_rope(pybind11::module_& m);
 void register_normalization(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);
@@ -46,6 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_recorder(m);
   te_torch::register_product(m);
   te_torch::register_weight_product(m);
+  te_torch::register_main_grad(m);
   te_torch::register_rope(m);
   te_torch::register_normalization(m);
   te_torch::register_quantize(m);

@@ -2,9 +2,9 @@
 #include "weight_grad.h"
 
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/object_ptr.h>
-#include <torch/csrc/utils/pybind.h>
+
+#include "held_object.h"
+#include "main_grad.h"
 
 namespace te_torch {
 
@@ -17,35 +17,37 @@ Tensor tensor_or_none(PyObject* object) {
   return THPVariable_Unpack(object);
 }
 
+class CallableSink : public WeightGradSink {
+ public:
+  explicit CallableSink(PyObject* callable) : callable_(held_object(callable)) {}
+
+  WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override {
+    const pybind11::gil_scoped_acquire gil;
+    const pybind11::object handle = handle_of(std::move(product));
+    const THPObjectPtr result(
+        PyObject_CallFunctionObjArgs(callable_.get(), handle.ptr(), with_bias ? Py_True : Py_False, nullptr));
+    if (!result) throw_python_error();
+    TORCH_CHECK(PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == 2,
+                "weight gradient: the sink returned a ", Py_TYPE(result.get())->tp_name, ", wanted a pair.");
+    return {{tensor_or_none(PyTuple_GET_ITEM(result.get(), 0))}, {tensor_or_none(PyTuple_GET_ITEM(result.get(), 1))}};
+  }
+
+ private:
+  std::shared_ptr<PyObject> callable_;
+};
+
 }  // namespace
 
-WeightGradSink::WeightGradSink(PyObject* callable) : callable_(callable) { Py_INCREF(callable_); }
-
-WeightGradSink::~WeightGradSink() {
-  if (!Py_IsInitialized()) return;  // the interpreter is gone, and the object with it
-  const pybind11::gil_scoped_acquire gil;
-  Py_DECREF(callable_);
+pybind11::object handle_of(std::shared_ptr<const WeightProduct> product) {
+  return pybind11::cast(std::const_pointer_cast<WeightProduct>(std::move(product)));  // whose Python methods are const
 }
 
-std::tuple<Tensor, Tensor> WeightGradSink::operator()(WeightProduct product, bool with_bias) const {
+Sink sink_of(PyObject* sink) {
+  if (sink == Py_None) return {};
   const pybind11::gil_scoped_acquire gil;
-  const pybind11::object handle = pybind11::cast(std::make_shared<WeightProduct>(std::move(product)));
-  const THPObjectPtr result(
-      PyObject_CallFunctionObjArgs(callable_, handle.ptr(), with_bias ? Py_True : Py_False, nullptr));
-  if (!result) {
-    python_error error;
-    error.persist();
-    throw error;
-  }
-  TORCH_CHECK(PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == 2,
-              "weight gradient: the sink returned a ", Py_TYPE(result.get())->tp_name, ", wanted a pair.");
-  return {tensor_or_none(PyTuple_GET_ITEM(result.get(), 0)), tensor_or_none(PyTuple_GET_ITEM(result.get(), 1))};
-}
-
-Sink sink_of(PyObject* callable) {
-  if (callable == Py_None) return {};
-  const pybind11::gil_scoped_acquire gil;
-  return std::make_shared<const WeightGradSink>(callable);
+  const pybind11::handle handle(sink);
+  if (pybind11::isinstance<ParameterSink>(handle)) return handle.cast<std::shared_ptr<ParameterSink>>();
+  return std::make_shared<const CallableSink>(sink);
 }
 
 void refuse_sink(bool there, const char* op) {

@@ -1,6 +1,5 @@
-// Where a product's weight gradient goes when the node does not just return it: to a Python callable that accumulates
-// it into main_grad or stores it for backward_dw(). Eager only; the arithmetic stays in weight_product.h and the gemm
-// room.
+// Where a product's weight gradients go when the node does not just return them: to parameters that have a main_grad or
+// wait for backward_dw() (main_grad.h), or to a Python callable. Eager only; the arithmetic is weight_product.h's.
 #pragma once
 
 #include <Python.h>
@@ -13,21 +12,22 @@ namespace te_torch {
 
 class WeightGradSink {
  public:
-  explicit WeightGradSink(PyObject* callable);  // a new reference; the GIL is held
-  ~WeightGradSink();
-  WeightGradSink(const WeightGradSink&) = delete;
-  WeightGradSink& operator=(const WeightGradSink&) = delete;
+  virtual ~WeightGradSink() = default;
 
-  // callable(product, with_bias) -> (dweight or None, dbias or None), under the GIL.
-  std::tuple<Tensor, Tensor> operator()(WeightProduct product, bool with_bias) const;
+  // In a backward, without the GIL. Returns what autograd gets.
+  virtual WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const = 0;
 
- private:
-  PyObject* callable_;
+  std::tuple<Tensor, Tensor> operator()(MatrixProduct product, bool with_bias) const {
+    WeightGrads grads = take(std::make_shared<const MatrixProduct>(std::move(product)), with_bias);
+    return {std::move(grads.weights.at(0)), std::move(grads.biases.at(0))};
+  }
 };
 
 using Sink = std::shared_ptr<const WeightGradSink>;
 
-Sink sink_of(PyObject* callable);  // none for None; takes the GIL itself
+// None for None; a sink of main_grad.h, or callable(product, with_bias) -> (dweight or None, dbias or None), which is
+// called under the GIL. Takes the GIL itself.
+Sink sink_of(PyObject* sink);
 
 // Sinks live in eager nodes alone: torch.compile and its kin cannot trace what they do.
 void refuse_sink(bool there, const char* op);

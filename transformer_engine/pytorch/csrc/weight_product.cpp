@@ -8,14 +8,35 @@
 
 namespace te_torch {
 
-Tensor WeightProduct::column_sums(int64_t first, int64_t rows) const {
+WeightGrads MatrixProduct::compute(bool with_bias) const {
+  const auto [dweight, sums] = compute<Direct>(with_bias);
+  return {{dweight}, {sums}};
+}
+
+std::vector<Tensor> MatrixProduct::accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const {
+  std::vector<Tensor> sums;
+  int64_t first = 0;
+  for (const WeightTarget& target : targets) {
+    Tensor out = target.out;
+    if (out.defined()) {
+      Tensor part = accumulate_rows(out, first, target.rows, with_bias, target.overwrite);
+      if (with_bias) sums.push_back(std::move(part));
+    } else if (with_bias) {
+      sums.push_back(column_sums(first, target.rows));
+    }
+    first += target.rows;
+  }
+  return sums;
+}
+
+Tensor MatrixProduct::column_sums(int64_t first, int64_t rows) const {
   if (dbias.defined()) return dbias.narrow(0, first, rows);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // backward_dw() runs anywhere
-  const Tensor part = plain_of<Direct>(dy, dtype).narrow(-1, first, rows);
+  const Tensor part = plain_of<Direct>(dy, dtype_).narrow(-1, first, rows);
   return part.dim() > 1 ? part.flatten(0, -2).sum(0) : part;  // of one row: itself
 }
 
-Tensor WeightProduct::accumulate(Tensor& out, int64_t first, int64_t rows, bool with_bias, bool overwrite) const {
+Tensor MatrixProduct::accumulate_rows(Tensor& out, int64_t first, int64_t rows, bool with_bias, bool overwrite) const {
   if (dy.quantized() && x.quantized()) {
     Quantized part = dy.fp8;
     part.columnwise = dy.fp8.columnwise.narrow(0, first, rows);
@@ -25,16 +46,16 @@ Tensor WeightProduct::accumulate(Tensor& out, int64_t first, int64_t rows, bool 
       part.columnwise_scale_inv = scales.new_zeros({scales.size(0), (rows + 3) / 4 * 4});
       part.columnwise_scale_inv.narrow(1, 0, rows).copy_(scales.narrow(1, first, rows));
     }
-    gemm_fp8_accumulate(x.fp8, true, part, true, out, overwrite, detail::may_be_fast(x.fp8, part, split));
+    gemm_fp8_accumulate(x.fp8, true, part, true, out, overwrite, detail::may_be_fast(x.fp8, part, split_));
     return with_bias ? column_sums(first, rows) : Tensor();
   }
-  const Tensor sums = gemm_accumulate(plain_of<Direct>(x, dtype), plain_of<Direct>(dy, dtype).narrow(-1, first, rows),
+  const Tensor sums = gemm_accumulate(plain_of<Direct>(x, dtype_), plain_of<Direct>(dy, dtype_).narrow(-1, first, rows),
                                       "NT", out, with_bias && !dbias.defined(), overwrite);
   if (!with_bias) return {};
   return dbias.defined() ? dbias.narrow(0, first, rows) : sums;
 }
 
-std::vector<Tensor> WeightProduct::reads() const {
+std::vector<Tensor> MatrixProduct::reads() const {
   std::vector<Tensor> plain;
   for (const Operand* t : {&dy, &x}) {
     if (!t->quantized()) plain.push_back(t->plain);
@@ -45,16 +66,14 @@ std::vector<Tensor> WeightProduct::reads() const {
 void register_weight_product(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(m, "WeightProduct")
-      .def_property_readonly("dtype", [](const WeightProduct& p) { return p.dtype; })
-      .def_property_readonly("reads", &WeightProduct::reads)
+      .def_property_readonly("dtype", &WeightProduct::dtype)
+      .def_property_readonly("reads", &WeightProduct::reads);
+  py::class_<MatrixProduct, WeightProduct, std::shared_ptr<MatrixProduct>>(m, "MatrixProduct")
       .def("compute", torch::wrap_pybind_function_no_gil(
-                          [](const WeightProduct& p, bool with_bias) { return p.compute<Direct>(with_bias); }))
+                          [](const MatrixProduct& p, bool with_bias) { return p.compute<Direct>(with_bias); }))
       .def("accumulate", torch::wrap_pybind_function_no_gil(
-                             [](const WeightProduct& p, Tensor out, int64_t first, int64_t rows, bool with_bias,
-                                bool overwrite) { return p.accumulate(out, first, rows, with_bias, overwrite); }))
-      .def("column_sums", torch::wrap_pybind_function_no_gil([](const WeightProduct& p, int64_t first, int64_t rows) {
-             return p.column_sums(first, rows);
-           }));
+                             [](const MatrixProduct& p, Tensor out, int64_t first, int64_t rows, bool with_bias,
+                                bool overwrite) { return p.accumulate_rows(out, first, rows, with_bias, overwrite); }));
 }
 
 }  // namespace te_torch

@@ -1,35 +1,70 @@
-// The third product of a linear layer, that of its weight gradient, as an object: computed now, added to a buffer, or
-// kept for later.
+// The third product of a linear layer, that of its weight gradients, as an object: computed now, added to buffers, or
+// kept for later. Where these buffers are is said by who asks.
 #pragma once
 
 #include "product.h"
 
 namespace te_torch {
 
-// A weight gradient that is computed now or later: dweight[N, K] = dy^T x, dbias[N] = the column sums of dy.
-struct WeightProduct {
+// One entry a matrix of the product; undefined ones where nobody wants a gradient.
+struct WeightGrads {
+  std::vector<Tensor> weights, biases;
+};
+
+// Consecutive rows of a product's weight gradients, and where they go.
+struct WeightTarget {
+  Tensor out;  // contiguous, of these rows; undefined: nowhere
+  int64_t rows = 0;
+  bool overwrite = false;  // =, not +=
+};
+
+// Weight gradients that are computed now or later.
+class WeightProduct {
+ public:
+  virtual ~WeightProduct() = default;
+
+  virtual WeightGrads compute(bool with_bias) const = 0;
+  // Into targets, which are all rows of the product, in order. Returns each one's part of the bias's gradient, those
+  // without an `out` too; nothing unless `with_bias`.
+  virtual std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const = 0;
+  // The plain tensors that it reads: whoever changes these in place changes the gradients.
+  virtual std::vector<Tensor> reads() const = 0;
+  virtual at::ScalarType dtype() const = 0;
+};
+
+// Of one matrix: dweight[N, K] = dy^T x, dbias[N] = the column sums of dy.
+class MatrixProduct : public WeightProduct {
+ public:
   Operand dy, x;
   Tensor dbias;  // summed already, where dy is FP8 and the bias wants a gradient
-  at::ScalarType dtype = at::kFloat;
-  bool split = true;
+
+  MatrixProduct(Operand dy_, Operand x_, Tensor dbias_, at::ScalarType dtype, bool split)
+      : dy(std::move(dy_)), x(std::move(x_)), dbias(std::move(dbias_)), dtype_(dtype), split_(split) {}
 
   template <class Route>
   std::tuple<Tensor, Tensor> compute(bool with_bias) const {
     if (dy.quantized() && x.quantized()) {
       const Tensor dweight =
-          gemm_fp8<Route>(x.fp8, true, dy.fp8, true, dtype, {}, detail::may_be_fast(x.fp8, dy.fp8, split));
+          gemm_fp8<Route>(x.fp8, true, dy.fp8, true, dtype_, {}, detail::may_be_fast(x.fp8, dy.fp8, split_));
       return {dweight, dbias};
     }
     const auto [dweight, sums] = Route::template call<linear_wgrad>(
-        "te::linear_wgrad", plain_of<Route>(dy, dtype), plain_of<Route>(x, dtype), with_bias && !dbias.defined());
+        "te::linear_wgrad", plain_of<Route>(dy, dtype_), plain_of<Route>(x, dtype_), with_bias && !dbias.defined());
     return {dweight, dbias.defined() ? dbias : sums};
   }
 
+  WeightGrads compute(bool with_bias) const override;
+  std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
+  std::vector<Tensor> reads() const override;
+  at::ScalarType dtype() const override { return dtype_; }
+
   // Rows [first, first + rows) of it into out, += or =. Returns these rows' part of the bias's gradient, or nothing.
-  Tensor accumulate(Tensor& out, int64_t first, int64_t rows, bool with_bias, bool overwrite) const;
+  Tensor accumulate_rows(Tensor& out, int64_t first, int64_t rows, bool with_bias, bool overwrite) const;
   Tensor column_sums(int64_t first, int64_t rows) const;
-  // The plain tensors that it reads: whoever changes these in place changes the gradient.
-  std::vector<Tensor> reads() const;
+
+ private:
+  at::ScalarType dtype_;
+  bool split_;
 };
 
 }  // namespace te_torch

@@ -6,10 +6,11 @@ from contextlib import nullcontext
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.fp8_state import QuantizationState
 from transformer_engine.pytorch.module.row_units import RowUnits, unit_marks
 from transformer_engine.pytorch.module.state import WholeCheckpoints, is_extra_state
-from transformer_engine.pytorch.module.weight_grad import Product, WeightGradSink, WeightGradStore
+from transformer_engine.pytorch.module.weight_grad import WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.userbuffers import UserBufferQuantizationMode as UserBufferQuantizationMode  # and these
@@ -66,6 +67,7 @@ class TransformerEngineBaseModule(RowUnits, QuantizationState, WholeCheckpoints)
         self._tags: dict[str, dict[str, object]] = {}
         self.fuse_wgrad_accumulation = False
         self._wgrad_stores: dict[str, WeightGradStore] = {}
+        self._wgrad_products: dict[str, _C.WeightGradProduct] = {}  # made where a product is first asked for
         self._wgrad_hooks: list[Callable] = []
         self.name: str | None = None
         self._init_quantization()
@@ -163,32 +165,17 @@ class TransformerEngineBaseModule(RowUnits, QuantizationState, WholeCheckpoints)
         """Names of the weights and of the biases of a product, rows of one matrix."""
         raise NotImplementedError
 
-    def _sink(self, product: str, is_first_microbatch: bool | None) -> WeightGradSink | None:
+    def _sink(self, product: str, is_first_microbatch: bool | None) -> _C.WeightGradSink | None:
         """Where this call's weight gradient of a product goes; None: to autograd."""
         store = self._wgrad_stores.get(product)
         if not (self.fuse_wgrad_accumulation or store) or not torch.is_grad_enabled():
             return None
-        op = type(self).__name__
-        weight_names, bias_names = self._product_names(product)
-        weights = [getattr(self, name) for name in weight_names]
-        wanted = [weight.requires_grad for weight in weights]
-        if not any(wanted):
-            return None
-        if isinstance(is_first_microbatch, torch.Tensor) or is_first_microbatch not in (None, True, False):
-            raise ValueError(
-                f"{op}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, False or None."
-            )
-        for name, weight in zip(weight_names, weights, strict=True):
-            if weight.requires_grad and not weight.is_leaf:
-                raise ValueError(
-                    f"{op}: '{name}' is computed from other tensors (a parametrization, weight_norm), and only "
-                    "autograd brings a gradient back to these; build the module without fuse_wgrad_accumulation and "
-                    "delay_wgrad_compute."
-                )
-        biases = [getattr(self, name) for name in bias_names]
-        overwrite = bool(is_first_microbatch)
-        described = Product(op, weight_names, weights, biases, wanted, self.fuse_wgrad_accumulation, overwrite)
-        return WeightGradSink(described, store)
+        if torch.compiler.is_compiling():  # which the product refuses by name
+            return any(getattr(self, name).requires_grad for name in self._product_names(product)[0]) or None
+        described = self._wgrad_products.get(product)
+        if described is None:
+            described = self._wgrad_products[product] = _C.WeightGradProduct(*self._product_names(product))
+        return described.sink(self, bool(self.fuse_wgrad_accumulation), is_first_microbatch, store)
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for backward_dw(), as delay_wgrad_compute=True has it."""

@@ -1,14 +1,12 @@
-"""Where a module's weight gradients go: returned, accumulated into main_grad, or stored until backward_dw(). The
-products are the gemm room's; nothing here computes one."""
+"""What is Python's of weight gradients that are not returned: words for a main_grad that does not fit, and the store of
+those that wait for backward_dw(). What a backward does is the extension's (csrc/main_grad.h); nothing computes here."""
 
 from __future__ import annotations
 
 import collections
-import functools
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,18 +14,10 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.utils import resolve_device
 
 
-@functools.cache
-def _dummy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False, device=None) -> torch.Tensor:
     """A gradient that stands for one already in main_grad, so that autograd's hooks fire. One buffer a shape, shared by
     all: a fresh alias of it each time, else autograd would copy it. Its values mean nothing, unless `zero`."""
-    device = resolve_device(device)
-    with torch.inference_mode(False):  # a buffer made there would be an inference tensor for good
-        dummy = _dummy(tuple(shape), dtype, device)
-    return dummy.zero_().detach() if zero else dummy.detach()
+    return _C.dummy_weight_grad(list(shape), dtype, resolve_device(device), zero)
 
 
 def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object) -> None:
@@ -44,8 +34,6 @@ def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object
             f"{'' if main_grad.is_contiguous() else ', not contiguous'}, wanted a contiguous torch.float32 (or "
             f"{weight.dtype}) {list(weight.shape)} on {weight.device}."
         )
-    if torch.compiler.is_compiling():  # which is refused later, by name
-        return
     if main_grad.untyped_storage().nbytes() == 0 and main_grad.numel():
         raise ValueError(
             f"{op}: main_grad of parameter '{name}' is {list(main_grad.shape)}, but its memory has been freed; "
@@ -53,26 +41,15 @@ def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object
         )
 
 
-# Additions to one main_grad from several threads take turns. Striped, so that no parameter carries a lock.
-_LOCKS = [threading.Lock() for _ in range(64)]
-
-
-def _lock_of(main_grad: torch.Tensor) -> threading.Lock:
-    return _LOCKS[main_grad.data_ptr() // 256 % len(_LOCKS)]
-
-
-_listening: list[set[int]] = []
-
-
 @contextmanager
 def accumulation_noted() -> Iterator[set[int]]:
     """Gets the weights, by id, whose gradients are added to main_grad inside, on whichever thread."""
     noted: set[int] = set()
-    _listening.append(noted)
+    _C.note_accumulations(noted)
     try:
         yield noted
     finally:
-        _listening[:] = [other for other in _listening if other is not noted]
+        _C.forget_accumulations(noted)
 
 
 def _accumulate_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -87,82 +64,10 @@ def _accumulate_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Product:
-    """A call's product, as its weight gradients need it: weights and biases are the rows of one matrix, in order; those
-    that wanted no gradient when it was called get none."""
-
-    op: str
-    names: Sequence[str]
-    weights: Sequence[torch.Tensor]
-    biases: Sequence[torch.Tensor]
-    wanted: Sequence[bool]  # of the weights
-    fused: bool
-    overwrite: bool
-    unasked: frozenset[int] = frozenset()  # by id: whose gradients the backward was not asked for
-
-    def asked_for(self) -> Product:
-        """In a backward: without the weights and biases whose gradients it does not bring (torch.autograd.grad(),
-        backward(inputs=)). For autograd those of several parameters are one matrix, of which all is wanted or none."""
-        if len(self.weights) == 1:
-            return self
-        tensors = [*self.weights, *self.biases]
-        unwanted = _C.unwanted(tensors)
-        return replace(self, unasked=frozenset(id(tensors[i]) for i in unwanted)) if unwanted else self
-
-    @property
-    def rows(self) -> list[int]:
-        return [weight.shape[0] for weight in self.weights]
-
-    def main_grads(self, *, ask: bool = True) -> list[torch.Tensor | None]:
-        """Where the wanted gradients are added to. Unless `ask`, a get_main_grad() is left to the backward.
-        ValueError for a missing or unfit one."""
-        found = []
-        for name, weight, wanted in zip(self.names, self.weights, self.wanted, strict=True):
-            lazy = hasattr(weight, "get_main_grad")
-            found.append(None)
-            if wanted and (ask or not lazy) and id(weight) not in self.unasked:
-                found[-1] = weight.get_main_grad() if lazy else getattr(weight, "main_grad", None)
-                _check_main_grad(self.op, name, weight, found[-1])
-        return found
-
-    def accumulate(
-        self, work: _C.WeightProduct, with_bias: bool, main_grads: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor | None:
-        """The wanted gradients into main_grads; returns the bias's."""
-        sums, first = [], 0
-        for weight, main_grad in zip(self.weights, main_grads, strict=True):
-            rows = weight.shape[0]
-            if main_grad is None:
-                sums += [work.column_sums(first, rows)] if with_bias else []
-            else:
-                overwrite = self.overwrite or bool(getattr(weight, "overwrite_main_grad", False))
-                with _lock_of(main_grad):
-                    sums.append(work.accumulate(main_grad, first, rows, with_bias, overwrite))
-                for noted in _listening:
-                    noted.add(id(weight))
-                if hasattr(weight, "grad_added_to_main_grad"):
-                    weight.grad_added_to_main_grad = True
-            first += rows
-        if not with_bias:
-            return None
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
-
-    def stand_in(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What autograd gets for gradients that are in main_grad already: nothing, or where the owner of main_grad
-        waits for autograd's hooks (it set grad_added_to_main_grad) a dummy."""
-        wanted = [weight for weight, wanted in zip(self.weights, self.wanted, strict=True) if wanted]
-        if not all(hasattr(weight, "grad_added_to_main_grad") for weight in wanted):
-            return None
-        zero = any(getattr(weight, "zero_out_wgrad", False) for weight in wanted)
-        shape = (sum(self.rows), *self.weights[0].shape[1:])
-        return get_dummy_wgrad(shape, dtype, zero, self.weights[0].device)
-
-
-@dataclass(frozen=True)
 class Pending:
     """A weight gradient that backward() left: what it is made of, and the versions that these tensors had."""
 
-    product: Product
+    product: _C.WeightParameters
     work: _C.WeightProduct
     with_bias: bool
     reads: Sequence[torch.Tensor]  # the caller's tensors among the operands: the FP8 ones are nobody else's
@@ -189,21 +94,21 @@ class Pending:
     @torch.no_grad()
     def compute(self, main_grads: Sequence[torch.Tensor | None]) -> None:
         product = self.product
-        unasked = product.unasked
+        unasked, weights = set(product.unasked), product.weights
         if product.fused:
-            dbias = product.accumulate(self.work, self.with_bias, main_grads)
-            for weight, main_grad in zip(product.weights, main_grads, strict=True):
+            dbiases = product.accumulate(self.work, main_grads, self.with_bias)
+            for weight, main_grad in zip(weights, main_grads, strict=True):
                 if main_grad is not None and weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):
                     zero = getattr(weight, "zero_out_wgrad", False)
                     weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
         else:
-            dweight, dbias = self.work.compute(self.with_bias)
-            for weight, part in zip(product.weights, dweight.split(product.rows), strict=True):
-                if id(weight) not in unasked:
+            dweights, dbiases = product.compute(self.work, self.with_bias)
+            for number, (weight, part) in enumerate(zip(weights, dweights, strict=True)):
+                if number not in unasked:
                     _accumulate_grad(weight, part)
         if self.with_bias:
-            for bias, part in zip(product.biases, dbias.split(product.rows), strict=True):
-                if id(bias) not in unasked:
+            for number, (bias, part) in enumerate(zip(product.biases, dbiases, strict=True), len(weights)):
+                if number not in unasked:
                     _accumulate_grad(bias, part)
 
 
@@ -241,21 +146,27 @@ class WeightGradStore:
         return WeightGradStore(self.enabled)
 
 
-class WeightGradSink:
-    """One call's answer to "where does the gradient of this weight go": the extension calls it in backward with the
-    product that gives it."""
+def _refuse_computed(op: str, name: str) -> None:
+    raise ValueError(
+        f"{op}: '{name}' is computed from other tensors (a parametrization, weight_norm), and only autograd brings a "
+        "gradient back to these; build the module without fuse_wgrad_accumulation and delay_wgrad_compute."
+    )
 
-    def __init__(self, product: Product, store: WeightGradStore | None) -> None:
-        self.product, self.store = product, store
-        if product.fused:  # what can be known to be wrong is said before anything has run
-            product.main_grads(ask=False)
 
-    def __call__(self, work: _C.WeightProduct, with_bias: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        product = self.product.asked_for()
-        if self.store is not None:
-            reads = work.reads
-            self.store.put(Pending(product, work, with_bias, reads, [tensor._version for tensor in reads]))
-            return None, None
-        main_grads = product.main_grads()
-        dbias = product.accumulate(work, with_bias, main_grads)
-        return product.stand_in(work.dtype), dbias
+def _is_first_microbatch(op: str, value: object) -> bool:
+    if isinstance(value, torch.Tensor) or value not in (None, True, False):
+        raise ValueError(f"{op}: argument 'is_first_microbatch' is {value!r}, wanted True, False or None.")
+    return bool(value)
+
+
+def _leave(store: WeightGradStore, product: _C.WeightParameters, work: _C.WeightProduct, with_bias: bool) -> None:
+    reads = work.reads
+    store.put(Pending(product, work, with_bias, reads, [tensor._version for tensor in reads]))
+
+
+_C.answer_weight_grads(
+    check_main_grad=_check_main_grad,
+    refuse_computed=_refuse_computed,
+    is_first_microbatch=_is_first_microbatch,
+    leave=_leave,
+)
