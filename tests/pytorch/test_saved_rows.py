@@ -1,7 +1,7 @@
 # Live rows of kept tensors: what was declared is found again at the tensor, at whatever lies over the same bytes with
 # as many rows, and at nothing else, as long as the memory lives; shapes whose live rows are no prefix, or that do not
 # say what a row is, are refused. Mutants: no look at the rows or the bytes (found.rows, found.bytes in saved/rows.py),
-# and a storage known by its address alone (expired() in saved/storages.py) turn these red.
+# and a storage that is known by its address alone (no StorageWeakRef in saved/storages.py) turn these red.
 import pytest
 import torch
 from support import randn, refused
@@ -36,6 +36,9 @@ def test_parts_of_one_buffer_and_words_that_replace_others(device):
     assert door.live_rows(whole) is None
     assert [door.live_rows(half)[0].data_ptr() for half in halves] == [counters[i].data_ptr() for i in (0, 2)]
     assert [door.live_rows(half)[1] for half in halves] == [1, 4]
+    row = randn(1, 8, device=device)
+    door.mark_pageable(row, counters[0])
+    assert door.live_rows(row) and door.live_rows(row[:, :4]) is None  # as many rows, but shorter ones
     vector = randn(16, device=device)
     door.mark_pageable(vector, counters[0], 16)
     assert door.live_rows(vector)[1] == 16
