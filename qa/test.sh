@@ -13,6 +13,7 @@ case $package in
 esac
 configure() {
   cmake "$@" -G Ninja -S tests/cpp -B build/test -DTE_ENGINE="$package/lib/libtransformer_engine.so" \
+    -DTE_LAYER_POLICIES=ON -DPython_EXECUTABLE="$root/.venv/bin/python" \
     ${CMAKE_ARGS:-} >build/test-configure.log 2>&1
 }
 mkdir -p build

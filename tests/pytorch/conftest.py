@@ -30,6 +30,10 @@ def pytest_configure(config):
     # What warn_only (below) has to say about torch's own ops is no news.
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:.*Deterministic behavior was enabled.*:UserWarning")
+    if config.getoption("--layer-policy", None):
+        from layer_policies import policy
+
+        policy(config.getoption("--layer-policy")).install()
 
 
 def pytest_addoption(parser):
@@ -38,6 +42,11 @@ def pytest_addoption(parser):
         type=int,
         metavar="N",
         help="programs of each generated suite; by default a few, as many as it says",
+    )
+    parser.addoption(
+        "--layer-policy",
+        metavar="NAME",
+        help="run everything under this policy of layers (tests/layer/NAME.cpp)",
     )
 
 

@@ -1,5 +1,5 @@
 # LayerNormMLP against its plain twin: every activation, the residual keyword, what is kept for backward (never the
-# activation), what is refused. Mutant: LinearFamily keeping the activation (`keeper.keep_if(into_weight, operand)`)
+# activation), what is refused. Mutant: keep() of csrc/layer/forward.cpp keeping the activation
 # turns test_never_keeps_the_activation red.
 import pytest
 import torch

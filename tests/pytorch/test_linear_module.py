@@ -480,12 +480,12 @@ def test_bad_input_is_named_and_harmless(device):
     x, dy = randn(3, 16, device=device), randn(3, 24, device=device)
     before = step(module, x, dy)
     for bad, words in (
-        (randn(3, 15, device=device), ("'x'", "[3, 15]", "16")),
-        (x.half(), ("'weight'", "Float", "Half")),
-        (x.long(), ("'x'", "Long", "float32")),
-        (x[0, 0], ("'x'", "no dimensions")),
-        (x.to("meta"), ("'weight'", device, "meta")),
+        (randn(3, 15, device=device), ("'inp'", "last dimension 15", "[3, 15]", "16")),
+        (x.half(), ("'inp'", "'weight'", "torch.float32", "torch.float16")),
+        (x.long(), ("'inp'", "torch.int64", "float32")),
+        (x[0, 0], ("'inp'", "no dimensions")),
+        (x.to("meta"), ("'inp'", "'weight'", device, "meta")),
     ):
-        with refused(ValueError, "linear", *words):
+        with refused(ValueError, "Linear", *words):
             module(bad)
     assert_same_step(step(module, x, dy), before)

@@ -141,7 +141,7 @@ def test_attributes_before_init(norm):
 def test_wrong_input_is_named(norm, device):
     with refused(ValueError, norm.__name__, "'inp'", "(2, 8)", "(4, 8)"):
         norm((4, 8), device=device)(torch.ones(2, 8, device=device))
-    with refused(ValueError, "normalization", "'gamma'", "[8]", "[7]"):
+    with refused(ValueError, norm.__name__, "'inp'", "wanted 8", "[2, 7]"):
         norm(8, device=device)(torch.ones(2, 7, device=device))
 
 
@@ -150,7 +150,7 @@ def test_wrong_input_is_named(norm, device):
 def test_device_defaults_to_cuda(norm):
     module = norm(8)
     assert module.weight.is_cuda
-    with refused(ValueError, "normalization", "'gamma'", "cuda"):
+    with refused(ValueError, norm.__name__, "'inp'", "is on cpu", "cuda"):
         module(torch.ones(2, 8))
 
 

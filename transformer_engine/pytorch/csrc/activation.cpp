@@ -66,28 +66,29 @@ struct ActivationFamily {
     std::string kind;
     std::vector<double> params;
   };
+  enum Saved { kInput };
 
   template <class Route>
   static variable_list forward(State& state, Keeper& keeper, const Tensor& x, std::string_view kind,
                                at::ArrayRef<double> params) {
     state.kind = std::string(kind);
     state.params = params.vec();
-    keeper.keep(x, {"activation input", "the derivative is taken of it", kCallers});
+    keeper.keep(kInput, x, {"activation input", "the derivative is taken of it", kCallers});
     return {Route::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
   }
 
   template <class Route>
-  static variable_list backward(const State& state, const Wanted& wanted, const variable_list& saved,
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !grads[0].defined()) return {};
-    return {std::get<0>(Route::template call<activation_bwd>("te::activation_bwd", grads[0], saved[0],
+    return {std::get<0>(Route::template call<activation_bwd>("te::activation_bwd", grads[0], saved[kInput],
                                                              std::string_view(state.kind),
                                                              at::ArrayRef<double>(state.params), false))};
   }
 };
 
 Tensor activation_autograd(const Tensor& x, std::string_view kind, at::ArrayRef<double> params) {
-  return Node<ActivationFamily, Dispatched>::apply(x, kind, params)[0];
+  return Node<ActivationFamily, Dispatched>::run(x, kind, params)[0];
 }
 
 Tensor activation_dispatched(const Tensor& x, std::string_view kind, at::ArrayRef<double> params) {
@@ -107,7 +108,7 @@ Tensor activation(const Tensor& x, const std::string& kind, const std::vector<do
                                                  at::ArrayRef<double>(params));
   const Tensor input = autocast(x);
   if (!needs_graph({&input})) return activation_fwd(input, kind, params);
-  return Node<ActivationFamily, Direct>::apply(input, std::string_view(kind), at::ArrayRef<double>(params))[0];
+  return Node<ActivationFamily, Direct>::run(input, std::string_view(kind), at::ArrayRef<double>(params))[0];
 }
 
 }  // namespace

@@ -105,4 +105,21 @@ struct Dispatched {
   }
 };
 
+// A route as a value, for code that is compiled once for both.
+class Route {
+ public:
+  constexpr explicit Route(Direct) : direct_(true) {}
+  constexpr explicit Route(Dispatched) : direct_(false) {}
+
+  constexpr bool direct() const { return direct_; }
+
+  template <auto kFunction, class... Args>
+  auto call(const char* name, Args&&... args) const {
+    return direct_ ? Direct::call<kFunction>(name, args...) : Dispatched::call<kFunction>(name, args...);
+  }
+
+ private:
+  bool direct_;
+};
+
 }  // namespace te_torch

@@ -343,7 +343,8 @@ void register_main_grad(py::module_& m) {
       .def(py::init<std::vector<py::str>, std::vector<py::str>>(), py::arg("weights"), py::arg("biases"))
       .def("sink", torch::wrap_pybind_function(&WeightGradProduct::sink), py::arg("module"), py::arg("fused"),
            py::arg("is_first_microbatch"), py::arg("store"));
-  py::class_<ParameterSink, std::shared_ptr<ParameterSink>>(m, "WeightGradSink");
+  register_sinks(m);
+  py::class_<ParameterSink, WeightGradSink, std::shared_ptr<ParameterSink>>(m, "ParameterSink");
   py::class_<WeightParameters, std::shared_ptr<WeightParameters>>(m, "WeightParameters")
       .def_property_readonly("op", [](const WeightParameters& p) { return p.names->op; })
       .def_property_readonly("names", [](const WeightParameters& p) { return p.names->weights; })
@@ -363,7 +364,7 @@ void register_main_grad(py::module_& m) {
            }))
       .def("compute", torch::wrap_pybind_function_no_gil(
                           [](const WeightParameters& p, const WeightProduct& product, bool with_bias) {
-                            const WeightGrads grads = product.compute(with_bias);
+                            const WeightGrads grads = product.compute(Route(Direct{}), with_bias);
                             const std::vector<int64_t> rows = p.rows();
                             return std::make_tuple(cut(grads.weights, rows),
                                                    with_bias ? cut(grads.biases, rows) : std::vector<Tensor>());

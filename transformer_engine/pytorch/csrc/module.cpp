@@ -20,6 +20,7 @@ void register_linear(pybind11::module_& m);
 void register_noop_cat(pybind11::module_& m);
 void register_recorder(pybind11::module_& m);
 void register_product(pybind11::module_& m);
+void register_saved(pybind11::module_& m);
 void register_weight_product(pybind11::module_& m);
 void register_main_grad(pybind11::module_& m);
 void register_rope(pybind11::module_& m);
@@ -46,6 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_noop_cat(m);
   te_torch::register_recorder(m);
   te_torch::register_product(m);
+  te_torch::register_saved(m);
   te_torch::register_weight_product(m);
   te_torch::register_main_grad(m);
   te_torch::register_rope(m);

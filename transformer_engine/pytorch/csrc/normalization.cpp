@@ -107,15 +107,15 @@ struct NormalizationFamily {
     const auto [y, h, mean, rstd] = Route::template call<normalization_fwd>("te::normalization_fwd", x, residual, gamma,
                                                                             beta, eps, rms, zero_centered_gamma);
     const bool added = present(residual);
-    keeper.keep(added ? h : x, {"norm input", "the backward normalises it again", kCallers});
-    keeper.keep(gamma, kParameter);
-    keeper.keep_if(!rms, mean, kStatistic);
-    keeper.keep(rstd, kStatistic);
+    keeper.keep(kNormInput, added ? h : x, {"norm input", "the backward normalises it again", kCallers});
+    keeper.keep(kSavedGamma, gamma, kParameter);
+    if (!rms) keeper.keep(kMean, mean, kStatistic);
+    keeper.keep(kRstd, rstd, kStatistic);
     return added ? variable_list{y, h} : variable_list{y};
   }
 
   template <class Route>
-  static variable_list backward(const State& state, const Wanted& wanted, const variable_list& saved,
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     const Tensor& dy = grads[0];
     const Tensor dh = grads.size() > 1 ? grads[1] : Tensor();
@@ -145,7 +145,7 @@ Outputs pair_of(const variable_list& outputs, const Tensor& x) {
 
 Outputs normalization_autograd(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                                const OptionalTensor& beta, double eps, bool rms, bool zero_centered_gamma) {
-  return pair_of(Node<NormalizationFamily, Dispatched>::apply(x, residual, gamma, beta, eps, rms, zero_centered_gamma),
+  return pair_of(Node<NormalizationFamily, Dispatched>::run(x, residual, gamma, beta, eps, rms, zero_centered_gamma),
                  x);
 }
 
@@ -178,8 +178,8 @@ Outputs normalization(const Tensor& x, const OptionalTensor& residual, const Ten
     const auto outputs = normalization_fwd(x_cast, residual_cast, gamma_cast, beta_cast, eps, rms, zero_centered_gamma);
     return {std::get<0>(outputs), std::get<1>(outputs)};
   }
-  return pair_of(Node<NormalizationFamily, Direct>::apply(x_cast, residual_cast, gamma_cast, beta_cast, eps, rms,
-                                                          zero_centered_gamma),
+  return pair_of(Node<NormalizationFamily, Direct>::run(x_cast, residual_cast, gamma_cast, beta_cast, eps, rms,
+                                                        zero_centered_gamma),
                  x_cast);
 }
 

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "gemm_fp8.h"
+
 namespace te_torch {
 
 std::vector<int64_t> ProductQuantization::pack() const {
@@ -36,8 +38,7 @@ std::vector<int64_t> packed(const QuantizeSpec& spec) {
   return integers;
 }
 
-}  // namespace
-
+// quantize() and quantize_again() by way of the dispatcher.
 Quantized quantize_dispatched(const QuantizeSpec& spec, const Tensor& x, Directions directions, Tensor* dbias) {
   const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, sums] =
       Dispatched::call<quantize_op>("te::quantize", x, at::ArrayRef<int64_t>(packed(spec)), directions.rowwise,
@@ -61,6 +62,7 @@ Quantized quantize_again_dispatched(const QuantizeSpec& spec, const Tensor& used
   return q;
 }
 
+// Quantizers whose state no schema carries; named where such a route meets one.
 void refuse_state(const Quantizer& quantizer) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       quantizer.spec.kind != QuantizeSpec::kDelayed && quantizer.spec.kind != QuantizeSpec::kPython,
@@ -68,6 +70,8 @@ void refuse_state(const Quantizer& quantizer) {
       "torch.compile, FakeTensorMode, functorch or with tensor subclasses; use Float8CurrentScaling or "
       "Float8BlockScaling there.");
 }
+
+}  // namespace
 
 Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales) {
   auto again = std::make_shared<ProductQuantization>(q);
@@ -84,6 +88,95 @@ const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions dir
   static const Quantizer sums{{QuantizeSpec::kBlock1d, false, false, 0.f}, {}, {}, {}};  // which needs no amax
   if (q == nullptr || !q->dy.active()) return nullptr;
   return directions.rowwise || directions.columnwise ? &q->dy : &sums;
+}
+
+Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor& x, Directions directions,
+                   Tensor* dbias) {
+  if (quantizer == nullptr || !quantizer->active()) return {x, {}};
+  if (route.direct()) {
+    const Quantized q = Direct::call<quantize>("te::quantize", *quantizer, x, directions, dbias);
+    return q.defined() ? Operand{{}, q} : Operand{x, {}};
+  }
+  refuse_state(*quantizer);
+  return {{}, quantize_dispatched(quantizer->spec, x, directions, dbias)};
+}
+
+Operand operand_again(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
+                      Directions directions) {
+  if (quantizer == nullptr || !quantizer->active()) return {x, {}};
+  if (!route.direct()) return {{}, quantize_again_dispatched(quantizer->spec, used_scales, x, directions)};
+  if (quantizer->python != nullptr) return operand_of(route, quantizer, x, directions);
+  return {{}, Direct::call<quantize_again>("te::quantize", quantizer->spec, used_scales, x, directions)};
+}
+
+Tensor plain_of(const Route& route, const Operand& t, at::ScalarType dtype) {
+  if (!t.quantized()) return t.plain;
+  const Quantized& q = t.fp8;
+  const bool columnwise = !q.rowwise.defined();
+  return route.call<dequantize_op>("te::dequantize", columnwise ? q.columnwise : q.rowwise,
+                                   columnwise ? q.columnwise_scale_inv : q.rowwise_scale_inv, int64_t(q.scaling),
+                                   q.e5m2, columnwise, dtype);
+}
+
+Operand rows_of(const Operand& t, const Rows& rows) {
+  if (!t.quantized()) {
+    const Tensor folded = t.plain.dim() == 1 ? t.plain.unsqueeze(0) : t.plain.flatten(0, -2);
+    return {folded.narrow(0, rows.first, rows.count), {}};
+  }
+  const Quantized& q = t.fp8;
+  Quantized part{q.scaling, q.e5m2, q.rowwise.narrow(0, rows.first, rows.count), q.rowwise_scale_inv, {}, {}};
+  const Tensor& scales = q.rowwise_scale_inv;
+  if (q.scaling == TE_SCALING_BLOCK_1D) {  // as a matrix of their own, whose pitch is a multiple of 4
+    part.rowwise_scale_inv = scales.new_zeros({scales.size(0), (rows.count + 3) / 4 * 4});
+    part.rowwise_scale_inv.narrow(1, 0, rows.count).copy_(scales.narrow(1, rows.first, rows.count));
+  } else if (q.scaling == TE_SCALING_BLOCK_2D) {
+    constexpr int64_t kBlock = 128;
+    const int64_t last = rows.first + rows.count;
+    TORCH_INTERNAL_ASSERT(rows.first % kBlock == 0 && (last % kBlock == 0 || last == q.rowwise.size(0)));
+    part.rowwise_scale_inv = scales.narrow(0, rows.first / kBlock, (rows.count + kBlock - 1) / kBlock);
+  }
+  return {{}, part};
+}
+
+namespace {
+
+// Parts of an FP8 operand among saved tensors: its format, four for each, the direction, data before scales.
+enum Part { kRowwise, kRowwiseScale, kColumnwise, kColumnwiseScale };
+uint8_t part_of(const Quantized& q, Part part) {
+  return static_cast<uint8_t>(1 + 4 * fp8_code(q.scaling, q.e5m2) + part);
+}
+
+}  // namespace
+
+void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what) {
+  if (!t.quantized()) {
+    keeper.keep(name, t.plain, what);
+    return;
+  }
+  const Quantized& q = t.fp8;
+  if (directions.rowwise) {
+    keeper.keep(name, q.rowwise, what, part_of(q, kRowwise));
+    keeper.keep(name, q.rowwise_scale_inv, kScales, part_of(q, kRowwiseScale));
+  }
+  if (directions.columnwise) {
+    keeper.keep(name, q.columnwise, what, part_of(q, kColumnwise));
+    keeper.keep(name, q.columnwise_scale_inv, kScales, part_of(q, kColumnwiseScale));
+  }
+}
+
+Operand kept_operand(const NamedTensors& saved, int name) {
+  Operand t;
+  for (size_t place = saved.find(name); place < saved.size() && saved.labels()[place].name == name; ++place) {
+    const Tensor& tensor = saved.tensors()[place];
+    const uint8_t label = saved.labels()[place].part;
+    if (label == 0) return {tensor, {}};
+    const int code = (label - 1) / 4;
+    t.fp8.scaling = static_cast<te_scaling>(code / 2);
+    t.fp8.e5m2 = code % 2 != 0;
+    Tensor* const parts[] = {&t.fp8.rowwise, &t.fp8.rowwise_scale_inv, &t.fp8.columnwise, &t.fp8.columnwise_scale_inv};
+    *parts[(label - 1) % 4] = tensor;
+  }
+  return t;
 }
 
 void register_product(pybind11::module_& m) {

@@ -300,25 +300,26 @@ struct RopeFamily {
     bool batch_first;
     bool interleaved;
   };
+  enum Saved { kFreqs, kStart };
 
   template <class Route>
   static variable_list forward(State& state, Keeper& keeper, const Tensor& q, const OptionalTensor& k,
                                const Tensor& freqs, const OptionalTensor& start, bool batch_first, bool interleaved) {
     state = {batch_first, interleaved};
-    keeper.keep(freqs, kAngles);
-    keeper.keep(start, kAngles);
+    keeper.keep(kFreqs, freqs, kAngles);
+    keeper.keep(kStart, start, kAngles);
     return Route::template call<rope_fwd>("te::rope_fwd", q, k, freqs, start, batch_first, interleaved, false);
   }
 
   template <class Route>
-  static variable_list backward(const State& state, const Wanted& wanted, const variable_list& saved,
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     const bool dq = wanted[0] && grads[0].defined();
     const bool dk = grads.size() > 1 && wanted[1] && grads[1].defined();
     if (!dq && !dk) return {};
-    const Tensors out = Route::template call<rope_fwd>("te::rope_fwd", dq ? grads[0] : grads[1],
-                                                       dq && dk ? OptionalTensor(grads[1]) : std::nullopt, saved[0],
-                                                       optional(saved[1]), state.batch_first, state.interleaved, true);
+    const Tensors out = Route::template call<rope_fwd>(
+        "te::rope_fwd", dq ? grads[0] : grads[1], dq && dk ? OptionalTensor(grads[1]) : std::nullopt, saved[kFreqs],
+        saved.optional(kStart), state.batch_first, state.interleaved, true);
     return {dq ? out[0] : Tensor(), dk ? out.back() : Tensor()};
   }
 };
@@ -330,33 +331,35 @@ struct RopeQkvFamily {
     bool batch_first;
     bool interleaved;
   };
+  enum Saved { kQFreqs, kKFreqs, kStart };
 
   template <class Route>
   static variable_list forward(State& state, Keeper& keeper, const Tensor& qkv, const Tensor& q_freqs,
                                const OptionalTensor& k_freqs, const OptionalTensor& start, at::IntArrayRef heads,
                                bool batch_first, bool interleaved) {
     state = {heads.vec(), batch_first, interleaved};
-    keeper.keep(q_freqs, kAngles);
-    keeper.keep(k_freqs, kAngles);
-    keeper.keep(start, kAngles);
+    keeper.keep(kQFreqs, q_freqs, kAngles);
+    keeper.keep(kKFreqs, k_freqs, kAngles);
+    keeper.keep(kStart, start, kAngles);
     auto [q, k, v] = Route::template call<rope_qkv_fwd>("te::rope_qkv_fwd", qkv, q_freqs, k_freqs, start, heads,
                                                         batch_first, interleaved);
     return {q, k, v};
   }
 
   template <class Route>
-  static variable_list backward(const State& state, const Wanted& wanted, const variable_list& saved,
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !(grads[0].defined() || grads[1].defined() || grads[2].defined())) return {};
     return {Route::template call<rope_qkv_bwd>("te::rope_qkv_bwd", optional(grads[0]), optional(grads[1]),
-                                               optional(grads[2]), saved[0], optional(saved[1]), optional(saved[2]),
-                                               at::IntArrayRef(state.heads), state.batch_first, state.interleaved)};
+                                               optional(grads[2]), saved[kQFreqs], saved.optional(kKFreqs),
+                                               saved.optional(kStart), at::IntArrayRef(state.heads), state.batch_first,
+                                               state.interleaved)};
   }
 };
 
 Tensors rope_autograd(const Tensor& q, const OptionalTensor& k, const Tensor& freqs, const OptionalTensor& start,
                       bool batch_first, bool interleaved) {
-  return Node<RopeFamily, Dispatched>::apply(q, k, freqs, start, batch_first, interleaved);
+  return Node<RopeFamily, Dispatched>::run(q, k, freqs, start, batch_first, interleaved);
 }
 
 Tensors rope_dispatched(const Tensor& q, const OptionalTensor& k, const Tensor& freqs, const OptionalTensor& start,
@@ -367,7 +370,7 @@ Tensors rope_dispatched(const Tensor& q, const OptionalTensor& k, const Tensor& 
 Three rope_qkv_autograd(const Tensor& qkv, const Tensor& q_freqs, const OptionalTensor& k_freqs,
                         const OptionalTensor& start, at::IntArrayRef heads, bool batch_first, bool interleaved) {
   const variable_list out =
-      Node<RopeQkvFamily, Dispatched>::apply(qkv, q_freqs, k_freqs, start, heads, batch_first, interleaved);
+      Node<RopeQkvFamily, Dispatched>::run(qkv, q_freqs, k_freqs, start, heads, batch_first, interleaved);
   return {out[0], out[1], out[2]};
 }
 
@@ -384,7 +387,7 @@ Tensors rope(const Tensor& q, const OptionalTensor& k, const Tensor& freqs, cons
     return Dispatched::call<rope_autograd>("te::rope", q, k, freqs, start, batch_first, interleaved);
   }
   if (!needs_graph({&q, pointer_to(k)})) return rope_fwd(q, k, freqs, start, batch_first, interleaved, false);
-  return Node<RopeFamily, Direct>::apply(q, k, freqs, start, batch_first, interleaved);
+  return Node<RopeFamily, Direct>::run(q, k, freqs, start, batch_first, interleaved);
 }
 
 Three rope_qkv(const Tensor& qkv, const Tensor& q_freqs, const OptionalTensor& k_freqs, const OptionalTensor& start,
@@ -395,8 +398,7 @@ Three rope_qkv(const Tensor& qkv, const Tensor& q_freqs, const OptionalTensor& k
                                                interleaved);
   }
   if (!needs_graph({&qkv})) return rope_qkv_fwd(qkv, q_freqs, k_freqs, start, h, batch_first, interleaved);
-  const variable_list out =
-      Node<RopeQkvFamily, Direct>::apply(qkv, q_freqs, k_freqs, start, h, batch_first, interleaved);
+  const variable_list out = Node<RopeQkvFamily, Direct>::run(qkv, q_freqs, k_freqs, start, h, batch_first, interleaved);
   return {out[0], out[1], out[2]};
 }
 

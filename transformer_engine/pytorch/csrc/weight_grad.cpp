@@ -42,12 +42,14 @@ pybind11::object handle_of(std::shared_ptr<const WeightProduct> product) {
   return pybind11::cast(std::const_pointer_cast<WeightProduct>(std::move(product)));  // whose Python methods are const
 }
 
-Sink sink_of(PyObject* sink) {
-  if (sink == Py_None) return {};
-  const pybind11::gil_scoped_acquire gil;
-  const pybind11::handle handle(sink);
-  if (pybind11::isinstance<ParameterSink>(handle)) return handle.cast<std::shared_ptr<ParameterSink>>();
-  return std::make_shared<const CallableSink>(sink);
+// A callable(product, with_bias) -> (dweight or None, dbias or None), which is called under the GIL, is one too.
+void register_sinks(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<WeightGradSink, std::shared_ptr<WeightGradSink>>(m, "WeightGradSink")
+      .def(py::init([](const py::function& callable) -> std::shared_ptr<WeightGradSink> {
+        return std::make_shared<CallableSink>(callable.ptr());
+      }));
+  py::implicitly_convertible<py::function, WeightGradSink>();
 }
 
 void refuse_sink(bool there, const char* op) {

@@ -2,7 +2,7 @@
 // wait for backward_dw() (main_grad.h), or to a Python callable. Eager only; the arithmetic is weight_product.h's.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
 #include <memory>
 
@@ -16,18 +16,11 @@ class WeightGradSink {
 
   // In a backward, without the GIL. Returns what autograd gets.
   virtual WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const = 0;
-
-  std::tuple<Tensor, Tensor> operator()(MatrixProduct product, bool with_bias) const {
-    WeightGrads grads = take(std::make_shared<const MatrixProduct>(std::move(product)), with_bias);
-    return {std::move(grads.weights.at(0)), std::move(grads.biases.at(0))};
-  }
 };
 
-using Sink = std::shared_ptr<const WeightGradSink>;
+using Sink = std::shared_ptr<WeightGradSink>;  // Python's: none for None, or a callable (weight_grad.cpp)
 
-// None for None; a sink of main_grad.h, or callable(product, with_bias) -> (dweight or None, dbias or None), which is
-// called under the GIL. Takes the GIL itself.
-Sink sink_of(PyObject* sink);
+void register_sinks(pybind11::module_& m);
 
 // Sinks live in eager nodes alone: torch.compile and its kin cannot trace what they do.
 void refuse_sink(bool there, const char* op);

@@ -5,12 +5,27 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "gemm.h"
+#include "gemm_fp8.h"
+#include "linear_core.h"
 
 namespace te_torch {
 
-WeightGrads MatrixProduct::compute(bool with_bias) const {
-  const auto [dweight, sums] = compute<Direct>(with_bias);
-  return {{dweight}, {sums}};
+namespace {
+
+constexpr Route kDirect{Direct{}};  // sinks are eager's
+
+}  // namespace
+
+WeightGrads MatrixProduct::compute(const Route& route, bool with_bias) const {
+  if (dy.quantized() && x.quantized()) {
+    const bool fast = may_be_fast(x.fp8, dy.fp8, split_);
+    const Tensor dweight = route.direct() ? gemm_fp8<Direct>(x.fp8, true, dy.fp8, true, dtype_, {}, fast)
+                                          : gemm_fp8<Dispatched>(x.fp8, true, dy.fp8, true, dtype_, {}, fast);
+    return {{dweight}, {dbias}};
+  }
+  const auto [dweight, sums] = route.call<linear_wgrad>("te::linear_wgrad", plain_of(route, dy, dtype_),
+                                                        plain_of(route, x, dtype_), with_bias && !dbias.defined());
+  return {{dweight}, {dbias.defined() ? dbias : sums}};
 }
 
 std::vector<Tensor> MatrixProduct::accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const {
@@ -32,7 +47,7 @@ std::vector<Tensor> MatrixProduct::accumulate(at::ArrayRef<WeightTarget> targets
 Tensor MatrixProduct::column_sums(int64_t first, int64_t rows) const {
   if (dbias.defined()) return dbias.narrow(0, first, rows);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // backward_dw() runs anywhere
-  const Tensor part = plain_of<Direct>(dy, dtype_).narrow(-1, first, rows);
+  const Tensor part = plain_of(kDirect, dy, dtype_).narrow(-1, first, rows);
   return part.dim() > 1 ? part.flatten(0, -2).sum(0) : part;  // of one row: itself
 }
 
@@ -46,11 +61,12 @@ Tensor MatrixProduct::accumulate_rows(Tensor& out, int64_t first, int64_t rows, 
       part.columnwise_scale_inv = scales.new_zeros({scales.size(0), (rows + 3) / 4 * 4});
       part.columnwise_scale_inv.narrow(1, 0, rows).copy_(scales.narrow(1, first, rows));
     }
-    gemm_fp8_accumulate(x.fp8, true, part, true, out, overwrite, detail::may_be_fast(x.fp8, part, split_));
+    gemm_fp8_accumulate(x.fp8, true, part, true, out, overwrite, may_be_fast(x.fp8, part, split_));
     return with_bias ? column_sums(first, rows) : Tensor();
   }
-  const Tensor sums = gemm_accumulate(plain_of<Direct>(x, dtype_), plain_of<Direct>(dy, dtype_).narrow(-1, first, rows),
-                                      "NT", out, with_bias && !dbias.defined(), overwrite);
+  const Tensor sums =
+      gemm_accumulate(plain_of(kDirect, x, dtype_), plain_of(kDirect, dy, dtype_).narrow(-1, first, rows), "NT", out,
+                      with_bias && !dbias.defined(), overwrite);
   if (!with_bias) return {};
   return dbias.defined() ? dbias.narrow(0, first, rows) : sums;
 }
@@ -69,8 +85,10 @@ void register_weight_product(pybind11::module_& m) {
       .def_property_readonly("dtype", &WeightProduct::dtype)
       .def_property_readonly("reads", &WeightProduct::reads);
   py::class_<MatrixProduct, WeightProduct, std::shared_ptr<MatrixProduct>>(m, "MatrixProduct")
-      .def("compute", torch::wrap_pybind_function_no_gil(
-                          [](const MatrixProduct& p, bool with_bias) { return p.compute<Direct>(with_bias); }))
+      .def("compute", torch::wrap_pybind_function_no_gil([](const MatrixProduct& p, bool with_bias) {
+             const WeightGrads grads = p.compute(kDirect, with_bias);
+             return std::pair(grads.weights[0], grads.biases[0]);
+           }))
       .def("accumulate", torch::wrap_pybind_function_no_gil(
                              [](const MatrixProduct& p, Tensor out, int64_t first, int64_t rows, bool with_bias,
                                 bool overwrite) { return p.accumulate_rows(out, first, rows, with_bias, overwrite); }));

@@ -19,11 +19,11 @@ struct WeightTarget {
 };
 
 // Weight gradients that are computed now or later.
-class WeightProduct {
+class TE_EXPORT WeightProduct {
  public:
   virtual ~WeightProduct() = default;
 
-  virtual WeightGrads compute(bool with_bias) const = 0;
+  virtual WeightGrads compute(const Route& route, bool with_bias) const = 0;
   // Into targets, which are all rows of the product, in order. Returns each one's part of the bias's gradient, those
   // without an `out` too; nothing unless `with_bias`.
   virtual std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const = 0;
@@ -33,7 +33,7 @@ class WeightProduct {
 };
 
 // Of one matrix: dweight[N, K] = dy^T x, dbias[N] = the column sums of dy.
-class MatrixProduct : public WeightProduct {
+class TE_EXPORT MatrixProduct : public WeightProduct {
  public:
   Operand dy, x;
   Tensor dbias;  // summed already, where dy is FP8 and the bias wants a gradient
@@ -41,19 +41,7 @@ class MatrixProduct : public WeightProduct {
   MatrixProduct(Operand dy_, Operand x_, Tensor dbias_, at::ScalarType dtype, bool split)
       : dy(std::move(dy_)), x(std::move(x_)), dbias(std::move(dbias_)), dtype_(dtype), split_(split) {}
 
-  template <class Route>
-  std::tuple<Tensor, Tensor> compute(bool with_bias) const {
-    if (dy.quantized() && x.quantized()) {
-      const Tensor dweight =
-          gemm_fp8<Route>(x.fp8, true, dy.fp8, true, dtype_, {}, detail::may_be_fast(x.fp8, dy.fp8, split_));
-      return {dweight, dbias};
-    }
-    const auto [dweight, sums] = Route::template call<linear_wgrad>(
-        "te::linear_wgrad", plain_of<Route>(dy, dtype_), plain_of<Route>(x, dtype_), with_bias && !dbias.defined());
-    return {dweight, dbias.defined() ? dbias : sums};
-  }
-
-  WeightGrads compute(bool with_bias) const override;
+  WeightGrads compute(const Route& route, bool with_bias) const override;
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
   std::vector<Tensor> reads() const override;
   at::ScalarType dtype() const override { return dtype_; }

@@ -6,7 +6,7 @@ import torch
 
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.module.arguments import check_tensor
+from transformer_engine.pytorch.module.arguments import check_tensor, refuse_misfit, retold
 from transformer_engine.pytorch.module.base import InitMethod, refuse, refuse_parallel
 from transformer_engine.pytorch.module.linear import ParametersSplit, SplitWeights
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
@@ -118,20 +118,24 @@ class LayerNormLinear(NormParameters, SplitWeights):
         quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
         if quantization is None:
             weight = self._plain(weight)
-        out, norm_output, h = F.normalization_linear(
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            weight,
-            bias if self.apply_bias else None,
-            **self._norm_options(),
-            return_output=self.return_layernorm_output or (quantization is None and self.fp8_calibration),
-            recompute_output=self.recompute_norm_output,
-            return_input=return_input,
-            sink=self._sink("", is_first_microbatch),
-            quantization=quantization,
-            own_weight=own_weight,
-        )
+        try:
+            out, norm_output, h = F.normalization_linear(
+                inp,
+                self.layer_norm_weight,
+                self.layer_norm_bias,
+                weight,
+                bias if self.apply_bias else None,
+                **self._norm_options(),
+                return_output=self.return_layernorm_output or (quantization is None and self.fp8_calibration),
+                recompute_output=self.recompute_norm_output,
+                return_input=return_input,
+                sink=self._sink("", is_first_microbatch),
+                quantization=quantization,
+                own_weight=own_weight,
+            )
+        except ValueError as error:
+            refuse_misfit("LayerNormLinear", "inp", inp, self.in_features, self.weight_names[0], weight)
+            raise retold("LayerNormLinear", error) from None
         if quantization is not None:
             self._follow(out)
             out = self._quantized_output(out) if fp8_output else out

@@ -6,7 +6,7 @@ import torch
 
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, refuse_misfit, retold
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init, refuse_parallel
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 
@@ -192,26 +192,30 @@ class LayerNormMLP(NormParameters):
         fc2, fc2_own = self._quantized_product("fc2", fc2_weight, is_first_microbatch)
         if fc1 is None:
             fc1_weight, fc2_weight = self._plain(fc1_weight), self._plain(fc2_weight)
-        out, norm_output, h = F.layernorm_mlp(
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            fc1_weight,
-            self.fc1_bias,
-            fc2_weight,
-            fc2_bias,
-            kind=self.activation,
-            params=self._activation_values,
-            residual=residual,
-            return_output=self.return_layernorm_output or (fc1 is None and self.fp8_calibration),
-            recompute_output=self.recompute_norm_output,
-            recompute=self.checkpoint,
-            fp8_pre_activation=self.save_preactivation == "fp8",
-            sinks=(fc1_sink, fc2_sink),
-            quantizations=(fc1, fc2),
-            own_weights=(fc1_own, fc2_own),
-            **self._norm_options(),
-        )
+        try:
+            out, norm_output, h = F.layernorm_mlp(
+                inp,
+                self.layer_norm_weight,
+                self.layer_norm_bias,
+                fc1_weight,
+                self.fc1_bias,
+                fc2_weight,
+                fc2_bias,
+                kind=self.activation,
+                params=self._activation_values,
+                residual=residual,
+                return_output=self.return_layernorm_output or (fc1 is None and self.fp8_calibration),
+                recompute_output=self.recompute_norm_output,
+                recompute=self.checkpoint,
+                fp8_pre_activation=self.save_preactivation == "fp8",
+                sinks=(fc1_sink, fc2_sink),
+                quantizations=(fc1, fc2),
+                own_weights=(fc1_own, fc2_own),
+                **self._norm_options(),
+            )
+        except ValueError as error:
+            refuse_misfit("LayerNormMLP", "inp", inp, self.hidden_size, "fc1_weight", fc1_weight)
+            raise retold("LayerNormMLP", error) from None
         if fc1 is not None:
             self._follow(out)
         elif self.fp8_calibration:

@@ -8,7 +8,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
-from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, refuse_misfit, retold
 from transformer_engine.pytorch.module.base import (
     InitMethod,
     TransformerEngineBaseModule,
@@ -217,15 +217,19 @@ class Linear(SplitWeights):
         quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
         if quantization is None:
             weight = self._plain(weight)
-        out = F.linear(
-            inp,
-            weight,
-            bias if self.apply_bias else None,
-            sink=self._sink("", is_first_microbatch),
-            quantization=quantization,
-            own_weight=own_weight,
-            keep_input=self._keeps_input(quantization),
-        )
+        try:
+            out = F.linear(
+                inp,
+                weight,
+                bias if self.apply_bias else None,
+                sink=self._sink("", is_first_microbatch),
+                quantization=quantization,
+                own_weight=own_weight,
+                keep_input=self._keeps_input(quantization),
+            )
+        except ValueError as error:
+            refuse_misfit("Linear", "inp", inp, self.in_features, self.weight_names[0], weight)
+            raise retold("Linear", error) from None
         if quantization is not None:
             self._follow(out)
             out = self._quantized_output(out) if fp8_output else out

@@ -1,0 +1,225 @@
+// The backward of a layer and of a chain (layer.h): takes back what forward.cpp kept.
+#include <ATen/ExpandUtils.h>
+#include <ATen/TensorOperators.h>
+
+#include "layer.h"
+
+namespace te_torch::layer {
+
+namespace {
+
+// What arrives at a layer's result: dy as it is, or quantized already by whoever made it, with its column sums then.
+struct Incoming {
+  Tensor dy;
+  Operand made;
+  Tensor dbias;
+  Tensor like;         // has the leading dimensions and the dtype
+  Tensor norm_output;  // what arrives at a norm's output, and at its input
+  Tensor norm_input;
+
+  bool any() const { return dy.defined() || made.defined() || dbias.defined(); }
+};
+
+struct WantedHere {
+  bool source = false, input = false, gamma = false, beta = false;  // source: any of what stands before the product
+  bool weight = false, bias = false;
+};
+
+// How the product that made a layer's input reads that input's gradient.
+struct Onward {
+  const Quantizer* quantizer = nullptr;
+  Directions directions;
+  bool sums = false;
+};
+
+struct Gradients {
+  Operand dx;
+  Tensor dx_sums, dgamma, dbeta;
+  WeightGrads weights;
+};
+
+Tensor column_sums(const Tensor& dy) {
+  const c10::SymInt features = dy.sym_size(-1);
+  return at::sum_to(dy, c10::SymIntArrayRef(&features, 1));
+}
+
+// What a layer's backward has: its saved tensors, and its source's input, which another layer may have made again.
+SourceSaved source_saved(const NamedTensors& saved, size_t number, const Tensor& input) {
+  const auto get = [&](SavedName n) { return saved[saved_name(number, n)]; };
+  return {input.defined() ? input : get(kInput),
+          get(kSavedGamma),
+          get(kSavedBeta),
+          get(kMean),
+          get(kRstd),
+          get(kUsedScales)};
+}
+
+WeightGrads weight_gradient(const Route& route, const Stage& stage, Gradient gradient, Operand operand,
+                            at::ScalarType dtype, bool with_bias) {
+  const ProductQuantization* q = stage.quantization.get();
+  if (stage.exchange) {
+    operand = stage.exchange->whole(route, operand);
+    gradient.dy = stage.exchange->whole(route, gradient.dy);
+  }
+  // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
+  if (stage.sink && operand.plain.defined()) operand.plain = operand.plain.detach();
+  const auto product =
+      products_of(stage).weight_product(std::move(gradient), std::move(operand), dtype, q == nullptr || q->split_wgrad);
+  return stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
+}
+
+Gradients layer_backward(const Route& route, const Stage& stage, size_t number, const NamedTensors& saved,
+                         const Tensor& input, at::ScalarType dtype, const WantedHere& wanted, const Incoming& in,
+                         const Onward& onward) {
+  const ProductQuantization* q = stage.quantization.get();
+  const Source& source = *stage.source;
+  const SourceSaved from = source_saved(saved, number, input);
+  Gradients out;
+
+  Gradient gradient{in.made, in.dbias};
+  if (in.dy.defined() && (wanted.source || wanted.weight || wanted.bias)) {
+    const Directions directions{wanted.source, wanted.weight};
+    gradient.dy = operand_of(route, gradient_quantizer(q, directions), in.dy, directions,
+                             wanted.bias ? &gradient.dbias : nullptr);
+  }
+  SourceGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
+  if (in.any() && wanted.source) {
+    const WeightSet w{{kept_operand(saved, saved_name(number, kWeight))}, {}};
+    const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
+      return products_of(stage).dgrad(route, part, rows, w, like, q == nullptr || q->split_dgrad);
+    };
+    const Tensor& like = in.dy.defined() ? in.dy : in.like;
+    back.d_operand = through(stage.exchange.get(), route, Pass::kDgrad, gradient.dy, like, product);
+  }
+  if (in.norm_output.defined()) {
+    back.d_operand = back.d_operand.defined() ? back.d_operand + in.norm_output : in.norm_output;
+  }
+
+  // A source that brings the operand back on the way goes before the weight's gradient, which reads it; others go
+  // behind it, so that what they make is not alive meanwhile.
+  back.quantizer = q != nullptr ? &q->x : nullptr;
+  back.wants_operand = wanted.weight && stage.operand == Fate::kMadeAgain;
+  back.onward = onward.quantizer;
+  back.directions = onward.directions;
+  back.wants_onward_sums = onward.sums;
+  TakenBack taken;
+  const bool before = source.brings_operand_back();
+  if (before && in.any() && wanted.source) taken = source.take_back(route, from, back);
+
+  if (in.any() && wanted.weight) {
+    Operand operand = taken.operand.defined() ? taken.operand : kept_operand(saved, saved_name(number, kOperand));
+    if (!operand.defined()) operand = source.make_again(route, from, back.quantizer);
+    if (stage.operand == Fate::kMadeAgain) defaults().saved->made_again(source.operand_words());
+    out.weights = weight_gradient(route, stage, std::move(gradient), std::move(operand), dtype, wanted.bias);
+  } else if (in.any() && wanted.bias) {
+    out.weights.biases = {gradient.dbias.defined() ? gradient.dbias : column_sums(in.dy)};
+  }
+  if (!before && wanted.source) taken = source.take_back(route, from, back);
+  out.dx = taken.dx;
+  out.dx_sums = taken.dx_sums;
+  out.dgamma = taken.dgamma;
+  out.dbeta = taken.dbeta;
+  return out;
+}
+
+// A layer's source and product once more, by the scales of the forward: its result, and what the forward would have
+// kept of it.
+std::pair<Tensor, NamedTensors> run_again(const Route& route, Stage stage, size_t number, const NamedTensors& saved,
+                                          Needs needs) {
+  const auto get = [&](SavedName n) { return saved.optional(saved_name(number, n)); };
+  stage.operand = Fate::kKept;
+  if (route.direct() &&
+      stage.quantization != nullptr) {  // a traced route has no state, and makes the same scales again
+    stage.quantization = with_scales(*stage.quantization, saved[saved_name(number, kUsedScales)]);
+  }
+  const Operand weight = kept_operand(saved, saved_name(number, kWeight));
+  const Tensor parameter = weight.quantized() ? weight.fp8.rowwise : weight.plain;
+  const OptionalTensor none, gamma = get(kSavedGamma), beta = get(kSavedBeta);
+  const Tensor input = saved[saved_name(number, kInput)];
+  const LayerInput in{{input, none, gamma, beta}, parameter, saved.list(saved_name(number, kBias)), weight.fp8};
+  Keeper keeper = Keeper::collecting();
+  const Tensor y = layer_forward(route, stage, number, keeper, in, needs, Keeping::kNormal, false).y;
+  return {y, keeper.take()};
+}
+
+}  // namespace
+
+variable_list Chain::run_backward(const Route& route, const State& state, const Wanted& wanted,
+                                  const NamedTensors& saved, const variable_list& grads) {
+  const size_t layers = state.stages.size();
+  // The node's first argument is the list of all tensors.
+  const auto wants = [&](int name) { return state.places[name] >= 0 && wanted.at(0, size_t(state.places[name])); };
+  c10::SmallVector<WantedHere, 2> here(layers);
+  bool before = wants(kX) || wants(kResidual) || wants(kGamma) || wants(kBeta);
+  for (size_t i = 0; i < layers; ++i) {
+    here[i] = {before, before, false, false, wants(weight_of(i)), wants(bias_of(i))};
+    before = before || here[i].weight || (i + 1 < layers && here[i].bias);
+  }
+  here[0].input = wants(kX) || wants(kResidual);
+  here[0].gamma = wants(kGamma);
+  here[0].beta = wants(kBeta);
+  const bool any = before;
+
+  // What layers made for the next one and did not keep, and what running them again has kept instead.
+  c10::SmallVector<Tensor, 2> inputs(layers);
+  c10::SmallVector<NamedTensors, 2> kept_again(layers);
+  for (size_t i = 0; any && i + 1 < layers; ++i) {
+    if (state.stages[i + 1].input != Fate::kMadeAgain) continue;
+    std::tie(inputs[i + 1], kept_again[i]) =
+        run_again(route, state.stages[i], i, saved, {here[i].source, here[i].weight});
+    defaults().saved->made_again(state.stages[i + 1].source->input_words());
+  }
+
+  variable_list out(state.tensors);
+  const auto give = [&](int name, const Tensor& gradient) {
+    if (wants(name)) out[size_t(state.places[name])] = gradient;
+  };
+  const auto give_list = [&](int name, const std::vector<Tensor>& gradients) {
+    for (size_t i = 0; i < gradients.size() && state.places[name] >= 0; ++i) {
+      const size_t place = size_t(state.places[name]) + i;
+      if (wanted.at(0, place)) out[place] = gradients[i];
+    }
+  };
+  const auto grad = [&](size_t i) { return grads.size() > i ? grads[i] : Tensor(); };
+  Incoming in;
+  in.dy = grads[0];
+  for (size_t i = layers; i-- > 0;) {
+    if (i + 1 < layers && !here[i + 1].source) break;
+    const Stage& stage = state.stages[i];
+    const NamedTensors& table = kept_again[i].size() > 0 ? kept_again[i] : saved;
+    Tensor& input = inputs[i];
+    if (i > 0 && !input.defined()) input = table[saved_name(i, kInput)];
+    if (i > 0 && any && grads[0].defined() && stage.input_in_fp8) {
+      const Tensor& like = input.defined() ? input : grads[0];
+      const Operand packed =
+          input.defined() ? packed_input(route, input) : kept_operand(saved, saved_name(i, kPackedInput));
+      const Tensor unpacked = plain_of(route, packed, state.dtype);  // leading dimensions folded
+      c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
+      shape.back() = unpacked.sym_size(-1);
+      input = unpacked.view_symint(shape);
+    }
+    Onward onward;
+    if (i > 0) {
+      const Directions directions{here[i - 1].source, here[i - 1].weight};
+      onward = {gradient_quantizer(state.stages[i - 1].quantization.get(), directions), directions, here[i - 1].bias};
+    }
+    if (i == 0) {
+      in.norm_output = state.return_output ? grad(1) : Tensor();
+      in.norm_input = grad(2);
+    }
+    const Gradients made = layer_backward(route, stage, i, table, input, state.dtype, here[i], in, onward);
+    give_list(weight_of(i), made.weights.weights);
+    give_list(bias_of(i), made.weights.biases);
+    if (i == 0) {
+      give(kX, made.dx.plain);
+      give(kResidual, made.dx.plain);
+      give(kGamma, made.dgamma);
+      give(kBeta, made.dbeta);
+    } else {
+      in = {made.dx.plain, made.dx.quantized() ? made.dx : Operand{}, made.dx_sums, input, {}, {}};
+    }
+  }
+  return out;
+}
+
+}  // namespace te_torch::layer

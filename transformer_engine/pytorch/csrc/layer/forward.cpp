@@ -1,0 +1,177 @@
+// The forward of a layer and of a chain (layer.h). What is kept for the backward is decided and kept here alone.
+#include "layer.h"
+
+#include "linear_core.h"
+
+namespace te_torch::layer {
+
+namespace {
+
+constexpr Kept kQuantizedWeight{"quantized weight", "the input's gradient is taken with it",
+                                "a copy of a parameter: quantizing it again"};
+constexpr Kept kMlpInput{"MLP input", "norm, first product and activation are computed again from it",
+                         "the sum or product that made it: te.checkpoint around the layer"};
+constexpr Kept kPackedPreActivation{"pre-activation, FP8", "the activation's backward reads it",
+                                    "norm and first product: LayerNormMLP(checkpoint=True)"};
+
+const Kept& weight_words(const Operand& weight) { return weight.quantized() ? kQuantizedWeight : kParameter; }
+
+// What a product reads of an operand that is made again: its scale, where that is of the whole tensor.
+Tensor used_scales(const Operand& operand) {
+  const bool whole = operand.quantized() && operand.fp8.scaling == TE_SCALING_TENSOR;
+  return whole ? operand.fp8.rowwise_scale_inv : Tensor();
+}
+
+// Where nothing is made of x, the operand is kept as x in any case.
+bool may_be_made_again(const Stage& stage) { return !stage.source->keeps_width() || stage.quantization != nullptr; }
+
+// For a backward that goes on through the layer with what it has.
+void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in, const LayerOutput& out,
+          const Operand& weight, Needs needs) {
+  const Source& source = *stage.source;
+  const Made& made = out.made;
+  const bool again = needs.weight && stage.operand == Fate::kMadeAgain;
+  const bool input = (needs.source && source.reads_input()) || again;
+  const bool elsewhere = number > 0 && (stage.input == Fate::kMadeAgain || stage.input_in_fp8);
+  const auto name = [&](SavedName n) { return saved_name(number, n); };
+  if (input && !elsewhere) keeper.keep(name(kInput), made.input, source.input_words());
+  if (needs.source) keep_operand(keeper, name(kWeight), weight, {false, true}, weight_words(weight));
+  if (again) {
+    const Operand& operand = made.operand;
+    if (number == 0 || stage.input == Fate::kKept) {  // else it goes with the input, which is named
+      keeper.made_again(operand.quantized() ? operand.fp8.rowwise : operand.plain, source.operand_words());
+    }
+    keeper.keep(name(kUsedScales), used_scales(operand), kScales);
+  } else if (needs.weight) {
+    keep_operand(keeper, name(kOperand), made.operand, {false, true}, source.operand_words());
+  }
+  if (!source.reads_input() || !(needs.source || again)) return;
+  keeper.keep(name(kSavedGamma), in.source.gamma, kParameter);
+  if (again) keeper.keep(name(kSavedBeta), in.source.beta, kParameter);
+  keeper.keep(name(kMean), made.mean, kStatistic);
+  keeper.keep(name(kRstd), made.rstd, kStatistic);
+}
+
+// For a backward that runs source and product again first.
+void keep_to_run_again(Keeper& keeper, size_t number, const LayerInput& in, const LayerOutput& out,
+                       const Operand& weight) {
+  const auto name = [&](SavedName n) { return saved_name(number, n); };
+  keeper.keep(name(kInput), out.made.input, kMlpInput);
+  keeper.keep(name(kSavedGamma), in.source.gamma, kParameter);
+  keeper.keep(name(kSavedBeta), in.source.beta, kParameter);
+  for (const Tensor& bias : in.biases) keeper.keep(name(kBias), bias, kParameter);
+  keeper.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
+  keep_operand(keeper, name(kWeight), weight, {true, true}, weight_words(weight));
+}
+
+}  // namespace
+
+Defaults& defaults() {
+  static Defaults policies{nullptr, std::make_shared<SingleProduct>(), std::make_shared<SavedPolicy>()};
+  return policies;
+}
+
+const Products& products_of(const Stage& stage) { return stage.products ? *stage.products : *defaults().products; }
+
+Operand packed_input(const Route& route, const Tensor& input) {
+  static const Quantizer packer{{QuantizeSpec::kBlock1d, false, true, 0.f}, {}, {}, {}};
+  return operand_of(route, &packer, input, {true, false});
+}
+
+LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number, Keeper& keeper, const LayerInput& in,
+                          Needs needs, Keeping keeping, bool want_output) {
+  const ProductQuantization* q = stage.quantization.get();
+  const Source& source = *stage.source;
+  const Tensor& x = in.source.x;
+  const Tensor& parameter = in.weights[0];
+  const bool own = in.own_weight.defined();
+  const auto check = [&](const c10::SymInt& depth) {
+    if (q == nullptr) return;
+    check_product(x, depth, parameter, in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[0]), own);
+  };
+  // Before a quantizer notes the amax of an x that is refused. A norm looks at x itself; what an activation makes of it
+  // is known behind it.
+  if (source.keeps_width()) check(x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
+  const bool keep_operand = needs.weight && stage.operand == Fate::kKept && keeping == Keeping::kNormal;
+  LayerOutput out;
+  out.made = source.make(route, in.source, q != nullptr ? &q->x : nullptr, {true, keep_operand}, want_output);
+  const Operand& operand = out.made.operand;
+  if (!source.keeps_width()) check(operand.quantized() ? operand.fp8.rowwise.sym_size(-1) : operand.plain.sym_size(-1));
+
+  const bool columnwise = needs.source || keeping == Keeping::kRunAgain;
+  WeightSet w{{}, in.biases};
+  for (const Tensor& weight : in.weights) {
+    w.weights.push_back(own ? Operand{{}, in.own_weight}
+                            : operand_of(route, q != nullptr ? &q->weight : nullptr, weight, {true, columnwise}));
+  }
+  const bool split = q == nullptr || q->split_fprop;
+  const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
+    return products_of(stage).fprop(route, part, rows, w, like, split);
+  };
+  out.y = through(stage.exchange.get(), route, Pass::kFprop, operand, x, product);
+
+  if (keeping == Keeping::kRunAgain) {
+    keep_to_run_again(keeper, number, in, out, w.weights[0]);
+  } else {
+    keep(keeper, stage, number, in, out, w.weights[0], needs);
+  }
+  return out;
+}
+
+variable_list Chain::run_forward(const Route& route, State& state, Keeper& keeper, const Call& call) {
+  const NamedTensors& arguments = call.arguments;
+  const size_t layers = call.stages.size();
+  const Tensor& x = call.x();
+  state = {call.stages, call.return_output, x.scalar_type(), {}, arguments.size()};
+  for (int name = 0; name < weight_of(layers); ++name) {
+    state.places.push_back(arguments.has(name) ? static_cast<int16_t>(arguments.find(name)) : int16_t{-1});
+  }
+
+  const bool graph = keeper.serves_a_graph();
+  const auto wants = [&](int name) { return graph && arguments.has(name) && arguments[name].requires_grad(); };
+  c10::SmallVector<Needs, 2> needs(layers);
+  bool any = wants(kX) || wants(kResidual) || wants(kGamma) || wants(kBeta);
+  for (size_t i = 0; i < layers; ++i) {
+    needs[i] = {any, wants(weight_of(i))};
+    any = any || needs[i].weight || (i + 1 < layers && wants(bias_of(i)));
+  }
+  const SavedPolicy& policy = *defaults().saved;
+  for (size_t i = 0; i < layers; ++i) {
+    Stage& stage = state.stages[i];
+    if (!stage.exchange) stage.exchange = defaults().exchange;
+    if (stage.source->brings_operand_back()) stage.operand = Fate::kMadeAgain;
+    stage.operand = policy.decide(stage.source->operand_words(), stage.operand);
+    if (!may_be_made_again(stage)) stage.operand = Fate::kKept;
+    if (i > 0) stage.input = policy.decide(stage.source->input_words(), stage.input);
+  }
+
+  const OptionalTensor none;
+  const OptionalTensor residual = arguments.optional(kResidual), gamma = arguments.optional(kGamma),
+                       beta = arguments.optional(kBeta);
+  variable_list outputs(1);
+  Tensor between = x;  // what the layer reads
+  for (size_t i = 0; i < layers; ++i) {
+    const bool first = i == 0, run_again = any && i + 1 < layers && state.stages[i + 1].input == Fate::kMadeAgain;
+    const SourceInput source{between, first ? residual : none, first ? gamma : none, first ? beta : none};
+    const LayerInput in{source, arguments.list(weight_of(i)), arguments.list(bias_of(i)), call.own_weights[i]};
+    LayerOutput out = layer_forward(route, state.stages[i], i, keeper, in, needs[i],
+                                    run_again ? Keeping::kRunAgain : Keeping::kNormal, call.return_output);
+    if (first && gamma.has_value()) {
+      outputs.push_back(out.made.output);
+      if (residual.has_value() || call.return_input) outputs.push_back(out.made.input);
+    }
+    if (run_again) {
+      keeper.made_again(call.return_output ? out.made.output : between, state.stages[i].source->operand_words());
+      keeper.made_again(out.y, state.stages[i + 1].source->input_words());
+    }
+    if (i > 0 && any && state.stages[i].input == Fate::kKept && state.stages[i].input_in_fp8) {
+      keep_operand(keeper, saved_name(i, kPackedInput), packed_input(route, between), {true, false},
+                   kPackedPreActivation);
+    }
+    between = out.y;
+  }
+  outputs[0] = between;
+  return outputs;
+}
+
+}  // namespace te_torch::layer

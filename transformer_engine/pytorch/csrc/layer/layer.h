@@ -1,0 +1,124 @@
+// A layer: source, exchange, products, one behind the other; and a chain of layers as one autograd node, where what a
+// layer makes is the next one's source's input (norm, first product, activation, second product of an MLP). Data and
+// policies are here; forward.cpp and backward.cpp run them.
+#pragma once
+
+#include "autograd.h"
+#include "exchange.h"
+#include "products.h"
+#include "source.h"
+#include "weight_grad.h"
+
+namespace te_torch::layer {
+
+// A layer as plain values and shared policies: what the autograd node holds of it.
+struct Stage {
+  SourcePtr source = plain_source();
+  std::shared_ptr<const Exchange> exchange;  // null: local
+  std::shared_ptr<const Products> products;  // null: the default
+  Quantization quantization;
+  Sink sink;
+  // What becomes of the product's operand (as the options ask; an activation's is always made again).
+  Fate operand = Fate::kKept;
+  // Behind another layer: of what that one made, and whether it is kept as E4M3 in blocks of 1 x 128.
+  Fate input = Fate::kKept;
+  bool input_in_fp8 = false;
+};
+
+using Stages = c10::SmallVector<Stage, 2>;
+
+// The tensor arguments of a chain: of its first source, then of each layer.
+enum ArgumentName : int { kX, kResidual, kGamma, kBeta, kFirstWeight };
+constexpr int weight_of(size_t stage) { return kFirstWeight + 2 * static_cast<int>(stage); }
+constexpr int bias_of(size_t stage) { return weight_of(stage) + 1; }
+
+struct Call {
+  NamedTensors arguments;
+  Stages stages;
+  c10::SmallVector<Quantized, 2> own_weights;  // of each layer: the module's FP8 copy of its weight, or undefined
+  bool return_output = true;                   // the norm's output is one of the node's
+  bool return_input = false;  // x is an output too, so that a residual's gradient joins in the backward
+
+  const Tensor& x() const { return arguments[kX]; }
+};
+
+// Made anew by tests alone: what a layer without policies of its own goes by.
+struct Defaults {
+  std::shared_ptr<const Exchange> exchange;
+  std::shared_ptr<const Products> products;
+  std::shared_ptr<const SavedPolicy> saved;
+};
+TE_EXPORT Defaults& defaults();
+
+// A family of autograd.h but for its name. Outputs: y; behind a norm also the norm's output, and x + residual (or x
+// itself, asked for) after it.
+struct Chain {
+  struct State {
+    Stages stages;
+    bool return_output = true;
+    at::ScalarType dtype = at::kFloat;
+    c10::SmallVector<int16_t, 8> places;  // of an argument's first tensor in the list; -1: there is none
+    size_t tensors = 0;
+  };
+
+  template <class RouteType>
+  static variable_list forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
+    return run_forward(Route(RouteType{}), state, keeper, call);
+  }
+  template <class RouteType>
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+                                const variable_list& grads) {
+    return run_backward(Route(RouteType{}), state, wanted, saved, grads);
+  }
+  static variable_list run_forward(const Route& route, State& state, Keeper& keeper, const Call& call);
+  static variable_list run_backward(const Route& route, const State& state, const Wanted& wanted,
+                                    const NamedTensors& saved, const variable_list& grads);
+};
+
+// ---- what forward.cpp and backward.cpp share ----
+
+// The names of a layer's saved tensors, behind those of the layers before it.
+enum SavedName : int {
+  kInput,
+  kWeight,
+  kOperand,
+  kUsedScales,
+  kSavedGamma,
+  kSavedBeta,
+  kMean,
+  kRstd,
+  kBias,
+  kPackedInput,
+  kSavedNames
+};
+constexpr int saved_name(size_t stage, SavedName name) { return static_cast<int>(stage) * kSavedNames + name; }
+
+// Whether a gradient goes on into a layer's source, and whether into its weights.
+struct Needs {
+  bool source = false;
+  bool weight = false;
+};
+
+struct LayerInput {
+  SourceInput source;
+  at::TensorList weights, biases;
+  const Quantized& own_weight;
+};
+
+// How a layer's forward keeps what its backward reads. kRunAgain: enough to run source and product once more.
+enum class Keeping : uint8_t { kNormal, kRunAgain };
+
+struct LayerOutput {
+  Tensor y;
+  Made made;
+};
+
+LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number, Keeper& keeper, const LayerInput& in,
+                          Needs needs, Keeping keeping, bool want_output);
+
+// The pre-activation in E4M3, and what that means.
+Operand packed_input(const Route& route, const Tensor& input);
+
+const Products& products_of(const Stage& stage);
+
+}  // namespace te_torch::layer

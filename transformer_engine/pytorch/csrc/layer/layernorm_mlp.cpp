@@ -1,0 +1,89 @@
+// layernorm_mlp: two layers as one node, a norm before the first product and an activation before the second. Schema
+// and Python entry.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "op_faces.h"
+
+namespace te_torch {
+
+namespace layer {
+
+namespace {
+
+struct MlpChain : Chain {
+  static constexpr const char* kName = "layernorm_mlp";
+};
+
+Call pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
+              const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2, const OptionalTensor& bias2,
+              double eps, bool rms, bool zero_centered_gamma, std::string_view kind, at::ArrayRef<double> params,
+              bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation,
+              at::ArrayRef<int64_t> fc1_quantization, at::ArrayRef<int64_t> fc2_quantization) {
+  Call call;
+  call.stages.resize(2);
+  call.own_weights.resize(2);
+  Stage &fc1 = call.stages[0], &fc2 = call.stages[1];
+  fc1.source = norm_source(eps, rms, zero_centered_gamma);
+  fc1.quantization = quantization_of(fc1_quantization, MlpChain::kName);
+  fc2.source = activation_source(kind, params);
+  fc2.quantization = quantization_of(fc2_quantization, MlpChain::kName);
+  if (recompute_norm_output) fc1.operand = Fate::kMadeAgain;
+  if (recompute) fc2.input = Fate::kMadeAgain;
+  fc2.input_in_fp8 = fp8_pre_activation;
+  call.return_output = return_norm_output;
+  NamedTensors& arguments = call.arguments;
+  arguments.add(kX, x);
+  arguments.add(kResidual, residual);
+  arguments.add(kGamma, gamma);
+  arguments.add(kBeta, beta);
+  arguments.add(weight_of(0), weight1);
+  arguments.add(bias_of(0), bias1);
+  arguments.add(weight_of(1), weight2);
+  arguments.add(bias_of(1), bias2);
+  return call;
+}
+
+using Mlp = Op<MlpChain, &pack_mlp, &three_outputs>;
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def(
+      "layernorm_mlp(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor fc1_weight, Tensor? fc1_bias, "
+      "Tensor fc2_weight, Tensor? fc2_bias, float eps, bool rms, bool zero_centered_gamma, str kind, float[] params, "
+      "bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation, "
+      "int[] fc1_quantization, int[] fc2_quantization) -> (Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { m.impl("layernorm_mlp", Mlp::composite); }
+TORCH_LIBRARY_IMPL(te, Autograd, m) { m.impl("layernorm_mlp", Mlp::autograd); }
+TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { m.impl("layernorm_mlp", Mlp::autocast); }
+TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { m.impl("layernorm_mlp", Mlp::autocast); }
+
+}  // namespace layer
+
+void register_layernorm_mlp(pybind11::module_& m) {
+  namespace py = pybind11;
+  using namespace layer;
+  m.def(
+      "layernorm_mlp",
+      torch::wrap_pybind_function_no_gil(
+          [](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
+             const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2, const OptionalTensor& bias2,
+             double eps, bool rms, bool zero_centered_gamma, const std::string& kind, const std::vector<double>& params,
+             bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation,
+             const Sink& sink1, const Sink& sink2, const std::shared_ptr<ProductQuantization>& quantization1,
+             const std::shared_ptr<ProductQuantization>& quantization2, const Quantized* own1, const Quantized* own2) {
+            const EagerHandles fc1{sink1, quantization1, own1}, fc2{sink2, quantization2, own2};
+            const auto extra = [&](Call& call) {
+              const bool first = fc1.add_to(call, 0), second = fc2.add_to(call, 1);
+              return first || second;
+            };
+            return Mlp::eager("te::layernorm_mlp", extra, x, residual, gamma, beta, weight1, bias1, weight2, bias2, eps,
+                              rms, zero_centered_gamma, std::string_view(kind), at::ArrayRef<double>(params),
+                              return_norm_output, recompute_norm_output, recompute, fp8_pre_activation, fc1, fc2);
+          }));
+}
+
+}  // namespace te_torch

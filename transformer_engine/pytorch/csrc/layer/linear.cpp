@@ -1,0 +1,133 @@
+// linear, normalization_linear and activation_linear: one layer each, behind another source. Schemas and Python
+// entries.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "op_faces.h"
+
+namespace te_torch {
+
+namespace layer {
+
+namespace {
+
+struct LinearChain : Chain {
+  static constexpr const char* kName = "linear";
+};
+
+Call one_layer(SourcePtr source, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+               at::ArrayRef<int64_t> quantization, const char* op) {
+  Call call;
+  call.stages.emplace_back();
+  call.stages[0].source = std::move(source);
+  call.stages[0].quantization = quantization_of(quantization, op);
+  call.own_weights.resize(1);
+  call.arguments.add(kX, x);
+  call.arguments.add(weight_of(0), weight);
+  call.arguments.add(bias_of(0), bias);
+  return call;
+}
+
+Call pack_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool keep_input,
+                 at::ArrayRef<int64_t> quantization) {
+  Call call = one_layer(plain_source(), x, weight, bias, quantization, "linear");
+  if (keep_input) call.stages[0].operand = Fate::kMadeAgain;  // x is kept as it is, and quantized again
+  return call;
+}
+
+Call pack_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
+               const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
+               bool return_output, bool recompute_output, at::ArrayRef<int64_t> quantization) {
+  Call call =
+      one_layer(norm_source(eps, rms, zero_centered_gamma), x, weight, bias, quantization, "normalization_linear");
+  call.arguments.add(kResidual, residual);
+  call.arguments.add(kGamma, gamma);
+  call.arguments.add(kBeta, beta);
+  call.return_output = return_output;
+  if (recompute_output) call.stages[0].operand = Fate::kMadeAgain;
+  return call;
+}
+
+Call pack_activation(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view kind,
+                     at::ArrayRef<double> params, at::ArrayRef<int64_t> quantization) {
+  return one_layer(activation_source(kind, params), x, weight, bias, quantization, "activation_linear");
+}
+
+Tensor one(const variable_list& outputs, const Call&) { return outputs[0]; }
+
+using Linear = Op<LinearChain, &pack_linear, &one>;
+using NormLinear = Op<LinearChain, &pack_norm, &three_outputs>;
+using ActivationLinear = Op<LinearChain, &pack_activation, &one>;
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool keep_input, int[] quantization) -> Tensor");
+  m.def(
+      "normalization_linear(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor weight, Tensor? bias, "
+      "float eps, bool rms, bool zero_centered_gamma, bool return_output, bool recompute_output, int[] quantization) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "activation_linear(Tensor x, Tensor weight, Tensor? bias, str kind, float[] params, int[] quantization) -> "
+      "Tensor");
+}
+
+#define TE_IMPL_FACE(face)                          \
+  m.impl("linear", Linear::face);                   \
+  m.impl("normalization_linear", NormLinear::face); \
+  m.impl("activation_linear", ActivationLinear::face)
+
+TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { TE_IMPL_FACE(composite); }
+TORCH_LIBRARY_IMPL(te, Autograd, m) { TE_IMPL_FACE(autograd); }
+TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { TE_IMPL_FACE(autocast); }
+TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { TE_IMPL_FACE(autocast); }
+
+#undef TE_IMPL_FACE
+
+}  // namespace layer
+
+void register_linear(pybind11::module_& m) {
+  namespace py = pybind11;
+  using namespace layer;
+  using GivenQuantization = std::shared_ptr<ProductQuantization>;
+  using GivenWeight = const Quantized*;
+  m.def("linear", torch::wrap_pybind_function_no_gil([](const Tensor& x, const Tensor& weight,
+                                                        const OptionalTensor& bias, bool keep_input, const Sink& sink,
+                                                        const GivenQuantization& quantization, GivenWeight own_weight) {
+          const EagerHandles handles{sink, quantization, own_weight};
+          const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
+          return Linear::eager("te::linear", extra, x, weight, bias, keep_input, handles);
+        }));
+  m.def("normalization_linear",
+        torch::wrap_pybind_function_no_gil(
+            [](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
+               const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
+               bool return_output, bool recompute_output, bool return_input, const Sink& sink,
+               const GivenQuantization& quantization, GivenWeight own_weight) {
+              const EagerHandles handles{sink, quantization, own_weight};
+              const auto extra = [&](Call& call) {
+                call.return_input = return_input;
+                return handles.add_to(call, 0);
+              };
+              auto results =
+                  NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight, bias, eps, rms,
+                                    zero_centered_gamma, return_output, recompute_output, handles);
+              // The schema has no alias of x among its results, so the dispatched route leaves this one empty.
+              Tensor& h = std::get<2>(results);
+              if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
+              return results;
+            }));
+  m.def("activation_linear", torch::wrap_pybind_function_no_gil(
+                                 [](const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                    const std::string& kind, const std::vector<double>& params, const Sink& sink,
+                                    const GivenQuantization& quantization, GivenWeight own_weight) {
+                                   const EagerHandles handles{sink, quantization, own_weight};
+                                   const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
+                                   return ActivationLinear::eager("te::activation_linear", extra, x, weight, bias,
+                                                                  std::string_view(kind), at::ArrayRef<double>(params),
+                                                                  handles);
+                                 }));
+}
+
+}  // namespace te_torch

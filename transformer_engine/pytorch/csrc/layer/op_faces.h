@@ -1,0 +1,136 @@
+// The faces of a public op that is a chain of layers, made once from how its schema's arguments become a Call: the
+// dispatcher's four keys and what eager Python calls.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include "layer.h"
+
+namespace te_torch::layer {
+
+// What eager Python hands over for each layer: in place of the schema's integers, and beside them.
+struct EagerHandles {
+  Sink sink;
+  Quantization quantization;    // with its state
+  const Quantized* own_weight;  // the module's own FP8 copy of the weight, or none
+
+  std::vector<int64_t> spec() const { return quantization != nullptr ? quantization->pack() : std::vector<int64_t>(); }
+
+  // Whether there is something that a schema does not carry.
+  bool add_to(Call& call, size_t stage) const {
+    call.stages[stage].sink = sink;
+    call.stages[stage].quantization = quantization;
+    if (own_weight != nullptr) call.own_weights[stage] = *own_weight;
+    return call.stages[stage].sink != nullptr;
+  }
+};
+
+// (y, norm output, x + residual); the last is empty where there was none to return.
+inline std::tuple<Tensor, Tensor, Tensor> three_outputs(const variable_list& outputs, const Call& call) {
+  return {outputs[0], outputs[1], outputs.size() > 2 ? outputs[2] : call.x().new_empty({0})};
+}
+
+template <class Family, class RouteType>
+variable_list run_node(const Call& call) {
+  return Node<Family, RouteType>::run(at::TensorList(call.arguments.tensors()), call);
+}
+
+inline variable_list run_inference(const Route& route, const Call& call) {
+  Chain::State state;
+  Keeper nothing = Keeper::of_none();
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return Chain::run_forward(route, state, nothing, call);
+}
+
+// The call's tensors, but not the weights whose FP8 copies the module hands over: these serve autograd alone.
+template <class Visit>
+void visit_tensors(Call& call, Visit&& visit) {
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const int name = call.arguments.labels()[i].name;
+    const bool weight = name >= kFirstWeight && (name - kFirstWeight) % 2 == 0;
+    if (!weight || !call.own_weights[size_t(name - kFirstWeight) / 2].defined()) visit(call.arguments.tensors()[i]);
+  }
+}
+
+inline void autocast_all(Call& call) {
+  visit_tensors(call, [](Tensor& t) { t = te_torch::autocast(t); });
+}
+
+// A weight that has an FP8 copy of its own is not cast: its dtype fits where x's is what a cast would make of it.
+inline void check_own_weights(const Call& call) {
+  for (size_t i = 0; i < call.stages.size(); ++i) {
+    if (!call.own_weights[i].defined()) continue;
+    const Tensor& weight = call.arguments[weight_of(i)];
+    const Tensor& x = call.x();
+    const auto device = weight.device().type();
+    const auto dtype = weight.scalar_type();
+    const bool is_cast = dtype != x.scalar_type() && at::autocast::is_autocast_enabled(device) &&
+                         dtype != at::kDouble && x.scalar_type() == at::autocast::get_autocast_dtype(device);
+    if (!is_cast) check_same(weight, x, "linear", "weight");
+  }
+}
+
+namespace detail {
+// An argument of a schema, from what eager Python hands over. Integers are packed for the dispatcher alone: where it is
+// passed by, `extra` adds the quantization itself.
+template <class T>
+const T& for_schema(const T& argument) {
+  return argument;
+}
+inline std::vector<int64_t> for_schema(const EagerHandles& handles) { return handles.spec(); }
+template <class T>
+const T& for_pack(const T& argument) {
+  return argument;
+}
+inline at::ArrayRef<int64_t> for_pack(const EagerHandles&) { return {}; }
+}  // namespace detail
+
+// kPack turns the schema's arguments into a Call; kUnpack(outputs, call) turns the node's outputs into the op's.
+template <class Family, auto kPack, auto kUnpack, class Function = decltype(kPack)>
+struct Op;
+
+template <class Family, auto kPack, auto kUnpack, class... Args>
+struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
+  static auto autograd(Args... args) {
+    const Call call = kPack(args...);
+    return kUnpack(run_node<Family, Dispatched>(call), call);
+  }
+
+  static auto composite(Args... args) {
+    const Call call = kPack(args...);
+    return kUnpack(run_inference(Route(Dispatched{}), call), call);
+  }
+
+  static auto autocast(Args... args) {
+    Call call = kPack(args...);
+    autocast_all(call);  // before autocast is excluded
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const bool inference = c10::InferenceMode::is_enabled();
+    return kUnpack(inference ? run_inference(Route(Dispatched{}), call) : run_node<Family, Dispatched>(call), call);
+  }
+
+  // What Python calls in eager mode, with EagerHandles where the schema has integers of a quantization. `extra(call)`
+  // adds what is in them, and says whether something is that the schema does not carry.
+  template <class Extra, class... Given>
+  static auto eager(const char* name, Extra&& extra, const Given&... given) {
+    Call call = kPack(detail::for_pack(given)...);
+    const bool beyond_schema = extra(call);
+    c10::SmallVector<const Tensor*, 8> tensors;
+    visit_tensors(call, [&](const Tensor& t) { tensors.push_back(&t); });
+    if (must_dispatch(tensors)) {
+      refuse_sink(beyond_schema, name);
+      return Dispatched::call<&Op::autograd>(name, detail::for_schema(given)...);
+    }
+    autocast_all(call);
+    check_own_weights(call);
+    bool graph = needs_graph(tensors);
+    for (size_t i = 0; !graph && i < call.stages.size(); ++i) {
+      graph = c10::GradMode::is_enabled() && call.arguments[weight_of(i)].requires_grad();
+    }
+    return kUnpack(graph ? run_node<Family, Direct>(call) : run_inference(Route(Direct{}), call), call);
+  }
+};
+
+}  // namespace te_torch::layer

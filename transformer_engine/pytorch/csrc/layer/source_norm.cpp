@@ -1,0 +1,86 @@
+// A norm as a source: RMSNorm or LayerNorm, of the sum with a residual where there is one.
+#include "normalization.h"
+#include "normalization_quantized.h"
+#include "source.h"
+
+namespace te_torch::layer {
+
+namespace {
+
+constexpr Kept kNormInput{"norm input", "the norm's backward normalises it again",
+                          "the product or sum that made it: te.checkpoint around the layer"};
+constexpr Kept kNormOutput{"norm output", "the weight's gradient is taken with it",
+                           "the norm's forward, 4 B per 16-bit element: recompute_norm_output=True"};
+
+OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : OptionalTensor(); }
+
+class Norm final : public Source {
+ public:
+  Norm(double eps, bool rms, bool zero_centered_gamma) : eps_(eps), rms_(rms), zero_centered_(zero_centered_gamma) {}
+
+  const Kept& input_words() const override { return kNormInput; }
+  const Kept& operand_words() const override { return kNormOutput; }
+  bool reads_input() const override { return true; }
+
+  Made make(const Route& route, const SourceInput& in, const Quantizer* quantizer, Directions directions,
+            bool want_output) const override {
+    Made made;
+    Tensor summed;
+    if (fuses(route, quantizer)) {
+      QuantizedNorm norm = Direct::call<normalization_fwd_quantized>(
+          "te::normalization_quantize_fwd", in.x, in.residual, *in.gamma, in.beta, eps_, rms_, zero_centered_,
+          *quantizer, directions, want_output);
+      made.operand.fp8 = norm.quantized;
+      made.output = norm.y;
+      summed = norm.h;
+      made.mean = norm.mean;
+      made.rstd = norm.rstd;
+    } else {
+      std::tie(made.output, summed, made.mean, made.rstd) = route.call<normalization_fwd>(
+          "te::normalization_fwd", in.x, in.residual, *in.gamma, in.beta, eps_, rms_, zero_centered_);
+      made.operand = operand_of(route, quantizer, made.output, directions);
+    }
+    made.input = in.residual.has_value() ? summed : in.x;
+    if (!want_output) made.output = in.x.new_empty({0});
+    return made;
+  }
+
+  Operand make_again(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const override {
+    const Directions columnwise{false, true};
+    const OptionalTensor beta = optional(saved.beta);
+    if (fuses(route, quantizer)) {
+      return {{},
+              Direct::call<normalization_again_quantized>("te::normalization_quantize", saved.input, saved.gamma, beta,
+                                                          saved.mean, saved.rstd, rms_, zero_centered_, quantizer->spec,
+                                                          saved.used_scales, columnwise)};
+    }
+    const Tensor value = std::get<0>(route.call<normalization_fwd>(
+        "te::normalization_fwd", saved.input, OptionalTensor(), saved.gamma, beta, eps_, rms_, zero_centered_));
+    return operand_again(route, quantizer, saved.used_scales, value, columnwise);
+  }
+
+  TakenBack take_back(const Route& route, const SourceSaved& saved, const SourceGradient& g) const override {
+    TakenBack back;
+    if (g.d_operand.defined()) {
+      const Tensor mean = saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0});
+      std::tie(back.dx.plain, back.dgamma, back.dbeta) = route.call<normalization_bwd>(
+          "te::normalization_bwd", g.d_operand, optional(g.d_input), saved.input, saved.gamma, mean, saved.rstd, rms_,
+          zero_centered_, std::array<bool, 3>{g.wants_input || g.d_input.defined(), g.wants_gamma, g.wants_beta});
+    } else {
+      back.dx.plain = g.d_input;
+    }
+    return back;
+  }
+
+ private:
+  double eps_;
+  bool rms_, zero_centered_;
+};
+
+}  // namespace
+
+SourcePtr norm_source(double eps, bool rms, bool zero_centered_gamma) {
+  return std::make_shared<Norm>(eps, rms, zero_centered_gamma);
+}
+
+}  // namespace te_torch::layer

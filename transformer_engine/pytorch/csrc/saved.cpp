@@ -1,0 +1,40 @@
+// See saved.h; and the announced rows for Python's saved-tensor hooks.
+#include "saved.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace te_torch {
+
+namespace {
+
+struct Announced {
+  const c10::TensorImpl* tensor;  // kept by the node whose announcement it is
+  LiveRows live;
+};
+
+thread_local std::vector<Announced> announced;
+
+}  // namespace
+
+void Keeper::announce(const at::Tensor& t, const LiveRows& live) {
+  announced.push_back({t.unsafeGetTensorImpl(), live});
+}
+
+AnnouncedRows::~AnnouncedRows() { announced.clear(); }
+
+const LiveRows* AnnouncedRows::of(const at::Tensor& t) {
+  for (const auto& entry : announced) {
+    if (entry.tensor == t.unsafeGetTensorImpl()) return &entry.live;
+  }
+  return nullptr;
+}
+
+void register_saved(pybind11::module_& m) {
+  namespace py = pybind11;
+  m.def("announced_rows", [](const at::Tensor& t) -> py::object {
+    const LiveRows* live = AnnouncedRows::of(t);
+    return live == nullptr ? py::object(py::none()) : py::make_tuple(live->counter, live->unit_rows);
+  });
+}
+
+}  // namespace te_torch

@@ -1,0 +1,83 @@
+// The one door through which a node keeps tensors for its backward: each under a name, with the words that
+// te.memory_plan shows for it, and, where only the device knows how many of its rows are alive, with that counter. What
+// becomes of a tensor that could be made again is decided here too.
+#pragma once
+
+#include "named_tensors.h"
+#include "recorder.h"
+
+namespace te_torch {
+
+#define TE_EXPORT __attribute__((visibility("default")))
+
+// The rows of a kept tensor that are alive: the first counter * unit_rows of its first dimension. The counter, one
+// integer, lies on the tensor's device.
+struct LiveRows {
+  at::Tensor counter;
+  int64_t unit_rows = 1;
+};
+
+// What becomes of a tensor that the backward reads and that can be made again from what is kept in any case.
+enum class Fate : uint8_t { kKept, kMadeAgain };
+
+// Decides that for every node; `asked` is what the call's options say. One that always makes again is a test.
+class TE_EXPORT SavedPolicy {
+ public:
+  SavedPolicy() = default;
+  virtual ~SavedPolicy() = default;
+  SavedPolicy(const SavedPolicy&) = delete;
+  SavedPolicy& operator=(const SavedPolicy&) = delete;
+
+  virtual Fate decide(const Kept& what, Fate asked) const { return asked; }
+  virtual void made_again(const Kept& what) const {}  // said by the backward that does it
+};
+
+// A Keeper without a graph keeps nothing; one that collects serves a backward that runs a forward again.
+class Keeper {
+ public:
+  static Keeper of_graph(const char* op) { return Keeper(op, true); }
+  static Keeper collecting() { return Keeper(nullptr, true); }
+  static Keeper of_none() { return Keeper(nullptr, false); }
+
+  // Whether a backward will take anything back: not in a call without gradients, whoever wants some.
+  bool serves_a_graph() const { return op_ != nullptr; }
+
+  void keep(int name, const at::Tensor& t, const Kept& what, uint8_t part = 0, const LiveRows* live = nullptr) {
+    if (!keeps_ || !t.defined()) return;
+    if (op_ != nullptr && recorder::active()) recorder::tell(op_, what, t, true);
+    if (op_ != nullptr && live != nullptr) announce(t, *live);
+    kept_.add(name, t, part);
+  }
+  void keep(int name, const std::optional<at::Tensor>& t, const Kept& what) {
+    if (t.has_value()) keep(name, *t, what);
+  }
+
+  // What is not kept, because the backward makes it again.
+  void made_again(const at::Tensor& t, const Kept& what) const {
+    if (op_ != nullptr && recorder::active()) recorder::tell(op_, what, t, false);
+  }
+
+  NamedTensors take() { return std::move(kept_); }
+
+ private:
+  Keeper(const char* op, bool keeps) : op_(op), keeps_(keeps) {}
+  static void announce(const at::Tensor& t, const LiveRows& live);
+
+  const char* op_;
+  bool keeps_;
+  NamedTensors kept_;
+};
+
+// Announced live rows stand while the node that keeps the tensors hands them to saved-tensor hooks, and no longer: the
+// same tensor may be kept whole by another node.
+class AnnouncedRows {
+ public:
+  AnnouncedRows() = default;
+  ~AnnouncedRows();
+  AnnouncedRows(const AnnouncedRows&) = delete;
+  AnnouncedRows& operator=(const AnnouncedRows&) = delete;
+
+  static const LiveRows* of(const at::Tensor& t);  // null: none were
+};
+
+}  // namespace te_torch
