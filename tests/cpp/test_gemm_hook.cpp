@@ -181,6 +181,36 @@ TEST_F(GemmHook, AnotherOrderStaysInItsBound) {
   }
 }
 
+// In each layout: what the compiler makes of the loop may not show in the bits. Mutant: `sum += x * y` for std::fma in
+// gemm_cpu.cpp turns this red.
+TEST_F(GemmHook, TheLoopIsAChainOfFusedMultiplyAdds) {
+  std::mt19937_64 engine(8);
+  std::normal_distribution<float> normal;
+  std::vector<float> a, b, want;  // a [cols, depth], b [rows, depth]
+  for (int64_t i = 0; i < kCols * kDepth; ++i) a.push_back(normal(engine));
+  for (int64_t i = 0; i < kRows * kDepth; ++i) b.push_back(normal(engine));
+  for (int64_t i = 0; i < kRows; ++i) {
+    for (int64_t j = 0; j < kCols; ++j) {
+      float sum = 0;
+      for (int64_t k = 0; k < kDepth; ++k) sum = std::fma(a[size_t(j * kDepth + k)], b[size_t(i * kDepth + k)], sum);
+      want.push_back(sum);
+    }
+  }
+  const auto transposed = [](const std::vector<float>& values, int64_t outer) {
+    std::vector<float> out;
+    for (int64_t k = 0; k < kDepth; ++k) {
+      for (int64_t i = 0; i < outer; ++i) out.push_back(values[size_t(i * kDepth + k)]);
+    }
+    return out;
+  };
+  for (const te_gemm_layout layout : kLayouts) {
+    Problem<float, float> p(layout);
+    p.a.fill(layout == TE_GEMM_TN ? a : transposed(a, kCols));
+    p.b.fill(layout == TE_GEMM_NT ? transposed(b, kRows) : b);
+    EXPECT_EQ(p.after(te_gemm_by_loop)[0], testing::widened(want)) << "layout " << layout;
+  }
+}
+
 TEST_F(GemmHook, FloatsAreHandedOverWhereTheyLie) {
   static Problem<float, float>* problem = nullptr;
   static bool in_place = false;

@@ -91,9 +91,9 @@ typedef void (*te_cpu_gemm_hook)(te_gemm_layout layout, int64_t rows, int64_t co
  * process that imports transformer_engine.pytorch it is LibTorch's product until something else is lent. */
 TE_API void te_set_cpu_gemm(te_cpu_gemm_hook hook);
 
-/* te_gemm by the plain loop, whatever was lent. Each element of d is summed up on its own, in float32 and in the order
- * of the reduced dimension: its bits depend neither on threads nor on which rows and columns are computed beside it.
- * The CPU alone: TE_INVALID_ARGUMENT for CUDA tensors. */
+/* te_gemm by the plain loop, whatever was lent. Each element of d is summed up on its own, by fused multiply-adds in
+ * float32 in the order of the reduced dimension: its bits depend neither on threads nor on which rows and columns are
+ * computed beside it. The CPU alone: TE_INVALID_ARGUMENT for CUDA tensors. */
 TE_API te_status te_gemm_by_loop(const te_gemm_problem* problem);
 
 /* All of a problem that the choice of an algorithm may depend on. Alignments: the largest power of two up to 16 that

@@ -110,13 +110,14 @@ void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& p, const Sizes& s) {
   const Floats a(p.a, p.a_scale_inv, p.a_scaling), b(p.b, p.b_scale_inv, p.b_scaling);
   if (p.epilogue == TE_GEMM_BGRAD) sum_rows_of_b(p, s);
   if (hook == nullptr) {
-    // Steps along the reduced dimension and from one output to the next.
+    // Steps along the reduced dimension and from one output to the next. The fused multiply-add is written out: a
+    // compiler that is left the choice takes it in one layout and not in another.
     const int64_t a_step = p.layout == TE_GEMM_TN ? 1 : a.pitch, a_next = p.layout == TE_GEMM_TN ? a.pitch : 1;
     const int64_t b_step = p.layout == TE_GEMM_NT ? b.pitch : 1, b_next = p.layout == TE_GEMM_NT ? 1 : b.pitch;
     finish_all(p, s, [&](int64_t row, int64_t col) {
       float sum = 0.f;
       for (int64_t k = 0; k < s.depth; ++k) {
-        sum += a.data[col * a_next + k * a_step] * b.data[row * b_next + k * b_step];
+        sum = std::fma(a.data[col * a_next + k * a_step], b.data[row * b_next + k * b_step], sum);
       }
       return sum;
     });
