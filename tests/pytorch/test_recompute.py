@@ -284,6 +284,34 @@ def test_views_from_outside_that_are_returned(device, use_reentrant, made):
 
 
 @both_ways
+def test_a_frozen_parameter_that_is_returned_stays_itself(device, use_reentrant):
+    module = te.LayerNormMLP(HIDDEN, HIDDEN, return_bias=True, device=device)
+    module.fc2_bias.requires_grad_(False)
+    x = tokens(device)
+    kept = step(lambda m, t: m(t)[0], module, x)
+    for _ in range(2):
+
+        def checkpointed(m, t):
+            out, bias = te.checkpoint(m, t, use_reentrant=use_reentrant)
+            assert bias is m.fc2_bias and bias.is_leaf and not bias.requires_grad
+            return out
+
+        same_bits(step(checkpointed, module, x), kept)
+
+
+def test_a_tensor_from_outside_that_wants_no_gradient_is_refused(device):
+    """torch makes it the checkpoint's own result, and the backward would call itself without end. A view or a copy that
+    the function makes of it is its own."""
+    buffer, x = torch.ones(HIDDEN, device=device), tokens(device)
+    for seen in (lambda: buffer.clone(), lambda: buffer[1:]):
+        out, _ = te.checkpoint(lambda t, seen=seen: (t.sin(), seen()), x)
+        out.sum().backward()
+    out, _ = te.checkpoint(lambda t: (t.sin(), buffer), x)
+    with pytest.raises(ValueError, match=r"checkpoint: result 1 of the function is a \[\d+\] tensor from outside"):
+        out.sum().backward()
+
+
+@both_ways
 def test_inputs_that_want_no_gradient_leave_the_parameters_theirs(device, use_reentrant):
     """The first block of a model: its input is data."""
     module, x = Dropping(device), tokens(device, requires_grad=False)

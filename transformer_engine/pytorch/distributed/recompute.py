@@ -3,6 +3,7 @@ What is kept, and autograd's part in it, is torch.utils.checkpoint's; this adds 
 state. It recomputes only what is asked for."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -130,6 +131,7 @@ class _Twice:
         self.surroundings = STATE.surroundings()
         self.result_form = None
         self.passed: dict[int, torch.Tensor] = {}
+        self.outer: list[tuple[int, weakref.ref]] = []  # results of the first run that may be from outside
         # Where its function raises, torch's way that is not reentrant leaves saved-tensor hooks behind as long as the
         # traceback lives: there the first run's error is kept, and raised behind torch's code.
         self.reentrant = True
@@ -141,6 +143,7 @@ class _Twice:
             again = activation_recompute_forward(True, True, first_run=self.first_run)
             with again, self.snapshot.replayed(), STATE.surrounded(self.surroundings):
                 results = self._call(leaves)
+            self._refuse_outer(results)
         else:
             if stream_captures():
                 self.snapshot = NoDraws()
@@ -169,17 +172,33 @@ class _Twice:
         input comes from outside, as a parameter does (the bias of return_bias), and has a history of its own, which
         torch would overwrite with the checkpoint's: its backward would then call itself without end. Or it is a view
         made without gradients, which has none: that one gets the checkpoint's, on an alias, as it may be from outside
-        too."""
+        too. A frozen parameter would become a result of the checkpoint for good."""
         inputs = {id(leaf) for leaf in leaves}
         if torch.is_grad_enabled():
             return
         for i, result in enumerate(results):
-            if not isinstance(result, torch.Tensor) or not result.requires_grad or id(result) in inputs:
+            if not isinstance(result, torch.Tensor) or id(result) in inputs:
                 continue
-            if result.grad_fn is None and result._is_view():
+            if not result.requires_grad:
+                if isinstance(result, torch.nn.Parameter):
+                    self.passed[i] = result
+                else:
+                    self.outer.append((i, weakref.ref(result)))
+            elif result.grad_fn is None and result._is_view():
                 results[i] = result.view_as(result)
             else:
                 self.passed[i] = result
+
+    def _refuse_outer(self, results: list) -> None:
+        """A result that wanted no gradient and is the same tensor in both runs comes from outside. torch has made it the
+        checkpoint's, whose backward would call itself without end."""
+        for i, first in self.outer:
+            if i < len(results) and first() is results[i] and results[i].requires_grad:
+                raise ValueError(
+                    f"checkpoint: result {i} of the function is a {list(results[i].shape)} tensor from outside of it, "
+                    "neither an argument nor a parameter (a buffer, a constant), which use_reentrant=True cannot "
+                    "return; return a clone() of it, or pass use_reentrant=False."
+                )
 
     def assemble(self, results: tuple) -> object:
         """The function's result, of the form that the function gave it, or its error."""
