@@ -190,8 +190,8 @@ class _Twice:
                 self.passed[i] = result
 
     def _refuse_outer(self, results: list) -> None:
-        """A result that wanted no gradient and is the same tensor in both runs comes from outside. torch has made it the
-        checkpoint's, whose backward would call itself without end."""
+        """A result that wanted no gradient and is the same tensor in both runs comes from outside. torch has made it
+        the checkpoint's, whose backward would call itself without end."""
         for i, first in self.outer:
             if i < len(results) and first() is results[i] and results[i].requires_grad:
                 raise ValueError(
