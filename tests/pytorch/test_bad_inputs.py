@@ -8,7 +8,7 @@ from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import CustomRecipe, DelayedScaling
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 
 HIDDEN, HEADS, HEAD, SEQ, BATCH = 16, 2, 8, 6, 2
@@ -288,3 +288,63 @@ def test_what_is_no_function():
         te.LayerNormMLP(8, 16, output_layer_init_method=0.02, device="cpu")
     with refused(TypeError, "quantize: argument 'quantizer' is a NoneType, wanted a Quantizer"):
         tex.quantize(torch.ones(2, 2), None)
+
+
+class Own(ValueError):
+    """A caller's."""
+
+
+@pytest.mark.parametrize("error", [Own, ValueError, TypeError])
+@pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm"])
+def test_errors_of_a_callers_own_hooks_pass_unchanged(device, module, error):
+    """Even where they read like an op's inside."""
+    called, x, raised = MODULES[module](device), tokens(device), error("normalization: argument 'gamma' of a hook")
+
+    def pack(t):
+        raise raised
+
+    with pytest.raises(error) as caught, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        called(x.requires_grad_())
+    assert caught.value is raised and caught.value.args == ("normalization: argument 'gamma' of a hook",)
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@pytest.mark.parametrize("error", [Own, ValueError, TypeError])
+@pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_errors_of_a_callers_own_quantizer_pass_unchanged(device, module, error):
+    raised = error("linear: argument 'x' of a quantizer")
+
+    class Raising(te.Float8CurrentScalingQuantizer):
+        def quantize_impl(self, tensor):
+            raise raised
+
+    recipe = CustomRecipe(qfactory=lambda role: Raising(te.DType.kFloat8E4M3, device))
+    with pytest.raises(error) as caught, te.autocast(recipe=recipe):
+        MODULES[module](device)(tokens(device))
+    assert caught.value is raised
+
+
+@pytest.mark.parametrize(
+    ("module", "parameter", "words"),
+    [
+        ("LayerNorm", "weight", "LayerNorm: argument 'weight' has dtype"),
+        ("LayerNorm", "bias", "LayerNorm: argument 'bias' has dtype"),
+        ("RMSNorm", "weight", "RMSNorm: argument 'weight' has dtype"),
+        ("LayerNormLinear", "layer_norm_bias", "LayerNormLinear: argument 'layer_norm_bias' has dtype"),
+        ("LayerNormLinear", "bias", "LayerNormLinear: argument 'bias' has dtype"),
+        ("LayerNormMLP", "layer_norm_weight", "LayerNormMLP: argument 'layer_norm_weight' has dtype"),
+        ("LayerNormMLP", "fc2_bias", "LayerNormMLP: linear: argument 'bias' has dtype"),
+    ],
+)
+def test_a_parameter_of_another_dtype_is_named_as_its_module_names_it(device, module, parameter, words):
+    called = MODULES[module](device)
+    setattr(called, parameter, torch.nn.Parameter(getattr(called, parameter).detach().double()))
+    with refused(ValueError, words):
+        called(tokens(device))
+
+
+def test_a_second_weight_that_does_not_fit_is_not_told_as_the_input(device):
+    called = MODULES["LayerNormMLP"](device)
+    called.fc2_weight = torch.nn.Parameter(called.fc2_weight.detach()[:, 1:].contiguous())
+    with refused(ValueError, "LayerNormMLP: linear: argument 'x' has shape", "wanted a last dimension of 23"):
+        called(tokens(device))

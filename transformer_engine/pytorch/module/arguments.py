@@ -33,17 +33,51 @@ def check_tensor(op: str, argument: str, value: object) -> None:
 
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NORM = {"gamma": "layer_norm_weight", "beta": "layer_norm_bias", "residual": "residual"}
+# What a module calls the arguments of the ops inside. What has no name here, because it may be the activation of an MLP
+# or either of its weights, is told in the op's own words behind the module's name.
+_NAMES = {
+    "LayerNorm": {"gamma": "weight", "beta": "bias", "x": "inp"},
+    "RMSNorm": {"gamma": "weight", "x": "inp"},
+    "LayerNormMLP": _NORM,
+}
+_OTHERS = {**_NORM, "x": "inp", "weight": "weight", "bias": "bias"}
+_SENTENCE = re.compile(r"(?:linear|normalization|activation|quantize|gemm\w*): argument '(\w+)' ")
 
 
-def refuse_misfit(
-    op: str, argument: str, value: torch.Tensor | None, width: int, name: str, parameter: torch.Tensor, **how: bool
+def retell(
+    error: ValueError,
+    op: str,
+    value: torch.Tensor,
+    width: int,
+    name: str,
+    parameter: torch.Tensor,
+    **how: bool,
 ) -> None:
-    """Raises, in the words of who called a module, where `value` does not fit `parameter`, which is called `name`. For
-    a call that the extension has refused already: its checks know no module, and cost less than these. how: as
-    _misfit's last arguments."""
-    words = None if value is None else _misfit(value, width, name, parameter, **how)
+    """Raises the extension's refusal of a call in the words of who called the module `op` with 'inp', which is `value`:
+    the extension's checks know no module, and cost less than these. Returns where the error is another one, which is
+    to be raised as it is: a hook's, a quantizer's. name: what `parameter` is called; how: as _misfit's last."""
+    if not _is_ours(error):
+        return
+    words = _misfit(value, width, name, parameter, **how)
     if words is not None:
-        raise ValueError(f"{op}: argument '{argument}' {words}.") from None
+        raise ValueError(f"{op}: argument 'inp' {words}.") from None
+    found = _SENTENCE.match(str(error))
+    if found is not None:
+        argument = _NAMES.get(op, _OTHERS).get(found[1])
+        words = f"argument '{argument}' {str(error)[found.end() :]}" if argument else str(error)
+        raise ValueError(f"{op}: {words}") from None
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether the extension raised it, which raises no class derived from ValueError, and not a caller's Python code
+    that it called (saved-tensor hooks, quantizers)."""
+    trace = error.__traceback__.tb_next  # behind the module's forward
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "transformer_engine"):
+            return False
+        trace = trace.tb_next
+    return type(error) is ValueError
 
 
 def _misfit(
@@ -62,16 +96,3 @@ def _misfit(
             "torch.autocast"
         )
     return None
-
-
-_PARAMETERS = {"gamma": "layer_norm_weight", "beta": "layer_norm_bias", "x": "inp"}
-_SENTENCE = re.compile(r"(?:linear|normalization|activation|quantize|gemm\w*): argument '(\w+)' ")
-
-
-def retold(op: str, error: ValueError) -> ValueError:
-    """An inner op's refusal of an argument, in the words of who called the module; any other error as it is."""
-    found = _SENTENCE.match(str(error))
-    if found is None:
-        return error
-    name = _PARAMETERS.get(found[1], found[1])
-    return ValueError(f"{op}: argument '{name}' {str(error)[found.end() :]}")

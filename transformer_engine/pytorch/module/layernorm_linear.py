@@ -6,7 +6,7 @@ import torch
 
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.module.arguments import check_tensor, refuse_misfit, retold
+from transformer_engine.pytorch.module.arguments import check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, refuse, refuse_parallel
 from transformer_engine.pytorch.module.linear import ParametersSplit, SplitWeights
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
@@ -134,8 +134,8 @@ class LayerNormLinear(NormParameters, SplitWeights):
                 own_weight=own_weight,
             )
         except ValueError as error:
-            refuse_misfit("LayerNormLinear", "inp", inp, self.in_features, self.weight_names[0], weight)
-            raise retold("LayerNormLinear", error) from None
+            retell(error, "LayerNormLinear", inp, self.in_features, self.weight_names[0], weight)
+            raise
         if quantization is not None:
             self._follow(out)
             out = self._quantized_output(out) if fp8_output else out

@@ -6,7 +6,7 @@ import torch
 
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, refuse_misfit, retold
+from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init, refuse_parallel
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 
@@ -214,8 +214,8 @@ class LayerNormMLP(NormParameters):
                 **self._norm_options(),
             )
         except ValueError as error:
-            refuse_misfit("LayerNormMLP", "inp", inp, self.hidden_size, "fc1_weight", fc1_weight)
-            raise retold("LayerNormMLP", error) from None
+            retell(error, "LayerNormMLP", inp, self.hidden_size, "fc1_weight", fc1_weight)
+            raise
         if fc1 is not None:
             self._follow(out)
         elif self.fp8_calibration:

@@ -8,7 +8,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
-from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, refuse_misfit, retold
+from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
 from transformer_engine.pytorch.module.base import (
     InitMethod,
     TransformerEngineBaseModule,
@@ -228,8 +228,8 @@ class Linear(SplitWeights):
                 keep_input=self._keeps_input(quantization),
             )
         except ValueError as error:
-            refuse_misfit("Linear", "inp", inp, self.in_features, self.weight_names[0], weight)
-            raise retold("Linear", error) from None
+            retell(error, "Linear", inp, self.in_features, self.weight_names[0], weight)
+            raise
         if quantization is not None:
             self._follow(out)
             out = self._quantized_output(out) if fp8_output else out

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
-from transformer_engine.pytorch.module.arguments import check_tensor, refuse_misfit, retold
+from transformer_engine.pytorch.module.arguments import check_tensor, retell
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 NormalizedShape = int | Iterable[int] | None
@@ -91,8 +91,8 @@ class Normalization(TransformerEngineBaseModule):
                 x, weight, bias, rms=self._rms, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma
             )
         except ValueError as error:
-            refuse_misfit(type(self).__name__, "inp", x, weight.numel(), "weight", weight, same_dtype=False)
-            raise retold(type(self).__name__, error) from None
+            retell(error, type(self).__name__, x, weight.numel(), "weight", weight, same_dtype=False)
+            raise
         return y.unflatten(-1, self.normalized_shape) if folded else y
 
     def extra_repr(self) -> str:
