@@ -81,7 +81,8 @@ class Exchange final : public layer::Exchange {
  public:
   std::unique_ptr<layer::Transfer> begin(const Route& route, layer::Pass, const Operand& mine,
                                          const Tensor& like) const override {
-    return route.direct() ? std::make_unique<InRuns>(mine, like) : nullptr;
+    const bool refused = mine.plain.defined() && mine.plain.dim() == 0;  // by the product, in its words
+    return route.direct() && !refused ? std::make_unique<InRuns>(mine, like) : nullptr;
   }
   Operand whole(const Route&, const Operand& mine) const override { return mine; }
 };

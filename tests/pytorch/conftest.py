@@ -31,9 +31,9 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:.*Deterministic behavior was enabled.*:UserWarning")
     if config.getoption("--layer-policy", None):
-        from layer_policies import policy
+        from layer_policies import install
 
-        policy(config.getoption("--layer-policy")).install()
+        install(config.getoption("--layer-policy"))
 
 
 def pytest_addoption(parser):
@@ -58,7 +58,13 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", _devices())
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if name := config.getoption("--layer-policy", None):
+        from layer_policies import NOT_ASKED
+
+        left_out = [item for item in items if item.name.partition("[")[0] in NOT_ASKED[name]]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if " at 0x" in item.nodeid:  # several processes would not agree on what there is to run
             raise pytest.UsageError(f"{item.nodeid}: an id with an address; name the parameters (ids=)")

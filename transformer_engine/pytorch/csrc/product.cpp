@@ -164,19 +164,32 @@ void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directi
   }
 }
 
-Operand kept_operand(const NamedTensors& saved, int name) {
-  Operand t;
+c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name) {
+  c10::SmallVector<Operand, 1> list;
   for (size_t place = saved.find(name); place < saved.size() && saved.labels()[place].name == name; ++place) {
     const Tensor& tensor = saved.tensors()[place];
     const uint8_t label = saved.labels()[place].part;
-    if (label == 0) return {tensor, {}};
+    if (label == 0) {
+      list.push_back({tensor, {}});
+      continue;
+    }
+    const auto slot = [&](Operand& t) -> Tensor& {
+      Quantized& q = t.fp8;
+      Tensor* const parts[] = {&q.rowwise, &q.rowwise_scale_inv, &q.columnwise, &q.columnwise_scale_inv};
+      return *parts[(label - 1) % 4];
+    };
+    if (list.empty() || slot(list.back()).defined()) list.emplace_back();  // the next one's parts begin
     const int code = (label - 1) / 4;
-    t.fp8.scaling = static_cast<te_scaling>(code / 2);
-    t.fp8.e5m2 = code % 2 != 0;
-    Tensor* const parts[] = {&t.fp8.rowwise, &t.fp8.rowwise_scale_inv, &t.fp8.columnwise, &t.fp8.columnwise_scale_inv};
-    *parts[(label - 1) % 4] = tensor;
+    list.back().fp8.scaling = static_cast<te_scaling>(code / 2);
+    list.back().fp8.e5m2 = code % 2 != 0;
+    slot(list.back()) = tensor;
   }
-  return t;
+  return list;
+}
+
+Operand kept_operand(const NamedTensors& saved, int name) {
+  const auto list = kept_operands(saved, name);
+  return list.empty() ? Operand() : list[0];
 }
 
 void register_product(pybind11::module_& m) {

@@ -63,11 +63,12 @@ Tensor plain_of(const Route& route, const Operand& t, at::ScalarType dtype);
 
 // Some rows of an operand, as a matrix of its own, in the rowwise direction alone. Rows of blocks of 128 x 128 start
 // and end with a block.
-Operand rows_of(const Operand& t, const Rows& rows);
+TE_EXPORT Operand rows_of(const Operand& t, const Rows& rows);
 
 // An operand through the saved-tensor door, under one name: itself, or data and scales in these directions.
 void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what);
-Operand kept_operand(const NamedTensors& saved, int name);
+Operand kept_operand(const NamedTensors& saved, int name);  // the first one under the name
+c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name);
 
 inline constexpr Kept kScales{"scales", "FP8 data mean nothing without them", "a few bytes for each block"};
 

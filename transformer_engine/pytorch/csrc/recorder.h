@@ -6,6 +6,9 @@
 
 #include <string>
 
+// What policies built outside of the extension (tests/layer) reach.
+#define TE_EXPORT __attribute__((visibility("default")))
+
 namespace te_torch {
 
 // A tensor kept for backward, in words.
@@ -23,12 +26,12 @@ inline constexpr Kept kAngles{"rotary angles", "the backward turns the gradient 
 
 namespace recorder {
 
-bool active();
+TE_EXPORT bool active();
 
 // The module at work on this thread, as set from Python; backward restores the label of its forward.
-const std::string& label();
+TE_EXPORT const std::string& label();
 
-class Label {
+class TE_EXPORT Label {
  public:
   explicit Label(const std::string& label);
   ~Label();
@@ -40,7 +43,7 @@ class Label {
 };
 
 // kept: it is held for backward; else the backward computes it again.
-void tell(const char* op, const Kept& what, const at::Tensor& tensor, bool kept);
+TE_EXPORT void tell(const char* op, const Kept& what, const at::Tensor& tensor, bool kept);
 
 // The path that the engine noted since the last begin_call on this thread.
 void begin_call();

@@ -8,8 +8,6 @@
 
 namespace te_torch {
 
-#define TE_EXPORT __attribute__((visibility("default")))
-
 // The rows of a kept tensor that are alive: the first counter * unit_rows of its first dimension. The counter, one
 // integer, lies on the tensor's device.
 struct LiveRows {
@@ -33,7 +31,7 @@ class TE_EXPORT SavedPolicy {
 };
 
 // A Keeper without a graph keeps nothing; one that collects serves a backward that runs a forward again.
-class Keeper {
+class TE_EXPORT Keeper {
  public:
   static Keeper of_graph(const char* op) { return Keeper(op, true); }
   static Keeper collecting() { return Keeper(nullptr, true); }
@@ -70,7 +68,7 @@ class Keeper {
 
 // Announced live rows stand while the node that keeps the tensors hands them to saved-tensor hooks, and no longer: the
 // same tensor may be kept whole by another node.
-class AnnouncedRows {
+class TE_EXPORT AnnouncedRows {
  public:
   AnnouncedRows() = default;
   ~AnnouncedRows();

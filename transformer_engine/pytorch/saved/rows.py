@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.saved.storages import Storages, has_storage
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -70,7 +71,9 @@ def mark_pageable(tensor: torch.Tensor, counter: torch.Tensor, unit_rows: int = 
 
 def live_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """(counter, unit_rows) of a tensor that is being saved, or None: all of its rows count. What the node that saves it
-    announces itself comes first, here, once nodes do."""
+    announces itself comes first."""
+    if isinstance(tensor, torch.Tensor) and (announced := _C.announced_rows(tensor)) is not None:
+        return announced
     if type(tensor) is not torch.Tensor or not has_storage(tensor):
         return None
     said = _declared.get(tensor.untyped_storage()._cdata)

@@ -63,8 +63,8 @@ WeightGrads weight_gradient(const Route& route, const Stage& stage, Gradient gra
   }
   // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
   if (stage.sink && operand.plain.defined()) operand.plain = operand.plain.detach();
-  const auto product =
-      products_of(stage).weight_product(std::move(gradient), std::move(operand), dtype, q == nullptr || q->split_wgrad);
+  const auto product = products_of(stage).weight_product(route, std::move(gradient), std::move(operand), dtype,
+                                                         q == nullptr || q->split_wgrad);
   return stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
 }
 
@@ -84,7 +84,7 @@ Gradients layer_backward(const Route& route, const Stage& stage, size_t number, 
   }
   SourceGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
   if (in.any() && wanted.source) {
-    const WeightSet w{{kept_operand(saved, saved_name(number, kWeight))}, {}};
+    const WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
     const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
       return products_of(stage).dgrad(route, part, rows, w, like, q == nullptr || q->split_dgrad);
     };
@@ -132,11 +132,13 @@ std::pair<Tensor, NamedTensors> run_again(const Route& route, Stage stage, size_
       stage.quantization != nullptr) {  // a traced route has no state, and makes the same scales again
     stage.quantization = with_scales(*stage.quantization, saved[saved_name(number, kUsedScales)]);
   }
-  const Operand weight = kept_operand(saved, saved_name(number, kWeight));
-  const Tensor parameter = weight.quantized() ? weight.fp8.rowwise : weight.plain;
+  const auto weights = kept_operands(saved, saved_name(number, kWeight));
+  std::vector<Tensor> parameters;
+  for (const Operand& weight : weights) parameters.push_back(weight.quantized() ? weight.fp8.rowwise : weight.plain);
+  const at::ArrayRef<Operand> own = weights[0].quantized() ? at::ArrayRef<Operand>(weights) : at::ArrayRef<Operand>();
   const OptionalTensor none, gamma = get(kSavedGamma), beta = get(kSavedBeta);
   const Tensor input = saved[saved_name(number, kInput)];
-  const LayerInput in{{input, none, gamma, beta}, parameter, saved.list(saved_name(number, kBias)), weight.fp8};
+  const LayerInput in{{input, none, gamma, beta}, parameters, saved.list(saved_name(number, kBias)), own};
   Keeper keeper = Keeper::collecting();
   const Tensor y = layer_forward(route, stage, number, keeper, in, needs, Keeping::kNormal, false).y;
   return {y, keeper.take()};
@@ -148,7 +150,13 @@ variable_list Chain::run_backward(const Route& route, const State& state, const 
                                   const NamedTensors& saved, const variable_list& grads) {
   const size_t layers = state.stages.size();
   // The node's first argument is the list of all tensors.
-  const auto wants = [&](int name) { return state.places[name] >= 0 && wanted.at(0, size_t(state.places[name])); };
+  const auto wants = [&](int name) {
+    const Rows& place = state.places[name];
+    for (int64_t i = 0; i < place.count; ++i) {
+      if (wanted.at(0, size_t(place.first + i))) return true;
+    }
+    return false;
+  };
   c10::SmallVector<WantedHere, 2> here(layers);
   bool before = wants(kX) || wants(kResidual) || wants(kGamma) || wants(kBeta);
   for (size_t i = 0; i < layers; ++i) {
@@ -171,13 +179,10 @@ variable_list Chain::run_backward(const Route& route, const State& state, const 
   }
 
   variable_list out(state.tensors);
-  const auto give = [&](int name, const Tensor& gradient) {
-    if (wants(name)) out[size_t(state.places[name])] = gradient;
-  };
-  const auto give_list = [&](int name, const std::vector<Tensor>& gradients) {
-    for (size_t i = 0; i < gradients.size() && state.places[name] >= 0; ++i) {
-      const size_t place = size_t(state.places[name]) + i;
-      if (wanted.at(0, place)) out[place] = gradients[i];
+  const auto give = [&](int name, at::TensorList gradients) {
+    for (int64_t i = 0; i < state.places[name].count && i < int64_t(gradients.size()); ++i) {
+      const size_t place = size_t(state.places[name].first + i);
+      if (wanted.at(0, place)) out[place] = gradients[size_t(i)];
     }
   };
   const auto grad = [&](size_t i) { return grads.size() > i ? grads[i] : Tensor(); };
@@ -208,8 +213,8 @@ variable_list Chain::run_backward(const Route& route, const State& state, const 
       in.norm_input = grad(2);
     }
     const Gradients made = layer_backward(route, stage, i, table, input, state.dtype, here[i], in, onward);
-    give_list(weight_of(i), made.weights.weights);
-    give_list(bias_of(i), made.weights.biases);
+    give(weight_of(i), made.weights.weights);
+    give(bias_of(i), made.weights.biases);
     if (i == 0) {
       give(kX, made.dx.plain);
       give(kResidual, made.dx.plain);

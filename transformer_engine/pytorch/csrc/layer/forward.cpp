@@ -1,6 +1,7 @@
 // The forward of a layer and of a chain (layer.h). What is kept for the backward is decided and kept here alone.
-#include "layer.h"
+#include <algorithm>
 
+#include "layer.h"
 #include "linear_core.h"
 
 namespace te_torch::layer {
@@ -27,7 +28,7 @@ bool may_be_made_again(const Stage& stage) { return !stage.source->keeps_width()
 
 // For a backward that goes on through the layer with what it has.
 void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in, const LayerOutput& out,
-          const Operand& weight, Needs needs) {
+          at::ArrayRef<Operand> weights, Needs needs) {
   const Source& source = *stage.source;
   const Made& made = out.made;
   const bool again = needs.weight && stage.operand == Fate::kMadeAgain;
@@ -35,7 +36,9 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
   const bool elsewhere = number > 0 && (stage.input == Fate::kMadeAgain || stage.input_in_fp8);
   const auto name = [&](SavedName n) { return saved_name(number, n); };
   if (input && !elsewhere) keeper.keep(name(kInput), made.input, source.input_words());
-  if (needs.source) keep_operand(keeper, name(kWeight), weight, {false, true}, weight_words(weight));
+  for (const Operand& weight : weights) {
+    if (needs.source) keep_operand(keeper, name(kWeight), weight, {false, true}, weight_words(weight));
+  }
   if (again) {
     const Operand& operand = made.operand;
     if (number == 0 || stage.input == Fate::kKept) {  // else it goes with the input, which is named
@@ -54,14 +57,16 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
 
 // For a backward that runs source and product again first.
 void keep_to_run_again(Keeper& keeper, size_t number, const LayerInput& in, const LayerOutput& out,
-                       const Operand& weight) {
+                       at::ArrayRef<Operand> weights) {
   const auto name = [&](SavedName n) { return saved_name(number, n); };
   keeper.keep(name(kInput), out.made.input, kMlpInput);
   keeper.keep(name(kSavedGamma), in.source.gamma, kParameter);
   keeper.keep(name(kSavedBeta), in.source.beta, kParameter);
   for (const Tensor& bias : in.biases) keeper.keep(name(kBias), bias, kParameter);
   keeper.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
-  keep_operand(keeper, name(kWeight), weight, {true, true}, weight_words(weight));
+  for (const Operand& weight : weights) {
+    keep_operand(keeper, name(kWeight), weight, {true, true}, weight_words(weight));
+  }
 }
 
 }  // namespace
@@ -84,25 +89,27 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   const Source& source = *stage.source;
   const Tensor& x = in.source.x;
   const Tensor& parameter = in.weights[0];
-  const bool own = in.own_weight.defined();
-  const auto check = [&](const c10::SymInt& depth) {
-    if (q == nullptr) return;
-    check_product(x, depth, parameter, in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[0]), own);
+  const bool own = !in.own.empty();
+  const auto check = [&](const Tensor& shown, const c10::SymInt& depth) {
+    if (q == nullptr && !stage.exchange) return;  // the product does, and of an exchange it sees some rows
+    check_product(shown, depth, parameter, in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[0]), own);
   };
   // Before a quantizer notes the amax of an x that is refused. A norm looks at x itself; what an activation makes of it
   // is known behind it.
-  if (source.keeps_width()) check(x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
+  if (source.keeps_width()) check(x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
   const bool keep_operand = needs.weight && stage.operand == Fate::kKept && keeping == Keeping::kNormal;
   LayerOutput out;
   out.made = source.make(route, in.source, q != nullptr ? &q->x : nullptr, {true, keep_operand}, want_output);
   const Operand& operand = out.made.operand;
-  if (!source.keeps_width()) check(operand.quantized() ? operand.fp8.rowwise.sym_size(-1) : operand.plain.sym_size(-1));
+  if (!source.keeps_width() && operand.quantized()) check(x, operand.fp8.rowwise.sym_size(-1));
+  if (!source.keeps_width() && !operand.quantized())
+    check(q == nullptr ? operand.plain : x, operand.plain.sym_size(-1));
 
   const bool columnwise = needs.source || keeping == Keeping::kRunAgain;
   WeightSet w{{}, in.biases};
-  for (const Tensor& weight : in.weights) {
-    w.weights.push_back(own ? Operand{{}, in.own_weight}
-                            : operand_of(route, q != nullptr ? &q->weight : nullptr, weight, {true, columnwise}));
+  for (size_t i = 0; i < in.weights.size(); ++i) {
+    const Quantizer* quantizer = q != nullptr ? &q->weight : nullptr;
+    w.weights.push_back(own ? in.own[i] : operand_of(route, quantizer, in.weights[i], {true, columnwise}));
   }
   const bool split = q == nullptr || q->split_fprop;
   const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
@@ -111,9 +118,9 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   out.y = through(stage.exchange.get(), route, Pass::kFprop, operand, x, product);
 
   if (keeping == Keeping::kRunAgain) {
-    keep_to_run_again(keeper, number, in, out, w.weights[0]);
+    keep_to_run_again(keeper, number, in, out, w.weights);
   } else {
-    keep(keeper, stage, number, in, out, w.weights[0], needs);
+    keep(keeper, stage, number, in, out, w.weights, needs);
   }
   return out;
 }
@@ -124,11 +131,14 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
   const Tensor& x = call.x();
   state = {call.stages, call.return_output, x.scalar_type(), {}, arguments.size()};
   for (int name = 0; name < weight_of(layers); ++name) {
-    state.places.push_back(arguments.has(name) ? static_cast<int16_t>(arguments.find(name)) : int16_t{-1});
+    state.places.push_back({int64_t(arguments.find(name)), int64_t(arguments.list(name).size())});
   }
 
   const bool graph = keeper.serves_a_graph();
-  const auto wants = [&](int name) { return graph && arguments.has(name) && arguments[name].requires_grad(); };
+  const auto wants = [&](int name) {
+    const at::TensorList list = arguments.list(name);
+    return graph && std::any_of(list.begin(), list.end(), [](const Tensor& t) { return t.requires_grad(); });
+  };
   c10::SmallVector<Needs, 2> needs(layers);
   bool any = wants(kX) || wants(kResidual) || wants(kGamma) || wants(kBeta);
   for (size_t i = 0; i < layers; ++i) {
@@ -153,7 +163,9 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
   for (size_t i = 0; i < layers; ++i) {
     const bool first = i == 0, run_again = any && i + 1 < layers && state.stages[i + 1].input == Fate::kMadeAgain;
     const SourceInput source{between, first ? residual : none, first ? gamma : none, first ? beta : none};
-    const LayerInput in{source, arguments.list(weight_of(i)), arguments.list(bias_of(i)), call.own_weights[i]};
+    const Operand own{{}, call.own_weights[i]};
+    const at::ArrayRef<Operand> given = own.defined() ? at::ArrayRef<Operand>(own) : at::ArrayRef<Operand>();
+    const LayerInput in{source, arguments.list(weight_of(i)), arguments.list(bias_of(i)), given};
     LayerOutput out = layer_forward(route, state.stages[i], i, keeper, in, needs[i],
                                     run_again ? Keeping::kRunAgain : Keeping::kNormal, call.return_output);
     if (first && gamma.has_value()) {

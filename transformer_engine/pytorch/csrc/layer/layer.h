@@ -52,12 +52,12 @@ TE_EXPORT Defaults& defaults();
 
 // A family of autograd.h but for its name. Outputs: y; behind a norm also the norm's output, and x + residual (or x
 // itself, asked for) after it.
-struct Chain {
+struct TE_EXPORT Chain {
   struct State {
     Stages stages;
     bool return_output = true;
     at::ScalarType dtype = at::kFloat;
-    c10::SmallVector<int16_t, 8> places;  // of an argument's first tensor in the list; -1: there is none
+    c10::SmallVector<Rows, 8> places;  // of an argument's tensors in the list of all
     size_t tensors = 0;
   };
 
@@ -102,7 +102,7 @@ struct Needs {
 struct LayerInput {
   SourceInput source;
   at::TensorList weights, biases;
-  const Quantized& own_weight;
+  at::ArrayRef<Operand> own;  // FP8 copies of the weights, made before; none: the product quantizes them itself
 };
 
 // How a layer's forward keeps what its backward reads. kRunAgain: enough to run source and product once more.

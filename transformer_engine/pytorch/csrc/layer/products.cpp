@@ -49,8 +49,8 @@ Tensor SingleProduct::dgrad(const Route& route, const Operand& dy, const Rows*, 
                                   plain_of(route, weight, like.scalar_type()));
 }
 
-std::shared_ptr<WeightProduct> SingleProduct::weight_product(Gradient gradient, Operand x, at::ScalarType dtype,
-                                                             bool split) const {
+std::shared_ptr<WeightProduct> SingleProduct::weight_product(const Route&, Gradient gradient, Operand x,
+                                                             at::ScalarType dtype, bool split) const {
   return std::make_shared<MatrixProduct>(std::move(gradient.dy), std::move(x), std::move(gradient.dbias), dtype, split);
 }
 

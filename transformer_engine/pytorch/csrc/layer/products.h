@@ -36,8 +36,8 @@ class TE_EXPORT Products {
   virtual Tensor dgrad(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w, const Tensor& like,
                        bool split) const = 0;
   // What the gradients of the weights are made of.
-  virtual std::shared_ptr<WeightProduct> weight_product(Gradient gradient, Operand x, at::ScalarType dtype,
-                                                        bool split) const = 0;
+  virtual std::shared_ptr<WeightProduct> weight_product(const Route& route, Gradient gradient, Operand x,
+                                                        at::ScalarType dtype, bool split) const = 0;
 };
 
 class TE_EXPORT SingleProduct : public Products {
@@ -46,7 +46,7 @@ class TE_EXPORT SingleProduct : public Products {
                bool split) const override;
   Tensor dgrad(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w, const Tensor& like,
                bool split) const override;
-  std::shared_ptr<WeightProduct> weight_product(Gradient gradient, Operand x, at::ScalarType dtype,
+  std::shared_ptr<WeightProduct> weight_product(const Route& route, Gradient gradient, Operand x, at::ScalarType dtype,
                                                 bool split) const override;
 };
 

@@ -75,9 +75,9 @@ class TE_EXPORT Source {
 
 using SourcePtr = std::shared_ptr<const Source>;
 
-SourcePtr plain_source();
-SourcePtr norm_source(double eps, bool rms, bool zero_centered_gamma);
-SourcePtr activation_source(std::string_view kind, at::ArrayRef<double> params);
+TE_EXPORT SourcePtr plain_source();
+TE_EXPORT SourcePtr norm_source(double eps, bool rms, bool zero_centered_gamma);
+TE_EXPORT SourcePtr activation_source(std::string_view kind, at::ArrayRef<double> params);
 
 // Whether a room's own FP8 form serves: the dispatcher's route and quantizers written in Python go by way of the plain
 // value, to the same bits.
