@@ -1,6 +1,7 @@
 // See weight_grad.h. Python exceptions raised by the callable reach whoever called backward() unchanged.
 #include "weight_grad.h"
 
+#include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "held_object.h"
@@ -36,7 +37,23 @@ class CallableSink : public WeightGradSink {
   std::shared_ptr<PyObject> callable_;
 };
 
+class TracedSink : public WeightGradSink {
+ public:
+  explicit TracedSink(std::vector<WeightTarget> targets) : targets_(std::move(targets)) {}
+
+  WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override {
+    const std::vector<Tensor> sums = product->accumulate(targets_, with_bias);
+    if (!with_bias) return {{Tensor()}, {Tensor()}};
+    return {{Tensor()}, {sums.size() == 1 ? sums[0] : at::cat(sums)}};
+  }
+
+ private:
+  std::vector<WeightTarget> targets_;
+};
+
 }  // namespace
+
+Sink traced_sink(std::vector<WeightTarget> targets) { return std::make_shared<TracedSink>(std::move(targets)); }
 
 pybind11::object handle_of(std::shared_ptr<const WeightProduct> product) {
   return pybind11::cast(std::const_pointer_cast<WeightProduct>(std::move(product)));  // whose Python methods are const
@@ -55,7 +72,7 @@ void register_sinks(pybind11::module_& m) {
 void refuse_sink(bool there, const char* op) {
   TORCH_CHECK_NOT_IMPLEMENTED(!there, op,
                               ": fuse_wgrad_accumulation and delay_wgrad_compute work on plain tensors in eager mode, "
-                              "not under torch.compile, FakeTensorMode, functorch or with tensor subclasses; build the "
+                              "not under FakeTensorMode, functorch or with tensor subclasses; build the "
                               "module without them there.");
 }
 

@@ -1,5 +1,6 @@
 // Where a product's weight gradients go when the node does not just return them: to parameters that have a main_grad or
-// wait for backward_dw() (main_grad.h), or to a Python callable. Eager only; the arithmetic is weight_product.h's.
+// wait for backward_dw() (main_grad.h), or to a Python callable; under torch.compile to main_grads that the forward was
+// given. The arithmetic is weight_product.h's.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,7 +23,10 @@ using Sink = std::shared_ptr<WeightGradSink>;  // Python's: none for None, or a 
 
 void register_sinks(pybind11::module_& m);
 
-// Sinks live in eager nodes alone: torch.compile and its kin cannot trace what they do.
+// Adds to the targets' tensors, which are arguments of the traced call: what parameters say was read by the forward.
+Sink traced_sink(std::vector<WeightTarget> targets);
+
+// Python's sinks live in eager nodes alone: torch.compile and its kin cannot trace what they do.
 void refuse_sink(bool there, const char* op);
 
 }  // namespace te_torch

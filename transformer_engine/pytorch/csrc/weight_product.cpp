@@ -12,7 +12,7 @@ namespace te_torch {
 
 namespace {
 
-constexpr Route kDirect{Direct{}};  // sinks are eager's
+constexpr Route kDirect{Direct{}};  // Python's sinks are eager's
 
 }  // namespace
 
@@ -29,29 +29,32 @@ WeightGrads MatrixProduct::compute(const Route& route, bool with_bias) const {
 }
 
 std::vector<Tensor> MatrixProduct::accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const {
+  const Tensor& read = dy.quantized() ? dy.fp8.columnwise : dy.plain;
+  const Route route = must_dispatch({&read}) ? Route(Dispatched{}) : kDirect;  // a traced sink's
   std::vector<Tensor> sums;
   int64_t first = 0;
   for (const WeightTarget& target : targets) {
     Tensor out = target.out;
     if (out.defined()) {
-      Tensor part = accumulate_rows(out, first, target.rows, with_bias, target.overwrite);
+      Tensor part = accumulate_rows(route, out, first, target.rows, with_bias, target.overwrite);
       if (with_bias) sums.push_back(std::move(part));
     } else if (with_bias) {
-      sums.push_back(column_sums(first, target.rows));
+      sums.push_back(column_sums(route, first, target.rows));
     }
     first += target.rows;
   }
   return sums;
 }
 
-Tensor MatrixProduct::column_sums(int64_t first, int64_t rows) const {
+Tensor MatrixProduct::column_sums(const Route& route, int64_t first, int64_t rows) const {
   if (dbias.defined()) return dbias.narrow(0, first, rows);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // backward_dw() runs anywhere
-  const Tensor part = plain_of(kDirect, dy, dtype_).narrow(-1, first, rows);
+  const Tensor part = plain_of(route, dy, dtype_).narrow(-1, first, rows);
   return part.dim() > 1 ? part.flatten(0, -2).sum(0) : part;  // of one row: itself
 }
 
-Tensor MatrixProduct::accumulate_rows(Tensor& out, int64_t first, int64_t rows, bool with_bias, bool overwrite) const {
+Tensor MatrixProduct::accumulate_rows(const Route& route, Tensor& out, int64_t first, int64_t rows, bool with_bias,
+                                      bool overwrite) const {
   if (dy.quantized() && x.quantized()) {
     Quantized part = dy.fp8;
     part.columnwise = dy.fp8.columnwise.narrow(0, first, rows);
@@ -61,12 +64,16 @@ Tensor MatrixProduct::accumulate_rows(Tensor& out, int64_t first, int64_t rows, 
       part.columnwise_scale_inv = scales.new_zeros({scales.size(0), (rows + 3) / 4 * 4});
       part.columnwise_scale_inv.narrow(1, 0, rows).copy_(scales.narrow(1, first, rows));
     }
-    gemm_fp8_accumulate(x.fp8, true, part, true, out, overwrite, may_be_fast(x.fp8, part, split_));
-    return with_bias ? column_sums(first, rows) : Tensor();
+    const bool fast = may_be_fast(x.fp8, part, split_);
+    route.direct() ? gemm_fp8_accumulate<Direct>(x.fp8, true, part, true, out, overwrite, fast)
+                   : gemm_fp8_accumulate<Dispatched>(x.fp8, true, part, true, out, overwrite, fast);
+    return with_bias ? column_sums(route, first, rows) : Tensor();
   }
-  const Tensor sums =
-      gemm_accumulate(plain_of(kDirect, x, dtype_), plain_of(kDirect, dy, dtype_).narrow(-1, first, rows), "NT", out,
-                      with_bias && !dbias.defined(), overwrite);
+  const Tensor a = plain_of(route, x, dtype_), b = plain_of(route, dy, dtype_).narrow(-1, first, rows);
+  const bool sum = with_bias && !dbias.defined();
+  const Tensor sums = route.direct() ? gemm_accumulate(a, b, "NT", out, sum, overwrite)
+                                     : Dispatched::call<gemm_accumulate>("te::gemm_accumulate", a, b,
+                                                                         std::string_view("NT"), out, sum, overwrite);
   if (!with_bias) return {};
   return dbias.defined() ? dbias.narrow(0, first, rows) : sums;
 }
@@ -89,9 +96,10 @@ void register_weight_product(pybind11::module_& m) {
              const WeightGrads grads = p.compute(kDirect, with_bias);
              return std::pair(grads.weights[0], grads.biases[0]);
            }))
-      .def("accumulate", torch::wrap_pybind_function_no_gil(
-                             [](const MatrixProduct& p, Tensor out, int64_t first, int64_t rows, bool with_bias,
-                                bool overwrite) { return p.accumulate_rows(out, first, rows, with_bias, overwrite); }));
+      .def("accumulate", torch::wrap_pybind_function_no_gil([](const MatrixProduct& p, Tensor out, int64_t first,
+                                                               int64_t rows, bool with_bias, bool overwrite) {
+             return p.accumulate_rows(kDirect, out, first, rows, with_bias, overwrite);
+           }));
 }
 
 }  // namespace te_torch

@@ -1,6 +1,7 @@
 """Linear products as functions: plain, behind a norm, behind an activation. One autograd family serves all three."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +16,51 @@ Sink = _C.WeightGradSink | Callable[[_C.MatrixProduct, bool], tuple[torch.Tensor
 Quantization = _C.ProductQuantization | list[int] | None
 
 
-def _refuse_sinks(op: str, *sinks: Sink | None) -> None:
-    if any(sink is not None for sink in sinks):
-        refuse(
-            f"{op}: fuse_wgrad_accumulation and delay_wgrad_compute are not available under torch.compile; build the "
-            "module without them, or keep it out of the compiled region."
-        )
+class TracedSink(NamedTuple):
+    """A sink as torch.compile can follow it: the main_grads of a product's weights, as its forward met them."""
+
+    main_grads: list[torch.Tensor]
+    targets: list[tuple[int, int]]  # each weight's rows, and 0: add to the next main_grad, 1: overwrite it, -1: nothing
+
+
+class _Kept(torch.autograd.Function):
+    """Tensors that a traced backward may meet written since its forward.
+
+    torch.compile keeps whatever a backward reads as if by save_for_backward, and refuses it where its version moved:
+    another microbatch's backward was first, or that of a layer whose main_grad lies in the same buffer. What an
+    autograd function keeps on ctx itself it keeps without a look at versions."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.tensors = tensors
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[None, ...]:
+        for tensor in ctx.tensors:  # what nothing reads would not be kept
+            tensor.detach()
+        return (None,) * (1 + len(ctx.tensors))
+
+
+def _traced(op: str, call: object, arguments: tuple, *products: tuple[torch.Tensor, Sink | TracedSink | None]):
+    """call(*arguments), or its overload that adds to main_grads; products: each one's weight and sink."""
+    main_grads: list[torch.Tensor] = []
+    targets: list[int] = []
+    for number, (weight, sink) in enumerate(products):
+        if sink is None:
+            continue
+        if not isinstance(sink, TracedSink):
+            refuse(
+                f"{op}: delay_wgrad_compute and sinks that are called are not available under torch.compile; build the "
+                "module without them, or keep it out of the compiled region."
+            )
+        _Kept.apply(weight, *sink.main_grads)
+        main_grads.extend(sink.main_grads)
+        for rows, what in sink.targets:
+            targets.extend((number, rows, what))
+    if not targets:
+        return call(*arguments)
+    return call.main_grad(*arguments, main_grads, targets)
 
 
 def _spec(quantization: Quantization) -> list[int]:
@@ -49,8 +89,8 @@ def linear(
     Errors: ValueError naming the argument whose shape, dtype or device does not fit.
     """
     if torch.compiler.is_compiling():
-        _refuse_sinks("linear", sink)
-        return torch.ops.te.linear(x, weight, bias, keep_input, _spec(quantization))
+        arguments = (x, weight, bias, keep_input, _spec(quantization))
+        return _traced("linear", torch.ops.te.linear, arguments, (weight, sink))
     return _C.linear(x, weight, bias, keep_input, sink, quantization, own_weight)
 
 
@@ -84,8 +124,8 @@ def normalization_linear(
     """
     args = (x, residual, gamma, beta, weight, bias, eps, rms, zero_centered_gamma, return_output, recompute_output)
     if torch.compiler.is_compiling():
-        _refuse_sinks("normalization_linear", sink)
-        y, norm_output, h = torch.ops.te.normalization_linear(*args, _spec(quantization))
+        op = torch.ops.te.normalization_linear
+        y, norm_output, h = _traced("normalization_linear", op, (*args, _spec(quantization)), (weight, sink))
         # The compiler fuses the residual's gradient by itself.
         return y, norm_output, x if return_input and residual is None else h
     return _C.normalization_linear(*args, return_input, sink, quantization, own_weight)
@@ -107,8 +147,8 @@ def activation_linear(
     Saves: x (the pre-activation) and weight. The activation is not kept: the backward writes it again.
     """
     if torch.compiler.is_compiling():
-        _refuse_sinks("activation_linear", sink)
-        return torch.ops.te.activation_linear(x, weight, bias, kind, list(params), _spec(quantization))
+        arguments = (x, weight, bias, kind, list(params), _spec(quantization))
+        return _traced("activation_linear", torch.ops.te.activation_linear, arguments, (weight, sink))
     return _C.activation_linear(x, weight, bias, kind, list(params), sink, quantization, own_weight)
 
 
@@ -146,8 +186,9 @@ def layernorm_mlp(
     options = (eps, rms, zero_centered_gamma, kind, list(params))
     kept = (return_output, recompute_output, recompute, fp8_pre_activation)
     if torch.compiler.is_compiling():
-        _refuse_sinks("layernorm_mlp", *sinks)
-        return torch.ops.te.layernorm_mlp(*args, *options, *kept, *map(_spec, quantizations))
+        arguments = (*args, *options, *kept, *map(_spec, quantizations))
+        products = zip((fc1_weight, fc2_weight), sinks, strict=True)
+        return _traced("layernorm_mlp", torch.ops.te.layernorm_mlp, arguments, *products)
     return _C.layernorm_mlp(*args, *options, *kept, *sinks, *quantizations, *own_weights)
 
 

@@ -10,7 +10,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.fp8_state import QuantizationState
 from transformer_engine.pytorch.module.row_units import RowUnits, unit_marks
 from transformer_engine.pytorch.module.state import WholeCheckpoints, is_extra_state
-from transformer_engine.pytorch.module.weight_grad import WeightGradStore
+from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_sink
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.userbuffers import UserBufferQuantizationMode as UserBufferQuantizationMode  # and these
@@ -170,8 +170,12 @@ class TransformerEngineBaseModule(RowUnits, QuantizationState, WholeCheckpoints)
         store = self._wgrad_stores.get(product)
         if not (self.fuse_wgrad_accumulation or store) or not torch.is_grad_enabled():
             return None
-        if torch.compiler.is_compiling():  # which the product refuses by name
-            return any(getattr(self, name).requires_grad for name in self._product_names(product)[0]) or None
+        if torch.compiler.is_compiling():
+            weights = {name: getattr(self, name) for name in self._product_names(product)[0]}
+            if not any(weight.requires_grad for weight in weights.values()):
+                return None
+            # A store is something that the product refuses by name.
+            return store if store is not None else traced_sink(type(self).__name__, weights, is_first_microbatch)
         described = self._wgrad_products.get(product)
         if described is None:
             described = self._wgrad_products[product] = _C.WeightGradProduct(*self._product_names(product))

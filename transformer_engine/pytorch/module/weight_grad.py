@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch.functional.linear import TracedSink
 from transformer_engine.pytorch.utils import resolve_device
 
 
@@ -39,6 +41,44 @@ def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object
             f"{op}: main_grad of parameter '{name}' is {list(main_grad.shape)}, but its memory has been freed; "
             "allocate it again before the backward that adds to it."
         )
+
+
+def traced_sink(op: str, weights: dict[str, torch.Tensor], is_first_microbatch: object) -> TracedSink:
+    """What the weights of a product say, where torch.compile traces: read by the forward, as a compiled backward cannot
+    ask."""
+    if is_first_microbatch not in (None, True, False):
+        refuse(f"{op}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, False or None.")
+    main_grads: list[torch.Tensor] = []
+    targets: list[tuple[int, int]] = []
+    for name, weight in weights.items():
+        if not weight.requires_grad:
+            targets.append((weight.shape[0], -1))
+            continue
+        if hasattr(weight, "grad_added_to_main_grad"):
+            refuse(
+                f"{op}: parameter '{name}' has grad_added_to_main_grad, which a compiled backward cannot set; delete "
+                "it, or keep the module out of the compiled region."
+            )
+        get_main_grad = getattr(weight, "get_main_grad", None)
+        main_grad = getattr(weight, "main_grad", None) if get_main_grad is None else get_main_grad()
+        if not isinstance(main_grad, torch.Tensor):
+            refuse(
+                f"{op}: argument 'fuse_wgrad_accumulation' is True, but parameter '{name}' has no main_grad; "
+                f"give it one before the forward, {name}.main_grad = torch.zeros({list(weight.shape)}, "
+                "dtype=torch.float32)."
+            )
+        fits = main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous()
+        if not fits or main_grad.dtype not in (torch.float32, weight.dtype):
+            refuse(
+                f"{op}: main_grad of parameter '{name}' is {main_grad.dtype} {list(main_grad.shape)} on "
+                f"{main_grad.device}{'' if main_grad.is_contiguous() else ', not contiguous'}, wanted a contiguous "
+                f"torch.float32 (or {weight.dtype}) {list(weight.shape)} on {weight.device}."
+            )
+        main_grads.append(main_grad)
+        targets.append(
+            (weight.shape[0], int(bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))))
+        )
+    return TracedSink(main_grads, targets)
 
 
 @contextmanager

@@ -46,20 +46,32 @@ Call pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor& gam
 }
 
 using Mlp = Op<MlpChain, &pack_mlp, &three_outputs>;
+using MlpMainGrad = MainGradOp<MlpChain, &pack_mlp, &three_outputs>::type;
 
 }  // namespace
 
+#define TE_MLP                                                                                                     \
+  "(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor fc1_weight, Tensor? fc1_bias, "                 \
+  "Tensor fc2_weight, Tensor? fc2_bias, float eps, bool rms, bool zero_centered_gamma, str kind, float[] params, " \
+  "bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation, "                 \
+  "int[] fc1_quantization, int[] fc2_quantization"
+
 TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "layernorm_mlp(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor fc1_weight, Tensor? fc1_bias, "
-      "Tensor fc2_weight, Tensor? fc2_bias, float eps, bool rms, bool zero_centered_gamma, str kind, float[] params, "
-      "bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation, "
-      "int[] fc1_quantization, int[] fc2_quantization) -> (Tensor, Tensor, Tensor)");
+  m.def("layernorm_mlp" TE_MLP ") -> (Tensor, Tensor, Tensor)");
+  m.def("layernorm_mlp.main_grad" TE_MLP TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)");
 }
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { m.impl("layernorm_mlp", Mlp::composite); }
-TORCH_LIBRARY_IMPL(te, Autograd, m) { m.impl("layernorm_mlp", Mlp::autograd); }
-TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { m.impl("layernorm_mlp", Mlp::autocast); }
-TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { m.impl("layernorm_mlp", Mlp::autocast); }
+
+#define TE_IMPL_FACE(face)            \
+  m.impl("layernorm_mlp", Mlp::face); \
+  m.impl("layernorm_mlp.main_grad", MlpMainGrad::face)
+
+TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { TE_IMPL_FACE(composite); }
+TORCH_LIBRARY_IMPL(te, Autograd, m) { TE_IMPL_FACE(autograd); }
+TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { TE_IMPL_FACE(autocast); }
+TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { TE_IMPL_FACE(autocast); }
+
+#undef TE_IMPL_FACE
+#undef TE_MLP
 
 }  // namespace layer
 

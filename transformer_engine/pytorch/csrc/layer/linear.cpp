@@ -60,23 +60,34 @@ using Linear = Op<LinearChain, &pack_linear, &one>;
 using NormLinear = Op<LinearChain, &pack_norm, &three_outputs>;
 using ActivationLinear = Op<LinearChain, &pack_activation, &one>;
 
+using LinearMainGrad = MainGradOp<LinearChain, &pack_linear, &one>::type;
+using NormLinearMainGrad = MainGradOp<LinearChain, &pack_norm, &three_outputs>::type;
+using ActivationLinearMainGrad = MainGradOp<LinearChain, &pack_activation, &one>::type;
+
 }  // namespace
 
+#define TE_LINEAR "(Tensor x, Tensor weight, Tensor? bias, bool keep_input, int[] quantization"
+#define TE_NORM_LINEAR                                                                                               \
+  "(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor weight, Tensor? bias, float eps, bool rms, bool " \
+  "zero_centered_gamma, bool return_output, bool recompute_output, int[] quantization"
+#define TE_ACTIVATION_LINEAR "(Tensor x, Tensor weight, Tensor? bias, str kind, float[] params, int[] quantization"
+
 TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool keep_input, int[] quantization) -> Tensor");
-  m.def(
-      "normalization_linear(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor weight, Tensor? bias, "
-      "float eps, bool rms, bool zero_centered_gamma, bool return_output, bool recompute_output, int[] quantization) "
-      "-> (Tensor, Tensor, Tensor)");
-  m.def(
-      "activation_linear(Tensor x, Tensor weight, Tensor? bias, str kind, float[] params, int[] quantization) -> "
-      "Tensor");
+  m.def("linear" TE_LINEAR ") -> Tensor");
+  m.def("linear.main_grad" TE_LINEAR TE_MAIN_GRADS ") -> Tensor");
+  m.def("normalization_linear" TE_NORM_LINEAR ") -> (Tensor, Tensor, Tensor)");
+  m.def("normalization_linear.main_grad" TE_NORM_LINEAR TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)");
+  m.def("activation_linear" TE_ACTIVATION_LINEAR ") -> Tensor");
+  m.def("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_MAIN_GRADS ") -> Tensor");
 }
 
-#define TE_IMPL_FACE(face)                          \
-  m.impl("linear", Linear::face);                   \
-  m.impl("normalization_linear", NormLinear::face); \
-  m.impl("activation_linear", ActivationLinear::face)
+#define TE_IMPL_FACE(face)                                            \
+  m.impl("linear", Linear::face);                                     \
+  m.impl("linear.main_grad", LinearMainGrad::face);                   \
+  m.impl("normalization_linear", NormLinear::face);                   \
+  m.impl("normalization_linear.main_grad", NormLinearMainGrad::face); \
+  m.impl("activation_linear", ActivationLinear::face);                \
+  m.impl("activation_linear.main_grad", ActivationLinearMainGrad::face)
 
 TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { TE_IMPL_FACE(composite); }
 TORCH_LIBRARY_IMPL(te, Autograd, m) { TE_IMPL_FACE(autograd); }
@@ -84,6 +95,9 @@ TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { TE_IMPL_FACE(autocast); }
 TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { TE_IMPL_FACE(autocast); }
 
 #undef TE_IMPL_FACE
+#undef TE_LINEAR
+#undef TE_NORM_LINEAR
+#undef TE_ACTIVATION_LINEAR
 
 }  // namespace layer
 

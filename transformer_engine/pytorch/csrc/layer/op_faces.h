@@ -133,4 +133,32 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
   }
 };
 
+#define TE_MAIN_GRADS ", Tensor[] main_grads, int[] targets"  // of a schema
+
+// An op whose weights' gradients are added to main_grads, as its overload `main_grad` says: `targets` has three
+// integers for each parameter, which product it is rows of, how many, and 0 (+=), 1 (=) or -1 (no gradient); the last
+// has no tensor in `main_grads`.
+template <class Family, auto kPack, auto kUnpack, class Function = decltype(kPack)>
+struct MainGradOp;
+
+template <class Family, auto kPack, auto kUnpack, class... Args>
+struct MainGradOp<Family, kPack, kUnpack, Call (*)(Args...)> {
+  static Call pack(Args... args, at::TensorList main_grads, at::ArrayRef<int64_t> targets) {
+    Call call = kPack(args...);
+    c10::SmallVector<std::vector<WeightTarget>, 2> lists(call.stages.size());
+    size_t next = 0;
+    for (size_t i = 0; i + 2 < targets.size(); i += 3) {
+      WeightTarget target{{}, targets[i + 1], targets[i + 2] == 1};
+      if (targets[i + 2] >= 0) target.out = main_grads[next++];
+      lists[size_t(targets[i])].push_back(std::move(target));
+    }
+    for (size_t i = 0; i < lists.size(); ++i) {
+      if (!lists[i].empty()) call.stages[i].sink = traced_sink(std::move(lists[i]));
+    }
+    return call;
+  }
+
+  using type = Op<Family, &pack, kUnpack>;
+};
+
 }  // namespace te_torch::layer
