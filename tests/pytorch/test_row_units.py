@@ -438,3 +438,17 @@ def test_a_buffer_that_does_not_fit_changes_nothing(device):
 
 def test_the_pages_example_runs():
     exec(EXAMPLE.group(1), {})
+
+
+def test_place_in_memory_between_the_rows_of_a_parameter(device):
+    """Rows with gaps reach further than their bytes. Mutant: one.nbytes in place of the storage's in _overlap."""
+    module = te.Linear(32, 32, parameters_split={"a_": 16, "b_": 16}, device=device)
+    (unit,) = [unit for unit in module.row_units() if unit.shape == (32, 32)]
+    wanted = torch.cat([p.detach().clone() for p in unit.parameters])
+    owner = torch.zeros(4096, device=device)
+    spread = owner[:1024].view(16, 64)[:, :32]
+    spread.copy_(module.a_weight.detach())
+    module.a_weight.data = spread
+    unit.place(owner[600 : 600 + 1024])
+    assert unit.in_order()
+    assert_same_bits(torch.cat([p.detach() for p in unit.parameters]), wanted)

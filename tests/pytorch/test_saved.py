@@ -181,6 +181,34 @@ def test_contexts_within_contexts(device):
     assert noted.unpacked == len(noted.packed)
 
 
+def test_what_lies_in_an_outer_context_is_fetched_before_any_of_it_is_read(device):
+    """All parts of a quantized tensor come back at once, whichever context around took them. Mutant: a context around
+    that is asked as hooks that are not ours (partial(Foreign, ...) alone in _outward_of, saved/context.py)."""
+    steps = []
+
+    class Away(Copied):
+        def fetch(self):
+            steps.append("fetch")
+
+        def restore(self):
+            steps.append("restore")
+            return super().restore()
+
+    class Everything(Toy):
+        def take(self, tensor):
+            memory = Away(tensor)
+            memory.client = self
+            return memory
+
+    t, outer = FORMATS["block1d"](device=device)(randn(128, 128, device=device)), Everything()
+    with door.Hooks(outer), door.Hooks(Toy(10**9)) as inner:
+        saved = inner.pack(t)
+    outer.leave()
+    door.unpack(saved)
+    assert steps.count("fetch") == steps.count("restore") > 1
+    assert steps == sorted(steps)
+
+
 def test_hooks_in_between_are_the_last_that_are_asked(device):
     """As torch has it: they keep all from what lies around them."""
     module, x, toy, around, noted = Mixed(device), given(device), Toy(50), Toy(0), Noted()
