@@ -8,19 +8,20 @@ import torch
 import transformer_engine.pytorch  # noqa: F401  registers the operators
 
 TESTS = Path(__file__).parents[1] / "pytorch"
+OVERLOADS = ("default", "main_grad")
 
 
 def operators_checked(tree):
-    """NAME of each ....NAME.default inside functions that call opcheck."""
+    """NAME of each ....NAME.default, NAME.OVERLOAD of others, inside functions that call opcheck."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
         attributes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
         if any(node.attr == "opcheck" for node in attributes):
             yield from (
-                node.value.attr
+                node.value.attr if node.attr == "default" else f"{node.value.attr}.{node.attr}"
                 for node in attributes
-                if node.attr == "default" and isinstance(node.value, ast.Attribute)
+                if node.attr in OVERLOADS and isinstance(node.value, ast.Attribute)
             )
 
 

@@ -170,6 +170,25 @@ def test_main_grad_is_that_of_the_forward(device):
         assert [bool(t.any()) for t in (first, m.weight.main_grad)] == [where == 0, where == 1]
 
 
+def test_opcheck(device):
+    ops, check = torch.ops.te, torch.library.opcheck
+    x, weight, gamma, bias = (randn(*shape, device=device) for shape in ((6, 16), (16, 16), (16,), (16,)))
+    for t in (x, weight, gamma, bias):
+        t.requires_grad_()
+    buffers = [torch.zeros(rows, 16, device=device) for rows in (4, 10)]
+    targets = [0, 4, 0, 0, 2, -1, 0, 10, 1]  # of three weights the second is frozen, the third overwrites
+    check(ops.linear.main_grad, (x, weight, bias, False, [], buffers, targets))
+    check(ops.activation_linear.main_grad, (x, weight, None, "gelu", [], [], buffers, targets))
+    norm = (1e-5, True, False)
+    check(
+        ops.normalization_linear.main_grad,
+        (x, None, gamma, None, weight, bias, *norm, True, False, [], buffers, targets),
+    )
+    products = (weight, bias, weight, None)
+    mlp = (x, None, gamma, None, *products, *norm, "gelu", [], True, False, False, False, [], [])
+    check(ops.layernorm_mlp.main_grad, (*mlp, [torch.zeros(16, 16, device=device)], [1, 16, 0]))
+
+
 # ---- what is refused, by name ----
 
 
