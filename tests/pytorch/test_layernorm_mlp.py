@@ -359,3 +359,17 @@ def test_each_product_has_its_own_initialisation(device):
         device=device,
     )
     assert module.fc1_weight.eq(1).all() and module.fc2_weight.eq(2).all() and module.fc1_bias.eq(0).all()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_first_bias_alone_wants_a_gradient(device, checkpoint):
+    """Mutant: a layer's bias forgotten among what lies before the next one (layer/forward.cpp)."""
+    torch.manual_seed(3)
+    module = te.LayerNormMLP(32, 48, checkpoint=checkpoint, device=device)
+    x = torch.randn(8, 32, device=device)
+    module(x).square().sum().backward()
+    wanted, module.fc1_bias.grad = module.fc1_bias.grad, None
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name == "fc1_bias")
+    module(x).square().sum().backward()
+    assert torch.equal(module.fc1_bias.grad, wanted)
