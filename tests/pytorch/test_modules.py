@@ -389,7 +389,7 @@ def bad_inputs(name, device):
     yield "last dim", tokens(device)[..., :-1], ValueError, (str(HIDDEN - 1), str(HIDDEN))
     yield "integers", torch.ones(SEQ, BATCH, HIDDEN, dtype=torch.int64, device=device), ValueError, ("dtype", "wanted")
     yield "dtype mix", tokens(device, torch.bfloat16), ValueError, ("torch.bfloat16", "torch.float32")
-    yield "float64", tokens(device).double(), ValueError, ("Double", "wanted")
+    yield "float64", tokens(device).double(), ValueError, ("torch.float64", "wanted")
     yield "meta", tokens("meta"), ValueError, ("meta",)
     if device == "cuda":
         yield "wrong device", tokens("cpu"), ValueError, ("cpu", "cuda")
