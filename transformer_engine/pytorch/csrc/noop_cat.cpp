@@ -5,6 +5,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "common.h"
 
 namespace te_torch {
@@ -70,6 +72,10 @@ struct NoopCat : torch::autograd::Function<NoopCat> {
 }  // namespace
 
 void register_noop_cat(pybind11::module_& m) {
+  m.def("rows_in_order", [](const std::vector<Tensor>& parts) {
+    const bool storages = std::all_of(parts.begin(), parts.end(), [](const Tensor& t) { return t.has_storage(); });
+    return storages && (parts.empty() || adjacent(parts));
+  });
   m.def("noop_cat", torch::wrap_pybind_function_no_gil([](const std::vector<Tensor>& parts) {
           TORCH_CHECK_VALUE(!parts.empty(), "noop_cat: argument 'parts' is empty, wanted at least one tensor.");
           return NoopCat::apply(at::TensorList(parts));

@@ -74,7 +74,7 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    sink: Sink | None = None,
+    sink: Sink | TracedSink | None = None,
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
     keep_input: bool = False,
@@ -108,7 +108,7 @@ def normalization_linear(
     return_output: bool = True,
     recompute_output: bool = False,
     return_input: bool = False,
-    sink: Sink | None = None,
+    sink: Sink | TracedSink | None = None,
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -138,7 +138,7 @@ def activation_linear(
     *,
     kind: str,
     params: Sequence[float] = (),
-    sink: Sink | None = None,
+    sink: Sink | TracedSink | None = None,
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
 ) -> torch.Tensor:
@@ -171,7 +171,7 @@ def layernorm_mlp(
     recompute_output: bool = False,
     recompute: bool = False,
     fp8_pre_activation: bool = False,
-    sinks: tuple[Sink | None, Sink | None] = (None, None),
+    sinks: tuple[Sink | TracedSink | None, Sink | TracedSink | None] = (None, None),
     quantizations: tuple[Quantization, Quantization] = (None, None),
     own_weights: tuple[_C.Quantized | None, _C.Quantized | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -192,10 +192,14 @@ def layernorm_mlp(
     return _C.layernorm_mlp(*args, *options, *kept, *sinks, *quantizations, *own_weights)
 
 
-def noop_cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of several weights as one tensor; no copy where they lie one behind the other in one storage."""
+def noop_cat(parts: Sequence[torch.Tensor], names: Sequence[str] = ()) -> torch.Tensor:
+    """The rows of several weights as one tensor; no copy where they lie one behind the other in one storage. names:
+    what te.explain calls them where they do not."""
     if len(parts) == 1:
         return parts[0]
     if torch.compiler.is_compiling():
         return torch.cat(tuple(parts))
+    if _C.is_recording() and not _C.rows_in_order(parts):
+        why = f"{', '.join(names)} do not lie in order in one storage: row_units() can place them"
+        _C.record_path("noop_cat", f"copies {sum(p.nbytes for p in parts):,} bytes", why)
     return _C.noop_cat(list(parts))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from transformer_engine.pytorch import _C
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
@@ -16,7 +15,6 @@ from transformer_engine.pytorch.module.base import (
     refuse,
     refuse_parallel,
 )
-from transformer_engine.pytorch.module.row_units import rows_in_order
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 
@@ -114,11 +112,7 @@ class SplitWeights(TransformerEngineBaseModule):
             return parts[0] if parts else None
         if is_cpu_offload_enabled():
             mark_not_offload(*parts)  # joined without a copy they are no parameter, nor a view of one that torch knows
-        if not torch.compiler.is_compiling() and _C.is_recording() and not rows_in_order(parts):
-            copied = sum(p.nbytes for p in parts)
-            why = f"{', '.join(names)} do not lie in order in one storage: row_units() can place them"
-            _C.record_path("noop_cat", f"copies {copied:,} bytes", why)
-        return F.noop_cat(parts)
+        return F.noop_cat(parts, names)
 
 
 class Linear(SplitWeights):

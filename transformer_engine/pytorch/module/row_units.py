@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from transformer_engine.pytorch import _C
+
 _numbers = itertools.count()
 
 
@@ -18,19 +20,6 @@ def unit_marks(count: int) -> list[dict[str, tuple[int, int, int]]]:
     Plain numbers, so that a file of parameters can be read with weights_only."""
     number = next(_numbers) if count > 1 else None
     return [{} if number is None else {"row_unit": (number, i, count)} for i in range(count)]
-
-
-def rows_in_order(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether they lie one behind the other in one storage: what noop_cat asks before it joins without a copy."""
-    first, end = parts[0], parts[0].storage_offset()
-    storage = first.untyped_storage()._cdata
-    for part in parts:
-        behind = part.untyped_storage()._cdata == storage and part.storage_offset() == end
-        alike = part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
-        if not (behind and alike and part.is_contiguous()):
-            return False
-        end += part.numel()
-    return True
 
 
 class RowUnit:
@@ -65,7 +54,7 @@ class RowUnit:
 
     def in_order(self) -> bool:
         """Whether the rows lie one behind the other in one storage."""
-        return self._unfit() is None and rows_in_order(self.parameters)
+        return self._unfit() is None and _C.rows_in_order(self.parameters)
 
     @torch.no_grad()
     def place(self, buffer: torch.Tensor) -> None:
@@ -77,7 +66,7 @@ class RowUnit:
         Errors: ValueError for a buffer or parameters that do not fit; nothing is changed then."""
         self._check(buffer)
         whole, parts = buffer.detach().view(self.shape), self.parameters
-        if rows_in_order(parts) and _place(parts[0])[:2] == _place(whole)[:2]:
+        if _C.rows_in_order(parts) and _place(parts[0])[:2] == _place(whole)[:2]:
             return
         values = [p.detach() for p in parts]
         if any(_overlap(value, whole) for value in values):
@@ -139,7 +128,7 @@ class RowUnit:
         """Lays the rows side by side, unless an owner laid them out: each has to fill its storage, or to lie in one as
         large as the unit, which is how a module lays them."""
         parts = self.parameters
-        if self._unfit() is not None or parts[0].is_meta or rows_in_order(parts):
+        if self._unfit() is not None or parts[0].is_meta or _C.rows_in_order(parts):
             return
         size = self.shape.numel() * self.dtype.itemsize
         if all(p.untyped_storage().nbytes() in (p.nbytes, size) for p in parts):
