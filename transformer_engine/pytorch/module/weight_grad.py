@@ -22,20 +22,28 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
     return _C.dummy_weight_grad(list(shape), dtype, resolve_device(device), zero)
 
 
-def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object) -> None:
+def _misfit(op: str, name: str, weight: torch.Tensor, main_grad: object) -> str | None:
+    """What is wrong with a main_grad."""
     if not isinstance(main_grad, torch.Tensor):
-        raise ValueError(
+        return (
             f"{op}: argument 'fuse_wgrad_accumulation' is True, but parameter '{name}' has main_grad {main_grad!r}; "
             f"give it a tensor, {name}.main_grad = torch.zeros({list(weight.shape)}, dtype=torch.float32), or a "
             "get_main_grad() that returns one."
         )
     fits = main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous()
     if not fits or main_grad.dtype not in (torch.float32, weight.dtype):
-        raise ValueError(
+        return (
             f"{op}: main_grad of parameter '{name}' is {main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
             f"{'' if main_grad.is_contiguous() else ', not contiguous'}, wanted a contiguous torch.float32 (or "
             f"{weight.dtype}) {list(weight.shape)} on {weight.device}."
         )
+    return None
+
+
+def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object) -> None:
+    words = _misfit(op, name, weight, main_grad)
+    if words is not None:
+        raise ValueError(words)
     if main_grad.untyped_storage().nbytes() == 0 and main_grad.numel():
         raise ValueError(
             f"{op}: main_grad of parameter '{name}' is {list(main_grad.shape)}, but its memory has been freed; "
@@ -61,19 +69,9 @@ def traced_sink(op: str, weights: dict[str, torch.Tensor], is_first_microbatch: 
             )
         get_main_grad = getattr(weight, "get_main_grad", None)
         main_grad = getattr(weight, "main_grad", None) if get_main_grad is None else get_main_grad()
-        if not isinstance(main_grad, torch.Tensor):
-            refuse(
-                f"{op}: argument 'fuse_wgrad_accumulation' is True, but parameter '{name}' has no main_grad; "
-                f"give it one before the forward, {name}.main_grad = torch.zeros({list(weight.shape)}, "
-                "dtype=torch.float32)."
-            )
-        fits = main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous()
-        if not fits or main_grad.dtype not in (torch.float32, weight.dtype):
-            refuse(
-                f"{op}: main_grad of parameter '{name}' is {main_grad.dtype} {list(main_grad.shape)} on "
-                f"{main_grad.device}{'' if main_grad.is_contiguous() else ', not contiguous'}, wanted a contiguous "
-                f"torch.float32 (or {weight.dtype}) {list(weight.shape)} on {weight.device}."
-            )
+        words = _misfit(op, name, weight, main_grad)
+        if words is not None:
+            refuse(words)
         main_grads.append(main_grad)
         targets.append(
             (weight.shape[0], int(bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))))
