@@ -84,7 +84,7 @@ class Exchange final : public layer::Exchange {
     const bool refused = mine.plain.defined() && mine.plain.dim() == 0;  // by the product, in its words
     return route.direct() && !refused ? std::make_unique<InRuns>(mine, like) : nullptr;
   }
-  Operand whole(const Route&, const Operand& mine) const override { return mine; }
+  Operand whole(const Route&, layer::Pass, const Operand& mine) const override { return mine; }
 };
 
 }  // namespace

@@ -166,3 +166,21 @@ def test_live_rows_are_announced_while_they_are_saved(device):
     assert seen[1:] == [None] * (len(seen) - 1) and len(seen) >= 3
     assert live_rows(x) is None
     (y.sum() + plain.sum()).backward()
+
+
+def test_a_node_inside_a_hook_leaves_announced_rows(device):
+    x = randn(8, 4, device=device).requires_grad_()
+    counter = torch.tensor([3], device=device)
+    seen = []
+
+    def pack(t):
+        if not seen:
+            seen.append(None)  # what the inner node saves is packed here too
+            with torch.enable_grad():
+                assert te.Linear(4, 4, device=device)(x.detach().requires_grad_()).grad_fn is not None
+            seen[:] = [live_rows(t)]
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        policy("live_rows").keep(x, counter, 2)
+    assert seen[0] is not None and seen[0][1] == 2

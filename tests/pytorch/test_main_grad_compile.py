@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support import assert_same_bits, randn
+from support import assert_same_bits, randn, refused
 from weight_grad_cases import (
     backward,
     build,
@@ -196,7 +196,7 @@ def test_opcheck(device):
     "change, words",
     [
         (lambda m: setattr(m.weight, "grad_added_to_main_grad", False), "'weight' has grad_added_to_main_grad"),
-        (lambda m: delattr(m.weight, "main_grad"), "'weight' has no main_grad"),
+        (lambda m: delattr(m.weight, "main_grad"), "'weight' has main_grad None"),
         (lambda m: setattr(m.weight, "main_grad", m.weight.main_grad[1:]), "wanted a contiguous torch.float32"),
         (lambda m: setattr(m.weight, "main_grad", m.weight.main_grad.half()), r"torch.float16 \[40, 32\]"),
     ],
@@ -241,13 +241,13 @@ def test_torch_refuses_what_a_backward_reads_and_another_one_wrote():
         lib=library,
     )
     x, out = torch.ones(3, requires_grad=True), torch.zeros(3)
-    for call, refused in (
+    for call, raises in (
         (torch.ops.te_test_main_grad.identity, False),
         (compiled(lambda x, out: torch.ops.te_test_main_grad.identity(x, out)), True),
     ):
         first, second = call(x, out), call(x, out)
         second.sum().backward()
-        if refused:
+        if raises:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 first.sum().backward()
         else:
@@ -281,3 +281,19 @@ def test_a_compiled_backward_sets_no_attribute():
     except Exception as error:
         assert isinstance(error, torch._dynamo.exc.TorchDynamoException)
     assert not flag.set
+
+
+@pytest.mark.parametrize(
+    "main_grads, targets, words",
+    [
+        (1, [0, 4], ("'targets'", "2 integers")),
+        (1, [1, 4, 0], ("'targets'", "product 1")),
+        (1, [-1, 4, 0], ("'targets'", "product -1")),
+        (0, [0, 4, 0], ("'main_grads'", "0")),
+    ],
+)
+def test_targets_that_name_nothing_are_refused(main_grads, targets, words, device):
+    x, weight = torch.ones(2, 4, device=device), torch.ones(4, 4, device=device, requires_grad=True)
+    grads = [torch.zeros(4, 4, device=device)] * main_grads
+    with refused(ValueError, *words):
+        torch.ops.te.linear.main_grad(x, weight, None, False, [], grads, targets)

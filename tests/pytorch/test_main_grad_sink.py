@@ -283,3 +283,15 @@ def test_what_equals_true_is_the_first_microbatch(device, value):
     module.weight.main_grad.fill_(float("nan"))
     backward(module, *microbatch(device, torch.float32, 1), is_first_microbatch=value)
     assert module.weight.main_grad.isfinite().all()
+
+
+def test_what_waits_holds_no_graph(device):
+    """The operand that waits may be an output of the node, whose sink leads to the store that holds it: a module that
+    is given up with a gradient left would live on. Mutant: weight_gradient without detach()."""
+    module = te.LayerNormLinear(8, 8, return_layernorm_output=True, delay_wgrad_compute=True, device=device)
+    y, norm_output = module(torch.randn(4, 8, device=device, requires_grad=True))
+    (y.sum() + norm_output.sum()).backward()
+    parameter = weakref.ref(module.weight)
+    del module, y, norm_output
+    gc.collect()
+    assert parameter() is None

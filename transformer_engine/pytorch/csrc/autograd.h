@@ -20,11 +20,11 @@ using torch::autograd::variable_list;
 // gradient is returned for every slot. Edges are counted over those slots alone in which there is a tensor.
 class Slots {
  public:
-  void add(const Tensor& t) { first_.push_back(next_), push(t.defined()); }
+  void add(const Tensor&) { first_.push_back(next_), push(true); }  // which torch numbers, there or not
   void add(const OptionalTensor& t) { first_.push_back(next_), push(t.has_value() && t->defined()); }
   void add(const at::TensorList& list) {
     first_.push_back(next_);
-    for (const Tensor& t : list) push(t.defined());
+    for (size_t i = 0; i < list.size(); ++i) push(true);
   }
   template <class T>
   void add(const T&) {

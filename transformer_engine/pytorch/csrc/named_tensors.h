@@ -19,7 +19,7 @@ class NamedTensors {
   };
   using Labels = c10::SmallVector<Label, 16>;
 
-  NamedTensors() = default;
+  NamedTensors() { tensors_.reserve(8); }  // as many as a layer has
   NamedTensors(std::vector<at::Tensor> tensors, Labels labels)
       : tensors_(std::move(tensors)), labels_(std::move(labels)) {}
 

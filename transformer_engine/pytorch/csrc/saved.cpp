@@ -20,7 +20,9 @@ void Keeper::announce(const at::Tensor& t, const LiveRows& live) {
   announced.push_back({t.unsafeGetTensorImpl(), live});
 }
 
-AnnouncedRows::~AnnouncedRows() { announced.clear(); }
+AnnouncedRows::AnnouncedRows() : before_(announced.size()) {}
+
+AnnouncedRows::~AnnouncedRows() { announced.erase(announced.begin() + std::ptrdiff_t(before_), announced.end()); }
 
 const LiveRows* AnnouncedRows::of(const at::Tensor& t) {
   for (const auto& entry : announced) {

@@ -70,12 +70,15 @@ class TE_EXPORT Keeper {
 // same tensor may be kept whole by another node.
 class TE_EXPORT AnnouncedRows {
  public:
-  AnnouncedRows() = default;
+  AnnouncedRows();
   ~AnnouncedRows();
   AnnouncedRows(const AnnouncedRows&) = delete;
   AnnouncedRows& operator=(const AnnouncedRows&) = delete;
 
   static const LiveRows* of(const at::Tensor& t);  // null: none were
+
+ private:
+  size_t before_;  // those of a node around this one, which runs in a hook of that one's
 };
 
 }  // namespace te_torch

@@ -58,19 +58,19 @@ WeightGrads weight_gradient(const Route& route, const Stage& stage, Gradient gra
                             at::ScalarType dtype, bool with_bias) {
   const ProductQuantization* q = stage.quantization.get();
   if (stage.exchange) {
-    operand = stage.exchange->whole(route, operand);
-    gradient.dy = stage.exchange->whole(route, gradient.dy);
+    operand = stage.exchange->whole(route, Pass::kFprop, operand);
+    gradient.dy = stage.exchange->whole(route, Pass::kDgrad, gradient.dy);
   }
   // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
   if (stage.sink && operand.plain.defined()) operand.plain = operand.plain.detach();
-  const auto product = products_of(stage).weight_product(route, std::move(gradient), std::move(operand), dtype,
-                                                         q == nullptr || q->split_wgrad);
+  const auto product = stage.products->weight_product(route, std::move(gradient), std::move(operand), dtype,
+                                                      q == nullptr || q->split_wgrad);
   return stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
 }
 
-Gradients layer_backward(const Route& route, const Stage& stage, size_t number, const NamedTensors& saved,
-                         const Tensor& input, at::ScalarType dtype, const WantedHere& wanted, const Incoming& in,
-                         const Onward& onward) {
+Gradients layer_backward(const Route& route, const Stage& stage, const SavedPolicy& policy, size_t number,
+                         const NamedTensors& saved, const Tensor& input, at::ScalarType dtype, const WantedHere& wanted,
+                         const Incoming& in, const Onward& onward) {
   const ProductQuantization* q = stage.quantization.get();
   const Source& source = *stage.source;
   const SourceSaved from = source_saved(saved, number, input);
@@ -86,7 +86,7 @@ Gradients layer_backward(const Route& route, const Stage& stage, size_t number, 
   if (in.any() && wanted.source) {
     const WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
     const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
-      return products_of(stage).dgrad(route, part, rows, w, like, q == nullptr || q->split_dgrad);
+      return stage.products->dgrad(route, part, rows, w, like, q == nullptr || q->split_dgrad);
     };
     const Tensor& like = in.dy.defined() ? in.dy : in.like;
     back.d_operand = through(stage.exchange.get(), route, Pass::kDgrad, gradient.dy, like, product);
@@ -109,7 +109,7 @@ Gradients layer_backward(const Route& route, const Stage& stage, size_t number, 
   if (in.any() && wanted.weight) {
     Operand operand = taken.operand.defined() ? taken.operand : kept_operand(saved, saved_name(number, kOperand));
     if (!operand.defined()) operand = source.make_again(route, from, back.quantizer);
-    if (stage.operand == Fate::kMadeAgain) defaults().saved->made_again(source.operand_words());
+    if (stage.operand == Fate::kMadeAgain) policy.made_again(source.operand_words());
     out.weights = weight_gradient(route, stage, std::move(gradient), std::move(operand), dtype, wanted.bias);
   } else if (in.any() && wanted.bias) {
     out.weights.biases = {gradient.dbias.defined() ? gradient.dbias : column_sums(in.dy)};
@@ -175,7 +175,7 @@ variable_list Chain::run_backward(const Route& route, const State& state, const 
     if (state.stages[i + 1].input != Fate::kMadeAgain) continue;
     std::tie(inputs[i + 1], kept_again[i]) =
         run_again(route, state.stages[i], i, saved, {here[i].source, here[i].weight});
-    defaults().saved->made_again(state.stages[i + 1].source->input_words());
+    state.policy->made_again(state.stages[i + 1].source->input_words());
   }
 
   variable_list out(state.tensors);
@@ -212,7 +212,8 @@ variable_list Chain::run_backward(const Route& route, const State& state, const 
       in.norm_output = state.return_output ? grad(1) : Tensor();
       in.norm_input = grad(2);
     }
-    const Gradients made = layer_backward(route, stage, i, table, input, state.dtype, here[i], in, onward);
+    const Gradients made =
+        layer_backward(route, stage, *state.policy, i, table, input, state.dtype, here[i], in, onward);
     give(weight_of(i), made.weights.weights);
     give(bias_of(i), made.weights.biases);
     if (i == 0) {

@@ -8,6 +8,7 @@
 
 namespace te_torch::layer {
 
+// The product, by what it reads: the layer's operand, or the gradient of its result.
 enum class Pass : uint8_t { kFprop, kDgrad };
 
 // One product's way through an exchange.
@@ -35,12 +36,12 @@ class TE_EXPORT Exchange {
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // `mine` is what this process has; `like` has the leading dimensions and the dtype of the result. Null: all is
+  // `mine` is what this process has; `like` has its leading dimensions and the dtype of the result. Null: all is
   // here and stays here; in a call that is traced (route) rows do not arrive one behind the other.
   virtual std::unique_ptr<Transfer> begin(const Route& route, Pass pass, const Operand& mine,
                                           const Tensor& like) const = 0;
-  // All rows, for the product of a weight's gradient.
-  virtual Operand whole(const Route& route, const Operand& mine) const = 0;
+  // All rows of what the product of this pass reads, for the product of a weight's gradient, which reads both.
+  virtual Operand whole(const Route& route, Pass pass, const Operand& mine) const = 0;
 };
 
 // product(operand, rows, like) for all rows; rows is null for the whole. Its result has the leading dimensions of

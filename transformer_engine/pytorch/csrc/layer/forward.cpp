@@ -76,8 +76,6 @@ Defaults& defaults() {
   return policies;
 }
 
-const Products& products_of(const Stage& stage) { return stage.products ? *stage.products : *defaults().products; }
-
 Operand packed_input(const Route& route, const Tensor& input) {
   static const Quantizer packer{{QuantizeSpec::kBlock1d, false, true, 0.f}, {}, {}, {}};
   return operand_of(route, &packer, input, {true, false});
@@ -90,6 +88,7 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   const Tensor& x = in.source.x;
   const Tensor& parameter = in.weights[0];
   const bool own = !in.own.empty();
+  TORCH_INTERNAL_ASSERT(!own || in.own.size() == in.weights.size());
   const auto check = [&](const Tensor& shown, const c10::SymInt& depth) {
     if (q == nullptr && !stage.exchange) return;  // the product does, and of an exchange it sees some rows
     check_product(shown, depth, parameter, in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[0]), own);
@@ -113,7 +112,7 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   }
   const bool split = q == nullptr || q->split_fprop;
   const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
-    return products_of(stage).fprop(route, part, rows, w, like, split);
+    return stage.products->fprop(route, part, rows, w, like, split);
   };
   out.y = through(stage.exchange.get(), route, Pass::kFprop, operand, x, product);
 
@@ -129,7 +128,7 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
   const NamedTensors& arguments = call.arguments;
   const size_t layers = call.stages.size();
   const Tensor& x = call.x();
-  state = {call.stages, call.return_output, x.scalar_type(), {}, arguments.size()};
+  state = {call.stages, call.return_output, x.scalar_type(), defaults().saved, {}, arguments.size()};
   for (int name = 0; name < weight_of(layers); ++name) {
     state.places.push_back({int64_t(arguments.find(name)), int64_t(arguments.list(name).size())});
   }
@@ -145,10 +144,11 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
     needs[i] = {any, wants(weight_of(i))};
     any = any || needs[i].weight || (i + 1 < layers && wants(bias_of(i)));
   }
-  const SavedPolicy& policy = *defaults().saved;
+  const SavedPolicy& policy = *state.policy;
   for (size_t i = 0; i < layers; ++i) {
     Stage& stage = state.stages[i];
     if (!stage.exchange) stage.exchange = defaults().exchange;
+    if (!stage.products) stage.products = defaults().products;
     if (stage.source->brings_operand_back()) stage.operand = Fate::kMadeAgain;
     stage.operand = policy.decide(stage.source->operand_words(), stage.operand);
     if (!may_be_made_again(stage)) stage.operand = Fate::kKept;

@@ -14,8 +14,8 @@ namespace te_torch::layer {
 // A layer as plain values and shared policies: what the autograd node holds of it.
 struct Stage {
   SourcePtr source = plain_source();
-  std::shared_ptr<const Exchange> exchange;  // null: local
-  std::shared_ptr<const Products> products;  // null: the default
+  std::shared_ptr<const Exchange> exchange;  // null: local; of a call, the default's
+  std::shared_ptr<const Products> products;  // of a call, null: the default's
   Quantization quantization;
   Sink sink;
   // What becomes of the product's operand (as the options ask; an activation's is always made again).
@@ -57,6 +57,7 @@ struct TE_EXPORT Chain {
     Stages stages;
     bool return_output = true;
     at::ScalarType dtype = at::kFloat;
+    std::shared_ptr<const SavedPolicy> policy;
     c10::SmallVector<Rows, 8> places;  // of an argument's tensors in the list of all
     size_t tensors = 0;
   };
@@ -118,7 +119,5 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
 
 // The pre-activation in E4M3, and what that means.
 Operand packed_input(const Route& route, const Tensor& input);
-
-const Products& products_of(const Stage& stage);
 
 }  // namespace te_torch::layer

@@ -146,8 +146,15 @@ struct MainGradOp<Family, kPack, kUnpack, Call (*)(Args...)> {
   static Call pack(Args... args, at::TensorList main_grads, at::ArrayRef<int64_t> targets) {
     Call call = kPack(args...);
     c10::SmallVector<std::vector<WeightTarget>, 2> lists(call.stages.size());
+    TORCH_CHECK_VALUE(targets.size() % 3 == 0, Family::kName, ": argument 'targets' has ", targets.size(),
+                      " integers, wanted three for each parameter.");
     size_t next = 0;
-    for (size_t i = 0; i + 2 < targets.size(); i += 3) {
+    for (size_t i = 0; i < targets.size(); i += 3) {
+      TORCH_CHECK_VALUE(targets[i] >= 0 && size_t(targets[i]) < lists.size(), Family::kName,
+                        ": argument 'targets' names product ", targets[i], ", wanted one below ", lists.size(), ".");
+      TORCH_CHECK_VALUE(targets[i + 2] < 0 || next < main_grads.size(), Family::kName,
+                        ": argument 'targets' wants more tensors than argument 'main_grads' has, ", main_grads.size(),
+                        ".");
       WeightTarget target{{}, targets[i + 1], targets[i + 2] == 1};
       if (targets[i + 2] >= 0) target.out = main_grads[next++];
       lists[size_t(targets[i])].push_back(std::move(target));
