@@ -65,23 +65,13 @@ SPLIT = {
     }
 }
 BIAS = {"bias": flag("bias", on=False), "return_bias": flag("return_bias")}
+PRODUCTS = SINK | DELAY | MICRO | PRIMARY | CALL
 MODULES = {
-    "Linear": BIAS
-    | SPLIT
-    | SINK
-    | DELAY
-    | MICRO
-    | PRIMARY
-    | CALL
-    | {"original": flag("save_original_input"), "fp8_output": flag("_fp8_output")},
+    "Linear": BIAS | SPLIT | PRODUCTS | {"original": flag("save_original_input"), "fp8_output": flag("_fp8_output")},
     "LayerNormLinear": BIAS
     | NORM
     | SPLIT
-    | SINK
-    | DELAY
-    | MICRO
-    | PRIMARY
-    | CALL
+    | PRODUCTS
     | {
         "output": flag("return_layernorm_output"),
         "again": flag("recompute_norm_output"),
@@ -90,11 +80,7 @@ MODULES = {
     "LayerNormMLP": BIAS
     | NORM
     | {"activation": choice("activation", *KINDS[1:]) | {"limits": {"activation": KINDS[-1], "_limits": True}}}
-    | SINK
-    | DELAY
-    | MICRO
-    | PRIMARY
-    | CALL
+    | PRODUCTS
     | {
         "output": flag("return_layernorm_output"),
         "again": flag("recompute_norm_output"),
