@@ -372,4 +372,7 @@ def test_the_first_bias_alone_wants_a_gradient(device, checkpoint):
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name == "fc1_bias")
     module(x).square().sum().backward()
-    assert torch.equal(module.fc1_bias.grad, wanted)
+    # On CUDA sums beside a product are cuBLASLt's, those without one PyTorch's: 8 numbers below 0.01 in another order.
+    torch.testing.assert_close(
+        module.fc1_bias.grad, wanted, rtol=0, atol=0 if device == "cpu" else 8 * 8 * 0.01 * 2**-24
+    )
