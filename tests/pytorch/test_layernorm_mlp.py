@@ -372,6 +372,6 @@ def test_the_first_bias_alone_wants_a_gradient(device, checkpoint):
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name == "fc1_bias")
     module(x).square().sum().backward()
-    # A sum without a product beside it takes another order of its 8 numbers below 0.01 where the product's is cuBLASLt's
-    # or comes by runs of rows.
+    # A sum without a product beside it takes its 8 numbers, below 0.01, in another order where the product's is
+    # cuBLASLt's or comes by runs of rows.
     torch.testing.assert_close(module.fc1_bias.grad, wanted, rtol=0, atol=8 * 8 * 0.01 * 2**-24)
