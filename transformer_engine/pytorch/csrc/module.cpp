@@ -12,6 +12,7 @@ namespace te_torch {
 void register_activation(pybind11::module_& m);
 void register_activation_quantized(pybind11::module_& m);
 void register_backward_watch(pybind11::module_& m);
+void register_comm(pybind11::module_& m);
 void register_gemm(pybind11::module_& m);
 void register_gemm_fp8(pybind11::module_& m);
 void register_gemm_path(pybind11::module_& m);
@@ -39,6 +40,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_activation(m);
   te_torch::register_activation_quantized(m);
   te_torch::register_backward_watch(m);
+  te_torch::register_comm(m);
   te_torch::register_gemm(m);
   te_torch::register_gemm_fp8(m);
   te_torch::register_gemm_path(m);
