@@ -21,5 +21,20 @@ from transformer_engine.pytorch.distributed.recompute import (
 from transformer_engine.pytorch.distributed.recompute import (
     is_fp8_activation_recompute_enabled as is_fp8_activation_recompute_enabled,
 )
+from transformer_engine.pytorch.distributed.regions import (
+    copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
+)
+from transformer_engine.pytorch.distributed.regions import (
+    gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
+)
+from transformer_engine.pytorch.distributed.regions import (
+    reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+)
+from transformer_engine.pytorch.distributed.regions import (
+    reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region,
+)
+from transformer_engine.pytorch.distributed.regions import (
+    scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region,
+)
 from transformer_engine.pytorch.distributed.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from transformer_engine.pytorch.distributed.rng import get_all_rng_states as get_all_rng_states

@@ -4,20 +4,20 @@ quantized, coalesced or differentiated here."""
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.module.arguments import check_tensor
+from transformer_engine.pytorch.distributed.groups import (
+    check_agreement,
+    check_device,
+    check_divides,
+    check_plain,
+    ranks_of,
+)
 
 Work = object  # what torch.distributed returns with async_op: call wait() on it before the result is read
 
 
-def _ranks(group: object | None) -> int:
-    """1 where torch.distributed has not been initialised."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-
-
-def _check_rows(op: str, inp: torch.Tensor) -> None:
-    check_tensor(op, "inp", inp)
-    if inp.dim() == 0:
-        raise ValueError(f"{op}: argument 'inp' has no dimensions, wanted at least one.")
+def _check(op: str, inp: torch.Tensor, group: object | None) -> None:
+    check_device(op, "inp", inp, group)
+    check_agreement(op, inp, group)
 
 
 def _out(op: str, argument: str, given: torch.Tensor | None, inp: torch.Tensor, rows: int) -> torch.Tensor:
@@ -55,10 +55,12 @@ def gather_along_first_dim(
                 f"{op}: argument '{name}' is {value!r}, but quantized and coalesced gathers are not available in this "
                 f"version; leave '{name}' at its default."
             )
-    _check_rows(op, inp)
-    ranks = _ranks(process_group)
+    check_plain(op, inp)
+    ranks = ranks_of(op, "process_group", process_group)
     if ranks == 1 and output_tensor is None:
         return inp, None
+    if ranks > 1:
+        _check(op, inp, process_group)
     out = _out(op, "output_tensor", output_tensor, inp, ranks * inp.shape[0])
     if ranks == 1:
         return out.copy_(inp), None
@@ -74,14 +76,13 @@ def reduce_scatter_along_first_dim(
     Returns (sum, work) as gather_along_first_dim. Errors: ValueError where ranks does not divide the rows.
     """
     op = "reduce_scatter_along_first_dim"
-    _check_rows(op, inp)
-    ranks = _ranks(tp_group)
-    if inp.shape[0] % ranks:
-        raise ValueError(
-            f"{op}: argument 'inp' has {inp.shape[0]} rows, wanted a multiple of the group's {ranks} ranks; pad it."
-        )
+    check_plain(op, inp)
+    ranks = ranks_of(op, "tp_group", tp_group)
     if ranks == 1 and output is None:
         return inp, None
+    if ranks > 1:
+        _check(op, inp, tp_group)
+    check_divides(op, inp, ranks)
     out = _out(op, "output", output, inp, inp.shape[0] // ranks)
     if ranks == 1:
         return out.copy_(inp), None
@@ -95,7 +96,9 @@ def allreduce(
 
     Returns (inp, work) as gather_along_first_dim.
     """
-    check_tensor("allreduce", "inp", inp)
-    if _ranks(tp_group) == 1:
+    op = "allreduce"
+    check_plain(op, inp, dims=0)
+    if ranks_of(op, "tp_group", tp_group) == 1:
         return inp, None
+    _check(op, inp, tp_group)
     return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)

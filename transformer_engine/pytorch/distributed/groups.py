@@ -1,0 +1,95 @@
+"""What a collective asks of its group before it starts: that it is alive, that it reaches the tensor's device, and on
+the CPU that every rank brings the same. Nothing is sent here but that question."""
+
+import zlib
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.module.arguments import check_tensor
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+
+_DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
+_DIMS = 12  # of a shape that the ranks compare; no tensor of ours has as many
+
+
+def ranks_of(op: str, argument: str, group: object | None) -> int:
+    """The group's size; 1 for None where torch.distributed has not been initialised. Errors: TypeError for what is no
+    group, RuntimeError for one that has been destroyed, ValueError where this process is not in it."""
+    if not dist.is_available() or (group is None and not dist.is_initialized()):
+        return 1
+    if group is None:
+        return dist.get_world_size()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{op}: argument '{argument}' is a group that this process is not in; call it on its ranks.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{op}: argument '{argument}' is a {type(group).__name__}, wanted a torch.distributed.ProcessGroup or "
+            "None; a DeviceMesh has get_group()."
+        )
+    try:
+        return len(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise RuntimeError(
+            f"{op}: argument '{argument}' is a process group that has been destroyed; make a new one with "
+            "torch.distributed.new_group."
+        ) from None
+
+
+def check_plain(op: str, inp: object, dims: int = 1) -> None:
+    """Raises unless `inp` is a tensor of at least `dims` dimensions that holds its values itself."""
+    check_tensor(op, "inp", inp)
+    if isinstance(inp, QuantizedTensorStorage):
+        raise ValueError(
+            f"{op}: argument 'inp' is a {type(inp).__name__}, wanted a plain tensor; dequantize() it, or gather it by "
+            "gather_along_first_dim."
+        )
+    if inp.dim() < dims:
+        raise ValueError(f"{op}: argument 'inp' has no dimensions, wanted at least one.")
+
+
+def check_device(op: str, argument: str, tensor: torch.Tensor, group: object | None) -> None:
+    """Raises ValueError where the group has no backend for the tensor's device."""
+    backends = _backends(group)
+    if tensor.device.type not in backends:
+        raise ValueError(
+            f"{op}: argument '{argument}' is on {tensor.device}, but the group communicates tensors on "
+            f"{' or '.join(sorted(backends))} ({', '.join(sorted(set(backends.values())))}); move it with .to(device), "
+            "or give a group of another backend."
+        )
+
+
+def _backends(group: object | None) -> dict[str, str]:
+    """Device type -> backend."""
+    return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
+
+
+def check_agreement(op: str, inp: torch.Tensor, group: object | None) -> None:
+    """On the CPU, raises the same ValueError on every rank where the ranks bring tensors of different shapes or dtypes,
+    or are in different functions: what they would exchange has no meaning then, or never ends. Sizes of tensors on
+    other devices are the caller's to keep equal: to compare them would make the host wait for the device."""
+    if inp.device.type != "cpu" or _backends(group)["cpu"] != "gloo":
+        return
+    shape = list(inp.shape)[:_DIMS]
+    described = [zlib.crc32(op.encode()), _DTYPES.index(str(inp.dtype)), inp.dim(), *shape]
+    own = torch.tensor(described + [0] * (3 + _DIMS - len(described)))
+    every = own.new_empty(dist.get_world_size(group) * len(own))
+    dist.all_gather_into_tensor(every, own, group=group)
+    rows = every.view(-1, len(own)).tolist()
+    if all(row == rows[0] for row in rows):
+        return
+    told = [f"rank {rank} {_DTYPES[row[1]]} {row[3 : 3 + row[2]]}" for rank, row in enumerate(rows)]
+    if len({row[0] for row in rows}) > 1:
+        raise ValueError(f"{op}: the ranks of the group are in different functions; their tensors: {'; '.join(told)}.")
+    raise ValueError(
+        f"{op}: argument 'inp' differs between the ranks of the group: {'; '.join(told)}; wanted the same shape and "
+        "dtype on each of them. Pad it to equal sizes."
+    )
+
+
+def check_divides(op: str, inp: torch.Tensor, ranks: int) -> None:
+    """Raises unless the rows can be shared out evenly."""
+    if inp.shape[0] % ranks:
+        raise ValueError(
+            f"{op}: argument 'inp' has {inp.shape[0]} rows, wanted a multiple of the group's {ranks} ranks; pad it."
+        )

@@ -1,0 +1,139 @@
+"""Collectives along the first dimension that autograd knows: the borders of the regions in which each rank has its own
+tokens, or its own part of a sum. Each is linear, so that none keeps a tensor for its backward. Nothing is overlapped
+or quantized here: modules do that by themselves."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.distributed.groups import (
+    check_agreement,
+    check_device,
+    check_divides,
+    check_plain,
+    ranks_of,
+)
+
+
+def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
+    dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
+    return out
+
+
+def _scattered_sum(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    out = whole.new_empty((whole.shape[0] // dist.get_world_size(group), *whole.shape[1:]))
+    dist.reduce_scatter_tensor(out, whole.contiguous(), group=group)
+    return out
+
+
+def _own_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    rows = whole.shape[0] // dist.get_world_size(group)
+    return whole.narrow(0, dist.get_rank(group) * rows, rows).clone(memory_format=torch.contiguous_format)
+
+
+def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
+    out = part.clone(memory_format=torch.contiguous_format)  # a gradient may be somebody else's, or have stride 0
+    dist.all_reduce(out, group=group)
+    return out
+
+
+class _Region(torch.autograd.Function):
+    """`_run` forward; backward, another one of these: so it can be differentiated again."""
+
+    @classmethod
+    def forward(cls, ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return cls._run(inp, group)
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return cls._adjoint().apply(grad, ctx.group), None
+
+
+class _Gather(_Region):
+    _run = staticmethod(_gathered)
+    _adjoint = staticmethod(lambda: _ReduceScatter)
+
+
+class _ReduceScatter(_Region):
+    _run = staticmethod(_scattered_sum)
+    _adjoint = staticmethod(lambda: _Gather)
+
+
+class _Scatter(_Region):
+    _run = staticmethod(_own_rows)
+    _adjoint = staticmethod(lambda: _GatherOfOne)
+
+
+class _GatherOfOne(_Region):
+    """As _Gather, where every rank reads the same whole tensor: its gradient is the same everywhere, not a part."""
+
+    _run = staticmethod(_gathered)
+    _adjoint = staticmethod(lambda: _Scatter)
+
+
+class _Reduce(_Region):
+    _run = staticmethod(_summed)
+    _adjoint = staticmethod(lambda: _Copy)
+
+
+class _Copy(_Region):
+    _run = staticmethod(lambda inp, group: inp.view_as(inp))
+    _adjoint = staticmethod(lambda: _Reduce)
+
+
+def _run(
+    op: str, region: type[_Region], inp: torch.Tensor, group: object | None, dims: int = 1, divides: bool = False
+) -> torch.Tensor:
+    check_plain(op, inp, dims)
+    ranks = ranks_of(op, "group", group)
+    if ranks == 1:
+        return inp
+    check_device(op, "inp", inp, group)
+    check_agreement(op, inp, group)
+    if divides:
+        check_divides(op, inp, ranks)
+    return region.apply(inp, group)
+
+
+def gather_from_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
+    """Every rank's rows, one behind the other in the order of the ranks; backward, the sum of the ranks' gradients, of
+    which each gets its rows. For a tensor that each rank then uses in a part of a computation of its own.
+
+    Shapes: inp [n, ...] -> [ranks * n, ...]; in a group of 1 inp itself, as in all of these.
+    Errors, as in all of these: TypeError and ValueError for an inp that is no plain tensor or is on a device that the
+    group has no backend for, RuntimeError for a group that has been destroyed; on the CPU, the same ValueError on every
+    rank where shapes or dtypes differ between them.
+    """
+    return _run("gather_from_sequence_parallel_region", _Gather, inp, group)
+
+
+def reduce_scatter_to_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
+    """This rank's rows of the sum of every rank's inp; backward, the gradients of all rows, gathered.
+
+    Shapes: inp [ranks * n, ...] -> [n, ...]. Errors: ValueError where ranks does not divide the rows.
+    """
+    return _run("reduce_scatter_to_sequence_parallel_region", _ReduceScatter, inp, group, divides=True)
+
+
+def scatter_to_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
+    """This rank's rows of inp, which is the same on every rank; backward, the gradients of all rows, gathered.
+
+    Shapes: inp [ranks * n, ...] -> [n, ...], in memory of its own. Errors: ValueError where ranks does not divide the
+    rows.
+    """
+    return _run("scatter_to_sequence_parallel_region", _Scatter, inp, group, divides=True)
+
+
+def reduce_from_tensor_model_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
+    """The sum of every rank's inp, in memory of its own; backward, the gradient as it is, which is the same on every
+    rank. For the parts of a product that each rank has made."""
+    return _run("reduce_from_tensor_model_parallel_region", _Reduce, inp, group, dims=0)
+
+
+def copy_to_tensor_model_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
+    """inp as it is, the same on every rank; backward, the sum of every rank's gradient. For a tensor that each rank
+    then uses in a part of a computation of its own."""
+    return _run("copy_to_tensor_model_parallel_region", _Copy, inp, group, dims=0)
