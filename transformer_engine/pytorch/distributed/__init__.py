@@ -11,6 +11,9 @@ from transformer_engine.pytorch.distributed.collectives import gather_along_firs
 from transformer_engine.pytorch.distributed.collectives import (
     reduce_scatter_along_first_dim as reduce_scatter_along_first_dim,
 )
+from transformer_engine.pytorch.distributed.gradients import (
+    allreduce_sequence_parallel_grads as allreduce_sequence_parallel_grads,
+)
 from transformer_engine.pytorch.distributed.recompute import (
     activation_recompute_forward as activation_recompute_forward,
 )

@@ -10,7 +10,7 @@ from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
-_DIMS = 12  # of a shape that the ranks compare; no tensor of ours has as many
+_NUMBERS = 14  # that ranks compare: a dtype, a count of dimensions, and more sizes than a tensor of ours has
 
 
 def ranks_of(op: str, argument: str, group: object | None) -> int:
@@ -64,26 +64,32 @@ def _backends(group: object | None) -> dict[str, str]:
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
 
 
+def every_rank_says(op: str, numbers: list[int], group: object | None) -> list[list[int]]:
+    """What each rank of the group gives here, [the function, *numbers]; nothing where the group has no gloo to ask."""
+    if _backends(group).get("cpu") != "gloo":
+        return []
+    own = torch.tensor([zlib.crc32(op.encode()), *numbers] + [0] * (_NUMBERS - len(numbers)))
+    every = own.new_empty(dist.get_world_size(group) * len(own))
+    dist.all_gather_into_tensor(every, own, group=group)
+    return every.view(-1, len(own)).tolist()
+
+
 def check_agreement(op: str, inp: torch.Tensor, group: object | None) -> None:
     """On the CPU, raises the same ValueError on every rank where the ranks bring tensors of different shapes or dtypes,
     or are in different functions: what they would exchange has no meaning then, or never ends. Sizes of tensors on
-    other devices are the caller's to keep equal: to compare them would make the host wait for the device."""
-    if inp.device.type != "cpu" or _backends(group)["cpu"] != "gloo":
+    other devices are the caller's to keep equal: to compare them takes longer than many a collective there."""
+    if inp.device.type != "cpu":
         return
-    shape = list(inp.shape)[:_DIMS]
-    described = [zlib.crc32(op.encode()), _DTYPES.index(str(inp.dtype)), inp.dim(), *shape]
-    own = torch.tensor(described + [0] * (3 + _DIMS - len(described)))
-    every = own.new_empty(dist.get_world_size(group) * len(own))
-    dist.all_gather_into_tensor(every, own, group=group)
-    rows = every.view(-1, len(own)).tolist()
-    if all(row == rows[0] for row in rows):
+    shape = list(inp.shape)[: _NUMBERS - 2]
+    every = every_rank_says(op, [_DTYPES.index(str(inp.dtype)), inp.dim(), *shape], group)
+    if all(numbers == every[0] for numbers in every):
         return
-    told = [f"rank {rank} {_DTYPES[row[1]]} {row[3 : 3 + row[2]]}" for rank, row in enumerate(rows)]
-    if len({row[0] for row in rows}) > 1:
-        raise ValueError(f"{op}: the ranks of the group are in different functions; their tensors: {'; '.join(told)}.")
+    told = "; ".join(f"rank {rank} {_DTYPES[n[1]]} {n[3 : 3 + n[2]]}" for rank, n in enumerate(every))
+    if len({numbers[0] for numbers in every}) > 1:
+        raise ValueError(f"{op}: the ranks of the group are in different functions; their tensors: {told}.")
     raise ValueError(
-        f"{op}: argument 'inp' differs between the ranks of the group: {'; '.join(told)}; wanted the same shape and "
-        "dtype on each of them. Pad it to equal sizes."
+        f"{op}: argument 'inp' differs between the ranks of the group: {told}; wanted the same shape and dtype on each "
+        "of them. Pad it to equal sizes."
     )
 
 

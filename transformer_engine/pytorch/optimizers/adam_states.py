@@ -3,11 +3,11 @@ masters as int16; of plain, sharded (DTensor) and quantized parameters. Nothing 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
 import torch
 
+from transformer_engine.pytorch.sharded import as_lies, is_sharded, local_of
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -25,34 +25,6 @@ MASTERS = (torch.float32, torch.float16)
 State = dict[str, torch.Tensor]
 
 
-# ---- sharded parameters ----
-
-
-def is_sharded(t: object) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # without it there is none
-    return module is not None and isinstance(t, module.DTensor)
-
-
-def local_of(t: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return t._local_tensor if is_sharded(t) else t
-
-
-def _as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """local, as param is: this rank's part of a DTensor that lies as it does."""
-    if not is_sharded(param):
-        return local
-    mesh, placements = param.device_mesh, param.placements
-    return type(param).from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
-
-
-def local_grad(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a gradient, cut as param is."""
-    if is_sharded(grad) and is_sharded(param) and grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    return None if grad is None else local_of(grad)
-
-
 # ---- one state ----
 
 
@@ -64,7 +36,7 @@ def new_state(param: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     else:
         value = torch.zeros_like(local, dtype=dtype, requires_grad=False)
     pair = torch.tensor([1.0, 0.0], device=value.device) if dtype in RANGES else None
-    return _as(param, value), pair
+    return as_lies(param, value), pair
 
 
 def lies_as(value: torch.Tensor, param: torch.Tensor) -> bool:
@@ -80,7 +52,7 @@ def lies_as(value: torch.Tensor, param: torch.Tensor) -> bool:
 def read(value: torch.Tensor, pair: torch.Tensor | None) -> torch.Tensor:
     """In float32; remainders as they are."""
     if is_sharded(value):
-        return _as(value, read(value._local_tensor, pair))
+        return as_lies(value, read(value._local_tensor, pair))
     if value.dtype in (torch.float32, torch.int16):
         return value
     floats = (value.view(torch.float8_e4m3fn) if value.dtype is torch.uint8 else value).float()

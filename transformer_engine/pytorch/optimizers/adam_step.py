@@ -16,10 +16,8 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functional import optimizer_count_step
 from transformer_engine.pytorch.optimizers.adam_states import (
     MASTER,
-    is_sharded,
-    local_grad,
-    local_of,
 )
+from transformer_engine.pytorch.sharded import is_sharded, local_grad, local_of
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor, QuantizedTensor, engine, layout
 
 if TYPE_CHECKING:

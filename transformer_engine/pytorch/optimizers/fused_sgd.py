@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.functional import optimizer_sgd
-from transformer_engine.pytorch.optimizers.adam_states import local_grad, local_of, new_state
+from transformer_engine.pytorch.optimizers.adam_states import new_state
 from transformer_engine.pytorch.optimizers.adam_step import check_has
+from transformer_engine.pytorch.sharded import local_grad, local_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.storage import FLOATS
 

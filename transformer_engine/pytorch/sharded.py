@@ -1,0 +1,31 @@
+"""This rank's part of a DTensor. Nothing is communicated here, unless a gradient is cut otherwise than its
+parameter."""
+
+import sys
+
+import torch
+
+
+def is_sharded(t: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # without it there is none
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def local_of(t: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return t._local_tensor if is_sharded(t) else t
+
+
+def as_lies(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """local, as param is: this rank's part of a DTensor that lies as it does."""
+    if not is_sharded(param):
+        return local
+    mesh, placements = param.device_mesh, param.placements
+    return type(param).from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def local_grad(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a gradient, cut as param is."""
+    if is_sharded(grad) and is_sharded(param) and grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return None if grad is None else local_of(grad)
