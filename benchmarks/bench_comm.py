@@ -1,9 +1,11 @@
-"""What tensor parallelism computes on one rank beside its products: the sum of the ranks' partials.
+"""What tensor parallelism computes on one rank beside its products: the sum of the ranks' partials, and gathered
+columnwise FP8 data as of the whole.
 
 Bytes of comm_ordered_sum: (t + 1) b an element of out for t ranks and dtypes of b bytes (read, write); the bias is not
 counted. The peers: torch's sum over the first dimension, which adds in an order of its own and rounds twice with a
-bias."""
+bias. Bytes of comm_interleave: 2 a byte of data; the peer: torch.cat along the columns."""
 
+import torch
 from common import TORCH_DTYPES, Bench, Case
 
 from transformer_engine.pytorch import _C
@@ -31,10 +33,23 @@ def ordered_sum(bench, dtype, shape):
     )
 
 
+def interleave(bench, shape):
+    case = Case("T", "comm_interleave", "fp8", shape, "forward", bytes=2 * shape[0] * shape[1] * shape[2])
+    if not bench.wants(case):
+        return
+    bench.compare(
+        case,
+        {"ours": _C.comm_interleave, "torch cat": lambda shards: torch.cat(shards.unbind(0), 1)},
+        lambda: (torch.randint(256, shape, dtype=torch.uint8, device=bench.device),),
+    )
+
+
 def main():
     bench = Bench(__doc__)
     for dtype, shape in GPU_SHAPES if bench.cuda else CPU_SHAPES:
         ordered_sum(bench, dtype, shape)
+    for ranks, rows, cols in ((2, 8192, 4096), (8, 8192, 1024)) if bench.cuda else ((2, 1024, 512),):
+        interleave(bench, (ranks, rows, cols))
     bench.finish()
 
 

@@ -1,6 +1,7 @@
 // The ordered sum through the C API, on every device here: bits of the same additions in the same order, every dtype
 // and pitch, out in the place of a partial, poisoned outputs, errors. Mutant: adding the ranks from the last one
-// (comm.cpp, sum_row) turns AddsInTheOrderOfTheRanks red; rounding before the bias, RoundsOnce.
+// (comm.cpp, sum_row) turns AddsInTheOrderOfTheRanks red; rounding before the bias, RoundsOnce;
+// leaving out the memset behind the columns, LaysShardsSideBySide.
 #include "transformer_engine/comm.h"
 
 #include <gtest/gtest.h>
@@ -125,6 +126,66 @@ TEST_P(Comm, OnePartialKeepsItsBits) {
   const te_tensor partial = x.tensor();
   TE_ASSERT_OK(te_comm_ordered_sum(&partial, 1, kAbsent, out.tensor(), nullptr));
   expect_bits(out.read(), x.read(), "one partial");
+}
+
+// Shards [rows, m] of T at their pitches; `pad` columns behind out's are zeros.
+template <class T>
+void check_interleave(int32_t device, int32_t ranks, int64_t rows, int64_t m, int64_t shard_pitch, int64_t pad) {
+  const std::string what = std::to_string(ranks) + " shards of " + std::to_string(rows) + "x" + std::to_string(m) +
+                           " pitch " + std::to_string(shard_pitch) + " pad " + std::to_string(pad);
+  const int64_t cols = ranks * m, pitch = cols + pad;
+  std::vector<std::unique_ptr<Buffer<T>>> buffers;
+  std::vector<te_tensor> shards;
+  std::vector<T> want(static_cast<size_t>(rows * pitch), T(0));
+  for (int32_t rank = 0; rank < ranks; ++rank) {
+    buffers.push_back(std::make_unique<Buffer<T>>(device, rows, m, shard_pitch));
+    std::vector<T> values;
+    for (int64_t i = 0; i < rows * m; ++i) values.push_back(T(1 + (i * 7 + rank * 31) % 251));
+    buffers.back()->fill(values);
+    shards.push_back(buffers.back()->tensor());
+    for (int64_t i = 0; i < rows * m; ++i) want[size_t(i / m * pitch + rank * m + i % m)] = values[size_t(i)];
+  }
+  Buffer<T> out(device, rows, pitch);  // as wide as its pitch, so that reading it shows what is behind the columns
+  te_tensor target = out.tensor();
+  target.cols = cols;
+  TE_ASSERT_OK(te_comm_interleave(shards.data(), ranks, target, nullptr));
+  if (cols != 0) {
+    EXPECT_EQ(out.read(), want) << what;
+  }
+  EXPECT_TRUE(out.padding_untouched()) << what;
+}
+
+TEST_P(Comm, LaysShardsSideBySide) {
+  for (const int32_t ranks : {1, 2, 3, 8}) {
+    // 16-byte pieces, odd sizes, a shard's padding left out, one row, more rows than a grid has, nothing.
+    check_interleave<uint8_t>(GetParam(), ranks, 40, 128, 128, 0);
+    check_interleave<uint8_t>(GetParam(), ranks, 40, 48, 64, 16);
+    check_interleave<uint8_t>(GetParam(), ranks, 7, 33, 48, 15);
+    check_interleave<uint8_t>(GetParam(), ranks, 7, 16, 17, 0);
+    check_interleave<uint8_t>(GetParam(), ranks, 1, 16, 16, 3);
+    check_interleave<uint8_t>(GetParam(), ranks, 70000, 1, 1, 2);
+    check_interleave<uint8_t>(GetParam(), ranks, 0, 16, 16, 0);
+    check_interleave<uint8_t>(GetParam(), ranks, 16, 0, 16, 0);
+    check_interleave<float>(GetParam(), ranks, 5, 32, 32, 4);
+    check_interleave<float>(GetParam(), ranks, 5, 1, 4, 3);
+    check_interleave<float>(GetParam(), ranks, 3, 6, 8, 1);
+  }
+}
+
+TEST_P(Comm, InterleaveRefusesWhatDoesNotFit) {
+  Buffer<uint8_t> x(GetParam(), 4, 16), out(GetParam(), 4, 32), odd(GetParam(), 4, 33);
+  Buffer<bf16> wide(GetParam(), 4, 32);
+  const auto refused = [&](std::vector<te_tensor> shards, int32_t count, te_tensor target, const std::string& word) {
+    EXPECT_EQ(te_comm_interleave(shards.data(), count, target, nullptr), TE_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(te_last_error()).find(word), std::string::npos) << te_last_error();
+  };
+  refused({x.tensor()}, 0, out.tensor(), "'count' is 0");
+  refused({x.tensor(), x.tensor()}, 2, odd.tensor(), "'out' is [4, 33]");
+  refused({x.tensor()}, 1, out.tensor(), "'shards[0]' is [4, 16], wanted [4, 32]");
+  refused({x.tensor(), x.tensor()}, 2, wide.tensor(), "'out' is of dtype bfloat16");
+  refused({x.tensor(), x.tensor(TE_FLOAT8_E4M3)}, 2, out.tensor(), "'shards[1]' is of dtype float8_e4m3");
+  EXPECT_EQ(te_comm_interleave(nullptr, 2, out.tensor(), nullptr), TE_INVALID_ARGUMENT);
+  for (const uint8_t value : out.read()) EXPECT_EQ(value, testing::kPoison) << "written in spite of the error";
 }
 
 TEST_P(Comm, SumRefusesWhatDoesNotFit) {

@@ -1,10 +1,14 @@
-# comm, the binding: the ordered sum against the same additions in torch, layouts, torch.compile, opcheck, errors.
-# Mutant: cutting the inbox by its width instead of its pitch (csrc/comm.cpp, step) turns test_layouts red.
+# comm, the binding: the ordered sum against the same additions in torch, shards quantized apart and put together
+# against the whole quantized, layouts, torch.compile, opcheck, errors.
+# Mutant: cutting the inbox by its width instead of its pitch (csrc/comm.cpp, step) turns test_layouts red; the
+# last shard first (interleave in comm.cpp), test_shards_become_the_whole.
 import pytest
 import torch
+from quantize_cases import KINDS, check_padding, draw, quantizer
 from support import DTYPES, assert_same_bits, layouts, randn, refused
 
-from transformer_engine.pytorch.functional import comm_ordered_sum
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.functional import comm_interleave, comm_ordered_sum
 
 
 def in_order(partials, bias=None):
@@ -45,16 +49,81 @@ def test_layouts(dtype, device):
     )
 
 
+# ---- interleave ----
+
+
+def together(kind, parts, m):
+    """(rowwise, its scales, columnwise, its scales) of the whole, from those of shards with m rows each."""
+
+    def behind(name):
+        return torch.cat([getattr(part, name) for part in parts])
+
+    def beside(name, columns):
+        return comm_interleave(torch.stack([getattr(part, name)[:, :columns] for part in parts]))
+
+    tensor_wide = kind in ("current", "delayed")
+    scales = columnwise_scales = parts[0].rowwise_scale_inv
+    if not tensor_wide:
+        scales = beside("rowwise_scale_inv", m) if kind == "block1d" else behind("rowwise_scale_inv")
+        columnwise_scales = (
+            behind("columnwise_scale_inv") if kind == "block1d" else beside("columnwise_scale_inv", m // 128)
+        )
+    return behind("rowwise"), scales, beside("columnwise", m), columnwise_scales
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4, 8))
+def test_shards_become_the_whole(kind, ranks, device):
+    for m, cols, e5m2 in ((128, 48, False), (256, 130, True), (128, 1, False), (1, 40, False), (33, 40, True)):
+        if kind.startswith("block") and m % 128 != 0:
+            continue  # a block of the whole would be of two ranks
+        x = draw(ranks * m, cols, torch.bfloat16, device)
+        q = quantizer("delayed" if kind == "current" else kind, device, e5m2)  # current: the group's amax, one scale
+        whole = _C.quantize(q, x, True, True)
+        parts = [_C.quantize(q, shard, True, True) for shard in x.chunk(ranks)]
+        got = together(kind, parts, m)
+        want = (whole.rowwise, whole.rowwise_scale_inv, whole.columnwise, whole.columnwise_scale_inv)
+        for name, a, b in zip(("rowwise", "scales", "columnwise", "columnwise scales"), got, want, strict=True):
+            assert_same_bits(a, b, f"{name} of {ranks} x {m} x {cols}")
+        assert got[2].stride() == whole.columnwise.stride()
+        check_padding(got[2], "columnwise")
+
+
+def test_interleave_layouts(device):
+    plain = torch.randint(1, 256, (3, 20, 24), dtype=torch.uint8, device=device)
+    want = torch.cat(list(plain), 1)
+    for name, laid in (("contiguous", plain), *layouts(plain), ("expanded", plain[:1].expand(3, 20, 24))):
+        got = comm_interleave(laid)
+        assert_same_bits(got, torch.cat(list(laid), 1), name)
+        check_padding(got, name)
+    scales = torch.randn(3, 5, 6, device=device)
+    padded = comm_interleave(scales)
+    assert padded.shape == (5, 20) and not padded[:, 18:].any()
+    assert_same_bits(padded[:, :18], torch.cat(list(scales), 1))
+    for empty in (plain[:, :0], plain[:, :, :0], scales[:, :0], scales[:, :, :0]):
+        assert comm_interleave(empty).numel() == 0
+    assert_same_bits(comm_interleave(plain), want)
+
+
+# ---- under the dispatcher ----
+
+
 def test_compiles_whole(device):
     partials, bias = randn(2, 6, 40, device=device), randn(40, device=device)
     compiled = torch.compile(lambda p, b: comm_ordered_sum(p * 2, b) + 1, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(partials, bias), comm_ordered_sum(partials * 2, bias) + 1)
+
+    bytes = torch.randint(256, (2, 20, 24), dtype=torch.uint8, device=device)
+    compiled = torch.compile(lambda b: comm_interleave(b ^ 1) ^ 1, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(bytes), comm_interleave(bytes))
 
 
 def test_opcheck(device):
     op = torch.ops.te.comm_ordered_sum.default
     for bias in (None, randn(24, device=device)):
         torch.library.opcheck(op, (randn(3, 5, 24, device=device), bias))
+    for shards in (torch.ones(3, 5, 24, dtype=torch.uint8, device=device), randn(3, 5, 3, device=device)):
+        torch.library.opcheck(torch.ops.te.comm_interleave.default, (shards,))
 
 
 def test_errors(device):
@@ -72,3 +141,9 @@ def test_errors(device):
     with refused(ValueError, "bias", "Half", "Float"):
         comm_ordered_sum(x, randn(8, dtype=torch.float16, device=device))
     assert_same_bits(comm_ordered_sum(x), x[0] + x[1])
+    with refused(ValueError, "comm_interleave", "shards", "[3, 8]", "[ranks, rows, columns of one]"):
+        comm_interleave(x[0])
+    with refused(ValueError, "comm_interleave", "shards", "Half", "uint8"):
+        comm_interleave(x.half())
+    with refused(ValueError, "count", "129", "1 to 128"):
+        comm_interleave(x[:1].expand(129, 3, 8))

@@ -1,11 +1,14 @@
-// comm, binding: kernel wrapper, schema and Meta function of the ordered sum. It is called inside nodes and has no
-// autograd of its own.
+// comm, binding: kernel wrappers, schemas and Meta functions of the ordered sum and the interleave. They are called
+// inside nodes and have no autograd of their own.
 #include "comm.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+
+#include "quantize.h"
 
 namespace te_torch {
 
@@ -33,7 +36,62 @@ Tensor ordered_sum(const Tensor& partials, const OptionalTensor& bias) {
   return Dispatched::call<comm_ordered_sum>("te::comm_ordered_sum", partials, bias);
 }
 
+constexpr int64_t kRowBytes = 16, kScaleRun = 4;
+
+void check_shards(const Tensor& shards) {
+  const char* op = "comm_interleave";
+  TORCH_CHECK_VALUE(shards.dim() == 3 && shards.sym_size(0) >= 1, op, ": argument 'shards' has shape ",
+                    shards.sym_sizes(), ", wanted [ranks, rows, columns of one] with one rank at least.");
+  TORCH_CHECK_VALUE(shards.scalar_type() == at::kByte || shards.scalar_type() == at::kFloat, op,
+                    ": argument 'shards' has dtype ", shards.scalar_type(),
+                    ", wanted uint8 (FP8 data) or float32 (scales of blocks).");
+}
+
+Tensor comm_interleave_meta(const Tensor& shards) {
+  check_shards(shards);
+  const bool data = shards.scalar_type() == at::kByte;
+  const c10::SymInt rows = shards.sym_size(1), cols = shards.sym_size(0) * shards.sym_size(2);
+  const int64_t to = data ? kRowBytes : kScaleRun;
+  const c10::SymInt pitch = (cols + (to - 1)) / to * to;
+  if (!data) return shards.new_empty_symint({rows, pitch});
+  return at::empty_strided_symint({rows, cols}, {pitch.max(1), 1}, shards.options());
+}
+
+// What Python calls in eager mode.
+Tensor interleave(const Tensor& shards) {
+  if (!must_dispatch({&shards})) return comm_interleave(shards);
+  return Dispatched::call<comm_interleave>("te::comm_interleave", shards);
+}
+
+// Rows whose elements lie densely, each with memory of its own.
+Tensor dense_rows(const Tensor& t) {
+  const bool dense = t.numel() == 0 || t.size(2) == 1 || t.stride(2) == 1;
+  const bool apart = t.size(1) <= 1 || t.stride(1) >= t.size(2);
+  return dense && apart && !t.is_neg() ? t : t.contiguous();
+}
+
 }  // namespace
+
+Tensor comm_interleave(const Tensor& shards) {
+  const char* op = "comm_interleave";
+  check_shards(shards);
+  const Tensor in = dense_rows(shards);
+  const int64_t rows = in.size(1), cols = in.size(0) * in.size(2);
+  Tensor out;
+  te_tensor target{};
+  if (in.scalar_type() == at::kByte) {
+    out = empty_fp8_data(rows, cols, in.options());
+    target = bytes_view(out, TE_UINT8, op, "out");
+  } else {
+    out = at::empty({rows, (cols + kScaleRun - 1) / kScaleRun * kScaleRun}, in.options());
+    target = view_2d(out, op, "out");
+    target.cols = cols;
+  }
+  std::vector<te_tensor> ranks;
+  for (const Tensor& shard : in.unbind(0)) ranks.push_back(view_2d(shard, op, "shards"));
+  check(te_comm_interleave(ranks.data(), int32_t(ranks.size()), target, current_stream(in)));
+  return out;
+}
 
 Tensor comm_ordered_sum(const Tensor& partials, const OptionalTensor& bias) {
   const char* op = "comm_ordered_sum";
@@ -53,11 +111,26 @@ Tensor comm_ordered_sum(const Tensor& partials, const OptionalTensor& bias) {
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) { m.def("comm_ordered_sum(Tensor partials, Tensor? bias) -> Tensor"); }
-TORCH_LIBRARY_IMPL(te, CPU, m) { m.impl("comm_ordered_sum", comm_ordered_sum); }
-TORCH_LIBRARY_IMPL(te, CUDA, m) { m.impl("comm_ordered_sum", comm_ordered_sum); }
-TORCH_LIBRARY_IMPL(te, Meta, m) { m.impl("comm_ordered_sum", comm_ordered_sum_meta); }
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def("comm_ordered_sum(Tensor partials, Tensor? bias) -> Tensor");
+  m.def("comm_interleave(Tensor shards) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(te, CPU, m) {
+  m.impl("comm_ordered_sum", comm_ordered_sum);
+  m.impl("comm_interleave", comm_interleave);
+}
+TORCH_LIBRARY_IMPL(te, CUDA, m) {
+  m.impl("comm_ordered_sum", comm_ordered_sum);
+  m.impl("comm_interleave", comm_interleave);
+}
+TORCH_LIBRARY_IMPL(te, Meta, m) {
+  m.impl("comm_ordered_sum", comm_ordered_sum_meta);
+  m.impl("comm_interleave", comm_interleave_meta);
+}
 
-void register_comm(pybind11::module_& m) { m.def("comm_ordered_sum", torch::wrap_pybind_function_no_gil(ordered_sum)); }
+void register_comm(pybind11::module_& m) {
+  m.def("comm_ordered_sum", torch::wrap_pybind_function_no_gil(ordered_sum));
+  m.def("comm_interleave", torch::wrap_pybind_function_no_gil(interleave));
+}
 
 }  // namespace te_torch

@@ -11,4 +11,9 @@ namespace te_torch {
 // rounded once. A new, contiguous tensor. Registered as te::comm_ordered_sum.
 Tensor comm_ordered_sum(const Tensor& partials, const OptionalTensor& bias);
 
+// shards [ranks, rows, m] -> [rows, ranks * m], side by side; what is what in transformer_engine/comm.h. uint8: FP8
+// data as of empty_fp8_data, zeros behind them. float32: scales [rows, ranks * m rounded up to 4], zeros behind them;
+// the shards without their own padding (narrow them to m). Registered as te::comm_interleave.
+Tensor comm_interleave(const Tensor& shards);
+
 }  // namespace te_torch

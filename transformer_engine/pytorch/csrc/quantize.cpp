@@ -50,16 +50,6 @@ std::array<Int, 2> scale_shape(te_scaling scaling, const Int& rows, const Int& c
   return {Int(rounded_up(rows, kBlock) / kBlock), rounded_up(blocks, kScaleRun)};
 }
 
-// Its pitch is a row's bytes rounded up; there are rows up to a multiple as well, which a product reads: zeros.
-Tensor empty_data(int64_t rows, int64_t cols, const at::TensorOptions& like) {
-  const auto options = like.dtype(at::kByte);
-  const int64_t pitch = rounded_up(cols, kRowBytes), all_rows = rounded_up(rows, kRowBytes);
-  Tensor data = at::empty({all_rows, pitch}, options);
-  if (all_rows == rows && pitch == cols) return data;
-  if (all_rows > rows) data.narrow(0, rows, all_rows - rows).zero_();
-  return at::as_strided(data, {rows, cols}, {std::max<int64_t>(pitch, 1), 1});
-}
-
 Tensor empty_scales(te_scaling scaling, int64_t rows, int64_t cols, const at::TensorOptions& like) {
   if (scaling == TE_SCALING_TENSOR) return at::empty({2}, like.dtype(at::kFloat));
   return at::empty(scale_shape(scaling, rows, cols), like.dtype(at::kFloat));
@@ -143,17 +133,26 @@ Quantizer stateless_quantizer(at::ArrayRef<int64_t> packed) {
   return {spec, {}, {}, {}};
 }
 
+Tensor empty_fp8_data(int64_t rows, int64_t cols, const at::TensorOptions& like) {
+  const auto options = like.dtype(at::kByte);
+  const int64_t pitch = rounded_up(cols, kRowBytes), all_rows = rounded_up(rows, kRowBytes);
+  Tensor data = at::empty({all_rows, pitch}, options);
+  if (all_rows == rows && pitch == cols) return data;
+  if (all_rows > rows) data.narrow(0, rows, all_rows - rows).zero_();
+  return at::as_strided(data, {rows, cols}, {std::max<int64_t>(pitch, 1), 1});
+}
+
 Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
                           const at::TensorOptions& like) {
   Quantized q;
   q.scaling = spec.scaling();
   q.e5m2 = spec.e5m2;
   if (directions.rowwise) {
-    q.rowwise = empty_data(rows, cols, like);
+    q.rowwise = empty_fp8_data(rows, cols, like);
     q.rowwise_scale_inv = empty_scales(q.scaling, rows, cols, like);
   }
   if (directions.columnwise) {
-    q.columnwise = empty_data(cols, rows, like);
+    q.columnwise = empty_fp8_data(cols, rows, like);
     const bool shared = q.scaling == TE_SCALING_TENSOR && directions.rowwise;
     q.columnwise_scale_inv = shared ? q.rowwise_scale_inv : empty_scales(q.scaling, cols, rows, like);
   }
@@ -266,7 +265,7 @@ Tensor dequantize(const Quantized& q, at::ScalarType dtype) {
 }
 
 Tensor fp8_transpose(const Tensor& data, const OptionalTensor& out) {
-  const Tensor transposed = out.has_value() ? *out : empty_data(data.size(1), data.size(0), data.options());
+  const Tensor transposed = out.has_value() ? *out : empty_fp8_data(data.size(1), data.size(0), data.options());
   check(te_quantize_transpose(bytes_view(data, TE_UINT8, "fp8_transpose", "data"),
                               bytes_view(transposed, TE_UINT8, "fp8_transpose", "out"), current_stream(data)));
   if (out.has_value()) note_written(transposed);

@@ -57,8 +57,11 @@ struct Quantizer {
   bool active() const { return spec.kind != QuantizeSpec::kNone; }
 };
 
-// Buffers for the directions of a [rows, cols] matrix, rows and pitch rounded up to 16 (FP8 products need both) and the
-// rows beyond zeroed; the data are views of [rows, cols] and [cols, rows] on them. Not otherwise initialised.
+// FP8 data of one direction: uint8 [rows, cols], a view on a buffer whose rows and pitch are rounded up to 16 (FP8
+// products need both) and whose rows beyond are zeroed. Not otherwise initialised.
+Tensor empty_fp8_data(int64_t rows, int64_t cols, const at::TensorOptions& like);
+
+// Such data for the directions of a [rows, cols] matrix, [rows, cols] and [cols, rows], and their scales.
 Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
                           const at::TensorOptions& like);
 

@@ -2,7 +2,7 @@
 torch.ops.te.<op>, the same C++ function behind a schema. This is the only place that chooses between the two."""
 
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds
-from transformer_engine.pytorch.functional.comm import comm_ordered_sum
+from transformer_engine.pytorch.functional.comm import comm_interleave, comm_ordered_sum
 from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
 from transformer_engine.pytorch.functional.linear import (
     activation_linear,
@@ -33,6 +33,7 @@ __all__ = [
     "activation",
     "activation_kinds",
     "activation_linear",
+    "comm_interleave",
     "comm_ordered_sum",
     "dequantize",
     "gemm",

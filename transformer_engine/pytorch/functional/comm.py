@@ -16,3 +16,17 @@ def comm_ordered_sum(partials: torch.Tensor, bias: torch.Tensor | None = None) -
     if torch.compiler.is_compiling():
         return torch.ops.te.comm_ordered_sum(partials, bias)
     return _C.comm_ordered_sum(partials, bias)
+
+
+def comm_interleave(shards: torch.Tensor) -> torch.Tensor:
+    """shards[0], shards[1], ... side by side: what ranks quantized and gathered behind each other, as of the whole.
+
+    Shapes: shards [ranks, rows, m] -> [rows, ranks * m], up to 128 ranks. Any strides; dense rows are not copied.
+    Dtypes: uint8 (columnwise FP8 data; the result's rows and pitch are padded to 16 with zeros, as products want them)
+    or float32 (rowwise scales of 1x128 blocks, columnwise ones of 128x128, without their padding; the result has the
+    whole's: columns up to a multiple of 4, zeros). Not differentiable.
+    Errors: ValueError naming the argument.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.te.comm_interleave(shards)
+    return _C.comm_interleave(shards)

@@ -5,8 +5,8 @@
 
 namespace te::comm {
 
-// Partials as a kernel takes them: a table in its argument.
-struct Partials {
+// What ranks gave, as a kernel takes it: a table in its argument.
+struct Ranks {
   const void* data[TE_COMM_MOST_RANKS];
   int64_t row_pitch[TE_COMM_MOST_RANKS];
   int32_t count;
@@ -15,6 +15,7 @@ struct Partials {
 namespace cuda {
 void ordered_sum(const te_tensor* partials, int32_t count, const te_tensor& bias, const te_tensor& out,
                  te_stream stream);
-}
+void interleave(const te_tensor* shards, int32_t count, const te_tensor& out, te_stream stream);
+}  // namespace cuda
 
 }  // namespace te::comm
