@@ -333,8 +333,9 @@ REFUSED = {
         "multimem_all_reduce": lambda: distributed.symmetric_all_reduce(torch.ones(2)),
     },
     "gather_along_first_dim": {
-        f"{name}=": lambda name=name: distributed.gather_along_first_dim(torch.ones(2), None, **{name: True})
-        for name in ("quantizer", "external_coalescing")
+        "external_coalescing=": lambda: distributed.gather_along_first_dim(
+            torch.ones(2), None, external_coalescing=True
+        )
     },
     "apply_rotary_pos_emb": {
         f"{name}=": lambda name=name, value=value: rope.apply_rotary_pos_emb(heads(), angles(), **{name: value})
