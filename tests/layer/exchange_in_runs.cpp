@@ -53,7 +53,8 @@ class InRuns final : public layer::Transfer {
     return true;
   }
 
-  void take(const Rows& rows, const Tensor& result) override {
+  void take(const Rows* taken, const Tensor& result) override {
+    const Rows& rows = *taken;
     if (!result_.defined()) {
       result_ = result.new_empty({data(sent_).size(0), result.size(-1)});
       result_.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -79,12 +80,15 @@ class InRuns final : public layer::Transfer {
 
 class Exchange final : public layer::Exchange {
  public:
-  std::unique_ptr<layer::Transfer> begin(const Route& route, layer::Pass, const Operand& mine,
-                                         const Tensor& like) const override {
+  std::unique_ptr<layer::Transfer> begin(const Route& route, layer::Pass, const Operand& mine, const Tensor& like,
+                                         const Quantizer*, Directions, const OptionalTensor&) const override {
     const bool refused = mine.plain.defined() && mine.plain.dim() == 0;  // by the product, in its words
     return route.direct() && !refused ? std::make_unique<InRuns>(mine, like) : nullptr;
   }
-  Operand whole(const Route&, layer::Pass, const Operand& mine) const override { return mine; }
+  Operand whole(const Route&, layer::Pass, const Operand& mine, const Quantizer*, const layer::Transfer*,
+                const Tensor&) const override {
+    return mine;
+  }
 };
 
 }  // namespace

@@ -177,15 +177,15 @@ def test_opcheck(device):
         t.requires_grad_()
     buffers = [torch.zeros(rows, 16, device=device) for rows in (4, 10)]
     targets = [0, 4, 0, 0, 2, -1, 0, 10, 1]  # of three weights the second is frozen, the third overwrites
-    check(ops.linear.main_grad, (x, weight, bias, False, [], buffers, targets))
-    check(ops.activation_linear.main_grad, (x, weight, None, "gelu", [], [], buffers, targets))
+    check(ops.linear.main_grad, (x, weight, bias, False, [], [], "", buffers, targets))
+    check(ops.activation_linear.main_grad, (x, weight, None, "gelu", [], [], [], "", buffers, targets))
     norm = (1e-5, True, False)
     check(
         ops.normalization_linear.main_grad,
-        (x, None, gamma, None, weight, bias, *norm, True, False, [], buffers, targets),
+        (x, None, gamma, None, weight, bias, *norm, True, False, [], [], "", buffers, targets),
     )
     products = (weight, bias, weight, None)
-    mlp = (x, None, gamma, None, *products, *norm, "gelu", [], True, False, False, False, [], [])
+    mlp = (x, None, gamma, None, *products, *norm, "gelu", [], True, False, False, False, [], [], [], "")
     check(ops.layernorm_mlp.main_grad, (*mlp, [torch.zeros(16, 16, device=device)], [1, 16, 0]))
 
 
@@ -296,4 +296,4 @@ def test_targets_that_name_nothing_are_refused(main_grads, targets, words, devic
     x, weight = torch.ones(2, 4, device=device), torch.ones(4, 4, device=device, requires_grad=True)
     grads = [torch.zeros(4, 4, device=device)] * main_grads
     with refused(ValueError, *words):
-        torch.ops.te.linear.main_grad(x, weight, None, False, [], grads, targets)
+        torch.ops.te.linear.main_grad(x, weight, None, False, [], [], "", grads, targets)

@@ -13,6 +13,7 @@ void register_activation(pybind11::module_& m);
 void register_activation_quantized(pybind11::module_& m);
 void register_backward_watch(pybind11::module_& m);
 void register_comm(pybind11::module_& m);
+void register_exchange_group(pybind11::module_& m);
 void register_gemm(pybind11::module_& m);
 void register_gemm_fp8(pybind11::module_& m);
 void register_gemm_path(pybind11::module_& m);
@@ -41,6 +42,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_activation_quantized(m);
   te_torch::register_backward_watch(m);
   te_torch::register_comm(m);
+  te_torch::register_exchange_group(m);
   te_torch::register_gemm(m);
   te_torch::register_gemm_fp8(m);
   te_torch::register_gemm_path(m);

@@ -63,6 +63,21 @@ def _traced(op: str, call: object, arguments: tuple, *products: tuple[torch.Tens
     return call.main_grad(*arguments, main_grads, targets)
 
 
+class Parallel(NamedTuple):
+    """How a product is divided over a group, as torch.compile can follow it: that of a _C.GroupExchange."""
+
+    spec: list[int]  # 1 (column) or 2 (row), sequence, recompute, ranks
+    group: str
+
+
+# None: all is local. Of an MLP's two products the second one's is the row of the first one's column.
+Exchange = _C.GroupExchange | Parallel | None
+
+
+def _parallel(exchange: Exchange) -> tuple[list[int], str]:
+    return ([], "") if exchange is None else (exchange.spec, exchange.group)
+
+
 def _spec(quantization: Quantization) -> list[int]:
     if quantization is None:
         return []
@@ -78,6 +93,7 @@ def linear(
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
     keep_input: bool = False,
+    exchange: Exchange = None,
 ) -> torch.Tensor:
     """y = x weight^T + bias.
 
@@ -86,12 +102,13 @@ def linear(
     quantization: the products are FP8 ones. own_weight: weight's FP8 copy, made before; weight serves autograd alone.
     Saves: x for weight's gradient, weight for x's; neither where that gradient is not wanted. Of FP8 operands the one
     direction that the backward reads; with keep_input x as it is, which the backward quantizes again.
+    exchange: weight is this rank's part, and tokens or sums go over a process group (csrc/layer/exchange_group.h).
     Errors: ValueError naming the argument whose shape, dtype or device does not fit.
     """
     if torch.compiler.is_compiling():
-        arguments = (x, weight, bias, keep_input, _spec(quantization))
+        arguments = (x, weight, bias, keep_input, _spec(quantization), *_parallel(exchange))
         return _traced("linear", torch.ops.te.linear, arguments, (weight, sink))
-    return _C.linear(x, weight, bias, keep_input, sink, quantization, own_weight)
+    return _C.linear(x, weight, bias, keep_input, sink, quantization, own_weight, exchange)
 
 
 def normalization_linear(
@@ -111,6 +128,7 @@ def normalization_linear(
     sink: Sink | TracedSink | None = None,
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
+    exchange: Exchange = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y = norm(h) weight^T + bias with h = x + residual (or x); RMSNorm when rms, else LayerNorm.
 
@@ -118,17 +136,18 @@ def normalization_linear(
     norm's output is empty where it is quantized and nobody asked for it (return_output=False).
     Gradients may arrive at all three: what arrives at h is added inside the norm's backward.
     Shapes: x, residual, norm output, h [..., in_features]; y [..., out_features].
-    quantization, own_weight: as in linear.
+    quantization, own_weight, exchange: as in linear.
     Saves: h, the norm's statistics and output, gamma, weight; less where gradients are not wanted. recompute_output:
     not the norm's output, which the backward computes again, to the same bits, at the cost of the norm's forward.
     """
     args = (x, residual, gamma, beta, weight, bias, eps, rms, zero_centered_gamma, return_output, recompute_output)
     if torch.compiler.is_compiling():
         op = torch.ops.te.normalization_linear
-        y, norm_output, h = _traced("normalization_linear", op, (*args, _spec(quantization)), (weight, sink))
+        arguments = (*args, _spec(quantization), *_parallel(exchange))
+        y, norm_output, h = _traced("normalization_linear", op, arguments, (weight, sink))
         # The compiler fuses the residual's gradient by itself.
         return y, norm_output, x if return_input and residual is None else h
-    return _C.normalization_linear(*args, return_input, sink, quantization, own_weight)
+    return _C.normalization_linear(*args, return_input, sink, quantization, own_weight, exchange)
 
 
 def activation_linear(
@@ -141,15 +160,16 @@ def activation_linear(
     sink: Sink | TracedSink | None = None,
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
+    exchange: Exchange = None,
 ) -> torch.Tensor:
     """y = act(x) weight^T + bias, the second half of an MLP. kind and params as in functional.activation.
 
     Saves: x (the pre-activation) and weight. The activation is not kept: the backward writes it again.
     """
     if torch.compiler.is_compiling():
-        arguments = (x, weight, bias, kind, list(params), _spec(quantization))
+        arguments = (x, weight, bias, kind, list(params), _spec(quantization), *_parallel(exchange))
         return _traced("activation_linear", torch.ops.te.activation_linear, arguments, (weight, sink))
-    return _C.activation_linear(x, weight, bias, kind, list(params), sink, quantization, own_weight)
+    return _C.activation_linear(x, weight, bias, kind, list(params), sink, quantization, own_weight, exchange)
 
 
 def layernorm_mlp(
@@ -174,6 +194,7 @@ def layernorm_mlp(
     sinks: tuple[Sink | TracedSink | None, Sink | TracedSink | None] = (None, None),
     quantizations: tuple[Quantization, Quantization] = (None, None),
     own_weights: tuple[_C.Quantized | None, _C.Quantized | None] = (None, None),
+    exchanges: tuple[Exchange, Exchange] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """activation_linear(normalization_linear(x)) as one node, to the same bits.
 
@@ -186,10 +207,10 @@ def layernorm_mlp(
     options = (eps, rms, zero_centered_gamma, kind, list(params))
     kept = (return_output, recompute_output, recompute, fp8_pre_activation)
     if torch.compiler.is_compiling():
-        arguments = (*args, *options, *kept, *map(_spec, quantizations))
+        arguments = (*args, *options, *kept, *map(_spec, quantizations), *_parallel(exchanges[0]))
         products = zip((fc1_weight, fc2_weight), sinks, strict=True)
         return _traced("layernorm_mlp", torch.ops.te.layernorm_mlp, arguments, *products)
-    return _C.layernorm_mlp(*args, *options, *kept, *sinks, *quantizations, *own_weights)
+    return _C.layernorm_mlp(*args, *options, *kept, *sinks, *quantizations, *own_weights, *exchanges)
 
 
 def noop_cat(parts: Sequence[torch.Tensor], names: Sequence[str] = ()) -> torch.Tensor:

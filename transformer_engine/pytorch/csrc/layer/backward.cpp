@@ -2,6 +2,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 
+#include "gathered_product.h"
 #include "layer.h"
 
 namespace te_torch::layer {
@@ -54,16 +55,33 @@ SourceSaved source_saved(const NamedTensors& saved, size_t number, const Tensor&
           get(kUsedScales)};
 }
 
-WeightGrads weight_gradient(const Route& route, const Stage& stage, Gradient gradient, Operand operand,
-                            at::ScalarType dtype, bool with_bias) {
+// What a weight's gradient is made of. gathered: the operand has all ranks' rows already. behind, arrived: of dy, as an
+// exchange takes them.
+struct WeightParts {
+  Gradient gradient;
+  Operand operand;
+  bool gathered = false;
+  const Quantizer* behind = nullptr;
+  const Transfer* arrived = nullptr;
+};
+
+WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightParts parts, at::ScalarType dtype,
+                            bool with_bias) {
   const ProductQuantization* q = stage.quantization.get();
-  if (stage.exchange) {
-    operand = stage.exchange->whole(route, Pass::kFprop, operand);
-    gradient.dy = stage.exchange->whole(route, Pass::kDgrad, gradient.dy);
-  }
+  const Exchange* exchange = stage.exchange.get();
   // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
-  if (stage.sink && operand.plain.defined()) operand.plain = operand.plain.detach();
-  const auto product = stage.products->weight_product(route, std::move(gradient), std::move(operand), dtype,
+  if (stage.sink && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
+  const bool x = exchange != nullptr && exchange->gathers(Pass::kFprop) && !parts.gathered;
+  const bool dy = exchange != nullptr && exchange->gathers(Pass::kDgrad);
+  if (x || dy) {
+    const auto product = std::make_shared<GatheredProduct>(stage, std::move(parts.gradient), std::move(parts.operand),
+                                                           parts.behind, x, dtype);
+    product->lend(parts.arrived);
+    const WeightGrads grads = stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
+    product->lend(nullptr);
+    return grads;
+  }
+  const auto product = stage.products->weight_product(route, std::move(parts.gradient), std::move(parts.operand), dtype,
                                                       q == nullptr || q->split_wgrad);
   return stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
 }
@@ -73,48 +91,81 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
                          const Incoming& in, const Onward& onward) {
   const ProductQuantization* q = stage.quantization.get();
   const Source& source = *stage.source;
+  const Exchange* exchange = stage.exchange.get();
   const SourceSaved from = source_saved(saved, number, input);
   Gradients out;
 
-  Gradient gradient{in.made, in.dbias};
+  WeightParts parts{{in.made, in.dbias}, {}, false, nullptr, nullptr};
+  Gradient& gradient = parts.gradient;
+  const Directions directions{wanted.source, wanted.weight};
   if (in.dy.defined() && (wanted.source || wanted.weight || wanted.bias)) {
-    const Directions directions{wanted.source, wanted.weight};
-    gradient.dy = operand_of(route, gradient_quantizer(q, directions), in.dy, directions,
-                             wanted.bias ? &gradient.dbias : nullptr);
+    const Quantizer* quantizer = gradient_quantizer(q, directions);
+    const Quantizing how =
+        exchange != nullptr ? exchange->quantizing(route, Pass::kDgrad, quantizer, in.dy) : Quantizing::kBefore;
+    Tensor* sums = wanted.bias ? &gradient.dbias : nullptr;
+    if (how == Quantizing::kBefore) {
+      gradient.dy = operand_of(route, quantizer, in.dy, directions, sums);
+    } else {
+      if (wanted.bias) operand_of(route, gradient_quantizer(q, {}), in.dy, {}, sums);
+      gradient.dy =
+          how == Quantizing::kTogether ? exchange->quantized(*quantizer, in.dy, directions) : Operand{in.dy, {}};
+      parts.behind = how == Quantizing::kBehind ? quantizer : nullptr;
+    }
+    // A bias behind the sum over ranks has the gradient of this rank's rows; the product's sums would be of all.
+    const bool all_rows = exchange != nullptr && exchange->gathers(Pass::kDgrad);
+    if (all_rows && wanted.bias && !gradient.dbias.defined()) gradient.dbias = column_sums(in.dy);
   }
-  SourceGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
+  Passing passing;
   if (in.any() && wanted.source) {
     const WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
     const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
       return stage.products->dgrad(route, part, rows, w, like, q == nullptr || q->split_dgrad);
     };
     const Tensor& like = in.dy.defined() ? in.dy : in.like;
-    back.d_operand = through(stage.exchange.get(), route, Pass::kDgrad, gradient.dy, like, product);
-  }
-  if (in.norm_output.defined()) {
-    back.d_operand = back.d_operand.defined() ? back.d_operand + in.norm_output : in.norm_output;
+    std::unique_ptr<Transfer> transfer =
+        exchange != nullptr
+            ? exchange->begin(route, Pass::kDgrad, gradient.dy, like, parts.behind, directions, OptionalTensor())
+            : nullptr;
+    passing = through(std::move(transfer), gradient.dy, like, product);
+    parts.arrived = passing.transfer.get();
   }
 
   // A source that brings the operand back on the way goes before the weight's gradient, which reads it; others go
-  // behind it, so that what they make is not alive meanwhile.
+  // behind it, so that what they make is not alive meanwhile, and what is on its way has time.
+  SourceGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
   back.quantizer = q != nullptr ? &q->x : nullptr;
   back.wants_operand = wanted.weight && stage.operand == Fate::kMadeAgain;
   back.onward = onward.quantizer;
   back.directions = onward.directions;
   back.wants_onward_sums = onward.sums;
+  const auto take_back = [&] {
+    if (passing.defined()) back.d_operand = passing.result();
+    if (in.norm_output.defined()) {
+      back.d_operand = back.d_operand.defined() ? back.d_operand + in.norm_output : in.norm_output;
+    }
+    return source.take_back(route, from, back);
+  };
   TakenBack taken;
   const bool before = source.brings_operand_back();
-  if (before && in.any() && wanted.source) taken = source.take_back(route, from, back);
+  if (before && in.any() && wanted.source) taken = take_back();
 
   if (in.any() && wanted.weight) {
-    Operand operand = taken.operand.defined() ? taken.operand : kept_operand(saved, saved_name(number, kOperand));
-    if (!operand.defined()) operand = source.make_again(route, from, back.quantizer);
+    parts.operand = kept_operand(saved, saved_name(number, kWholeOperand));
+    parts.gathered = parts.operand.defined();
+    if (!parts.gathered) {
+      parts.operand = taken.operand.defined() ? taken.operand : kept_operand(saved, saved_name(number, kOperand));
+    }
+    if (!parts.operand.defined()) {
+      const bool behind = exchange != nullptr && back.quantizer != nullptr &&
+                          exchange->quantizing(route, Pass::kFprop, back.quantizer, from.input) == Quantizing::kBehind;
+      parts.operand = source.make_again(route, from, behind ? nullptr : back.quantizer);
+    }
     if (stage.operand == Fate::kMadeAgain) policy.made_again(source.operand_words());
-    out.weights = weight_gradient(route, stage, std::move(gradient), std::move(operand), dtype, wanted.bias);
+    out.weights = weight_gradient(route, stage, std::move(parts), dtype, wanted.bias);
   } else if (in.any() && wanted.bias) {
     out.weights.biases = {gradient.dbias.defined() ? gradient.dbias : column_sums(in.dy)};
   }
-  if (!before && wanted.source) taken = source.take_back(route, from, back);
+  if (!before && wanted.source) taken = take_back();
   out.dx = taken.dx;
   out.dx_sums = taken.dx_sums;
   out.dgamma = taken.dgamma;
@@ -201,6 +252,11 @@ variable_list Chain::run_backward(const Route& route, const State& state, const 
       const Tensor unpacked = plain_of(route, packed, state.dtype);  // leading dimensions folded
       c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
       shape.back() = unpacked.sym_size(-1);
+      if (stage.exchange != nullptr && shape.size() > 1) {  // y may have another number of tokens along dimension 0
+        c10::SymInt each = 1;
+        for (size_t d = 1; d + 1 < shape.size(); ++d) each = each * shape[d];
+        if (each > 0) shape[0] = unpacked.sym_size(0) / each;
+      }
       input = unpacked.view_symint(shape);
     }
     Onward onward;

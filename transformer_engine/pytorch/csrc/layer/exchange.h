@@ -21,13 +21,20 @@ class TE_EXPORT Transfer {
 
   // What the product reads; of its rows only those that next() has named.
   virtual const Operand& operand() const = 0;
+  // Null: rows arrive in runs. Else all are here, next() is not asked, and the product's result has the leading
+  // dimensions and the dtype of this.
+  virtual const Tensor* at_once() const { return nullptr; }
   // The next rows that have arrived; of an operand without rows, once, none of them. False: there are no more.
   virtual bool next(Rows& rows) = 0;
-  // These rows of the product's result, [rows, features].
-  virtual void take(const Rows& rows, const Tensor& result) = 0;
-  // What goes on in place of the result, when all rows were taken.
+  // These rows of the product's result, [rows, features]; rows is null for all of them at once.
+  virtual void take(const Rows* rows, const Tensor& result) = 0;
+  // What goes on in place of the result, when all rows were taken. What has to be waited for is, here.
   virtual Tensor finish() = 0;
 };
+
+// When an operand that is handed over is quantized: by who makes it, as without an exchange; by the exchange, with what
+// all ranks have to say about its scale; or when all of it has arrived.
+enum class Quantizing : uint8_t { kBefore, kTogether, kBehind };
 
 class TE_EXPORT Exchange {
  public:
@@ -36,27 +43,58 @@ class TE_EXPORT Exchange {
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // `mine` is what this process has; `like` has its leading dimensions and the dtype of the result. Null: all is
-  // here and stays here; in a call that is traced (route) rows do not arrive one behind the other.
-  virtual std::unique_ptr<Transfer> begin(const Route& route, Pass pass, const Operand& mine,
-                                          const Tensor& like) const = 0;
-  // All rows of what the product of this pass reads, for the product of a weight's gradient, which reads both.
-  virtual Operand whole(const Route& route, Pass pass, const Operand& mine) const = 0;
+  // Refuses an x that cannot be handed over, before anything is done with it.
+  virtual void check(const Tensor& x) const {}
+  // Whether what the product of this pass reads comes from others too.
+  virtual bool gathers(Pass) const { return false; }
+  // Whether others add to the result of this pass: a bias is added behind them then, by the transfer.
+  virtual bool adds_up(Pass) const { return false; }
+  // Whether what the forward has gathered is kept for the backward, which gathers it again otherwise.
+  virtual bool keeps_gathered() const { return false; }
+  virtual Quantizing quantizing(const Route&, Pass, const Quantizer*, const Tensor& x) const {
+    return Quantizing::kBefore;
+  }
+  // Of Quantizing::kTogether.
+  virtual Operand quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const {
+    return {x, {}};
+  }
+
+  // `mine` is what this process has; `like` has its leading dimensions and the dtype of the result. behind: quantizes
+  // what has arrived in `directions`; null: it comes as it was sent. bias: of a pass that adds up. Null: all is here
+  // and stays here; in a call that is traced (route) rows do not arrive one behind the other.
+  virtual std::unique_ptr<Transfer> begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
+                                          const Quantizer* behind, Directions directions,
+                                          const OptionalTensor& bias) const = 0;
+  // All rows of what the product of this pass reads, for the product of a weight's gradient, which reads both. done: of
+  // the same pass, in the same call, or null. gradient: what the backward came with; undefined in a forward.
+  virtual Operand whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
+                        const Transfer* done, const Tensor& gradient) const = 0;
+};
+
+// A product's result on its way.
+struct Passing {
+  std::unique_ptr<Transfer> transfer;
+  Tensor local;  // where there is none
+
+  bool defined() const { return transfer != nullptr || local.defined(); }
+  Tensor result() const { return transfer != nullptr ? transfer->finish() : local; }
 };
 
 // product(operand, rows, like) for all rows; rows is null for the whole. Its result has the leading dimensions of
 // `like`.
 template <class Product>
-Tensor through(const Exchange* exchange, const Route& route, Pass pass, const Operand& mine, const Tensor& like,
-               Product&& product) {
-  const std::unique_ptr<Transfer> transfer = exchange == nullptr ? nullptr : exchange->begin(route, pass, mine, like);
-  if (transfer == nullptr) return product(mine, static_cast<const Rows*>(nullptr), like);
+Passing through(std::unique_ptr<Transfer> transfer, const Operand& mine, const Tensor& like, Product&& product) {
+  if (transfer == nullptr) return {nullptr, product(mine, static_cast<const Rows*>(nullptr), like)};
+  if (const Tensor* all = transfer->at_once()) {
+    transfer->take(nullptr, product(transfer->operand(), static_cast<const Rows*>(nullptr), *all));
+    return {std::move(transfer), {}};
+  }
   Rows rows;
   while (transfer->next(rows)) {
     const Tensor shape = like.new_empty({0}).expand({rows.count, 0});
-    transfer->take(rows, product(rows_of(transfer->operand(), rows), &rows, shape));
+    transfer->take(&rows, product(rows_of(transfer->operand(), rows), &rows, shape));
   }
-  return transfer->finish();
+  return {std::move(transfer), {}};
 }
 
 }  // namespace te_torch::layer

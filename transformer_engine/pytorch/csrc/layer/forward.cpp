@@ -12,6 +12,8 @@ constexpr Kept kQuantizedWeight{"quantized weight", "the input's gradient is tak
                                 "a copy of a parameter: quantizing it again"};
 constexpr Kept kMlpInput{"MLP input", "norm, first product and activation are computed again from it",
                          "the sum or product that made it: te.checkpoint around the layer"};
+constexpr Kept kGatheredInput{"gathered input", "the weight's gradient is taken with all ranks' rows",
+                              "gathering it again; tp_recompute_allgather=False keeps it"};
 constexpr Kept kPackedPreActivation{"pre-activation, FP8", "the activation's backward reads it",
                                     "norm and first product: LayerNormMLP(checkpoint=True)"};
 
@@ -26,9 +28,10 @@ Tensor used_scales(const Operand& operand) {
 // Where nothing is made of x, the operand is kept as x in any case.
 bool may_be_made_again(const Stage& stage) { return !stage.source->keeps_width() || stage.quantization != nullptr; }
 
-// For a backward that goes on through the layer with what it has.
+// For a backward that goes on through the layer with what it has. gathered: the operand with all ranks' rows, where
+// that is kept in its place.
 void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in, const LayerOutput& out,
-          at::ArrayRef<Operand> weights, Needs needs) {
+          at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs) {
   const Source& source = *stage.source;
   const Made& made = out.made;
   const bool again = needs.weight && stage.operand == Fate::kMadeAgain;
@@ -45,6 +48,8 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
       keeper.made_again(operand.quantized() ? operand.fp8.rowwise : operand.plain, source.operand_words());
     }
     keeper.keep(name(kUsedScales), used_scales(operand), kScales);
+  } else if (gathered.defined()) {
+    keep_operand(keeper, name(kWholeOperand), gathered, {false, true}, kGatheredInput);
   } else if (needs.weight) {
     keep_operand(keeper, name(kOperand), made.operand, {false, true}, source.operand_words());
   }
@@ -66,6 +71,15 @@ void keep_to_run_again(Keeper& keeper, size_t number, const LayerInput& in, cons
   keeper.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
   for (const Operand& weight : weights) {
     keep_operand(keeper, name(kWeight), weight, {true, true}, weight_words(weight));
+  }
+}
+
+void keep_for_backward(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in, const LayerOutput& out,
+                       at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs, Keeping keeping) {
+  if (keeping == Keeping::kRunAgain) {
+    keep_to_run_again(keeper, number, in, out, weights);
+  } else {
+    keep(keeper, stage, number, in, out, weights, gathered, needs);
   }
 }
 
@@ -96,16 +110,24 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   // Before a quantizer notes the amax of an x that is refused. A norm looks at x itself; what an activation makes of it
   // is known behind it.
   if (source.keeps_width()) check(x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
+  const Exchange* exchange = stage.exchange.get();
+  if (exchange != nullptr) exchange->check(x);
+  const Quantizer* quantizer = q != nullptr ? &q->x : nullptr;
+  const Quantizing how =
+      exchange != nullptr ? exchange->quantizing(route, Pass::kFprop, quantizer, x) : Quantizing::kBefore;
   const bool keep_operand = needs.weight && stage.operand == Fate::kKept && keeping == Keeping::kNormal;
+  const Directions directions{true, keep_operand};
   LayerOutput out;
-  out.made = source.make(route, in.source, q != nullptr ? &q->x : nullptr, {true, keep_operand}, want_output);
-  const Operand& operand = out.made.operand;
+  out.made = source.make(route, in.source, how == Quantizing::kBefore ? quantizer : nullptr, directions, want_output);
+  Operand& operand = out.made.operand;
   if (!source.keeps_width() && operand.quantized()) check(x, operand.fp8.rowwise.sym_size(-1));
   if (!source.keeps_width() && !operand.quantized())
     check(q == nullptr ? operand.plain : x, operand.plain.sym_size(-1));
+  if (how == Quantizing::kTogether) operand = exchange->quantized(*quantizer, operand.plain, directions);
 
   const bool columnwise = needs.source || keeping == Keeping::kRunAgain;
-  WeightSet w{{}, in.biases};
+  const bool adds_up = exchange != nullptr && exchange->adds_up(Pass::kFprop);
+  WeightSet w{{}, adds_up ? at::TensorList() : in.biases};
   for (size_t i = 0; i < in.weights.size(); ++i) {
     const Quantizer* quantizer = q != nullptr ? &q->weight : nullptr;
     w.weights.push_back(own ? in.own[i] : operand_of(route, quantizer, in.weights[i], {true, columnwise}));
@@ -114,13 +136,27 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
     return stage.products->fprop(route, part, rows, w, like, split);
   };
-  out.y = through(stage.exchange.get(), route, Pass::kFprop, operand, x, product);
-
-  if (keeping == Keeping::kRunAgain) {
-    keep_to_run_again(keeper, number, in, out, w.weights);
-  } else {
-    keep(keeper, stage, number, in, out, w.weights, needs);
+  if (exchange == nullptr) {
+    out.y = product(operand, nullptr, x);
+    keep_for_backward(keeper, stage, number, in, out, w.weights, {}, needs, keeping);
+    return out;
   }
+  const Quantizer* behind = how == Quantizing::kBehind ? quantizer : nullptr;
+  const OptionalTensor bias = adds_up && !in.biases.empty() ? OptionalTensor(in.biases[0]) : OptionalTensor();
+  const Passing passing =
+      through(exchange->begin(route, Pass::kFprop, operand, x, behind, directions, bias), operand, x, product);
+  Operand gathered;
+  if (passing.transfer != nullptr && keep_operand && exchange->gathers(Pass::kFprop)) {
+    // What a backward keeps for itself alone is kept as it came.
+    if (exchange->keeps_gathered() || !keeper.serves_a_graph()) {
+      gathered = exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {});
+    } else {
+      const Operand& arrived = passing.transfer->operand();
+      keeper.made_again(arrived.quantized() ? arrived.fp8.rowwise : arrived.plain, kGatheredInput);
+    }
+  }
+  out.y = passing.result();
+  keep_for_backward(keeper, stage, number, in, out, w.weights, gathered, needs, keeping);
   return out;
 }
 

@@ -90,6 +90,7 @@ enum SavedName : int {
   kRstd,
   kBias,
   kPackedInput,
+  kWholeOperand,  // an operand as it was gathered, where it is kept so
   kSavedNames
 };
 constexpr int saved_name(size_t stage, SavedName name) { return static_cast<int>(stage) * kSavedNames + name; }

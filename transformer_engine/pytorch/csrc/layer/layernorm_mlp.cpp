@@ -20,7 +20,8 @@ Call pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor& gam
               const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2, const OptionalTensor& bias2,
               double eps, bool rms, bool zero_centered_gamma, std::string_view kind, at::ArrayRef<double> params,
               bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation,
-              at::ArrayRef<int64_t> fc1_quantization, at::ArrayRef<int64_t> fc2_quantization) {
+              at::ArrayRef<int64_t> fc1_quantization, at::ArrayRef<int64_t> fc2_quantization,
+              at::ArrayRef<int64_t> parallel, std::string_view group) {
   Call call;
   call.stages.resize(2);
   call.own_weights.resize(2);
@@ -29,6 +30,14 @@ Call pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor& gam
   fc1.quantization = quantization_of(fc1_quantization, MlpChain::kName);
   fc2.source = activation_source(kind, params);
   fc2.quantization = quantization_of(fc2_quantization, MlpChain::kName);
+  fc1.exchange = exchange_of(parallel, group, MlpChain::kName);
+  if (fc1.exchange != nullptr) {
+    TORCH_CHECK_VALUE(parallel[0] == Parallel::kColumn, MlpChain::kName, ": argument 'parallel' is ", parallel,
+                      ", wanted that of the first product, 1 (column); the second one's is the other.");
+    auto second = parallel.vec();
+    second[0] = Parallel::kRow;
+    fc2.exchange = exchange_of(second, group, MlpChain::kName);
+  }
   if (recompute_norm_output) fc1.operand = Fate::kMadeAgain;
   if (recompute) fc2.input = Fate::kMadeAgain;
   fc2.input_in_fp8 = fp8_pre_activation;
@@ -54,11 +63,11 @@ using MlpMainGrad = MainGradOp<MlpChain, &pack_mlp, &three_outputs>::type;
   "(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor fc1_weight, Tensor? fc1_bias, "                 \
   "Tensor fc2_weight, Tensor? fc2_bias, float eps, bool rms, bool zero_centered_gamma, str kind, float[] params, " \
   "bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation, "                 \
-  "int[] fc1_quantization, int[] fc2_quantization"
+  "int[] fc1_quantization, int[] fc2_quantization, "
 
 TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("layernorm_mlp" TE_MLP ") -> (Tensor, Tensor, Tensor)");
-  m.def("layernorm_mlp.main_grad" TE_MLP TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)");
+  m.def("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)");
+  m.def("layernorm_mlp.main_grad" TE_MLP TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)");
 }
 
 #define TE_IMPL_FACE(face)            \
@@ -86,15 +95,17 @@ void register_layernorm_mlp(pybind11::module_& m) {
              double eps, bool rms, bool zero_centered_gamma, const std::string& kind, const std::vector<double>& params,
              bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation,
              const Sink& sink1, const Sink& sink2, const std::shared_ptr<ProductQuantization>& quantization1,
-             const std::shared_ptr<ProductQuantization>& quantization2, const Quantized* own1, const Quantized* own2) {
-            const EagerHandles fc1{sink1, quantization1, own1}, fc2{sink2, quantization2, own2};
+             const std::shared_ptr<ProductQuantization>& quantization2, const Quantized* own1, const Quantized* own2,
+             const GivenExchange& exchange1, const GivenExchange& exchange2) {
+            const EagerHandles fc1{sink1, quantization1, own1, exchange1}, fc2{sink2, quantization2, own2, exchange2};
             const auto extra = [&](Call& call) {
               const bool first = fc1.add_to(call, 0), second = fc2.add_to(call, 1);
               return first || second;
             };
             return Mlp::eager("te::layernorm_mlp", extra, x, residual, gamma, beta, weight1, bias1, weight2, bias2, eps,
                               rms, zero_centered_gamma, std::string_view(kind), at::ArrayRef<double>(params),
-                              return_norm_output, recompute_norm_output, recompute, fp8_pre_activation, fc1, fc2);
+                              return_norm_output, recompute_norm_output, recompute, fp8_pre_activation, fc1, fc2,
+                              EagerParallel{exchange1}, group_of(exchange1));
           }));
 }
 

@@ -17,11 +17,13 @@ struct LinearChain : Chain {
 };
 
 Call one_layer(SourcePtr source, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-               at::ArrayRef<int64_t> quantization, const char* op) {
+               at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel, std::string_view group,
+               const char* op) {
   Call call;
   call.stages.emplace_back();
   call.stages[0].source = std::move(source);
   call.stages[0].quantization = quantization_of(quantization, op);
+  call.stages[0].exchange = exchange_of(parallel, group, op);
   call.own_weights.resize(1);
   call.arguments.add(kX, x);
   call.arguments.add(weight_of(0), weight);
@@ -30,17 +32,18 @@ Call one_layer(SourcePtr source, const Tensor& x, const Tensor& weight, const Op
 }
 
 Call pack_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool keep_input,
-                 at::ArrayRef<int64_t> quantization) {
-  Call call = one_layer(plain_source(), x, weight, bias, quantization, "linear");
+                 at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel, std::string_view group) {
+  Call call = one_layer(plain_source(), x, weight, bias, quantization, parallel, group, "linear");
   if (keep_input) call.stages[0].operand = Fate::kMadeAgain;  // x is kept as it is, and quantized again
   return call;
 }
 
 Call pack_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
                const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
-               bool return_output, bool recompute_output, at::ArrayRef<int64_t> quantization) {
-  Call call =
-      one_layer(norm_source(eps, rms, zero_centered_gamma), x, weight, bias, quantization, "normalization_linear");
+               bool return_output, bool recompute_output, at::ArrayRef<int64_t> quantization,
+               at::ArrayRef<int64_t> parallel, std::string_view group) {
+  Call call = one_layer(norm_source(eps, rms, zero_centered_gamma), x, weight, bias, quantization, parallel, group,
+                        "normalization_linear");
   call.arguments.add(kResidual, residual);
   call.arguments.add(kGamma, gamma);
   call.arguments.add(kBeta, beta);
@@ -50,8 +53,10 @@ Call pack_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& ga
 }
 
 Call pack_activation(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view kind,
-                     at::ArrayRef<double> params, at::ArrayRef<int64_t> quantization) {
-  return one_layer(activation_source(kind, params), x, weight, bias, quantization, "activation_linear");
+                     at::ArrayRef<double> params, at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel,
+                     std::string_view group) {
+  return one_layer(activation_source(kind, params), x, weight, bias, quantization, parallel, group,
+                   "activation_linear");
 }
 
 Tensor one(const variable_list& outputs, const Call&) { return outputs[0]; }
@@ -66,19 +71,19 @@ using ActivationLinearMainGrad = MainGradOp<LinearChain, &pack_activation, &one>
 
 }  // namespace
 
-#define TE_LINEAR "(Tensor x, Tensor weight, Tensor? bias, bool keep_input, int[] quantization"
+#define TE_LINEAR "(Tensor x, Tensor weight, Tensor? bias, bool keep_input, int[] quantization, "
 #define TE_NORM_LINEAR                                                                                               \
   "(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor weight, Tensor? bias, float eps, bool rms, bool " \
-  "zero_centered_gamma, bool return_output, bool recompute_output, int[] quantization"
-#define TE_ACTIVATION_LINEAR "(Tensor x, Tensor weight, Tensor? bias, str kind, float[] params, int[] quantization"
+  "zero_centered_gamma, bool return_output, bool recompute_output, int[] quantization, "
+#define TE_ACTIVATION_LINEAR "(Tensor x, Tensor weight, Tensor? bias, str kind, float[] params, int[] quantization, "
 
 TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("linear" TE_LINEAR ") -> Tensor");
-  m.def("linear.main_grad" TE_LINEAR TE_MAIN_GRADS ") -> Tensor");
-  m.def("normalization_linear" TE_NORM_LINEAR ") -> (Tensor, Tensor, Tensor)");
-  m.def("normalization_linear.main_grad" TE_NORM_LINEAR TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)");
-  m.def("activation_linear" TE_ACTIVATION_LINEAR ") -> Tensor");
-  m.def("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_MAIN_GRADS ") -> Tensor");
+  m.def("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor");
+  m.def("linear.main_grad" TE_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor");
+  m.def("normalization_linear" TE_NORM_LINEAR TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)");
+  m.def("normalization_linear.main_grad" TE_NORM_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)");
+  m.def("activation_linear" TE_ACTIVATION_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor");
+  m.def("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor");
 }
 
 #define TE_IMPL_FACE(face)                                            \
@@ -106,42 +111,45 @@ void register_linear(pybind11::module_& m) {
   using namespace layer;
   using GivenQuantization = std::shared_ptr<ProductQuantization>;
   using GivenWeight = const Quantized*;
-  m.def("linear", torch::wrap_pybind_function_no_gil([](const Tensor& x, const Tensor& weight,
-                                                        const OptionalTensor& bias, bool keep_input, const Sink& sink,
-                                                        const GivenQuantization& quantization, GivenWeight own_weight) {
-          const EagerHandles handles{sink, quantization, own_weight};
+  m.def("linear",
+        torch::wrap_pybind_function_no_gil([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                              bool keep_input, const Sink& sink, const GivenQuantization& quantization,
+                                              GivenWeight own_weight, const GivenExchange& exchange) {
+          const EagerHandles handles{sink, quantization, own_weight, exchange};
           const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
-          return Linear::eager("te::linear", extra, x, weight, bias, keep_input, handles);
+          return Linear::eager("te::linear", extra, x, weight, bias, keep_input, handles, EagerParallel{exchange},
+                               group_of(exchange));
         }));
   m.def("normalization_linear",
         torch::wrap_pybind_function_no_gil(
             [](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
                const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
                bool return_output, bool recompute_output, bool return_input, const Sink& sink,
-               const GivenQuantization& quantization, GivenWeight own_weight) {
-              const EagerHandles handles{sink, quantization, own_weight};
+               const GivenQuantization& quantization, GivenWeight own_weight, const GivenExchange& exchange) {
+              const EagerHandles handles{sink, quantization, own_weight, exchange};
               const auto extra = [&](Call& call) {
                 call.return_input = return_input;
                 return handles.add_to(call, 0);
               };
-              auto results =
-                  NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight, bias, eps, rms,
-                                    zero_centered_gamma, return_output, recompute_output, handles);
+              auto results = NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight,
+                                               bias, eps, rms, zero_centered_gamma, return_output, recompute_output,
+                                               handles, EagerParallel{exchange}, group_of(exchange));
               // The schema has no alias of x among its results, so the dispatched route leaves this one empty.
               Tensor& h = std::get<2>(results);
               if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
               return results;
             }));
-  m.def("activation_linear", torch::wrap_pybind_function_no_gil(
-                                 [](const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                    const std::string& kind, const std::vector<double>& params, const Sink& sink,
-                                    const GivenQuantization& quantization, GivenWeight own_weight) {
-                                   const EagerHandles handles{sink, quantization, own_weight};
-                                   const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
-                                   return ActivationLinear::eager("te::activation_linear", extra, x, weight, bias,
-                                                                  std::string_view(kind), at::ArrayRef<double>(params),
-                                                                  handles);
-                                 }));
+  m.def("activation_linear",
+        torch::wrap_pybind_function_no_gil([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                              const std::string& kind, const std::vector<double>& params,
+                                              const Sink& sink, const GivenQuantization& quantization,
+                                              GivenWeight own_weight, const GivenExchange& exchange) {
+          const EagerHandles handles{sink, quantization, own_weight, exchange};
+          const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
+          return ActivationLinear::eager("te::activation_linear", extra, x, weight, bias, std::string_view(kind),
+                                         at::ArrayRef<double>(params), handles, EagerParallel{exchange},
+                                         group_of(exchange));
+        }));
 }
 
 }  // namespace te_torch

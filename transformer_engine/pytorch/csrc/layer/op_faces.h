@@ -5,15 +5,19 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include "exchange_group.h"
 #include "layer.h"
 
 namespace te_torch::layer {
+
+using GivenExchange = std::shared_ptr<GroupExchange>;
 
 // What eager Python hands over for each layer: in place of the schema's integers, and beside them.
 struct EagerHandles {
   Sink sink;
   Quantization quantization;    // with its state
   const Quantized* own_weight;  // the module's own FP8 copy of the weight, or none
+  GivenExchange exchange;       // none: local
 
   std::vector<int64_t> spec() const { return quantization != nullptr ? quantization->pack() : std::vector<int64_t>(); }
 
@@ -21,10 +25,20 @@ struct EagerHandles {
   bool add_to(Call& call, size_t stage) const {
     call.stages[stage].sink = sink;
     call.stages[stage].quantization = quantization;
+    call.stages[stage].exchange = exchange;
     if (own_weight != nullptr) call.own_weights[stage] = *own_weight;
     return call.stages[stage].sink != nullptr;
   }
 };
+
+// The schema's integers and name of the exchanges, which are one for all layers but for the direction.
+struct EagerParallel {
+  const GivenExchange& first;
+  std::vector<int64_t> spec() const { return first != nullptr ? first->parallel().pack() : std::vector<int64_t>(); }
+};
+inline std::string_view group_of(const GivenExchange& exchange) {
+  return exchange != nullptr ? std::string_view(exchange->group()) : std::string_view();
+}
 
 // (y, norm output, x + residual); the last is empty where there was none to return.
 inline std::tuple<Tensor, Tensor, Tensor> three_outputs(const variable_list& outputs, const Call& call) {
@@ -80,11 +94,13 @@ const T& for_schema(const T& argument) {
   return argument;
 }
 inline std::vector<int64_t> for_schema(const EagerHandles& handles) { return handles.spec(); }
+inline std::vector<int64_t> for_schema(const EagerParallel& parallel) { return parallel.spec(); }
 template <class T>
 const T& for_pack(const T& argument) {
   return argument;
 }
 inline at::ArrayRef<int64_t> for_pack(const EagerHandles&) { return {}; }
+inline at::ArrayRef<int64_t> for_pack(const EagerParallel&) { return {}; }
 }  // namespace detail
 
 // kPack turns the schema's arguments into a Call; kUnpack(outputs, call) turns the node's outputs into the op's.
@@ -133,6 +149,8 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
   }
 };
 
+#define TE_PARALLEL "int[] parallel, str group"  // of a schema
+#define TE_PARALLEL_DEFAULT "int[] parallel=[], str group=''"
 #define TE_MAIN_GRADS ", Tensor[] main_grads, int[] targets"  // of a schema
 
 // An op whose weights' gradients are added to main_grads, as its overload `main_grad` says: `targets` has three

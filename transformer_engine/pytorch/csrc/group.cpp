@@ -1,0 +1,128 @@
+// See group.h. torch.distributed communicates; what it is told is decided here.
+#include "group.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+namespace te_torch {
+
+namespace {
+
+c10::SymDimVector with_first(const Tensor& t, const c10::SymInt& first) {
+  c10::SymDimVector shape(t.sym_sizes().begin(), t.sym_sizes().end());
+  shape[0] = first;
+  return shape;
+}
+
+// Work that is queued behind everything on the current stream, and that stream behind it.
+void finish(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (work) work->wait();
+}
+
+void note() { te_note_path("process group", "one collective before or behind the whole product"); }
+
+void check_tensor(const Tensor& t, int64_t ranks, const char* op) {
+  TORCH_CHECK_VALUE(t.dim() > 0, op, ": argument 't' has no dimensions, wanted at least one.");
+  TORCH_CHECK_VALUE(ranks > 0, op, ": argument 'ranks' is ", ranks, ", wanted at least 1.");
+}
+
+void check_divides(const Tensor& t, int64_t ranks, const char* op) {
+  check_tensor(t, ranks, op);
+  TORCH_CHECK_VALUE(t.sym_size(0) % ranks == 0, op, ": argument 't' has ", t.sym_size(0),
+                    " rows, wanted a multiple of ", ranks, ", the ranks of its group.");
+}
+
+Tensor group_gather_meta(const Tensor& t, std::string_view, int64_t ranks) {
+  check_tensor(t, ranks, "group_gather");
+  return t.new_empty_symint(with_first(t, t.sym_size(0) * ranks));
+}
+
+Tensor group_gather_again_meta(const Tensor& t, const Tensor&, std::string_view group, int64_t ranks) {
+  return group_gather_meta(t, group, ranks);
+}
+
+Tensor group_exchange_meta(const Tensor& t, std::string_view, int64_t ranks) {
+  check_divides(t, ranks, "group_exchange");
+  c10::SymDimVector shape = with_first(t, t.sym_size(0) / ranks);
+  shape.insert(shape.begin(), ranks);
+  return t.new_empty_symint(shape);
+}
+
+Tensor group_sum_meta(const Tensor& t, std::string_view, int64_t) { return t.new_empty_symint(t.sym_sizes()); }
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_t ranks) {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  try {
+    group = c10d::resolve_process_group(std::string(name));
+  } catch (const c10::Error&) {
+    TORCH_CHECK(false, "the process group '", name,
+                "' is not there, or was destroyed; make one with torch.distributed and pass it to "
+                "set_tensor_parallel_group().");
+  }
+  TORCH_CHECK(group->getSize() == ranks, "the process group '", name, "' has ", group->getSize(), " ranks, wanted ",
+              ranks, "; pass the group that the module was made for to set_tensor_parallel_group().");
+  return group;
+}
+
+Tensor group_gather(const Tensor& t, std::string_view name, int64_t ranks) {
+  check_tensor(t, ranks, "group_gather");
+  const auto group = group_named(name, ranks);
+  Tensor in = t.contiguous(), out = at::empty_symint(with_first(t, t.sym_size(0) * ranks), t.options());
+  note();
+  if (out.numel() > 0) finish(group->_allgather_base(out, in));
+  return out;
+}
+
+Tensor group_gather_again(const Tensor& t, const Tensor&, std::string_view group, int64_t ranks) {
+  return group_gather(t, group, ranks);
+}
+
+Tensor group_exchange(const Tensor& t, std::string_view name, int64_t ranks) {
+  check_divides(t, ranks, "group_exchange");
+  const auto group = group_named(name, ranks);
+  Tensor in = t.contiguous(), out = at::empty_like(in);
+  note();
+  std::vector<int64_t> whole;  // empty: equal parts
+  if (out.numel() > 0) finish(group->alltoall_base(out, in, whole, whole));
+  auto shape = out.sizes().vec();
+  shape[0] /= ranks;
+  shape.insert(shape.begin(), ranks);
+  return out.view(shape);
+}
+
+c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
+  const auto group = group_named(name, ranks);
+  note();
+  std::vector<Tensor> tensors{t};
+  return t.numel() > 0 ? group->allreduce(tensors) : nullptr;
+}
+
+Tensor group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
+  const Tensor out = t.clone(at::MemoryFormat::Contiguous);
+  finish(begin_group_sum(out, name, ranks));
+  return out;
+}
+
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def("group_gather(Tensor t, str group, int ranks) -> Tensor");
+  m.def("group_gather_again(Tensor t, Tensor gradient, str group, int ranks) -> Tensor");
+  m.def("group_exchange(Tensor t, str group, int ranks) -> Tensor");
+  m.def("group_sum(Tensor t, str group, int ranks) -> Tensor");
+}
+
+#define TE_IMPL_GROUP(suffix)                               \
+  m.impl("group_gather", group_gather##suffix);             \
+  m.impl("group_gather_again", group_gather_again##suffix); \
+  m.impl("group_exchange", group_exchange##suffix);         \
+  m.impl("group_sum", group_sum##suffix)
+
+TORCH_LIBRARY_IMPL(te, CPU, m) { TE_IMPL_GROUP(); }
+TORCH_LIBRARY_IMPL(te, CUDA, m) { TE_IMPL_GROUP(); }
+TORCH_LIBRARY_IMPL(te, Meta, m) { TE_IMPL_GROUP(_meta); }
+
+#undef TE_IMPL_GROUP
+
+}  // namespace te_torch

@@ -1,0 +1,30 @@
+// What layers hand from rank to rank: collectives along the first dimension over a process group, which is found by its
+// name. Each as a function and as a registered op (te::group_*); none of them is differentiated here.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "common.h"
+
+namespace te_torch {
+
+// The ranks of a group. RuntimeError where no group has that name, or one of another size.
+c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_t ranks);
+
+// Every rank's t, one behind the other in the order of the ranks: [ranks * n, ...] of [n, ...].
+Tensor group_gather(const Tensor& t, std::string_view group, int64_t ranks);
+
+// The same for a backward, which has `gradient` by then. A traced graph would merge two equal gathers into one and keep
+// what it brought; this one cannot be computed before the gradient is there.
+Tensor group_gather_again(const Tensor& t, const Tensor& gradient, std::string_view group, int64_t ranks);
+
+// Of every rank's t [ranks * n, ...] the n rows that are this rank's: [ranks, n, ...], in the order of the ranks.
+Tensor group_exchange(const Tensor& t, std::string_view group, int64_t ranks);
+
+// The sum of every rank's t.
+Tensor group_sum(const Tensor& t, std::string_view group, int64_t ranks);
+
+// The same into t, which nobody else may read or write until the work is done.
+c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view group, int64_t ranks);
+
+}  // namespace te_torch

@@ -1,0 +1,58 @@
+// The exchange of tensor parallelism: rows of tokens go over a process group, in one collective before or behind the
+// whole product.
+//   column, sequence: fprop gathers x; dgrad's partial results are added up and scattered; wgrad gathers x again.
+//   row, sequence: fprop's partial results are added up and scattered, the bias behind; dgrad and wgrad gather dy.
+//   without sequence: a column's dgrad and a row's fprop are added up, and every rank has all rows.
+#pragma once
+
+#include <string>
+
+#include "exchange.h"
+
+namespace te_torch::layer {
+
+// As plain values: what a schema carries beside the group's name.
+struct Parallel {
+  enum Mode : int64_t { kColumn = 1, kRow = 2 } mode = kColumn;
+  bool sequence = false;   // dimension 0 is divided over the ranks
+  bool recompute = false;  // a column's gathered input is not kept, the backward gathers it again
+  int64_t ranks = 1;
+
+  static constexpr size_t kPacked = 4;
+  std::vector<int64_t> pack() const { return {mode, sequence, recompute, ranks}; }
+};
+
+class GroupExchange final : public Exchange {
+ public:
+  GroupExchange(const Parallel& parallel, std::string group) : parallel_(parallel), group_(std::move(group)) {}
+
+  const Parallel& parallel() const { return parallel_; }
+  const std::string& group() const { return group_; }
+
+  void check(const Tensor& x) const override;
+  bool gathers(Pass pass) const override {
+    return parallel_.sequence && pass == (column() ? Pass::kFprop : Pass::kDgrad);
+  }
+  bool adds_up(Pass pass) const override { return pass == (column() ? Pass::kDgrad : Pass::kFprop); }
+  bool keeps_gathered() const override { return !parallel_.recompute; }
+  Quantizing quantizing(const Route& route, Pass pass, const Quantizer* quantizer, const Tensor& x) const override;
+  Operand quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const override;
+  std::unique_ptr<Transfer> begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
+                                  const Quantizer* behind, Directions directions,
+                                  const OptionalTensor& bias) const override;
+  Operand whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind, const Transfer* done,
+                const Tensor& gradient) const override;
+
+ private:
+  bool column() const { return parallel_.mode == Parallel::kColumn; }
+  Tensor gathered(const Route& route, const Tensor& t, const Tensor& gradient) const;
+  Operand gathered(const Route& route, const Quantized& mine, bool columnwise, const Tensor& gradient) const;
+
+  Parallel parallel_;
+  std::string group_;
+};
+
+// None for no integers.
+std::shared_ptr<const Exchange> exchange_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op);
+
+}  // namespace te_torch::layer

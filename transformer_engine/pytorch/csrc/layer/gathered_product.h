@@ -1,0 +1,44 @@
+// The product of a weight's gradient whose matrices are divided over ranks: it holds this rank's rows alone, and
+// gathers the others' when it is computed, in backward_dw() too.
+#pragma once
+
+#include "layer.h"
+
+namespace te_torch::layer {
+
+class GatheredProduct final : public WeightProduct {
+ public:
+  // gather_x: x has this rank's rows alone. behind: quantizes dy when all of it has arrived, or null.
+  GatheredProduct(const Stage& stage, Gradient gradient, Operand x, const Quantizer* behind, bool gather_x,
+                  at::ScalarType dtype)
+      : exchange_(stage.exchange),
+        products_(stage.products),
+        quantization_(stage.quantization),
+        gradient_(std::move(gradient)),
+        x_(std::move(x)),
+        behind_(behind != nullptr),
+        gather_x_(gather_x),
+        dtype_(dtype) {}
+
+  // The transfer of dy that the input's gradient was taken over, while it is there.
+  void lend(const Transfer* arrived) { arrived_ = arrived; }
+
+  WeightGrads compute(const Route& route, bool with_bias) const override;
+  std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
+  std::vector<Tensor> reads() const override;
+  at::ScalarType dtype() const override { return dtype_; }
+
+ private:
+  std::shared_ptr<WeightProduct> gathered(const Route& route) const;
+
+  std::shared_ptr<const Exchange> exchange_;
+  std::shared_ptr<const Products> products_;
+  Quantization quantization_;
+  Gradient gradient_;
+  Operand x_;
+  bool behind_, gather_x_;
+  at::ScalarType dtype_;
+  const Transfer* arrived_ = nullptr;
+};
+
+}  // namespace te_torch::layer
