@@ -1,6 +1,7 @@
 # How compatibility.py tries modules: a small instance of each, and for each parameter values other than its default,
 # with what has to go with them. Everything runs on the CPU.
 import torch
+import torch.distributed as dist
 
 import transformer_engine.pytorch as te
 
@@ -19,6 +20,16 @@ def tracker():
 
 def tokens(dtype=torch.float32):
     return torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype, requires_grad=True)
+
+
+def group():
+    """A process group of this process alone; torch.distributed is not initialised for it."""
+    found = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    found._set_default_backend(kind)
+    found._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+    found._set_group_name("one rank")
+    return found
 
 
 def heads(count=HEADS):
@@ -94,7 +105,7 @@ TRUE = """sequence_parallel fuse_wgrad_accumulation return_bias zero_centered_ga
 
 INIT = {
     **{name: options(name, True) for name in TRUE.split()},
-    "tp_group": options("tp_group", "a group"),
+    "tp_group": options("tp_group", group()),
     "tp_size": options("tp_size", 2),
     "get_rng_state_tracker": options("get_rng_state_tracker", tracker),
     "rng_tracker_name": options("rng_tracker_name", "expert", get_rng_state_tracker=tracker),

@@ -181,12 +181,7 @@ def test_the_returned_input_carries_its_gradient_back(device, normalization, wan
 
 
 REFUSED = {
-    "tp_size": 2,
-    "ub_overlap_ag": True,
-    "ub_overlap_rs": True,
-    "ub_overlap_rs_dgrad": True,
-    "ub_bulk_wgrad": True,
-    "ub_bulk_dgrad": True,
+    "tp_overlap": "chunked",
     "symmetric_ar_type": "two_shot",
 }
 
@@ -227,7 +222,7 @@ def test_signature():
         ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
         ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None""",
         "inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False",
-        ours_init=("recompute_norm_output",),
+        ours_init=("recompute_norm_output", "tp_recompute_allgather", "tp_overlap"),
         ours=("return_input",),
     )
 

@@ -269,12 +269,7 @@ def test_recomputing_compiles(device, option):
 # ---- refusals, signature, state ----
 
 REFUSED = {
-    "tp_size": 2,
-    "ub_overlap_ag": True,
-    "ub_overlap_rs": True,
-    "ub_overlap_rs_dgrad": True,
-    "ub_bulk_dgrad": True,
-    "ub_bulk_wgrad": True,
+    "tp_overlap": "chunked",
     "symmetric_ar_type": "one_shot",
 }
 
@@ -328,7 +323,7 @@ def test_signature():
         name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
         delay_wgrad_compute=False, symmetric_ar_type=None, checkpoint=False""",
         "inp, is_first_microbatch=None",
-        ours_init=("recompute_norm_output", "save_preactivation"),
+        ours_init=("recompute_norm_output", "save_preactivation", "tp_recompute_allgather", "tp_overlap"),
         ours=("residual",),
     )
 

@@ -41,6 +41,8 @@ SIGNATURE = {
     "symmetric_ar_type": None,
     "save_original_input": False,
     "name": None,
+    "tp_recompute_allgather": True,
+    "tp_overlap": "auto",
 }
 
 
@@ -443,17 +445,18 @@ def test_autocast_trains_float32_parameters(compile, device):
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(
-    "argument, value",
-    [
-        ("tp_size", 2),
-        ("symmetric_ar_type", "one_shot"),
-    ]
-    + [(name, True) for name in SIGNATURE if name.startswith("ub_") and name != "ub_name"],
-)
+@pytest.mark.parametrize("argument, value", [("symmetric_ar_type", "one_shot"), ("tp_overlap", "chunked")])
 def test_what_has_not_landed_is_refused_by_name(argument, value):
     with refused(NotImplementedError, "Linear", f"'{argument}'", value, "not available"):
         te.Linear(16, 24, device="cpu", **{argument: value})
+
+
+@pytest.mark.parametrize("argument", [name for name in SIGNATURE if name.startswith("ub_") and name != "ub_name"])
+def test_overlap_of_userbuffers_is_accepted_and_changes_nothing(argument, device):
+    x = randn(3, 16, device=device)
+    module, plain = te.Linear(16, 24, device=device, **{argument: True}), te.Linear(16, 24, device=device)
+    plain.load_state_dict(module.state_dict())
+    assert_same_bits(module(x), plain(x))
 
 
 def test_a_quantized_input_gradient_is_refused_by_name(device):

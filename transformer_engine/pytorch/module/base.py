@@ -8,6 +8,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.fp8_state import QuantizationState
+from transformer_engine.pytorch.module.parallel import GroupByName
 from transformer_engine.pytorch.module.row_units import RowUnits, unit_marks
 from transformer_engine.pytorch.module.state import WholeCheckpoints, is_extra_state
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_sink
@@ -49,16 +50,7 @@ def check_choice(
         raise ValueError(f"{op}: argument '{argument}' is {value!r}, wanted one of {here + later}.")
 
 
-def refuse_parallel(op: str, *, tp_size: int, **overlap: object) -> None:
-    """Tensor parallelism and its overlap: refused by name until they land."""
-    if tp_size != 1:
-        raise NotImplementedError(
-            f"{op}: argument 'tp_size' is {tp_size}, but tensor parallelism is not available in this version; use 1."
-        )
-    refuse(op, "overlap of tensor-parallel communication", **overlap)
-
-
-class TransformerEngineBaseModule(RowUnits, QuantizationState, WholeCheckpoints):
+class TransformerEngineBaseModule(GroupByName, RowUnits, QuantizationState, WholeCheckpoints):
     """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`."""
 
     def __init__(self) -> None:
@@ -144,10 +136,6 @@ class TransformerEngineBaseModule(RowUnits, QuantizationState, WholeCheckpoints)
             with fork, torch.no_grad():
                 init(parameter)
         self._quantize_parameters()
-
-    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Remembers the group; without tensor parallelism nothing is communicated over it."""
-        self.tp_group = tp_group
 
     # Weight gradients that are not simply returned. A product has a prefix ("" of Linear, "fc1", "fc2"): the order in
     # which _setup_wgrad lists them is that in which backward() meets them.

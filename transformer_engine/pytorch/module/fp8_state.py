@@ -382,6 +382,8 @@ class QuantizationState(QuantizedWeights):
     def __getstate__(self) -> dict[str, object]:
         state = {**self.__dict__, **_MADE_ANEW, "_cached_weights": {}, "fp8": False, "fp8_calibration": False}
         state["_wgrad_products"] = {}
+        if "_exchanges" in state:
+            state["_exchanges"] = {}
         state["fp8_meta"] = {**self.fp8_meta, "fp8_group": None}
         state["fp8_meta"].pop("scales_for_recompute", None)
         return state

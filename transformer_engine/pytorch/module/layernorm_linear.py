@@ -7,7 +7,7 @@ import torch
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.module.arguments import check_tensor, retell
-from transformer_engine.pytorch.module.base import InitMethod, refuse, refuse_parallel
+from transformer_engine.pytorch.module.base import InitMethod, refuse
 from transformer_engine.pytorch.module.linear import ParametersSplit, SplitWeights
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 
@@ -54,17 +54,23 @@ class LayerNormLinear(NormParameters, SplitWeights):
         name: str | None = None,
         *,
         recompute_norm_output: bool = False,
+        tp_recompute_allgather: bool = True,
+        tp_overlap: str = "auto",
     ) -> None:
         super().__init__()
-        refuse_parallel(
-            "LayerNormLinear",
+        if parallel_mode == "row":
+            raise NotImplementedError(
+                "LayerNormLinear: argument 'parallel_mode' is 'row', but a norm of rows that are divided over ranks is "
+                "not available in this version; use 'column', or a norm and a Linear."
+            )
+        self._setup_parallel(
+            tp_group=tp_group,
             tp_size=tp_size,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
+            sequence_parallel=sequence_parallel,
+            tp_recompute_allgather=tp_recompute_allgather,
+            tp_overlap=tp_overlap,
             symmetric_ar_type=symmetric_ar_type,
+            parallel_mode=parallel_mode,
         )
         self._setup(params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name)
         self._setup_wgrad("", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
@@ -77,10 +83,6 @@ class LayerNormLinear(NormParameters, SplitWeights):
         self.return_layernorm_output = return_layernorm_output
         # Without sequence parallelism the gathered output is the output.
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self.parallel_mode = parallel_mode
-        self.tp_size = tp_size
-        self.tp_group = tp_group
-        self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.ub_name = ub_name
         self._declare_norm(
             "LayerNormLinear",
@@ -90,13 +92,7 @@ class LayerNormLinear(NormParameters, SplitWeights):
             eps=eps,
             zero_centered=zero_centered_gamma,
         )
-        self._declare_linear(
-            parameters_split,
-            bias=bias,
-            init_method=init_method,
-            parallel_mode=parallel_mode,
-            sequence_parallel=self.sequence_parallel,
-        )
+        self._declare_linear(parameters_split, bias=bias, init_method=init_method)
         self.reset_parameters(defer_init=self.device.type == "meta")
 
     def forward(
@@ -132,6 +128,7 @@ class LayerNormLinear(NormParameters, SplitWeights):
                 sink=self._sink("", is_first_microbatch),
                 quantization=quantization,
                 own_weight=own_weight,
+                exchange=self._exchange(self.parallel_mode, inp),
             )
         except ValueError as error:
             retell(error, "LayerNormLinear", inp, self.in_features, self.weight_names[0], weight)

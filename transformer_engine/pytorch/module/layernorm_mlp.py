@@ -7,8 +7,9 @@ import torch
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
-from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init, refuse_parallel
+from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
+from transformer_engine.pytorch.module.parallel import TensorParallel, divided
 
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
@@ -35,7 +36,7 @@ def activation_parameters(op: str, activation: str, params: Mapping[str, float] 
         raise ValueError(f"{op}: argument 'activation_params' is {dict(params)!r}, wanted numbers.") from None
 
 
-class LayerNormMLP(NormParameters):
+class LayerNormMLP(TensorParallel, NormParameters):
     """y = act(norm(x) fc1^T + fc1_bias) fc2^T + fc2_bias.
 
     Parameters `layer_norm_weight/_bias`, `fc1_weight/_bias` (twice as wide for gated activations, the half that the
@@ -88,16 +89,16 @@ class LayerNormMLP(NormParameters):
         *,
         recompute_norm_output: bool = False,
         save_preactivation: str | None = None,
+        tp_recompute_allgather: bool = True,
+        tp_overlap: str = "auto",
     ) -> None:
         super().__init__()
-        refuse_parallel(
-            "LayerNormMLP",
+        self._setup_parallel(
+            tp_group=tp_group,
             tp_size=tp_size,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
+            sequence_parallel=sequence_parallel,
+            tp_recompute_allgather=tp_recompute_allgather,
+            tp_overlap=tp_overlap,
             symmetric_ar_type=symmetric_ar_type,
         )
         self._setup(params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name)
@@ -107,6 +108,8 @@ class LayerNormMLP(NormParameters):
         check_choice("LayerNormMLP", "save_preactivation", save_preactivation, (None, "fp8"))
         self.save_preactivation = save_preactivation
         self.hidden_size = hidden_size
+        check_size("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
+        ffn_hidden_size = divided("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         self.ffn_hidden_size = ffn_hidden_size
         self.use_bias = bias
         self.return_bias = return_bias
@@ -118,9 +121,6 @@ class LayerNormMLP(NormParameters):
         self.activation_params = activation_params
         self._activation_values = activation_parameters("LayerNormMLP", activation, activation_params)
         self.set_parallel_mode = set_parallel_mode
-        self.tp_size = tp_size
-        self.tp_group = tp_group
-        self.sequence_parallel = tp_size > 1 and sequence_parallel
         self._declare_norm(
             "LayerNormMLP",
             hidden_size,
@@ -129,7 +129,6 @@ class LayerNormMLP(NormParameters):
             eps=eps,
             zero_centered=zero_centered_gamma,
         )
-        check_size("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
         fc1_rows = ffn_hidden_size * (2 if F.activation_kinds[activation] else 1)
         check_function("LayerNormMLP", "init_method", init_method)
         check_function("LayerNormMLP", "output_layer_init_method", output_layer_init_method)
@@ -192,6 +191,7 @@ class LayerNormMLP(NormParameters):
         fc2, fc2_own = self._quantized_product("fc2", fc2_weight, is_first_microbatch)
         if fc1 is None:
             fc1_weight, fc2_weight = self._plain(fc1_weight), self._plain(fc2_weight)
+        column, row = ("column", "row") if self.set_parallel_mode else (None, None)
         try:
             out, norm_output, h = F.layernorm_mlp(
                 inp,
@@ -211,6 +211,7 @@ class LayerNormMLP(NormParameters):
                 sinks=(fc1_sink, fc2_sink),
                 quantizations=(fc1, fc2),
                 own_weights=(fc1_own, fc2_own),
+                exchanges=(self._exchange(column, inp), self._exchange(row, inp)),
                 **self._norm_options(),
             )
         except ValueError as error:

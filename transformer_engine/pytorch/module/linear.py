@@ -8,13 +8,8 @@ from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
-from transformer_engine.pytorch.module.base import (
-    InitMethod,
-    TransformerEngineBaseModule,
-    default_init,
-    refuse,
-    refuse_parallel,
-)
+from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
+from transformer_engine.pytorch.module.parallel import TensorParallel, divided
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 
@@ -45,7 +40,7 @@ def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[st
     return dict(zip(prefixes, splits.values(), strict=True))
 
 
-class SplitWeights(TransformerEngineBaseModule):
+class SplitWeights(TensorParallel, TransformerEngineBaseModule):
     """A module whose weight and bias may be several parameters, rows of one matrix. A bias that there is none of is an
     empty tensor beside the weight, for clients that read the attribute."""
 
@@ -57,18 +52,22 @@ class SplitWeights(TransformerEngineBaseModule):
         *,
         bias: bool,
         init_method: InitMethod | None,
-        parallel_mode: str | None,
-        sequence_parallel: bool,
     ) -> None:
-        op = type(self).__name__
-        if parallel_mode not in (None, "column", "row"):
-            raise ValueError(f"{op}: argument 'parallel_mode' is {parallel_mode!r}, wanted None, 'column' or 'row'.")
+        op, parallel_mode = type(self).__name__, self.parallel_mode
         check_size(op, "in_features", self.in_features)
         check_size(op, "out_features", self.out_features)
         check_function(op, "init_method", init_method)
         splits = split_rows(op, parameters_split, self.out_features)
         parallel = parallel_mode is not None
         dim = 1 if parallel_mode == "row" else 0
+        if parallel_mode == "column":  # each part by itself, so that a rank has rows of every one
+            named = {} if "" in splits else {name: f"parameters_split[{name.removesuffix('_')!r}]" for name in splits}
+            splits = {
+                name: divided(op, named.get(name, "out_features"), rows, self.tp_size) for name, rows in splits.items()
+            }
+            self.out_features = sum(splits.values())
+        elif parallel_mode == "row":
+            self.in_features = divided(op, "in_features", self.in_features, self.tp_size)
         self.weight_names = [prefix + "weight" for prefix in splits]
         names = [prefix + "bias" for prefix in splits]
         self.bias_names, self._absent_names = (names, []) if bias else ([], names)
@@ -83,7 +82,7 @@ class SplitWeights(TransformerEngineBaseModule):
             **self._product_tags(),
         )
         if bias:
-            on_row = {"sequence_parallel": sequence_parallel} if parallel_mode == "row" else {}
+            on_row = {"sequence_parallel": self.sequence_parallel} if parallel_mode == "row" else {}
             self._declare_rows(
                 dict(zip(names, rows, strict=True)),
                 (self.out_features,),
@@ -123,6 +122,13 @@ class Linear(SplitWeights):
     None (or a dummy, where the weight has grad_added_to_main_grad). delay_wgrad_compute: it waits for backward_dw().
     Under te.autocast the three products are those of the recipe's quantized operands. save_original_input: the input is
     kept for backward unquantized (worth it where it is kept anyhow); not under delayed scaling.
+
+    parallel_mode "column" or "row": the weight's rows or columns are divided over tp_group (or tp_size ranks, with
+    set_tensor_parallel_group() before the first forward); sizes passed are global. With sequence_parallel dimension 0
+    is divided as well: a column gathers it, a row adds its results up and scatters it. Without, a row's result and a
+    column's input gradient are added up. tp_recompute_allgather (ours, as tp_overlap): what a column has gathered is
+    not kept for backward, which gathers it again, to the same bits. tp_overlap: "auto" or "off". ub_* are accepted and
+    mean "auto". The gradient of a row's bias is that of the own tokens, and the bias marked `sequence_parallel`.
     """
 
     @tells_keywords()
@@ -153,17 +159,19 @@ class Linear(SplitWeights):
         symmetric_ar_type: str | None = None,
         save_original_input: bool = False,
         name: str | None = None,
+        *,
+        tp_recompute_allgather: bool = True,
+        tp_overlap: str = "auto",
     ) -> None:
         super().__init__()
-        refuse_parallel(
-            "Linear",
+        self._setup_parallel(
+            tp_group=tp_group,
             tp_size=tp_size,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
+            sequence_parallel=sequence_parallel,
+            tp_recompute_allgather=tp_recompute_allgather,
+            tp_overlap=tp_overlap,
             symmetric_ar_type=symmetric_ar_type,
+            parallel_mode=parallel_mode,
         )
         self._setup(
             params_dtype=params_dtype,
@@ -178,19 +186,9 @@ class Linear(SplitWeights):
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
-        self.parallel_mode = parallel_mode
-        self.tp_size = tp_size
-        self.tp_group = tp_group
-        self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.save_original_input = save_original_input
         self.ub_name = ub_name
-        self._declare_linear(
-            parameters_split,
-            bias=bias,
-            init_method=init_method,
-            parallel_mode=parallel_mode,
-            sequence_parallel=self.sequence_parallel,
-        )
+        self._declare_linear(parameters_split, bias=bias, init_method=init_method)
         self.reset_parameters(defer_init=self.device.type == "meta")
 
     def forward(
@@ -220,6 +218,7 @@ class Linear(SplitWeights):
                 quantization=quantization,
                 own_weight=own_weight,
                 keep_input=self._keeps_input(quantization),
+                exchange=self._exchange(self.parallel_mode, inp),
             )
         except ValueError as error:
             retell(error, "Linear", inp, self.in_features, self.weight_names[0], weight)

@@ -1,0 +1,369 @@
+# What the suite of tensor parallelism runs on each of several ranks (ranks.py starts them). No test here: a worker
+# returns what is wrong, as words, and what the tests compare.
+import copy
+import itertools
+import pickle
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from parallel_cases import HIDDEN, WIDE, Twins
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, QParams
+from transformer_engine.pytorch import _C
+
+TOKENS, BATCH = 16, 2
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-5},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 4e-2},
+}
+FP8 = 0.05  # of a tensor's norm: ranks have scales of their own where they have columns of their own
+POWERS = QParams(power_2_scale=True)
+RECIPES = {
+    "none": None,
+    "current": Float8CurrentScaling(fp8_quant_fwd_inp=POWERS, fp8_quant_fwd_weight=POWERS, fp8_quant_bwd_grad=POWERS),
+    "block": Float8BlockScaling(),
+    "delayed": DelayedScaling(amax_history_len=2),
+}
+
+
+def linear(mode, dtype, **options):
+    sizes = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
+
+    def make(tp_group=None, **more):
+        divided = {"parallel_mode": mode, "tp_group": tp_group} if tp_group is not None else {}
+        return te.Linear(*sizes, params_dtype=dtype, device="cpu", **divided, **options, **more)
+
+    return make
+
+
+def norm_linear(dtype, **options):
+    def make(tp_group=None, **more):
+        divided = {"parallel_mode": "column", "tp_group": tp_group} if tp_group is not None else {}
+        return te.LayerNormLinear(HIDDEN, WIDE, params_dtype=dtype, device="cpu", **divided, **options, **more)
+
+    return make
+
+
+def mlp(dtype, **options):
+    def make(tp_group=None, **more):
+        divided = {"set_parallel_mode": True, "tp_group": tp_group} if tp_group is not None else {}
+        return te.LayerNormMLP(HIDDEN, WIDE, params_dtype=dtype, device="cpu", **divided, **options, **more)
+
+    return make
+
+
+def halves(sequence, mode):
+    """Along which dimension a rank has a part of the inputs and of the outputs."""
+    tokens = 0 if sequence else None
+    return {"column": (tokens, -1), "row": (-1, tokens), "both": (tokens, tokens)}[mode]
+
+
+def examples(kind, dtype, scale=1.0):
+    torch.manual_seed(11)
+    widths = {"column": (HIDDEN, WIDE), "row": (WIDE, HIDDEN), "both": (HIDDEN, HIDDEN)}[kind]
+    rows = TOKENS * BATCH
+    x = torch.randn(rows // BATCH, BATCH, widths[0], dtype=dtype)
+    dy = torch.randn(rows // BATCH, BATCH, widths[1], dtype=dtype) * scale
+    return x, dy
+
+
+def accumulating(module):
+    for name, parameter in module.named_parameters():
+        if name.endswith("weight") and parameter.dim() == 2:
+            parameter.main_grad = torch.full(parameter.shape, 0.5)
+
+
+def columns(split):
+    if not split:
+        return None
+    return list(split.values()) if isinstance(split, dict) else [WIDE // len(split)] * len(split)
+
+
+MODULES = {
+    "column": (lambda dtype, **o: linear("column", dtype, **o), "column", {}),
+    "row": (lambda dtype, **o: linear("row", dtype, **o), "row", {}),
+    "norm": (norm_linear, "column", {}),
+    "mlp": (lambda dtype, **o: mlp(dtype, activation="swiglu", **o), "both", {"fc1_weight": 2, "fc1_bias": 2}),
+    "mlp_gelu": (lambda dtype, **o: mlp(dtype, normalization="RMSNorm", **o), "both", {}),
+}
+
+# What is tried of each module, beside bias, sequence and recompute.
+OPTIONS = {
+    "column": [
+        {},
+        {"fuse_wgrad_accumulation": True},
+        {"delay_wgrad_compute": True},
+        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
+        {"parameters_split": {"q": 16, "k": 24, "v": 8}},
+    ],
+    "row": [
+        {},
+        {"fuse_wgrad_accumulation": True},
+        {"delay_wgrad_compute": True},
+        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
+    ],
+    "norm": [
+        {},
+        {"recompute_norm_output": True},
+        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "parameters_split": ("q", "k", "v")},
+    ],
+    "mlp": [
+        {},
+        {"checkpoint": True},
+        {"recompute_norm_output": True},
+        {"delay_wgrad_compute": True},
+        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "checkpoint": True},
+    ],
+    "mlp_gelu": [{}, {"checkpoint": True, "recompute_norm_output": True}, {"save_preactivation": "fp8"}],
+}
+
+
+def products(rank, name, dtype, recipe="none"):
+    """Every option of a module against the module whole; kept against recomputed to the bit."""
+    make, kind, pieces = MODULES[name]
+    wrong, group = [], dist.group.WORLD
+    x, dy = examples(kind, dtype)
+    for options, bias, sequence in itertools.product(OPTIONS[name], (True, False), (True, False)):
+        if RECIPES[recipe] is not None and not (bias and sequence):
+            continue
+        inputs, outputs = halves(sequence, kind)
+        results = {}
+        for recompute in (True,) if kind == "row" or not sequence else (True, False):
+            keep = {} if recompute else {"tp_recompute_allgather": False}
+            both = Twins(
+                make(dtype, bias=bias, **options),
+                group,
+                rank,
+                inputs=inputs,
+                outputs=outputs,
+                pieces=pieces,
+                columns=columns(options.get("parameters_split")),
+                sequence_parallel=sequence,
+                **keep,
+            )
+            what = f"{name} {options} bias {bias} sequence {sequence} recompute {recompute} {recipe}"
+            if options.get("fuse_wgrad_accumulation"):
+                accumulating(both.whole)
+                accumulating(both.divided)
+
+            def around():
+                chosen = RECIPES[recipe]
+                return nullcontext() if chosen is None else te.autocast(enabled=True, recipe=chosen)
+
+            tolerance = TOLERANCES[dtype] if RECIPES[recipe] is None else FP8
+            found, results[recompute] = both.compare(x, dy, tolerance, around)
+            wrong += [f"{what}: {words}" for words in found]
+        if len(results) == 2:
+            for key, value in results[True].items():
+                if not torch.equal(value, results[False][key]):
+                    wrong.append(f"{name} {options} bias {bias}: {key} of recompute is not that of keep")
+    return wrong
+
+
+def planted(t, ranks, dim):
+    """t with the same largest value in each rank's part, so that parts have the scale of the whole."""
+    for piece in t.chunk(ranks, dim):
+        piece[(0,) * t.dim()] = 8.0
+    return t
+
+
+def fp8_bits(rank):
+    """Gathered FP8 operands are the whole tensor's: what is made of them has the module's whole bits, wherever no sums
+    go over ranks. recipe, rows of a rank -> (what differs, dtypes that the collectives carried)."""
+    found, ranks, group = {}, dist.get_world_size(), dist.group.WORLD
+    _C.set_cpu_products("loop")
+    recipes = {**RECIPES, "current": Float8CurrentScaling()}
+    for name, rows, mode in itertools.product(("current", "block", "delayed"), (128, 40), ("column", "row")):
+        torch.manual_seed(2)
+        make = linear(mode, torch.bfloat16, bias=False)
+        both = Twins(make, group, rank, inputs=None, outputs=None, sequence_parallel=True)
+        with torch.no_grad():
+            planted(both.whole.weight, ranks, 0 if mode == "column" else 1)
+            both.divided.weight.copy_(both.of("weight", both.whole.weight))
+        widths = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
+        wrong, carried = [], set()
+        for _ in range(3 if name == "delayed" else 1):  # delayed scales follow what the steps before have seen
+            # A gathered tensor has its largest value on one rank alone, the others theirs in every part.
+            x, dy = torch.randn(rows * ranks, widths[0]), torch.randn(rows * ranks, widths[1])
+            x, dy = (x, planted(dy, ranks, 1)) if mode == "column" else (planted(x, ranks, 1), dy)
+            x, dy = x.bfloat16(), dy.bfloat16()
+            both.whole.weight.grad = both.divided.weight.grad = None
+            results = []
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
+                for module, inputs, gradient in (
+                    (both.whole, x, dy),
+                    (
+                        both.divided,
+                        x.chunk(ranks, 0 if mode == "column" else 1)[rank].contiguous(),
+                        dy.chunk(ranks, 1 if mode == "column" else 0)[rank].contiguous(),
+                    ),
+                ):
+                    leaf = inputs.clone().requires_grad_()
+                    with te.autocast(enabled=True, recipe=recipes[name]):
+                        y = module(leaf)
+                    y.backward(gradient)
+                    results.append((y.detach(), leaf.grad, module.weight.grad))
+            (y, dx, dw), (own_y, own_dx, own_dw) = results
+            if mode == "column":
+                equal = [(own_y, y.chunk(ranks, 1)[rank]), (own_dw, dw.chunk(ranks, 0)[rank])]
+            else:
+                equal = [(own_dx, dx.chunk(ranks, 1)[rank]), (own_dw, dw.chunk(ranks, 1)[rank])]
+            wrong += [i for i, (one, other) in enumerate(equal) if not torch.equal(one, other)]
+            events = seen.profiler.kineto_results.events()
+            carried |= {kind for e in events if e.name() == "c10d::_allgather_base_" for kind in e.dtypes() if kind}
+        found[name, rows, mode] = wrong, carried - {"Scalar"}
+    _C.set_cpu_products("libtorch")
+    return found
+
+
+def saved_bytes(rank):
+    """Of a column, recomputed and kept: what saved-tensor hooks see beside the weight."""
+    found = {}
+    for recompute in (True, False):
+        module = te.Linear(
+            HIDDEN,
+            WIDE,
+            parallel_mode="column",
+            sequence_parallel=True,
+            tp_group=dist.group.WORLD,
+            device="cpu",
+            params_dtype=torch.bfloat16,
+            tp_recompute_allgather=recompute,
+        )
+        seen = []
+
+        def pack(t, seen=seen, module=module):
+            if t.data_ptr() != module.weight.data_ptr():
+                seen.append(t.nbytes)
+            return t
+
+        x = torch.randn(TOKENS, BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            module(x)
+        found[recompute] = sum(seen)
+    return found
+
+
+def copies(rank):
+    """A module, its deep copy and what pickle brings back compute the same, over the same group."""
+    module = te.LayerNormMLP(
+        HIDDEN, WIDE, set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu"
+    )
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    wanted = module(x)
+    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    return [(torch.equal(other(x), wanted), other.tp_group is dist.group.WORLD, other.tp_size) for other in others]
+
+
+def compiled(rank, backend="aot_eager"):
+    """Compiled against eager to the bit, and what the compiled graph keeps."""
+    wrong, kept = [], {}
+    for name, recompute in itertools.product(("column", "row", "norm", "mlp"), (True, False)):
+        make, kind, _ = MODULES[name]
+        if kind == "row" and not recompute:
+            continue
+        keep = {} if recompute else {"tp_recompute_allgather": False}
+        module = make(torch.float32)(tp_group=dist.group.WORLD, sequence_parallel=True, **keep)
+        torch._dynamo.reset()
+        traced = torch.compile(module, backend=backend, fullgraph=True)
+        x, _ = examples(kind, torch.float32)
+        if kind == "row":
+            x = x.chunk(dist.get_world_size(), -1)[rank].contiguous()
+        results = []
+        for call in (module, traced):
+            seen = []
+            leaf = x.clone().requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t.shape) or t, lambda t: t):
+                y = call(leaf)
+            module.zero_grad(set_to_none=True)
+            torch.manual_seed(3)
+            y.backward(torch.randn_like(y))
+            results.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])
+        for i, (one, other) in enumerate(zip(*results)):
+            if not torch.equal(one, other):
+                wrong.append(f"{name} recompute {recompute}: result {i} differs")
+        whole = x.shape[0] * dist.get_world_size()
+        kept[name, recompute] = any(s[0] == whole and s[-1] == HIDDEN for s in seen if len(s) == 3)
+    return wrong, kept
+
+
+def refusals(rank):
+    """What is said of bad input, on this rank."""
+    said = []
+    world = dist.group.WORLD
+
+    def note(what):
+        try:
+            what()
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    note(lambda: te.Linear(32, 33, parallel_mode="column", tp_group=world, device="cpu"))
+    note(lambda: te.Linear(33, 32, parallel_mode="row", tp_group=world, device="cpu"))
+    note(lambda: te.LayerNormMLP(32, 33, tp_group=world, device="cpu"))
+    note(lambda: te.Linear(32, 32, parallel_mode="column", tp_group=world, parameters_split={"a": 31, "b": 1}))
+    note(lambda: te.Linear(32, 32, parallel_mode="row", tp_group=world, tp_recompute_allgather=False, device="cpu"))
+    note(lambda: te.Linear(32, 32, tp_overlap="fast", device="cpu"))
+    note(lambda: te.LayerNormLinear(32, 32, parallel_mode="row", tp_group=world, device="cpu"))
+    without = te.Linear(32, 32, parallel_mode="column", tp_size=2, device="cpu")
+    note(lambda: without(torch.randn(4, 32)))
+    row = te.Linear(32, 32, parallel_mode="row", sequence_parallel=True, tp_group=world, device="cpu")
+    note(lambda: row(torch.randn(5, 16)))
+    note(lambda: row(torch.randn(16)))
+    note(lambda: row(torch.randn(4, 32)))
+    note(lambda: row.set_tensor_parallel_group(dist.new_group([rank], use_local_synchronization=True)))
+    works = row(torch.randn(4, 16)).shape == (2, 32)
+    gone = dist.new_group([0, 1])
+    lost = te.Linear(32, 32, parallel_mode="row", sequence_parallel=True, tp_group=gone, device="cpu")
+    lost(torch.randn(4, 16))
+    dist.destroy_process_group(gone)
+    note(lambda: lost(torch.randn(4, 16)))
+    lost.set_tensor_parallel_group(world)
+    works = works and lost(torch.randn(4, 16)).shape == (2, 32)
+    return said, works
+
+
+def nothing_and_one(rank):
+    """Zero tokens, and a group of one rank against the module without a group, to the bit."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    wrong = []
+    for name, (make, kind, _) in MODULES.items():
+        module = make(torch.float32)(tp_group=dist.group.WORLD, sequence_parallel=True)
+        x, _ = examples(kind, torch.float32)
+        x = x[:0, :, : x.shape[-1] // 2] if kind == "row" else x[:0]
+        leaf = x.clone().requires_grad_()
+        module(leaf).sum().backward()
+        if leaf.grad.shape != leaf.shape or any(p.grad.count_nonzero() for p in module.parameters()):
+            wrong.append(f"{name}: zero tokens")
+        both = Twins(make(torch.float32), alone, 0, inputs=None, outputs=None, sequence_parallel=True)
+        x, dy = examples(kind, torch.float32)
+        found, _ = both.compare(x, dy, {"rtol": 0, "atol": 0})
+        wrong += [f"{name}, a group of one: {words}" for words in found]
+    return wrong
+
+
+def frozen(rank):
+    """What wants no gradient moves nothing: collectives of a backward, by name."""
+    counts = {}
+    for name, freeze in itertools.product(("column", "row"), ("nothing", "weight", "input", "both")):
+        make, kind, _ = MODULES[name]
+        module = make(torch.float32, bias=False)(tp_group=dist.group.WORLD, sequence_parallel=True)
+        module.weight.requires_grad_(freeze not in ("weight", "both"))
+        x, _ = examples(kind, torch.float32)
+        x = x.chunk(2, -1)[rank].contiguous() if kind == "row" else x
+        x.requires_grad_(freeze not in ("input", "both"))
+        y = module(x)
+        if not y.requires_grad:
+            counts[name, freeze] = []
+            continue
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            y.backward(torch.ones_like(y))
+        counts[name, freeze] = sorted(e.name for e in profile.events() if e.name.startswith("c10d::"))
+    return counts
+
+
+def all_products(rank, dtype, recipe):
+    return [words for name in MODULES for words in products(rank, name, dtype, recipe)]

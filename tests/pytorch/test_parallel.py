@@ -1,0 +1,105 @@
+# Tensor-parallel modules on gloo ranks against the same modules whole. Mutants: a wait left out, the partial sums
+# gathered, the bias added before the scatter, norm gradients summed by the module itself, turn these red.
+import parallel_workers as workers
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", sorted(workers.MODULES))
+def test_divided_is_whole(name, ranks):
+    for wrong in on_ranks(workers.products, name, torch.float32, ranks=ranks):
+        assert not wrong, "\n".join(wrong[:5])
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "block", "delayed"])
+def test_divided_is_whole_in_bfloat16(recipe):
+    for wrong in on_ranks(workers.all_products, torch.bfloat16, recipe):
+        assert not wrong, "\n".join(wrong[:5])
+
+
+def test_what_fp8_gathers_is_the_whole_tensors():
+    for found in on_ranks(workers.fp8_bits):
+        for (recipe, rows, mode), (wrong, carried) in found.items():
+            assert not wrong, (recipe, rows, mode, wrong)
+            behind = recipe == "block" and rows % 128  # of blocks that lie across ranks 16-bit values are gathered
+            assert ("c10::BFloat16" in carried) == bool(behind), (recipe, rows, mode, carried)
+
+
+def test_saved_bytes():
+    for found in on_ranks(workers.saved_bytes):
+        own = workers.TOKENS * workers.BATCH * workers.HIDDEN * 2
+        assert found == {True: own, False: 2 * own}
+
+
+def test_copies_keep_the_group():
+    for found in on_ranks(workers.copies):
+        assert found == [(True, True, 2)] * 2
+
+
+def test_compiled_is_eager_and_keeps_the_shard():
+    for wrong, kept in on_ranks(workers.compiled):
+        assert not wrong, wrong
+        assert kept == {key: not recompute and key[0] != "row" for key, recompute in zip(kept, (k[1] for k in kept))}
+
+
+def test_refusals_are_the_same_on_every_rank():
+    (said, works), *others = on_ranks(workers.refusals)
+    assert works and all(other == (said, works) for other in others)
+    wanted = [
+        ("ValueError", "Linear: argument 'out_features' is 33", "2 ranks", "multiple"),
+        ("ValueError", "Linear: argument 'in_features' is 33", "2 ranks", "multiple"),
+        ("ValueError", "LayerNormMLP: argument 'ffn_hidden_size' is 33", "2 ranks", "multiple"),
+        ("ValueError", "Linear: argument 'parameters_split['a']' is 31", "2 ranks", "multiple"),
+        ("ValueError", "Linear: argument 'tp_recompute_allgather' is False", "row"),
+        ("ValueError", "Linear: argument 'tp_overlap' is 'fast'", "'auto'"),
+        ("NotImplementedError", "LayerNormLinear: argument 'parallel_mode' is 'row'", "use 'column'"),
+        ("RuntimeError", "Linear:", "tp_size", "set_tensor_parallel_group()"),
+        ("ValueError", "Linear: argument 'inp' has 5 tokens", "2 ranks", "pad it"),
+        ("ValueError", "Linear: argument 'inp' has shape [16]", "two dimensions"),
+        ("ValueError", "Linear: argument 'inp' has last dimension 32, wanted 16"),
+        ("ValueError", "Linear: argument 'tp_group' has 1 ranks", "divided by 2"),
+        ("RuntimeError", "process group", "destroyed", "set_tensor_parallel_group()"),
+    ]
+    assert len(said) == len(wanted)
+    for words, parts in zip(said, wanted):
+        assert words.startswith(parts[0]) and all(part in words for part in parts), words
+
+
+def test_zero_tokens_and_a_group_of_one():
+    for wrong in on_ranks(workers.nothing_and_one):
+        assert not wrong, "\n".join(wrong[:5])
+
+
+def test_what_wants_no_gradient_moves_nothing():
+    for counts in on_ranks(workers.frozen):
+        gather, scatter = "c10d::_allgather_base_", "c10d::alltoall_base_"
+        assert counts == {
+            ("column", "nothing"): sorted([gather, scatter]),
+            ("column", "weight"): [scatter],
+            ("column", "input"): [gather],
+            ("column", "both"): [],
+            ("row", "nothing"): [gather],
+            ("row", "weight"): [gather],
+            ("row", "input"): [gather],
+            ("row", "both"): [],
+        }
+
+
+def test_opcheck(tmp_path):
+    """On one rank: what the operators say of themselves."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ops, opcheck, group = torch.ops.te, torch.library.opcheck, dist.group.WORLD.group_name
+        x, dy = torch.randn(4, 3), torch.randn(4, 5)
+        opcheck(ops.group_gather.default, (x, group, 1))
+        opcheck(ops.group_gather_again.default, (x, dy, group, 1))
+        opcheck(ops.group_exchange.default, (x, group, 1))
+        opcheck(ops.group_sum.default, (x, group, 1))
+    finally:
+        dist.destroy_process_group()
