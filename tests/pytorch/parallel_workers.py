@@ -174,8 +174,9 @@ def fp8_bits(rank):
     go over ranks. recipe, rows of a rank -> (what differs, dtypes that the collectives carried)."""
     found, ranks, group = {}, dist.get_world_size(), dist.group.WORLD
     _C.set_cpu_products("loop")
-    recipes = {**RECIPES, "current": Float8CurrentScaling()}
-    for name, rows, mode in itertools.product(("current", "block", "delayed"), (128, 40), ("column", "row")):
+    alone = DelayedScaling(amax_history_len=2, reduce_amax=False)
+    recipes = {**RECIPES, "current": Float8CurrentScaling(), "unreduced": alone}
+    for name, rows, mode in itertools.product(("current", "block", "delayed", "unreduced"), (128, 40), ("column", "row")):
         torch.manual_seed(2)
         make = linear(mode, torch.bfloat16, bias=False)
         both = Twins(make, group, rank, inputs=None, outputs=None, sequence_parallel=True)
@@ -184,7 +185,7 @@ def fp8_bits(rank):
             both.divided.weight.copy_(both.of("weight", both.whole.weight))
         widths = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
         wrong, carried = [], set()
-        for _ in range(3 if name == "delayed" else 1):  # delayed scales follow what the steps before have seen
+        for _ in range(1 if name in ("current", "block") else 3):  # delayed scales follow what the steps before have seen
             # A gathered tensor has its largest value on one rank alone, the others theirs in every part.
             x, dy = torch.randn(rows * ranks, widths[0]), torch.randn(rows * ranks, widths[1])
             x, dy = (x, planted(dy, ranks, 1)) if mode == "column" else (planted(x, ranks, 1), dy)

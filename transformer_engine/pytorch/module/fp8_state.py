@@ -197,6 +197,11 @@ class QuantizationState(QuantizedWeights):
                 self.fp8_meta.pop(key, None)
             else:
                 self.fp8_meta[key] = scaling
+                scaling.gathered = self._gathered_columns(scaling.forward)
+
+    def _gathered_columns(self, forward: bool) -> tuple[str, list[int]] | None:
+        """As ScalingState.gathered has them."""
+        return None
 
     def _roles(self) -> list[dict[str, QuantizerRole]]:
         kind = "grouped_linear" if type(self).__name__ == "GroupedLinear" else "linear"

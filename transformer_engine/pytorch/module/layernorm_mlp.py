@@ -165,6 +165,9 @@ class LayerNormMLP(TensorParallel, NormParameters):
         else:
             setattr(self, f"{prefix}_bias", None)
 
+    def _modes(self) -> tuple[str | None, ...]:
+        return ("column", "row") if self.set_parallel_mode else (None, None)
+
     def _product_names(self, product: str) -> tuple[list[str], list[str]]:
         return [f"{product}_weight"], [f"{product}_bias"] if self.use_bias else []
 
@@ -191,7 +194,7 @@ class LayerNormMLP(TensorParallel, NormParameters):
         fc2, fc2_own = self._quantized_product("fc2", fc2_weight, is_first_microbatch)
         if fc1 is None:
             fc1_weight, fc2_weight = self._plain(fc1_weight), self._plain(fc2_weight)
-        column, row = ("column", "row") if self.set_parallel_mode else (None, None)
+        column, row = self._modes()
         try:
             out, norm_output, h = F.layernorm_mlp(
                 inp,

@@ -10,6 +10,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
 from transformer_engine.pytorch.module.arguments import check_size
+from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
 
 _MODES = {"column": 1, "row": 2}
 
@@ -142,6 +143,20 @@ class TensorParallel(GroupByName):
             )
         self.tp_group = tp_group
         self._exchanges = {}
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if key in self.fp8_meta:
+                self.fp8_meta[key].gathered = self._gathered_columns(key == "scaling_fwd")
+
+    def _modes(self) -> tuple[str | None, ...]:
+        """Of each product."""
+        return (self.parallel_mode,)
+
+    def _gathered_columns(self, forward: bool) -> tuple[str, list[int]] | None:
+        if not self.sequence_parallel or self._tp_group_name is None:
+            return None
+        mode, slots, slot = ("column", FORWARD_SLOTS, "input") if forward else ("row", BACKWARD_SLOTS, "grad_output")
+        columns = [slots * i + SLOTS[slot] for i, found in enumerate(self._modes()) if found == mode]
+        return (self._tp_group_name, columns) if columns else None
 
     def _exchange(self, mode: str | None, inp: torch.Tensor) -> Exchange:
         """Of this call's product; None where nothing is communicated."""

@@ -27,6 +27,7 @@ class ScalingState:
     scale [n]; amax_history [length, n], row 0 being written, then from the oldest to the newest; scale_inv [n]. Both
     tensors stay the same memory for as long as the length and the device do: kernels and captured graphs hold views.
     stepped: the scales were made of this history, for the values that there are: weights that take new ones follow it.
+    gathered: columns of tensors of which each rank of a group has a part, and the group's name: one scale serves all.
     """
 
     def __init__(self, rule: DelayedScaling, columns: int, device: torch.device, *, forward: bool) -> None:
@@ -36,6 +37,7 @@ class ScalingState:
         self.forward = forward
         self.rule = rule
         self.stepped = False
+        self.gathered: tuple[str, list[int]] | None = None
         self._used: torch.Tensor | None = None
         self._update: tuple | None = None
         self._left: list[torch.Tensor] = []  # rows 0 of histories that were replaced since the scales were made
@@ -292,8 +294,13 @@ def _reduce_amaxes(entries: list[tuple]) -> None:
         return
     groups: dict[tuple, list[torch.Tensor]] = {}
     for state, group in entries:
+        newest = state.amax_history[0]
         if state.rule.reduce_amax and distributed.get_world_size(group) > 1:
-            groups.setdefault((group, state.scale.device), []).append(state.amax_history[0])
+            groups.setdefault((group, state.scale.device), []).append(newest)
+        if state.gathered is not None:  # whatever the rule says: ranks with another scale could not read these
+            name, columns = state.gathered
+            key = distributed.distributed_c10d._resolve_process_group(name), state.scale.device
+            groups.setdefault(key, []).extend(newest[column : column + 1] for column in columns)
     for (group, _), rows in groups.items():
         joined = torch.cat(rows)
         distributed.all_reduce(joined, op=distributed.ReduceOp.MAX, group=group)
