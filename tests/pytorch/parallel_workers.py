@@ -1,6 +1,7 @@
 # What the suite of tensor parallelism runs on each of several ranks (ranks.py starts them). No test here: a worker
 # returns what is wrong, as words, and what the tests compare.
 import copy
+import functools
 import itertools
 import pickle
 from contextlib import nullcontext
@@ -176,7 +177,9 @@ def fp8_bits(rank):
     _C.set_cpu_products("loop")
     alone = DelayedScaling(amax_history_len=2, reduce_amax=False)
     recipes = {**RECIPES, "current": Float8CurrentScaling(), "unreduced": alone}
-    for name, rows, mode in itertools.product(("current", "block", "delayed", "unreduced"), (128, 40), ("column", "row")):
+    for name, rows, mode in itertools.product(
+        ("current", "block", "delayed", "unreduced"), (128, 40), ("column", "row")
+    ):
         torch.manual_seed(2)
         make = linear(mode, torch.bfloat16, bias=False)
         both = Twins(make, group, rank, inputs=None, outputs=None, sequence_parallel=True)
@@ -185,7 +188,9 @@ def fp8_bits(rank):
             both.divided.weight.copy_(both.of("weight", both.whole.weight))
         widths = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
         wrong, carried = [], set()
-        for _ in range(1 if name in ("current", "block") else 3):  # delayed scales follow what the steps before have seen
+        for _ in range(
+            1 if name in ("current", "block") else 3
+        ):  # delayed scales follow what the steps before have seen
             # A gathered tensor has its largest value on one rank alone, the others theirs in every part.
             x, dy = torch.randn(rows * ranks, widths[0]), torch.randn(rows * ranks, widths[1])
             x, dy = (x, planted(dy, ranks, 1)) if mode == "column" else (planted(x, ranks, 1), dy)
@@ -368,3 +373,41 @@ def frozen(rank):
 
 def all_products(rank, dtype, recipe):
     return [words for name in MODULES for words in products(rank, name, dtype, recipe)]
+
+
+def functions(rank):
+    """column_linear and row_linear against the modules, to the bit, eager and compiled."""
+    wrong, group = [], dist.group.WORLD
+    for mode, sequence, given, traced in itertools.product(
+        ("column", "row"), (True, False), (group, None), (False, True)
+    ):
+        module = linear(mode, torch.float32)(tp_group=group, sequence_parallel=sequence)
+        call = te.distributed.column_linear if mode == "column" else te.distributed.row_linear
+        if traced:
+            torch._dynamo.reset()
+            call = torch.compile(call, backend="aot_eager", fullgraph=True)
+        x, _ = examples(mode, torch.float32)
+        x = x.chunk(2, -1)[rank].contiguous() if mode == "row" else x
+        results = []
+        weight, bias = (p.detach().clone().requires_grad_() for p in (module.weight, module.bias))
+        options = {"weight": weight, "bias": bias, "group": given, "sequence_parallel": sequence}
+        for function in (module, functools.partial(call, **options)):
+            leaf = x.clone().requires_grad_()
+            module.zero_grad(set_to_none=True)
+            y = function(leaf)
+            torch.manual_seed(1)
+            y.backward(torch.randn_like(y))
+            made = (module.weight, module.bias) if function is module else (weight, bias)
+            results.append([y.detach(), leaf.grad, *(p.grad for p in made)])
+        wrong += [
+            f"{mode} sequence {sequence} traced {traced}: {i}"
+            for i, (one, other) in enumerate(zip(*results))
+            if not torch.equal(one, other)
+        ]
+    try:
+        te.distributed.row_linear(torch.randn(3, 4), torch.randn(5, 4), sequence_parallel=True)
+        wrong.append("three tokens on two ranks are not refused")
+    except ValueError as error:
+        if not str(error).startswith("row_linear: argument 'inp' has 3 tokens"):
+            wrong.append(str(error))
+    return wrong

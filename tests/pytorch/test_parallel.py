@@ -1,5 +1,6 @@
 # Tensor-parallel modules on gloo ranks against the same modules whole. Mutants: a wait left out, the partial sums
 # gathered, the bias added before the scatter, norm gradients summed by the module itself, turn these red.
+import parallel_stacks
 import parallel_workers as workers
 import pytest
 import torch
@@ -88,6 +89,22 @@ def test_what_wants_no_gradient_moves_nothing():
             ("row", "input"): [gather],
             ("row", "both"): [],
         }
+
+
+def test_stacks_compose():
+    """Mutant: layers whose gathered tensors share memory have other gradients once two microbatches are in flight."""
+    for found in on_ranks(parallel_stacks.ways):
+        columns, rows = 4, 4  # of a stack: each gathers once in the forward or in the backward
+        assert found.pop("gathers") == (
+            2 * columns + rows,
+            2 * columns + rows,
+        )  # a checkpoint's second run keeps its own
+        assert all(equal is True for equal in found.values()), {k: v for k, v in found.items() if v is not True}
+
+
+def test_functions_are_the_modules():
+    for wrong in on_ranks(workers.functions):
+        assert not wrong, "\n".join(wrong[:5])
 
 
 def test_opcheck(tmp_path):

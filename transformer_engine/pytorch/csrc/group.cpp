@@ -20,7 +20,9 @@ void finish(const c10::intrusive_ptr<c10d::Work>& work) {
   if (work) work->wait();
 }
 
-void note() { te_note_path("process group", "one collective before or behind the whole product"); }
+void note() {
+  te_note_path("process group, serial", "products that overlap with communication are not available in this version");
+}
 
 void check_tensor(const Tensor& t, int64_t ranks, const char* op) {
   TORCH_CHECK_VALUE(t.dim() > 0, op, ": argument 't' has no dimensions, wanted at least one.");

@@ -14,6 +14,8 @@ from transformer_engine.pytorch.distributed.collectives import (
 from transformer_engine.pytorch.distributed.gradients import (
     allreduce_sequence_parallel_grads as allreduce_sequence_parallel_grads,
 )
+from transformer_engine.pytorch.distributed.linear import column_linear as column_linear
+from transformer_engine.pytorch.distributed.linear import row_linear as row_linear
 from transformer_engine.pytorch.distributed.recompute import (
     activation_recompute_forward as activation_recompute_forward,
 )

@@ -162,8 +162,9 @@ class TensorParallel(GroupByName):
         """Of this call's product; None where nothing is communicated."""
         if self.tp_size == 1 or mode is None:
             return None
-        # The second run of a checkpoint is there for its backward alone: what it gathers is kept until then.
-        recompute = self.tp_recompute_allgather and not recompute_phase().recomputing
+        # The second run of a checkpoint is there for its backward alone: what it gathers is kept until then. The first
+        # one keeps nothing, whatever it says, and has to say the same.
+        recompute = self.tp_recompute_allgather and not recompute_phase().enabled
         if torch.compiler.is_compiling():
             spec = [_MODES[mode], int(self.sequence_parallel), int(recompute), self.tp_size]
             return Parallel(spec, self._named_group(inp.device.type))
