@@ -1,0 +1,301 @@
+// The plan: which rows are computed in which runs, and the steps of one rank. A scatter is a gather that runs
+// backwards: own rows last instead of first, rows leave when their run is computed instead of being computed when they
+// are there.
+#include "ops/comm/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/error.h"
+
+namespace te::comm {
+
+namespace {
+
+constexpr int64_t kOwnCuts = 32;  // most places where own rows may be cut
+
+constexpr const char* kOps[] = {"gather_product", "product_scatter"};
+constexpr const char* kSchedules[] = {"auto", "serial", "chunked"};
+constexpr const char* kKinds[] = {"push", "wait", "gemm", "sum"};
+
+int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+struct Range {
+  int64_t first, last;
+};
+
+class Planner {
+ public:
+  explicit Planner(const te_comm_problem& problem) : p_(problem), shard_(problem.rows / problem.ranks) {}
+
+  Plan make() {
+    Plan plan{};
+    if (p_.rows == 0) {
+      plan.prediction = {TE_COMM_SERIAL, 0, 0, 0};
+      return plan;
+    }
+    const bool alone = p_.ranks == 1;
+    const double serial = (alone ? 0 : arrival(p_.rows)) + gemm_us(p_.rows) + sum_us();
+    plan.prediction = {TE_COMM_SERIAL, 1, serial, serial};
+    runs_ = {p_.rows};
+    if (!alone && p_.schedule != TE_COMM_SERIAL) {
+      std::vector<int64_t> runs;
+      const double chunked = best_runs(runs) + sum_us();
+      if (p_.schedule == TE_COMM_CHUNKED || chunked < serial) {
+        plan.prediction = {TE_COMM_CHUNKED, int32_t(runs.size()), chunked, serial};
+        runs_ = runs;
+      }
+    }
+    steps_ = &plan.steps;
+    if (alone) {
+      add(TE_COMM_STEP_GEMM, -1, {0, p_.rows});
+    } else if (p_.op == TE_COMM_GATHER_PRODUCT) {
+      gather();
+    } else {
+      scatter();
+    }
+    return plan;
+  }
+
+ private:
+  // ---- predictions ----
+
+  double gemm_us(int64_t rows) const {
+    const te_comm_costs& c = p_.costs;
+    const int64_t tiles = ceil_div(rows, c.tile_rows) * ceil_div(p_.cols, c.tile_cols);
+    const double tile_us = 2.0 * c.tile_rows * c.tile_cols * double(p_.depth) * c.units / c.flops_per_us;
+    return double(ceil_div(tiles, c.units)) * tile_us + c.launch_us;
+  }
+
+  double push_us() const {
+    const int64_t width = p_.op == TE_COMM_GATHER_PRODUCT ? p_.depth : p_.cols;
+    return double(shard_) * double(width) * double(te_dtype_bytes(p_.dtype)) / p_.costs.link_bytes_per_us;
+  }
+
+  // When the first `rows` rows are there, counted in the order in which they arrive: own ones are from the start.
+  double arrival(int64_t rows) const {
+    const int64_t others = ceil_div(rows, shard_) - 1;
+    return others == 0 ? 0 : double(others) * push_us() + p_.costs.hop_us;
+  }
+
+  double sum_us() const {
+    if (p_.op == TE_COMM_GATHER_PRODUCT || p_.ranks == 1) return 0;
+    const double bytes = double(p_.ranks + 1) * double(shard_) * double(p_.cols) * double(te_dtype_bytes(p_.dtype));
+    return bytes / p_.costs.memory_bytes_per_us;
+  }
+
+  // Where runs may end, and the cut of all rows at these that is done first: of equal ones that with the longest last
+  // run. The first has own rows alone. Returns the time.
+  double best_runs(std::vector<int64_t>& ends) const {
+    std::vector<int64_t> cuts{0};
+    const int64_t tiles = (shard_ - 1) / p_.costs.tile_rows, step = ceil_div(std::max<int64_t>(tiles, 1), kOwnCuts);
+    for (int64_t tile = step; tile <= tiles; tile += step) cuts.push_back(tile * p_.costs.tile_rows);
+    for (int32_t rank = 1; rank <= p_.ranks; ++rank) cuts.push_back(rank * shard_);
+    const size_t n = cuts.size();
+    std::vector<double> done(n, 0);
+    std::vector<size_t> before(n, 0);
+    for (size_t end = 1; end < n; ++end) {
+      done[end] = INFINITY;
+      for (size_t start = cuts[end] <= shard_ ? 0 : 1; start < end; ++start) {
+        const double us = std::max(done[start], arrival(cuts[end])) + gemm_us(cuts[end] - cuts[start]);
+        if (us < done[end]) {
+          done[end] = us;
+          before[end] = start;
+        }
+      }
+    }
+    for (size_t end = n - 1; end != 0; end = before[end]) ends.insert(ends.begin(), cuts[end]);
+    return done[n - 1];
+  }
+
+  // ---- rows ----
+
+  int32_t rank_at(int64_t step) const { return int32_t((p_.rank + step + p_.ranks) % p_.ranks); }
+  Range shard_of(int32_t rank) const { return {rank * shard_, (rank + 1) * shard_}; }
+
+  // Rows [begin, end) in the order of arrivals: own ones, those of rank - 1, of rank - 2 and so on. Own ones are cut so
+  // that what is left lies beside the next ones.
+  std::vector<Range> rows_of(int64_t begin, int64_t end) const {
+    std::vector<Range> ranges;
+    for (int32_t other = 0; other < p_.ranks; ++other) {
+      const int64_t from = std::max(begin, other * shard_) - other * shard_;
+      const int64_t to = std::min(end, (other + 1) * shard_) - other * shard_;
+      if (from >= to) continue;
+      const Range all = shard_of(rank_at(-other));
+      if (p_.rank == 0 && other == 0) {
+        ranges.push_back({all.first + from, all.first + to});
+      } else {
+        ranges.push_back({all.last - to, all.last - from});
+      }
+    }
+    return joined(ranges);
+  }
+
+  // Neighbours become one; the order is that of the last of its rows to arrive.
+  static std::vector<Range> joined(const std::vector<Range>& ranges) {
+    std::vector<Range> out;
+    for (Range range : ranges) {
+      for (size_t i = 0; i < out.size();) {
+        if (out[i].last == range.first || out[i].first == range.last) {
+          range = {std::min(range.first, out[i].first), std::max(range.last, out[i].last)};
+          out.erase(out.begin() + int64_t(i));
+        } else {
+          ++i;
+        }
+      }
+      out.push_back(range);
+    }
+    return out;
+  }
+
+  // ---- steps ----
+
+  void add(te_comm_step_kind kind, int32_t peer, Range rows) { steps_->push_back({kind, peer, rows.first, rows.last}); }
+
+  void gather() {
+    const Range own = shard_of(p_.rank);
+    for (int32_t step = 1; step <= p_.ranks; ++step) add(TE_COMM_STEP_PUSH, rank_at(step), own);
+    std::vector<bool> there(size_t(p_.ranks), false);
+    int64_t begin = 0;
+    for (const int64_t end : runs_) {
+      for (const Range& rows : rows_of(begin, end)) {
+        const bool own_alone = rows.first >= own.first && rows.last <= own.last;
+        for (int32_t other = 1; other <= p_.ranks && !own_alone; ++other) {
+          const int32_t peer = rank_at(-other);  // itself last: that copy comes behind the pushes
+          const Range from = shard_of(peer);
+          if (there[size_t(peer)] || from.last <= rows.first || from.first >= rows.last) continue;
+          add(TE_COMM_STEP_WAIT, peer, from);
+          there[size_t(peer)] = true;
+        }
+        add(TE_COMM_STEP_GEMM, -1, rows);
+      }
+      begin = end;
+    }
+    // Nobody may come to a slot that was given back.
+    if (!there[size_t(p_.rank)]) add(TE_COMM_STEP_WAIT, p_.rank, own);
+  }
+
+  void scatter() {
+    int32_t pushed = 1;
+    for (size_t run = runs_.size(); run-- > 0;) {
+      const int64_t begin = run == 0 ? 0 : runs_[run - 1];
+      std::vector<Range> ranges = rows_of(begin, runs_[run]);
+      std::reverse(ranges.begin(), ranges.end());
+      for (const Range& rows : ranges) add(TE_COMM_STEP_GEMM, -1, rows);
+      // Shard rank + step has place ranks - step in the order of arrivals: all of it is computed from there on.
+      for (; pushed < p_.ranks && (p_.ranks - pushed) * shard_ >= begin; ++pushed) {
+        add(TE_COMM_STEP_PUSH, rank_at(pushed), shard_of(rank_at(pushed)));
+      }
+    }
+    const Range own = shard_of(p_.rank);
+    for (int32_t step = 1; step < p_.ranks; ++step) add(TE_COMM_STEP_WAIT, rank_at(-step), own);
+    add(TE_COMM_STEP_SUM, -1, own);
+  }
+
+  const te_comm_problem& p_;
+  const int64_t shard_;
+  std::vector<int64_t> runs_;  // their ends, in the order of arrivals
+  std::vector<te_comm_step>* steps_ = nullptr;
+};
+
+void check_problem(const char* op, const te_comm_problem& p) {
+  if (p.op != TE_COMM_GATHER_PRODUCT && p.op != TE_COMM_PRODUCT_SCATTER) {
+    bad_argument(op, "problem.op", int(p.op), "a te_comm_op");
+  }
+  if (p.schedule < TE_COMM_AUTO || p.schedule > TE_COMM_CHUNKED) {
+    bad_argument(op, "problem.schedule", int(p.schedule), "a te_comm_schedule");
+  }
+  if (p.ranks < 1 || p.ranks > TE_COMM_MOST_RANKS) {
+    bad_argument(op, "problem.ranks", p.ranks, concat("a number from 1 to ", TE_COMM_MOST_RANKS));
+  }
+  if (p.rank < 0 || p.rank >= p.ranks) bad_argument(op, "problem.rank", p.rank, concat("0 to ", p.ranks - 1));
+  if (p.rows < 0 || p.rows % p.ranks != 0) {
+    bad_argument(op, "problem.rows", p.rows, concat("a multiple of the ", p.ranks, " ranks"));
+  }
+  if (p.depth < 0) bad_argument(op, "problem.depth", p.depth, "a size >= 0");
+  if (p.cols < 0) bad_argument(op, "problem.cols", p.cols, "a size >= 0");
+  if (te_dtype_name(p.dtype) == nullptr) bad_argument(op, "problem.dtype", int(p.dtype), "a te_dtype");
+  const auto positive = [&](const char* name, double value) {
+    if (!(value > 0) || std::isinf(value)) bad_argument(op, name, value, "a number > 0");
+  };
+  positive("problem.costs.flops_per_us", p.costs.flops_per_us);
+  positive("problem.costs.link_bytes_per_us", p.costs.link_bytes_per_us);
+  positive("problem.costs.memory_bytes_per_us", p.costs.memory_bytes_per_us);
+  positive("problem.costs.launch_us", p.costs.launch_us);
+  positive("problem.costs.hop_us", p.costs.hop_us);
+  positive("problem.costs.units", p.costs.units);
+  positive("problem.costs.tile_rows", p.costs.tile_rows);
+  positive("problem.costs.tile_cols", p.costs.tile_cols);
+}
+
+std::string words_of(const te_comm_problem& p, const Plan& plan) {
+  const te_comm_prediction& made = plan.prediction;
+  std::string text =
+      concat(kOps[p.op], " ", p.rows, " x ", p.depth, " x ", p.cols, " ", te_dtype_name(p.dtype), ", rank ", p.rank,
+             " of ", p.ranks, ": ", kSchedules[made.schedule], ", ", made.runs, made.runs == 1 ? " run, " : " runs, ",
+             std::llround(made.us), " us predicted, serial ", std::llround(made.serial_us), " us\n");
+  for (const te_comm_step& step : plan.steps) {
+    const char* to = step.kind == TE_COMM_STEP_PUSH ? " to " : step.kind == TE_COMM_STEP_WAIT ? " for " : "";
+    text += concat("  ", kKinds[step.kind], to, step.peer < 0 ? "" : std::to_string(step.peer), " [", step.first, ", ",
+                   step.last, ")\n");
+  }
+  return text;
+}
+
+}  // namespace
+
+Plan make_plan(const char* op, const te_comm_problem& problem) {
+  check_problem(op, problem);
+  return Planner(problem).make();
+}
+
+}  // namespace te::comm
+
+extern "C" {
+
+te_comm_costs te_comm_costs_h200(void) {
+  te_comm_costs costs{};
+  costs.flops_per_us = 690e6;
+  costs.link_bytes_per_us = 350e3;
+  costs.memory_bytes_per_us = 4100e3;
+  costs.launch_us = 3;
+  costs.hop_us = 5;
+  costs.units = 132;
+  costs.tile_rows = 128;
+  costs.tile_cols = 256;
+  return costs;
+}
+
+te_status te_comm_plan(const te_comm_problem* problem, te_comm_step* steps, int64_t capacity, int64_t* count,
+                       te_comm_prediction* prediction) {
+  return te::c_guard([&] {
+    const char* op = "te_comm_plan";
+    if (problem == nullptr) te::bad_argument(op, "problem", "NULL", "a problem");
+    if (count == nullptr) te::bad_argument(op, "count", "NULL", "a place for the number of steps");
+    if (capacity < 0 || (steps == nullptr && capacity != 0)) {
+      te::bad_argument(op, "steps", steps == nullptr ? "NULL" : "of negative capacity", "room for `capacity` steps");
+    }
+    const te::comm::Plan plan = te::comm::make_plan(op, *problem);
+    *count = int64_t(plan.steps.size());
+    std::copy_n(plan.steps.begin(), std::min(capacity, *count), steps);
+    if (prediction != nullptr) *prediction = plan.prediction;
+  });
+}
+
+te_status te_comm_plan_print(const te_comm_problem* problem, char* text, size_t capacity, size_t* length) {
+  return te::c_guard([&] {
+    const char* op = "te_comm_plan_print";
+    if (problem == nullptr) te::bad_argument(op, "problem", "NULL", "a problem");
+    if (length == nullptr) te::bad_argument(op, "length", "NULL", "a place for the number of bytes");
+    if (text == nullptr && capacity != 0) te::bad_argument(op, "text", "NULL", "room for `capacity` bytes");
+    const std::string words = te::comm::words_of(*problem, te::comm::make_plan(op, *problem));
+    *length = words.size();
+    if (capacity == 0) return;
+    const size_t copied = std::min(capacity - 1, words.size());
+    std::memcpy(text, words.data(), copied);
+    text[copied] = 0;
+  });
+}
+
+}  // extern "C"
