@@ -1,0 +1,179 @@
+// Worlds of virtual ranks for tests: matrices in host memory, a world that is destroyed with its scope, calls with a
+// tensor for each rank, and what a call gives where every rank's part is computed one after the other.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "core/dtype.h"
+#include "device_buffer.h"
+#include "transformer_engine/comm.h"
+#include "transformer_engine/gemm.h"
+
+namespace te::testing {
+
+// rows x cols of T, NaN until somebody writes.
+template <class T>
+struct Matrix {
+  int64_t rows = 0, cols = 0;
+  std::vector<T> values;
+
+  Matrix() = default;
+  Matrix(int64_t rows, int64_t cols) : rows(rows), cols(cols), values(static_cast<size_t>(rows * cols)) {
+    std::memset(static_cast<void*>(values.data()), kPoison, values.size() * sizeof(T));
+  }
+  static Matrix random(int64_t rows, int64_t cols, unsigned seed) {
+    Matrix m(rows, cols);
+    std::mt19937 generator(seed);
+    std::normal_distribution<float> normal;
+    for (T& value : m.values) value = from_float<T>(normal(generator));
+    return m;
+  }
+
+  te_tensor tensor() { return {values.empty() ? nullptr : values.data(), rows, cols, cols, kDtype<T>, TE_DEVICE_CPU}; }
+  Matrix slice(int64_t first, int64_t last) const {
+    Matrix m(last - first, cols);
+    std::copy_n(values.begin() + first * cols, m.values.size(), m.values.begin());
+    return m;
+  }
+  bool same_bits(const Matrix& other) const {
+    return rows == other.rows && cols == other.cols &&
+           (values.empty() || std::memcmp(values.data(), other.values.data(), values.size() * sizeof(T)) == 0);
+  }
+};
+
+// One for each rank.
+template <class T>
+using Sharded = std::vector<Matrix<T>>;
+
+template <class T>
+std::vector<te_tensor> tensors(Sharded<T>& sharded) {
+  std::vector<te_tensor> out;
+  for (Matrix<T>& matrix : sharded) out.push_back(matrix.tensor());
+  return out;
+}
+
+template <class T>
+Sharded<T> empty(int32_t ranks, int64_t rows, int64_t cols) {
+  return Sharded<T>(static_cast<size_t>(ranks), Matrix<T>(rows, cols));
+}
+
+template <class T>
+Sharded<T> random(int32_t ranks, int64_t rows, int64_t cols, unsigned seed) {
+  Sharded<T> out;
+  for (int32_t rank = 0; rank < ranks; ++rank) out.push_back(Matrix<T>::random(rows, cols, seed * 64 + unsigned(rank)));
+  return out;
+}
+
+template <class T>
+bool same_bits(const Sharded<T>& a, const Sharded<T>& b) {
+  for (size_t rank = 0; rank < a.size(); ++rank) {
+    if (!a[rank].same_bits(b[rank])) return false;
+  }
+  return a.size() == b.size();
+}
+
+template <class T>
+Matrix<T> gathered(const Sharded<T>& shards) {
+  Matrix<T> all(shards[0].rows * int64_t(shards.size()), shards[0].cols);
+  auto to = all.values.begin();
+  for (const Matrix<T>& shard : shards) to = std::copy(shard.values.begin(), shard.values.end(), to);
+  return all;
+}
+
+template <class T>
+Matrix<T> product(te_gemm_layout layout, Matrix<T> a, Matrix<T> b, Matrix<T>* bias = nullptr) {
+  Matrix<T> d(layout == TE_GEMM_NT ? b.cols : b.rows, layout == TE_GEMM_TN ? a.rows : a.cols);
+  te_gemm_problem problem{};
+  problem.a = a.tensor();
+  problem.b = b.tensor();
+  problem.d = d.tensor();
+  problem.layout = layout;
+  if (bias != nullptr) {
+    problem.bias = bias->tensor();
+    problem.epilogue = TE_GEMM_BIAS;
+  }
+  TE_EXPECT_OK(te_gemm_by_loop(&problem));
+  return d;
+}
+
+// Costs at which small sizes are cut into runs.
+inline te_comm_costs small_costs() {
+  te_comm_costs costs{};
+  costs.flops_per_us = 400;
+  costs.link_bytes_per_us = 40;
+  costs.memory_bytes_per_us = 1000;
+  costs.launch_us = 0.01;
+  costs.hop_us = 0.01;
+  costs.units = 2;
+  costs.tile_rows = 2;
+  costs.tile_cols = 4;
+  return costs;
+}
+
+// Queued calls hold the tensors that they are given; the matrices must stay.
+class World {
+ public:
+  explicit World(const te_comm_world_options& options) : ranks_(options.ranks) {
+    TE_EXPECT_OK(te_comm_world_create(&options, &world_));
+  }
+  ~World() { te_comm_world_destroy(world_); }
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  template <class T>
+  struct Call {
+    te_comm_op op = TE_COMM_GATHER_PRODUCT;
+    te_comm_schedule schedule = TE_COMM_CHUNKED;
+    Sharded<T>* source = nullptr;
+    Sharded<T>* weight = nullptr;
+    Sharded<T>* bias = nullptr;
+    Sharded<T>* out = nullptr;
+    Sharded<T>* other = nullptr;
+    Sharded<T>* wgrad = nullptr;
+    bool weight_by_depth = false;
+    bool gathered_first = false;
+    bool source_ready = false;
+  };
+
+  template <class T>
+  te_status call(const Call<T>& c) {
+    std::vector<te_tensor> lists[6];
+    const te_tensor* pointers[6];
+    Sharded<T>* const sharded[6] = {c.source, c.weight, c.bias, c.out, c.other, c.wgrad};
+    for (int i = 0; i < 6; ++i) {
+      if (sharded[i] != nullptr) lists[i] = tensors(*sharded[i]);
+      pointers[i] = sharded[i] != nullptr ? lists[i].data() : nullptr;
+    }
+    const te_comm_call call{c.op,        c.schedule,        small_costs(),    pointers[0],
+                            pointers[1], pointers[2],       pointers[3],      pointers[4],
+                            pointers[5], c.weight_by_depth, c.gathered_first, c.source_ready};
+    return te_comm_world_call(world_, &call);
+  }
+
+  te_status run() { return te_comm_world_run(world_); }
+
+  std::vector<te_comm_event> trace() const {
+    int64_t count = 0;
+    TE_EXPECT_OK(te_comm_world_trace(world_, 0, 0, nullptr, &count));
+    std::vector<te_comm_event> events(static_cast<size_t>(count));
+    TE_EXPECT_OK(te_comm_world_trace(world_, 0, count, events.data(), &count));
+    return events;
+  }
+
+  size_t arena(int32_t rank) const {
+    size_t bytes = 0;
+    TE_EXPECT_OK(te_comm_world_arena(world_, rank, &bytes));
+    return bytes;
+  }
+
+ private:
+  int32_t ranks_;
+  te_comm_world* world_ = nullptr;
+};
+
+}  // namespace te::testing
