@@ -3,7 +3,8 @@ import torch
 import torch.distributed as dist
 from region_workers import told_by
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import allreduce_sequence_parallel_grads as allreduce
@@ -101,6 +102,15 @@ def everything(rank, ranks):
     sharded.p0 = p
     allreduce(sharded, world)
     got["DTensor"] = p.grad.to_local()
+
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    module = te.LayerNorm(HIDDEN, sequence_parallel=True, device="cpu")
+    fully_shard(module, mesh=mesh["dp"])  # its parameters carry no marks
+    for i, p in enumerate(module.parameters()):
+        whole = torch.full((HIDDEN,), 10.0 * i + mesh["tp"].get_local_rank() + 1)
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+    allreduce(module, mesh["tp"].get_group())
+    got["FSDP2"] = [p.grad.full_tensor() for p in module.parameters()]
 
     small, gradients._BUCKET = gradients._BUCKET, 6
     try:

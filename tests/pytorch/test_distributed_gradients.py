@@ -60,6 +60,8 @@ def test_where_a_gradient_lies(results):
         ]
         for i, want in enumerate(wanted):
             assert_same_bits(got["places"][i], want, f"rank {rank}: {i}")
+        for i, grad in enumerate(got["FSDP2"]):  # over the two of a row of the mesh
+            assert_same_bits(grad, torch.full((gradient_workers.HIDDEN,), 20.0 * i + 3), f"rank {rank}: FSDP2 {i}")
         assert_same_bits(got["DTensor"], torch.full((2, 3), float(OWN)), f"rank {rank}: DTensor")
 
 

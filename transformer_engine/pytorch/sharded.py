@@ -1,5 +1,5 @@
-"""This rank's part of a DTensor. Nothing is communicated here, unless a gradient is cut otherwise than its
-parameter."""
+"""This rank's part of a DTensor, and the marks of a parameter. Nothing is communicated here, unless a gradient is cut
+otherwise than its parameter."""
 
 import sys
 
@@ -29,3 +29,9 @@ def local_grad(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor |
     if is_sharded(grad) and is_sharded(param) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
     return None if grad is None else local_of(grad)
+
+
+def marks_of(owner: torch.nn.Module, name: str) -> dict[str, object]:
+    """Marks for distributed training (tensor_model_parallel, sequence_parallel, ...) of owner's parameter: its
+    attributes, and what the module declared, as a parameter that FSDP2 has put in place has none."""
+    return {**getattr(owner, "_tags", {}).get(name, {}), **vars(owner._parameters[name])}

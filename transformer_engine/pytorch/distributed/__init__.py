@@ -43,3 +43,10 @@ from transformer_engine.pytorch.distributed.regions import (
 )
 from transformer_engine.pytorch.distributed.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from transformer_engine.pytorch.distributed.rng import get_all_rng_states as get_all_rng_states
+from transformer_engine.pytorch.distributed.sharded_state import (
+    load_tensor_parallel_state_dict as load_tensor_parallel_state_dict,
+)
+from transformer_engine.pytorch.distributed.sharded_state import (
+    tensor_parallel_state_dict as tensor_parallel_state_dict,
+)
+from transformer_engine.pytorch.distributed.symmetric import symmetric_all_reduce as symmetric_all_reduce

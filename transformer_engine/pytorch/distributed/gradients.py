@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.distributed.groups import check_device, every_rank_says, ranks_of
-from transformer_engine.pytorch.sharded import as_lies, local_grad, local_of
+from transformer_engine.pytorch.sharded import as_lies, local_grad, local_of, marks_of
 
 _OP = "allreduce_sequence_parallel_grads"
 _BUCKET = 1 << 23  # elements that travel together at most, but for those of one parameter
@@ -41,7 +41,8 @@ def allreduce_sequence_parallel_grads(module: torch.nn.Module, group: object | N
     its main_grad, where it has one. It is written in place, and of a DTensor the local part. Each parameter counts once
     under however many names; a rank without a gradient adds nothing, and gets the others' sum. The parameters travel
     together in the module's order, in float32 at least, so that a call costs few collectives and has the same bits each
-    time. Frozen parameters have no gradient, and a group of 1 communicates nothing.
+    time. Frozen parameters have no gradient, and a group of 1 communicates nothing. What FSDP2 shards has lost its
+    marks: those that this library's modules declare are known, others are to be set again.
 
     Errors: TypeError for what is no module; ValueError, and nothing is changed, for a gradient that is sparse, or on a
     device that the group has no backend for; where the group has gloo for the CPU, the same ValueError on every rank if
@@ -51,11 +52,7 @@ def allreduce_sequence_parallel_grads(module: torch.nn.Module, group: object | N
         raise TypeError(f"{_OP}: argument 'module' is a {type(module).__name__}, wanted a torch.nn.Module.")
     if ranks_of(_OP, "group", group) == 1:
         return
-    gradients = [
-        _gradient(name, parameter)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False) is True
-    ]
+    gradients = [_gradient(name, parameter) for name, parameter in _marked(module)]
     for gradient in gradients:
         check_device(_OP, f"module ({gradient.name})", gradient.like, group)
     _check_agreement(gradients, group)
@@ -65,6 +62,17 @@ def allreduce_sequence_parallel_grads(module: torch.nn.Module, group: object | N
         work.wait()
     for bucket, flat in zip(buckets, flats, strict=True):
         _unpack(bucket, flat)
+
+
+def _marked(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, p in owner._parameters.items():
+            if p is None or id(p) in seen or not p.requires_grad:
+                continue
+            if marks_of(owner, name).get("sequence_parallel", False) is True:
+                seen.add(id(p))
+                yield f"{prefix}.{name}" if prefix else name, p
 
 
 def _gradient(name: str, parameter: torch.Tensor) -> _Gradient:

@@ -1,0 +1,231 @@
+"""State dicts of tensor-parallel modules as DTensors, so that a checkpoint of one number of ranks loads at another.
+What a rank holds of a parameter is told by the marks on it; nothing is saved, read or resharded here: that is torch's
+distributed checkpoint's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.sharded import is_sharded, local_of, marks_of
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_DIMENSION = "tp"
+
+
+class _Held(NamedTuple):
+    """A parameter as this rank holds it. dim: along which its ranks' parts lie behind each other, None where each has
+    the whole; parts: names and sizes along `along` of what is stacked in it, each of them cut by itself."""
+
+    name: str
+    parameter: torch.Tensor
+    dim: int | None
+    along: int
+    parts: dict[str, int]
+
+    def names(self) -> list[str]:
+        return [f"{self.name}.{part}" for part in self.parts] if self.parts else [self.name]
+
+    def pieces(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return values.split(list(self.parts.values()), self.along) if self.parts else (values,)
+
+
+def tensor_parallel_state_dict(module: torch.nn.Module, mesh: DeviceMesh | None) -> dict[str, Any]:
+    """module.state_dict(), whose tensor-parallel parameters are DTensors over the mesh: of one dimension, or its
+    dimension "tp"; None where there is one rank and no torch.distributed, which has the same keys and plain tensors.
+
+    Parameters marked tensor_model_parallel are Shard(partition_dim); all others are equal on every rank and plain. What
+    one parameter stacks goes apart, under names of its own, at every number of ranks: the two halves of a gated
+    LayerNormMLP's fc1 ("fc1_weight.gate", "fc1_weight.up"), the parts of a MultiheadAttention's fused, not interleaved
+    projection ("weight.query", ...), and partition_stride equal parts ("weight.0", ...).
+    Each tensor shares the parameter's memory, so that torch.distributed.checkpoint.load(state) writes into the module;
+    load_tensor_parallel_state_dict(module, state) behind it takes what does not: _extra_state, and parameters that
+    FSDP2 shards, which are gathered here over its mesh (on all of its ranks). What FSDP2 shards has lost its marks:
+    those that this library's modules declare are known, others are to be set again. The scales of delayed scaling in
+    _extra_state are one rank's.
+    Errors: TypeError for what is no module or mesh; ValueError for a mesh without "tp", or one of another size than
+    the module's tp_size; NotImplementedError for quantized parameters.
+    """
+    op = "tensor_parallel_state_dict"
+    tp = _dimension(op, mesh)
+    ranks = 1 if tp is None else tp.size()
+    held = {h.name: h for h in _held(op, module, ranks)}
+    result: dict[str, Any] = {}
+    for key, value in module.state_dict().items():
+        if key not in held:
+            result[key] = value
+            continue
+        h, values = held[key], value.full_tensor() if is_sharded(value) else value
+        for name, piece in zip(h.names(), h.pieces(values), strict=True):
+            result[name] = piece if h.dim is None or tp is None else _over(tp, h.dim, piece)
+    return result
+
+
+def load_tensor_parallel_state_dict(module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    """module.load_state_dict of what tensor_parallel_state_dict made of it, or of a module of the same shape on as many
+    ranks. Returns and raises as load_state_dict does; also RuntimeError, and nothing is loaded, for one part of a
+    parameter without the others, NotImplementedError for quantized parameters."""
+    op = "load_tensor_parallel_state_dict"
+    plain = dict(state_dict)
+    for h in _held(op, module, None):
+        there = [key for key in h.names() if key in plain]
+        if not there:
+            continue
+        missing = [key for key in h.names() if key not in plain]
+        if missing:
+            raise RuntimeError(
+                f"{op}: argument 'state_dict' has {there} without {missing}, wanted all parts of '{h.name}'."
+            )
+        given = [local_of(plain.pop(key)) for key in there]
+        plain[h.name] = _whole(h, given)
+    return module.load_state_dict(plain, strict=strict)
+
+
+def _whole(h: _Held, given: list[torch.Tensor]) -> torch.Tensor:
+    """The parameter's new value of its parts, as the parameter lies."""
+    if not is_sharded(h.parameter):
+        own = h.pieces(h.parameter.detach())
+        if all(map(_is_same, given, own)):
+            return h.parameter.detach()
+        return torch.cat(given, h.along) if h.parts else given[0]
+    from torch.distributed.tensor import distribute_tensor
+
+    values = torch.cat(given, h.along) if h.parts else given[0]
+    if values.shape != h.parameter.shape:
+        return values  # load_state_dict says what is wrong
+    return distribute_tensor(values, h.parameter.device_mesh, h.parameter.placements, src_data_rank=None)
+
+
+def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether they are the same memory."""
+    described = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in (one, two)]
+    return described[0] == described[1]
+
+
+def _over(mesh: DeviceMesh, dim: int, local: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+
+
+def _dimension(op: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    if mesh is None:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{op}: argument 'mesh' is a {type(mesh).__name__}, wanted a DeviceMesh or None; of a group, "
+            "DeviceMesh.from_group(group, device_type)."
+        )
+    if mesh.ndim == 1:
+        return mesh
+    if _DIMENSION not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"{op}: argument 'mesh' has the dimensions {mesh.mesh_dim_names or mesh.ndim}, wanted one, or one named "
+            f"{_DIMENSION!r} among them; give mesh[name]."
+        )
+    return mesh[_DIMENSION]
+
+
+# ---- what this rank holds ----
+
+
+def _held(op: str, module: torch.nn.Module, ranks: int | None) -> Iterator[_Held]:
+    """Every parameter, under each of its names. ranks: what the marks are compared with; None: with nothing."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{op}: argument 'module' is a {type(module).__name__}, wanted a torch.nn.Module.")
+    stacked = _stacked(module)
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for leaf, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if isinstance(local_of(parameter), QuantizedTensorStorage):
+                raise NotImplementedError(
+                    f"{op}: parameter '{name}' is a {type(local_of(parameter)).__name__}, but resharding of quantized "
+                    "weights is not available in this version; save their high-precision masters, or dequantize() "
+                    "them into a module without quantized_model_init."
+                )
+            marks = marks_of(owner, leaf)
+            dim = marks.get("partition_dim", -1) if marks.get("tensor_model_parallel") else None
+            if ranks is not None:
+                _check_ranks(op, name, owner, parameter, marks, dim, ranks)
+            parts = stacked.get((id(owner), leaf), {})
+            if dim is not None and not parts and marks.get("partition_stride", 1) > 1:
+                parts = _equal_parts(op, name, parameter.shape[dim], marks["partition_stride"])
+            yield _Held(name, parameter, dim, 0 if dim is None else dim, parts)
+
+
+def _check_ranks(
+    op: str,
+    name: str,
+    owner: torch.nn.Module,
+    parameter: torch.Tensor,
+    marks: dict[str, Any],
+    dim: int | None,
+    ranks: int,
+) -> None:
+    size = getattr(owner, "tp_size", None)
+    if dim is not None and not 0 <= dim < parameter.dim():
+        raise ValueError(
+            f"{op}: parameter '{name}' is marked tensor_model_parallel with partition_dim {dim}, wanted a dimension of "
+            f"its shape {list(parameter.shape)}."
+        )
+    if dim is not None and isinstance(size, int) and size != ranks:
+        raise ValueError(
+            f"{op}: argument 'mesh' has {ranks} tensor-parallel ranks, but parameter '{name}' is of a "
+            f"{type(owner).__name__} with tp_size {size}; give the mesh of its group."
+        )
+    unsaid = "partition_dim" in marks and getattr(owner, "set_parallel_mode", True) is False
+    if dim is None and unsaid and isinstance(size, int) and size > 1:
+        raise ValueError(
+            f"{op}: parameter '{name}' is of a {type(owner).__name__} with tp_size {size} and without "
+            "set_parallel_mode, so that nothing says how it is cut; build it with set_parallel_mode=True."
+        )
+
+
+def _equal_parts(op: str, name: str, size: int, count: int) -> dict[str, int]:
+    if size % count:
+        raise ValueError(
+            f"{op}: parameter '{name}' has partition_stride {count}, wanted a divisor of its size {size} along "
+            "partition_dim."
+        )
+    return {str(i): size // count for i in range(count)}
+
+
+def _stacked(module: torch.nn.Module) -> dict[tuple[int, str], dict[str, int]]:
+    """(owner's id, its parameter's name) -> rows of this rank by part, of parameters whose parts are cut one by one."""
+    from transformer_engine.pytorch.attention import MultiheadAttention
+    from transformer_engine.pytorch.functional import activation_kinds
+    from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+
+    found: dict[tuple[int, str], dict[str, int]] = {}
+    for part in module.modules():
+        if isinstance(part, LayerNormMLP) and activation_kinds[part.activation]:
+            _split(found, part, ("fc1_weight", "fc1_bias"), {"gate": 1, "up": 1})
+        elif isinstance(part, MultiheadAttention) and not part.qkv_weight_interleaved:
+            queries, pairs = part.num_attention_heads, part.num_gqa_groups
+            for submodule in ("layernorm_qkv", "qkv"):
+                weights = {"query": queries, "key": pairs, "value": pairs}
+                _split(found, getattr(part, submodule, None), ("weight", "bias"), weights)
+            _split(found, getattr(part, "key_value", None), ("weight", "bias"), {"key": 1, "value": 1})
+    return found
+
+
+def _split(
+    found: dict[tuple[int, str], dict[str, int]],
+    owner: torch.nn.Module | None,
+    names: tuple[str, ...],
+    shares: dict[str, int],
+) -> None:
+    for name in names:
+        parameter = None if owner is None else owner._parameters.get(name)
+        if parameter is not None:
+            unit = parameter.shape[0] // sum(shares.values())
+            found[id(owner), name] = {part: share * unit for part, share in shares.items()}
