@@ -238,6 +238,9 @@ CALLS = {
     "make_weak_ref": lambda: utils.make_weak_ref(torch.ones(2)),
     "gather_along_first_dim": lambda: distributed.gather_along_first_dim(torch.ones(2), None),
     "reduce_scatter_along_first_dim": lambda: distributed.reduce_scatter_along_first_dim(torch.ones(2), None),
+    "initialize_ub": lambda: (te.initialize_ub([8, 4], 2), te.destroy_ub()),
+    "destroy_ub": te.destroy_ub,
+    "symmetric_all_reduce": lambda: distributed.symmetric_all_reduce(torch.ones(2), all_reduce_type="one_shot"),
     "allreduce": lambda: distributed.allreduce(torch.ones(2)),
     "is_fp8_activation_recompute_enabled": distributed.is_fp8_activation_recompute_enabled,
     "in_fp8_activation_recompute_phase": distributed.in_fp8_activation_recompute_phase,
@@ -326,9 +329,13 @@ REFUSED = {
     "checkpoint": {
         "distribute_saved_activations=True": lambda: te.checkpoint(abs, tokens(), distribute_saved_activations=True)
     },
+    "symmetric_all_reduce": {
+        "multimem_all_reduce": lambda: distributed.symmetric_all_reduce(torch.ones(2)),
+    },
     "gather_along_first_dim": {
-        f"{name}=": lambda name=name: distributed.gather_along_first_dim(torch.ones(2), None, **{name: True})
-        for name in ("quantizer", "external_coalescing")
+        "external_coalescing=": lambda: distributed.gather_along_first_dim(
+            torch.ones(2), None, external_coalescing=True
+        )
     },
     "apply_rotary_pos_emb": {
         f"{name}=": lambda name=name, value=value: rope.apply_rotary_pos_emb(heads(), angles(), **{name: value})

@@ -98,3 +98,25 @@ def refusals(rank):
             alone = call(x, of_first)
             assert (alone[0] if isinstance(alone, tuple) else alone) is x
     return told
+
+
+def symmetric(rank):
+    world, x = dist.group.WORLD, of_rank(rank, ROWS, WIDTH)
+    before, sums = x.clone(), {}
+    for kind in ("one_shot", "two_shot"):
+        sums[kind], work = d.symmetric_all_reduce(x, world, all_reduce_type=kind)
+        assert work is None
+        sums[f"{kind} of everyone"], _ = d.symmetric_all_reduce(x, all_reduce_type=kind)
+        sums[f"{kind} transposed"], _ = d.symmetric_all_reduce(x.t(), world, all_reduce_type=kind)
+        sums[f"{kind} later"], work = d.symmetric_all_reduce(x, world, async_op=True, all_reduce_type=kind)
+        work.wait()
+    assert torch.equal(x, before)
+    kind = {"all_reduce_type": "one_shot"}
+    empty, work = d.symmetric_all_reduce(torch.ones(0, WIDTH), world, True, **kind)
+    assert work.wait() and work.is_completed()
+    refused = {
+        "multimem": told_by(d.symmetric_all_reduce, x, world),
+        "uneven": told_by(d.symmetric_all_reduce, x[rank:], world, **kind),
+        "device": told_by(d.symmetric_all_reduce, torch.ones(2, device="meta"), world, **kind),
+    }
+    return {"sums": sums, "empty": empty, "refused": refused}

@@ -49,7 +49,7 @@ def test_on_one_rank_nothing_happens():
 
 def test_misuse_is_named():
     x = torch.randn(4, 3)
-    with refused(NotImplementedError, "gather_along_first_dim", "'quantizer'", "not available in this version"):
+    with refused(TypeError, "gather_along_first_dim", "'quantizer'", "wanted a Quantizer"):
         gather_along_first_dim(x, None, quantizer=object())
     with refused(NotImplementedError, "gather_along_first_dim", "'external_coalescing'", "True"):
         gather_along_first_dim(x, None, external_coalescing=True)

@@ -5,7 +5,6 @@ from transformer_engine.pytorch.distributed.absent import get_symmetric_memory_t
 from transformer_engine.pytorch.distributed.absent import prepare_te_modules_for_fsdp as prepare_te_modules_for_fsdp
 from transformer_engine.pytorch.distributed.absent import release_symm_mem_pool as release_symm_mem_pool
 from transformer_engine.pytorch.distributed.absent import symm_mem_alloc as symm_mem_alloc
-from transformer_engine.pytorch.distributed.absent import symmetric_all_reduce as symmetric_all_reduce
 from transformer_engine.pytorch.distributed.collectives import allreduce as allreduce
 from transformer_engine.pytorch.distributed.collectives import gather_along_first_dim as gather_along_first_dim
 from transformer_engine.pytorch.distributed.collectives import (

@@ -1,4 +1,5 @@
-"""The names of `.distributed` whose capability is not here yet: symmetric memory and the FSDP of older torch."""
+"""The names of `.distributed` whose capability is not here yet: symmetric memory for callers, and the FSDP of older
+torch."""
 
 from collections.abc import Sequence
 
@@ -8,16 +9,6 @@ from transformer_engine.pytorch._absent import absent
 
 _SYMMETRIC = "symmetric memory is"
 _FSDP2 = "wrap with torch.distributed.fsdp.fully_shard"
-
-
-@absent(_SYMMETRIC, "use allreduce")
-def symmetric_all_reduce(
-    inp: torch.Tensor,
-    tp_group: object | None = None,
-    async_op: bool = False,
-    all_reduce_type: str = "multimem_all_reduce",
-) -> tuple[torch.Tensor, object | None]:
-    """The sum of every rank's inp, through memory that each of them sees."""
 
 
 @absent(_SYMMETRIC)

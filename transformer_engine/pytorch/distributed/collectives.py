@@ -1,5 +1,5 @@
 """The collectives of tensor and sequence parallelism along the first dimension. Plain torch.distributed: nothing is
-quantized, coalesced or differentiated here."""
+coalesced or differentiated here, and what is quantized is quantized.py's."""
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ from transformer_engine.pytorch.distributed.groups import (
     check_plain,
     ranks_of,
 )
+from transformer_engine.pytorch.distributed.quantized import gather_quantized
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 Work = object  # what torch.distributed returns with async_op: call wait() on it before the result is read
 
@@ -38,25 +41,45 @@ def gather_along_first_dim(
     inp: torch.Tensor,
     process_group: object | None,
     async_op: bool = False,
-    quantizer: object | None = None,
+    quantizer: Quantizer | None = None,
     output_tensor: torch.Tensor | None = None,
     external_coalescing: bool = False,
 ) -> tuple[torch.Tensor, Work | None]:
     """Every rank's inp, one behind the other in the order of the ranks.
 
-    Shapes: inp [n, ...] -> [ranks * n, ...]; with one rank inp itself, unless output_tensor is given.
-    Returns (gathered, work); work is None unless async_op, and the result is there after work.wait().
-    Errors: NotImplementedError for quantizer and external_coalescing; ValueError for an output that does not fit.
+    quantizer: the result is the quantized tensor that it makes of the whole, byte for byte, in the directions of its
+    usages; so is that of an inp that is quantized already, in its own directions without a quantizer. What travels is
+    FP8 data and their scales: of one scale a tensor (current scaling first agrees on the largest amax of the group,
+    delayed scaling has the same scale on every rank), and of blocks where a rank's rows are a multiple of 128, or 1x128
+    ones rowwise alone. Otherwise, and for quantizers of other formats, the values travel and are quantized then. Amaxes
+    that a quantizer notes are of its rank's values where FP8 data travel.
+    Shapes: inp [n, ...] -> [ranks * n, ...]; with one rank inp itself, unless output_tensor or quantizer is given.
+    Returns (gathered, work); work is None unless async_op, and the result is there after work.wait(). No gradient.
+    Errors: NotImplementedError for external_coalescing, for output_tensor beside quantized data and for a quantized inp
+    of another format; ValueError for an output that does not fit, for a quantized inp whose scales differ between the
+    ranks or whose blocks would span two of them, or that the quantizer does not make.
     """
     op = "gather_along_first_dim"
-    for name, value in (("quantizer", quantizer), ("external_coalescing", external_coalescing)):
-        if value:
-            raise NotImplementedError(
-                f"{op}: argument '{name}' is {value!r}, but quantized and coalesced gathers are not available in this "
-                f"version; leave '{name}' at its default."
-            )
-    check_plain(op, inp)
+    if external_coalescing:
+        raise NotImplementedError(
+            f"{op}: argument 'external_coalescing' is {external_coalescing!r}, but coalesced gathers are not available "
+            "in this version; leave 'external_coalescing' at its default."
+        )
+    quantized = isinstance(inp, QuantizedTensorStorage)
+    if not quantized:
+        check_plain(op, inp)
     ranks = ranks_of(op, "process_group", process_group)
+    if quantized or quantizer is not None:
+        if output_tensor is not None:
+            raise NotImplementedError(
+                f"{op}: argument 'output_tensor' is given, but gathering quantized data into a given tensor is not "
+                "available in this version; leave 'output_tensor' at its default."
+            )
+        whole, work = gather_quantized(op, inp, process_group, ranks, quantizer)
+        if async_op and ranks > 1:
+            return whole, work
+        work.wait()
+        return whole, None
     if ranks == 1 and output_tensor is None:
         return inp, None
     if ranks > 1:

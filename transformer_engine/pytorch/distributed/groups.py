@@ -74,19 +74,21 @@ def every_rank_says(op: str, numbers: list[int], group: object | None) -> list[l
     return every.view(-1, len(own)).tolist()
 
 
-def check_agreement(op: str, inp: torch.Tensor, group: object | None) -> None:
+def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str = "") -> None:
     """On the CPU, raises the same ValueError on every rank where the ranks bring tensors of different shapes or dtypes,
-    or are in different functions: what they would exchange has no meaning then, or never ends. Sizes of tensors on
-    other devices are the caller's to keep equal: to compare them takes longer than many a collective there."""
+    are in different functions or treat them differently (`how`): what they would exchange has no meaning then, or never
+    ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes longer than many a
+    collective there."""
     if inp.device.type != "cpu":
         return
     shape = list(inp.shape)[: _NUMBERS - 2]
-    every = every_rank_says(op, [_DTYPES.index(str(inp.dtype)), inp.dim(), *shape], group)
+    every = every_rank_says(op + how, [_DTYPES.index(str(inp.dtype)), len(inp.shape), *shape], group)
     if all(numbers == every[0] for numbers in every):
         return
     told = "; ".join(f"rank {rank} {_DTYPES[n[1]]} {n[3 : 3 + n[2]]}" for rank, n in enumerate(every))
     if len({numbers[0] for numbers in every}) > 1:
-        raise ValueError(f"{op}: the ranks of the group are in different functions; their tensors: {told}.")
+        what = "in different functions" + (", or quantize differently" if how else "")
+        raise ValueError(f"{op}: the ranks of the group are {what}; their tensors: {told}.")
     raise ValueError(
         f"{op}: argument 'inp' differs between the ranks of the group: {told}; wanted the same shape and dtype on each "
         "of them. Pad it to equal sizes."

@@ -1,0 +1,41 @@
+# symmetric_all_reduce: on two processes over gloo, where it is torch.distributed's sum, and what it refuses by name.
+# The kernels over symmetric memory need CUDA devices that reach each other. Mutant: a sum that is written into its
+# input turns these red.
+import pytest
+import region_workers
+import torch
+from rank_workers import of_rank
+from ranks import on_ranks
+from support import assert_same_bits, refused
+
+from transformer_engine.pytorch.distributed import symmetric_all_reduce
+
+
+@pytest.mark.dist
+def test_on_two_ranks():
+    results = on_ranks(region_workers.symmetric)
+    total = of_rank(0, 4, 3) + of_rank(1, 4, 3)
+    assert results[0]["refused"] == results[1]["refused"]
+    for got in results:
+        for name, result in got["sums"].items():
+            assert_same_bits(result, total.t() if "transposed" in name else total, name)
+        assert got["empty"].shape == (0, 3)
+        for case, words in {
+            "multimem": ("NotImplementedError", "'multimem_all_reduce'", "one_shot"),
+            "uneven": ("ValueError", "'inp'", "rank 0", "rank 1"),
+            "device": ("ValueError", "'inp'", "meta"),
+        }.items():
+            told = got["refused"][case]
+            assert told[0] == words[0] and all(word in told[1] for word in ("symmetric_all_reduce", *words[1:])), told
+
+
+def test_alone_it_is_the_input():
+    x = torch.randn(3)
+    for kind in ("one_shot", "two_shot"):
+        assert symmetric_all_reduce(x, all_reduce_type=kind) == (x, None)
+    with refused(NotImplementedError, "symmetric_all_reduce", "'all_reduce_type'", "'multimem_all_reduce'", "two_shot"):
+        symmetric_all_reduce(x)
+    with refused(ValueError, "symmetric_all_reduce", "'all_reduce_type'", "'ring'", "one_shot"):
+        symmetric_all_reduce(x, all_reduce_type="ring")
+    with refused(TypeError, "symmetric_all_reduce", "'inp'", "list"):
+        symmetric_all_reduce([1.0], all_reduce_type="one_shot")
