@@ -21,6 +21,14 @@ def parameter_part(name, whole, parameter, rank, ranks, pieces):
     return part(whole, rank, ranks, parameter.partition_dim, pieces.get(name, 1))
 
 
+def collectives(work):
+    """Names of the collectives in which work() sends tensors, without those by which ranks agree on the CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        work()
+    events = profile.profiler.kineto_results.events()
+    return sorted(e.name() for e in events if e.name().startswith("c10d::") and "long int" not in e.dtypes())
+
+
 class Twins:
     """The module whole and divided, of equal values. pieces: parameters that are divided piece by piece.
 

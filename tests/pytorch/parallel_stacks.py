@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from parallel_cases import collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -119,9 +120,8 @@ def sharded(rank, x, wanted):
 
 def gathers_of(call, x):
     """How often the stack's forward and backward gather."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        backward(call(x.clone().requires_grad_()))
-    return sum(event.name == "c10d::_allgather_base_" for event in profile.events())
+    sent = collectives(lambda: backward(call(x.clone().requires_grad_())))
+    return sent.count("c10d::_allgather_base_")
 
 
 def ways(rank):

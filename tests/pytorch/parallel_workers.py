@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from parallel_cases import HIDDEN, WIDE, Twins
+from parallel_cases import HIDDEN, WIDE, Twins, collectives
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, QParams
@@ -320,6 +320,7 @@ def refusals(rank):
     note(lambda: row(torch.randn(5, 16)))
     note(lambda: row(torch.randn(16)))
     note(lambda: row(torch.randn(4, 32)))
+    note(lambda: row(torch.randn(4 + 2 * rank, 16)))
     note(lambda: row.set_tensor_parallel_group(dist.new_group([rank], use_local_synchronization=True)))
     works = row(torch.randn(4, 16)).shape == (2, 32)
     gone = dist.new_group([0, 1])
@@ -365,9 +366,7 @@ def frozen(rank):
         if not y.requires_grad:
             counts[name, freeze] = []
             continue
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            y.backward(torch.ones_like(y))
-        counts[name, freeze] = sorted(e.name for e in profile.events() if e.name.startswith("c10d::"))
+        counts[name, freeze] = collectives(functools.partial(y.backward, torch.ones_like(y)))
     return counts
 
 

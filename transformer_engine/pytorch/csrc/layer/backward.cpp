@@ -76,10 +76,8 @@ WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightParts 
   if (x || dy) {
     const auto product = std::make_shared<GatheredProduct>(stage, std::move(parts.gradient), std::move(parts.operand),
                                                            parts.behind, x, dtype);
-    product->lend(parts.arrived);
-    const WeightGrads grads = stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
-    product->lend(nullptr);
-    return grads;
+    const GatheredProduct::Loan loan(product, parts.arrived);
+    return stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
   }
   const auto product = stage.products->weight_product(route, std::move(parts.gradient), std::move(parts.operand), dtype,
                                                       q == nullptr || q->split_wgrad);

@@ -20,8 +20,19 @@ class GatheredProduct final : public WeightProduct {
         gather_x_(gather_x),
         dtype_(dtype) {}
 
-  // The transfer of dy that the input's gradient was taken over, while it is there.
-  void lend(const Transfer* arrived) { arrived_ = arrived; }
+  // Lends a product the transfer of dy that the input's gradient was taken over, while that is there.
+  class Loan {
+   public:
+    Loan(std::shared_ptr<GatheredProduct> product, const Transfer* arrived) : product_(std::move(product)) {
+      product_->arrived_ = arrived;
+    }
+    ~Loan() { product_->arrived_ = nullptr; }
+    Loan(const Loan&) = delete;
+    Loan& operator=(const Loan&) = delete;
+
+   private:
+    std::shared_ptr<GatheredProduct> product_;
+  };
 
   WeightGrads compute(const Route& route, bool with_bias) const override;
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
