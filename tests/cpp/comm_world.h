@@ -24,7 +24,7 @@ struct Matrix {
 
   Matrix() = default;
   Matrix(int64_t rows, int64_t cols) : rows(rows), cols(cols), values(static_cast<size_t>(rows * cols)) {
-    std::memset(static_cast<void*>(values.data()), kPoison, values.size() * sizeof(T));
+    if (!values.empty()) std::memset(static_cast<void*>(values.data()), kPoison, values.size() * sizeof(T));
   }
   static Matrix random(int64_t rows, int64_t cols, unsigned seed) {
     Matrix m(rows, cols);
