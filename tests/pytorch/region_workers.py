@@ -100,6 +100,28 @@ def refusals(rank):
     return told
 
 
+def compiled(rank):
+    """What torch.compile's whole graphs of them give otherwise than eager calls do."""
+    world, wrong = dist.group.WORLD, []
+    calls = {**REGIONS, "gather_along_first_dim": d.gather_along_first_dim, "allreduce": d.allreduce}
+    calls["reduce_scatter_along_first_dim"] = d.reduce_scatter_along_first_dim
+    for name, call in calls.items():
+
+        def step(x, call=call):
+            y = call(x * 2, world)
+            return (y[0] if isinstance(y, tuple) else y) + 1
+
+        torch._dynamo.reset()
+        x = of_rank(rank, ROWS, WIDTH).requires_grad_(name in REGIONS)
+        results = []
+        for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+            y = function(x)
+            grads = torch.autograd.grad(y, x, of_rank(5 + rank, *y.shape)) if name in REGIONS else ()
+            results.append([y.detach(), *grads])
+        wrong += [name for one, two in zip(*results, strict=True) if not torch.equal(one, two)]
+    return wrong
+
+
 def symmetric(rank):
     world, x = dist.group.WORLD, of_rank(rank, ROWS, WIDTH)
     before, sums = x.clone(), {}

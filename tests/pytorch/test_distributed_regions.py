@@ -76,6 +76,11 @@ def test_refusals_are_the_same_on_every_rank():
             assert first[name, case] == told
 
 
+@pytest.mark.dist
+def test_torch_compile_takes_them_whole():
+    assert on_ranks(region_workers.compiled) == [[], []]
+
+
 def test_alone_nothing_happens():
     x = torch.randn(3, 2, requires_grad=True)
     for region in REGIONS.values():

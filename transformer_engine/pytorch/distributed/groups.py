@@ -79,7 +79,7 @@ def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str =
     are in different functions or treat them differently (`how`): what they would exchange has no meaning then, or never
     ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes longer than many a
     collective there."""
-    if inp.device.type != "cpu":
+    if inp.device.type != "cpu" or torch.compiler.is_compiling():  # traced, there is nothing to ask yet
         return
     shape = list(inp.shape)[: _NUMBERS - 2]
     every = every_rank_says(op + how, [_DTYPES.index(str(inp.dtype)), len(inp.shape), *shape], group)

@@ -15,14 +15,21 @@ from transformer_engine.pytorch.distributed.groups import (
     ranks_of,
 )
 
+if dist.is_available():  # traced, a collective that writes into a tensor loses the gradient behind it without a word
+    import torch.distributed._functional_collectives as traced
+
 
 def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return traced.all_gather_tensor(rows.contiguous(), 0, group)
     out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
     dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
     return out
 
 
 def _scattered_sum(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return traced.reduce_scatter_tensor(whole.contiguous(), "sum", 0, group)
     out = whole.new_empty((whole.shape[0] // dist.get_world_size(group), *whole.shape[1:]))
     dist.reduce_scatter_tensor(out, whole.contiguous(), group=group)
     return out
@@ -34,58 +41,92 @@ def _own_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return traced.all_reduce(part.contiguous(), "sum", group)
     out = part.clone(memory_format=torch.contiguous_format)  # a gradient may be somebody else's, or have stride 0
     dist.all_reduce(out, group=group)
     return out
 
 
-class _Region(torch.autograd.Function):
-    """`_run` forward; backward, another one of these: so it can be differentiated again."""
+# The backward of each is one of them, so that it can be differentiated again. Written out: torch.compile follows no
+# inherited ones.
 
-    @classmethod
-    def forward(cls, ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        return cls._run(inp, group)
+        return _gathered(inp, group)
 
-    @classmethod
-    def backward(cls, ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return cls._adjoint().apply(grad, ctx.group), None
-
-
-class _Gather(_Region):
-    _run = staticmethod(_gathered)
-    _adjoint = staticmethod(lambda: _ReduceScatter)
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _ReduceScatter.apply(grad, ctx.group), None
 
 
-class _ReduceScatter(_Region):
-    _run = staticmethod(_scattered_sum)
-    _adjoint = staticmethod(lambda: _Gather)
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _scattered_sum(inp, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Gather.apply(grad, ctx.group), None
 
 
-class _Scatter(_Region):
-    _run = staticmethod(_own_rows)
-    _adjoint = staticmethod(lambda: _GatherOfOne)
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _own_rows(inp, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _GatherOfOne.apply(grad, ctx.group), None
 
 
-class _GatherOfOne(_Region):
+class _GatherOfOne(torch.autograd.Function):
     """As _Gather, where every rank reads the same whole tensor: its gradient is the same everywhere, not a part."""
 
-    _run = staticmethod(_gathered)
-    _adjoint = staticmethod(lambda: _Scatter)
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(inp, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Scatter.apply(grad, ctx.group), None
 
 
-class _Reduce(_Region):
-    _run = staticmethod(_summed)
-    _adjoint = staticmethod(lambda: _Copy)
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _summed(inp, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Copy.apply(grad, ctx.group), None
 
 
-class _Copy(_Region):
-    _run = staticmethod(lambda inp, group: inp.view_as(inp))
-    _adjoint = staticmethod(lambda: _Reduce)
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return inp.view_as(inp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Reduce.apply(grad, ctx.group), None
 
 
 def _run(
-    op: str, region: type[_Region], inp: torch.Tensor, group: object | None, dims: int = 1, divides: bool = False
+    op: str,
+    region: type[torch.autograd.Function],
+    inp: torch.Tensor,
+    group: object | None,
+    dims: int = 1,
+    divides: bool = False,
 ) -> torch.Tensor:
     check_plain(op, inp, dims)
     ranks = ranks_of(op, "group", group)
@@ -95,7 +136,7 @@ def _run(
     check_agreement(op, inp, group)
     if divides:
         check_divides(op, inp, ranks)
-    return region.apply(inp, group)
+    return region.apply(inp, dist.group.WORLD if group is None else group)
 
 
 def gather_from_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
