@@ -326,9 +326,6 @@ REFUSED = {
         for name in ("Float8CurrentScaling", "Float8BlockScaling")
     },
     "onnx_export": {"enabled=True": lambda: entered(te.onnx_export(enabled=True))},
-    "checkpoint": {
-        "distribute_saved_activations=True": lambda: te.checkpoint(abs, tokens(), distribute_saved_activations=True)
-    },
     "symmetric_all_reduce": {
         "multimem_all_reduce": lambda: distributed.symmetric_all_reduce(torch.ones(2)),
     },

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from parallel_cases import collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import transformer_engine.pytorch as te
@@ -216,4 +217,41 @@ def ways(rank):
     attempt("eval", trained)
     once = gathers_of(module, x)
     found["gathers"] = once, gathers_of(checkpointed(module, None, True), x)
+    return found
+
+
+def divided_inputs(rank):
+    """Checkpoints whose input is kept in parts: the bits of a plain run, the whole let go, and what is refused."""
+    found, group = {}, dist.group.WORLD
+    torch.manual_seed(7)  # the same tokens on every rank
+    x = torch.randn(7, 3, HIDDEN)
+    module = stack(group, sequence_parallel=False)
+    plain = run(module, x)
+    for reentrant in (True, False):
+        gone = []
+
+        def call(leaf, reentrant=reentrant, gone=gone):
+            hidden = leaf * 1.0
+            options = {"use_reentrant": reentrant, "distribute_saved_activations": True, "tp_group": group}
+            y = te.checkpoint(module, hidden, **options)
+            storage = StorageWeakRef(hidden.untyped_storage())
+            del hidden
+            gone.append(storage.expired())
+            return y
+
+        found[reentrant] = same(plain, run(module, x, call)), gone
+    for options, inp in (
+        ({"tp_group": None}, x),
+        ({"tp_group": group}, x[: rank + 1]),
+    ):
+        try:
+            te.checkpoint(module, inp.clone().requires_grad_(), distribute_saved_activations=True, **options)
+            found[len(found)] = "nothing"
+        except ValueError as error:
+            found[len(found)] = str(error)
+    try:
+        te.checkpoint(stack(group), x.requires_grad_(), distribute_saved_activations=True, tp_group=group)
+        found["sequence"] = "nothing"
+    except ValueError as error:
+        found["sequence"] = str(error)
     return found

@@ -103,6 +103,12 @@ def test_stacks_compose():
         assert all(equal is True for equal in found.values()), {k: v for k, v in found.items() if v is not True}
 
 
+def test_a_checkpoints_input_in_parts():
+    for found in on_ranks(parallel_stacks.divided_inputs, ranks=2):
+        assert found[True] == (True, [True]) and found[False] == (True, [True]), found
+        assert "'tp_group' None" in found[2] and "checkpoint:" in found[3] and "sequence_parallel" in found["sequence"]
+
+
 def test_functions_are_the_modules():
     for wrong in on_ranks(workers.functions):
         assert not wrong, "\n".join(wrong[:5])

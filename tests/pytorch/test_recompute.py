@@ -496,7 +496,7 @@ def test_what_excludes_itself_is_refused_by_name(device):
     with refused(ValueError, "checkpoint", "'use_reentrant'", "None"):
         te.checkpoint(linear, x, use_reentrant=None)
     for way in (True, False):
-        with refused(NotImplementedError, "checkpoint", "'distribute_saved_activations'", "tensor parallelism"):
+        with refused(ValueError, "checkpoint", "'distribute_saved_activations'", "'tp_group' None"):
             te.checkpoint(linear, x, distribute_saved_activations=True, use_reentrant=way)
     assert phase() == (False, False)
 

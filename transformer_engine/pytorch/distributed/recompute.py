@@ -210,14 +210,9 @@ class _Twice:
         return tree_unflatten([self.passed.get(i, result) for i, result in enumerate(results)], self.result_form)
 
 
-def _refuse_combinations(use_reentrant: bool, distribute: bool, **only_without: tuple[object, object]) -> None:
+def _refuse_combinations(use_reentrant: bool, **only_without: tuple[object, object]) -> None:
     if not isinstance(use_reentrant, bool):
         raise ValueError(f"checkpoint: argument 'use_reentrant' is {use_reentrant!r}, wanted True or False.")
-    if distribute:
-        raise NotImplementedError(
-            f"checkpoint: argument 'distribute_saved_activations' is {distribute!r}, but tensor parallelism is not "
-            "available in this version; leave it at False."
-        )
     for name, (value, default) in only_without.items():
         if use_reentrant and value is not default and value != default:
             raise ValueError(
@@ -247,12 +242,13 @@ def checkpoint(
     get_rng_state_tracker: () -> a tracker whose states are part of what is drawn from (CudaRNGStatesTracker or one with
       its get_states and set_states).
     context_fn, determinism_check, debug: torch's, without use_reentrant.
-    tp_group: where saved activations would be distributed; nothing is communicated without that.
+    distribute_saved_activations: the first tensor among the arguments, equal on all ranks of tp_group, is kept in
+      parts, one on each, and gathered for the second run. Not under torch.compile.
     Random states: the CPU's, CUDA's on the inputs' devices and the current one, and the tracker's are put where they
       were for the second run, and back behind it.
     In a CUDA graph's capture: the way that is not reentrant is taken, and the function may draw no random numbers.
-    Errors: ValueError for a combination that excludes itself; NotImplementedError for distribute_saved_activations, and
-      inside a CUDA graph's capture for a function that draws random numbers.
+    Errors: ValueError for a combination that excludes itself; NotImplementedError inside a CUDA graph's capture for a
+      function that draws random numbers.
     """
     if not callable(function):
         raise TypeError(
@@ -261,12 +257,16 @@ def checkpoint(
         )
     _refuse_combinations(
         use_reentrant,
-        distribute_saved_activations,
         context_fn=(context_fn, None),
         determinism_check=(determinism_check, "default"),
         debug=(debug, False),
     )
     if torch.compiler.is_compiling():
+        if distribute_saved_activations:
+            raise NotImplementedError(
+                "checkpoint: argument 'distribute_saved_activations' is True under torch.compile, where activations "
+                "that are kept in parts are not available in this version; compile the function inside checkpoint."
+            )
         return _traced(function, args, kwargs, get_rng_state_tracker, context_fn)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -285,7 +285,14 @@ def checkpoint(
             "determinism_check": determinism_check,
             "debug": debug,
         }
-    return twice.assemble(torch_checkpoint(twice, *leaves, **options))
+    around = nullcontext()
+    if distribute_saved_activations:
+        from transformer_engine.pytorch.distributed.divided import divided_inputs  # which reads recompute_phase
+
+        around = divided_inputs(function, leaves, tp_group)
+    with around:
+        results = torch_checkpoint(twice, *leaves, **options)
+    return twice.assemble(results)
 
 
 def _traced(

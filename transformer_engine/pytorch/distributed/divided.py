@@ -1,0 +1,85 @@
+"""What a checkpoint keeps, divided over a group: each rank keeps its part of a tensor that all of them have, and the
+backward gathers it. The bytes are those that were divided."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.distributed.groups import check_agreement, check_device, ranks_of
+from transformer_engine.pytorch.saved.context import Client, Hooks
+from transformer_engine.pytorch.saved.standing import Taken
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage that a tensor lies in."""
+    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+class _Part(Taken):
+    """This rank's part of a storage, rounded up to whole bytes for each."""
+
+    __slots__ = ("_group", "_part")
+
+    status, back = "divided", "one gather over the group"
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+        super().__init__(tensor)
+        whole = _bytes_of(tensor)
+        each = -(-whole.numel() // ranks)
+        first = each * dist.get_rank(group)
+        self._group = group
+        self._part = whole.new_zeros(each)
+        own = whole[first : first + each]
+        self._part[: own.numel()].copy_(own)
+
+    def restore(self) -> torch.Tensor:
+        whole = self._part.new_empty(self._part.numel() * dist.get_world_size(self._group))
+        dist.all_gather_into_tensor(whole, self._part, group=self._group)
+        return whole[: self.bytes]
+
+
+class _Divide(Client):
+    """Takes one storage."""
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+        super().__init__()
+        self._key, self._over = tensor.untyped_storage()._cdata, (group, ranks)
+
+    def take(self, tensor: torch.Tensor) -> Taken | None:
+        if tensor.untyped_storage()._cdata != self._key:
+            return None
+        part = _Part(tensor, *self._over)
+        part.let_go()
+        return part
+
+
+def divided_inputs(
+    function: Callable, leaves: list[object], group: dist.ProcessGroup | None
+) -> AbstractContextManager[object]:
+    """Around a checkpoint of `function`: its first tensor is kept in parts.
+
+    Errors: ValueError without a group, where the ranks have other tensors, and for layers whose ranks have tokens of
+    their own (sequence_parallel), which there is nothing to divide of."""
+    op = "checkpoint"
+    if group is None:
+        raise ValueError(
+            f"{op}: argument 'distribute_saved_activations' is True and 'tp_group' None; wanted the group over which "
+            "saved activations are divided."
+        )
+    ranks = ranks_of(op, "tp_group", group)
+    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module) and any(
+        getattr(part, "sequence_parallel", False) for part in owner.modules()
+    ):
+        raise ValueError(
+            f"{op}: argument 'distribute_saved_activations' is True, but the function has sequence_parallel layers, "
+            "whose ranks have tokens of their own already; leave it at False."
+        )
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    if ranks == 1 or first is None:
+        return nullcontext()
+    check_device(op, "args", first, group)
+    check_agreement(op, first, group)
+    return Hooks(_Divide(first, group, ranks))
