@@ -167,6 +167,9 @@ INIT_OF = {
         Probe(1, {"num_gqa_groups": 1}, inputs=lambda: [heads(), heads(1), heads(1)])
     ],
     ("DotProductAttention", "attention_type"): options("attention_type", "cross"),
+    ("DotProductAttention", "tp_size"): [
+        Probe(2, {"tp_size": 2}, inputs=lambda: [heads(HEADS // 2) for _ in range(3)])
+    ],
     ("MultiheadAttention", "attention_type"): [Probe("cross", {"attention_type": "cross"}, decoder())],
     ("MultiheadAttention", "hidden_size"): [],
     ("MultiheadAttention", "return_layernorm_output"): options("return_layernorm_output", True, input_layernorm=True),
@@ -177,6 +180,8 @@ INIT_OF = {
     ("TransformerLayer", "ub_overlap_rs"): options("ub_overlap_rs", False),
     ("TransformerLayer", "ub_bulk_dgrad"): options("ub_bulk_dgrad", False),
     ("TransformerLayer", "ub_bulk_wgrad"): options("ub_bulk_wgrad", False),
+    # The parts of a residual have to be added up: on two ranks in test_parallel_attention.py.
+    ("TransformerLayer", "tp_size"): options("tp_size", 1, set_parallel_mode=True),
     ("TransformerLayer", "layer_type"): [Probe("decoder", {"layer_type": "decoder"}, decoder())],
     ("TransformerLayer", "enc_dec_attn_mask_type"): [
         Probe(kind, {"layer_type": "decoder", "enc_dec_attn_mask_type": kind}, decoder(**call))

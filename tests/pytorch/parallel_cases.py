@@ -10,8 +10,9 @@ HIDDEN, WIDE = 32, 48
 
 
 def part(whole, rank, ranks, dim, pieces=1):
-    """A rank's part along `dim`, of each of `pieces` equal pieces."""
-    return torch.cat([piece.chunk(ranks, dim)[rank] for piece in whole.chunk(pieces, dim)], dim).contiguous()
+    """A rank's part along `dim`, of each of `pieces` equal pieces, or of pieces of these sizes."""
+    pieces = whole.chunk(pieces, dim) if isinstance(pieces, int) else whole.split(pieces, dim)
+    return torch.cat([piece.chunk(ranks, dim)[rank] for piece in pieces], dim).contiguous()
 
 
 def parameter_part(name, whole, parameter, rank, ranks, pieces):

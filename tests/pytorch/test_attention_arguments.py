@@ -23,7 +23,6 @@ REFUSED = {
     "cp_group": object(),
     "softmax_type": "learnable",
     "return_max_logit": True,
-    "tp_size": 2,
     "qkv_format": "thd",
 }
 CALL_REFUSED = {

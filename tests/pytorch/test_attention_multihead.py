@@ -126,12 +126,7 @@ def test_frozen_parts(device, frozen):
 # ---- refusals, signature, state ----
 
 REFUSED = {
-    "tp_size": 2,
-    "ub_overlap_ag": True,
-    "ub_overlap_rs": True,
-    "ub_overlap_rs_dgrad": True,
-    "ub_bulk_dgrad": True,
-    "ub_bulk_wgrad": True,
+    "tp_overlap": "chunked",
     "softmax_type": "off-by-one",
     "qkv_format": "thd",
 }
@@ -145,6 +140,15 @@ CALL_REFUSED = {
 def test_refuses_what_has_not_landed(device, argument):
     with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
         te.MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device, **{argument: REFUSED[argument]})
+
+
+def test_accepts_hints_of_overlap(device):
+    """Without tensor parallelism there is nothing to overlap with."""
+    hints = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+    plain, x = build(device), randn(SEQ, BATCH, HIDDEN, device=device)
+    module = build(device, **dict.fromkeys(hints, True))
+    module.load_state_dict(plain.state_dict())
+    assert_same_bits(module(x), plain(x))
 
 
 @pytest.mark.parametrize("argument", CALL_REFUSED)
@@ -179,7 +183,7 @@ def test_signature():
         qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla\"""",
         f"""hidden_states, attention_mask=None, encoder_output=None, attn_mask_type=None, window_size=None,
         bottom_right_diagonal=None, is_first_microbatch=None, {AFTER_MICROBATCH}""",
-        ours_init=("recompute_norm_output",),
+        ours_init=("recompute_norm_output", "tp_recompute_allgather", "tp_overlap"),
         ours=("return_input",),
     )
 

@@ -171,8 +171,7 @@ def test_keeps_no_sum_twice(device):
 
 
 REFUSED = {
-    "ub_tp_comm_overlap": True,
-    "tp_size": 2,
+    "tp_overlap": "chunked",
     "softmax_type": "learnable",
     "attn_input_format": "thd",
 }
@@ -261,7 +260,7 @@ def test_signature():
         f"""hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None,
         bottom_right_diagonal=None, encoder_output=None, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
         enc_dec_window_size=None, enc_dec_bottom_right_diagonal=None, is_first_microbatch=None, {AFTER_MICROBATCH}""",
-        ours_init=("recompute_norm_output",),
+        ours_init=("recompute_norm_output", "tp_recompute_allgather", "tp_overlap"),
     )
 
 

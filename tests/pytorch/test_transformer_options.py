@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from attention_cases import by_hand, padding_arguments
 from plain_attention import OptionLayer, check_options
 from plain_modules import angles, randomize, run
@@ -308,12 +309,21 @@ def test_autocast_casts_at_the_door(device, name):
 # ---- state and misuse ----
 
 
-def test_groups_reach_every_part(device):
-    module, group = build(device, **DECODER), object()
-    module.set_tensor_parallel_group(group)
-    attentions = (module.self_attention, module.inter_attention)
-    parts = [module.layernorm_mlp, *(part for a in attentions for part in (a.core_attention, a.proj))]
-    assert all(part.tp_group is group for part in parts)
+def test_groups_reach_every_part(device, tmp_path):
+    module, store = build(device, **DECODER), dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        module.set_tensor_parallel_group(group)
+        attentions = (module.self_attention, module.inter_attention)
+        parts = [module, module.layernorm_mlp, *(part for a in attentions for part in (a, a.core_attention, a.proj))]
+        assert all(part.tp_group is group for part in parts)
+        with refused(TypeError, "TransformerLayer", "tp_group", "ProcessGroup"):
+            module.set_tensor_parallel_group("a group")
+        assert all(part.tp_group is group for part in parts)
+    finally:
+        dist.destroy_process_group()
+    group = object()
     module.set_context_parallel_group(None, None, None)
     with refused(NotImplementedError, "DotProductAttention", "cp_group", "context parallelism"):
         module.set_context_parallel_group(group, [0], None, cp_comm_type="a2a")

@@ -2,6 +2,7 @@
 and adds; the parts compute."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -9,12 +10,15 @@ from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import check_format
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.attention.tokens import TokenSizes
+from transformer_engine.pytorch.distributed.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.module.autocast import to_autocast
-from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
+from transformer_engine.pytorch.module.base import InitMethod, check_choice
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.module.parallel import check_options, group_size
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 
@@ -34,6 +38,15 @@ class TransformerLayer(Composite):
     Submodules `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (output_layernorm). The
     residual addition before the MLP is part of its norm.
     Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
+
+    set_parallel_mode with tp_size or a tp_group: attention and MLP are divided over its ranks, as MultiheadAttention's
+    and LayerNormMLP's are, and with sequence_parallel dimension 0 of hidden_states and encoder_output too. Then
+    hidden_states have to be as long as seq_length, where that is given: a rank's part of it if it is dimension 0.
+    Dropout of what is divided has to differ from rank to rank: hidden_dropout's under sequence_parallel, the
+    attention's without, is drawn inside get_rng_state_tracker().fork(). Under sequence_parallel callers may fork around
+    the whole layer, and have to for the attention's dropout. A tracker of their own may not know forks inside of forks:
+    with one that is no CudaRNGStatesTracker the layer leaves forking to them.
+    tp_recompute_allgather, tp_overlap (ours beyond the common API): as Linear's; ub_tp_comm_overlap means "auto".
     """
 
     @tells_keywords()
@@ -93,6 +106,8 @@ class TransformerLayer(Composite):
         softmax_type: str = "vanilla",
         *,
         recompute_norm_output: bool = False,
+        tp_recompute_allgather: bool = True,
+        tp_overlap: str = "auto",
     ) -> None:
         super().__init__()
         op = "TransformerLayer"
@@ -120,7 +135,23 @@ class TransformerLayer(Composite):
                         f"{op}: argument 'parallel_attention_mlp' is True and '{name_of}' is {excluded!r}, which "
                         "exclude each other; leave one of them at its default."
                     )
-        refuse(op, "overlap of tensor-parallel communication", ub_tp_comm_overlap=ub_tp_comm_overlap)
+        check_options(op, tp_overlap=tp_overlap, tp_recompute_allgather=tp_recompute_allgather, symmetric_ar_type=None)
+        self.tp_size = group_size(op, tp_group, tp_size)
+        self.tp_group = tp_group
+        if self.tp_size > 1 and not set_parallel_mode:
+            raise ValueError(
+                f"{op}: argument 'set_parallel_mode' is False, but the layer is divided over {self.tp_size} ranks "
+                "(tp_size or tp_group), whose parts have to be added up before the residual is; wanted True."
+            )
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self._tokens = TokenSizes(
+            op,
+            attn_input_format,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            ranks=self.tp_size,
+            divides=self.tp_size if self.sequence_parallel else 1,
+        )
         self.name = name
         self.hidden_size = hidden_size
         self.layer_number = layer_number
@@ -151,6 +182,8 @@ class TransformerLayer(Composite):
             "bias": bias,
             "device": device,
             "recompute_norm_output": recompute_norm_output,
+            "tp_recompute_allgather": tp_recompute_allgather,
+            "tp_overlap": tp_overlap,
         }
         attention = {
             "hidden_size": hidden_size,
@@ -207,7 +240,7 @@ class TransformerLayer(Composite):
             self.layernorm = kind(
                 hidden_size,
                 layernorm_epsilon,
-                sequence_parallel=tp_size > 1 and sequence_parallel,
+                sequence_parallel=self.sequence_parallel,
                 params_dtype=params_dtype,
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
@@ -249,6 +282,7 @@ class TransformerLayer(Composite):
         op = "TransformerLayer"
         if type(hidden_states) is not torch.Tensor:
             check_tensor(op, "hidden_states", hidden_states)
+        self._tokens.check_length(op, hidden_states)
         mask = self_attn_mask_type or self.self_attn_mask_type
         cross_mask = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
         check_mask(op, mask, "self_attn_mask_type")
@@ -321,9 +355,18 @@ class TransformerLayer(Composite):
             return self._drop(result), residual
         return self._drop(result[0]), result[1] if len(result) > 1 else residual
 
+    def _own_draws(self) -> AbstractContextManager:
+        """Where tokens are divided each rank drops others."""
+        if self.sequence_parallel and self.training and self.get_rng_state_tracker is not None:
+            tracker = self.get_rng_state_tracker()
+            if isinstance(tracker, CudaRNGStatesTracker):
+                return tracker.fork()
+        return nullcontext()
+
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         if self.hidden_dropout:
-            x = torch.nn.functional.dropout(x, self.hidden_dropout, self.training)
+            with self._own_draws():
+                x = torch.nn.functional.dropout(x, self.hidden_dropout, self.training)
         if self.drop_path_rate and self.training:
             batch_dim, keep = self.attn_input_format.index("b"), 1.0 - self.drop_path_rate
             shape = [x.shape[dim] if dim == batch_dim else 1 for dim in range(x.dim())]

@@ -13,11 +13,13 @@ from transformer_engine.pytorch.attention.dot_product_attention.dot_product_atte
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, swapped_advice
 from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
 from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair
+from transformer_engine.pytorch.attention.tokens import TokenSizes
 from transformer_engine.pytorch.module.arguments import check_size, check_tensor
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.parallel import check_options, divided, group_size
 
 
 def _split_heads(
@@ -41,9 +43,17 @@ class MultiheadAttention(Composite):
     biases); with fuse_qkv_params one `weight`, whose rows are for each group its query heads, its key and its value, or
     without qkv_weight_interleaved all queries, all keys, all values.
     Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
-    """
 
-    _swapped_sizes: tuple[int, int] | None = None
+    tp_size or a tp_group: heads and groups are divided over its ranks; sizes passed are global, attributes are this
+    rank's, and so are tensors of a call that go by head (masks, biases, slopes). With set_parallel_mode the projections
+    of q, k and v are columns and proj is a row, and the result is that of all heads; without, nothing is communicated,
+    and it is this rank's part of the sum. Of one fused weight a rank has whole groups, without qkv_weight_interleaved
+    [q_r | k_r | v_r]. sequence_parallel divides dimension 0 of hidden_states and encoder_output as well; attention, its
+    masks and rotary_pos_emb go by the whole sequences. The parameters of q_norm and k_norm are the same on every rank,
+    which sees them act on its own heads: under sequence_parallel they are marked so, and who adds up the gradients of
+    what is marked adds up theirs; otherwise the module does, as nobody else would.
+    tp_recompute_allgather, tp_overlap (ours beyond the common API): as Linear's.
+    """
 
     @tells_keywords()
     def __init__(
@@ -93,6 +103,8 @@ class MultiheadAttention(Composite):
         softmax_type: str = "vanilla",
         *,
         recompute_norm_output: bool = False,
+        tp_recompute_allgather: bool = True,
+        tp_overlap: str = "auto",
     ) -> None:
         super().__init__()
         op = "MultiheadAttention"
@@ -107,28 +119,49 @@ class MultiheadAttention(Composite):
                 f"{op}: argument 'num_attention_heads' is {num_attention_heads}, which does not divide hidden_size "
                 f"{hidden_size}; pass kv_channels."
             )
+        check_options(op, tp_overlap=tp_overlap, tp_recompute_allgather=tp_recompute_allgather, symmetric_ar_type=None)
+        ranks = self.tp_size = group_size(op, tp_group, tp_size)
+        self.tp_group = tp_group
+        self.sequence_parallel = ranks > 1 and sequence_parallel
+        self.set_parallel_mode = set_parallel_mode
+        groups = groups_of(op, num_attention_heads, num_gqa_groups)
         self.name = name
         self.hidden_size = hidden_size
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups_of(op, num_attention_heads, num_gqa_groups)
+        self.num_attention_heads = divided(op, "num_attention_heads", num_attention_heads, ranks)
+        self.num_gqa_groups = divided(op, "num_gqa_groups", groups, ranks)
         self.hidden_size_per_attention_head = kv_channels or hidden_size // num_attention_heads
         self.attention_type = attention_type
         self.input_layernorm = input_layernorm
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
-        # The first two sizes of an input in the other layout, where the caller has said what they are.
-        declared = (micro_batch_size, seq_length) if qkv_format == "sbhd" else (seq_length, micro_batch_size)
-        self._swapped_sizes = None if None in declared or declared[0] == declared[1] else declared
+        self._tokens = TokenSizes(
+            op,
+            qkv_format,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            ranks=ranks,
+            divides=ranks if self.sequence_parallel and set_parallel_mode else 1,
+        )
         head = self.hidden_size_per_attention_head
         # Split parameters join to all queries, all keys, all values.
         self.qkv_weight_interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
         for submodule in ("q_norm", "k_norm"):
-            made = make_qk_norm(op, qk_norm_type, head, eps=qk_norm_eps, params_dtype=params_dtype, device=device)
+            made = make_qk_norm(
+                op,
+                qk_norm_type,
+                head,
+                eps=qk_norm_eps,
+                params_dtype=params_dtype,
+                device=device,
+                sequence_parallel=self.sequence_parallel,
+                tp_group=tp_group,
+                adds_up=ranks if set_parallel_mode and not self.sequence_parallel else 1,
+            )
             self.add_module(submodule, made)
         shared = {
             "sequence_parallel": sequence_parallel,
@@ -139,6 +172,7 @@ class MultiheadAttention(Composite):
             "bias": bias,
             "params_dtype": params_dtype,
             "device": device,
+            "tp_overlap": tp_overlap,
             "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
             "ub_overlap_ag": ub_overlap_ag,
             "ub_overlap_rs": ub_overlap_rs,
@@ -161,14 +195,19 @@ class MultiheadAttention(Composite):
                 parameters_split=None if fuse_qkv_params else parts,
                 ub_bulk_dgrad=ub_bulk_dgrad,
                 ub_bulk_wgrad=ub_bulk_wgrad,
+                tp_recompute_allgather=tp_recompute_allgather,
                 name=name and f"{name}.{submodule}",
                 **options,
                 **shared,
             )
             self.add_module(submodule, made)
 
-        queries = {"query": num_attention_heads * head}
-        pairs = {"key": self.num_gqa_groups * head, "value": self.num_gqa_groups * head}
+        # Columns and rows divide what they are given; what is neither has this rank's part alone.
+        heads, groups = (
+            (num_attention_heads, groups) if set_parallel_mode else (self.num_attention_heads, self.num_gqa_groups)
+        )
+        queries = {"query": heads * head}
+        pairs = {"key": groups * head, "value": groups * head}
         if attention_type == "self":
             projection("layernorm_qkv" if input_layernorm else "qkv", queries | pairs, input_layernorm)
         else:
@@ -177,7 +216,10 @@ class MultiheadAttention(Composite):
         self.core_attention = DotProductAttention(
             num_attention_heads,
             head,
-            num_gqa_groups=self.num_gqa_groups,
+            num_gqa_groups=num_gqa_groups,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
@@ -189,7 +231,7 @@ class MultiheadAttention(Composite):
             softmax_type=softmax_type,
         )
         self.proj = Linear(
-            num_attention_heads * head,
+            heads * head,
             hidden_size,
             init_method=output_layer_init_method,
             return_bias=return_bias,
@@ -290,12 +332,8 @@ class MultiheadAttention(Composite):
                     f"{op}: argument '{name}' has shape {tuple(tensor.shape)}, wanted three dimensions "
                     f"({self.qkv_format[:2]}, hidden)."
                 )
-        if self._swapped_sizes is not None and tuple(hidden_states.shape[:2]) == self._swapped_sizes:
-            raise ValueError(
-                f"{op}: argument 'hidden_states' has shape {tuple(hidden_states.shape)} in {self.qkv_format}, wanted "
-                f"{self._swapped_sizes[::-1]} first, by seq_length and micro_batch_size; "
-                f"{swapped_advice(self.qkv_format)}"
-            )
+        self._tokens.check_order(op, hidden_states)
+        self._tokens.check_length(op, hidden_states)
         batch_dim = self.qkv_format.index("b")
         if cross and encoder_output.shape[batch_dim] != hidden_states.shape[batch_dim]:
             swapped = encoder_output.shape[1 - batch_dim] == hidden_states.shape[1 - batch_dim]
@@ -309,15 +347,16 @@ class MultiheadAttention(Composite):
         self, rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor], *tokens: torch.Tensor
     ) -> None:
         """tokens: what queries, then what keys are made of."""
-        op, seq_dim = "MultiheadAttention", self.qkv_format.index("s")
+        op = "MultiheadAttention"
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         for freqs, of in zip(angles, tokens):
             if type(freqs) is not torch.Tensor:
                 check_tensor(op, "rotary_pos_emb", freqs)
-            if freqs.dim() and freqs.shape[0] < of.shape[seq_dim]:
+            length = self._tokens.length(of)
+            if freqs.dim() and freqs.shape[0] < length:
                 raise ValueError(
                     f"{op}: argument 'rotary_pos_emb' has {freqs.shape[0]} positions, wanted at least the sequence "
-                    f"length {of.shape[seq_dim]}: RotaryPositionEmbedding(dim)({of.shape[seq_dim]}) has them."
+                    f"length {length}: RotaryPositionEmbedding(dim)({length}) has them."
                 )
 
     def _project(

@@ -39,11 +39,20 @@ def make_qk_norm(
     eps: float,
     params_dtype: torch.dtype | None,
     device: torch.device | str | int | None,
+    sequence_parallel: bool = False,
+    tp_group: object | None = None,
+    adds_up: int = 1,
 ) -> torch.nn.Module | None:
+    """adds_up: the ranks over which the heads are divided, where it is for the norm to add up the gradients of its
+    parameters, of which each rank has a part. Under sequence_parallel that is the framework's, as with all that is
+    marked so."""
     check_choice(op, "qk_norm_type", kind, (None, "RMSNorm", "LayerNorm", "L2Normalization"))
     if kind is None:
         return None
     if kind == "L2Normalization":
         return L2Normalization(eps)
     norm = RMSNorm if kind == "RMSNorm" else LayerNorm
-    return norm(head_dim, eps, params_dtype=params_dtype, device=device)
+    marked = {"sequence_parallel": True} if sequence_parallel else {}
+    made = norm(head_dim, eps, params_dtype=params_dtype, device=device, **marked)
+    made.tp_group, made.tp_size = tp_group, adds_up
+    return made

@@ -178,3 +178,20 @@ def copy_to_tensor_model_parallel_region(inp: torch.Tensor, group: object | None
     """inp as it is, the same on every rank; backward, the sum of every rank's gradient. For a tensor that each rank
     then uses in a part of a computation of its own."""
     return _run("copy_to_tensor_model_parallel_region", _Copy, inp, group, dims=0)
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.ops.te.group_sum(grad.contiguous(), ctx.group, ctx.ranks), None, None
+
+
+def add_up_gradient(parameter: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    """As copy_to_tensor_model_parallel_region, for modules: the group by its name, under torch.compile too, and no
+    question whether the ranks agree."""
+    return _AddUp.apply(parameter, group, ranks)

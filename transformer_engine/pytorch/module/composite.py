@@ -1,13 +1,19 @@
-"""What modules made of other modules share: process groups handed on to every part. Nothing is computed here."""
+"""What modules made of other modules share: process groups, kept and handed on to every part. It computes nothing."""
 
+from transformer_engine.pytorch.module.parallel import GroupByName, check_ranks
 from transformer_engine.pytorch.module.state import WholeCheckpoints
 
 
-class Composite(WholeCheckpoints):
+class Composite(GroupByName, WholeCheckpoints):
     """A module whose work its parts do."""
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Hands the group to every part; without tensor parallelism nothing is communicated over it."""
+        """Hands the group to every part; without tensor parallelism nothing is communicated over it.
+
+        Errors: ValueError for a group of another size than the module was made for; all keep the one they have then."""
+        if self.tp_size > 1:
+            check_ranks(type(self).__name__, tp_group, self.tp_size)
+        self.tp_group = tp_group
         for part in self.children():
             if hasattr(part, "set_tensor_parallel_group"):
                 part.set_tensor_parallel_group(tp_group)

@@ -16,7 +16,8 @@ class LayerNormLinear(NormParameters, SplitWeights):
     """y = norm(x) weight^T + bias, norm being LayerNorm or RMSNorm over in_features.
 
     Parameters `layer_norm_weight`, `layer_norm_bias` (LayerNorm alone), and those of Linear. Returns y, then the bias
-    with return_bias, then the norm's output with return_layernorm_output. fuse_wgrad_accumulation and
+    with return_bias, then the norm's output with return_layernorm_output; where sequence_parallel divides the tokens,
+    with return_layernorm_output_gathered that of all ranks, whose gradients are added up. fuse_wgrad_accumulation and
     delay_wgrad_compute as in Linear. recompute_norm_output (ours beyond the common API): the norm's output is not kept
     for backward, which computes it again from the norm's input, to the same bits.
     """
@@ -81,7 +82,6 @@ class LayerNormLinear(NormParameters, SplitWeights):
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         self.return_layernorm_output = return_layernorm_output
-        # Without sequence parallelism the gathered output is the output.
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.ub_name = ub_name
         self._declare_norm(
@@ -142,7 +142,8 @@ class LayerNormLinear(NormParameters, SplitWeights):
         if self.return_bias:
             results.append(bias)
         if self.return_layernorm_output:
-            results.append(norm_output)
+            gathers = self.return_layernorm_output_gathered and self.parallel_mode is not None
+            results.append(self._gathered(norm_output) if gathers else norm_output)
         if return_input:
             results.append(h)
         return tuple(results) if len(results) > 1 else out

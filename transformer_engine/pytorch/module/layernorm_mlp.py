@@ -45,7 +45,8 @@ class LayerNormMLP(TensorParallel, NormParameters):
     backward, to the same bits; with recompute_norm_output (ours beyond the common API) all but the norm's output.
     save_preactivation="fp8" (ours too): the pre-activation is kept as E4M3 with a power-of-two scale for each 128 of a
     row, half the memory; the backward takes the activation and its derivative of those values.
-    Returns y, then fc2_bias with return_bias, then the norm's output with return_layernorm_output.
+    Returns y, then fc2_bias with return_bias, then the norm's output with return_layernorm_output
+    (return_layernorm_output_gathered as LayerNormLinear's).
     fuse_wgrad_accumulation and delay_wgrad_compute as in Linear.
     """
 
@@ -115,7 +116,6 @@ class LayerNormMLP(TensorParallel, NormParameters):
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         self.return_layernorm_output = return_layernorm_output
-        # Without sequence parallelism the gathered output is the output.
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.activation = activation
         self.activation_params = activation_params
@@ -240,7 +240,8 @@ class LayerNormMLP(TensorParallel, NormParameters):
         if self.return_bias:
             results.append(self.fc2_bias)
         if self.return_layernorm_output:
-            results.append(norm_output)
+            gathers = self.return_layernorm_output_gathered and self.set_parallel_mode
+            results.append(self._gathered(norm_output) if gathers else norm_output)
         if h is not None:
             results.append(h)
         return tuple(results) if len(results) > 1 else out

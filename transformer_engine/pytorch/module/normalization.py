@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.distributed.regions import add_up_gradient
 from transformer_engine.pytorch.module.arguments import check_tensor, retell
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -76,7 +77,7 @@ class Normalization(TransformerEngineBaseModule):
         """Shapes: inp [..., *normalized_shape], and so is the result, in inp's dtype."""
         if type(inp) is not torch.Tensor:
             check_tensor(type(self).__name__, "inp", inp)
-        weight, bias, x = self.weight, None if self._rms else self.bias, inp
+        weight, bias, x = self._of_all(self.weight), None if self._rms else self._of_all(self.bias), inp
         folded = len(self.normalized_shape) > 1
         if folded:
             if tuple(inp.shape[-len(self.normalized_shape) :]) != self.normalized_shape:
@@ -94,6 +95,11 @@ class Normalization(TransformerEngineBaseModule):
             retell(error, type(self).__name__, x, weight.numel(), "weight", weight, same_dtype=False)
             raise
         return y.unflatten(-1, self.normalized_shape) if folded else y
+
+    def _of_all(self, parameter: torch.Tensor) -> torch.Tensor:
+        """With tp_size ranks, which each see a part of what the parameter acts on (some of the heads), its gradient is
+        the sum over all of them."""
+        return parameter if self.tp_size == 1 else add_up_gradient(parameter, self._tp_group_name, self.tp_size)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
+from transformer_engine.pytorch.distributed.regions import gather_from_sequence_parallel_region
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
 from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
@@ -26,6 +27,16 @@ def group_size(op: str, tp_group: object | None, tp_size: object) -> int:
             "or None."
         )
     return tp_group.size()
+
+
+def check_ranks(op: str, tp_group: object | None, ranks: int) -> None:
+    """Raises for what is no group, or one of another size than `ranks`."""
+    found = group_size(op, tp_group, ranks)
+    if found != ranks:
+        raise ValueError(
+            f"{op}: argument 'tp_group' has {found} ranks, but the module's sizes are divided by {ranks}; "
+            "pass a group of that size, or make the module with this one."
+        )
 
 
 def divided(op: str, argument: str, size: int, ranks: int) -> int:
@@ -133,14 +144,10 @@ class TensorParallel(GroupByName):
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
         """The group that the module communicates over, where it is divided over ranks.
 
-        Errors: ValueError for a group of another size than the module was made for; it keeps the one it has then."""
-        op = type(self).__name__
-        ranks = group_size(op, tp_group, self.tp_size)
-        if ranks != self.tp_size:
-            raise ValueError(
-                f"{op}: argument 'tp_group' has {ranks} ranks, but the module's sizes are divided by {self.tp_size}; "
-                "pass a group of that size, or make the module with this one."
-            )
+        Errors: ValueError for a group of another size than the module was made for; it keeps the one it has then. Of
+        one that is not divided every group is taken: nothing is communicated over it."""
+        if self.tp_size > 1 or any(self._modes()):
+            check_ranks(type(self).__name__, tp_group, self.tp_size)
         self.tp_group = tp_group
         self._exchanges = {}
         for key in ("scaling_fwd", "scaling_bwd"):
@@ -175,6 +182,12 @@ class TensorParallel(GroupByName):
             found = _C.GroupExchange(_MODES[mode], self.sequence_parallel, recompute, self.tp_size, name)
             self._exchanges[key] = found
         return found
+
+    def _gathered(self, norm_output: torch.Tensor) -> torch.Tensor:
+        """Of all ranks, where tokens are divided: what return_layernorm_output_gathered is."""
+        return (
+            gather_from_sequence_parallel_region(norm_output, self.tp_group) if self.sequence_parallel else norm_output
+        )
 
     def _named_group(self, device: str) -> str:
         """The group's name, for tensors on such a device."""

@@ -28,11 +28,13 @@ from transformer_engine.pytorch.attention.masks import (
     check_mask,
     check_padding,
     check_window,
+    default_slopes,
 )
 from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.arguments import check_size, check_tensor
 from transformer_engine.pytorch.module.autocast import is_autocast, to_autocast
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
+from transformer_engine.pytorch.module.parallel import check_ranks, divided, group_size
 
 
 def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None:
@@ -64,6 +66,9 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     Made while the environment has NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0, it does without flash,
     cuDNN or the plain one.
+    tp_size or a tp_group: heads and groups are divided over its ranks; attributes, q, k and v, and what goes by head of
+    masks, biases and slopes, are this rank's. Nothing is communicated. Dropout is drawn inside
+    get_rng_state_tracker().fork(), unless sequence_parallel: there whoever calls the layer forks around all of it.
     Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
     """
 
@@ -99,15 +104,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         check_choice(op, "softmax_type", softmax_type, ("vanilla",), ("off-by-one", "learnable"))
         check_choice(op, "attention_type", attention_type, ("self", "cross"))
         refuse(op, "the maximum logit", return_max_logit=return_max_logit)
-        refuse(op, "tensor parallelism", tp_size=tp_size if tp_size != 1 else 0)
         check_mask(op, attn_mask_type)
         check_window(op, window_size)
         check_format(op, qkv_format)
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(f"{op}: argument 'attention_dropout' is {attention_dropout}, wanted 0 <= p < 1.")
         self.name = name
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups_of(op, num_attention_heads, num_gqa_groups)
+        self.tp_size = group_size(op, tp_group, tp_size)
+        self.tp_group = tp_group
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        groups = groups_of(op, num_attention_heads, num_gqa_groups)
+        self.num_attention_heads = divided(op, "num_attention_heads", num_attention_heads, self.tp_size)
+        self.num_gqa_groups = divided(op, "num_gqa_groups", groups, self.tp_size)
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
             kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         )
@@ -183,6 +191,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         seq_dim, device = (0 if layout == "sbhd" else 1), query_layer.device
         batch, seqs = query_layer.shape[1 - seq_dim], (query_layer.shape[seq_dim], key_layer.shape[seq_dim])
         sizes = Sizes(batch, seqs, device, layout)
+        if self.tp_size > 1 and core_attention_bias_type == "alibi" and alibi_slopes is None:
+            alibi_slopes = self._own_slopes(device)
         biases = {"bias": core_attention_bias, "slopes": alibi_slopes}
         check_bias(op, core_attention_bias_type, sizes, **biases, heads=self.num_attention_heads)
         lengths = (cu_seqlens_q, cu_seqlens_kv)
@@ -228,6 +238,24 @@ class DotProductAttention(TransformerEngineBaseModule):
             return checkpoint(run, query_layer, key_layer, value_layer, attn_mask, use_reentrant=False, **tracker)
         return run(query_layer, key_layer, value_layer, attn_mask)
 
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """Remembers the group. Errors: ValueError for one of another size than the heads are divided by."""
+        if self.tp_size > 1:
+            check_ranks("DotProductAttention", tp_group, self.tp_size)
+        self.tp_group = tp_group
+
+    def _own_slopes(self, device: torch.device) -> torch.Tensor:
+        """Those of this rank's heads: which these are is the group's to say."""
+        group = self.tp_group
+        if group is None:
+            raise RuntimeError(
+                f"DotProductAttention: argument 'alibi_slopes' is None and the heads are divided over {self.tp_size} "
+                "ranks (tp_size), but there is no group that says which ones are here; pass the slopes, or call "
+                "set_tensor_parallel_group() first."
+            )
+        heads = self.num_attention_heads
+        return default_slopes(heads * self.tp_size, device).narrow(0, group.rank() * heads, heads)
+
     def set_context_parallel_group(
         self, cp_group: object | None, cp_global_ranks: list[int] | None, cp_stream: object | None, cp_comm_type="p2p"
     ) -> None:
@@ -238,7 +266,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return self.attention_dropout if self.training else 0.0
 
     def _forks(self) -> bool:
-        return self._dropout() > 0.0 and self.get_rng_state_tracker is not None
+        return self._dropout() > 0.0 and self.get_rng_state_tracker is not None and not self.sequence_parallel
 
     def _check_qkv(self, query, key, value, layout: str) -> None:
         op = "DotProductAttention"

@@ -1,0 +1,356 @@
+# What the suite of attention and layers divided over ranks runs on each of them (ranks.py starts them). No test here: a
+# worker returns what is wrong, as words, and what the tests compare.
+import copy
+import itertools
+import pickle
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from parallel_cases import Twins, part
+from parallel_workers import FP8, RECIPES
+
+import transformer_engine.pytorch as te
+
+HIDDEN, FFN, SEQ, SEQ_KV, BATCH = 32, 48, 8, 12, 2
+HEADS, GROUPS = 8, 4
+HEAD = HIDDEN // HEADS
+TIGHT = 1e-5  # of a tensor's norm, in float32
+KINDS = {
+    "attention": (te.MultiheadAttention, (HIDDEN, HEADS)),
+    "layer": (te.TransformerLayer, (HIDDEN, FFN, HEADS)),
+}
+NO_DROPS = {"attention": {"attention_dropout": 0.0}, "layer": {"attention_dropout": 0.0, "hidden_dropout": 0.0}}
+
+
+def maker(kind, **options):
+    cls, sizes = KINDS[kind]
+
+    def make(tp_group=None, **more):
+        divided = {"set_parallel_mode": True, "tp_group": tp_group} if tp_group is not None else {}
+        return cls(*sizes, device="cpu", **{**NO_DROPS[kind], **options}, **divided, **more)
+
+    return make
+
+
+def pieces_of(options):
+    """Parameters of which a rank has parts of several pieces."""
+    found = {}
+    groups = options.get("num_gqa_groups", HEADS)
+    if options.get("fuse_qkv_params") and not options.get("qkv_weight_interleaved", True):
+        for prefix in ("", "self_attention.", "inter_attention."):
+            for inner, rows in (("qkv", [HEADS, groups, groups]), ("key_value", [groups, groups])):
+                for name, leaf in itertools.product((inner, f"layernorm_{inner}"), ("weight", "bias")):
+                    found[f"{prefix}{name}.{leaf}"] = [n * HEAD for n in rows]
+    if options.get("activation") == "swiglu":
+        found |= {"layernorm_mlp.fc1_weight": 2, "layernorm_mlp.fc1_bias": 2}
+    return found
+
+
+class Both(Twins):
+    """The module whole and divided, called with the same arguments but for what goes by head or by token."""
+
+    def __init__(self, kind, rank, options, sequence, group=None, **more):
+        tokens = 0 if sequence else None
+        super().__init__(
+            maker(kind, **options),
+            group or dist.group.WORLD,
+            rank,
+            inputs=tokens,
+            outputs=tokens,
+            pieces=pieces_of(options),
+            sequence_parallel=sequence,
+            **more,
+        )
+
+    def run(self, module, inputs, dy, through, call):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        named = dict(zip(("hidden_states", "encoder_output"), leaves))
+        y = through(module, **named, **call)
+        if isinstance(y, tuple):  # what comes along is a bias of the width, or of the shape of the output
+            y = sum(y[1:], y[0])
+        y.backward(dy)
+        return [y.detach(), *(t.grad for t in leaves)]
+
+    def wrong(self, inputs, dy, *, tolerance=TIGHT, call=None, by_head=None, around=nullcontext, through=None):
+        """by_head: arguments of the call of which each rank has those of its heads (along dimension 1)."""
+        through = through or (lambda module, **arguments: module(**arguments))
+        call, by_head = call or {}, by_head or {}
+        heads = {name: part(t, self.rank, self.ranks, 1 if t.dim() > 1 else 0) for name, t in by_head.items()}
+        with around():
+            y, *dx = self.run(self.whole, inputs, dy, through, {**call, **by_head})
+            own = [self.tokens(t, self.inputs) for t in inputs]
+            own_y, *own_dx = self.run(self.divided, own, self.tokens(dy, self.outputs), through, {**call, **heads})
+        te.distributed.allreduce_sequence_parallel_grads(self.divided, self.group)
+        found = {"out": (own_y, self.tokens(y, self.outputs))}
+        found |= {f"dx {i}": (got, self.tokens(want, self.inputs)) for i, (got, want) in enumerate(zip(own_dx, dx))}
+        whole = dict(self.whole.named_parameters())
+        for name, parameter in self.divided.named_parameters():
+            if parameter.grad is None or whole[name].grad is None:
+                found[name] = None if parameter.grad is whole[name].grad else (parameter.grad, whole[name].grad)
+            else:
+                found[name] = parameter.grad, self.of(name, whole[name].grad)
+        return [words for name, pair in found.items() for words in differs(name, pair, tolerance)]
+
+
+def differs(name, pair, tolerance):
+    if pair is None:
+        return []
+    got, want = pair
+    if got is None or want is None or got.shape != want.shape:
+        return [f"{name}: {got if got is None else got.shape} for {want if want is None else want.shape}"]
+    error = (got - want).norm() / want.norm().clamp_min(1e-2)  # a key's bias has none
+    return [] if error <= tolerance else [f"{name}: relative error {error:.2e}"]
+
+
+def examples(options, scale=1.0):
+    torch.manual_seed(11)
+    first = options.get("qkv_format", options.get("attn_input_format", "sbhd")) == "sbhd"
+    shapes = [(SEQ, BATCH) if first else (BATCH * 2, SEQ)]  # a batch of 4 ranks
+    if options.get("attention_type") == "cross" or options.get("layer_type") == "decoder":
+        shapes.append((SEQ_KV, BATCH) if first else (BATCH * 2, SEQ_KV))
+    return [torch.randn(*shape, HIDDEN) for shape in shapes], torch.randn(*shapes[0], HIDDEN) * scale
+
+
+def angles():
+    return te.RotaryPositionEmbedding(HEAD)(SEQ_KV).cpu()
+
+
+FUSED, GQA = {"fuse_qkv_params": True}, {"num_gqa_groups": GROUPS}
+SIDE_BY_SIDE = {**FUSED, "qkv_weight_interleaved": False}
+CROSS, NORM = {"attention_type": "cross"}, {"input_layernorm": True}
+ROTARY = {"rotary_pos_emb": angles()}
+
+# Options, and what the call has beside its inputs.
+ATTENTION = [
+    ({}, {}),
+    ({**FUSED, **GQA, **NORM}, ROTARY),
+    ({**SIDE_BY_SIDE, **GQA, "return_bias": True}, {}),
+    ({**GQA, **NORM, "return_layernorm_output": True, "normalization": "RMSNorm"}, ROTARY),
+    ({**CROSS, **NORM, **GQA, "attn_mask_type": "no_mask"}, ROTARY),
+    ({**CROSS, **SIDE_BY_SIDE, "attn_mask_type": "no_mask", "bias": False}, {}),
+    ({"qk_norm_type": "RMSNorm", **GQA}, ROTARY),
+    ({"qk_norm_type": "LayerNorm", "qk_norm_before_rope": True, **FUSED, **NORM}, ROTARY),
+    ({"qkv_format": "bshd", **FUSED, "qk_norm_type": "L2Normalization"}, ROTARY),
+    ({"seq_length": SEQ, "micro_batch_size": BATCH}, {"checkpoint_core_attention": True}),
+    ({}, {"core_attention_bias_type": "alibi"}),
+]
+DECODER, AFTER_NORM = {"layer_type": "decoder"}, {"apply_residual_connection_post_layernorm": True}
+LAYER = [
+    ({}, {}),
+    ({**GQA, "normalization": "RMSNorm", "activation": "swiglu", "bias": False}, ROTARY),
+    ({**FUSED, **GQA, "qk_norm_type": "RMSNorm", "seq_length": SEQ, "micro_batch_size": BATCH}, ROTARY),
+    ({**AFTER_NORM, **SIDE_BY_SIDE}, {}),
+    ({"output_layernorm": True}, {}),
+    ({"parallel_attention_mlp": True, "recompute_norm_output": True}, {}),
+    ({**DECODER, **GQA}, ROTARY),
+    ({**DECODER, **AFTER_NORM, "output_layernorm": True}, {}),
+    ({"attn_input_format": "bshd", "tp_overlap": "off", "ub_tp_comm_overlap": True}, ROTARY),
+]
+
+
+def cases(rank, kind):
+    wrong = []
+    for (options, call), sequence in itertools.product({"attention": ATTENTION, "layer": LAYER}[kind], (True, False)):
+        inputs, dy = examples(options)
+        both = Both(kind, rank, options, sequence, **({"tp_recompute_allgather": False} if "bias" in options else {}))
+        wrong += [f"{options} sequence {sequence}: {words}" for words in both.wrong(inputs, dy, call=call)]
+    return wrong
+
+
+def by_head(rank):
+    """What a call has for each head is that of the rank's heads; the masks go by the whole sequences."""
+    wrong = []
+    bias, slopes = torch.randn(1, HEADS, SEQ, SEQ), torch.rand(HEADS)
+    hidden = torch.rand(BATCH, HEADS, SEQ, SEQ) < 0.3
+    lengths = torch.tensor([0, SEQ - 3, 2 * SEQ - 3], dtype=torch.int32)
+    for sequence in (True, False):
+        inputs, dy = examples({})
+        for call, heads in (
+            ({"core_attention_bias_type": "post_scale_bias"}, {"core_attention_bias": bias}),
+            ({"core_attention_bias_type": "alibi"}, {"alibi_slopes": slopes}),
+            ({"attn_mask_type": "arbitrary"}, {"attention_mask": hidden}),
+            ({"attn_mask_type": "padding_causal", "cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}, {}),
+        ):
+            both = Both("attention", rank, GQA, sequence)
+            found = both.wrong(inputs, dy, call=call, by_head=heads)
+            wrong += [f"{call} sequence {sequence}: {words}" for words in found]
+    return wrong
+
+
+def in_fp8():
+    return te.autocast(enabled=True, recipe=RECIPES["current"])
+
+
+def surroundings(rank):
+    """A layer inside a checkpoint, under FP8, with frozen weights, in eval, and accumulating into main_grad."""
+    wrong = []
+    options = {**GQA, **FUSED, "activation": "swiglu", "qk_norm_type": "RMSNorm"}
+    inputs, dy = examples(options)
+
+    def note(what, both, **how):
+        wrong.extend(f"{what}: {words}" for words in both.wrong(inputs, dy, call=ROTARY, **how))
+
+    for sequence, reentrant in itertools.product((True, False), (True, False)):
+
+        def again(module, hidden_states, reentrant=reentrant, **call):
+            return te.checkpoint(module, hidden_states, use_reentrant=reentrant, **call)
+
+        note(f"checkpoint {sequence} {reentrant}", Both("layer", rank, options, sequence), through=again)
+    for sequence in (True, False):
+        fp8 = Both("layer", rank, options, sequence)
+        note(f"fp8 {sequence}", fp8, around=in_fp8, tolerance=FP8)
+        both = Both("layer", rank, options, sequence)
+        for module in (both.whole, both.divided):
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_("qkv.weight" not in name and "fc2" not in name and "q_norm" not in name)
+        note(f"frozen {sequence}", both)
+        both = Both("layer", rank, {**options, "hidden_dropout": 0.5, "attention_dropout": 0.5}, sequence)
+        both.whole.eval(), both.divided.eval()
+        note(f"eval {sequence}", both)
+    return wrong
+
+
+def copies(rank):
+    """A module, its deep copy and what pickle brings back compute the same, over one group, with the same marks."""
+    found = []
+    torch.manual_seed(rank)
+    for kind, sequence in itertools.product(KINDS, (True, False)):
+        module = maker(kind, qk_norm_type="RMSNorm", **GQA)(tp_group=dist.group.WORLD, sequence_parallel=sequence)
+        (x,), _ = examples({})
+        wanted = module(x)
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            marks = [[getattr(p, "sequence_parallel", None) for p in m.parameters()] for m in (module, other)]
+            same = torch.equal(other(x), wanted) and marks[0] == marks[1]
+            groups = {m.tp_group is dist.group.WORLD for m in other.modules() if getattr(m, "tp_size", 1) > 1}
+            found.append((same, groups, other.tp_size, other.sequence_parallel))
+    core = te.DotProductAttention(HEADS, HEAD, tp_group=dist.group.WORLD, sequence_parallel=True)
+    for other in (copy.deepcopy(core), pickle.loads(pickle.dumps(core))):
+        heads = other.num_attention_heads == HEADS // dist.get_world_size()
+        found.append((heads, {other.tp_group is dist.group.WORLD}, other.tp_size, other.sequence_parallel))
+    return found
+
+
+def late_group(rank):
+    """tp_size alone, and the group afterwards: it reaches every part, and the bits are those of the group at once."""
+    both = Both("layer", rank, {**DECODER, "qk_norm_type": "RMSNorm"}, False)
+    late = maker("layer", **DECODER, qk_norm_type="RMSNorm")(tp_size=2, set_parallel_mode=True)
+    late.load_state_dict(both.divided.state_dict())
+    inputs, _ = examples(DECODER)
+    late.set_tensor_parallel_group(dist.group.WORLD)
+    inner = [m for m in late.modules() if getattr(m, "tp_size", 1) > 1]
+    equal = torch.equal(late(inputs[0], encoder_output=inputs[1]), both.divided(inputs[0], encoder_output=inputs[1]))
+    return equal, len(inner), all(m.tp_group is dist.group.WORLD for m in inner)
+
+
+def same(thing):
+    return thing
+
+
+def draws(rank):
+    """Dropout masks, by where tokens or heads are divided and whether the caller forks."""
+    found = {}
+    for sequence, forks in itertools.product((True, False), (True, False)):
+        tracker = te.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 100 + rank)
+        shared = {
+            "tp_group": dist.group.WORLD,
+            "sequence_parallel": sequence,
+            "get_rng_state_tracker": partial(same, tracker),
+        }
+        core = te.DotProductAttention(HEADS, HEAD, attention_dropout=0.5, **shared)
+        layer = maker("layer", hidden_dropout=0.5)(**shared)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+            layer.self_attention.proj.bias.fill_(1.0)
+        torch.manual_seed(7)
+        q = torch.randn(SEQ, BATCH, HEADS // 2, HEAD)
+        with tracker.fork() if forks else nullcontext():
+            attended = core(q, q, q)
+            found[sequence, forks] = attended, layer(torch.zeros(SEQ, BATCH, HIDDEN))
+    return found
+
+
+def gathered_norms(rank):
+    """return_layernorm_output_gathered: the norm's output of all ranks; each uses it in a part of a computation of its
+    own, so that its gradients add up."""
+    wrong, share = [], (0.25, 0.75)[rank]
+    torch.manual_seed(11)
+    x, dn = torch.randn(SEQ, BATCH, HIDDEN), torch.randn(SEQ, BATCH, HIDDEN)
+    for name in ("linear", "mlp"):
+
+        def make(tp_group=None, name=name, **more):
+            options = {"return_layernorm_output": True, "return_layernorm_output_gathered": True, "device": "cpu"}
+            if name == "linear":
+                mode = {"parallel_mode": "column", "tp_group": tp_group} if tp_group is not None else {}
+                return te.LayerNormLinear(HIDDEN, FFN, **options, **mode, **more)
+            mode = {"set_parallel_mode": True, "tp_group": tp_group} if tp_group is not None else {}
+            return te.LayerNormMLP(HIDDEN, FFN, **options, **mode, **more)
+
+        outputs = -1 if name == "linear" else 0
+        both = Twins(make, dist.group.WORLD, rank, inputs=0, outputs=outputs, sequence_parallel=True)
+        whole_x, own_x = x.clone().requires_grad_(), both.tokens(x, 0).clone().requires_grad_()
+        y, normed = both.whole(whole_x)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+        ((y * dy).sum() + (normed * dn).sum()).backward()
+        own_y, own_normed = both.divided(own_x)
+        ((own_y * both.results(dy)).sum() + (own_normed * dn * share).sum()).backward()
+        te.distributed.allreduce_sequence_parallel_grads(both.divided, both.group)
+        found = {"norm": (own_normed, normed), "dx": (own_x.grad, both.tokens(whole_x.grad, 0))}
+        for key, parameter in both.whole.named_parameters():
+            found[key] = dict(both.divided.named_parameters())[key].grad, both.of(key, parameter.grad)
+        wrong += [f"{name} {words}" for key, pair in found.items() for words in differs(key, pair, TIGHT)]
+    return wrong
+
+
+def refusals(rank):
+    """What is said of bad input, on this rank, and whether the modules work afterwards."""
+    said, world = [], dist.group.WORLD
+
+    def note(what):
+        try:
+            what()
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    parallel = {"tp_group": world, "set_parallel_mode": True, "device": "cpu"}
+    note(lambda: te.DotProductAttention(3, 8, tp_group=world))
+    note(lambda: te.DotProductAttention(4, 8, num_gqa_groups=1, tp_size=2))
+    note(lambda: te.MultiheadAttention(24, 3, **parallel))
+    note(lambda: te.MultiheadAttention(32, 4, num_gqa_groups=1, **parallel))
+    note(lambda: te.TransformerLayer(24, 48, 3, **parallel))
+    note(lambda: te.TransformerLayer(32, 49, 4, **parallel))
+    note(lambda: te.TransformerLayer(32, 48, 4, tp_size=2, device="cpu"))
+    note(lambda: te.TransformerLayer(32, 48, 4, tp_overlap="fast", **parallel))
+    note(lambda: te.MultiheadAttention(32, 4, tp_overlap="chunked", **parallel))
+    note(lambda: te.TransformerLayer(32, 48, 4, seq_length=7, sequence_parallel=True, **parallel))
+    core = te.DotProductAttention(4, 8, tp_size=2)
+    q = torch.randn(4, 2, 2, 8)
+    note(lambda: core(q, q, q, core_attention_bias_type="alibi"))
+    note(lambda: core(*[torch.randn(4, 2, 4, 8)] * 3))
+    without = te.TransformerLayer(32, 48, 4, tp_size=2, set_parallel_mode=True, device="cpu")
+    note(lambda: without(torch.randn(4, 2, 32)))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for module in (core, without, without.self_attention):
+        note(lambda module=module: module.set_tensor_parallel_group(alone))
+    layer = te.TransformerLayer(32, 48, 4, seq_length=8, micro_batch_size=2, sequence_parallel=True, **parallel)
+    note(lambda: layer(torch.randn(8, 2, 32)))
+    note(lambda: layer(torch.randn(2, 4, 32)))
+    attention = te.MultiheadAttention(32, 4, sequence_parallel=True, **parallel)
+    note(lambda: attention(torch.randn(4, 2, 32), rotary_pos_emb=torch.randn(4, 1, 1, 8)))
+    whole = te.TransformerLayer(32, 48, 4, device="cpu", seq_length=8)
+    whole.set_tensor_parallel_group(world)  # of which an undivided layer needs nothing
+    without.set_tensor_parallel_group(world)
+    works = [m(torch.randn(4, 2, 32)).shape == (4, 2, 32) for m in (layer, attention, without, whole)]
+    return said, works
+
+
+def everything(rank):
+    """One start of the ranks for all of them."""
+    found = {kind: cases(rank, kind) for kind in KINDS}
+    for worker in (by_head, surroundings, gathered_norms, copies, late_group, draws, refusals):
+        found[worker.__name__] = worker(rank)
+    return found

@@ -1,0 +1,59 @@
+"""The first two sizes of a layer's input: what was declared of them, and how they are where dimension 0 is divided over
+the ranks of a group. Nothing is divided here."""
+
+import torch
+
+from transformer_engine.pytorch.attention.masks import swapped_advice
+from transformer_engine.pytorch.module.parallel import divided
+
+
+class TokenSizes:
+    """ranks: over which the layer is divided; divides: over which dimension 0 of its input is (sequence parallelism),
+    else 1. The sizes declared are those of all ranks, and None where nothing was."""
+
+    def __init__(
+        self,
+        op: str,
+        layout: str,
+        *,
+        seq_length: int | None,
+        micro_batch_size: int | None,
+        ranks: int,
+        divides: int,
+    ) -> None:
+        self.layout, self.seq_length, self.ranks, self.divides = layout, seq_length, ranks, divides
+        declared = [("seq_length", seq_length), ("micro_batch_size", micro_batch_size)]
+        declared = declared if layout == "sbhd" else declared[::-1]
+        (first, size), (_, second) = declared
+        if size is not None:
+            size = divided(op, first, size, divides)
+        self.of_rank = (size, second)
+
+    def length(self, tokens: torch.Tensor) -> int:
+        """Of the sequences that attention sees: those of all ranks."""
+        return tokens.shape[0] * self.divides if self.layout == "sbhd" else tokens.shape[1]
+
+    def check_order(self, op: str, tokens: torch.Tensor) -> None:
+        """Raises for an input in the other layout, where the caller has said what the sizes are."""
+        if None in self.of_rank or self.of_rank[0] == self.of_rank[1]:
+            return
+        if tuple(tokens.shape[:2]) == self.of_rank[::-1]:
+            raise ValueError(
+                f"{op}: argument 'hidden_states' has shape {tuple(tokens.shape)} in {self.layout}, wanted "
+                f"{self.of_rank} first, by seq_length and micro_batch_size; {swapped_advice(self.layout)}"
+            )
+
+    def check_length(self, op: str, tokens: torch.Tensor) -> None:
+        """Raises for sequences of another length than declared, where the layer is divided over ranks: mostly they are
+        the whole ones where each rank was to have its own tokens, or the other way round."""
+        if self.ranks == 1 or self.seq_length is None or tokens.dim() != 3:
+            return
+        dim = self.layout.index("s")
+        wanted = self.of_rank[dim]
+        if tokens.shape[dim] != wanted:
+            shared = f" over the {self.divides} ranks that dimension 0 is divided over" if self.divides > 1 else ""
+            raise ValueError(
+                f"{op}: argument 'hidden_states' has shape {tuple(tokens.shape)} in {self.layout}, wanted {wanted} in "
+                f"dimension {dim}: seq_length {self.seq_length}{shared if dim == 0 else ''}; give each rank "
+                f"{'its own tokens' if self.divides > 1 else 'all tokens'}, or make the module without seq_length."
+            )
