@@ -323,7 +323,7 @@ class WeightGradProduct {
 };
 
 // One a parameter: the rows of the matrices that are its.
-std::vector<Tensor> cut(const std::vector<Tensor>& matrices, const std::vector<int64_t>& rows) {
+std::vector<Tensor> cut(at::TensorList matrices, const std::vector<int64_t>& rows) {
   std::vector<Tensor> parts;
   for (const Tensor& matrix : matrices) {
     std::vector<int64_t> sizes;
@@ -360,7 +360,7 @@ void register_main_grad(py::module_& m) {
              std::vector<Tensor> given;
              for (const OptionalTensor& main_grad : main_grads) given.push_back(main_grad.value_or(Tensor()));
              const Tensor sums = p.accumulate(product, p.targets(given), with_bias);
-             return with_bias ? cut({sums}, p.rows()) : std::vector<Tensor>();
+             return with_bias ? cut(sums, p.rows()) : std::vector<Tensor>();
            }))
       .def("compute", torch::wrap_pybind_function_no_gil(
                           [](const WeightParameters& p, const WeightProduct& product, bool with_bias) {

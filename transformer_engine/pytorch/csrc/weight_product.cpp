@@ -23,9 +23,12 @@ WeightGrads MatrixProduct::compute(const Route& route, bool with_bias) const {
                                           : gemm_fp8<Dispatched>(x.fp8, true, dy.fp8, true, dtype_, {}, fast);
     return {{dweight}, {dbias}};
   }
-  const auto [dweight, sums] = route.call<linear_wgrad>("te::linear_wgrad", plain_of(route, dy, dtype_),
-                                                        plain_of(route, x, dtype_), with_bias && !dbias.defined());
-  return {{dweight}, {dbias.defined() ? dbias : sums}};
+  auto [dweight, sums] = route.call<linear_wgrad>("te::linear_wgrad", plain_of(route, dy, dtype_),
+                                                  plain_of(route, x, dtype_), with_bias && !dbias.defined());
+  WeightGrads grads;
+  grads.weights.push_back(std::move(dweight));
+  grads.biases.push_back(dbias.defined() ? dbias : std::move(sums));
+  return grads;
 }
 
 std::vector<Tensor> MatrixProduct::accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const {

@@ -8,7 +8,7 @@ namespace te_torch {
 
 // One entry a matrix of the product; undefined ones where nobody wants a gradient.
 struct WeightGrads {
-  std::vector<Tensor> weights, biases;
+  c10::SmallVector<Tensor, 1> weights, biases;
 };
 
 // Consecutive rows of a product's weight gradients, and where they go.

@@ -128,7 +128,7 @@ class LayerNormLinear(NormParameters, SplitWeights):
                 sink=self._sink("", is_first_microbatch),
                 quantization=quantization,
                 own_weight=own_weight,
-                exchange=self._exchange(self.parallel_mode, inp),
+                exchange=None if self.tp_size == 1 else self._exchange(self.parallel_mode, inp),
             )
         except ValueError as error:
             retell(error, "LayerNormLinear", inp, self.in_features, self.weight_names[0], weight)

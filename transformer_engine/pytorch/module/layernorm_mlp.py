@@ -11,6 +11,7 @@ from transformer_engine.pytorch.module.base import InitMethod, check_choice, def
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 from transformer_engine.pytorch.module.parallel import TensorParallel, divided
 
+_LOCAL = (None, None)  # exchanges
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
@@ -194,7 +195,6 @@ class LayerNormMLP(TensorParallel, NormParameters):
         fc2, fc2_own = self._quantized_product("fc2", fc2_weight, is_first_microbatch)
         if fc1 is None:
             fc1_weight, fc2_weight = self._plain(fc1_weight), self._plain(fc2_weight)
-        column, row = self._modes()
         try:
             out, norm_output, h = F.layernorm_mlp(
                 inp,
@@ -214,7 +214,7 @@ class LayerNormMLP(TensorParallel, NormParameters):
                 sinks=(fc1_sink, fc2_sink),
                 quantizations=(fc1, fc2),
                 own_weights=(fc1_own, fc2_own),
-                exchanges=(self._exchange(column, inp), self._exchange(row, inp)),
+                exchanges=_LOCAL if self.tp_size == 1 else tuple(self._exchange(mode, inp) for mode in self._modes()),
                 **self._norm_options(),
             )
         except ValueError as error:

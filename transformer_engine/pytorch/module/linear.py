@@ -218,7 +218,7 @@ class Linear(SplitWeights):
                 quantization=quantization,
                 own_weight=own_weight,
                 keep_input=self._keeps_input(quantization),
-                exchange=self._exchange(self.parallel_mode, inp),
+                exchange=None if self.tp_size == 1 else self._exchange(self.parallel_mode, inp),
             )
         except ValueError as error:
             retell(error, "Linear", inp, self.in_features, self.weight_names[0], weight)

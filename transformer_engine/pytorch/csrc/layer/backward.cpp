@@ -46,7 +46,7 @@ Tensor column_sums(const Tensor& dy) {
 
 // What a layer's backward has: its saved tensors, and its source's input, which another layer may have made again.
 SourceSaved source_saved(const NamedTensors& saved, size_t number, const Tensor& input) {
-  const auto get = [&](SavedName n) { return saved[saved_name(number, n)]; };
+  const auto get = [&](SavedName n) -> const Tensor& { return saved[saved_name(number, n)]; };
   return {input.defined() ? input : get(kInput),
           get(kSavedGamma),
           get(kSavedBeta),

@@ -164,7 +164,11 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
   const NamedTensors& arguments = call.arguments;
   const size_t layers = call.stages.size();
   const Tensor& x = call.x();
-  state = {call.stages, call.return_output, x.scalar_type(), defaults().saved, {}, arguments.size()};
+  state.stages = std::move(call.stages);
+  state.return_output = call.return_output;
+  state.dtype = x.scalar_type();
+  state.policy = defaults().saved;
+  state.tensors = arguments.size();
   for (int name = 0; name < weight_of(layers); ++name) {
     state.places.push_back({int64_t(arguments.find(name)), int64_t(arguments.list(name).size())});
   }
@@ -206,7 +210,7 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
                                     run_again ? Keeping::kRunAgain : Keeping::kNormal, call.return_output);
     if (first && gamma.has_value()) {
       outputs.push_back(out.made.output);
-      if (residual.has_value() || call.return_input) outputs.push_back(out.made.input);
+      if (residual.has_value() || call.return_input) outputs.push_back(std::move(out.made.input));
     }
     if (run_again) {
       keeper.made_again(call.return_output ? out.made.output : between, state.stages[i].source->operand_words());
@@ -216,9 +220,9 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
       keep_operand(keeper, saved_name(i, kPackedInput), packed_input(route, between), {true, false},
                    kPackedPreActivation);
     }
-    between = out.y;
+    between = std::move(out.y);
   }
-  outputs[0] = between;
+  outputs[0] = std::move(between);
   return outputs;
 }
 

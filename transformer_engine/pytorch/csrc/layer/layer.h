@@ -34,7 +34,7 @@ constexpr int bias_of(size_t stage) { return weight_of(stage) + 1; }
 
 struct Call {
   NamedTensors arguments;
-  Stages stages;
+  mutable Stages stages;                       // the forward takes them into the node's state
   c10::SmallVector<Quantized, 2> own_weights;  // of each layer: the module's FP8 copy of its weight, or undefined
   bool return_output = true;                   // the norm's output is one of the node's
   bool return_input = false;  // x is an output too, so that a residual's gradient joins in the backward

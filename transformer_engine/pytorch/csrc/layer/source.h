@@ -25,8 +25,8 @@ struct Made {
 
 // What the backward has of it.
 struct SourceSaved {
-  Tensor input, gamma, beta, mean, rstd;
-  Tensor used_scales;  // that the operand was quantized by, where its scaling is of the whole tensor
+  const Tensor &input, &gamma, &beta, &mean, &rstd;
+  const Tensor& used_scales;  // that the operand was quantized by, where its scaling is of the whole tensor
 };
 
 // A gradient on its way back through a source.
