@@ -305,6 +305,35 @@ def gathered_norms(rank):
     return wrong
 
 
+def own_examples(rank):
+    (x,), dy = examples({})
+    return [x.chunk(2)[rank].contiguous()], dy.chunk(2)[rank].contiguous()
+
+
+def compiled(rank):
+    """Compiled, in one graph, against eager. The compiler adds a residual's gradient in its own place."""
+    wrong = []
+    rotary = {"qk_norm_type": "RMSNorm", **GQA}
+    for (kind, options), sequence in itertools.product(
+        (("attention", rotary), ("layer", {**rotary, **FUSED}), ("layer", AFTER_NORM)), (True, False)
+    ):
+        torch.manual_seed(1)
+        module = maker(kind, **options)(tp_group=dist.group.WORLD, sequence_parallel=sequence)
+        torch._dynamo.reset()
+        traced = torch.compile(module, backend="aot_eager", fullgraph=True)
+        (x,), dy = own_examples(rank) if sequence else examples({})
+        results = []
+        for call in (module, traced):
+            leaf = x.clone().requires_grad_()
+            y = call(leaf, **ROTARY)
+            module.zero_grad(set_to_none=True)
+            y.backward(dy)
+            results.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])
+        for name, *pair in zip(["y", "dx", *dict(module.named_parameters())], *results):
+            wrong += [f"{kind} {options} {sequence} {words}" for words in differs(name, pair, TIGHT)]
+    return wrong
+
+
 def refusals(rank):
     """What is said of bad input, on this rank, and whether the modules work afterwards."""
     said, world = [], dist.group.WORLD
@@ -351,6 +380,6 @@ def refusals(rank):
 def everything(rank):
     """One start of the ranks for all of them."""
     found = {kind: cases(rank, kind) for kind in KINDS}
-    for worker in (by_head, surroundings, gathered_norms, copies, late_group, draws, refusals):
+    for worker in (by_head, surroundings, gathered_norms, compiled, copies, late_group, draws, refusals):
         found[worker.__name__] = worker(rank)
     return found

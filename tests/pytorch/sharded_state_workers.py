@@ -56,21 +56,19 @@ class Parts(torch.nn.Module):
 
 
 def build(ranks):
-    """A rank's modules. Attention is made of a rank's own sizes, and told the number of ranks."""
+    """A rank's modules."""
     n, options = ranks, {"device": "cpu"}
     divided = {"tp_size": n, **options}
     attention = te.MultiheadAttention(
         HIDDEN,
-        HEADS // n,
+        HEADS,
         HEAD,
-        num_gqa_groups=GROUPS // n,
+        num_gqa_groups=GROUPS,
         set_parallel_mode=True,
         fuse_qkv_params=True,
         qkv_weight_interleaved=False,
-        **options,
+        **divided,
     )
-    for part in (attention.qkv, attention.proj):
-        part.tp_size = n
     rows = {"query": 16, "key": 8}
     module = Parts(
         {

@@ -1,6 +1,6 @@
-# Attention and transformer layers on gloo ranks against the same modules whole. Mutants: fused rows cut without regard
-# to [q | k | v], the gradients of q_norm and k_norm not added up, ALiBi's slopes of the first heads on every rank, and
-# rotary positions checked against a rank's tokens, turn these red.
+# Attention and transformer layers on gloo ranks against the same modules whole. Mutants: the gradients of q_norm and
+# k_norm not added up, or not marked, ALiBi's slopes of the first heads on every rank, rotary positions checked against
+# a rank's tokens, the dropout of what is divided drawn without a fork, turn these red.
 import parallel_attention_workers as workers
 import pytest
 import torch
@@ -16,7 +16,7 @@ def found():
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
-@pytest.mark.parametrize("worker", ["attention", "layer", "by_head", "surroundings", "gathered_norms"])
+@pytest.mark.parametrize("worker", ["attention", "layer", "by_head", "surroundings", "gathered_norms", "compiled"])
 def test_divided_is_whole(found, worker):
     for wrong in found[worker]:
         assert not wrong, "\n".join(wrong[:5])
@@ -71,7 +71,7 @@ def test_refusals_are_the_same_on_every_rank(found):
         ("ValueError", "TransformerLayer: argument 'tp_group' has 1 ranks", "divided by 2"),
         ("ValueError", "MultiheadAttention: argument 'tp_group' has 1 ranks", "divided by 2"),
         ("ValueError", "TransformerLayer: argument 'hidden_states' has shape (8, 2, 32)", "wanted 4", "seq_length 8"),
-        ("ValueError", "argument 'hidden_states' has shape (2, 4, 32)", "seq_length"),
+        ("ValueError", "TransformerLayer: argument 'hidden_states' has shape (2, 4, 32)", "wanted (4, 2)", "'bshd'"),
         ("ValueError", "MultiheadAttention: argument 'rotary_pos_emb' has 4 positions", "length 8"),
     ]
     assert len(said) == len(wanted)

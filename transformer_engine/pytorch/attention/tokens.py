@@ -48,6 +48,7 @@ class TokenSizes:
         the whole ones where each rank was to have its own tokens, or the other way round."""
         if self.ranks == 1 or self.seq_length is None or tokens.dim() != 3:
             return
+        self.check_order(op, tokens)
         dim = self.layout.index("s")
         wanted = self.of_rank[dim]
         if tokens.shape[dim] != wanted:
