@@ -252,6 +252,33 @@ def saved_bytes(rank):
     return found
 
 
+def saved_by_layers(rank):
+    """(layers, recomputed) -> bytes that a stack of columns and rows keeps beside its parameters, each storage once."""
+    found = {}
+    for layers, recompute in itertools.product((2, 16), (True, False)):
+        shared = {"tp_group": dist.group.WORLD, "sequence_parallel": True, "device": "cpu"}
+        column = {"parallel_mode": "column", "tp_recompute_allgather": recompute, **shared}
+        kinds = [
+            (te.LayerNormLinear, HIDDEN, WIDE, column),
+            (te.Linear, WIDE, HIDDEN, {"parallel_mode": "row", **shared}),
+        ]
+        stack = torch.nn.Sequential(*(kind(*sizes, **options) for kind, *sizes, options in kinds * layers))
+        own = {p.untyped_storage().data_ptr() for p in stack.parameters()}
+        seen = {}
+
+        def pack(t, own=own, seen=seen):
+            if t.untyped_storage().data_ptr() not in own:
+                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        x = torch.randn(TOKENS, BATCH, HIDDEN, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = stack(x)
+        found[layers, recompute] = sum(seen.values())
+        y.sum().backward()
+    return found
+
+
 def copies(rank):
     """A module, its deep copy and what pickle brings back compute the same, over the same group."""
     module = te.LayerNormMLP(

@@ -37,6 +37,14 @@ def test_saved_bytes():
         assert found == {True: own, False: 2 * own}
 
 
+def test_what_keeping_costs_grows_with_the_layers_alone():
+    """layers x (t - 1) / t x M x K x e between the two modes: each layer keeps its tokens, or those of all ranks."""
+    for found in on_ranks(workers.saved_by_layers):
+        own = workers.TOKENS * workers.BATCH * workers.HIDDEN * 4
+        for layers in (2, 16):
+            assert found[layers, False] - found[layers, True] == layers * own
+
+
 def test_copies_keep_the_group():
     for found in on_ranks(workers.copies):
         assert found == [(True, True, 2)] * 2
@@ -125,5 +133,21 @@ def test_opcheck(tmp_path):
         opcheck(ops.group_gather_again.default, (x, dy, group, 1))
         opcheck(ops.group_exchange.default, (x, group, 1))
         opcheck(ops.group_sum.default, (x, group, 1))
+        x, weight, wide, gamma, bias = (
+            torch.randn(*sizes, requires_grad=True) for sizes in ((4, 16), (16, 16), (32, 16), (16,), (16,))
+        )
+        norm = (1e-5, True, False)
+        for mode in (1, 2):
+            divided = ([mode, 1, 1, 1], group)
+            opcheck(ops.linear.default, (x, weight, bias, False, [], *divided))
+            opcheck(ops.activation_linear.default, (x, weight, None, "gelu", [], [], *divided))
+        divided = ([1, 1, 1, 1], group)
+        opcheck(
+            ops.normalization_linear.default,
+            (x, None, gamma, None, weight, bias, *norm, True, False, [], *divided),
+        )
+        products = (wide, None, weight, bias)
+        options = ("swiglu", [], True, False, False, False, [], [])
+        opcheck(ops.layernorm_mlp.default, (x, None, gamma, None, *products, *norm, *options, *divided))
     finally:
         dist.destroy_process_group()
