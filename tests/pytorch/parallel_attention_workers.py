@@ -212,6 +212,35 @@ def surroundings(rank):
     return wrong
 
 
+def kinds_of_state(rank):
+    """A layer in bfloat16, with main_grads, made on meta, without tokens, and in a group of one, there to the bit."""
+    wrong, options = [], {**GQA, **FUSED, "qk_norm_type": "RMSNorm"}
+    inputs, dy = examples(options)
+    for sequence in (True, False):
+        low = Both("layer", rank, {**options, "params_dtype": torch.bfloat16}, sequence)
+        found = low.wrong([t.bfloat16() for t in inputs], dy.bfloat16(), tolerance=0.03, call=ROTARY)
+        both = Both("layer", rank, {**options, "fuse_wgrad_accumulation": True}, sequence)
+        weights = [[(n, p) for n, p in m.named_parameters() if p.dim() == 2] for m in (both.whole, both.divided)]
+        for _, parameter in itertools.chain(*weights):
+            parameter.main_grad = torch.zeros(parameter.shape)
+        found += both.wrong(inputs, dy)
+        for (name, whole), (_, divided) in zip(*weights):
+            found += differs(name, (divided.main_grad, both.of(name, whole.main_grad)), TIGHT)
+        module = maker("layer", **options)(tp_group=dist.group.WORLD, sequence_parallel=sequence)
+        module(torch.randn(0, BATCH, HIDDEN, requires_grad=True)).sum().backward()
+        found += [n for n, p in module.named_parameters() if p.grad is None or p.grad.count_nonzero()]
+        shared = {"tp_group": dist.group.WORLD, "sequence_parallel": sequence, "set_parallel_mode": True}
+        meta = te.TransformerLayer(HIDDEN, FFN, HEADS, **NO_DROPS["layer"], device="meta", **options, **shared)
+        meta.to_empty(device="cpu").load_state_dict(module.state_dict())
+        marks = [[getattr(p, "sequence_parallel", None) for p in m.parameters()] for m in (meta, module)]
+        if marks[0] != marks[1] or not torch.equal(meta(inputs[0]), module(inputs[0])):
+            found.append("made on meta")
+        wrong += [f"sequence {sequence}: {words}" for words in found]
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    single = Both("layer", 0, options, True, group=alone)
+    return wrong + [f"a group of one: {words}" for words in single.wrong(inputs, dy, tolerance=0.0, call=ROTARY)]
+
+
 def copies(rank):
     """A module, its deep copy and what pickle brings back compute the same, over one group, with the same marks."""
     found = []
@@ -380,6 +409,16 @@ def refusals(rank):
 def everything(rank):
     """One start of the ranks for all of them."""
     found = {kind: cases(rank, kind) for kind in KINDS}
-    for worker in (by_head, surroundings, gathered_norms, compiled, copies, late_group, draws, refusals):
+    for worker in (
+        by_head,
+        surroundings,
+        kinds_of_state,
+        gathered_norms,
+        compiled,
+        copies,
+        late_group,
+        draws,
+        refusals,
+    ):
         found[worker.__name__] = worker(rank)
     return found

@@ -16,7 +16,9 @@ def found():
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
-@pytest.mark.parametrize("worker", ["attention", "layer", "by_head", "surroundings", "gathered_norms", "compiled"])
+@pytest.mark.parametrize(
+    "worker", ["attention", "layer", "by_head", "surroundings", "kinds_of_state", "gathered_norms", "compiled"]
+)
 def test_divided_is_whole(found, worker):
     for wrong in found[worker]:
         assert not wrong, "\n".join(wrong[:5])
