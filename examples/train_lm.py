@@ -7,6 +7,12 @@ plain PyTorch. One command, with or without a GPU; it stops cleanly on Ctrl-C an
     python examples/train_lm.py --resume --steps 400  # go on from runs/toy/checkpoint.safetensors
     python examples/train_lm.py --fp8 current         # FP8 products, beside the same model in bf16
     python examples/train_lm.py --optimizer torch     # torch's AdamW in place of FusedAdam
+    torchrun --nproc-per-node=2 examples/train_lm.py --tp 2 --sequence-parallel   # one model over two processes
+
+With --tp N the model is divided over N processes: attention by its heads, the MLPs by their hidden units, embedding and
+head by rows of the vocabulary, also where --tie-embeddings makes them one; each process has the norms whole and sees
+the loss of all tokens. Over NCCL on CUDA, over gloo on the CPU. A checkpoint holds whole tensors, so that one written
+at one N goes on at another with --resume.
 
 Writes runs/<name>/{metrics.csv,loss.svg,memory.svg,checkpoint.safetensors}.
 """
@@ -23,10 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `lm`, also under
 
 try:
     import torch
+    import torch.distributed as dist
     from tqdm import tqdm
 
-    from lm import checkpoint, data, report
-    from lm.config import DTYPES, FP8, PRESETS, Config, ExampleError
+    from lm import checkpoint, data, parallel, report
+    from lm.config import DTYPES, FP8, PRESETS, VOCAB, Config, ExampleError
     from lm.model import FusedLM, plain_twin, unquantized_twin
     from lm.optimizer import OPTIMIZERS
     from lm.train import Trainer, set_determinism
@@ -74,6 +81,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="fused", help="FusedAdam, or torch's AdamW, which a plain twin has"
     )
+    parser.add_argument("--accumulate", type=positive, default=1, metavar="K", help="cut a step into K microbatches")
+    parser.add_argument("--tie-embeddings", action="store_true", help="one weight for embedding and head")
+    parser.add_argument(
+        "--tp", type=positive, default=1, metavar="N", help="divide the model over torchrun's N processes"
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="with --tp: divide the tokens between layers too"
+    )
+    parser.add_argument(
+        "--no-recompute-allgather",
+        action="store_true",
+        help="with it: keep gathered inputs, gather once in place of twice",
+    )
     parser.add_argument("--offload-layers", type=int, default=0, metavar="K", help="move what K layers save to the CPU")
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text (default: Python's own sources)")
     parser.add_argument("--seed", type=int, default=0)
@@ -94,11 +114,44 @@ def choose_device(args: argparse.Namespace, config: Config) -> torch.device:
             f"--preset h200 has {config.parameters / 1e9:.1f}B parameters and is meant for a GPU, and torch sees none: "
             "use --preset toy, or say --device cpu if you have the patience"
         )
-    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if (args.device or "cuda") == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if args.tp > 1:
+        torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
+    return torch.device("cuda")
+
+
+def check_tensor_parallel(args: argparse.Namespace, preset: Config) -> None:
+    if args.sequence_parallel and args.tp == 1:
+        raise ExampleError(
+            "--sequence-parallel: wanted --tp N beside it, N > 1: it divides tokens over those processes"
+        )
+    if args.no_recompute_allgather and not args.sequence_parallel:
+        raise ExampleError(
+            "--no-recompute-allgather: wanted --sequence-parallel beside it, without which none is gathered"
+        )
+    if args.tp == 1:
+        return
+    if args.compile or args.optimizer == "torch" or args.fp8 == "delayed":
+        raise ExampleError(
+            f"--tp {args.tp}: not with --compile, --optimizer torch or --fp8 delayed (whose scales are one process's) "
+            "in this example"
+        )
+    sizes = {"heads": preset.heads, "groups of heads": preset.kv_groups, "SwiGLU units": preset.ffn_hidden}
+    if args.sequence_parallel:
+        sizes["positions"] = preset.seq
+    wrong = [f"{size} {what}" for what, size in (sizes | {"bytes in the vocabulary": VOCAB}).items() if size % args.tp]
+    if wrong:
+        raise ExampleError(f"--tp {args.tp}: does not divide the {args.preset} preset's {', '.join(wrong)}")
 
 
 def configure(args: argparse.Namespace) -> Config:
     preset = PRESETS[args.preset]
+    if preset.batch % args.accumulate:
+        raise ExampleError(
+            f"--accumulate {args.accumulate}: wanted a divisor of the preset's {preset.batch} windows in a step"
+        )
+    check_tensor_parallel(args, preset)
     if args.fp8 == "delayed" and args.compile:
         raise ExampleError("--compile: torch.compile cannot follow --fp8 delayed: use --fp8 current or --fp8 block")
     if not 0 <= args.offload_layers < preset.layers or (args.offload_layers and args.compile):
@@ -112,7 +165,12 @@ def configure(args: argparse.Namespace) -> Config:
         dtype=args.dtype or ("bf16" if args.fp8 else preset.dtype),
         optimizer=args.optimizer,
         fp8=args.fp8,
+        accumulate=args.accumulate,
+        tied=args.tie_embeddings,
         offload_layers=args.offload_layers,
+        tp=args.tp,
+        sequence_parallel=args.sequence_parallel,
+        recompute_allgather=not args.no_recompute_allgather,
         seed=args.seed,
         deterministic=preset.deterministic or args.deterministic,
     )
@@ -121,8 +179,9 @@ def configure(args: argparse.Namespace) -> Config:
 class Run:
     """One run in its folder: the fused model, its plain twin if wanted, the data, and the checkpoint between them."""
 
-    def __init__(self, folder: Path, config: Config, device: torch.device, batches: data.Batches, *, twin: bool,
-                 compiled: bool, resume: bool):  # fmt: skip
+    def __init__(self, folder: Path, config: Config, device: torch.device, batches: data.Batches, ranks: parallel.Ranks,
+                 *, twin: bool, compiled: bool, resume: bool):  # fmt: skip
+        self.ranks = ranks
         self.path, self.config, self.batches = folder / "checkpoint.safetensors", config, batches
         self.identity = config.identity() | {"text": batches.fingerprint, "device": device.type}
         found = checkpoint.Checkpoint(self.path) if resume else None
@@ -130,7 +189,7 @@ class Run:
             found.check(self.identity)
         set_determinism(config, device)
         torch.manual_seed(config.seed)
-        fused = FusedLM(config, device)
+        fused = FusedLM(config, device, ranks)
         # The twin starts from the same first weights; after a resume it repeats the steps that the checkpoint holds.
         make_twin = unquantized_twin if config.fp8 else plain_twin
         twins = config if config.fp8 else replace(config, optimizer="torch")
@@ -138,9 +197,9 @@ class Run:
         self.trainer = Trainer(fused, config, device, compiled)
         if found:
             tensors = self.trainer.tensors()
-            found.restore(tensors)
+            found.restore(tensors, ranks, self.trainer.optimizer.parameters)
             self.trainer.restored(tensors, found.state["step"])
-        self.log = report.Log(folder, config, self.trainer.done)
+        self.log = report.Silent(config) if ranks.rank else report.Log(folder, config, self.trainer.done)
         self.failed: checkpoint.SaveError | None = None  # why the last save failed
 
     def train(self) -> bool:
@@ -151,7 +210,7 @@ class Run:
                     if interrupt.asked:
                         return False
                     self.twin.step(self.batches)
-            while self.trainer.done < self.config.steps and not interrupt.asked:
+            while self.trainer.done < self.config.steps and not self.ranks.any(interrupt.asked):
                 ours = self.trainer.step(self.batches)
                 plain = self.twin.step(self.batches) if self.twin else None
                 self.log.step(self.trainer.done, ours, plain)
@@ -159,12 +218,15 @@ class Run:
                     self._save()
             self.log.close()
             self._save()
-            return not interrupt.asked
+            return not self.ranks.any(interrupt.asked)
 
     def _save(self) -> None:
         """Save; a disk that takes nothing stops neither the training nor its report."""
+        tensors = self.ranks.whole(self.trainer.tensors(), self.trainer.optimizer.parameters)
+        if self.ranks.rank:
+            return
         try:
-            checkpoint.save(self.path, self.trainer.tensors(), {"step": self.trainer.done, "identity": self.identity})
+            checkpoint.save(self.path, tensors, {"step": self.trainer.done, "identity": self.identity})
             self.failed = None
         except checkpoint.SaveError as error:
             self.failed = error
@@ -173,10 +235,15 @@ class Run:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    name = args.name or (f"{args.preset}-fp8-{args.fp8}" if args.fp8 else args.preset)
-    folder = args.out / name
     config = configure(args)
     device = choose_device(args, config)
+    with parallel.joined(config, device) as ranks:
+        return go(args, config, device, ranks)
+
+
+def go(args: argparse.Namespace, config: Config, device: torch.device, ranks: parallel.Ranks) -> int:
+    name = args.name or (f"{args.preset}-fp8-{args.fp8}" if args.fp8 else args.preset)
+    folder = args.out / name
     files = args.data or data.stdlib_files()
     text = data.read_text(files)
     source = ", ".join(map(str, args.data)) if args.data else "the Python standard library's sources"
@@ -184,11 +251,14 @@ def main(argv: list[str] | None = None) -> int:
     print(report.header(name, config, device, f"{len(text):,} bytes of {source} ({len(files)} files)"), flush=True)
     if not args.resume and (folder / "checkpoint.safetensors").exists():
         print(f"{folder} holds an earlier run, which this one replaces (--resume goes on with it, --name keeps both)")
-    run = Run(folder, config, device, batches, twin=not args.no_twin, compiled=args.compile, resume=args.resume)
+    twin = not args.no_twin and ranks.size == 1
+    run = Run(folder, config, device, batches, ranks, twin=twin, compiled=args.compile, resume=args.resume)
     if args.resume:
         nothing = "" if run.trainer.done < config.steps else f"; --steps {config.steps} leaves nothing to train"
         print(f"resumed at step {run.trainer.done} from {run.path}{nothing}")
 
+    if ranks.size > 1:
+        print(f"memory: {run.trainer.model.memory_of_modes(batches[0][:, :-1].to(device))}", flush=True)
     if not run.train():
         run.log.plots()
         if run.failed:

@@ -3,15 +3,19 @@ one, and to read a file that is cut short, foreign, or of another run; a refused
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .config import ExampleError
+from .parallel import ALONE, Ranks, parameter_of
 
 FORMAT = "transformer_engine/examples/train_lm/1"
+UNSAID = {"accumulate": 1, "tied": False}  # what a checkpoint is of that says nothing of it
 
 
 class SaveError(ExampleError):
@@ -69,23 +73,29 @@ class Checkpoint:
 
     def check(self, identity: dict) -> None:
         """Refuse to go on with another model, text or seed than the run began with."""
-        saved = self.state["identity"]
+        saved = UNSAID | self.state["identity"]
         differs = [key for key in identity if saved.get(key) != identity[key]]
         if differs:
             what = ", ".join(f"{key} {saved.get(key)!r} there, {identity[key]!r} here" for key in differs)
             raise ExampleError(f"--resume: {self.path} is of another run ({what}): give the options it began with")
 
-    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fill `tensors` in place."""
+    def restore(
+        self,
+        tensors: dict[str, torch.Tensor],
+        ranks: Ranks = ALONE,
+        parameters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+    ) -> None:
+        """Fill `tensors` in place, of divided ones with this rank's part."""
         names = set(self.file.keys())
         problems = [f"{name} is missing" for name in tensors if name not in names]
         problems += [f"{name} is not of this model" for name in sorted(names - set(tensors))]
         for name in names.intersection(tensors):
-            there, here = self.file.get_slice(name), tensors[name]
-            if there.get_shape() != list(here.shape):
-                problems.append(f"{name} has shape {there.get_shape()}, wanted {list(here.shape)}")
+            there = self.file.get_slice(name).get_shape()
+            wanted = ranks.shape(parameter_of(name, parameters), tensors[name].shape)
+            if there != wanted:
+                problems.append(f"{name} has shape {there}, wanted {wanted}")
         if problems:
             raise ExampleError(f"--resume: {self.path} does not fit this model: {'; '.join(problems[:3])}")
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.copy_(self.file.get_tensor(name))
+                tensor.copy_(ranks.own(name, parameter_of(name, parameters), self.file.get_tensor(name)))

@@ -33,7 +33,12 @@ class Config:
     eps: float = 1e-5
     optimizer: str = "fused"  # Transformer Engine's AdamW, or torch's
     fp8: str | None = None  # the recipe of the layers' products
+    accumulate: int = 1  # microbatches of a step, whose gradients are added up
+    tied: bool = False  # the head's weight is the embedding's
     offload_layers: int = 0  # whose saved tensors leave for the CPU: changes no bit
+    tp: int = 1  # ranks that the model is divided over: changes the order of sums alone
+    sequence_parallel: bool = False  # tokens are divided over them too
+    recompute_allgather: bool = True  # gathered inputs are not kept for the backward: changes no bit
     deterministic: bool = False  # attention's backward repeats its bits on CUDA (a CPU always does)
 
     @property
@@ -49,13 +54,12 @@ class Config:
     def parameters(self) -> int:
         attention = 2 * self.hidden * (self.hidden + self.kv_groups * self.head_dim)
         layer = attention + 3 * self.hidden * self.ffn_hidden + 2 * self.hidden
-        return self.layers * layer + 2 * VOCAB * self.hidden + self.hidden
+        return self.layers * layer + (1 if self.tied else 2) * VOCAB * self.hidden + self.hidden
 
     def identity(self) -> dict:
         """The fields a resumed run must share with the checkpoint it continues."""
-        return {
-            key: value for key, value in asdict(self).items() if key not in ("steps", "save_every", "offload_layers")
-        }
+        free = ("steps", "save_every", "offload_layers", "tp", "sequence_parallel", "recompute_allgather")
+        return {key: value for key, value in asdict(self).items() if key not in free}
 
 
 PRESETS = {

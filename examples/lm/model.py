@@ -17,6 +17,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from .config import DTYPES, VOCAB, Config
+from .parallel import ALONE, Ranks, memory_of_modes
 
 ROPE_BASE = 10000.0
 INIT_STD = 0.02
@@ -28,16 +29,18 @@ RECIPES = {
 
 
 class FusedLM(nn.Module):
-    """The model made of fused modules: what this example is about."""
+    """The model made of fused modules: what this example is about. Over several ranks it is divided: attention by
+    heads, MLPs by their hidden units, embedding and head by the vocabulary; each rank has the norms whole."""
 
-    def __init__(self, config: Config, device: torch.device):
+    def __init__(self, config: Config, device: torch.device, ranks: Ranks = ALONE):
         super().__init__()
+        self.ranks = ranks
         dtype = DTYPES[config.dtype]
         init = functools.partial(nn.init.normal_, std=INIT_STD)
         # The two projections that write into the residual stream start smaller, the deeper the model (as in GPT-2).
         output_init = functools.partial(nn.init.normal_, std=INIT_STD / math.sqrt(2 * config.layers))
-        self.embedding = nn.Embedding(VOCAB, config.hidden, device=device, dtype=dtype)
-        init(self.embedding.weight)
+        self.embedding = nn.Embedding(VOCAB // ranks.size, config.hidden, device=device, dtype=dtype)
+        ranks.draw_rows(init, self.embedding.weight)
         self.layers = nn.ModuleList(
             te.TransformerLayer(
                 config.hidden,
@@ -51,17 +54,33 @@ class FusedLM(nn.Module):
                 output_layer_init_method=output_init,
                 layer_number=number,
                 self_attn_mask_type="causal",
-                attn_input_format="bshd",
                 normalization="RMSNorm",
                 activation="swiglu",
                 bias=False,
                 params_dtype=dtype,
                 device=device,
+                **ranks.layer_options(),
             )
             for number in range(1, config.layers + 1)
         )
-        self.norm = te.RMSNorm(config.hidden, eps=config.eps, params_dtype=dtype, device=device)
-        self.head = te.Linear(config.hidden, VOCAB, bias=False, init_method=init, params_dtype=dtype, device=device)
+        self.norm = te.RMSNorm(
+            config.hidden,
+            eps=config.eps,
+            sequence_parallel=ranks.sequence_parallel,
+            params_dtype=dtype,
+            device=device,
+        )
+        self.head = te.Linear(
+            config.hidden,
+            VOCAB,
+            bias=False,
+            init_method=init,
+            params_dtype=dtype,
+            device=device,
+            **ranks.head_options(),
+        )
+        if config.tied:
+            self.embedding.weight = self.head.weight
         angles = te.RotaryPositionEmbedding(config.head_dim, rotary_base=ROPE_BASE)(config.seq)
         self.register_buffer("angles", angles.to(device), persistent=False)
         self.recipe = RECIPES[config.fp8]() if config.fp8 else None
@@ -72,8 +91,9 @@ class FusedLM(nn.Module):
         return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, seq, 256] of int64 tokens [batch, seq]. The head is not quantized."""
-        x = self.embedding(tokens)
+        """Logits [batch, seq, 256] of int64 tokens [batch, seq]; divided, [seq, batch, 256 / ranks]. The head is not
+        quantized."""
+        x = self.embedding(tokens) if self.ranks.size == 1 else self.ranks.embed(tokens, self.embedding.weight)
         angles = self.angles[: tokens.shape[1]]
         context, sync = self.offload
         with self.quantized():
@@ -82,6 +102,21 @@ class FusedLM(nn.Module):
                     x = layer(x, rotary_pos_emb=angles)
                 x = sync(x)
         return self.head(self.norm(x))
+
+    def memory_of_modes(self, tokens: torch.Tensor) -> str:
+        """What a rank keeps of a layer in both modes of sequence parallelism: a line of text."""
+        ranks, parameter = self.ranks, self.norm.weight
+        positions = tokens.shape[1] // (ranks.size if ranks.sequence_parallel else 1)
+        x = parameter.new_zeros(positions, len(tokens), parameter.shape[0]).requires_grad_()
+        angles = self.angles[: tokens.shape[1]]
+        with self.quantized():
+            return memory_of_modes(
+                self,
+                lambda: ranks.cross_entropy(self(tokens), tokens),
+                self.layers[0],
+                (x,),
+                {"rotary_pos_emb": angles},
+            )
 
     def scaled_modules(self) -> dict[str, nn.Module]:
         """Those that keep scales and amax histories between steps: delayed scaling's."""
@@ -143,6 +178,8 @@ class PlainLM(nn.Module):
         self.layers = nn.ModuleList(PlainLayer(config, **factory) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.eps, **factory)
         self.head = nn.Linear(config.hidden, VOCAB, bias=False, **factory)
+        if config.tied:
+            self.head.weight = self.embedding.weight
         frequencies = ROPE_BASE ** (-torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
         angles = torch.outer(torch.arange(config.seq, device=device).float(), frequencies).repeat(1, 2)[:, None]
         self.register_buffer("cos", angles.cos().to(factory["dtype"]), persistent=False)

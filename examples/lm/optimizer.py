@@ -4,6 +4,7 @@ shown as a flat dict of tensors."""
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from transformer_engine.pytorch.optimizers import (
@@ -12,6 +13,8 @@ from transformer_engine.pytorch.optimizers import (
     multi_tensor_l2norm,
     multi_tensor_scale_tensor,
 )
+
+from .parallel import ALONE, is_divided
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -29,6 +32,7 @@ class FusedMasterAdamW:
     """FusedAdam: 16-bit gradients are read as they are, and masters, moments and parameters written in one pass."""
 
     def __init__(self, model: nn.Module):
+        self.ranks = getattr(model, "ranks", ALONE)
         self.parameters = dict(model.named_parameters())
         masters = any(p.dtype != torch.float32 for p in self.parameters.values())
         self.adam = FusedAdam(groups_of(self.parameters.values()), lr=0.0, betas=BETAS, master_weights=masters)
@@ -37,16 +41,30 @@ class FusedMasterAdamW:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=p.device)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Clip by the norm of the whole gradient, on the device; update; drop the gradients."""
+    def step(self, lr: float) -> torch.Tensor:
+        """Clip by the norm of the whole gradient, on the device; update; drop the gradients. Returns that norm."""
         grads = self.gradients()
-        norm, _ = multi_tensor_applier(multi_tensor_l2norm, self.overflow, [grads], False)
+        norm = self._norm(grads)
         clip = (CLIP / (norm + 1e-6)).clamp(max=1.0)
         multi_tensor_applier(multi_tensor_scale_tensor, self.overflow, [grads, grads], clip)
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
         self.adam.zero_grad()
+        return norm
+
+    def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """Of the whole gradient, each parameter counted once: the squares of what is divided are added up over the
+        ranks; of what each rank has the whole of, the gradient is the same on all of them."""
+        if self.ranks.size == 1:
+            return multi_tensor_applier(multi_tensor_l2norm, self.overflow, [grads], False)[0]
+        divided = [is_divided(p) for p in self.parameters.values()]
+        squares = []
+        for wanted in (True, False):
+            some = [grad for grad, is_one in zip(grads, divided, strict=True) if is_one == wanted]
+            squares.append(multi_tensor_applier(multi_tensor_l2norm, self.overflow, [some], False)[0].square())
+        dist.all_reduce(squares[0], group=self.ranks.group)
+        return sum(squares).sqrt()
 
     def gradients(self) -> list[torch.Tensor]:
         """What is clipped in place and read by the step."""
@@ -93,12 +111,12 @@ class MasterAdamW:
             }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Clip, update, write the parameters back from the masters, drop the gradients."""
+    def step(self, lr: float) -> torch.Tensor:
+        """Clip, update, write the parameters back from the masters, drop the gradients. Returns their norm."""
         for name, p in self.parameters.items():
             if self.masters[name] is not p:
                 self.masters[name].grad, p.grad = p.grad.float(), None
-        nn.utils.clip_grad_norm_(self.masters.values(), CLIP)
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), CLIP)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
@@ -106,6 +124,7 @@ class MasterAdamW:
         rounded = [(p, self.masters[name]) for name, p in self.parameters.items() if self.masters[name] is not p]
         if rounded:
             torch._foreach_copy_(*map(list, zip(*rounded, strict=True)))
+        return norm
 
     def state_bytes(self) -> int:
         """Bytes of parameters, masters and moments."""

@@ -17,7 +17,11 @@ import transformer_engine
 from .config import Config, ExampleError
 from .train import MEMORY_MEANING, Step
 
-COLUMNS = ("step", "loss", "tokens_per_s", "memory_mib", "plain_loss", "plain_tokens_per_s", "plain_memory_mib")
+COLUMNS = (
+    *("step", "loss", "tokens_per_s", "memory_mib", "plain_loss", "plain_tokens_per_s", "plain_memory_mib"),
+    *("grad_norm", "plain_grad_norm"),
+)
+LATER = COLUMNS[-2:]  # not in the files of earlier versions
 LAST = 20  # steps whose mean loss is compared
 
 
@@ -43,6 +47,10 @@ def device_name(device: torch.device) -> str:
 def header(name: str, config: Config, device: torch.device, text: str) -> str:
     repeats = config.deterministic or device.type == "cpu"
     resume = "bit-equal" if repeats else "exact state, but attention's backward does not repeat its bits"
+    microbatches = f" in {config.accumulate} microbatches" if config.accumulate > 1 else ""
+    tokens = ", tokens too (sequence parallelism)" if config.sequence_parallel else ""
+    head = "the tied embedding and head" if config.tied else "embedding and head"
+    divided = f"divided over {config.tp} ranks: layers, and {head} by the vocabulary{tokens}\n" if config.tp > 1 else ""
     return (
         f"transformer_engine {transformer_engine.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {device_name(device)}\n"
@@ -50,7 +58,8 @@ def header(name: str, config: Config, device: torch.device, text: str) -> str:
         f"{config.heads} heads in {config.kv_groups} groups, SwiGLU {config.ffn_hidden}), {config.dtype}"
         f"{f' with FP8 products ({config.fp8} scaling)' if config.fp8 else ''}, "
         f"{config.optimizer} AdamW on fp32 weights, "
-        f"{config.batch} x {config.seq} bytes a step, resume: {resume}\n"
+        f"{config.batch} x {config.seq} bytes a step{microbatches}, resume: {resume}\n"
+        f"{divided}"
         f"text: {text}\n"
         f"memory: {MEMORY_MEANING[device.type]}"
     )
@@ -89,7 +98,8 @@ class Log:
             return []
         try:
             with open(self.path, newline="") as file:
-                return [{key: float(row[key]) if row[key] else "" for key in COLUMNS} for row in csv.DictReader(file)]
+                rows = [dict.fromkeys(LATER) | row for row in csv.DictReader(file)]
+                return [{key: float(row[key]) if row[key] else "" for key in COLUMNS} for row in rows]
         except (KeyError, ValueError, TypeError) as error:
             raise ExampleError(f"{self.path}: not this script's metrics ({error!r}): move it away to go on") from error
 
@@ -97,12 +107,14 @@ class Log:
         row = {"step": number}
         line = f"step {number:>4}/{self.config.steps}"
         for (prefix, name, _), step in zip(series(self.config), (ours, plain), strict=True):
-            speed = memory = loss = ""
+            speed = memory = loss = norm = ""
             if step is not None:
                 loss, speed, memory = step.loss, self.config.tokens / step.seconds, step.memory / 2**20
+                norm = step.norm
                 of = f" | {name}:" if prefix else " "
                 line += f"{of} loss {loss:.4f}, {speed:,.0f} tokens/s, {memory:,.0f} MiB"
             row |= {f"{prefix}loss": loss, f"{prefix}tokens_per_s": speed, f"{prefix}memory_mib": memory}
+            row[f"{prefix}grad_norm"] = norm
         self.rows.append(row)
         with writing(self.path), open(self.path, "a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)
@@ -132,6 +144,18 @@ class Log:
         shown = series(self.config)
         _plot(self.path.with_name("loss.svg"), self.rows, shown, "loss", "loss, nats per byte", from_zero=False)
         _plot(self.path.with_name("memory.svg"), self.rows, shown, "memory_mib", "memory, MiB", from_zero=True)
+
+
+class Silent(Log):
+    """Of a rank beside the one that reports: shows and writes nothing."""
+
+    def __init__(self, config: Config):
+        self.config, self.rows, self.first = config, [], 0
+
+    def step(self, number: int, ours: Step, plain: Step | None) -> None:
+        pass
+
+    say = close = plots = lambda self, *_: None
 
 
 def _plot(path: Path, rows: list[dict], shown: tuple, column: str, label: str, *, from_zero: bool) -> None:

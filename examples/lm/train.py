@@ -13,6 +13,7 @@ from torch import nn
 from .config import VOCAB, Config, ExampleError
 from .data import Batches
 from .optimizer import OPTIMIZERS
+from .parallel import ALONE, Ranks
 
 MEMORY_MEANING = {
     "cuda": "weights, optimizer state and the peak of torch.cuda.max_memory_allocated in a step",
@@ -27,6 +28,7 @@ class Step:
     loss: float  # nats per byte
     seconds: float
     memory: int  # bytes, in the meaning of MEMORY_MEANING
+    norm: float  # of the gradient, before it is clipped
 
 
 def set_determinism(config: Config, device: torch.device) -> None:
@@ -37,9 +39,11 @@ def set_determinism(config: Config, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(model: nn.Module, tokens: torch.Tensor, ranks: Ranks = ALONE) -> torch.Tensor:
     """Mean negative log likelihood in nats per byte of tokens [batch, seq + 1], each predicted from those before it."""
     logits = model(tokens[:, :-1])
+    if ranks.size > 1:
+        return ranks.cross_entropy(logits, tokens[:, 1:])
     return F.cross_entropy(logits.float().view(-1, VOCAB), tokens[:, 1:].reshape(-1))
 
 
@@ -49,6 +53,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, config: Config, device: torch.device, compiled: bool = False):
         self.model, self.config, self.device = model, config, device
+        self.ranks = getattr(model, "ranks", ALONE)
         self.forward = torch.compile(model, dynamic=False) if compiled else model
         self.optimizer = OPTIMIZERS[config.optimizer](model)
         self._scaled = model.scaled_modules() if hasattr(model, "scaled_modules") else {}
@@ -63,11 +68,17 @@ class Trainer:
         tokens = batches[self.done].to(self.device)
         meter = _Meter(self.device, self.model)
         begin = time.perf_counter()
-        with meter:
-            loss = loss_of(self.forward, tokens)
-        loss.backward()
-        self.optimizer.step(self.learning_rate())
-        value = loss.item()  # waits for the device: the time is the whole step's
+        losses = []
+        for microbatch in tokens.chunk(self.config.accumulate):
+            with meter:
+                loss = loss_of(self.forward, microbatch, self.ranks)
+                if self.config.accumulate > 1:
+                    loss = loss / self.config.accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        self.ranks.finish_gradients(self.model)
+        norm = self.optimizer.step(self.learning_rate())
+        value = sum(losses).item()  # waits for the device: the time is the whole step's
         seconds = time.perf_counter() - begin
         if not math.isfinite(value):
             raise ExampleError(
@@ -75,11 +86,11 @@ class Trainer:
                 "if there is one, is from before"
             )
         self.done += 1
-        return Step(value, seconds, meter.bytes() + self.optimizer.state_bytes())
+        return Step(value, seconds, meter.bytes() + self.optimizer.state_bytes(), norm.item())
 
     @torch.no_grad()
     def bits_per_byte(self, held_out: list[torch.Tensor]) -> float:
-        losses = [loss_of(self.model, tokens.to(self.device)).item() * len(tokens) for tokens in held_out]
+        losses = [loss_of(self.model, tokens.to(self.device), self.ranks).item() * len(tokens) for tokens in held_out]
         return sum(losses) / sum(map(len, held_out)) / math.log(2)
 
     @torch.no_grad()
@@ -89,12 +100,13 @@ class Trainer:
         text = list(prompt)
         for _ in range(length):
             window = torch.tensor([text[-self.config.seq :]], device=self.device)
-            logits = self.model(window)[0, -1].float().cpu()
+            logits = self.ranks.next_logits(self.model, window).float().cpu()
             text.append(torch.multinomial(torch.softmax(logits / 0.8, 0), 1, generator=chance).item())
         return bytes(text)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All a checkpoint holds of this training besides `done`: weights, optimizer, random states."""
+        """All a checkpoint holds of this training besides `done`, as this rank has it: weights, optimizer, random
+        states."""
         tensors = self.optimizer.tensors()
         tensors |= self._scales()
         tensors["random.cpu"] = torch.get_rng_state()
@@ -118,8 +130,9 @@ class Trainer:
 
 
 class _Meter(contextlib.AbstractContextManager):
-    """Memory of one step beyond the model's state, entered around the forward. On CUDA the allocator's peak over what
-    was there before, so the other model's state does not count; on a CPU what the forward keeps for the backward."""
+    """Memory of one step beyond the model's state, entered around each forward. On CUDA the allocator's peak over what
+    was there before, so the other model's state does not count; on a CPU what the last forward keeps for its
+    backward."""
 
     def __init__(self, device: torch.device, model: nn.Module):
         self.cuda = device.type == "cuda"
@@ -129,7 +142,6 @@ class _Meter(contextlib.AbstractContextManager):
             self.device, self.before = device, torch.cuda.memory_allocated(device)
         else:
             self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-            self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -139,6 +151,8 @@ class _Meter(contextlib.AbstractContextManager):
 
     def __enter__(self):
         if not self.cuda:
+            self.kept = {}
+            self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
             self.hooks.__enter__()
         return self
 

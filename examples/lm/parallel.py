@@ -1,0 +1,215 @@
+"""The model divided over the ranks of a tensor-parallel group: which rows of the vocabulary a rank has, the loss of all
+tokens, the norm of the whole gradient, and whole tensors for a checkpoint. One rank alone communicates nothing."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import distributed
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
+
+from .config import VOCAB, Config, ExampleError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The group and this process's place in it."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
+    sequence_parallel: bool = False
+    recompute_allgather: bool = True
+    tracker: CudaRNGStatesTracker | None = None
+
+    def layer_options(self) -> dict:
+        """What a TransformerLayer has to be told."""
+        if self.size == 1:
+            return {"attn_input_format": "bshd"}
+        # Sequence parallelism divides dimension 0, which is to be that of positions.
+        return {
+            "attn_input_format": "sbhd",
+            "set_parallel_mode": True,
+            "tp_group": self.group,
+            "sequence_parallel": self.sequence_parallel,
+            "tp_recompute_allgather": self.recompute_allgather,
+            "get_rng_state_tracker": lambda: self.tracker,
+        }
+
+    def head_options(self) -> dict:
+        """And the head, which makes this rank's columns of the logits."""
+        if self.size == 1:
+            return {}
+        options = {**self.layer_options(), "parallel_mode": "column"}
+        return {
+            name: value for name, value in options.items() if name not in ("attn_input_format", "set_parallel_mode")
+        }
+
+    # ---- the vocabulary, whose rows the ranks share ----
+
+    def draw_rows(self, init: Callable, weight: nn.Parameter) -> None:
+        """First values of this rank's rows, and the marks that the modules set on theirs."""
+        if self.size == 1:
+            init(weight)
+            return
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+        with self.tracker.fork():
+            init(weight)
+
+    def own_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of this rank's part of the vocabulary, and which of them are meant: others' are somewhere in it."""
+        rows = VOCAB // self.size
+        ids = ids - self.rank * rows
+        return ids.clamp(0, rows - 1), (ids >= 0) & (ids < rows)
+
+    def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Of int64 [batch, seq] embeddings [seq, batch, hidden], with sequence parallelism of this rank's positions."""
+        rows, own = self.own_rows(tokens.t())
+        part = F.embedding(rows, weight) * own.unsqueeze(-1)
+        if self.sequence_parallel:
+            return distributed.reduce_scatter_to_sequence_parallel_region(part, self.group)
+        return distributed.reduce_from_tensor_model_parallel_region(part, self.group)
+
+    def cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean of all tokens, the same on every rank. logits [seq, batch, VOCAB / ranks], targets [batch, seq]."""
+        logits = logits.float()
+        top = logits.detach().amax(-1)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+        logits = logits - top.unsqueeze(-1)
+        rows, own = self.own_rows(targets.t())
+        target = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * own
+        parts = torch.stack((logits.exp().sum(-1), target))
+        total, target = distributed.reduce_from_tensor_model_parallel_region(parts, self.group)
+        return (total.log() - target).mean()
+
+    @torch.no_grad()
+    def next_logits(self, model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+        """[VOCAB] behind a window [1, positions]."""
+        if self.size == 1:
+            return model(window)[0, -1]
+        last = window.shape[1] - 1
+        pad = -window.shape[1] % self.size if self.sequence_parallel else 0  # a causal mask hides what comes behind
+        part = model(F.pad(window, (0, pad)))[last, 0].contiguous()
+        logits = part.new_empty(VOCAB)
+        dist.all_gather_into_tensor(logits, part, group=self.group)
+        return logits
+
+    # ---- gradients and decisions ----
+
+    def finish_gradients(self, model: nn.Module) -> None:
+        """Behind the last backward: gradients of norms are sums over one rank's tokens where the tokens are divided."""
+        if self.size > 1:
+            distributed.allreduce_sequence_parallel_grads(model, self.group)
+
+    def any(self, asked: bool) -> bool:
+        """Whether it was asked on some rank: all have to leave a loop in the same step."""
+        if self.size == 1:
+            return asked
+        flag = torch.tensor([int(asked)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(flag)
+
+    # ---- checkpoints: whole tensors, that any number of ranks can read ----
+
+    def shape(self, parameter: nn.Parameter | None, shape: torch.Size) -> list[int]:
+        """Of the whole tensor."""
+        whole = list(shape)
+        if is_divided(parameter):
+            whole[parameter.partition_dim] *= self.size
+        return whole
+
+    def whole(self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> dict:
+        """Every tensor of a checkpoint, put together. parameters: see parameter_of."""
+        if self.size == 1:
+            return dict(tensors)
+        result = {}
+        for name, tensor in tensors.items():
+            parameter = parameter_of(name, parameters)
+            if is_divided(parameter):
+                shards = [torch.empty_like(tensor) for _ in range(self.size)]
+                dist.all_gather(shards, tensor.contiguous(), group=self.group)
+                dim, parts = parameter.partition_dim, stacked_in(name)
+                cut = zip(*(shard.chunk(parts, dim) for shard in shards), strict=True)
+                tensor = torch.cat([shard for part in cut for shard in part], dim)
+            result[name] = tensor.cpu()
+        return result
+
+    def own(self, name: str, parameter: nn.Parameter | None, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        if self.size == 1 or not is_divided(parameter):
+            return whole
+        dim = parameter.partition_dim
+        return torch.cat([part.chunk(self.size, dim)[self.rank] for part in whole.chunk(stacked_in(name), dim)], dim)
+
+
+ALONE = Ranks()
+
+
+def is_divided(parameter: nn.Parameter | None) -> bool:
+    """Whether each rank has a part of it; of all other parameters each rank has the whole, and they stay the same."""
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+def stacked_in(name: str) -> int:
+    """How many matrices lie in one, each divided by itself: gate and up in an MLP's first."""
+    return 2 if name.endswith("fc1_weight") else 1
+
+
+def parameter_of(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+    """Of a tensor in a checkpoint: "model.<parameter>", "optimizer.<state>.<parameter>", or something else's."""
+    kind, _, rest = name.partition(".")
+    return parameters.get(rest if kind == "model" else rest.partition(".")[2])
+
+
+@contextlib.contextmanager
+def joined(config: Config, device: torch.device) -> Iterator[Ranks]:
+    """This process's place among those that torchrun has started, or the caller; the first one speaks for all."""
+    started, ours = dist.is_initialized(), False
+    if not started and dist.is_torchelastic_launched():
+        # gloo on the CPU beside NCCL: the way of checkpoints and of Ctrl-C.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        started = ours = True
+    size, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
+    if size != config.tp:
+        raise ExampleError(
+            f"--tp {config.tp}: this example divides one model over all processes, of which there are {size}: start it "
+            f"by `torchrun --nproc-per-node={config.tp}`, or give --tp {size}"
+        )
+    if size == 1:
+        yield ALONE
+    else:
+        tracker = CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", config.seed + 1 + rank)  # what is divided is drawn by each rank for itself
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if rank else sys.stdout):
+            yield Ranks(dist.group.WORLD, size, rank, config.sequence_parallel, config.recompute_allgather, tracker)
+    if ours:
+        dist.destroy_process_group()
+
+
+def memory_of_modes(model: nn.Module, loss: Callable, layer: nn.Module, inputs: tuple, options: dict) -> str:
+    """What a layer keeps for its backward where gathered inputs are recomputed and where they are kept, and on CUDA the
+    peak of a forward and backward of the model."""
+    gathering = [m for m in model.modules() if hasattr(m, "tp_recompute_allgather")]
+    before, kept, peaks = [m.tp_recompute_allgather for m in gathering], [], []
+    for recompute in (True, False):
+        for module in gathering:
+            module.tp_recompute_allgather = recompute
+        kept.append(te.memory_plan(layer, *inputs, **options).kept_bytes)
+        if inputs[0].is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            loss().backward()
+            peaks.append(torch.cuda.max_memory_allocated())
+            model.zero_grad(set_to_none=True)
+    for module, recompute in zip(gathering, before, strict=True):
+        module.tp_recompute_allgather = recompute
+    kept, peaks = ([f"{size / 2**20:,.2f}" for size in sizes] for sizes in (kept, peaks))
+    peak = f"; peak of a forward and backward {peaks[0]} and {peaks[1]} MiB" if peaks else ""
+    return f"each rank keeps {kept[0]} MiB of a layer, and {kept[1]} MiB with --no-recompute-allgather{peak}"
