@@ -437,3 +437,37 @@ def functions(rank):
         if not str(error).startswith("row_linear: argument 'inp' has 3 tokens"):
             wrong.append(str(error))
     return wrong
+
+
+def another_group(rank):
+    """What a module is called over when tp_group was set: the names of its group and of its exchanges, and the group
+    over which the scale of what it gathers is agreed on."""
+    module = linear("column", torch.float32)(tp_group=dist.group.WORLD, sequence_parallel=True)
+    x, _ = examples("column", torch.float32)
+    found = []
+    for _ in range(2):
+        with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
+            module(x)
+        used = {exchange.group for exchange in module._exchanges.values()}
+        found.append((module.tp_group.group_name, used, module.fp8_meta["scaling_fwd"].gathered[0]))
+        module.tp_group = dist.new_group(list(range(dist.get_world_size())))
+    return found
+
+
+def calibrated(rank):
+    """Scales of an MLP's forward that calibrating finds, whole and divided; the largest activation is of a token of one
+    rank and a column of another."""
+    torch.manual_seed(6)
+    both = Twins(
+        mlp(torch.float32, activation="relu"), dist.group.WORLD, rank, inputs=0, outputs=0, sequence_parallel=True
+    )
+    x, _ = examples("both", torch.float32)
+    with torch.no_grad():
+        both.whole.fc1_weight[-1] = 9 * both.whole.layer_norm_bias.new_tensor(x[0, 0].sign().tolist())
+        both.divided.fc1_weight.copy_(both.of("fc1_weight", both.whole.fc1_weight))
+    scales = []
+    for module, inp in ((both.whole, x), (both.divided, both.tokens(x, 0))):
+        with te.autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
+            module(inp)
+        scales.append(module.fp8_meta["scaling_fwd"].scale[[0, 1, 3, 4]])  # of inputs and weights
+    return scales

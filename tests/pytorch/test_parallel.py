@@ -50,6 +50,17 @@ def test_copies_keep_the_group():
         assert found == [(True, True, 2)] * 2
 
 
+def test_another_group_is_the_one_that_is_used():
+    for found in on_ranks(workers.another_group):
+        assert len({name for name, _, _ in found}) == 2
+        assert all(used == {name} and scaled == name for name, used, scaled in found), found
+
+
+def test_calibrating_sees_what_the_products_read():
+    for whole, divided in on_ranks(workers.calibrated):
+        assert torch.equal(whole, divided), (whole, divided)
+
+
 def test_compiled_is_eager_and_keeps_the_shard():
     for wrong, kept in on_ranks(workers.compiled):
         assert not wrong, wrong

@@ -228,10 +228,11 @@ class LayerNormMLP(TensorParallel, NormParameters):
 
     @torch.no_grad()
     def _calibrate_both(self, norm_output: torch.Tensor) -> None:
-        """The activation, which is not kept, is computed once more."""
+        """The activation, which is not kept, is computed once more, of all the tokens that the second product reads."""
         weight = self._plain(self.fc1_weight)
         self._calibrate("fc1", norm_output, weight)
-        pre_activation = F.linear(norm_output, weight, self.fc1_bias)
+        exchange = self._exchange(self._modes()[0], norm_output)
+        pre_activation = F.linear(norm_output, weight, self.fc1_bias, exchange=exchange)
         activated = F.activation(pre_activation, self.activation, self._activation_values)
         self._calibrate("fc2", activated, self._plain(self.fc2_weight))
 

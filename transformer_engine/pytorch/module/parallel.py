@@ -149,6 +149,11 @@ class TensorParallel(GroupByName):
         if self.tp_size > 1 or any(self._modes()):
             check_ranks(type(self).__name__, tp_group, self.tp_size)
         self.tp_group = tp_group
+
+    @GroupByName.tp_group.setter
+    def tp_group(self, group: dist.ProcessGroup | None) -> None:
+        """Whichever way another group comes, nothing goes on over the one before."""
+        GroupByName.tp_group.fset(self, group)
         self._exchanges = {}
         for key in ("scaling_fwd", "scaling_bwd"):
             if key in self.fp8_meta:
