@@ -2,12 +2,13 @@
 # The C++ suites that qa/test.sh built, then the Python suites, over the package installed in .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cores=$(nproc)  # which would answer OMP_NUM_THREADS once that is set
 export PYTHONSAFEPATH=1 OMP_NUM_THREADS=1
 . .venv/te-env.sh
-ctest --test-dir build/test --output-on-failure --parallel "$(nproc)"
+ctest --test-dir build/test --output-on-failure --parallel "$cores"
 # The modules' suites below other policies of layers (tests/layer): rows that arrive in runs, two weights, nothing kept.
 modules=(tests/pytorch/test_{linear,linear_module,layernorm_linear,layernorm_mlp,fp8_linear,fp8_modules,main_grad,weight_grad}.py)
 for policy in exchange_in_runs two_weights made_again; do
-  pytest -q -n "$(nproc)" --layer-policy "$policy" "${modules[@]}"
+  pytest -q -n "$cores" --layer-policy "$policy" "${modules[@]}"
 done
-pytest -q -n "$(nproc)" "$@"
+pytest -q -n "$cores" "$@"
