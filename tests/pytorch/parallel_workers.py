@@ -11,7 +11,13 @@ import torch.distributed as dist
 from parallel_cases import HIDDEN, WIDE, Twins, collectives
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, QParams
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    QParams,
+)
 from transformer_engine.pytorch import _C
 
 TOKENS, BATCH = 16, 2
@@ -27,6 +33,17 @@ RECIPES = {
     "block": Float8BlockScaling(),
     "delayed": DelayedScaling(amax_history_len=2),
 }
+
+
+class Own(te.Float8CurrentScalingQuantizer):
+    """A quantizer of the caller's: what it says of a part need not be what it says of the whole."""
+
+    def quantize_impl(self, tensor):
+        return super().quantize_impl(tensor)
+
+
+def own_quantizer(role):
+    return Own(te.DType.kFloat8E4M3, "cpu")
 
 
 def linear(mode, dtype, **options):
@@ -176,9 +193,9 @@ def fp8_bits(rank):
     found, ranks, group = {}, dist.get_world_size(), dist.group.WORLD
     _C.set_cpu_products("loop")
     alone = DelayedScaling(amax_history_len=2, reduce_amax=False)
-    recipes = {**RECIPES, "current": Float8CurrentScaling(), "unreduced": alone}
+    recipes = {**RECIPES, "current": Float8CurrentScaling(), "unreduced": alone, "own": CustomRecipe(own_quantizer)}
     for name, rows, mode in itertools.product(
-        ("current", "block", "delayed", "unreduced"), (128, 40), ("column", "row")
+        ("current", "block", "delayed", "unreduced", "own"), (128, 40), ("column", "row")
     ):
         torch.manual_seed(2)
         make = linear(mode, torch.bfloat16, bias=False)
@@ -189,7 +206,7 @@ def fp8_bits(rank):
         widths = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
         wrong, carried = [], set()
         for _ in range(
-            1 if name in ("current", "block") else 3
+            1 if name in ("current", "block", "own") else 3
         ):  # delayed scales follow what the steps before have seen
             # A gathered tensor has its largest value on one rank alone, the others theirs in every part.
             x, dy = torch.randn(rows * ranks, widths[0]), torch.randn(rows * ranks, widths[1])
