@@ -195,7 +195,7 @@ def fp8_bits(rank):
     alone = DelayedScaling(amax_history_len=2, reduce_amax=False)
     recipes = {**RECIPES, "current": Float8CurrentScaling(), "unreduced": alone, "own": CustomRecipe(own_quantizer)}
     for name, rows, mode in itertools.product(
-        ("current", "block", "delayed", "unreduced", "own"), (128, 40), ("column", "row")
+        ("current", "block", "delayed", "unreduced", "own"), (128, 64, 40), ("column", "row")
     ):
         torch.manual_seed(2)
         make = linear(mode, torch.bfloat16, bias=False)
@@ -488,3 +488,19 @@ def calibrated(rank):
             module(inp)
         scales.append(module.fp8_meta["scaling_fwd"].scale[[0, 1, 3, 4]])  # of inputs and weights
     return scales
+
+
+def in_rank_order(rank):
+    """Whether a row's parts are added up in the order of the ranks; and how often a checkpointed MLP gathers."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    torch.manual_seed(rank)
+    x, weight = torch.randn(4 * ranks, 8), torch.randn(5, 8)
+    parts = [torch.empty(4 * ranks, 5) for _ in range(ranks)]
+    dist.all_gather(parts, torch.nn.functional.linear(x, weight))
+    wanted = sum(parts[1:], parts[0]).chunk(ranks)[rank]
+    given = te.distributed.row_linear(x, weight, sequence_parallel=True)
+    module = te.LayerNormMLP(
+        HIDDEN, WIDE, checkpoint=True, set_parallel_mode=True, sequence_parallel=True, tp_group=group, device="cpu"
+    )
+    sent = collectives(lambda: module(torch.randn(4, HIDDEN, requires_grad=True)).sum().backward())
+    return torch.equal(given, wanted), sent.count("c10d::_allgather_base_")

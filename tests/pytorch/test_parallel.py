@@ -129,6 +129,11 @@ def test_a_checkpoints_input_in_parts():
         assert "'tp_group' None" in found[2] and "checkpoint:" in found[3] and "sequence_parallel" in found["sequence"]
 
 
+def test_sums_go_by_rank_and_a_recomputed_mlp_gathers_once_more():
+    """Forward, dy, and the run again, whose gather serves the weight's gradient as well."""
+    assert on_ranks(workers.in_rank_order, ranks=3) == [(True, 3)] * 3
+
+
 def test_functions_are_the_modules():
     for wrong in on_ranks(workers.functions):
         assert not wrong, "\n".join(wrong[:5])
