@@ -33,8 +33,9 @@ std::vector<int64_t> numbers_of(const Tensor& t, int64_t collective) {
   return numbers;
 }
 
-constexpr const char* kCollectives[] = {"group_gather", "group_exchange", "group_sum"};
-enum Collective : int64_t { kGather, kExchange, kSum };
+constexpr const char* kCollectives[] = {"group_gather", "group_gather_again", "group_exchange", "group_sum",
+                                        "group_amax"};
+enum Collective : int64_t { kGather, kGatherAgain, kExchange, kSum, kAmax };
 
 // On the CPU, where a rank that brings something else ends the other processes: every rank says what it brings first,
 // and all raise where it differs.
@@ -96,6 +97,16 @@ Tensor group_exchange_meta(const Tensor& t, std::string_view, int64_t ranks) {
 
 Tensor group_sum_meta(const Tensor& t, std::string_view, int64_t) { return t.new_empty_symint(t.sym_sizes()); }
 
+Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, Collective collective) {
+  check_tensor(t, ranks, kCollectives[collective]);
+  const auto group = group_named(name, ranks);
+  Tensor in = t.contiguous(), out = at::empty_symint(with_first(t, t.sym_size(0) * ranks), t.options());
+  note();
+  check_agreement(*group, in, collective);
+  if (out.numel() > 0) finish(group->_allgather_base(out, in));
+  return out;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_t ranks) {
@@ -112,18 +123,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_
   return group;
 }
 
-Tensor group_gather(const Tensor& t, std::string_view name, int64_t ranks) {
-  check_tensor(t, ranks, "group_gather");
-  const auto group = group_named(name, ranks);
-  Tensor in = t.contiguous(), out = at::empty_symint(with_first(t, t.sym_size(0) * ranks), t.options());
-  note();
-  check_agreement(*group, in, kGather);
-  if (out.numel() > 0) finish(group->_allgather_base(out, in));
-  return out;
-}
+Tensor group_gather(const Tensor& t, std::string_view group, int64_t ranks) { return gather(t, group, ranks, kGather); }
 
 Tensor group_gather_again(const Tensor& t, const Tensor&, std::string_view group, int64_t ranks) {
-  return group_gather(t, group, ranks);
+  return gather(t, group, ranks, kGatherAgain);
 }
 
 Tensor group_exchange(const Tensor& t, std::string_view name, int64_t ranks) {
@@ -152,6 +155,16 @@ Tensor group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
   const Tensor out = t.clone(at::MemoryFormat::Contiguous);
   finish(begin_group_sum(out, name, ranks));
   return out;
+}
+
+void group_amax(const Tensor& amax, const Tensor& x, std::string_view name, int64_t ranks) {
+  const auto group = group_named(name, ranks);
+  note();
+  check_agreement(*group, x, kAmax);
+  std::vector<Tensor> tensors{amax};
+  c10d::AllreduceOptions largest;
+  largest.reduceOp = c10d::ReduceOp::MAX;
+  finish(group->allreduce(tensors, largest));
 }
 
 TORCH_LIBRARY_FRAGMENT(te, m) {

@@ -108,11 +108,7 @@ Quantizing GroupExchange::quantizing(const Route& route, Pass pass, const Quanti
 
 Operand GroupExchange::quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const {
   const Tensor amax = Direct::call<quantize_amax>("te::quantize_amax", x);
-  const auto group = group_named(group_, parallel_.ranks);
-  std::vector<Tensor> tensors{amax};
-  c10d::AllreduceOptions largest;
-  largest.reduceOp = c10d::ReduceOp::MAX;
-  group->allreduce(tensors, largest)->wait();
+  Direct::call<group_amax>("te::group_amax", amax, x, std::string_view(group_), parallel_.ranks);
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
   const Quantized out = empty_quantized(quantizer.spec, rows, x.size(-1), directions, x.options());
