@@ -1,10 +1,14 @@
 # Edges of tensor parallelism, on each of several ranks (ranks.py starts them): ranks that disagree, and shapes and
 # options that meet seldom. No test here: a worker returns what it found.
+import itertools
+
 import torch
 import torch.distributed as dist
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.functional import linear
 
 RECIPES = {"current": Float8CurrentScaling, "block": Float8BlockScaling, "delayed": DelayedScaling, "none": None}
 
@@ -49,3 +53,69 @@ def disagreeing(rank):
 
     found.append(("backward", said(backward), call(other).shape == (256, 16)))
     return found
+
+
+def mlp(**options):
+    shared = {"set_parallel_mode": True, "sequence_parallel": True, "tp_group": dist.group.WORLD, "device": "cpu"}
+    return te.LayerNormMLP(32, 64, **{**shared, **options})
+
+
+def no_tokens(rank):
+    """Shapes without an element through every format that something is kept in: that of the output and the gradient."""
+    wrong = []
+    for recipe, shape, options in itertools.product(
+        RECIPES, ((0, 2, 32), (4, 0, 32), (0, 32)), ({}, {"checkpoint": True}, {"save_preactivation": "fp8"})
+    ):
+        x = torch.randn(shape, requires_grad=True)
+        chosen = RECIPES[recipe]
+        module = mlp(**options)
+
+        def run(module=module, x=x, chosen=chosen):
+            with te.autocast(enabled=chosen is not None, recipe=chosen and chosen()):
+                y = module(x)
+            y.sum().backward()
+            assert y.shape == x.shape == x.grad.shape and not module.fc2_bias.grad.any()
+
+        words = said(run)
+        wrong += [f"{recipe} {shape} {options}: {words}"] if words != "nothing" else []
+    return wrong
+
+
+def without_dimensions(rank):
+    """What modules say of an input whose only dimension are features, where the first one is to be tokens."""
+    norm = te.LayerNormLinear(
+        32, 32, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu"
+    )
+    return [said(lambda module=module: module(torch.randn(32))) for module in (mlp(), norm, column())]
+
+
+def called_sinks(rank):
+    """A product's weight gradient as a Python sink gets it, in one and in parts, against what autograd returns."""
+    wrong = []
+    for mode, recompute in ((1, 1), (1, 0), (2, 0)):
+        exchange = _C.GroupExchange(mode, True, bool(recompute), dist.get_world_size(), dist.group.WORLD.group_name)
+        torch.manual_seed(rank)
+        x, weight, bias = torch.randn(4, 32), torch.randn(16, 32), torch.randn(16)
+        dy = torch.randn(*(linear(x, weight, bias, exchange=exchange).shape))
+        found = []
+
+        def in_parts(product, with_bias, found=found):
+            grad = torch.full((16, 32), torch.nan)
+            sums = [product.accumulate(grad[a:b], a, b - a, with_bias, True) for a, b in ((0, 6), (6, 16))]
+            found.append(grad)
+            return grad, torch.cat(sums)
+
+        for sink in (None, lambda product, with_bias: product.compute(with_bias), in_parts):
+            leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+            linear(*leaves, sink=sink, exchange=exchange).backward(dy)
+            found.append([leaf.grad for leaf in leaves])
+        plain, computed, parts, summed = found
+        same = all(torch.equal(a, b) for a, b in zip(plain, computed))
+        close = all(torch.allclose(a, b, atol=1e-5) for a, b in zip((plain[1], *plain), (parts, *summed)))
+        wrong += [] if same and close else [(mode, recompute, same, close)]
+    return wrong
+
+
+def everything(rank):
+    """One start of the ranks for all of them."""
+    return {worker.__name__: worker(rank) for worker in (disagreeing, no_tokens, without_dimensions, called_sinks)}

@@ -250,11 +250,7 @@ variable_list Chain::run_backward(const Route& route, const State& state, const 
       const Tensor unpacked = plain_of(route, packed, state.dtype);  // leading dimensions folded
       c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
       shape.back() = unpacked.sym_size(-1);
-      if (stage.exchange != nullptr && shape.size() > 1) {  // y may have another number of tokens along dimension 0
-        c10::SymInt each = 1;
-        for (size_t d = 1; d + 1 < shape.size(); ++d) each = each * shape[d];
-        if (each > 0) shape[0] = unpacked.sym_size(0) / each;
-      }
+      if (stage.exchange != nullptr && !input.defined()) shape[0] = stage.exchange->rows_before(shape[0]);
       input = unpacked.view_symint(shape);
     }
     Onward onward;

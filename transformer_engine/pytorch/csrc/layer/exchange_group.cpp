@@ -88,6 +88,11 @@ void GroupExchange::check(const Tensor& x) const {
                     " ranks of the tensor-parallel group do not divide; pad it.");
 }
 
+c10::SymInt GroupExchange::rows_before(const c10::SymInt& rows) const {
+  if (!parallel_.sequence) return rows;
+  return column() ? rows / parallel_.ranks : rows * parallel_.ranks;
+}
+
 Quantizing GroupExchange::quantizing(const Route& route, Pass pass, const Quantizer* quantizer, const Tensor& x) const {
   if (!gathers(pass) || quantizer == nullptr || !quantizer->active()) return Quantizing::kBefore;
   switch (quantizer->spec.kind) {

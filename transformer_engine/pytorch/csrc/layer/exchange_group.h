@@ -34,6 +34,7 @@ class GroupExchange final : public Exchange {
     return parallel_.sequence && pass == (column() ? Pass::kFprop : Pass::kDgrad);
   }
   bool adds_up(Pass pass) const override { return pass == (column() ? Pass::kDgrad : Pass::kFprop); }
+  c10::SymInt rows_before(const c10::SymInt& rows) const override;
   bool keeps_gathered() const override { return !parallel_.recompute; }
   Quantizing quantizing(const Route& route, Pass pass, const Quantizer* quantizer, const Tensor& x) const override;
   Operand quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const override;
