@@ -93,15 +93,18 @@ void register_weight_product(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(m, "WeightProduct")
       .def_property_readonly("dtype", &WeightProduct::dtype)
-      .def_property_readonly("reads", &WeightProduct::reads);
-  py::class_<MatrixProduct, WeightProduct, std::shared_ptr<MatrixProduct>>(m, "MatrixProduct")
-      .def("compute", torch::wrap_pybind_function_no_gil([](const MatrixProduct& p, bool with_bias) {
+      .def_property_readonly("reads", &WeightProduct::reads)
+      .def("compute", torch::wrap_pybind_function_no_gil([](const WeightProduct& p, bool with_bias) {
              const WeightGrads grads = p.compute(kDirect, with_bias);
              return std::pair(grads.weights[0], grads.biases[0]);
            }))
-      .def("accumulate", torch::wrap_pybind_function_no_gil([](const MatrixProduct& p, Tensor out, int64_t first,
+      .def("accumulate", torch::wrap_pybind_function_no_gil([](const WeightProduct& p, Tensor out, int64_t first,
                                                                int64_t rows, bool with_bias, bool overwrite) {
-             return p.accumulate_rows(kDirect, out, first, rows, with_bias, overwrite);
+             std::vector<WeightTarget> targets;
+             if (first > 0) targets.push_back({Tensor(), first, false});
+             targets.push_back({std::move(out), rows, overwrite});
+             const std::vector<Tensor> sums = p.accumulate(targets, with_bias);
+             return with_bias ? sums.back() : Tensor();
            }));
 }
 

@@ -46,12 +46,12 @@ class TE_EXPORT MatrixProduct : public WeightProduct {
   std::vector<Tensor> reads() const override;
   at::ScalarType dtype() const override { return dtype_; }
 
+ private:
   // Rows [first, first + rows) of it into out, += or =. Returns these rows' part of the bias's gradient, or nothing.
   Tensor accumulate_rows(const Route& route, Tensor& out, int64_t first, int64_t rows, bool with_bias,
                          bool overwrite) const;
   Tensor column_sums(const Route& route, int64_t first, int64_t rows) const;
 
- private:
   at::ScalarType dtype_;
   bool split_;
 };

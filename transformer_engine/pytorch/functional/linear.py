@@ -9,8 +9,8 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import refuse
 
 # Where a weight's gradient goes when it is not simply returned: a module's sink, or what is called in backward as
-# sink(product, with_bias), a _C.MatrixProduct, and returns (dweight or None, dbias or None). Eager mode only.
-Sink = _C.WeightGradSink | Callable[[_C.MatrixProduct, bool], tuple[torch.Tensor | None, torch.Tensor | None]]
+# sink(product, with_bias), a _C.WeightProduct, and returns (dweight or None, dbias or None). Eager mode only.
+Sink = _C.WeightGradSink | Callable[[_C.WeightProduct, bool], tuple[torch.Tensor | None, torch.Tensor | None]]
 
 # How the three products of a weight are quantized; its `spec`, plain integers, is what torch.compile can follow.
 Quantization = _C.ProductQuantization | list[int] | None
