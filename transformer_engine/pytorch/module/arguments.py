@@ -42,6 +42,7 @@ _NAMES = {
     "LayerNormMLP": _NORM,
 }
 _OTHERS = {**_NORM, "x": "inp", "weight": "weight", "bias": "bias"}
+_TOKENS = ", the first of them tokens, with sequence_parallel."  # of the module's input, whatever else 'x' may be
 _SENTENCE = re.compile(r"(?:linear|normalization|activation|quantize|gemm\w*): argument '(\w+)' ")
 
 
@@ -64,7 +65,7 @@ def retell(
         raise ValueError(f"{op}: argument 'inp' {words}.") from None
     found = _SENTENCE.match(str(error))
     if found is not None:
-        argument = _NAMES.get(op, _OTHERS).get(found[1])
+        argument = "inp" if str(error).endswith(_TOKENS) else _NAMES.get(op, _OTHERS).get(found[1])
         words = f"argument '{argument}' {str(error)[found.end() :]}" if argument else str(error)
         raise ValueError(f"{op}: {words}") from None
 
