@@ -4,9 +4,11 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from parallel_cases import collectives
+from parallel_workers import own_quantizer
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import linear
 
@@ -116,6 +118,51 @@ def called_sinks(rank):
     return wrong
 
 
+def gathers_of_checkpoints(rank):
+    """(recipe, reentrant) -> how often a column inside of a checkpoint gathers in all; of blocks data and scales."""
+    found = {}
+    for recipe, reentrant, recompute in itertools.product(RECIPES, (True, False), (True, False)):
+        module = column(tp_recompute_allgather=recompute)
+
+        def again(x, module=module, recipe=recipe):
+            chosen = RECIPES[recipe]
+            with te.autocast(enabled=chosen is not None, recipe=chosen and chosen()):
+                return module(x)
+
+        def step(again=again, reentrant=reentrant):
+            te.checkpoint(again, torch.randn(128, 32, requires_grad=True), use_reentrant=reentrant).sum().backward()
+
+        found[recipe, reentrant, recompute] = collectives(step).count("c10d::_allgather_base_")
+    return found
+
+
+class Under(torch.nn.Module):
+    """A module under a recipe, for te.explain."""
+
+    def __init__(self, inner, recipe):
+        super().__init__()
+        self.inner, self.recipe = inner, recipe
+
+    def forward(self, x):
+        with te.autocast(enabled=True, recipe=self.recipe):
+            return self.inner(x)
+
+
+def explained(rank):
+    """(recipe, tokens of a rank) -> op, path and reason of what te.explain shows of an MLP's communication."""
+    found = {}
+    for name, tokens in (("block", 128), ("block", 64), ("current", 64), ("delayed", 64), ("own", 128)):
+        recipe = CustomRecipe(own_quantizer) if name == "own" else RECIPES[name]()
+        told = te.explain(Under(mlp(), recipe), torch.randn(tokens, 32, requires_grad=True))
+        found[name, tokens] = {
+            (row.module, row.op, row.path, row.why_not_faster) for row in told.rows if row.op.startswith("group")
+        }
+    return found
+
+
 def everything(rank):
     """One start of the ranks for all of them."""
-    return {worker.__name__: worker(rank) for worker in (disagreeing, no_tokens, without_dimensions, called_sinks)}
+    return {
+        worker.__name__: worker(rank)
+        for worker in (disagreeing, no_tokens, without_dimensions, called_sinks, gathers_of_checkpoints, explained)
+    }

@@ -36,3 +36,22 @@ def test_an_input_without_tokens_is_called_by_its_name(found):
     for said in found["without_dimensions"]:
         for op, words in zip(("LayerNormMLP", "LayerNormLinear", "Linear"), said, strict=True):
             assert words.startswith(f"ValueError: {op}: argument 'inp' has shape [32], wanted at least two"), words
+
+
+def test_a_checkpointed_column_gathers_no_more_than_it_reads(found):
+    """Values come in each run, and the second keeps them; FP8 comes rowwise in each, columnwise in the backward."""
+    for counts in found["gathers_of_checkpoints"]:
+        for (recipe, *_), count in counts.items():
+            assert count == {"none": 2, "current": 3, "delayed": 3, "block": 6}[recipe], counts
+
+
+def test_explain_says_why_values_travel(found):
+    for told in found["explained"]:
+        for (recipe, tokens), rows in told.items():
+            why = {why for _, op, path, why in rows if path.endswith("quantized behind")}
+            behind = recipe == "own" or (recipe, tokens) == ("block", 64)
+            ops = {op for _, op, path, _ in rows if path.endswith("quantized behind")}
+            assert ops == ({"group_gather", "group_gather_again"} if behind else set()), (recipe, tokens, rows)
+            assert all("half of the bytes" in words for words in why) and {module for module, *_ in rows} == {"inner"}
+            assert not behind or any(("Python" if recipe == "own" else "multiple of 128") in words for words in why)
+            assert ("group_amax" in {op for _, op, *_ in rows}) == (recipe == "current")

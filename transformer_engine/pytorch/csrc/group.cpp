@@ -64,8 +64,14 @@ void check_agreement(c10d::ProcessGroup& group, const Tensor& t, Collective coll
                     "; wanted the same layer on each, with equally many tokens.");
 }
 
+thread_local const char* why_values = nullptr;
+
 void note() {
-  te_note_path("process group, serial", "products that overlap with communication are not available in this version");
+  if (why_values != nullptr) {
+    te_note_path("process group, serial, quantized behind", why_values);
+  } else {
+    te_note_path("process group, serial", "products that overlap with communication are not available in this version");
+  }
 }
 
 void check_tensor(const Tensor& t, int64_t ranks, const char* op) {
@@ -108,6 +114,9 @@ Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, Collective 
 }
 
 }  // namespace
+
+GatherOfValues::GatherOfValues(const char* why) { why_values = why; }
+GatherOfValues::~GatherOfValues() { why_values = nullptr; }
 
 c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_t ranks) {
   c10::intrusive_ptr<c10d::ProcessGroup> group;

@@ -11,6 +11,16 @@ namespace te_torch {
 // The ranks of a group. RuntimeError where no group has that name, or one of another size.
 c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_t ranks);
 
+// While it lives, this thread's gathers are of values that are quantized behind: te.explain says why. Null: they are
+// not.
+class GatherOfValues {
+ public:
+  explicit GatherOfValues(const char* why);
+  ~GatherOfValues();
+  GatherOfValues(const GatherOfValues&) = delete;
+  GatherOfValues& operator=(const GatherOfValues&) = delete;
+};
+
 // Every rank's t, one behind the other in the order of the ranks: [ranks * n, ...] of [n, ...].
 Tensor group_gather(const Tensor& t, std::string_view group, int64_t ranks);
 

@@ -66,7 +66,7 @@ def _traced(op: str, call: object, arguments: tuple, *products: tuple[torch.Tens
 class Parallel(NamedTuple):
     """How a product is divided over a group, as torch.compile can follow it: that of a _C.GroupExchange."""
 
-    spec: list[int]  # 1 (column) or 2 (row), sequence, recompute, ranks
+    spec: list[int]  # 1 (column) or 2 (row), sequence, recompute (2: a checkpoint's), ranks
     group: str
 
 

@@ -14,6 +14,7 @@ from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
 
 _MODES = {"column": 1, "row": 2}
+_ARRIVED = 2  # beside a recompute of 0 and 1: csrc/layer/exchange_group.h
 
 
 def group_size(op: str, tp_group: object | None, tp_size: object) -> int:
@@ -174,11 +175,11 @@ class TensorParallel(GroupByName):
         """Of this call's product; None where nothing is communicated."""
         if self.tp_size == 1 or mode is None:
             return None
-        # The second run of a checkpoint is there for its backward alone: what it gathers is kept until then. The first
-        # one keeps nothing, whatever it says, and has to say the same.
-        recompute = self.tp_recompute_allgather and not recompute_phase().enabled
+        # The second run of a checkpoint is there for its backward alone: what comes for its product is kept until then.
+        # The first one keeps nothing, whatever it says, and has to say the same: neither gathers more in order to keep.
+        recompute = _ARRIVED if recompute_phase().enabled else int(self.tp_recompute_allgather)
         if torch.compiler.is_compiling():
-            spec = [_MODES[mode], int(self.sequence_parallel), int(recompute), self.tp_size]
+            spec = [_MODES[mode], int(self.sequence_parallel), recompute, self.tp_size]
             return Parallel(spec, self._named_group(inp.device.type))
         key = mode, recompute, self.sequence_parallel, inp.device.type
         found = self._exchanges.get(key)

@@ -51,8 +51,8 @@ class TE_EXPORT Exchange {
   virtual bool adds_up(Pass) const { return false; }
   // Of fprop: the size of its operand's dimension 0 whose result has `rows` there.
   virtual c10::SymInt rows_before(const c10::SymInt& rows) const { return rows; }
-  // Whether what the forward has gathered is kept for the backward, which gathers it again otherwise.
-  virtual bool keeps_gathered() const { return false; }
+  // Whether what the forward has gathered of its operand is kept for the backward, which gathers it again otherwise.
+  virtual bool keeps_gathered(const Operand& mine) const { return false; }
   virtual Quantizing quantizing(const Route&, Pass, const Quantizer*, const Tensor& x) const {
     return Quantizing::kBefore;
   }

@@ -27,6 +27,21 @@ Tensor side_by_side(const Route& route, const Tensor& t, int64_t ranks, const c1
   return route.call<comm_interleave>("te::comm_interleave", parts);
 }
 
+// Why values are gathered ahead of such a quantizer, where FP8 is half of the bytes.
+const char* why_values(const Quantizer& behind) {
+  switch (behind.spec.kind) {
+    case QuantizeSpec::kBlock1d:
+    case QuantizeSpec::kBlock2d:
+      return "FP8 takes half of the bytes, but blocks of 128 tokens would lie across ranks: give each a multiple of "
+             "128";
+    case QuantizeSpec::kPython:
+      return "FP8 takes half of the bytes, but what a quantizer in Python makes of a part need not be that of the "
+             "whole";
+    default:
+      return "FP8 takes half of the bytes, but a traced call looks for one scale when all values are there";
+  }
+}
+
 class GroupTransfer final : public Transfer {
  public:
   GroupTransfer(const Route& route, const GroupExchange& exchange, bool adds_up, Operand arrived, Tensor like,
@@ -120,8 +135,10 @@ Operand GroupExchange::quantized(const Quantizer& quantizer, const Tensor& x, Di
   return {{}, Direct::call<quantize_into>("te::quantize", quantizer, x, out, Tensor(), amax)};
 }
 
-Tensor GroupExchange::gathered(const Route& route, const Tensor& t, const Tensor& gradient) const {
+Tensor GroupExchange::gathered(const Route& route, const Tensor& t, const Tensor& gradient,
+                               const Quantizer* behind) const {
   const std::string_view name(group_);
+  const GatherOfValues told(behind != nullptr ? why_values(*behind) : nullptr);
   if (gradient.defined()) {
     return route.call<group_gather_again>("te::group_gather_again", t, gradient, name, parallel_.ranks);
   }
@@ -155,7 +172,7 @@ std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, co
   if (!gathers(pass) && !adds_up(pass)) return nullptr;
   if (!gathers(pass)) return std::make_unique<GroupTransfer>(route, *this, true, mine, like, bias);
   Operand arrived =
-      mine.quantized() ? gathered(route, mine.fp8, false, {}) : Operand{gathered(route, mine.plain, {}), {}};
+      mine.quantized() ? gathered(route, mine.fp8, false, {}) : Operand{gathered(route, mine.plain, {}, behind), {}};
   if (behind != nullptr && !arrived.quantized()) arrived = operand_of(route, behind, arrived.plain, directions);
   const Tensor all = rows_like(like, like.sym_size(0) * parallel_.ranks);
   return std::make_unique<GroupTransfer>(route, *this, false, std::move(arrived), all, bias);
@@ -166,17 +183,18 @@ Operand GroupExchange::whole(const Route& route, Pass pass, const Operand& mine,
   if (!gathers(pass)) return mine;
   if (mine.quantized()) return gathered(route, mine.fp8, true, gradient);
   if (done != nullptr) return done->operand();
-  const Tensor all = gathered(route, mine.plain, gradient);
+  const Tensor all = gathered(route, mine.plain, gradient, behind);
   return behind != nullptr ? operand_of(route, behind, all, {false, true}) : Operand{all, {}};
 }
 
 std::shared_ptr<const Exchange> exchange_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op) {
   if (packed.empty()) return nullptr;
   TORCH_CHECK_VALUE(
-      packed.size() == Parallel::kPacked && (packed[0] == Parallel::kColumn || packed[0] == Parallel::kRow), op,
-      ": argument 'parallel' is ", packed,
-      ", wanted nothing, or four integers: 1 (column) or 2 (row), sequence, recompute, ranks.");
-  const Parallel parallel{Parallel::Mode(packed[0]), packed[1] != 0, packed[2] != 0, packed[3]};
+      packed.size() == Parallel::kPacked && (packed[0] == Parallel::kColumn || packed[0] == Parallel::kRow) &&
+          packed[2] >= Parallel::kGathered && packed[2] <= Parallel::kArrived,
+      op, ": argument 'parallel' is ", packed,
+      ", wanted nothing, or four integers: 1 (column) or 2 (row), sequence, recompute (0, 1 or 2), ranks.");
+  const Parallel parallel{Parallel::Mode(packed[0]), packed[1] != 0, Parallel::Keeps(packed[2]), packed[3]};
   return std::make_shared<GroupExchange>(parallel, std::string(group));
 }
 
@@ -188,8 +206,11 @@ void register_exchange_group(pybind11::module_& m) {
   namespace py = pybind11;
   using namespace layer;
   py::class_<GroupExchange, std::shared_ptr<GroupExchange>>(m, "GroupExchange")
-      .def(py::init([](int64_t mode, bool sequence, bool recompute, int64_t ranks, const std::string& group) {
-             return std::make_shared<GroupExchange>(Parallel{Parallel::Mode(mode), sequence, recompute, ranks}, group);
+      .def(py::init([](int64_t mode, bool sequence, int64_t recompute, int64_t ranks, const std::string& group) {
+             const std::vector<int64_t> packed{mode, sequence, recompute, ranks};
+             exchange_of(packed, group, "GroupExchange");
+             return std::make_shared<GroupExchange>(
+                 Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute), ranks}, group);
            }),
            py::arg("mode"), py::arg("sequence"), py::arg("recompute"), py::arg("ranks"), py::arg("group"))
       .def_property_readonly("spec", [](const GroupExchange& e) { return e.parallel().pack(); })

@@ -14,12 +14,14 @@ namespace te_torch::layer {
 // As plain values: what a schema carries beside the group's name.
 struct Parallel {
   enum Mode : int64_t { kColumn = 1, kRow = 2 } mode = kColumn;
-  bool sequence = false;   // dimension 0 is divided over the ranks
-  bool recompute = false;  // a column's gathered input is not kept, the backward gathers it again
+  bool sequence = false;  // dimension 0 is divided over the ranks
+  // Of a column's gathered input: all of it is kept; nothing, and the backward gathers it again; or what came for the
+  // product anyway, and not what would be gathered to be kept (FP8 in the other direction): for a checkpoint's runs.
+  enum Keeps : int64_t { kGathered, kNothing, kArrived } keeps = kGathered;
   int64_t ranks = 1;
 
   static constexpr size_t kPacked = 4;
-  std::vector<int64_t> pack() const { return {mode, sequence, recompute, ranks}; }
+  std::vector<int64_t> pack() const { return {mode, sequence, keeps, ranks}; }
 };
 
 class GroupExchange final : public Exchange {
@@ -35,7 +37,9 @@ class GroupExchange final : public Exchange {
   }
   bool adds_up(Pass pass) const override { return pass == (column() ? Pass::kDgrad : Pass::kFprop); }
   c10::SymInt rows_before(const c10::SymInt& rows) const override;
-  bool keeps_gathered() const override { return !parallel_.recompute; }
+  bool keeps_gathered(const Operand& mine) const override {
+    return parallel_.keeps == Parallel::kGathered || (parallel_.keeps == Parallel::kArrived && !mine.quantized());
+  }
   Quantizing quantizing(const Route& route, Pass pass, const Quantizer* quantizer, const Tensor& x) const override;
   Operand quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const override;
   std::unique_ptr<Transfer> begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
@@ -46,7 +50,7 @@ class GroupExchange final : public Exchange {
 
  private:
   bool column() const { return parallel_.mode == Parallel::kColumn; }
-  Tensor gathered(const Route& route, const Tensor& t, const Tensor& gradient) const;
+  Tensor gathered(const Route& route, const Tensor& t, const Tensor& gradient, const Quantizer* behind = nullptr) const;
   Operand gathered(const Route& route, const Quantized& mine, bool columnwise, const Tensor& gradient) const;
 
   Parallel parallel_;

@@ -148,7 +148,7 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   Operand gathered;
   if (passing.transfer != nullptr && keep_operand && exchange->gathers(Pass::kFprop)) {
     // What a backward keeps for itself alone is kept as it came.
-    if (exchange->keeps_gathered() || !keeper.serves_a_graph()) {
+    if (exchange->keeps_gathered(operand) || !keeper.serves_a_graph()) {
       gathered = exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {});
     } else {
       const Operand& arrived = passing.transfer->operand();
