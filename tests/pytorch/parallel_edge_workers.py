@@ -1,5 +1,7 @@
 # Edges of tensor parallelism, on each of several ranks (ranks.py starts them): ranks that disagree, and shapes and
 # options that meet seldom. No test here: a worker returns what it found.
+import contextlib
+import functools
 import itertools
 
 import torch
@@ -160,9 +162,49 @@ def explained(rank):
     return found
 
 
+def dropped_paths(rank):
+    """(layout, forked around, compiled) -> which sequences of the batch a rank's tokens are kept of."""
+    found = {}
+    for layout, forks, traced in itertools.product(("sbhd", "bshd"), (True, False), (False, True)):
+        if traced and forks:
+            continue
+        tracker = te.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 100 + rank)
+        layer = te.TransformerLayer(
+            32, 64, 4, drop_path_rate=0.5, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format=layout,
+            set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu",
+            get_rng_state_tracker=None if traced else functools.partial(itself, tracker),
+        )  # fmt: skip
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+            layer.self_attention.proj.bias.fill_(1.0)
+        torch.manual_seed(7)
+        shape = (4, 32, 32) if layout == "sbhd" else (32, 4, 32)
+        if traced:
+            torch._dynamo.reset()
+            layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        with tracker.fork() if forks else contextlib.nullcontext():
+            y = layer(torch.zeros(shape, requires_grad=True)).detach()
+        found[layout, forks, traced] = y.flatten(1)[0].unflatten(0, (32, 32))[:, 0] if layout == "sbhd" else y[:, 0, 0]
+    return found
+
+
+def itself(thing):
+    return thing
+
+
 def everything(rank):
     """One start of the ranks for all of them."""
     return {
         worker.__name__: worker(rank)
-        for worker in (disagreeing, no_tokens, without_dimensions, called_sinks, gathers_of_checkpoints, explained)
+        for worker in (
+            disagreeing,
+            no_tokens,
+            without_dimensions,
+            called_sinks,
+            gathers_of_checkpoints,
+            explained,
+            dropped_paths,
+        )
     }

@@ -2,6 +2,7 @@
 # agree, or a backward's gather that counts as a forward's, end or hang the ranks here.
 import parallel_edge_workers as workers
 import pytest
+import torch
 from ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -55,3 +56,12 @@ def test_explain_says_why_values_travel(found):
             assert all("half of the bytes" in words for words in why) and {module for module, *_ in rows} == {"inner"}
             assert not behind or any(("Python" if recipe == "own" else "multiple of 128") in words for words in why)
             assert ("group_amax" in {op for _, op, *_ in rows}) == (recipe == "current")
+
+
+def test_a_sequence_is_dropped_on_all_ranks_that_have_a_part_of_it(found):
+    """Whichever way they draw; where ranks have sequences of their own, they draw on their own."""
+    one, other = found["dropped_paths"]
+    for (layout, forks, traced), kept in one.items():
+        assert set(kept.tolist()) == {0.0, 2.0}
+        same = torch.equal(kept, other[layout, forks, traced])
+        assert same == (layout == "sbhd" or traced), (layout, forks, traced)

@@ -370,6 +370,10 @@ class TransformerLayer(Composite):
         if self.drop_path_rate and self.training:
             batch_dim, keep = self.attn_input_format.index("b"), 1.0 - self.drop_path_rate
             shape = [x.shape[dim] if dim == batch_dim else 1 for dim in range(x.dim())]
+            with self._own_draws() if batch_dim == 0 else nullcontext():
+                kept = torch.bernoulli(torch.full(shape, keep, device=x.device))
+            if self.sequence_parallel and batch_dim != 0:  # each rank has a part of every sequence, and one draw holds
+                kept = torch.ops.te.group_gather(kept, self._tp_group_name, self.tp_size)[:1]
             # At a rate of 1 nothing is kept that would have to be scaled.
-            x = x * (torch.bernoulli(torch.full(shape, keep, device=x.device)) / (keep or 1.0)).to(x.dtype)
+            x = x * (kept / (keep or 1.0)).to(x.dtype)
         return x
