@@ -18,6 +18,16 @@ c10::SymDimVector with_first(const Tensor& t, const c10::SymInt& first) {
   return shape;
 }
 
+// Of a collective that is awaited at once. NCCL runs it on the stream that calls it then: no other stream has to be
+// waited for, and memory that is given back behind it is used again behind it. Otherwise it has a stream of its own,
+// and keeps what it reads and writes until it is waited for.
+template <class Options>
+Options at_once() {
+  Options options;
+  options.asyncOp = false;
+  return options;
+}
+
 // Work that is queued behind everything on the current stream, and that stream behind it.
 void finish(const c10::intrusive_ptr<c10d::Work>& work) {
   if (work) work->wait();
@@ -45,7 +55,7 @@ void check_agreement(c10d::ProcessGroup& group, const Tensor& t, Collective coll
   Tensor own = at::empty({1, int64_t(kNumbers)}, at::kLong),
          all = at::empty({group.getSize(), int64_t(kNumbers)}, at::kLong);
   std::copy(mine.begin(), mine.end(), own.data_ptr<int64_t>());
-  finish(group._allgather_base(all, own));
+  finish(group._allgather_base(all, own, at_once<c10d::AllgatherOptions>()));
   const int64_t* const first = all.data_ptr<int64_t>();
   bool equal = true;
   for (int64_t rank = 1; rank < group.getSize(); ++rank) {
@@ -109,8 +119,17 @@ Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, Collective 
   Tensor in = t.contiguous(), out = at::empty_symint(with_first(t, t.sym_size(0) * ranks), t.options());
   note();
   check_agreement(*group, in, collective);
-  if (out.numel() > 0) finish(group->_allgather_base(out, in));
+  if (out.numel() > 0) finish(group->_allgather_base(out, in, at_once<c10d::AllgatherOptions>()));
   return out;
+}
+
+c10::intrusive_ptr<c10d::Work> begin_sum(const Tensor& t, std::string_view name, int64_t ranks,
+                                         const c10d::AllreduceOptions& options) {
+  const auto group = group_named(name, ranks);
+  note();
+  check_agreement(*group, t, kSum);
+  std::vector<Tensor> tensors{t};
+  return t.numel() > 0 ? group->allreduce(tensors, options) : nullptr;
 }
 
 }  // namespace
@@ -145,7 +164,7 @@ Tensor group_exchange(const Tensor& t, std::string_view name, int64_t ranks) {
   note();
   check_agreement(*group, in, kExchange);
   std::vector<int64_t> whole;  // empty: equal parts
-  if (out.numel() > 0) finish(group->alltoall_base(out, in, whole, whole));
+  if (out.numel() > 0) finish(group->alltoall_base(out, in, whole, whole, at_once<c10d::AllToAllOptions>()));
   auto shape = out.sizes().vec();
   shape[0] /= ranks;
   shape.insert(shape.begin(), ranks);
@@ -153,16 +172,12 @@ Tensor group_exchange(const Tensor& t, std::string_view name, int64_t ranks) {
 }
 
 c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
-  const auto group = group_named(name, ranks);
-  note();
-  check_agreement(*group, t, kSum);
-  std::vector<Tensor> tensors{t};
-  return t.numel() > 0 ? group->allreduce(tensors) : nullptr;
+  return begin_sum(t, name, ranks, c10d::AllreduceOptions());
 }
 
 Tensor group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
   const Tensor out = t.clone(at::MemoryFormat::Contiguous);
-  finish(begin_group_sum(out, name, ranks));
+  finish(begin_sum(out, name, ranks, at_once<c10d::AllreduceOptions>()));
   return out;
 }
 
@@ -171,7 +186,7 @@ void group_amax(const Tensor& amax, const Tensor& x, std::string_view name, int6
   note();
   check_agreement(*group, x, kAmax);
   std::vector<Tensor> tensors{amax};
-  c10d::AllreduceOptions largest;
+  auto largest = at_once<c10d::AllreduceOptions>();
   largest.reduceOp = c10d::ReduceOp::MAX;
   finish(group->allreduce(tensors, largest));
 }

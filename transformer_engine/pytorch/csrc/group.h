@@ -37,7 +37,7 @@ Tensor group_sum(const Tensor& t, std::string_view group, int64_t ranks);
 // Makes amax, that of this rank's x, the largest of every rank's. x is what the ranks have to agree on.
 void group_amax(const Tensor& amax, const Tensor& x, std::string_view group, int64_t ranks);
 
-// The sum into t, which nobody else may read or write until the work is done.
+// The sum of every rank's t, into t, which nobody else may read or write until the work is done.
 c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view group, int64_t ranks);
 
 }  // namespace te_torch
