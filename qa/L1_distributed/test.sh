@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # The suites that start several processes, over the package installed in .venv. L0_unittest runs them too, among all.
+# With TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own; what wants more ranks than there are devices
+# is skipped. The build may come from another machine then: TE_PYTHON and TE_PACKAGE as in L0_gpu.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONSAFEPATH=1 OMP_NUM_THREADS=1
-. .venv/te-env.sh
-pytest -q -m dist "$@"
+if [ -z "${TE_PYTHON:-}" ]; then . .venv/te-env.sh; fi
+export PYTHONPATH="${TE_PACKAGE:-${PYTHONPATH:-}}"
+"${TE_PYTHON:-python}" -m pytest -q -m dist "$@"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
+from ranks import here
 
 import train_lm
 from lm import report
@@ -16,7 +17,7 @@ TINY = replace(
     lr=2e-3, warmup=5, save_every=1000,
 )  # fmt: skip
 TEXT = b"".join(b"def f%d(x, y):\n    return x * %d + y\n\n" % (i, i * i) for i in range(400))
-OPTIONS = ("--accumulate", "2", "--tie-embeddings", "--no-twin", "--device", "cpu")
+OPTIONS = ("--accumulate", "2", "--tie-embeddings", "--no-twin", "--device", here().type)
 SEQUENCE = ("--sequence-parallel",)
 MODES = {"tokens": (), "sequence": SEQUENCE, "sequence_kept": (*SEQUENCE, "--no-recompute-allgather")}
 

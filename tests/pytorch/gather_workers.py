@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from quantized_cases import E5M2, FORMATS, parts_of
+from ranks import here
 from region_workers import told_by
 
 import transformer_engine.pytorch as te
@@ -17,14 +18,13 @@ def values(shape, rank, dtype):
     """Each rank's are of another magnitude, so that amaxes differ."""
     generator = torch.Generator().manual_seed(rank)
     spread = 2.0 ** torch.randint(-4, 5, shape, generator=generator)
-    return (torch.randn(shape, generator=generator) * spread * (rank + 1)).to(dtype)
+    return (torch.randn(shape, generator=generator) * spread * (rank + 1)).to(here(), dtype)
 
 
-def quantizer_of(name, rowwise, columnwise):
+def quantizer_of(name, rowwise, columnwise, device=None):
     options = {"scale": 0.3} if name == "delayed" else {}
-    return FORMATS[name](
-        E5M2 if rowwise and not columnwise else te.DType.kFloat8E4M3, rowwise=rowwise, columnwise=columnwise, **options
-    )
+    fp8_dtype = E5M2 if rowwise and not columnwise else te.DType.kFloat8E4M3
+    return FORMATS[name](fp8_dtype, device or here(), rowwise=rowwise, columnwise=columnwise, **options)
 
 
 def travels(name, shape, columnwise):
@@ -127,11 +127,11 @@ def notes(rank, ranks):
     """Amaxes and scales that quantizers note."""
     x, world = values((128, 128), rank, torch.float32), dist.group.WORLD
     delayed, current = quantizer_of("delayed", True, True), quantizer_of("current", True, True)
-    current.amax, current.scale = torch.zeros(1), torch.zeros(1)
+    current.amax, current.scale = torch.zeros(1, device=here()), torch.zeros(1, device=here())
     gather(x, world, quantizer=delayed)
     gather(x, world, quantizer=current)
     existing = te.Float8CurrentScalingQuantizer(
-        te.DType.kFloat8E4M3, use_existing_amax=True, amax=torch.full((1,), rank + 5.0)
+        te.DType.kFloat8E4M3, here(), use_existing_amax=True, amax=torch.full((1,), rank + 5.0, device=here())
     )
     got = gather(x, world, quantizer=existing)[0]
     assert not current.use_existing_amax and not current.with_amax_reduction
@@ -145,11 +145,12 @@ def notes(rank, ranks):
 
 
 def refusals(rank, ranks):
+    """Ranks that bring different things are refused on the CPU alone, which the group reaches too."""
     world, x = dist.group.WORLD, values((128, 128), rank, torch.float32)
-    told = {}
+    told, on_cpu, delayed = {}, x.cpu(), quantizer_of("delayed", True, True, "cpu")
     told["scales"] = told_by(gather, quantizer_of("current", True, True)(x), world)
     uneven = te.Float8Quantizer(torch.full((1,), rank + 1.0), torch.zeros(1), te.DType.kFloat8E4M3)
-    told["delayed scales"] = told_by(gather, x, world, quantizer=uneven)
+    told["delayed scales"] = told_by(gather, on_cpu, world, quantizer=uneven)
     told["rows"] = told_by(gather, quantizer_of("block2d", True, True)(x[:100]), world)
     rowwise = quantizer_of("block1d", True, False)
     inp, both = rowwise(x), rowwise.copy()
@@ -161,8 +162,9 @@ def refusals(rank, ranks):
     told["hybrid"] = told_by(gather, quantizer_of("hybrid", True, True)(x), world)
     told["output"] = told_by(gather, x, world, quantizer=quantizer_of("delayed", True, True), output_tensor=x)
     told["dtype"] = told_by(gather, x.int(), world, quantizer=quantizer_of("delayed", True, True))
-    told["uneven"] = told_by(gather, x[rank:], world, quantizer=quantizer_of("delayed", True, True))
-    told["mixed"] = told_by(gather, x, world, quantizer=quantizer_of(("delayed", "block2d")[rank], True, True))
+    told["uneven"] = told_by(gather, on_cpu[rank:], world, quantizer=delayed)
+    mixed = quantizer_of(("delayed", "block2d")[rank], True, True, "cpu")
+    told["mixed"] = told_by(gather, on_cpu, world, quantizer=mixed)
     told["nothing"] = told_by(gather, x, world, quantizer=quantizer_of("delayed", False, False))
     told["quantizer"] = told_by(gather, x, world, quantizer="fp8")
     told["device"] = told_by(

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from graph_program_runs import run
 from graph_programs import generated
+from ranks import here
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
@@ -19,8 +20,8 @@ class Backwards(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.wide = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, params_dtype=BF16, device="cpu")
-        self.narrow = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device="cpu")
+        self.wide = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, params_dtype=BF16, device=here())
+        self.narrow = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device=here())
 
     def forward(self, x):
         return self.wide(self.narrow(x))
@@ -31,7 +32,7 @@ class Within(torch.nn.Module):
 
     def __init__(self, group):
         super().__init__()
-        self.inner, self.group = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device="cpu"), group
+        self.inner, self.group = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device=here()), group
 
     def forward(self, x):
         with around(self.group):
@@ -43,7 +44,7 @@ def around(group):
 
 
 def samples(count=1):
-    return tuple((torch.zeros(8, HIDDEN, dtype=BF16, requires_grad=True),) for _ in range(count))
+    return tuple((torch.zeros(8, HIDDEN, dtype=BF16, requires_grad=True, device=here()),) for _ in range(count))
 
 
 def step(call, x, rank, context, way):
@@ -60,7 +61,7 @@ def states(module):
 
 def inputs(rank, seed):
     torch.manual_seed(10 * seed + rank)
-    return (torch.randn(8, HIDDEN) * (1 + 3 * rank)).to(BF16)
+    return (torch.randn(8, HIDDEN) * (1 + 3 * rank)).to(here(), BF16)
 
 
 def plainly(call, x):
@@ -74,7 +75,7 @@ def surrounding_groups(rank):
     for captured in groups:
         for name in ("default", "world", "own", "none", "disabled"):
             for way in (plainly, te.checkpoint):
-                module = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device="cpu")
+                module = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device=here())
                 eager = copy.deepcopy(module)
                 options = {"enabled": True, "recipe": RECIPE, "amax_reduction_group": groups[captured]}
                 te.make_graphed_callables(module, *samples(), **options)
@@ -106,7 +107,7 @@ def groups_inside(rank):
                 step(m, x, rank, around(outer), plainly)
             left.append((states(module), states(eager)))
         found[f"inner is own: {inner is own}"] = left
-    module = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device="cpu")
+    module = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device=here())
     eager, left = copy.deepcopy(module), []
     graphed = te.make_graphed_callables((module,), samples(2), enabled=True, recipe=RECIPE, _order=[1, 1, -1, -1])
     for seed in range(3):
@@ -129,7 +130,7 @@ def captured_on_one_rank(rank):
     torch.manual_seed(0)
     with torch.no_grad():
         for p in module.parameters():
-            p.copy_(torch.randn(p.shape))
+            p.copy_(torch.randn(p.shape).to(p))
     eager = copy.deepcopy(module)
     if rank == 0:
         te.make_graphed_callables(module, *samples(), enabled=True, recipe=RECIPE)
@@ -145,7 +146,7 @@ def captured_on_one_rank(rank):
 def uneven_calls(rank):
     """One rank replays more often, over a group of its own: nobody waits for the other."""
     own = [dist.new_group([r]) for r in range(2)][rank]
-    module = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device="cpu")
+    module = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device=here())
     te.make_graphed_callables(module, *samples(), enabled=True, recipe=RECIPE)
     for seed in range(1 + 2 * rank):
         for way in (plainly, te.checkpoint):

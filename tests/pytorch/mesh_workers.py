@@ -1,6 +1,7 @@
 # Transformer layers on a mesh of data-parallel and tensor-parallel ranks (ranks.py starts them), trained a few steps.
 import torch
 import torch.distributed.checkpoint as dcp
+from ranks import at_most, here
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -9,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
 
-DATA, TENSOR = 2, 2
+TENSOR = 2
+DATA = at_most(2 * TENSOR) // TENSOR
 HIDDEN, TOKENS, BATCH, STEPS, RATE = 32, 8, 4, 3, 0.1
 
 
@@ -18,12 +20,12 @@ def stack(**parallel):
     torch.manual_seed(3)
     options = {"num_gqa_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation": "swiglu"}
     options |= dict.fromkeys(("init_method", "output_layer_init_method"), lambda w: torch.nn.init.normal_(w, std=0.2))
-    layers = (te.TransformerLayer(HIDDEN, 2 * HIDDEN, 4, device="cpu", **options, **parallel) for _ in range(2))
+    layers = (te.TransformerLayer(HIDDEN, 2 * HIDDEN, 4, device=here(), **options, **parallel) for _ in range(2))
     return torch.nn.Sequential(*layers)
 
 
 def batch(step):
-    return torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(step))
+    return torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(step)).to(here())
 
 
 def loss_of(y):
@@ -65,7 +67,7 @@ def divided(mesh, sequence):
 
 def trained(rank, folder):
     """{way: {name: trained value, put together}}; what FSDP2 trained is also saved by DCP."""
-    mesh = init_device_mesh("cpu", (DATA, TENSOR), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(here().type, (DATA, TENSOR), mesh_dim_names=("dp", "tp"))
     found = {}
     for way, sequence in (("DDP", True), ("DDP", False), ("FSDP2", True), ("FSDP2", False)):
         module = divided(mesh["tp"], sequence)

@@ -2,6 +2,7 @@
 import torch
 import torch.distributed.checkpoint as dcp
 from rank_workers import batch_of, fresh, whole
+from ranks import here
 from tensor_workers import FSDP_SHAPES, Layer, batch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,7 +38,7 @@ def _same(a, b, what):
 
 def plain_weights(rank, folder):
     """{optimizer: parameters after STEPS}; one more step after a resume from DCP is that of the one that went on."""
-    results, mesh = {}, init_device_mesh("cpu", (2,))
+    results, mesh = {}, init_device_mesh(here().type, (2,))
     for name, make in PLAIN.items():
         module = fully_shard(fresh(FAMILY), mesh=mesh)
         optimizer = make(module.parameters())
@@ -69,7 +70,7 @@ def plain_weights(rank, folder):
 
 def quantized_weights(rank):
     """{format: the trained values of this rank's rows}."""
-    results, mesh = {}, init_device_mesh("cpu", (2,))
+    results, mesh = {}, init_device_mesh(here().type, (2,))
     for name in QUANTIZED:
         shape = FSDP_SHAPES[name]
         module = fully_shard(Layer(name, shape), mesh=mesh)
@@ -85,7 +86,7 @@ def quantized_weights(rank):
 
 def gradient_that_lies_otherwise():
     """A step of rows by a gradient that is whole on each rank, and the same step without sharding."""
-    mesh, values = init_device_mesh("cpu", (2,)), torch.arange(12.0).view(4, 3)
+    mesh, values = init_device_mesh(here().type, (2,)), torch.arange(12.0, device=here()).view(4, 3)
     plain, sharded = torch.nn.Parameter(values.clone()), torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
     plain.decoupled_grad = values.sin()
     sharded.decoupled_grad = DTensor.from_local(values.sin(), mesh, [Replicate()])

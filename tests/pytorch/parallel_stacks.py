@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from parallel_cases import collectives
+from ranks import here
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,7 +26,7 @@ RECIPES = {
 def stack(group, **options):
     """Attention's projections without attention, an MLP, and the projections once more: equal layers, stacked."""
     torch.manual_seed(1)
-    shared = {"device": "cpu", "tp_group": group, "sequence_parallel": True, **options}
+    shared = {"device": here(), "tp_group": group, "sequence_parallel": True, **options}
     column = {"parallel_mode": "column", **shared}
     return torch.nn.Sequential(
         te.LayerNormLinear(HIDDEN, WIDE, **column),
@@ -109,7 +110,7 @@ def offloaded(module):
 
 
 def sharded(rank, x, wanted):
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(here().type, (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     module = stack(mesh["tp"].get_group())
     for layer in module:
         fully_shard(layer, mesh=mesh["dp"])
@@ -128,7 +129,7 @@ def gathers_of(call, x):
 def ways(rank):
     group = dist.group.WORLD
     torch.manual_seed(20 + rank)
-    x = torch.randn(8, 2, HIDDEN)
+    x = torch.randn(8, 2, HIDDEN).to(here())
     module = stack(group)
     plain = run(module, x)
     found = {}
@@ -188,7 +189,7 @@ def ways(rank):
         attempt(f"compiled {recipe}", lambda recipe=recipe: traced(recipe))
 
     def lazily():
-        ours = stack(group, device="meta").to_empty(device="cpu")
+        ours = stack(group, device="meta").to_empty(device=here())
         torch.manual_seed(1)
         for layer in ours:
             layer.reset_parameters()
@@ -198,7 +199,7 @@ def ways(rank):
 
     def under_autocast():
         def call(z):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(here().type, torch.bfloat16):
                 return module(z)
 
         results = run(module, x, call)
@@ -221,10 +222,11 @@ def ways(rank):
 
 
 def divided_inputs(rank):
-    """Checkpoints whose input is kept in parts: the bits of a plain run, the whole let go, and what is refused."""
+    """Checkpoints whose input is kept in parts: the bits of a plain run, the whole let go, and what is refused (where
+    ranks bring different things, on the CPU alone, which the group reaches too)."""
     found, group = {}, dist.group.WORLD
     torch.manual_seed(7)  # the same tokens on every rank
-    x = torch.randn(7, 3, HIDDEN)
+    x = torch.randn(7, 3, HIDDEN).to(here())
     module = stack(group, sequence_parallel=False)
     plain = run(module, x)
     for reentrant in (True, False):
@@ -240,12 +242,13 @@ def divided_inputs(rank):
             return y
 
         found[reentrant] = same(plain, run(module, x, call)), gone
-    for options, inp in (
-        ({"tp_group": None}, x),
-        ({"tp_group": group}, x[: rank + 1]),
+    there = stack(group, sequence_parallel=False, device="cpu")
+    for called, options, inp in (
+        (module, {"tp_group": None}, x),
+        (there, {"tp_group": group}, x[: rank + 1].cpu()),
     ):
         try:
-            te.checkpoint(module, inp.clone().requires_grad_(), distribute_saved_activations=True, **options)
+            te.checkpoint(called, inp.clone().requires_grad_(), distribute_saved_activations=True, **options)
             found[len(found)] = "nothing"
         except ValueError as error:
             found[len(found)] = str(error)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from parallel_cases import HIDDEN, WIDE, Twins, collectives
+from ranks import here
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -18,7 +19,7 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
     QParams,
 )
-from transformer_engine.pytorch import _C
+from transformer_engine.pytorch import _C, functional
 
 TOKENS, BATCH = 16, 2
 TOLERANCES = {
@@ -43,7 +44,11 @@ class Own(te.Float8CurrentScalingQuantizer):
 
 
 def own_quantizer(role):
-    return Own(te.DType.kFloat8E4M3, "cpu")
+    return Own(te.DType.kFloat8E4M3, here())
+
+
+def randn(*shape):
+    return torch.randn(shape, device=here())
 
 
 def linear(mode, dtype, **options):
@@ -51,7 +56,7 @@ def linear(mode, dtype, **options):
 
     def make(tp_group=None, **more):
         divided = {"parallel_mode": mode, "tp_group": tp_group} if tp_group is not None else {}
-        return te.Linear(*sizes, params_dtype=dtype, device="cpu", **divided, **options, **more)
+        return te.Linear(*sizes, params_dtype=dtype, device=here(), **divided, **options, **more)
 
     return make
 
@@ -59,7 +64,7 @@ def linear(mode, dtype, **options):
 def norm_linear(dtype, **options):
     def make(tp_group=None, **more):
         divided = {"parallel_mode": "column", "tp_group": tp_group} if tp_group is not None else {}
-        return te.LayerNormLinear(HIDDEN, WIDE, params_dtype=dtype, device="cpu", **divided, **options, **more)
+        return te.LayerNormLinear(HIDDEN, WIDE, params_dtype=dtype, device=here(), **divided, **options, **more)
 
     return make
 
@@ -67,7 +72,7 @@ def norm_linear(dtype, **options):
 def mlp(dtype, **options):
     def make(tp_group=None, **more):
         divided = {"set_parallel_mode": True, "tp_group": tp_group} if tp_group is not None else {}
-        return te.LayerNormMLP(HIDDEN, WIDE, params_dtype=dtype, device="cpu", **divided, **options, **more)
+        return te.LayerNormMLP(HIDDEN, WIDE, params_dtype=dtype, device=here(), **divided, **options, **more)
 
     return make
 
@@ -84,13 +89,13 @@ def examples(kind, dtype, scale=1.0):
     rows = TOKENS * BATCH
     x = torch.randn(rows // BATCH, BATCH, widths[0], dtype=dtype)
     dy = torch.randn(rows // BATCH, BATCH, widths[1], dtype=dtype) * scale
-    return x, dy
+    return x.to(here()), dy.to(here())
 
 
 def accumulating(module):
     for name, parameter in module.named_parameters():
         if name.endswith("weight") and parameter.dim() == 2:
-            parameter.main_grad = torch.full(parameter.shape, 0.5)
+            parameter.main_grad = torch.full(parameter.shape, 0.5, device=parameter.device)
 
 
 def columns(split):
@@ -180,18 +185,30 @@ def products(rank, name, dtype, recipe="none"):
     return wrong
 
 
-def planted(t, ranks, dim):
-    """t with the same largest value in each rank's part, so that parts have the scale of the whole."""
-    for piece in t.chunk(ranks, dim):
-        piece[(0,) * t.dim()] = 8.0
+def drawn(exact, *shape):
+    """Normal values; or exact: -1, 0, 1 and one 7, of which scales are powers of two (448 and 57344 are 7 of them) and
+    every sum of products is exact, in whatever order a device adds them up."""
+    if not exact:
+        return torch.randn(shape)
+    t = torch.randint(-1, 2, shape).float()
+    t[(0,) * len(shape)] = 7.0
     return t
 
 
-def fp8_bits(rank):
+def planted(t, ranks, dim, largest):
+    """t with the same largest value in each rank's part, so that parts have the scale of the whole."""
+    for piece in t.chunk(ranks, dim):
+        piece[(0,) * t.dim()] = largest
+    return t
+
+
+def fp8_bits(rank, exact):
     """Gathered FP8 operands are the whole tensor's: what is made of them has the module's whole bits, wherever no sums
-    go over ranks. recipe, rows of a rank -> (what differs, dtypes that the collectives carried)."""
+    go over ranks. Of any values with products by loops, on the CPU; else of those whose sums are exact. recipe, rows of
+    a rank -> (what differs, dtypes that the collectives carried)."""
     found, ranks, group = {}, dist.get_world_size(), dist.group.WORLD
-    _C.set_cpu_products("loop")
+    largest = 7.0 if exact else 8.0
+    _C.set_cpu_products("libtorch" if exact else "loop")
     alone = DelayedScaling(amax_history_len=2, reduce_amax=False)
     recipes = {**RECIPES, "current": Float8CurrentScaling(), "unreduced": alone, "own": CustomRecipe(own_quantizer)}
     for name, rows, mode in itertools.product(
@@ -201,7 +218,8 @@ def fp8_bits(rank):
         make = linear(mode, torch.bfloat16, bias=False)
         both = Twins(make, group, rank, inputs=None, outputs=None, sequence_parallel=True)
         with torch.no_grad():
-            planted(both.whole.weight, ranks, 0 if mode == "column" else 1)
+            both.whole.weight.copy_(drawn(exact, *both.whole.weight.shape))
+            planted(both.whole.weight, ranks, 0 if mode == "column" else 1, largest)
             both.divided.weight.copy_(both.of("weight", both.whole.weight))
         widths = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
         wrong, carried = [], set()
@@ -209,9 +227,9 @@ def fp8_bits(rank):
             1 if name in ("current", "block", "own") else 3
         ):  # delayed scales follow what the steps before have seen
             # A gathered tensor has its largest value on one rank alone, the others theirs in every part.
-            x, dy = torch.randn(rows * ranks, widths[0]), torch.randn(rows * ranks, widths[1])
-            x, dy = (x, planted(dy, ranks, 1)) if mode == "column" else (planted(x, ranks, 1), dy)
-            x, dy = x.bfloat16(), dy.bfloat16()
+            x, dy = drawn(exact, rows * ranks, widths[0]), drawn(exact, rows * ranks, widths[1])
+            planted(dy if mode == "column" else x, ranks, 1, largest)
+            x, dy = x.to(here(), torch.bfloat16), dy.to(here(), torch.bfloat16)
             both.whole.weight.grad = both.divided.weight.grad = None
             results = []
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
@@ -251,7 +269,7 @@ def saved_bytes(rank):
             parallel_mode="column",
             sequence_parallel=True,
             tp_group=dist.group.WORLD,
-            device="cpu",
+            device=here(),
             params_dtype=torch.bfloat16,
             tp_recompute_allgather=recompute,
         )
@@ -262,7 +280,7 @@ def saved_bytes(rank):
                 seen.append(t.nbytes)
             return t
 
-        x = torch.randn(TOKENS, BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(TOKENS, BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True, device=here())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             module(x)
         found[recompute] = sum(seen)
@@ -288,7 +306,7 @@ def saved_by_layers(rank):
                 seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
-        x = torch.randn(TOKENS, BATCH, HIDDEN, requires_grad=True)
+        x = torch.randn(TOKENS, BATCH, HIDDEN, requires_grad=True, device=here())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = stack(x)
         found[layers, recompute] = sum(seen.values())
@@ -299,9 +317,9 @@ def saved_by_layers(rank):
 def copies(rank):
     """A module, its deep copy and what pickle brings back compute the same, over the same group."""
     module = te.LayerNormMLP(
-        HIDDEN, WIDE, set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu"
+        HIDDEN, WIDE, set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD, device=here()
     )
-    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    x = torch.randn(TOKENS, BATCH, HIDDEN, device=here())
     wanted = module(x)
     others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
     return [(torch.equal(other(x), wanted), other.tp_group is dist.group.WORLD, other.tp_size) for other in others]
@@ -340,7 +358,8 @@ def compiled(rank, backend="aot_eager"):
 
 
 def refusals(rank):
-    """What is said of bad input, on this rank."""
+    """What is said of bad input, on this rank, and whether the modules work afterwards. Ranks that bring different
+    things are refused on the CPU alone, which the group reaches too."""
     said = []
     world = dist.group.WORLD
 
@@ -351,29 +370,34 @@ def refusals(rank):
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
 
-    note(lambda: te.Linear(32, 33, parallel_mode="column", tp_group=world, device="cpu"))
-    note(lambda: te.Linear(33, 32, parallel_mode="row", tp_group=world, device="cpu"))
-    note(lambda: te.LayerNormMLP(32, 33, tp_group=world, device="cpu"))
-    note(lambda: te.Linear(32, 32, parallel_mode="column", tp_group=world, parameters_split={"a": 31, "b": 1}))
-    note(lambda: te.Linear(32, 32, parallel_mode="row", tp_group=world, tp_recompute_allgather=False, device="cpu"))
-    note(lambda: te.Linear(32, 32, tp_overlap="fast", device="cpu"))
-    note(lambda: te.LayerNormLinear(32, 32, parallel_mode="row", tp_group=world, device="cpu"))
-    without = te.Linear(32, 32, parallel_mode="column", tp_size=2, device="cpu")
-    note(lambda: without(torch.randn(4, 32)))
-    row = te.Linear(32, 32, parallel_mode="row", sequence_parallel=True, tp_group=world, device="cpu")
-    note(lambda: row(torch.randn(5, 16)))
-    note(lambda: row(torch.randn(16)))
-    note(lambda: row(torch.randn(4, 32)))
-    note(lambda: row(torch.randn(4 + 2 * rank, 16)))
+    note(lambda: te.Linear(32, 33, parallel_mode="column", tp_group=world, device=here()))
+    note(lambda: te.Linear(33, 32, parallel_mode="row", tp_group=world, device=here()))
+    note(lambda: te.LayerNormMLP(32, 33, tp_group=world, device=here()))
+    note(
+        lambda: te.Linear(
+            32, 32, parallel_mode="column", tp_group=world, parameters_split={"a": 31, "b": 1}, device=here()
+        )
+    )
+    note(lambda: te.Linear(32, 32, parallel_mode="row", tp_group=world, tp_recompute_allgather=False, device=here()))
+    note(lambda: te.Linear(32, 32, tp_overlap="fast", device=here()))
+    note(lambda: te.LayerNormLinear(32, 32, parallel_mode="row", tp_group=world, device=here()))
+    without = te.Linear(32, 32, parallel_mode="column", tp_size=2, device=here())
+    note(lambda: without(randn(4, 32)))
+    row = te.Linear(32, 32, parallel_mode="row", sequence_parallel=True, tp_group=world, device=here())
+    note(lambda: row(randn(5, 16)))
+    note(lambda: row(randn(16)))
+    note(lambda: row(randn(4, 32)))
+    there = te.Linear(32, 32, parallel_mode="row", sequence_parallel=True, tp_group=world, device="cpu")
+    note(lambda: there(torch.randn(4 + 2 * rank, 16)))
     note(lambda: row.set_tensor_parallel_group(dist.new_group([rank], use_local_synchronization=True)))
-    works = row(torch.randn(4, 16)).shape == (2, 32)
+    works = row(randn(4, 16)).shape == there(torch.randn(4, 16)).shape == (2, 32)
     gone = dist.new_group([0, 1])
-    lost = te.Linear(32, 32, parallel_mode="row", sequence_parallel=True, tp_group=gone, device="cpu")
-    lost(torch.randn(4, 16))
+    lost = te.Linear(32, 32, parallel_mode="row", sequence_parallel=True, tp_group=gone, device=here())
+    lost(randn(4, 16))
     dist.destroy_process_group(gone)
-    note(lambda: lost(torch.randn(4, 16)))
+    note(lambda: lost(randn(4, 16)))
     lost.set_tensor_parallel_group(world)
-    works = works and lost(torch.randn(4, 16)).shape == (2, 32)
+    works = works and lost(randn(4, 16)).shape == (2, 32)
     return said, works
 
 
@@ -448,7 +472,7 @@ def functions(rank):
             if not torch.equal(one, other)
         ]
     try:
-        te.distributed.row_linear(torch.randn(3, 4), torch.randn(5, 4), sequence_parallel=True)
+        te.distributed.row_linear(randn(3, 4), randn(5, 4), sequence_parallel=True)
         wrong.append("three tokens on two ranks are not refused")
     except ValueError as error:
         if not str(error).startswith("row_linear: argument 'inp' has 3 tokens"):
@@ -494,13 +518,13 @@ def in_rank_order(rank):
     """Whether a row's parts are added up in the order of the ranks; and how often a checkpointed MLP gathers."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
     torch.manual_seed(rank)
-    x, weight = torch.randn(4 * ranks, 8), torch.randn(5, 8)
-    parts = [torch.empty(4 * ranks, 5) for _ in range(ranks)]
-    dist.all_gather(parts, torch.nn.functional.linear(x, weight))
+    x, weight = randn(4 * ranks, 8), randn(5, 8)
+    parts = [torch.empty(4 * ranks, 5, device=here()) for _ in range(ranks)]
+    dist.all_gather(parts, functional.linear(x, weight))
     wanted = sum(parts[1:], parts[0]).chunk(ranks)[rank]
     given = te.distributed.row_linear(x, weight, sequence_parallel=True)
     module = te.LayerNormMLP(
-        HIDDEN, WIDE, checkpoint=True, set_parallel_mode=True, sequence_parallel=True, tp_group=group, device="cpu"
+        HIDDEN, WIDE, checkpoint=True, set_parallel_mode=True, sequence_parallel=True, tp_group=group, device=here()
     )
-    sent = collectives(lambda: module(torch.randn(4, HIDDEN, requires_grad=True)).sum().backward())
+    sent = collectives(lambda: module(randn(4, HIDDEN).requires_grad_()).sum().backward())
     return torch.equal(given, wanted), sent.count("c10d::_allgather_base_")

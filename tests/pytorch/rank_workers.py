@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from families import FAMILIES, build, inputs_of, train
+from ranks import here
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +17,7 @@ STEPS, RATE = 3, 0.1
 
 def of_rank(rank, *shape):
     """Whole numbers, so that sums of them are exact in any order."""
-    return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(rank)).float()
+    return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(rank)).float().to(here())
 
 
 def collectives(rank):
@@ -36,7 +37,7 @@ def collectives(rank):
             if async_op:
                 work.wait()
             got[f"{name}, async_op={async_op}"] = result
-    out, rows = torch.full((8, 3), torch.nan), torch.full((2, 3), torch.nan)
+    out, rows = torch.full((8, 3), torch.nan, device=here()), torch.full((2, 3), torch.nan, device=here())
     assert distributed.gather_along_first_dim(x, world, output_tensor=out)[0] is out
     assert distributed.reduce_scatter_along_first_dim(x, world, output=rows)[0] is rows
     assert distributed.allreduce(x, alone)[0] is x
@@ -50,16 +51,18 @@ def collectives(rank):
 
 def batch_of(name, step, rank):
     torch.manual_seed(100 * step + rank)
-    return inputs_of(name, "cpu")[0]
+    return inputs_of(name, here())[0]
 
 
 def fresh(name):
     torch.manual_seed(5)
-    return build(name, "cpu")
+    return build(name, here())
 
 
 def optimizer_of(module):
-    return torch.optim.SGD(module.parameters(), RATE, momentum=0.9)
+    return torch.optim.SGD(
+        module.parameters(), RATE, momentum=0.9, foreach=False
+    )  # as of DTensors, which have no other
 
 
 def ddp(rank):
@@ -80,13 +83,13 @@ def whole(module):
 
 def fsdp2(rank, folder):
     """As ddp, with the parameters sharded; the trained state is also saved by DCP, and loaded into a fresh module."""
-    results, mesh = {}, init_device_mesh("cpu", (2,))
+    results, mesh = {}, init_device_mesh(here().type, (2,))
     for name in FAMILIES:
         module = fully_shard(fresh(name), mesh=mesh)
         losses = train(module, [batch_of(name, step, rank) for step in range(STEPS)], optimizer_of(module))
         results[name] = losses, whole(module)
         dcp.save(module.state_dict(), checkpoint_id=f"{folder}/{name}")
-        other = fully_shard(FAMILIES[name](device="cpu"), mesh=mesh)
+        other = fully_shard(FAMILIES[name](device=here()), mesh=mesh)
         state = other.state_dict()
         dcp.load(state, checkpoint_id=f"{folder}/{name}")
         other.load_state_dict(state)
@@ -107,7 +110,7 @@ def delayed_scales(rank):
     states, region = [], Region()
     for reduce_amax, columns in ((True, 3), (True, 2), (False, 3)):
         rule = DelayedScaling(amax_history_len=2, reduce_amax=reduce_amax)
-        state = ScalingState(rule, columns, torch.device("cpu"), forward=True)
+        state = ScalingState(rule, columns, here(), forward=True)
         state.amax_history[0] = 1.0 + rank
         region.add(state, None, forward=True)
         states.append(state)

@@ -3,11 +3,13 @@
 import torch
 import torch.distributed as dist
 from rank_workers import of_rank
+from ranks import here
 from support import saved_tensors
 
 from transformer_engine.pytorch import distributed as d
 
 ROWS, WIDTH = 4, 3  # of each rank's input
+MANY = (301, 17)
 
 REGIONS = {
     "gather": d.gather_from_sequence_parallel_region,
@@ -23,7 +25,7 @@ def grads_of(rank, shape):
     values = of_rank(10 + rank, *shape)
     yield "contiguous", values
     yield "transposed", values.t().contiguous().t()
-    yield "stride 0", torch.tensor(float(rank + 1)).expand(shape)
+    yield "stride 0", torch.tensor(float(rank + 1), device=here()).expand(shape)
     yield "one row", of_rank(20 + rank, 1, shape[1]).expand(shape)
 
 
@@ -54,8 +56,8 @@ def regions(rank):
         (g,) = torch.autograd.grad(y, twice, v, create_graph=True)
         (gg,) = torch.autograd.grad(g, v, torch.ones_like(g))  # of a linear map: that of ones
         out[name, "twice"] = gg
-        out[name, "of ones"] = region(torch.ones(ROWS, WIDTH), world)
-    empty = torch.zeros(0, WIDTH, requires_grad=True)
+        out[name, "of ones"] = region(torch.ones(ROWS, WIDTH, device=here()), world)
+    empty = torch.zeros(0, WIDTH, requires_grad=True, device=here())
     for name, region in REGIONS.items():
         y = region(empty, world)
         assert torch.autograd.grad(y.sum(), empty)[0].shape == y.shape == (0, WIDTH), name
@@ -72,8 +74,13 @@ def told_by(call, *args, **options):
 
 
 def refusals(rank):
-    """{case: (type, message)} of calls that are refused; each is followed by one that works."""
+    """{case: (type, message)} of calls that are refused; each is followed by one that works. Ranks that bring different
+    things are refused on the CPU alone, which the group reaches too."""
     world, told = dist.group.WORLD, {}
+
+    def ones(*shape):
+        return torch.ones(shape, device=here())
+
     calls = {**REGIONS, "gather_along_first_dim": d.gather_along_first_dim, "allreduce": d.allreduce}
     calls["reduce_scatter_along_first_dim"] = d.reduce_scatter_along_first_dim
     for name, call in calls.items():
@@ -81,20 +88,20 @@ def refusals(rank):
         told[name, "dtype"] = told_by(call, torch.ones(ROWS).to((torch.float32, torch.bfloat16)[rank]), world)
         told[name, "device"] = told_by(call, torch.ones(ROWS, device="meta"), world)
         told[name, "no tensor"] = told_by(call, [1.0], world)
-        told[name, "no group"] = told_by(call, torch.ones(ROWS), "world")
+        told[name, "no group"] = told_by(call, ones(ROWS), "world")
         if "scatter" in name:
-            told[name, "rows"] = told_by(call, torch.ones(3, WIDTH), world)
-        assert told_by(call, torch.ones(ROWS, WIDTH), world) is None, name
+            told[name, "rows"] = told_by(call, ones(3, WIDTH), world)
+        assert told_by(call, ones(ROWS, WIDTH), world) is None, name
     other = REGIONS[("gather", "reduce")[rank]]
     told["other functions", "mixed"] = told_by(other, torch.ones(ROWS, WIDTH), world)
     of_first, gone = dist.new_group([0]), dist.new_group([0, 1])
     dist.destroy_process_group(gone)
     for name, call in calls.items():
-        told[name, "destroyed"] = told_by(call, torch.ones(ROWS), gone)
+        told[name, "destroyed"] = told_by(call, ones(ROWS), gone)
         if rank == 1:
-            told[name, "not in it"] = told_by(call, torch.ones(ROWS), of_first)
+            told[name, "not in it"] = told_by(call, ones(ROWS), of_first)
         else:
-            x = torch.ones(ROWS, WIDTH)
+            x = ones(ROWS, WIDTH)
             alone = call(x, of_first)
             assert (alone[0] if isinstance(alone, tuple) else alone) is x
     return told
@@ -132,13 +139,16 @@ def symmetric(rank):
         sums[f"{kind} transposed"], _ = d.symmetric_all_reduce(x.t(), world, all_reduce_type=kind)
         sums[f"{kind} later"], work = d.symmetric_all_reduce(x, world, async_op=True, all_reduce_type=kind)
         work.wait()
+        for dtype in (torch.float32, torch.bfloat16):  # behind a small one: what the ranks share has to grow
+            many = of_rank(30 + rank, *MANY).to(dtype)
+            sums[f"{kind} of many, {dtype}"], _ = d.symmetric_all_reduce(many, world, all_reduce_type=kind)
     assert torch.equal(x, before)
     kind = {"all_reduce_type": "one_shot"}
-    empty, work = d.symmetric_all_reduce(torch.ones(0, WIDTH), world, True, **kind)
+    empty, work = d.symmetric_all_reduce(torch.ones(0, WIDTH, device=here()), world, True, **kind)
     assert work.wait() and work.is_completed()
     refused = {
         "multimem": told_by(d.symmetric_all_reduce, x, world),
-        "uneven": told_by(d.symmetric_all_reduce, x[rank:], world, **kind),
+        "uneven": told_by(d.symmetric_all_reduce, x[rank:].cpu(), world, **kind),
         "device": told_by(d.symmetric_all_reduce, torch.ones(2, device="meta"), world, **kind),
     }
     return {"sums": sums, "empty": empty, "refused": refused}

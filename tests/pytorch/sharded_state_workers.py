@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import here
 from region_workers import told_by
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,7 +58,7 @@ class Parts(torch.nn.Module):
 
 def build(ranks):
     """A rank's modules."""
-    n, options = ranks, {"device": "cpu"}
+    n, options = ranks, {"device": here()}
     divided = {"tp_size": n, **options}
     attention = te.MultiheadAttention(
         HIDDEN,
@@ -77,7 +78,7 @@ def build(ranks):
             "gated": te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", set_parallel_mode=True, **divided),
             "plain": te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **divided),
             "attention": attention,
-            "strided": marked(torch.nn.Linear(16 // n, 3, bias=False)),
+            "strided": marked(torch.nn.Linear(16 // n, 3, bias=False, **options)),
             "norm": te.RMSNorm(HIDDEN, **options),
             "tied": te.Linear(HIDDEN, 8, bias=False, parallel_mode="row", **divided),
         }
@@ -89,7 +90,10 @@ def build(ranks):
 def whole():
     """{name: values} of the module of one rank."""
     generator = torch.Generator().manual_seed(11)
-    found = {n: torch.randn(p.shape, generator=generator) for n, p in build(1).named_parameters(remove_duplicate=False)}
+    found = {
+        n: torch.randn(p.shape, generator=generator).to(here())
+        for n, p in build(1).named_parameters(remove_duplicate=False)
+    }
     return found | {"tied.weight": found["row.weight"]}
 
 
@@ -148,8 +152,8 @@ def round_trips(rank, folder):
     """What is wrong after checkpoints of 1, 2 and 4 ranks were loaded at each of them, on four processes."""
     wrong, meshes = [], {}
     for n in (1, 2, 4):
-        meshes[n] = init_device_mesh("cpu", (MOST // n, n), mesh_dim_names=("dp", "tp"))
-    meshes[4] = init_device_mesh("cpu", (4,))
+        meshes[n] = init_device_mesh(here().type, (MOST // n, n), mesh_dim_names=("dp", "tp"))
+    meshes[4] = init_device_mesh(here().type, (4,))
     for n, mesh in meshes.items():
         module = filled(rank % n, n)
         state = state_of(module, mesh)
@@ -185,7 +189,7 @@ def fsdp2(rank, mesh, folder):
         load(other, state)
         yield from wrong_parameters(other, rank % 2, 2, f"{saved} -> FSDP2")
     other = zeroed(build(4))
-    dcp.load(state_of(other, dist.device_mesh.init_device_mesh("cpu", (4,))), checkpoint_id=f"{folder}/fsdp2")
+    dcp.load(state_of(other, dist.device_mesh.init_device_mesh(here().type, (4,))), checkpoint_id=f"{folder}/fsdp2")
     yield from wrong_parameters(other, rank, 4, "FSDP2 -> 4")
 
 
@@ -193,17 +197,17 @@ def fp8(rank, mesh, folder):
     """_extra_state is written, and taken by load_tensor_parallel_state_dict."""
 
     def linear():
-        return te.Linear(16, 32, parallel_mode="column", tp_group=mesh["tp"].get_group(), device="cpu")
+        return te.Linear(16, 32, parallel_mode="column", tp_group=mesh["tp"].get_group(), device=here())
 
     module = linear()
     with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
-        module(torch.full((16, 16), 3.0)).sum().backward()
+        module(torch.full((16, 16), 3.0, device=here())).sum().backward()
     state = state_of(module, mesh)
     want = state["_extra_state"].clone()
     dcp.save(state, checkpoint_id=f"{folder}/fp8")
     other = linear()
     with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
-        other(torch.full((16, 16), 0.1)).sum().backward()
+        other(torch.full((16, 16), 0.1, device=here())).sum().backward()
     state = state_of(other, mesh)
     dcp.load(state, checkpoint_id=f"{folder}/fp8")
     load(other, state)
@@ -215,14 +219,14 @@ def refusals(meshes):
     told, mesh = {}, meshes[2]
     told["module"] = told_by(state_of, [1], mesh)
     told["mesh"] = told_by(state_of, torch.nn.Linear(2, 2), dist.group.WORLD)
-    others = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    others = init_device_mesh(here().type, (2, 2), mesh_dim_names=("a", "b"))
     told["dimensions"] = told_by(state_of, torch.nn.Linear(2, 2), others)
     told["size"] = told_by(state_of, build(2), meshes[4])
     told["no mesh"] = told_by(state_of, build(2), None)
-    unmarked = te.LayerNormMLP(8, 8, tp_size=2, device="cpu")
+    unmarked = te.LayerNormMLP(8, 8, tp_size=2, device=here())
     told["unmarked"] = told_by(state_of, unmarked, mesh)
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
-        quantized = te.Linear(16, 16, device="cpu")
+        quantized = te.Linear(16, 16, device=here())
     told["quantized"] = told_by(state_of, quantized, mesh)
     told["quantized, loaded"] = told_by(load, quantized, {})
     module = build(2)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from quantized_cases import FORMATS, current, parts_of
+from ranks import here
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,7 @@ class Layer(torch.nn.Module):
     def __init__(self, name, shape):
         super().__init__()
         values = torch.randn(*shape, generator=torch.Generator().manual_seed(3))
-        self.weight = torch.nn.Parameter(FORMATS[name]()(values))
+        self.weight = torch.nn.Parameter(FORMATS[name](device=here())(values.to(here())))
         self.seen = None
 
     def forward(self, x):
@@ -32,7 +33,7 @@ class Layer(torch.nn.Module):
 def batch(step, rank, shape):
     """Whole numbers, so that gradients and their sums are exact in any order."""
     seed = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(-2, 3, (4, shape[1]), generator=seed).float()
+    return torch.randint(-2, 3, (4, shape[1]), generator=seed).float().to(here())
 
 
 def step_of(module, optimizer, x):
@@ -47,11 +48,11 @@ def plain(t):
 
 def fsdp2(rank, folder):
     """{format: what the forwards saw, and the trained values}, the weight sharded; also through DCP."""
-    results, mesh = {}, init_device_mesh("cpu", (2,))
+    results, mesh = {}, init_device_mesh(here().type, (2,))
     for name, shape in FSDP_SHAPES.items():
         module = fully_shard(Layer(name, shape), mesh=mesh)
         local = module.weight.to_local()
-        assert type(local) is type(FORMATS[name]()(torch.ones(2, 40))), type(local)
+        assert type(local) is type(FORMATS[name](device=here())(torch.ones(2, 40, device=here()))), type(local)
         assert isinstance(module.weight, torch.nn.Parameter)
         optimizer = torch.optim.SGD(module.parameters(), RATE, foreach=rank == 0)
         seen = []
@@ -73,11 +74,11 @@ def fsdp2(rank, folder):
 
 def fsdp2_refusals(rank):
     """What the formats say whose blocks a shard would split."""
-    mesh, found = init_device_mesh("cpu", (2,)), {}
+    mesh, found = init_device_mesh(here().type, (2,)), {}
     for name, shape in (("block1d", (256, 48)), ("block2d", (130, 48)), ("hybrid", (256, 48))):
         module = fully_shard(Layer(name, shape), mesh=mesh)
         try:
-            module(torch.ones(2, 48))
+            module(torch.ones(2, 48, device=here()))
         except NotImplementedError as error:
             found[name] = str(error)
     return found
@@ -98,8 +99,8 @@ def ddp(rank):
 
 def reduced_amax(rank):
     """Current scaling of the halves of one tensor, their amax agreed on."""
-    x = torch.arange(-40.0, 40.0).view(2, 4, 10)[rank]
-    quantizer = current(with_amax_reduction=True, amax_reduction_group=dist.group.WORLD)
+    x = torch.arange(-40.0, 40.0, device=here()).view(2, 4, 10)[rank]
+    quantizer = current(device=here(), with_amax_reduction=True, amax_reduction_group=dist.group.WORLD)
     native = quantizer._native()
     through_engine = _C.quantize(native, x, True, False)
     return parts_of(quantizer(x)), native.kind, through_engine.rowwise

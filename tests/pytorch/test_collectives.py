@@ -1,4 +1,4 @@
-# gather_along_first_dim, reduce_scatter_along_first_dim and allreduce: two processes over gloo, and one process without
+# gather_along_first_dim, reduce_scatter_along_first_dim and allreduce: two processes, and one process without
 # any group. Mutant: gathering along the last dimension, or returning inp for a group of two, turns these red.
 import pytest
 import rank_workers

@@ -1,11 +1,11 @@
-# DDP and FSDP2 around every module family, on two processes over gloo: the bits of one process that sees both halves of
+# DDP and FSDP2 around every module family, on two processes: the bits of one process that sees both halves of
 # the data. Mutant: a parameter that a module copies instead of using it (noop_cat of a detached one) turns these red.
 import pytest
 import rank_workers
 import torch
 import torch.distributed.checkpoint as dcp
 from families import FAMILIES, loss_of
-from ranks import on_ranks
+from ranks import here, on_ranks
 from support import assert_same_bits
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
@@ -51,7 +51,7 @@ def test_it_trains_as_one_process_does(results, name, how):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_sharded_checkpoint_loads_into_a_whole_module(results, name):
     folder, trained = results
-    module = FAMILIES[name](device="cpu")
+    module = FAMILIES[name](device=here())
     state = module.state_dict()
     dcp.load(state, checkpoint_id=folder / name)
     module.load_state_dict(state)

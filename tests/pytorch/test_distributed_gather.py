@@ -1,4 +1,4 @@
-# gather_along_first_dim with a quantizer, or of quantized tensors, on two processes over gloo: byte-equal to the whole
+# gather_along_first_dim with a quantizer, or of quantized tensors, on two processes: byte-equal to the whole
 # tensor quantized, in every format and direction; what travels; what quantizers note; refusals. Mutants: an amax
 # that is not agreed on, columnwise data put behind each other, blocks that are gathered though they span two ranks,
 # scales that are not compared, turn these red.

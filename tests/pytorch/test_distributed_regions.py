@@ -1,4 +1,4 @@
-# The collectives that autograd knows: values and gradients on two processes over gloo, what they keep (nothing), and
+# The collectives that autograd knows: values and gradients on two processes, what they keep (nothing), and
 # what they refuse on every rank alike. Mutants: a backward that gathers where it has to sum, or sums where it has to
 # gather, a sum that is written into the gradient that came in, or ranks that are not compared, turn these red.
 import pytest

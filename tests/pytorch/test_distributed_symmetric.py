@@ -1,6 +1,6 @@
-# symmetric_all_reduce: on two processes over gloo, where it is torch.distributed's sum, and what it refuses by name.
-# The kernels over symmetric memory need CUDA devices that reach each other. Mutant: a sum that is written into its
-# input turns these red.
+# symmetric_all_reduce: on two processes, on the CPU, where it is torch.distributed's sum, or by the kernels over
+# symmetric memory on CUDA devices that reach each other; what it refuses by name. Mutants: a sum that is written into
+# its input, shared memory that does not grow, turn these red.
 import pytest
 import region_workers
 import torch
@@ -15,10 +15,12 @@ from transformer_engine.pytorch.distributed import symmetric_all_reduce
 def test_on_two_ranks():
     results = on_ranks(region_workers.symmetric)
     total = of_rank(0, 4, 3) + of_rank(1, 4, 3)
+    many = sum(of_rank(30 + rank, *region_workers.MANY) for rank in range(2))
     assert results[0]["refused"] == results[1]["refused"]
     for got in results:
         for name, result in got["sums"].items():
-            assert_same_bits(result, total.t() if "transposed" in name else total, name)
+            wanted = many.to(result.dtype) if "many" in name else total.t() if "transposed" in name else total
+            assert_same_bits(result, wanted, name)
         assert got["empty"].shape == (0, 3)
         for case, words in {
             "multimem": ("NotImplementedError", "'multimem_all_reduce'", "one_shot"),

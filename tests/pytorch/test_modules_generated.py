@@ -25,7 +25,7 @@ def test_a_program_over_modules(oracle, generated_seed):
 
 def test_two_ranks_keep_the_histories_of_one_process(request):
     seeds = range(request.config.getoption("generated", None) or 8)
-    ranks = on_ranks(module_rank_workers.programs, seeds)
+    ranks = on_ranks(module_rank_workers.programs, seeds, device="cpu")
     for seed in seeds:
         alone = module_rank_workers.run(seed, None)
         for rank in ranks:

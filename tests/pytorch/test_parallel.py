@@ -1,11 +1,11 @@
-# Tensor-parallel modules on gloo ranks against the same modules whole. Mutants: a wait left out, the partial sums
+# Tensor-parallel modules on several ranks against the same modules whole. Mutants: a wait left out, the partial sums
 # gathered, the bias added before the scatter, norm gradients summed by the module itself, turn these red.
 import parallel_stacks
 import parallel_workers as workers
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import backends, here, on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -23,8 +23,10 @@ def test_divided_is_whole_in_bfloat16(recipe):
         assert not wrong, "\n".join(wrong[:5])
 
 
-def test_what_fp8_gathers_is_the_whole_tensors():
-    for found in on_ranks(workers.fp8_bits):
+@pytest.mark.parametrize("exact", [True] if here().type == "cuda" else [False, True])
+def test_what_fp8_gathers_is_the_whole_tensors(exact):
+    """CUDA's products add up in another order for a part than for the whole: there of values whose sums are exact."""
+    for found in on_ranks(workers.fp8_bits, exact):
         for (recipe, rows, mode), (wrong, carried) in found.items():
             assert not wrong, (recipe, rows, mode, wrong)
             # Of blocks that lie across ranks, and for quantizers in Python, 16-bit values are gathered.
@@ -59,7 +61,9 @@ def test_another_group_is_the_one_that_is_used():
 
 def test_calibrating_sees_what_the_products_read():
     for whole, divided in on_ranks(workers.calibrated):
-        assert torch.equal(whole, divided), (whole, divided)
+        # An activation's amax is of a product; on CUDA that of a part may be added up in another order.
+        close = {"rtol": 0, "atol": 0} if here().type == "cpu" else {"rtol": 32 * 2.0**-24, "atol": 0}
+        torch.testing.assert_close(whole, divided, **close)
 
 
 def test_compiled_is_eager_and_keeps_the_shard():
@@ -141,17 +145,17 @@ def test_functions_are_the_modules():
 
 def test_opcheck(tmp_path):
     """On one rank: what the operators say of themselves."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    store, on = dist.FileStore(str(tmp_path / "store"), 1), {"device": here()}
+    dist.init_process_group(backends(here()), store=store, rank=0, world_size=1)
     try:
         ops, opcheck, group = torch.ops.te, torch.library.opcheck, dist.group.WORLD.group_name
-        x, dy = torch.randn(4, 3), torch.randn(4, 5)
+        x, dy = torch.randn(4, 3, **on), torch.randn(4, 5, **on)
         opcheck(ops.group_gather.default, (x, group, 1))
         opcheck(ops.group_gather_again.default, (x, dy, group, 1))
         opcheck(ops.group_exchange.default, (x, group, 1))
         opcheck(ops.group_sum.default, (x, group, 1))
         x, weight, wide, gamma, bias = (
-            torch.randn(*sizes, requires_grad=True) for sizes in ((4, 16), (16, 16), (32, 16), (16,), (16,))
+            torch.randn(*sizes, requires_grad=True, **on) for sizes in ((4, 16), (16, 16), (32, 16), (16,), (16,))
         )
         norm = (1e-5, True, False)
         for mode in (1, 2):

@@ -36,7 +36,7 @@ def master(*shape, seed=0, device="cpu"):
 @pytest.fixture(scope="module")
 def of_ranks():
     """What each of four ranks found in the groups of the first one to four of them."""
-    return on_ranks(shard_workers.in_groups, BOUNDS, STEPS, ranks=max(BOUNDS))
+    return on_ranks(shard_workers.in_groups, BOUNDS, STEPS, ranks=max(BOUNDS), device="cpu")
 
 
 @pytest.mark.parametrize("ranks", BOUNDS)

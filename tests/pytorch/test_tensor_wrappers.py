@@ -13,7 +13,7 @@ from quantized_cases import (
     current,
     parts_of,
 )
-from ranks import on_ranks
+from ranks import here, on_ranks
 from support import assert_same_bits, randn
 from tensor_workers import FSDP_SHAPES, RATE, STEPS, Layer, batch
 
@@ -222,7 +222,7 @@ def test_ddp_trains_as_one_process_does(ranks, name):
 
 @pytest.mark.dist
 def test_ranks_agree_on_an_amax(ranks):
-    wanted = parts_of(current()(torch.arange(-40.0, 40.0).view(8, 10)))
+    wanted = parts_of(current(device=here())(torch.arange(-40.0, 40.0, device=here()).view(8, 10)))
     for rank, results in enumerate(ranks):
         parts, kind, engine = results["amax"]
         rows = slice(4 * rank, 4 * rank + 4)
