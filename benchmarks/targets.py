@@ -158,6 +158,13 @@ def _memory_and_links():
     yield from _targets("O", "offload_graphed_peak", "bf16", "layer", "keeps", {"x predicted": 1 / 1.05})
     for op in ("offload_pack", "offload_unpack"):
         yield from _targets("O", op, "bf16", "layer", "forward", {"GB/s": 3800})
+    for shape in ("8192x14336x4096", "8192x28672x8192"):
+        yield from _targets("M", "parallel_pair", "bf16", shape, "forward+backward", {f"x {EAGER}": 1.0}, "h200x2")
+        yield from _targets("M", "parallel_pair", "bf16", shape, "keeps", {f"x {EAGER}": 1.0}, "h200x2")
+    yield from _targets("M", "parallel_peak", "bf16", "8192x14336x4096", "keeps", {f"x {EAGER}": 1.0}, "h200x2")
+    yield from _targets(
+        "M", "parallel_keeping", "bf16", "64x8192x4096x4096", "keeps", {"x predicted": 1 / 1.05}, "h200x2"
+    )
     for op, shape, milliseconds in (
         ("gather_linear", "8192x57344x8192", 1.28),
         ("gather_linear", "8192x10240x8192", 0.41),
