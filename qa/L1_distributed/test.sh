@@ -6,5 +6,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONSAFEPATH=1 OMP_NUM_THREADS=1
 if [ -z "${TE_PYTHON:-}" ]; then . .venv/te-env.sh; fi
-export PYTHONPATH="${TE_PACKAGE:-${PYTHONPATH:-}}"
+if [ -n "${TE_PACKAGE:-}" ]; then export PYTHONPATH=$TE_PACKAGE; fi
 "${TE_PYTHON:-python}" -m pytest -q -m dist "$@"

@@ -291,7 +291,7 @@ def saved_by_layers(rank):
     """(layers, recomputed) -> bytes that a stack of columns and rows keeps beside its parameters, each storage once."""
     found = {}
     for layers, recompute in itertools.product((2, 16), (True, False)):
-        shared = {"tp_group": dist.group.WORLD, "sequence_parallel": True, "device": "cpu"}
+        shared = {"tp_group": dist.group.WORLD, "sequence_parallel": True, "device": here()}
         column = {"parallel_mode": "column", "tp_recompute_allgather": recompute, **shared}
         kinds = [
             (te.LayerNormLinear, HIDDEN, WIDE, column),

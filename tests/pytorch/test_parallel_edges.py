@@ -11,7 +11,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def found():
     """Of every worker, what each of two ranks brings."""
-    ranks = on_ranks(workers.everything)
+    ranks = on_ranks(workers.everything, device="cpu")
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
