@@ -45,6 +45,10 @@ def _main(rank, ranks, folder, worker, args, device):
         dist.init_process_group(backends(device), store=store, rank=rank, world_size=ranks, timeout=wait)
         torch.manual_seed(1234)
         torch.save(worker(rank, *args), Path(folder) / f"result{rank}")
+        if device == "cuda":
+            torch.cuda.synchronize()
+            dist.all_reduce(torch.zeros(1))  # over gloo: nobody goes while another one's device reads its memory
+            os._exit(0)  # NCCL's communicators are not destroyed before each graph that uses them is
         dist.barrier()
     except BaseException:  # before the others hear of it
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
