@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from parallel_cases import collectives
 from parallel_workers import own_quantizer
+from torch.distributed.device_mesh import init_device_mesh
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -56,7 +57,37 @@ def disagreeing(rank):
             call(other)
 
     found.append(("backward", said(backward), call(other).shape == (256, 16)))
+    x = torch.randn(128, 32)
+    norm = te.LayerNorm(32, sequence_parallel=True, device="cpu")
+    norm(x).sum().backward()
+    for function in (
+        te.distributed.gather_from_sequence_parallel_region,
+        te.distributed.allreduce_sequence_parallel_grads,
+    ):
+        argument = norm if function is te.distributed.allreduce_sequence_parallel_grads else x
+        words = said(lambda function=function, argument=argument: call(other) if rank else function(argument))
+        found.append((function.__name__, words, call(other).shape == (256, 16)))
     return found
+
+
+def devices_and_groups(rank):
+    """What of a group a module goes by, and what it says of one that cannot serve it."""
+    world, meta = dist.group.WORLD, column(device="meta")
+    alone = [dist.new_group([member]) for member in range(dist.get_world_size())]
+    norm = te.LayerNormMLP(
+        32, 64, set_parallel_mode=True, tp_group=world, device="cpu", return_layernorm_output=True,
+        return_layernorm_output_gathered=True,
+    )  # fmt: skip
+    gone = dist.new_group([0, 1])
+    dist.destroy_process_group(gone)
+    return {
+        "sizes": [column(tp_size=size).tp_size for size in (1, 2, 4)],
+        "whole": norm(torch.randn(4, 32))[1].shape == (4, 32),
+        "meta": said(lambda: meta(torch.randn(4, 32, device="meta"))),
+        "not in it": said(lambda: column(tp_group=alone[1 - rank])),
+        "no group": said(lambda: column(tp_group=init_device_mesh("cpu", (2,)))),
+        "destroyed": said(lambda: column(tp_group=gone)),
+    }
 
 
 def mlp(**options):
@@ -206,5 +237,6 @@ def everything(rank):
             gathers_of_checkpoints,
             explained,
             dropped_paths,
+            devices_and_groups,
         )
     }

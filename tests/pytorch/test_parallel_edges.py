@@ -1,5 +1,6 @@
 # Edges of tensor parallelism on gloo ranks. Mutants: the largest amax asked for without the question whether the ranks
-# agree, or a backward's gather that counts as a forward's, end or hang the ranks here.
+# agree, or a backward's gather that counts as a forward's, end or hang the ranks here; so do functions
+# and modules that ask in words of different lengths.
 import parallel_edge_workers as workers
 import pytest
 import torch
@@ -16,7 +17,7 @@ def found():
 
 
 def test_ranks_that_disagree_hear_of_it(found):
-    one, other = found["disagreeing"]
+    (*one, gather, grads), (*other, its_gather, its_grads) = found["disagreeing"]
     assert one == other
     for what, words, works in one:
         assert words.startswith("ValueError: the ranks of the process group") and works, (what, words)
@@ -25,6 +26,22 @@ def test_ranks_that_disagree_hear_of_it(found):
         "rank 0 brings Float [128, 32] to group_gather_again, rank 1 brings Float [128, 32] to group_gather;"
         in backward
     )
+    for function, module in ((gather, its_gather), (grads, its_grads)):  # in the words of where each of them is
+        assert function[1].startswith(f"ValueError: {function[0]}: ") and function[2] and module[2], function
+        assert f" to {function[0]}, rank 1 brings Float [128, 32] to group_gather;" in module[1]
+
+
+def test_a_module_goes_by_its_group(found):
+    for rank in found["devices_and_groups"]:
+        assert rank["sizes"] == [2, 2, 2] and rank["whole"]
+        assert rank["meta"].startswith("ValueError: Linear: argument 'inp' is on meta, but the tensor-parallel group")
+        assert rank["not in it"].startswith(
+            "ValueError: Linear: argument 'tp_group' is a group that this process is not"
+        )
+        assert rank["no group"].startswith("TypeError: Linear: argument 'tp_group' is a DeviceMesh, wanted")
+        assert rank["destroyed"].startswith(
+            "RuntimeError: Linear: argument 'tp_group' is a process group that has been"
+        )
 
 
 @pytest.mark.parametrize("worker", ["no_tokens", "called_sinks"])

@@ -4,9 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <sstream>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "agreement.h"
 
 namespace te_torch {
 
@@ -31,47 +31,6 @@ Options at_once() {
 // Work that is queued behind everything on the current stream, and that stream behind it.
 void finish(const c10::intrusive_ptr<c10d::Work>& work) {
   if (work) work->wait();
-}
-
-// What a rank brings to a collective, as numbers: which one, dtype, dimensions, the first sizes, how many elements.
-constexpr size_t kSizes = 6, kNumbers = kSizes + 4;
-
-std::vector<int64_t> numbers_of(const Tensor& t, int64_t collective) {
-  std::vector<int64_t> numbers{collective, int64_t(t.scalar_type()), t.dim()};
-  for (size_t d = 0; d < kSizes; ++d) numbers.push_back(d < size_t(t.dim()) ? t.size(int64_t(d)) : 0);
-  numbers.push_back(t.numel());
-  return numbers;
-}
-
-constexpr const char* kCollectives[] = {"group_gather", "group_gather_again", "group_exchange", "group_sum",
-                                        "group_amax"};
-enum Collective : int64_t { kGather, kGatherAgain, kExchange, kSum, kAmax };
-
-// On the CPU, where a rank that brings something else ends the other processes: every rank says what it brings first,
-// and all raise where it differs.
-void check_agreement(c10d::ProcessGroup& group, const Tensor& t, Collective collective) {
-  if (!t.is_cpu()) return;
-  const auto mine = numbers_of(t, collective);
-  Tensor own = at::empty({1, int64_t(kNumbers)}, at::kLong),
-         all = at::empty({group.getSize(), int64_t(kNumbers)}, at::kLong);
-  std::copy(mine.begin(), mine.end(), own.data_ptr<int64_t>());
-  finish(group._allgather_base(all, own, at_once<c10d::AllgatherOptions>()));
-  const int64_t* const first = all.data_ptr<int64_t>();
-  bool equal = true;
-  for (int64_t rank = 1; rank < group.getSize(); ++rank) {
-    equal = equal && std::equal(first, first + kNumbers, first + rank * int64_t(kNumbers));
-  }
-  if (equal) return;
-  std::ostringstream words;
-  for (int64_t rank = 0; rank < group.getSize(); ++rank) {
-    const int64_t* const said = first + rank * int64_t(kNumbers);
-    const auto sizes = at::IntArrayRef(said + 3, size_t(std::min(said[2], int64_t(kSizes))));
-    words << (rank > 0 ? ", " : "") << "rank " << rank << " brings " << at::ScalarType(said[1]) << " " << sizes
-          << " to " << kCollectives[said[0]];
-  }
-  TORCH_CHECK_VALUE(false, "the ranks of the process group '", group.getGroupName(),
-                    "' call different things: ", words.str(),
-                    "; wanted the same layer on each, with equally many tokens.");
 }
 
 thread_local const char* why_values = nullptr;
@@ -113,12 +72,12 @@ Tensor group_exchange_meta(const Tensor& t, std::string_view, int64_t ranks) {
 
 Tensor group_sum_meta(const Tensor& t, std::string_view, int64_t) { return t.new_empty_symint(t.sym_sizes()); }
 
-Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, Collective collective) {
-  check_tensor(t, ranks, kCollectives[collective]);
+Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char* op) {
+  check_tensor(t, ranks, op);
   const auto group = group_named(name, ranks);
   Tensor in = t.contiguous(), out = at::empty_symint(with_first(t, t.sym_size(0) * ranks), t.options());
   note();
-  check_agreement(*group, in, collective);
+  check_agreement(*group, in, op);
   if (out.numel() > 0) finish(group->_allgather_base(out, in, at_once<c10d::AllgatherOptions>()));
   return out;
 }
@@ -127,7 +86,7 @@ c10::intrusive_ptr<c10d::Work> begin_sum(const Tensor& t, std::string_view name,
                                          const c10d::AllreduceOptions& options) {
   const auto group = group_named(name, ranks);
   note();
-  check_agreement(*group, t, kSum);
+  check_agreement(*group, t, "group_sum");
   std::vector<Tensor> tensors{t};
   return t.numel() > 0 ? group->allreduce(tensors, options) : nullptr;
 }
@@ -151,10 +110,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_
   return group;
 }
 
-Tensor group_gather(const Tensor& t, std::string_view group, int64_t ranks) { return gather(t, group, ranks, kGather); }
+Tensor group_gather(const Tensor& t, std::string_view group, int64_t ranks) {
+  return gather(t, group, ranks, "group_gather");
+}
 
 Tensor group_gather_again(const Tensor& t, const Tensor&, std::string_view group, int64_t ranks) {
-  return gather(t, group, ranks, kGatherAgain);
+  return gather(t, group, ranks, "group_gather_again");
 }
 
 Tensor group_exchange(const Tensor& t, std::string_view name, int64_t ranks) {
@@ -162,7 +123,7 @@ Tensor group_exchange(const Tensor& t, std::string_view name, int64_t ranks) {
   const auto group = group_named(name, ranks);
   Tensor in = t.contiguous(), out = at::empty_like(in);
   note();
-  check_agreement(*group, in, kExchange);
+  check_agreement(*group, in, "group_exchange");
   std::vector<int64_t> whole;  // empty: equal parts
   if (out.numel() > 0) finish(group->alltoall_base(out, in, whole, whole, at_once<c10d::AllToAllOptions>()));
   auto shape = out.sizes().vec();
@@ -184,7 +145,7 @@ Tensor group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
 void group_amax(const Tensor& amax, const Tensor& x, std::string_view name, int64_t ranks) {
   const auto group = group_named(name, ranks);
   note();
-  check_agreement(*group, x, kAmax);
+  check_agreement(*group, x, "group_amax");
   std::vector<Tensor> tensors{amax};
   auto largest = at_once<c10d::AllreduceOptions>();
   largest.reduceOp = c10d::ReduceOp::MAX;

@@ -11,6 +11,7 @@
 namespace te_torch {
 void register_activation(pybind11::module_& m);
 void register_activation_quantized(pybind11::module_& m);
+void register_agreement(pybind11::module_& m);
 void register_backward_watch(pybind11::module_& m);
 void register_comm(pybind11::module_& m);
 void register_exchange_group(pybind11::module_& m);
@@ -40,6 +41,7 @@ void register_accumulators(pybind11::module_& m);
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_activation(m);
   te_torch::register_activation_quantized(m);
+  te_torch::register_agreement(m);
   te_torch::register_backward_watch(m);
   te_torch::register_comm(m);
   te_torch::register_exchange_group(m);

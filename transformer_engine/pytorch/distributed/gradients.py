@@ -3,7 +3,6 @@ without a framework that does it. Nothing is divided, clipped or overlapped here
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -92,9 +91,9 @@ def _gradient(name: str, parameter: torch.Tensor) -> _Gradient:
 def _check_agreement(gradients: list[_Gradient], group: object | None) -> None:
     told = [len(gradients), sum(g.like.numel() for g in gradients)]
     described = "".join(f"{g.name}{tuple(g.like.shape)}{g.dtype}{g.like.device.type}" for g in gradients)
-    every = every_rank_says(_OP, [*told, zlib.crc32(described.encode())], group)
-    if any(numbers != every[0] for numbers in every):
-        counts = "; ".join(f"rank {rank} {n[1]} of {n[2]} elements" for rank, n in enumerate(every))
+    every = every_rank_says(_OP, described, torch.float32, told, group)
+    if any(said != every[0] for said in every):
+        counts = "; ".join(f"rank {rank} {' of '.join(map(str, s.sizes))} elements" for rank, s in enumerate(every))
         raise ValueError(
             f"{_OP}: argument 'module' has other parameters marked sequence_parallel on other ranks of the group: "
             f"{counts}; wanted the same names, shapes and dtypes, frozen or not, on each of them."

@@ -2,15 +2,14 @@
 the CPU that every rank brings the same. Nothing is sent here but that question."""
 
 import zlib
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
-
-_DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
-_NUMBERS = 14  # that ranks compare: a dtype, a count of dimensions, and more sizes than a tensor of ours has
 
 
 def ranks_of(op: str, argument: str, group: object | None) -> int:
@@ -64,14 +63,21 @@ def _backends(group: object | None) -> dict[str, str]:
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
 
 
-def every_rank_says(op: str, numbers: list[int], group: object | None) -> list[list[int]]:
-    """What each rank of the group gives here, [the function, *numbers]; nothing where the group has no gloo to ask."""
+class Said(NamedTuple):
+    """What one rank said: csrc/agreement.h."""
+
+    op: str
+    how: int
+    dtype: torch.dtype
+    sizes: list[int]
+
+
+def every_rank_says(op: str, how: str, dtype: torch.dtype, sizes: list[int], group: object | None) -> list[Said]:
+    """What each rank of the group gives here; nothing where the group has no gloo to ask."""
     if _backends(group).get("cpu") != "gloo":
         return []
-    own = torch.tensor([zlib.crc32(op.encode()), *numbers] + [0] * (_NUMBERS - len(numbers)))
-    every = own.new_empty(dist.get_world_size(group) * len(own))
-    dist.all_gather_into_tensor(every, own, group=group)
-    return every.view(-1, len(own)).tolist()
+    name = (dist.group.WORLD if group is None else group).group_name
+    return [Said(*told) for told in _C.every_rank_says(name, op, zlib.crc32(how.encode()), dtype, sizes)]
 
 
 def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str = "") -> None:
@@ -81,14 +87,15 @@ def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str =
     collective there."""
     if inp.device.type != "cpu" or torch.compiler.is_compiling():  # traced, there is nothing to ask yet
         return
-    shape = list(inp.shape)[: _NUMBERS - 2]
-    every = every_rank_says(op + how, [_DTYPES.index(str(inp.dtype)), len(inp.shape), *shape], group)
-    if all(numbers == every[0] for numbers in every):
+    every = every_rank_says(op, how, inp.dtype, list(inp.shape), group)
+    if all(said == every[0] for said in every):
         return
-    told = "; ".join(f"rank {rank} {_DTYPES[n[1]]} {n[3 : 3 + n[2]]}" for rank, n in enumerate(every))
-    if len({numbers[0] for numbers in every}) > 1:
-        what = "in different functions" + (", or quantize differently" if how else "")
-        raise ValueError(f"{op}: the ranks of the group are {what}; their tensors: {told}.")
+    told = "; ".join(f"rank {rank} {said.dtype} {said.sizes}" for rank, said in enumerate(every))
+    if len({said.op for said in every}) > 1:
+        told = "; ".join(f"rank {rank} {said.op} {said.dtype} {said.sizes}" for rank, said in enumerate(every))
+        raise ValueError(f"{op}: the ranks of the group are in different functions; their tensors: {told}.")
+    if len({said.how for said in every}) > 1:
+        raise ValueError(f"{op}: the ranks of the group quantize differently; their tensors: {told}.")
     raise ValueError(
         f"{op}: argument 'inp' differs between the ranks of the group: {told}; wanted the same shape and dtype on each "
         "of them. Pad it to equal sizes."

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.groups import ranks_of
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.distributed.regions import gather_from_sequence_parallel_region
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
@@ -20,14 +21,7 @@ _ARRIVED = 2  # beside a recompute of 0 and 1: csrc/layer/exchange_group.h
 def group_size(op: str, tp_group: object | None, tp_size: object) -> int:
     """The ranks that a module is divided over: a group's size wins over `tp_size`."""
     check_size(op, "tp_size", tp_size, 1)
-    if tp_group is None:
-        return int(tp_size)
-    if not isinstance(tp_group, dist.ProcessGroup):
-        raise TypeError(
-            f"{op}: argument 'tp_group' is {tp_group!r}, wanted a torch.distributed.ProcessGroup that this rank is in, "
-            "or None."
-        )
-    return tp_group.size()
+    return int(tp_size) if tp_group is None else ranks_of(op, "tp_group", tp_group)
 
 
 def check_ranks(op: str, tp_group: object | None, ranks: int) -> None:

@@ -1,0 +1,78 @@
+// See agreement.h. The answers travel as numbers, in one gather.
+#include "agreement.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+namespace te_torch {
+
+namespace {
+
+constexpr size_t kName = 6, kSizes = 12;
+enum Place : size_t { kOp = 0, kHow = kName, kDtype, kDim, kFirstSize, kNumbers = kFirstSize + kSizes };
+
+void write(const Said& said, int64_t* numbers) {
+  std::fill_n(numbers, size_t(kNumbers), 0);
+  std::memcpy(numbers + kOp, said.op.data(), std::min(said.op.size(), kName * sizeof(int64_t)));
+  numbers[kHow] = said.how;
+  numbers[kDtype] = int64_t(said.dtype);
+  numbers[kDim] = int64_t(std::min(said.sizes.size(), kSizes));
+  std::copy_n(said.sizes.begin(), numbers[kDim], numbers + kFirstSize);
+}
+
+Said read(const int64_t* numbers) {
+  char name[kName * sizeof(int64_t) + 1] = {};
+  std::memcpy(name, numbers + kOp, sizeof(name) - 1);
+  const int64_t* const sizes = numbers + kFirstSize;
+  return {name, numbers[kHow], at::ScalarType(numbers[kDtype]), {sizes, sizes + numbers[kDim]}};
+}
+
+}  // namespace
+
+std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine) {
+  Tensor own = at::empty({1, int64_t(kNumbers)}, at::kLong),
+         all = at::empty({group.getSize(), int64_t(kNumbers)}, at::kLong);
+  write(mine, own.data_ptr<int64_t>());
+  const auto work = group._allgather_base(all, own);
+  if (work) work->wait();
+  std::vector<Said> every;
+  const int64_t* const numbers = all.data_ptr<int64_t>();
+  for (int64_t rank = 0; rank < group.getSize(); ++rank) every.push_back(read(numbers + rank * int64_t(kNumbers)));
+  return every;
+}
+
+void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op) {
+  if (!t.is_cpu()) return;
+  const std::vector<Said> every = every_rank_says(group, {op, 0, t.scalar_type(), t.sizes().vec()});
+  if (std::all_of(every.begin(), every.end(), [&](const Said& said) { return said == every[0]; })) return;
+  std::ostringstream words;
+  for (size_t rank = 0; rank < every.size(); ++rank) {
+    const Said& said = every[rank];
+    words << (rank > 0 ? ", " : "") << "rank " << rank << " brings " << said.dtype << " " << at::IntArrayRef(said.sizes)
+          << " to " << said.op;
+  }
+  TORCH_CHECK_VALUE(false, "the ranks of the process group '", group.getGroupName(),
+                    "' call different things: ", words.str(),
+                    "; wanted the same layer on each, with equally many tokens.");
+}
+
+void register_agreement(pybind11::module_& m) {
+  m.def("every_rank_says",
+        torch::wrap_pybind_function_no_gil([](const std::string& group, const std::string& op, int64_t how,
+                                              at::ScalarType dtype, const std::vector<int64_t>& sizes) {
+          const auto every = every_rank_says(*c10d::resolve_process_group(group), {op, how, dtype, sizes});
+          std::vector<std::tuple<std::string, int64_t, at::ScalarType, std::vector<int64_t>>> told;
+          for (const Said& said : every) {
+            told.emplace_back(said.op, said.how, said.dtype, said.sizes);
+          }
+          return told;
+        }));
+}
+
+}  // namespace te_torch

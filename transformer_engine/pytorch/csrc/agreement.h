@@ -1,0 +1,30 @@
+// What the ranks of a group say before they send: on the CPU a rank that brings something else to a collective ends the
+// other processes, or hangs them. All questions have one form, so that ranks in different places understand each other.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "common.h"
+
+namespace te_torch {
+
+// What a rank is about to do: in which operation, how (a hash of what else has to be equal), with what.
+struct Said {
+  std::string op;  // at most 48 characters of it travel
+  int64_t how = 0;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;  // at most 12
+
+  bool operator==(const Said& other) const {
+    return op == other.op && how == other.how && dtype == other.dtype && sizes == other.sizes;
+  }
+};
+
+// In the order of the ranks. Waits for all of them.
+std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine);
+
+// Raises the same ValueError on every rank where they bring different tensors, or are in different operations. On other
+// devices than the CPU nothing is asked: that takes longer than many a collective there.
+void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op);
+
+}  // namespace te_torch
