@@ -66,10 +66,12 @@ typedef enum te_stash_flag {
   TE_STASH_OVER_CAPACITY = 2, /* a count above `most` */
   TE_STASH_NEGATIVE = 4,      /* a count below 0 */
   TE_STASH_ORDER = 8,         /* bump: a group came back that was not the last one */
-  TE_STASH_EMPTY = 16,        /* a load of an entry that holds nothing, or a store into one that holds something */
+  TE_STASH_EMPTY = 16,        /* a load of an entry that holds nothing, or not these sizes: every byte of `most` units
+                               * becomes 0xFF. Or a store into one that holds something, which is not done: what it
+                               * holds stays */
   TE_STASH_CHANGED = 32,      /* debug: the bytes of a group are not those that were stored */
   TE_STASH_CANARY = 64,       /* debug: somebody wrote between two pages */
-  TE_STASH_LEAKED = 128       /* debug, at reset: pages were still taken */
+  TE_STASH_LEAKED = 128       /* debug, at reset: pages were still taken. A flag of the step that starts */
 } te_stash_flag;
 
 typedef enum te_stash_state {
@@ -113,6 +115,7 @@ typedef struct te_stash_entry {
   int64_t counts[TE_STASH_MOST_MEMBERS];
   uint64_t checksum; /* debug */
   uint32_t words[4]; /* the kernels': 0 between calls */
+  /* Behind it are the room's own words, up to byte 256; the map of int32 ids begins there. */
 } te_stash_entry;
 
 /* The head of control. Since the last reset, but for `step`. */
@@ -120,20 +123,21 @@ typedef struct te_stash_report {
   float gate;     /* 1: something is flagged */
   uint32_t flags; /* te_stash_flag bits */
   int64_t step;   /* resets so far */
-  int64_t flagged_entry; /* number of the first group that was flagged, -1 */
+  int64_t flagged_entry; /* number of the first group that was flagged; -1: none, or no group was at fault */
   int64_t groups;        /* stored, lost ones included */
   int64_t lost_groups;
-  int64_t live_bytes;    /* of all stores */
-  int64_t stream_bytes;  /* with padding: what lies in pages */
-  int64_t taken_bytes;   /* whole pages; taken - live is waste */
+  int64_t live_bytes;    /* of all groups that found room */
+  int64_t stream_bytes;  /* of these, with padding: what lies in pages */
+  int64_t taken_bytes;   /* of these, whole pages; taken - live is waste */
   int64_t spilled_bytes; /* of the stream, into host pages */
   int64_t evicted_pages;
-  int64_t device_in_use, device_peak; /* pages */
+  int64_t device_in_use, device_peak; /* pages. Now; and at most, as the order of calls has it */
   int64_t host_in_use, host_peak;
   int64_t demand; /* most pages wanted at once, lost groups counted until they are loaded */
 } te_stash_report;
 
-/* Sizes of what the caller brings, for options whose pointers are not looked at. 0: bad options. */
+/* Sizes of what the caller brings, for options whose pointers are not looked at. Bad options: 0 (a pool without device
+ * pages has 0 bytes of pages, but never of control). */
 TE_API size_t te_stash_pages_bytes(te_stash_options options);
 TE_API size_t te_stash_control_bytes(te_stash_options options);
 /* Memory of one entry whose group may want that many pages; the caller fills it with 0 before the first store. */
@@ -146,8 +150,9 @@ TE_API te_status te_stash_pool_create(te_stash_options options, te_stream stream
 /* Gives the host pages back; the device must be done with them. */
 TE_API te_status te_stash_pool_destroy(te_stash_pool* pool);
 
-/* The next step starts: every page is free and in the first order, flags, gate and statistics are cleared, entries that
- * hold something are the caller's to forget (fill with 0). Behind every other call on the pool. */
+/* The next step starts: every page is free and in the first order, flags, gate and statistics are cleared, and what an
+ * entry holds is forgotten: loading it is loading nothing, storing into it is allowed (te_stash_read_entry still shows
+ * what was). Behind every other call on the pool. */
 TE_API te_status te_stash_reset(te_stash_pool* pool, te_stream stream);
 
 /* entry: te_stash_entry_bytes(most pages of the members) of the pool's device, which holds nothing now. number: names
@@ -164,8 +169,8 @@ TE_API te_status te_stash_drop(te_stash_pool* pool, void* entry, te_stream strea
  * those do not suffice, none. An entry that holds nothing is let be. */
 TE_API te_status te_stash_evict(te_stash_pool* pool, void* entry, int64_t low_water, te_stream stream);
 
-/* Whether the next load has to run behind every store so far: always but for RING; there behind an evict, and once in
- * 128 loads. Asked before each load. */
+/* Whether the next load or drop has to run behind every store so far: always but for RING; there behind an evict, and
+ * once in 128 loads, drops and evicts, the first one of a step included. Asked before each load and each drop. */
 TE_API int32_t te_stash_load_waits(const te_stash_pool* pool);
 
 /* Enqueues a copy of the report into host memory (pinned, on CUDA: a kernel writes it there; on 128 bytes): step is

@@ -1,0 +1,1 @@
+// stash, CUDA path: comes with the next change.

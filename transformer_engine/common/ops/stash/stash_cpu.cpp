@@ -1,0 +1,151 @@
+// stash, CPU path (the specification): calls are done when they return, tile by tile, with the decisions of
+// stash_pages.h.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "core/parallel_for.h"
+#include "ops/stash/stash.h"
+#include "ops/stash/stash_debug.h"
+
+namespace te::stash::cpu {
+
+namespace {
+
+constexpr int64_t kBatch = 16;  // tiles that a thread takes at once
+
+Tiles tiles_of(const Pool& pool, const Table& table, const Layout& layout, int64_t device_pages) {
+  Tiles tiles;
+  for (int m = 0; m < table.count; ++m) cut_member(table, layout, pool.grid, device_pages, m, tiles);
+  sum_tiles(table.count, tiles);
+  return tiles;
+}
+
+// each(tile) for all tiles of the group
+template <class Each>
+void for_tiles(const Pool& pool, const Table& table, const Layout& layout, int64_t device_pages, Each&& each) {
+  const Tiles tiles = tiles_of(pool, table, layout, device_pages);
+  for (int tier = 0; tier < 2; ++tier) {
+    const int64_t all = tiles.before[tier][table.count];
+    parallel_for(ceil_div(all, kBatch), [&](int64_t block) {
+      for (int64_t i = block * kBatch; i < least(all, (block + 1) * kBatch); ++i) {
+        each(tile_at(table, layout, pool.grid, tiles, tier, i));
+      }
+    });
+  }
+}
+
+unsigned char* member_at(const Table& table, const Tile& tile) {
+  return static_cast<unsigned char*>(table.members[tile.member].data) + tile.in_member;
+}
+
+void fill(void* data, int value, int64_t bytes) {
+  if (bytes != 0) std::memset(data, value, size_t(bytes));
+}
+
+// All tiles are added up, wherever their bytes are read.
+template <class At>
+uint64_t checksum(const Pool& pool, const Table& table, const Layout& layout, At&& at) {
+  const Tiles tiles = tiles_of(pool, table, layout, INT32_MAX);
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < tiles.before[0][table.count]; ++i) {
+    const Tile tile = tile_at(table, layout, pool.grid, tiles, 0, i);
+    sum += sum_of(at(tile), tile.bytes, layout.starts[tile.member] + tile.in_member, 0, 1);
+  }
+  return sum;
+}
+
+void check_pages(const Pool& pool, const Table& table, const Layout& layout, const Entry& entry) {
+  const auto in_page = [&](const Tile& tile) { return page_of(pool, entry, tile.page) + tile.in_page; };
+  uint32_t flags = canaries_hold(pool, entry, 0, 1) ? 0 : TE_STASH_CANARY;
+  if (checksum(pool, table, layout, in_page) != entry.head.checksum) flags |= TE_STASH_CHANGED;
+  raise(pool.control->report, flags, entry.head.number);
+}
+
+void poison(const Pool& pool, const Entry& entry, int64_t first, int64_t count) {
+  if (pool.debug == 0) return;
+  for (int64_t i = first; i < first + count; ++i) fill(page_of(pool, entry, i), 0xff, pool.grid.page_bytes);
+}
+
+void give_back(const Pool& pool, const Give& give, Entry& entry, int64_t load) {
+  const int64_t device = entry.head.pages - entry.head.host_pages;
+  poison(pool, entry, 0, give.device_pages);
+  poison(pool, entry, device, give.host_pages);
+  write_ids(pool, give, entry, 0, 1);
+  finish_give(pool, give, load);
+}
+
+}  // namespace
+
+void start_step(const Pool& pool, bool first) {
+  first_ids(pool, 0, 1);
+  stash::start_step(pool, first);
+  if (pool.debug != 0 && mend_canaries(pool, first, 0, 1)) raise(pool.control->report, TE_STASH_CANARY, -1);
+}
+
+void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, int64_t loads) {
+  Layout layout;
+  uint32_t flags = 0;
+  for (int m = 0; m < table.count; ++m) {
+    layout.counts[m] = alive(read_counter(table.members[m]), table.members[m].most, flags);
+  }
+  place(table, layout);
+  const Take take = plan_store(pool, entry, layout.starts[table.count], flags, loads);
+  if (take.state == TE_STASH_STATE_LOST && pool.trap != 0) {
+    std::fprintf(stderr, TE_STASH_NO_ROOM, static_cast<long long>(number), static_cast<long long>(take.pages));
+    std::abort();
+  }
+  if (take.state == TE_STASH_STATE_STORED) {
+    for_tiles(pool, table, layout, take.device_pages, [&](const Tile& tile) {
+      unsigned char* page = pool.page(tile.page >= take.device_pages, taken(pool, take, tile.page));
+      std::memcpy(page + tile.in_page, member_at(table, tile), size_t(tile.bytes));
+    });
+    write_map(pool, take, entry, 0, 1);
+  }
+  finish_store(pool, take, table, layout, number, loads, entry);
+  if (pool.debug == 0 || take.state != TE_STASH_STATE_STORED) return;
+  entry.head.checksum = checksum(pool, table, layout, [&](const Tile& tile) { return member_at(table, tile); });
+}
+
+void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t load) {
+  Layout layout;
+  for (int m = 0; m < table.count; ++m) layout.counts[m] = entry.head.counts[m];
+  const int32_t state = plan_load(pool, entry, table, layout);
+  if (state == TE_STASH_STATE_STORED) {
+    if (pool.debug != 0) check_pages(pool, table, layout, entry);
+    for_tiles(pool, table, layout, entry.head.pages - entry.head.host_pages, [&](const Tile& tile) {
+      std::memcpy(member_at(table, tile), page_of(pool, entry, tile.page) + tile.in_page, size_t(tile.bytes));
+    });
+  }
+  for (int m = 0; m < table.count; ++m) {
+    const te_stash_member& member = table.members[m];
+    auto* data = static_cast<unsigned char*>(member.data);
+    const int64_t live = live_bytes(table, layout, m);
+    if (state != TE_STASH_STATE_STORED) fill(data, 0xff, live);
+    fill(data + live, 0, tail_end(member, layout.counts[m]) * member.unit_bytes - live);
+  }
+  const Give give = keep ? Give{} : plan_give(pool, entry, load);
+  raise(pool.control->report, give.flags | (state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0), entry.head.number);
+  give_back(pool, give, entry, load);
+  if (!keep) entry.head.state = TE_STASH_STATE_EMPTY;
+}
+
+void drop(const Pool& pool, Entry& entry, int64_t load) {
+  const Give give = plan_give(pool, entry, load);
+  raise(pool.control->report, give.flags, entry.head.number);
+  give_back(pool, give, entry, load);
+  entry.head.state = TE_STASH_STATE_EMPTY;
+}
+
+void evict(const Pool& pool, Entry& entry, int64_t low_water, int64_t load) {
+  const Move move = plan_evict(pool, entry, low_water, load);
+  for (int64_t i = 0; i < move.to.host_pages; ++i) {
+    const int64_t bytes = least(pool.grid.page_bytes, entry.head.stream_bytes - i * pool.grid.page_bytes);
+    std::memcpy(pool.page(true, taken(pool, move.to, i)), page_of(pool, entry, i), size_t(bytes));
+  }
+  poison(pool, entry, 0, move.give.device_pages);
+  write_move(pool, move, entry, 0, 1);
+  finish_evict(pool, move, load, entry);
+}
+
+}  // namespace te::stash::cpu

@@ -1,0 +1,125 @@
+// Where live parts lie: the stream of a group, the cells that pages are cut into, and the tiles of members in them.
+// Pure arithmetic on numbers of units, for the CPU's loops and CUDA's threads alike; which page is meant is
+// stash_pages.h's.
+#pragma once
+
+#include "core/dtype.h"
+#include "transformer_engine/stash.h"
+
+namespace te::stash {
+
+constexpr int kMembers = TE_STASH_MOST_MEMBERS;
+constexpr int64_t kTile = 16384;  // bytes of one copy; a page's last tile may be shorter
+
+TE_HOST_DEVICE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+TE_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+TE_HOST_DEVICE int64_t aligned(int64_t bytes) {
+  return (bytes + TE_STASH_ALIGNMENT - 1) & -int64_t(TE_STASH_ALIGNMENT);
+}
+
+// What a call was given, as a kernel takes it: a table in its argument.
+struct Table {
+  te_stash_member members[kMembers];
+  int32_t count;
+};
+
+TE_HOST_DEVICE int64_t read_counter(const te_stash_member& member) {
+  if (member.counter_bytes == 1) return *static_cast<const uint8_t*>(member.counter);
+  if (member.counter_bytes == 4) return *static_cast<const int32_t*>(member.counter);
+  return *static_cast<const int64_t*>(member.counter);
+}
+
+// Units that are alive of a counter's value.
+TE_HOST_DEVICE int64_t alive(int64_t value, int64_t most, uint32_t& flags) {
+  if (value < 0) flags |= TE_STASH_NEGATIVE;
+  if (value > most) flags |= TE_STASH_OVER_CAPACITY;
+  return value < 0 ? 0 : least(value, most);
+}
+
+// The first unit behind the live ones that a load leaves alone.
+TE_HOST_DEVICE int64_t tail_end(const te_stash_member& member, int64_t count) {
+  if (member.tail == TE_STASH_TAIL_ZERO) return member.most;
+  if (member.tail == TE_STASH_TAIL_KEEP) return count;
+  return least(member.most, ceil_div(count, member.tile_units) * member.tile_units);
+}
+
+// Live parts in the stream: where each begins, and behind the last one how long the stream is.
+struct Layout {
+  int64_t counts[kMembers];
+  int64_t starts[kMembers + 1];
+};
+
+TE_HOST_DEVICE int64_t live_bytes(const Table& table, const Layout& layout, int m) {
+  return layout.counts[m] * table.members[m].unit_bytes;
+}
+
+TE_HOST_DEVICE void place(const Table& table, Layout& layout) {
+  layout.starts[0] = 0;
+  for (int m = 0; m < table.count; ++m) layout.starts[m + 1] = layout.starts[m] + aligned(live_bytes(table, layout, m));
+}
+
+// Pages of a stream are cut into cells of kTile bytes, the last one of a page into what is left.
+struct Grid {
+  int64_t page_bytes;
+  int64_t page_cells;
+
+  TE_HOST_DEVICE int64_t cell_at(int64_t byte) const {
+    const int64_t page = byte / page_bytes;
+    return page * page_cells + (byte - page * page_bytes) / kTile;
+  }
+};
+
+// A run of bytes of one member in one page: member's byte, page's byte.
+struct Tile {
+  int member;
+  int64_t page, in_member, in_page;
+  int64_t bytes;
+};
+
+// The tiles of a group: each is what a member has of a cell. Those in device pages and those in host pages are counted
+// by themselves, member by member.
+struct Tiles {
+  int64_t first_cell[kMembers];
+  int64_t before[2][kMembers + 1];  // tiles of members before this one: device, host
+};
+
+// Leaves the member's own numbers of tiles in `before`, which sum_tiles() then adds up.
+TE_HOST_DEVICE void cut_member(const Table& table, const Layout& layout, const Grid& grid, int64_t device_pages, int m,
+                               Tiles& tiles) {
+  const int64_t bytes = live_bytes(table, layout, m), start = layout.starts[m];
+  const int64_t first = bytes == 0 ? 0 : grid.cell_at(start);
+  const int64_t cells = bytes == 0 ? 0 : grid.cell_at(start + bytes - 1) - first + 1;
+  const int64_t left = device_pages * grid.page_cells - first;
+  const int64_t device = left < 0 ? 0 : least(left, cells);
+  tiles.first_cell[m] = first;
+  tiles.before[0][m + 1] = device;
+  tiles.before[1][m + 1] = cells - device;
+}
+
+TE_HOST_DEVICE void sum_tiles(int32_t count, Tiles& tiles) {
+  for (int tier = 0; tier < 2; ++tier) {
+    tiles.before[tier][0] = 0;
+    for (int m = 0; m < count; ++m) tiles.before[tier][m + 1] += tiles.before[tier][m];
+  }
+}
+
+TE_HOST_DEVICE Tile tile_of(const Table& table, const Layout& layout, const Grid& grid, const Tiles& tiles, int tier,
+                            int m, int64_t index) {
+  const int64_t device = tiles.before[0][m + 1] - tiles.before[0][m];
+  const int64_t cell = tiles.first_cell[m] + (tier == 0 ? 0 : device) + index - tiles.before[tier][m];
+  const int64_t page = cell / grid.page_cells, in_page = (cell - page * grid.page_cells) * kTile;
+  const int64_t cell_start = page * grid.page_bytes + in_page;
+  const int64_t cell_end = cell_start + least(kTile, grid.page_bytes - in_page);
+  const int64_t start = layout.starts[m], end = start + live_bytes(table, layout, m);
+  const int64_t from = cell_start < start ? start : cell_start, to = least(cell_end, end);
+  return {m, page, from - start, in_page + (from - cell_start), to - from};
+}
+
+TE_HOST_DEVICE Tile tile_at(const Table& table, const Layout& layout, const Grid& grid, const Tiles& tiles, int tier,
+                            int64_t index) {
+  int m = 0;
+  while (index >= tiles.before[tier][m + 1]) ++m;
+  return tile_of(table, layout, grid, tiles, tier, m, index);
+}
+
+}  // namespace te::stash
