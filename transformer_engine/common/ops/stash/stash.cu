@@ -1,1 +1,383 @@
-// stash, CUDA path: comes with the next change.
+// stash, CUDA path. Each call is one launch. Every block makes the same decisions from control and the entry, which
+// nobody changes meanwhile, moves its share of the tiles, and counts itself out; the last one writes down what was
+// decided. So no block ever waits for another one.
+#include <algorithm>
+#include <cstdio>
+
+#include "ops/stash/stash.h"
+#include "ops/stash/stash_copy.cuh"
+#include "ops/stash/stash_debug.h"
+
+namespace te::stash::cuda {
+
+namespace {
+
+constexpr int kHostBlocks = 4;        // more than the link needs, few enough to be no burden
+constexpr int64_t kFill = 4 * kTile;  // bytes of a tail that a block fills at once
+constexpr int kDebugBlocks = 264;
+
+// What a block knows of its group, in shared memory.
+struct Group {
+  Layout layout;
+  Tiles tiles;
+  int32_t state;
+  int64_t device_pages;  // of the group
+  Take take;
+  Give give;
+  Pipe pipe;
+};
+
+// Blocks of one tier and this one's place among them.
+struct Share {
+  int tier, first, step;
+  bool fills;  // the tails are the device tier's work where there is one
+
+  __device__ explicit Share(int device_blocks) {
+    const int block = int(blockIdx.x);
+    tier = block >= device_blocks ? 1 : 0;
+    first = block - (tier == 0 ? 0 : device_blocks);
+    step = tier == 0 ? device_blocks : int(gridDim.x) - device_blocks;
+    fills = tier == 0 || device_blocks == 0;
+  }
+  __device__ int count(int64_t tiles) const { return tiles > first ? int((tiles - first + step - 1) / step) : 0; }
+};
+
+// True in the block that is the last to come here, whose threads then see each other; the entry's word is 0 again.
+__device__ bool is_last(Entry* entry) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(&entry->head.words[0], 1u) == gridDim.x - 1;
+    if (last) entry->head.words[0] = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// Tiles of a group whose counts and starts are known; by the first warp.
+__device__ void cut(const Pool& pool, const Table& table, Group& group) {
+  const int lane = int(threadIdx.x);
+  if (lane < table.count) cut_member(table, group.layout, pool.grid, group.device_pages, lane, group.tiles);
+  __syncwarp();
+  if (lane == 0) sum_tiles(table.count, group.tiles);
+}
+
+// What a load finds; by all threads.
+__device__ void find_group(const Pool& pool, const Table& table, const Entry* entry, Group& group) {
+  const int lane = int(threadIdx.x);
+  if (lane < kBulkThreads) {
+    if (lane < table.count) group.layout.counts[lane] = entry->head.counts[lane];
+    __syncwarp();
+    if (lane == 0) {
+      group.state = plan_load(pool, *entry, table, group.layout);
+      group.device_pages = entry->head.pages - entry->head.host_pages;
+    }
+    __syncwarp();
+    if (group.state == TE_STASH_STATE_STORED) cut(pool, table, group);
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ bool by_bulk(const te_stash_member& member) {
+  return reinterpret_cast<uintptr_t>(member.data) % 16 == 0;
+}
+
+__device__ __forceinline__ unsigned char* member_at(const Table& table, const Tile& tile) {
+  return static_cast<unsigned char*>(table.members[tile.member].data) + tile.in_member;
+}
+
+// This block's tiles, where page(tile) says the page's bytes are: out of the members, or into them.
+template <bool kStore, class PageAt>
+__device__ __forceinline__ void move(const Pool& pool, const Table& table, Group& group, const Share& share,
+                                     PageAt&& page_at) {
+  extern __shared__ __align__(128) unsigned char stages[];
+  const int64_t* before = group.tiles.before[share.tier];
+  if (threadIdx.x < kBulkThreads) {
+    copy_bulk(group.pipe, stages, share.count(before[table.count]), [&](int i) {
+      const int64_t index = share.first + int64_t(i) * share.step;
+      const Tile tile = tile_at(table, group.layout, pool.grid, group.tiles, share.tier, index);
+      if (!by_bulk(table.members[tile.member]) || tile.bytes < 16) return Job{nullptr, nullptr, 0};
+      unsigned char *member = member_at(table, tile), *page = page_at(tile.page) + tile.in_page;
+      return Job{kStore ? member : page, kStore ? page : member, uint32_t(tile.bytes) & ~15u};
+    });
+    return;
+  }
+  const int thread = int(threadIdx.x) - kBulkThreads;
+  for (int m = 0; m < table.count; ++m) {
+    const bool bulk = by_bulk(table.members[m]);
+    if (before[m] == before[m + 1] || (bulk && live_bytes(table, group.layout, m) % 16 == 0)) continue;
+    // Of a member that the first warp copies, the end of the last tile; else every tile of this block.
+    const int64_t from = bulk ? before[m + 1] - 1 : before[m];
+    int64_t index = from + (share.first - from % share.step + share.step) % share.step;
+    for (; index < before[m + 1]; index += share.step) {
+      const Tile tile = tile_of(table, group.layout, pool.grid, group.tiles, share.tier, m, index);
+      const int64_t done = bulk ? tile.bytes & ~int64_t(15) : 0;
+      unsigned char *member = member_at(table, tile) + done, *page = page_at(tile.page) + tile.in_page + done;
+      copy_by_hand(kStore ? page : member, kStore ? member : page, tile.bytes - done, thread);
+    }
+  }
+}
+
+// This block's share of `bytes`, which the other warps fill.
+__device__ void fill_share(unsigned char* to, int64_t bytes, uint32_t byte, int64_t first, int64_t step) {
+  const int thread = int(threadIdx.x) - kBulkThreads;
+  for (int64_t at = first * kFill; at < bytes; at += step * kFill) {
+    fill(to + at, least(kFill, bytes - at), byte, thread, kHandThreads);
+  }
+}
+
+// Tails, and what is lost.
+__device__ void fill_members(const Table& table, const Group& group, const Share& share) {
+  if (!share.fills || threadIdx.x < kBulkThreads) return;
+  for (int m = 0; m < table.count; ++m) {
+    const te_stash_member& member = table.members[m];
+    auto* data = static_cast<unsigned char*>(member.data);
+    const int64_t live = live_bytes(table, group.layout, m);
+    const int64_t end = tail_end(member, group.layout.counts[m]) * member.unit_bytes;
+    const int64_t first = (share.first + m) % share.step;  // short tails are different blocks' work
+    if (group.state != TE_STASH_STATE_STORED) fill_share(data, live, 0xff, first, share.step);
+    fill_share(data + live, end - live, 0, first, share.step);
+  }
+}
+
+// Debug: pages that were given back; by all threads of the last block.
+__device__ void poison(const Pool& pool, const Entry* entry, int64_t first, int64_t count) {
+  if (pool.debug == 0) return;
+  for (int64_t i = first; i < first + count; ++i) {
+    fill(page_of(pool, *entry, i), pool.grid.page_bytes, 0xff, int(threadIdx.x), int(blockDim.x));
+  }
+}
+
+// By all threads of the last block.
+__device__ void give_back(const Pool& pool, const Give& give, Entry* entry, int64_t load, uint32_t flags, bool keep) {
+  poison(pool, entry, 0, give.device_pages);
+  poison(pool, entry, entry->head.pages - entry->head.host_pages, give.host_pages);
+  write_ids(pool, give, *entry, threadIdx.x, blockDim.x);
+  if (threadIdx.x != 0) return;
+  raise(pool.control->report, give.flags | flags, entry->head.number);
+  finish_give(pool, give, load);
+  if (!keep) entry->head.state = TE_STASH_STATE_EMPTY;
+}
+
+__device__ __noinline__ void end_process(int64_t number, int64_t pages) {
+  printf(TE_STASH_NO_ROOM, static_cast<long long>(number), static_cast<long long>(pages));
+  __trap();
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    store_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry, int64_t number,
+                 int64_t loads, int device_blocks) {
+  __shared__ Group group;
+  const int lane = int(threadIdx.x);
+  if (lane < kBulkThreads) {
+    uint32_t flags = 0;
+    if (lane < table.count) {
+      const te_stash_member& member = table.members[lane];
+      group.layout.counts[lane] = alive(read_counter(member), member.most, flags);
+    }
+    flags = __reduce_or_sync(~0u, flags);
+    __syncwarp();
+    if (lane == 0) {
+      place(table, group.layout);
+      group.take = plan_store(pool, *entry, group.layout.starts[table.count], flags, loads);
+      group.device_pages = group.take.device_pages;
+      const bool ends = group.take.state == TE_STASH_STATE_LOST && pool.trap != 0;
+      if (ends && blockIdx.x == 0) end_process(number, group.take.pages);
+    }
+    __syncwarp();
+    cut(pool, table, group);
+  }
+  __syncthreads();
+  const Take& take = group.take;
+  if (take.state == TE_STASH_STATE_STORED) {
+    move<true>(pool, table, group, Share(device_blocks),
+               [&](int64_t page) { return pool.page(page >= take.device_pages, taken(pool, take, page)); });
+  }
+  if (!is_last(entry)) return;
+  write_map(pool, take, *entry, threadIdx.x, blockDim.x);
+  if (threadIdx.x == 0) finish_store(pool, take, table, group.layout, number, loads, *entry);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    load_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry, bool keep,
+                int64_t load, int device_blocks) {
+  __shared__ Group group;
+  if (threadIdx.x == kBulkThreads) group.give = keep ? Give{} : plan_give(pool, *entry, load);
+  find_group(pool, table, entry, group);
+  const Share share(device_blocks);
+  if (group.state == TE_STASH_STATE_STORED) {
+    move<false>(pool, table, group, share, [&](int64_t page) { return page_of(pool, *entry, page); });
+  }
+  fill_members(table, group, share);
+  if (!is_last(entry)) return;
+  give_back(pool, group.give, entry, load, group.state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0, keep);
+}
+
+__global__ void __launch_bounds__(kThreads) drop_kernel(const __grid_constant__ Pool pool, Entry* entry, int64_t load) {
+  __shared__ Give give;
+  if (threadIdx.x == 0) give = plan_give(pool, *entry, load);
+  __syncthreads();
+  give_back(pool, give, entry, load, 0, false);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    evict_kernel(const __grid_constant__ Pool pool, Entry* entry, int64_t low_water, int64_t load) {
+  extern __shared__ __align__(128) unsigned char stages[];
+  __shared__ Move moved;
+  __shared__ Pipe pipe;
+  if (threadIdx.x == 0) moved = plan_evict(pool, *entry, low_water, load);
+  __syncthreads();
+  if (threadIdx.x < kBulkThreads) {
+    const int64_t cells = pool.grid.page_cells;
+    copy_bulk(pipe, stages, Share(0).count(moved.to.host_pages * cells), [&](int i) {
+      const int64_t cell = int64_t(blockIdx.x) + int64_t(i) * gridDim.x;
+      const int64_t page = cell / cells, in_page = (cell - page * cells) * kTile;
+      const int64_t left = entry->head.stream_bytes - page * pool.grid.page_bytes - in_page;
+      const int64_t bytes = least(least(kTile, pool.grid.page_bytes - in_page), left);
+      if (bytes <= 0) return Job{nullptr, nullptr, 0};
+      return Job{page_of(pool, *entry, page) + in_page, pool.page(true, taken(pool, moved.to, page)) + in_page,
+                 uint32_t(bytes)};
+    });
+  }
+  if (!is_last(entry)) return;
+  poison(pool, entry, 0, moved.give.device_pages);
+  __syncthreads();  // the map says which pages these are
+  write_move(pool, moved, *entry, threadIdx.x, blockDim.x);
+  if (threadIdx.x == 0) finish_evict(pool, moved, load, *entry);
+}
+
+__global__ void __launch_bounds__(kThreads) start_kernel(const __grid_constant__ Pool pool, bool first) {
+  const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  first_ids(pool, thread, int64_t(gridDim.x) * blockDim.x);
+  if (thread == 0) stash::start_step(pool, first);
+  if (pool.debug == 0) return;  // in debug mode there is one block
+  __syncthreads();
+  if (mend_canaries(pool, first, thread, blockDim.x)) raise(pool.control->report, TE_STASH_CANARY, -1);
+}
+
+// ---- debug mode's own launches ----
+
+__device__ void add_sum(uint64_t* total, uint64_t sum) {
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+  if (threadIdx.x % 32 == 0) atomicAdd(reinterpret_cast<unsigned long long*>(total), sum);
+}
+
+// bytes(tile): where to read it.
+template <class At>
+__device__ void add_tiles(const Pool& pool, const Table& table, const Group& group, uint64_t* total, At&& at) {
+  uint64_t sum = 0;
+  for (int tier = 0; tier < 2; ++tier) {
+    for (int64_t i = blockIdx.x; i < group.tiles.before[tier][table.count]; i += gridDim.x) {
+      const Tile tile = tile_at(table, group.layout, pool.grid, group.tiles, tier, i);
+      sum += sum_of(at(tile), tile.bytes, group.layout.starts[tile.member] + tile.in_member, threadIdx.x, blockDim.x);
+    }
+  }
+  add_sum(total, sum);
+}
+
+// Behind a store: the checksum of what its members hold.
+__global__ void __launch_bounds__(kThreads)
+    sum_members_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry) {
+  __shared__ Group group;
+  find_group(pool, table, entry, group);
+  if (group.state == TE_STASH_STATE_STORED && entry->fresh != 0) {
+    add_tiles(pool, table, group, &entry->head.checksum, [&](const Tile& tile) { return member_at(table, tile); });
+  }
+  if (is_last(entry) && threadIdx.x == 0) entry->fresh = 0;
+}
+
+// Before a load: whether the pages have the same, and nobody wrote behind them.
+__global__ void __launch_bounds__(kThreads)
+    check_pages_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry) {
+  __shared__ Group group;
+  find_group(pool, table, entry, group);
+  if (group.state != TE_STASH_STATE_STORED) return;
+  add_tiles(pool, table, group, &entry->checked,
+            [&](const Tile& tile) { return page_of(pool, *entry, tile.page) + tile.in_page; });
+  const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (!canaries_hold(pool, *entry, thread, int64_t(gridDim.x) * blockDim.x)) {
+    raise(pool.control->report, TE_STASH_CANARY, entry->head.number);
+  }
+  if (!is_last(entry) || threadIdx.x != 0) return;
+  if (__ldcg(&entry->checked) != entry->head.checksum) {
+    raise(pool.control->report, TE_STASH_CHANGED, entry->head.number);
+  }
+  entry->checked = 0;
+}
+
+// ---- launches ----
+
+// No more blocks than there can be tiles. Host pages have blocks of their own.
+struct Blocks {
+  int device, all;
+
+  Blocks(const Pool& pool, const Table& table, int32_t sm_budget) {
+    int64_t tiles = 0;
+    for (int m = 0; m < table.count; ++m) tiles += table.members[m].most * table.members[m].unit_bytes / kTile + 1;
+    const int host = pool.host_pages == 0 ? 0 : int(std::min<int64_t>(kHostBlocks, tiles));
+    device = pool.device_pages == 0 && host != 0 ? 0 : int(std::min<int64_t>(sm_budget, tiles));
+    all = device + host;
+  }
+};
+
+}  // namespace
+
+void prepare() {
+  const auto more_shared = [](auto kernel) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes),
+               "te_stash_pool_create: cudaFuncSetAttribute");
+  };
+  more_shared(store_kernel);
+  more_shared(load_kernel);
+  more_shared(evict_kernel);
+}
+
+void start_step(const Pool& pool, bool first, te_stream stream) {
+  const int64_t blocks = (std::max(pool.device_pages, pool.host_pages) + kThreads - 1) / kThreads;
+  const int64_t some = pool.debug != 0 ? 1 : std::clamp<int64_t>(blocks, 1, 32);
+  start_kernel<<<dim3(unsigned(some)), kThreads, 0, cudaStream_t(stream)>>>(pool, first);
+  check_launch("te_stash_reset");
+}
+
+void store(const Pool& pool, const Table& table, Entry* entry, int64_t number, int64_t loads, int32_t sm_budget,
+           te_stream stream) {
+  const Blocks blocks(pool, table, sm_budget);
+  store_kernel<<<dim3(unsigned(blocks.all)), kThreads, kStageBytes, cudaStream_t(stream)>>>(pool, table, entry, number,
+                                                                                            loads, blocks.device);
+  check_launch("te_stash_store");
+  if (pool.debug == 0) return;
+  sum_members_kernel<<<kDebugBlocks, kThreads, 0, cudaStream_t(stream)>>>(pool, table, entry);
+  check_launch("te_stash_store");
+}
+
+void load(const Pool& pool, const Table& table, Entry* entry, bool keep, int64_t loads, int32_t sm_budget,
+          te_stream stream) {
+  if (pool.debug != 0) {
+    check_pages_kernel<<<kDebugBlocks, kThreads, 0, cudaStream_t(stream)>>>(pool, table, entry);
+    check_launch("te_stash_load");
+  }
+  const Blocks blocks(pool, table, sm_budget);
+  load_kernel<<<dim3(unsigned(blocks.all)), kThreads, kStageBytes, cudaStream_t(stream)>>>(pool, table, entry, keep,
+                                                                                           loads, blocks.device);
+  check_launch("te_stash_load");
+}
+
+void drop(const Pool& pool, Entry* entry, int64_t loads, te_stream stream) {
+  drop_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(pool, entry, loads);
+  check_launch("te_stash_drop");
+}
+
+void evict(const Pool& pool, Entry* entry, int64_t low_water, int64_t loads, te_stream stream) {
+  evict_kernel<<<kHostBlocks, kThreads, kStageBytes, cudaStream_t(stream)>>>(pool, entry, low_water, loads);
+  check_launch("te_stash_evict");
+}
+
+void read(void* out, const void* from, size_t bytes, te_stream stream) {
+  check_cuda(cudaMemcpyAsync(out, from, bytes, cudaMemcpyDeviceToHost, cudaStream_t(stream)), "te_stash_read");
+}
+
+void wait() { check_cuda(cudaDeviceSynchronize(), "te_stash_read_map"); }
+
+}  // namespace te::stash::cuda

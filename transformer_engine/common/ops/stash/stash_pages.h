@@ -37,7 +37,8 @@ struct Entry {
   te_stash_entry head;
   int64_t generation;  // the step of the store, + 1: what is older holds nothing
   uint64_t checked;    // debug: the checksum of a load, as far as it got
-  uint64_t reserved[5];
+  uint64_t fresh;      // debug: a store was done whose checksum is not made yet
+  uint64_t reserved[4];
 
   TE_HOST_DEVICE int32_t* map() { return reinterpret_cast<int32_t*>(this + 1); }
   TE_HOST_DEVICE const int32_t* map() const { return reinterpret_cast<const int32_t*>(this + 1); }
@@ -172,6 +173,7 @@ TE_HOST_DEVICE void finish_store(const Pool& pool, const Take& take, const Table
   }
   entry.generation = report.step + 1;
   entry.checked = 0;
+  entry.fresh = 1;
   ++report.groups;
   control.demand.head += take.pages;
   lift(report.demand, control.demand.head - control.demand.tail(loads));
