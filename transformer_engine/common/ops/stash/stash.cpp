@@ -164,17 +164,18 @@ std::unique_ptr<pinned::Arena> make_arena(const char* op, int32_t device) {
       [=](void* data) { pinned::release(device, data); }, 0, false);
 }
 
-void start_step(const char* op, te_stash_pool& pool, bool first, te_stream stream) {
+void start_step([[maybe_unused]] const char* op, te_stash_pool& pool, bool first, te_stream stream) {
   TE_ON_DEVICE_OF(op, pool.options, cpu::start_step(pool.view, first), cuda::start_step(pool.view, first, stream));
   pool.loads = 0;
   pool.evicted = false;
 }
 
-void copy_out(const char* op, const te_stash_pool& pool, void* out, const void* from, size_t bytes, te_stream stream) {
+void copy_out([[maybe_unused]] const char* op, const te_stash_pool& pool, void* out, const void* from, size_t bytes,
+              te_stream stream) {
   TE_ON_DEVICE_OF(op, pool.options, std::memcpy(out, from, bytes), cuda::read(out, from, bytes, stream));
 }
 
-void wait_for_device(const char* op, const te_stash_pool& pool) {
+void wait_for_device([[maybe_unused]] const char* op, const te_stash_pool& pool) {
   TE_ON_DEVICE_OF(op, pool.options, (void)0, cuda::wait());
 }
 
