@@ -73,7 +73,7 @@ struct ActivationFamily {
                                at::ArrayRef<double> params) {
     state.kind = std::string(kind);
     state.params = params.vec();
-    keeper.keep(kInput, x, {"activation input", "the derivative is taken of it", kCallers});
+    keeper.keep(kInput, x, {"activation input", "the derivative is taken of it", kCallers, true});
     return {Route::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
   }
 

@@ -32,6 +32,7 @@ void register_quantize(pybind11::module_& m);
 void register_quantize_range(pybind11::module_& m);
 void register_offload(pybind11::module_& m);
 void register_optimizer(pybind11::module_& m);
+void register_stash(pybind11::module_& m);
 void register_optimizer_step(pybind11::module_& m);
 void register_normalization_quantized(pybind11::module_& m);
 void register_tune(pybind11::module_& m);
@@ -62,6 +63,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   te_torch::register_quantize_range(m);
   te_torch::register_offload(m);
   te_torch::register_optimizer(m);
+  te_torch::register_stash(m);
   te_torch::register_optimizer_step(m);
   te_torch::register_normalization_quantized(m);
   te_torch::register_tune(m);

@@ -107,7 +107,7 @@ struct NormalizationFamily {
     const auto [y, h, mean, rstd] = Route::template call<normalization_fwd>("te::normalization_fwd", x, residual, gamma,
                                                                             beta, eps, rms, zero_centered_gamma);
     const bool added = present(residual);
-    keeper.keep(kNormInput, added ? h : x, {"norm input", "the backward normalises it again", kCallers});
+    keeper.keep(kNormInput, added ? h : x, {"norm input", "the backward normalises it again", kCallers, true});
     keeper.keep(kSavedGamma, gamma, kParameter);
     if (!rms) keeper.keep(kMean, mean, kStatistic);
     keeper.keep(kRstd, rstd, kStatistic);

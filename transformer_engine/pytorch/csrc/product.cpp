@@ -159,7 +159,9 @@ void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directi
     keeper.keep(name, q.rowwise_scale_inv, kScales, part_of(q, kRowwiseScale));
   }
   if (directions.columnwise) {
-    keeper.keep(name, q.columnwise, what, part_of(q, kColumnwise));
+    Kept columns = what;
+    columns.tokens = false;  // they lie along the second dimension
+    keeper.keep(name, q.columnwise, columns, part_of(q, kColumnwise));
     keeper.keep(name, q.columnwise_scale_inv, kScales, part_of(q, kColumnwiseScale));
   }
 }

@@ -16,12 +16,13 @@ struct Kept {
   const char* name;       // what it is
   const char* why;        // who reads it
   const char* recompute;  // what not keeping it would cost, and the option that does so
+  bool tokens = false;    // its first dimension is that of the tokens
 };
 
 inline constexpr const char* kCallers = "the caller's tensor: keeping it costs only what freeing it would give back";
 inline constexpr Kept kParameter{"parameter", "the gradients behind it read it", "a parameter: kept in any case"};
 inline constexpr Kept kStatistic{"norm statistic", "the norm's backward reads one value a row",
-                                 "reading the norm's input once"};
+                                 "reading the norm's input once", true};
 inline constexpr Kept kAngles{"rotary angles", "the backward turns the gradient back by them", kCallers};
 
 namespace recorder {

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
+
 namespace te_torch {
 
 namespace {
@@ -13,11 +15,23 @@ struct Announced {
 };
 
 thread_local std::vector<Announced> announced;
+thread_local std::optional<at::Tensor> live_tokens;
 
 }  // namespace
 
 void Keeper::announce(const at::Tensor& t, const LiveRows& live) {
   announced.push_back({t.unsafeGetTensorImpl(), live});
+}
+
+// A row is an index of the first dimension, which of three is not that of the tokens alone.
+void Keeper::announce_tokens(const at::Tensor& t) {
+  if (!live_tokens.has_value() || t.dim() < 1 || t.dim() > 2 || !t.is_contiguous()) return;
+  if (t.device() == live_tokens->device()) announce(t, {*live_tokens, 1});
+}
+
+std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter) {
+  std::swap(live_tokens, counter);
+  return counter;
 }
 
 AnnouncedRows::AnnouncedRows() : before_(announced.size()) {}
@@ -33,6 +47,7 @@ const LiveRows* AnnouncedRows::of(const at::Tensor& t) {
 
 void register_saved(pybind11::module_& m) {
   namespace py = pybind11;
+  m.def("set_live_tokens", &set_live_tokens);
   m.def("announced_rows", [](const at::Tensor& t) -> py::object {
     const LiveRows* live = AnnouncedRows::of(t);
     return live == nullptr ? py::object(py::none()) : py::make_tuple(live->counter, live->unit_rows);

@@ -3,6 +3,8 @@
 // becomes of a tensor that could be made again is decided here too.
 #pragma once
 
+#include <optional>
+
 #include "named_tensors.h"
 #include "recorder.h"
 
@@ -14,6 +16,10 @@ struct LiveRows {
   at::Tensor counter;
   int64_t unit_rows = 1;
 };
+
+// Within a group whose live tokens are counted (Python's stash), every node on this thread announces that counter for
+// what it keeps a row of for each token. Sets it, and returns the one before.
+std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter);
 
 // What becomes of a tensor that the backward reads and that can be made again from what is kept in any case.
 enum class Fate : uint8_t { kKept, kMadeAgain };
@@ -44,6 +50,7 @@ class TE_EXPORT Keeper {
     if (!keeps_ || !t.defined()) return;
     if (op_ != nullptr && recorder::active()) recorder::tell(op_, what, t, true);
     if (op_ != nullptr && live != nullptr) announce(t, *live);
+    if (op_ != nullptr && live == nullptr && what.tokens) announce_tokens(t);
     kept_.add(name, t, part);
   }
   void keep(int name, const std::optional<at::Tensor>& t, const Kept& what) {
@@ -60,6 +67,7 @@ class TE_EXPORT Keeper {
  private:
   Keeper(const char* op, bool keeps) : op_(op), keeps_(keeps) {}
   static void announce(const at::Tensor& t, const LiveRows& live);
+  static void announce_tokens(const at::Tensor& t);
 
   const char* op_;
   bool keeps_;

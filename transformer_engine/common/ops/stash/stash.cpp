@@ -314,6 +314,17 @@ te_status te_stash_read(te_stash_pool* pool, te_stash_report* out, te_stream str
   });
 }
 
+int32_t te_stash_report_in(const void* mailbox, te_stash_report* out) {
+  const auto step = [&] {
+    return __atomic_load_n(&static_cast<const te_stash_report*>(mailbox)->step, __ATOMIC_ACQUIRE);
+  };
+  const int64_t before = step();
+  if (before < 0) return 0;
+  std::memcpy(out, mailbox, sizeof(te_stash_report));
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return step() == before && out->step == before ? 1 : 0;
+}
+
 te_status te_stash_read_entry(te_stash_pool* pool, const void* entry, te_stash_entry* out, te_stream stream) {
   return with_pool("te_stash_read_entry", pool, [&](const char* op, te_stash_pool& p) {
     check_place(op, "out", out);

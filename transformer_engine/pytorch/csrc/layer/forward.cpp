@@ -11,7 +11,7 @@ namespace {
 constexpr Kept kQuantizedWeight{"quantized weight", "the input's gradient is taken with it",
                                 "a copy of a parameter: quantizing it again"};
 constexpr Kept kMlpInput{"MLP input", "norm, first product and activation are computed again from it",
-                         "the sum or product that made it: te.checkpoint around the layer"};
+                         "the sum or product that made it: te.checkpoint around the layer", true};
 constexpr Kept kGatheredInput{"gathered input", "the weight's gradient is taken with all ranks' rows",
                               "gathering it again; tp_recompute_allgather=False keeps it"};
 constexpr Kept kPackedPreActivation{"pre-activation, FP8", "the activation's backward reads it",

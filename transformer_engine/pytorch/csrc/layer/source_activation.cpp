@@ -7,9 +7,9 @@ namespace te_torch::layer {
 namespace {
 
 constexpr Kept kPreActivation{"pre-activation", "the activation's backward reads it and writes it again",
-                              "norm and first product: LayerNormMLP(checkpoint=True)"};
+                              "norm and first product: LayerNormMLP(checkpoint=True)", true};
 constexpr Kept kActivation{"activation", "the weight's gradient is taken with it",
-                           "nothing beside the activation's backward, which writes it again: 2 B of 12"};
+                           "nothing beside the activation's backward, which writes it again: 2 B of 12", true};
 
 class Activation final : public Source {
  public:

@@ -8,9 +8,9 @@ namespace te_torch::layer {
 namespace {
 
 constexpr Kept kNormInput{"norm input", "the norm's backward normalises it again",
-                          "the product or sum that made it: te.checkpoint around the layer"};
+                          "the product or sum that made it: te.checkpoint around the layer", true};
 constexpr Kept kNormOutput{"norm output", "the weight's gradient is taken with it",
-                           "the norm's forward, 4 B per 16-bit element: recompute_norm_output=True"};
+                           "the norm's forward, 4 B per 16-bit element: recompute_norm_output=True", true};
 
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : OptionalTensor(); }
 

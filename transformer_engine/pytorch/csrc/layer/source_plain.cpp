@@ -5,7 +5,7 @@ namespace te_torch::layer {
 
 namespace {
 
-constexpr Kept kLinearInput{"linear input", "the weight's gradient is taken with it", kCallers};
+constexpr Kept kLinearInput{"linear input", "the weight's gradient is taken with it", kCallers, true};
 
 class Plain final : public Source {
  public:

@@ -1,0 +1,323 @@
+"""The paged stash as users meet it. Copies are the pool's, what leaves and comes back when is the step's, the order in
+which groups come by is the schedule's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capturing import stream_captures
+from transformer_engine.pytorch.saved import mark_pageable as _mark_pageable
+from transformer_engine.pytorch.stash.arguments import (
+    check_counter,
+    check_options,
+    check_tail,
+    check_tensors,
+    checked_device,
+)
+from transformer_engine.pytorch.stash.explicit import reload, stash
+from transformer_engine.pytorch.stash.group import Group
+from transformer_engine.pytorch.stash.handle import Handle
+from transformer_engine.pytorch.stash.lanes import Lanes
+from transformer_engine.pytorch.stash.plan import Plan
+from transformer_engine.pytorch.stash.pool import POLICIES, Pool
+from transformer_engine.pytorch.stash.rerun import Snapshot
+from transformer_engine.pytorch.stash.schedule import Schedule
+from transformer_engine.pytorch.stash.scheduler import post, pre
+from transformer_engine.pytorch.stash.step import Step
+from transformer_engine.pytorch.stash.verdict import Verdict, said
+from transformer_engine.pytorch.verdict import Mailbox
+
+MOST_GROWS = 8  # a pool that is still too small then is too small for another reason
+
+
+class PagedStash:
+    """Keeps the live rows of what layers save for backward in pages of one pool.
+
+    page_bytes: a multiple of 128. device_pages: None sizes the pool by the counts of the first step, which keeps all
+    tensors, times `factor`. host_pages: pinned ones, for what the device pages lack. policy: "ring", "stack", or
+    "bump", where the schedule is first in, last out. overflow: a group without room is lost, its reload is NaN and the
+    gate is raised; "spill" leaves it at that, "raise_at_step_end" raises as soon as a verdict has arrived, "trap" ends
+    the process. sm_budget: blocks of a copy. low_water: where fewer device pages are free, the group whose backward is
+    farthest moves to host pages. debug: canaries, checksums, leaks. device: where the tensors are.
+    Errors: ValueError naming the argument.
+    """
+
+    def __init__(
+        self,
+        page_bytes: int = 524288,
+        device_pages: int | None = None,
+        host_pages: int = 0,
+        factor: float = 1.2,
+        policy: str = "ring",
+        overflow: str = "spill",
+        sm_budget: int = 48,
+        *,
+        low_water: int = 0,
+        debug: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_options({k: v for k, v in locals().items() if k not in ("self", "device")})
+        self.page_bytes, self.device_pages, self.host_pages = page_bytes, device_pages, host_pages
+        self.factor, self.policy, self.overflow = float(factor), policy, overflow
+        self.sm_budget, self.low_water, self.debug = sm_budget, low_water, debug
+        self.device = checked_device(device)
+        self.lanes = Lanes(self.device)
+        self.schedule = Schedule()
+        self.sized: Step | None = None  # the last step that recorded its sizes
+        self.step = Step(self, records=True)
+        self._pool: Pool | None = None
+        self._mailbox = Mailbox(self.device, _C.stash_report_bytes, _C.stash_report_in)
+        self._names: list[Hashable] = []  # of the step before
+        self._grows = 0
+        self._captured = self._closed = False
+        self._snapshot = Snapshot()
+
+    # ---- groups ----
+
+    def mark_pageable(self, tensor: torch.Tensor, counter: torch.Tensor, unit_rows: int = 1) -> None:
+        """Only the first counter * unit_rows rows of `tensor` hold anything, whenever it is kept (saved/rows.py)."""
+        _mark_pageable(tensor, counter, unit_rows)
+
+    def group(self, name: Hashable, counts: torch.Tensor | None = None, *, tail: str = "zero") -> Group:
+        """`with stash.group(name, counts):` around a layer: what is saved inside and says how many of its rows are
+        alive is stashed together. counts: one integer on the device, the live rows of what our own modules keep there;
+        other tensors say it by mark_pageable. tail: what a reload writes behind the live rows: "zero" (all of them),
+        "tile" (to the next 128) or "keep" (nothing). Nothing happens where nothing is recorded for a backward.
+        Errors: TypeError, ValueError for the arguments; RuntimeError, when entered, inside of another group.
+        """
+        self._check_open("group")
+        check_tail("group", tail)
+        if counts is not None:
+            check_counter("group", counts, self.device)
+        return Group(self, name, counts, tail)
+
+    def stash(
+        self,
+        group: Hashable,
+        tensors: Sequence[torch.Tensor],
+        counts: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        unit_rows: int = 1,
+        tail: str = "zero",
+    ) -> Handle:
+        """Stashes the live rows of tensors: the first counts * unit_rows of each first dimension. counts: one integer
+        on the device for all, or one each. The tensors are not held; the current stream waits until they may be freed.
+        Shapes: any with a first dimension; contiguous, up to 16 of them. Dtypes: any.
+        Errors: TypeError, ValueError naming the argument; RuntimeError inside of a backward.
+        """
+        self._check_open("stash")
+        check_tail("stash", tail)
+        return stash(self, group, check_tensors(tensors, counts, unit_rows, self.device), unit_rows, tail)
+
+    def reload(self, handle: Handle, keep: bool = False) -> list[torch.Tensor]:
+        """The tensors of stash(), new ones: live rows, then the tail. keep: it can be asked for again; without, its
+        pages go back.
+        Errors: TypeError for what is no handle of stash(); RuntimeError where its pages are gone.
+        """
+        self._check_open("reload")
+        return reload(self, handle, keep)
+
+    # ---- schedulers ----
+
+    def pre_schedule(self, x: torch.Tensor) -> torch.Tensor:
+        """x, before the layers of a group. Forward: what leaves has left, and its originals are freed. Backward, behind
+        that of the layers: where a backward is next, its group starts to come back."""
+        self._check_open("pre_schedule")
+        return pre(self, x)
+
+    def post_schedule(self, y: torch.Tensor) -> torch.Tensor:
+        """y, behind the layers of a group. Forward: the group leaves, unless its own backward is next; where another
+        one's is, that one starts to come back. Backward, before that of the layers: what leaves has left, and this
+        group is back. Errors: RuntimeError for an entry that the schedule does not have there."""
+        self._check_open("post_schedule")
+        return post(self, y)
+
+    def schedule_from_order(self, order: Sequence[int | float], layers_per_chunk: int | Sequence[int] = 1) -> None:
+        """The order of a step as make_graphed_callables takes it, instead of recording the first one: +c is a forward
+        of chunk c, -c the backward of its oldest one. Groups take the places of a chunk's layers as they come by."""
+        self._check_open("schedule_from_order")
+        if self.schedule.position:
+            raise RuntimeError("PagedStash.schedule_from_order: called within a step; call it behind reset().")
+        self.schedule = Schedule(order, layers_per_chunk)
+
+    # ---- steps ----
+
+    def reset(self, record: bool = False) -> None:
+        """A step starts: every page is free, flags and gate are cleared, and the verdict on the last step is on its
+        way. Call it before each step; a captured step captures it. record: this step's order and sizes are noted anew.
+        Errors: RuntimeError for what a verdict told, under "raise_at_step_end"; the step has started all the same.
+        Warns where the last step ended early, stashed nothing, or where stashing costs memory.
+        """
+        self._check_open("reset")
+        captured, last = stream_captures(), self.step
+        last.over()
+        if last.records:
+            self.sized = last
+        if self._pool is not None:
+            self._captured |= captured
+            self._pool.reset(self._mailbox.memory)
+        elif last.sizes and not captured:
+            self._make_pool()
+        told = [self.schedule.restart()]
+        if last.passed and not last.sizes and not last.names:
+            told.append(
+                "PagedStash: the last step stashed nothing: no group saved a tensor that says how many of its rows are "
+                "alive. Give the groups counts, or declare tensors (mark_pageable)."
+            )
+        if record:
+            self.schedule = Schedule()
+        self._names = last.names
+        self.step = Step(self, records=record or self._pool is None)
+        if not captured:
+            self._snapshot.take(self.device)
+        for text in filter(None, told):
+            warnings.warn(text, stacklevel=2)
+        if self.overflow == "raise_at_step_end" and not captured and (verdict := self.verdict()) is not None:
+            verdict.raise_if_bad()
+
+    def verdict(self, wait: bool = False) -> Verdict | None:
+        """On the last step whose report has arrived and was not read yet; None: there is none. It waits for nothing.
+        wait: on the step that runs, for which the host waits."""
+        self._check_open("verdict")
+        if self._pool is None:
+            return None
+        if not wait:
+            report = self._mailbox.read()
+            return None if report is None else said(report, self._names)
+        self._pool.report(self._mailbox.memory)
+        return said(self._mailbox.peek(), self.step.names)
+
+    def gate(self, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
+        """float32 [1] on the device: 1 where something of this step was lost or flagged, else 0. It is the `found_inf`
+        that FusedAdam and torch's fused optimizers take, which then apply nothing. group: the largest of its ranks', by
+        one all-reduce on the device; every rank calls it, those without groups too."""
+        self._check_open("gate")
+        if self._pool is None:
+            gate = torch.zeros(1, device=self.device)
+        else:
+            self._pool.join()
+            gate = self._pool.gate
+        if group is not None:
+            gate = gate.clone()
+            torch.distributed.all_reduce(gate, torch.distributed.ReduceOp.MAX, group=group)
+        return gate
+
+    def grow(self, recapture: Callable[[], object] | None = None) -> int:
+        """Behind a step: a pool of as many device pages as the step demanded, times `factor`; returns their number. The
+        next step starts. recapture: captures anew what was captured with the old pool, whose graphs must not be
+        replayed any more; without it a captured pool is refused. Waits for the device.
+        Errors: RuntimeError for a captured pool, for one that is large enough, or behind eight of these calls.
+        """
+        self._check_open("grow")
+        verdict = self.verdict(wait=True)
+        have = 0 if self._pool is None else self._pool.options["device_pages"]
+        demand = 0 if verdict is None else verdict.report["demand"]
+        wanted = -int(-demand * self.factor // 1)
+        if self._captured and recapture is None:
+            raise RuntimeError(
+                "PagedStash.grow: graphs were captured with this pool and hold its addresses; pass recapture=fn, which "
+                "captures them anew."
+            )
+        if wanted <= have:
+            raise RuntimeError(
+                f"PagedStash.grow: the step demanded {demand} pages, times {self.factor} {wanted}; the pool has {have}."
+            )
+        if self._grows == MOST_GROWS:
+            raise RuntimeError(f"PagedStash.grow: the pool has grown {MOST_GROWS} times, and was too small again.")
+        old, self.device_pages, self._grows, self._captured = self._pool, wanted, self._grows + 1, False
+        self.step.over()
+        self._make_pool()
+        self.schedule.restart()
+        self.step = Step(self, records=False)
+        if recapture is not None:
+            recapture()
+        old.native.close()
+        return wanted
+
+    def register(self, *modules: torch.nn.Module) -> None:
+        """Modules whose buffers rerun() puts back, and whose gradients it looks at. Buffers are copied at each
+        reset()."""
+        self._snapshot.register(*modules)
+
+    def rerun(self, fn: Callable[[], object]) -> object:
+        """fn() as the step that just ran, again: random states, and buffers of registered modules, are as they were at
+        its reset(). Gradients are to be zeroed, as they were when the step started.
+        Errors: RuntimeError where a registered parameter has a gradient that is not zero.
+        """
+        self._check_open("rerun")
+        self._snapshot.put_back()
+        self.reset()
+        return fn()
+
+    # ---- sizes ----
+
+    def plan(self, worst: bool = False) -> Plan:
+        """Memory of the groups of the last recorded step (the first one, or that of reset(record=True)). worst: as if
+        all rows were alive; its host_pages make an overflow impossible. Waits for the device.
+        Errors: RuntimeError before a step was recorded."""
+        self._check_open("plan")
+        return Plan.of(self, worst)
+
+    def plot(self, path: str) -> None:
+        """Pages in flight over the entries of the last recorded step: a picture, or for .csv a table."""
+        self._check_open("plot")
+        Plan.of(self, worst=False).plot(path)
+
+    def close(self) -> Verdict | None:
+        """The verdict on the last step; device and pinned memory are given back. Waits for the device. Under
+        "raise_at_step_end" it raises what the verdict tells."""
+        if self._closed:
+            return None
+        verdict = self.verdict(wait=True)
+        self.step.over()
+        if self._pool is not None:
+            self._pool.native.close()
+        self._pool, self._closed = None, True
+        if verdict is not None and self.overflow == "raise_at_step_end":
+            verdict.raise_if_bad()
+        return verdict
+
+    # ---- inside ----
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"PagedStash.{call}: the stash is closed; make another one.")
+
+    def pool_now(self) -> Pool | None:
+        """The pool, once its size is known."""
+        if self._pool is None and self.device_pages is not None:
+            self._make_pool()
+        return self._pool
+
+    def _make_pool(self) -> None:
+        if stream_captures():
+            raise RuntimeError(
+                "PagedStash: the pool would be made inside of a CUDA graph's capture; run a step, and reset(), outside "
+                "of it first."
+            )
+        pages = self.device_pages
+        if pages is None:
+            plan = Plan.of(self, worst=False)
+            pages = plan.device_pages
+            if plan.stashed_bytes >= plan.static_bytes:
+                warnings.warn(
+                    f"PagedStash: stashing costs memory here: {plan.static_bytes} bytes are kept without it, "
+                    f"{plan.stashed_bytes} with it (two groups' originals and {pages} pages). It saves where there are "
+                    "several groups, or few of their rows are alive.",
+                    stacklevel=4,
+                )
+        self._pool = Pool(
+            self.device,
+            self.lanes,
+            page_bytes=self.page_bytes,
+            device_pages=pages,
+            host_pages=self.host_pages,
+            policy=POLICIES[self.policy],
+            sm_budget=self.sm_budget,
+            trap=self.overflow == "trap",
+            debug=self.debug,
+        )

@@ -1,0 +1,143 @@
+"""In which order groups come by in a step, and what that says: whose backward is next, what leaves, what comes back.
+Plain data: no tensor is seen here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+from transformer_engine.pytorch.graph.order import FORWARD, WGRAD, pipeline_schedule
+
+OP = "PagedStash"
+
+
+class Entry(NamedTuple):
+    """A group's forward or backward; microbatch: how many forwards of that group came before in the step."""
+
+    forward: bool
+    name: Hashable
+    microbatch: int
+
+    @property
+    def turned(self) -> Entry:
+        return self._replace(forward=not self.forward)
+
+    def __str__(self) -> str:
+        return f"the {'forward' if self.forward else 'backward'} of group {self.name!r}, microbatch {self.microbatch}"
+
+
+class Schedule:
+    """The entries of a step: recorded in the first one, matched in those behind it. An order that is known from the
+    start names its layers by number; the first group that comes by in a layer's place has its number for good."""
+
+    def __init__(self, order: Sequence[int | float] | None = None, layers_per_chunk: int | Sequence[int] = 1) -> None:
+        self.entries: list[Entry] = [] if order is None else _entries_of(order, layers_per_chunk)
+        self.known = order is not None
+        self._numbered: dict[Hashable, int] | None = None if order is None else {}
+        self.position = 0
+        self._microbatches: dict[Hashable, int] = {}
+
+    def forward(self, name: Hashable) -> Entry:
+        """The next microbatch of that group comes by."""
+        number = self._microbatches.get(name, 0)
+        entry = Entry(True, name, number)
+        self._pass(entry)
+        self._microbatches[name] = number + 1
+        return entry
+
+    def backward(self, entry: Entry) -> None:
+        """The backward of what `entry` was the forward of."""
+        self._pass(entry.turned)
+
+    @property
+    def next(self) -> Entry | None:
+        """What comes by next, in the caller's names; None: not known, or nothing."""
+        if not self.known or self.position >= len(self.entries):
+            return None
+        return self._in_names(self.entries[self.position])
+
+    def ahead(self) -> list[Entry]:
+        """What comes by from here on, in the caller's names."""
+        return [self._in_names(entry) for entry in self.entries[self.position :]] if self.known else []
+
+    def restart(self) -> str:
+        """A new step. What is said of the old one where it ended early."""
+        missing = self.next if self.position else None
+        if not self.known and self.entries:
+            self.known = True
+        self.position, self._microbatches = 0, {}
+        return "" if missing is None else f"{OP}: the step ended before {missing}, entry {self._at} of its schedule."
+
+    def _pass(self, entry: Entry) -> None:
+        if not self.known:
+            self.entries.append(entry)
+            return
+        wanted = self.entries[self.position] if self.position < len(self.entries) else None
+        if wanted is None or not self._is(wanted, entry):
+            self._at = self.position
+            said = "the step is over" if wanted is None else f"wanted {self._in_names(wanted)}"
+            raise RuntimeError(
+                f"{OP}: {entry} came as entry {self.position} of the schedule, {said}. Each step has to run in the "
+                "same order and with as many microbatches; after reset(record=True) a step is recorded anew."
+            )
+        self.position += 1
+        self._at = self.position
+
+    _at = 0
+
+    def _is(self, wanted: Entry, entry: Entry) -> bool:
+        if self._numbered is None:
+            return wanted == entry
+        free = entry.name not in self._numbered and wanted.name not in self._numbered.values()
+        if wanted.forward and entry.forward and free:
+            self._numbered[entry.name] = wanted.name
+        return wanted == entry._replace(name=self._numbered.get(entry.name, entry.name))
+
+    def _in_names(self, entry: Entry) -> Entry:
+        if self._numbered is None:
+            return entry
+        names = {number: name for name, number in self._numbered.items()}
+        return entry._replace(name=names.get(entry.name, entry.name))
+
+
+def _entries_of(order: Sequence[int | float], layers_per_chunk: int | Sequence[int]) -> list[Entry]:
+    chunks = max((int(abs(c)) for c in order), default=1)
+    modules = sum(layers_per_chunk) if isinstance(layers_per_chunk, Sequence) else layers_per_chunk * chunks
+    steps = pipeline_schedule(order, layers_per_chunk, modules, [True] * modules).steps
+    samples: dict[int, list[int]] = {}
+    for step in steps:
+        if step.kind == FORWARD:
+            samples.setdefault(step.module, []).append(step.sample)
+    return [
+        Entry(step.kind == FORWARD, step.module, samples[step.module].index(step.sample))
+        for step in steps
+        if step.kind != WGRAD
+    ]
+
+
+class Operation(NamedTuple):
+    """store: pages are taken; else they are given back."""
+
+    store: bool
+    key: Hashable
+
+
+def operations(entries: Iterable[Entry]) -> list[Operation]:
+    """What a step of these entries does: a group whose own backward is next is not stored; the one whose backward is
+    next is loaded ahead."""
+    entries, done, away = list(entries), [], set()
+
+    def load(entry: Entry | None) -> None:
+        if entry is not None and not entry.forward and entry[1:] in away:
+            away.remove(entry[1:])
+            done.append(Operation(False, entry[1:]))
+
+    for i, entry in enumerate(entries):
+        following = entries[i + 1] if i + 1 < len(entries) else None
+        if entry.forward and following != entry.turned:
+            away.add(entry[1:])
+            done.append(Operation(True, entry[1:]))
+        elif not entry.forward:
+            load(entry)
+        load(following)
+    return done

@@ -1,0 +1,45 @@
+"""What groups of a step hold, as far as the host knows it: shapes at once, counts when they are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.stash.handle import Handle
+
+ALIGNMENT = 128  # of members in the stream of bytes that is cut into pages (transformer_engine/stash.h)
+
+
+class Extent(NamedTuple):
+    """One member: most units of unit_bytes; count: how many are alive, on the device."""
+
+    unit_bytes: int
+    most: int
+    count: torch.Tensor
+
+    def bytes(self, worst: bool) -> int:
+        return self.unit_bytes * (self.most if worst else min(max(int(self.count), 0), self.most))
+
+
+class Size(NamedTuple):
+    """static: bytes of the storages that the group frees."""
+
+    static: int
+    extents: list[Extent]
+
+    @classmethod
+    def of(cls, handle: Handle) -> Size:
+        extents = []
+        for piece in handle.pieces:
+            for r in piece.regions:
+                extents.append(Extent(r.row_bytes * r.unit_rows, r.rows // r.unit_rows, r.counter.clone()))
+        return cls(sum(piece.bytes for piece in handle.pieces), extents)
+
+    def live(self, worst: bool = False) -> int:
+        return sum(extent.bytes(worst) for extent in self.extents)
+
+    def pages(self, page_bytes: int, worst: bool = False) -> int:
+        stream = sum(-(-extent.bytes(worst) // ALIGNMENT) * ALIGNMENT for extent in self.extents)
+        return -(-stream // page_bytes)

@@ -1,0 +1,181 @@
+"""One step of a stash: which groups came by, which leaves, which comes back. What a group's tensors are is its own;
+what comes by next is the schedule's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from transformer_engine.pytorch.stash.handle import Handle
+from transformer_engine.pytorch.stash.schedule import Entry, Operation
+from transformer_engine.pytorch.stash.sizes import Size
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.stash.group import Group
+    from transformer_engine.pytorch.stash.manager import PagedStash
+
+
+class Visit:
+    """What lies between one pre_schedule and its post_schedule: the group, and its entry from then on."""
+
+    def __init__(self) -> None:
+        self.handle: Handle | None = None
+        self.entry: Entry | None = None
+
+
+class Step:
+    """From one reset() to the next. records: its order and sizes are noted."""
+
+    def __init__(self, stash: PagedStash, records: bool) -> None:
+        self.stash, self.records = stash, records
+        self.visit: Visit | None = None
+        self.passed = False  # a group was opened
+        self.opened: Group | None = None
+        self.trace: list[Operation | Entry] = []  # of groups between schedulers their entries, of others what they do
+        self.sizes: dict[Hashable, Size] = {}
+        self.names: list[Hashable] = []  # of stores, by number
+        self._microbatches: dict[Hashable, int] = {}
+        self._handles: weakref.WeakValueDictionary[Hashable, Handle] = weakref.WeakValueDictionary()
+        self._leaving: Handle | None = None  # its originals are there still
+
+    def over(self) -> None:
+        """The next step has started: nothing of this one comes back."""
+        self._leaving = None
+        for handle in list(self._handles.values()):
+            if handle.state not in ("kept", "back"):
+                handle.give_up()
+
+    def handle(self, name: Hashable, tail: str) -> Handle:
+        """Of the group's next microbatch."""
+        number = self._microbatches.get(name, 0)
+        self._microbatches[name] = number + 1
+        handle = Handle(name, (name, number), tail, self)
+        self._handles[handle.key] = handle
+        return handle
+
+    # ---- groups ----
+
+    def open(self, group: Group, name: Hashable, tail: str) -> Handle:
+        if self.opened is not None:
+            raise RuntimeError(
+                f"PagedStash: group {name!r} is opened inside of group {self.opened.name!r}, wanted one behind the "
+                "other: a tensor is one group's."
+            )
+        if self.visit is not None and self.visit.handle is not None:
+            raise RuntimeError(
+                f"PagedStash: group {name!r} is opened behind group {self.visit.handle.name!r} between one "
+                "pre_schedule and its post_schedule, wanted one group there."
+            )
+        if self.visit is None:
+            self.free_leaving()
+        self.opened, self.passed = group, True
+        return self.handle(name, tail)
+
+    def exit(self, group: Group, failed: bool) -> None:
+        self.opened = None
+        if failed:
+            self.visit = None
+        elif self.visit is not None:
+            self.visit.handle = group.handle
+        else:
+            self.measure(group.handle)
+            self.note(group.handle, store=True)
+            self.start(group.handle)
+
+    def start(self, handle: Handle) -> None:
+        """The group leaves, if there is anywhere to go yet."""
+        pool = self.stash.pool_now()
+        if pool is None or not handle.pieces:
+            return
+        handle.store(pool)
+        if handle.state == "stored":
+            self.names.append(handle.name)
+            self._leaving = handle
+            self._evict_farthest(pool, handle)
+
+    def measure(self, handle: Handle) -> None:
+        if self.records and handle.pieces:
+            self.sizes[handle.key] = Size.of(handle)
+
+    def free_leaving(self) -> None:
+        """What is leaving has left."""
+        handle, self._leaving = self._leaving, None
+        if handle is not None:
+            handle.free()
+
+    def wanted(self, handle: Handle) -> None:
+        """A backward reads it now."""
+        if handle.state in ("stored", "away", "coming"):
+            self.free_leaving()
+            if handle.state == "away":
+                self.note(handle, store=False)
+            handle.finish_load()
+
+    def dropped(self, handle: Handle) -> None:
+        """Nobody wants anything of it any more."""
+        if self._leaving is handle:
+            self._leaving = None
+        if handle.state in ("stored", "away"):
+            self.note(handle, store=False)
+        handle.let_go()
+
+    def note(self, handle: Handle, store: bool) -> None:
+        """Schedulers note their entries instead."""
+        if self.records and not handle.scheduled:
+            self.trace.append(Operation(store, handle.key))
+
+    # ---- schedulers ----
+
+    def before_forward(self) -> Visit:
+        """Here the originals of the group before are freed, because the experts now allocate another set."""
+        if self.visit is not None:
+            raise RuntimeError("PagedStash.pre_schedule: called twice, wanted post_schedule behind the first one.")
+        self.free_leaving()
+        self.visit = Visit()
+        return self.visit
+
+    def after_forward(self) -> Visit:
+        visit, self.visit = self.visit, None
+        if visit is None or visit.handle is None:
+            raise RuntimeError(
+                "PagedStash.post_schedule: no group was closed since the last one, wanted pre_schedule, a group and "
+                "post_schedule in this order."
+            )
+        handle = visit.handle
+        handle.scheduled = True
+        self.measure(handle)
+        visit.entry = self.stash.schedule.forward(handle.name)
+        if self.records:
+            self.trace.append(visit.entry)
+        if self.stash.schedule.next != visit.entry.turned:  # else its own backward is next: it is kept
+            self.start(handle)
+        self.load_ahead()
+        return visit
+
+    def before_backward(self, visit: Visit) -> None:
+        self.stash.schedule.backward(visit.entry)
+        if self.records:
+            self.trace.append(visit.entry.turned)
+        self.free_leaving()
+        visit.handle.finish_load()
+
+    def load_ahead(self) -> None:
+        """The group whose backward is next starts to come back."""
+        following = self.stash.schedule.next
+        if following is None or following.forward:
+            return
+        handle = self._handles.get(following[1:])
+        if handle is not None and handle.state == "away":
+            handle.start_load()
+
+    def _evict_farthest(self, pool, stored: Handle) -> None:
+        """Where few device pages are free, the group whose backward is farthest goes to the host."""
+        low = self.stash.low_water
+        if not low or not self.stash.schedule.known:
+            return
+        for entry in reversed(self.stash.schedule.ahead()):
+            handle = None if entry.forward else self._handles.get(entry[1:])
+            if handle is not None and handle.state in ("stored", "away") and not handle.evicted:
+                handle.evict(low)
+                return
