@@ -237,8 +237,8 @@ void register_stash(py::module_& m) {
       .def_property_readonly("bytes", &StashPool::bytes)
       .def_property_readonly("load_waits", [](const StashPool& p) { return te_stash_load_waits(p.get()) != 0; })
       .def("reset", wrapped([](StashPool& p, int64_t stream) { check(te_stash_reset(p.get(), as_stream(stream))); }))
-      .def("read", wrapped([](StashPool& p, const Tensor& mailbox, int64_t stream) {
-             check(te_stash_read(p.get(), static_cast<te_stash_report*>(mailbox.data_ptr()), as_stream(stream)));
+      .def("post", wrapped([](StashPool& p, const Tensor& mailbox, int64_t stream) {
+             check(te_stash_post(p.get(), static_cast<te_stash_report*>(mailbox.data_ptr()), as_stream(stream)));
            }))
       .def("close", wrapped([](StashPool& p) { p.close(); }));
   py::class_<StashGroup>(m, "StashGroup")

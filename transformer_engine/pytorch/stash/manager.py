@@ -170,8 +170,8 @@ class PagedStash:
             )
         if record:
             self.schedule = Schedule()
-        self._names = last.names
         self.step = Step(self, records=record or self._pool is None)
+        self._names = self.step.names if captured else last.names  # replays report of the step that is captured
         if not captured:
             self._snapshot.take(self.device)
         for text in filter(None, told):

@@ -81,7 +81,7 @@ class Pool:
     def report(self, mailbox: torch.Tensor) -> None:
         """The report of everything so far is in the mailbox. Waits for the device."""
         self.join()
-        self.native.read(mailbox, self.lanes.current())
+        self.native.post(mailbox, self.lanes.current())
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -89,7 +89,7 @@ class Pool:
         """The next step starts; the report of this one goes to the mailbox."""
         self.join()
         stream = self.lanes.current()
-        self.native.read(mailbox, stream)
+        self.native.post(mailbox, stream)
         self.native.reset(stream)
         self._started, self._stored, self._loaded = self.lanes.now("started"), None, None
         self.stored_groups = 0

@@ -173,11 +173,13 @@ TE_API te_status te_stash_evict(te_stash_pool* pool, void* entry, int64_t low_wa
  * once in 128 loads, drops and evicts, the first one of a step included. Asked before each load and each drop. */
 TE_API int32_t te_stash_load_waits(const te_stash_pool* pool);
 
-/* Enqueues a copy of the report into host memory (pinned, on CUDA: a kernel writes it there; on 128 bytes): step is
- * written last, and is -1 meanwhile, so that te_stash_report_in() can tell whether it is whole. */
+/* Enqueues a copy of the report to host memory (pinned, or the call waits). */
 TE_API te_status te_stash_read(te_stash_pool* pool, te_stash_report* out, te_stream stream);
-/* What te_stash_read() wrote there, without waiting: 1, or 0 where nothing whole is there at this moment (filled with
- * 0xFF before the first read, or being written). */
+/* The same into a mailbox, pinned memory on 8 bytes that the host may look into at any time: a kernel writes it there,
+ * step last, which is -1 meanwhile. */
+TE_API te_status te_stash_post(te_stash_pool* pool, te_stash_report* mailbox, te_stream stream);
+/* What te_stash_post() wrote there, without waiting: 1, or 0 where nothing whole is there at this moment (filled with
+ * 0xFF before the first post, or being written). */
 TE_API int32_t te_stash_report_in(const void* mailbox, te_stash_report* out);
 /* An entry's head. Waits for the device. */
 TE_API te_status te_stash_read_entry(te_stash_pool* pool, const void* entry, te_stash_entry* out, te_stream stream);

@@ -314,6 +314,13 @@ te_status te_stash_read(te_stash_pool* pool, te_stash_report* out, te_stream str
   });
 }
 
+te_status te_stash_post(te_stash_pool* pool, te_stash_report* mailbox, te_stream stream) {
+  return with_pool("te_stash_post", pool, [&](const char* op, te_stash_pool& p) {
+    check_place(op, "mailbox", mailbox);
+    TE_ON_DEVICE_OF(op, p.options, cpu::post(p.view, *mailbox), cuda::post(p.view, mailbox, stream));
+  });
+}
+
 int32_t te_stash_report_in(const void* mailbox, te_stash_report* out) {
   const auto step = [&] {
     return __atomic_load_n(&static_cast<const te_stash_report*>(mailbox)->step, __ATOMIC_ACQUIRE);

@@ -2,6 +2,7 @@
 // nobody changes meanwhile, moves its share of the tiles, and counts itself out; the last one writes down what was
 // decided. So no block ever waits for another one.
 #include <algorithm>
+#include <cstddef>
 #include <cstdio>
 
 #include "ops/stash/stash.h"
@@ -257,6 +258,22 @@ __global__ void __launch_bounds__(kThreads) start_kernel(const __grid_constant__
   if (mend_canaries(pool, first, thread, blockDim.x)) raise(pool.control->report, TE_STASH_CANARY, -1);
 }
 
+// The host may look at any time: a report whose step is not -1 is whole.
+__global__ void post_kernel(const __grid_constant__ Pool pool, volatile te_stash_report* mailbox) {
+  constexpr int kWords = sizeof(te_stash_report) / sizeof(uint64_t);
+  constexpr int kStep = offsetof(te_stash_report, step) / sizeof(uint64_t);
+  const auto* report = reinterpret_cast<const uint64_t*>(&pool.control->report);
+  auto* words = reinterpret_cast<volatile uint64_t*>(mailbox);
+  const int word = int(threadIdx.x);
+  if (word == 0) mailbox->step = -1;
+  __threadfence_system();
+  __syncthreads();
+  if (word < kWords && word != kStep) words[word] = report[word];
+  __threadfence_system();
+  __syncthreads();
+  if (word == 0) words[kStep] = report[kStep];
+}
+
 // ---- debug mode's own launches ----
 
 __device__ void add_sum(uint64_t* total, uint64_t sum) {
@@ -372,6 +389,11 @@ void drop(const Pool& pool, Entry* entry, int64_t loads, te_stream stream) {
 void evict(const Pool& pool, Entry* entry, int64_t low_water, int64_t loads, te_stream stream) {
   evict_kernel<<<kHostBlocks, kThreads, kStageBytes, cudaStream_t(stream)>>>(pool, entry, low_water, loads);
   check_launch("te_stash_evict");
+}
+
+void post(const Pool& pool, te_stash_report* mailbox, te_stream stream) {
+  post_kernel<<<1, 32, 0, cudaStream_t(stream)>>>(pool, mailbox);
+  check_launch("te_stash_post");
 }
 
 void read(void* out, const void* from, size_t bytes, te_stream stream) {

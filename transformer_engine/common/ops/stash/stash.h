@@ -26,6 +26,7 @@ void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, i
 void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t loads);
 void drop(const Pool& pool, Entry& entry, int64_t loads);
 void evict(const Pool& pool, Entry& entry, int64_t low_water, int64_t loads);
+void post(const Pool& pool, te_stash_report& mailbox);
 }  // namespace cpu
 
 namespace cuda {
@@ -37,6 +38,7 @@ void load(const Pool& pool, const Table& table, Entry* entry, bool keep, int64_t
           te_stream stream);
 void drop(const Pool& pool, Entry* entry, int64_t loads, te_stream stream);
 void evict(const Pool& pool, Entry* entry, int64_t low_water, int64_t loads, te_stream stream);
+void post(const Pool& pool, te_stash_report* mailbox, te_stream stream);
 void read(void* out, const void* from, size_t bytes, te_stream stream);
 void wait();
 }  // namespace cuda

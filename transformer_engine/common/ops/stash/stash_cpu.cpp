@@ -148,4 +148,13 @@ void evict(const Pool& pool, Entry& entry, int64_t low_water, int64_t load) {
   finish_evict(pool, move, load, entry);
 }
 
+void post(const Pool& pool, te_stash_report& mailbox) {
+  const int64_t step = pool.control->report.step;
+  __atomic_store_n(&mailbox.step, -1, __ATOMIC_RELEASE);
+  te_stash_report report = pool.control->report;
+  report.step = -1;
+  mailbox = report;
+  __atomic_store_n(&mailbox.step, step, __ATOMIC_RELEASE);
+}
+
 }  // namespace te::stash::cpu
