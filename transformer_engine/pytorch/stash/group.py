@@ -26,9 +26,10 @@ def bytes_of(tensor: torch.Tensor, offset: int, count: int) -> torch.Tensor:
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """[start, end) in bytes of its storage."""
-    if tensor.numel() == 0:
-        return (0, 0)
     size = tensor.element_size()
+    if tensor.is_contiguous():
+        start = tensor.storage_offset() * size
+        return start, start + tensor.nbytes
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.storage_offset() * size, (tensor.storage_offset() + last + 1) * size
 

@@ -22,10 +22,10 @@ from transformer_engine.pytorch.stash.explicit import reload, stash
 from transformer_engine.pytorch.stash.group import Group
 from transformer_engine.pytorch.stash.handle import Handle
 from transformer_engine.pytorch.stash.lanes import Lanes
-from transformer_engine.pytorch.stash.plan import Plan
+from transformer_engine.pytorch.stash.plan import Plan, happened
 from transformer_engine.pytorch.stash.pool import POLICIES, Pool
 from transformer_engine.pytorch.stash.rerun import Snapshot
-from transformer_engine.pytorch.stash.schedule import Schedule
+from transformer_engine.pytorch.stash.schedule import Operation, Schedule, not_last_in, operations
 from transformer_engine.pytorch.stash.scheduler import post, pre
 from transformer_engine.pytorch.stash.step import Step
 from transformer_engine.pytorch.stash.verdict import Verdict, said
@@ -142,7 +142,9 @@ class PagedStash:
         self._check_open("schedule_from_order")
         if self.schedule.position:
             raise RuntimeError("PagedStash.schedule_from_order: called within a step; call it behind reset().")
-        self.schedule = Schedule(order, layers_per_chunk)
+        schedule = Schedule(order, layers_per_chunk)
+        self._check_order(operations(schedule.entries))
+        self.schedule = schedule
 
     # ---- steps ----
 
@@ -176,6 +178,8 @@ class PagedStash:
             self._snapshot.take(self.device)
         for text in filter(None, told):
             warnings.warn(text, stacklevel=2)
+        if last.records:
+            self._check_order(happened(last))
         if self.overflow == "raise_at_step_end" and not captured and (verdict := self.verdict()) is not None:
             verdict.raise_if_bad()
 
@@ -286,6 +290,15 @@ class PagedStash:
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise RuntimeError(f"PagedStash.{call}: the stash is closed; make another one.")
+
+    def _check_order(self, steps: list[Operation]) -> None:
+        found = not_last_in(steps) if self.policy == "bump" else None
+        if found is not None:
+            raise ValueError(
+                f"PagedStash: argument 'policy' is 'bump', but group {found.key[0]!r}, microbatch {found.key[1]}, "
+                "comes back while one that was stored behind it is away; 'bump' has no list of pages, and wants the "
+                "last one first. Use policy='ring'."
+            )
 
     def pool_now(self) -> Pool | None:
         """The pool, once its size is known."""

@@ -141,3 +141,14 @@ def operations(entries: Iterable[Entry]) -> list[Operation]:
             load(entry)
         load(following)
     return done
+
+
+def not_last_in(steps: Iterable[Operation]) -> Operation | None:
+    """The first group that comes back while one that was stored behind it is still away."""
+    away = []
+    for step in steps:
+        if step.store:
+            away.append(step.key)
+        elif step.key in away and away.pop() != step.key:
+            return step
+    return None
