@@ -196,15 +196,15 @@ class PagedStash:
         return said(self._mailbox.peek(), self.step.names)
 
     def gate(self, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
-        """float32 [1] on the device: 1 where something of this step was lost or flagged, else 0. It is the `found_inf`
-        that FusedAdam and torch's fused optimizers take, which then apply nothing. group: the largest of its ranks', by
-        one all-reduce on the device; every rank calls it, those without groups too."""
+        """float32 [] on the device: 1 where something of this step was lost or flagged, else 0. It is the `found_inf`
+        that FusedAdam and torch's fused optimizers take (these want no dimension), which then apply nothing. group: the
+        largest of its ranks', by one all-reduce on the device; every rank calls it, those without groups too."""
         self._check_open("gate")
         if self._pool is None:
-            gate = torch.zeros(1, device=self.device)
+            gate = torch.zeros((), device=self.device)
         else:
             self._pool.join()
-            gate = self._pool.gate
+            gate = self._pool.gate.view(())
         if group is not None:
             gate = gate.clone()
             torch.distributed.all_reduce(gate, torch.distributed.ReduceOp.MAX, group=group)
