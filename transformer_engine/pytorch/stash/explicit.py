@@ -24,8 +24,7 @@ def stash(
         )
     handle = stash.step.handle(name, tail)
     for tensor, counter in counted:
-        start, end = span_of(tensor)
-        piece = Piece(bytes_of(tensor, start, end - start))
+        piece = Piece(bytes_of(tensor, *_extent(tensor)))
         rows = tensor.shape[0]
         piece.regions.append(
             Region(0, rows, tensor.nbytes // rows if rows else 0, counter, unit_rows, counter._version)
@@ -36,7 +35,25 @@ def stash(
     stash.step.note(handle, store=True)
     stash.step.start(handle)
     stash.step.free_leaving()
+    if handle.state == "kept":  # there is no pool yet, and the caller may write into the originals from here on
+        for piece, (tensor, counter) in zip(handle.pieces, counted, strict=True):
+            piece.memory = _copied(tensor, counter, unit_rows, tail)
     return handle
+
+
+def _copied(tensor: torch.Tensor, counter: torch.Tensor, unit_rows: int, tail: str) -> torch.Tensor:
+    """Its bytes, with the tail that a reload would write; the host knows no count."""
+    copy = bytes_of(tensor, *_extent(tensor)).clone()
+    if tail != "keep" and copy.numel():
+        rows = copy.view(tensor.shape[0], -1)
+        behind = torch.arange(len(rows), device=rows.device) >= counter.reshape(()).to(torch.int64) * unit_rows
+        rows.masked_fill_(behind[:, None], 0)
+    return copy
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    start, end = span_of(tensor)
+    return start, end - start
 
 
 def reload(stash: PagedStash, handle: Handle, keep: bool) -> list[torch.Tensor]:
@@ -51,11 +68,10 @@ def reload(stash: PagedStash, handle: Handle, keep: bool) -> list[torch.Tensor]:
             stash.step.note(handle, store=False)
         handle.start_load(keep)
         handle.finish_load()
+    memories = [piece.memory.clone() if kept and keep else piece.memory for piece in handle.pieces]
     tensors = [
-        torch.empty(0, dtype=dtype, device=piece.memory.device).set_(
-            piece.memory.untyped_storage(), piece.memory.storage_offset() // dtype.itemsize, shape
-        )
-        for piece, (dtype, shape) in zip(handle.pieces, like, strict=True)
+        torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), 0, shape)
+        for memory, (dtype, shape) in zip(memories, like, strict=True)
     ]
     if not keep:
         handle.give_up()

@@ -59,6 +59,11 @@ class Handle:
     def __repr__(self) -> str:
         return f"Handle({self.name!r}, {self.state}, {len(self.pieces)} pieces)"
 
+    def __del__(self) -> None:
+        """Groups are told when nobody wants them any more; a caller's handle is what is wanted."""
+        if getattr(self, "like", None) is not None and self.state in ("stored", "away"):
+            self.step.dropped(self)
+
     def store(self, pool: Pool) -> None:
         """Its copy starts, behind what the current stream has been given."""
         if self.state != "kept":
