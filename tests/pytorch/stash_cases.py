@@ -82,11 +82,11 @@ class Originals:
         memory = getattr(saved, "memory", None)
         if isinstance(memory, Stashed):
             storage = tensor.untyped_storage()
-            alias, memories = self.noted.setdefault(storage._cdata, (bytes_of(tensor, 0, storage.nbytes()), set()))
+            _, memories = self.noted.setdefault(storage._cdata, (bytes_of(tensor, 0, storage.nbytes()), set()))
             memories.add(memory)
 
     def overwrite(self, *also):
-        """Bytes that were written over: of what was let go and nobody else holds, and of `also`, which the test holds."""
+        """Bytes that were written over: of what was let go and nobody else holds, and of `also`, of the test."""
         also, done = {t.untyped_storage()._cdata for t in also}, 0
         for key, (alias, memories) in self.noted.items():
             let_go = all(memory.tensor is None for memory in memories)
