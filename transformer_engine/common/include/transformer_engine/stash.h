@@ -37,7 +37,8 @@
  * Memory. The caller owns pages, control and entries: device memory (plain on the CPU) on 128 bytes, alive as long as
  * the pool, its graphs included. Host pages are the core's pinned memory, counted as "stash".
  * Threads. Calls on one pool take turns.
- * Errors. TE_INVALID_ARGUMENT, naming the argument; TE_PINNED_MEMORY; TE_RUNTIME_ERROR from CUDA. Nothing is changed. */
+ * Errors. TE_INVALID_ARGUMENT, naming the argument; TE_PINNED_MEMORY; TE_RUNTIME_ERROR from CUDA. Nothing is changed.
+ */
 #ifndef TRANSFORMER_ENGINE_STASH_H_
 #define TRANSFORMER_ENGINE_STASH_H_
 
@@ -94,13 +95,13 @@ typedef struct te_stash_options {
 } te_stash_options;
 
 typedef struct te_stash_member {
-  void* data;          /* `most` units, contiguous. Any alignment; on 16 bytes it is fast */
-  const void* counter; /* a store: one integer on the device. A load: not read */
+  void* data;            /* `most` units, contiguous. Any alignment; on 16 bytes it is fast */
+  const void* counter;   /* a store: one integer on the device. A load: not read */
   int32_t counter_bytes; /* 1, 4 or 8; signed, but for one byte, which is unsigned */
-  int32_t tail;        /* te_stash_tail, for the load */
-  int64_t unit_bytes;  /* not 0 */
-  int64_t most;        /* units */
-  int64_t tile_units;  /* of TE_STASH_TAIL_TILE: 128 rows / rows of a unit, at least 1 */
+  int32_t tail;          /* te_stash_tail, for the load */
+  int64_t unit_bytes;    /* not 0 */
+  int64_t most;          /* units */
+  int64_t tile_units;    /* of TE_STASH_TAIL_TILE: 128 rows / rows of a unit, at least 1 */
 } te_stash_member;
 
 /* The head of an entry, which te_stash_read_entry() brings: what is stored of one group. Its page map follows it. */
@@ -120,9 +121,9 @@ typedef struct te_stash_entry {
 
 /* The head of control. Since the last reset, but for `step`. */
 typedef struct te_stash_report {
-  float gate;     /* 1: something is flagged */
-  uint32_t flags; /* te_stash_flag bits */
-  int64_t step;   /* resets so far */
+  float gate;            /* 1: something is flagged */
+  uint32_t flags;        /* te_stash_flag bits */
+  int64_t step;          /* resets so far */
   int64_t flagged_entry; /* number of the first group that was flagged; -1: none, or no group was at fault */
   int64_t groups;        /* stored, lost ones included */
   int64_t lost_groups;
