@@ -1,0 +1,20 @@
+# What tensor-parallel layers seldom meet, on gloo ranks. Mutants: a gather of memory that does not lie in order, a sum
+# in place, products of a delayed gradient that name nothing they read, an exchange kept under the mode alone.
+import parallel_rare_workers as workers
+import pytest
+from ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Of every worker, what each of two ranks brings."""
+    ranks = on_ranks(workers.everything, device="cpu")
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize("worker", [worker.__name__ for worker in workers.WORKERS])
+def test_nothing_is_wrong(found, worker):
+    for wrong in found[worker]:
+        assert not wrong, wrong[:5]
