@@ -5,14 +5,16 @@ import ctypes
 from pathlib import Path
 
 import torch
-from support import assert_same_bits
+from support import assert_same_bits, randn
 
 import transformer_engine
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch import saved as door
 from transformer_engine.pytorch.stash import PagedStash
 from transformer_engine.pytorch.stash.group import Stashed, bytes_of
 
 GARBAGE = 0xA5
+ROWS, WIDTH, LIVE = 24, 16, 7
 
 
 def count(value, device, dtype=torch.int32):
@@ -154,3 +156,27 @@ def step(module, inputs, counters, stash=None, gradient=None, overwrite=True, or
     grads = [x.grad[: int(c)] for x, c in zip(given, counters, strict=True)]
     results = [y[: int(c)] for y, c in zip(results, counters, strict=True)]
     return results + grads + [p.grad for p in module.parameters()], originals.overwritten
+
+
+def layers_of(device, n=3, **how):
+    return Layers(*(te.Linear(WIDTH, WIDTH, device=device) for _ in range(n)), **how)
+
+
+def given(device, live=LIVE):
+    return dead_rows_zero(randn(ROWS, WIDTH, device=device), live)
+
+
+class Whole:
+    """Behind what is refused, a step of a stack gives the bits of one without a stash."""
+
+    def __init__(self, stash, device):
+        self.stash, self.module, self.x, self.counter = stash, layers_of(device), given(device), count(LIVE, device)
+        self.expected, _ = step(self.module, [self.x], [self.counter])
+
+    def __call__(self, record=False):
+        self.stash.reset(record=record)
+        found, overwritten = step(self.module, [self.x], [self.counter], self.stash)
+        same(found, self.expected)
+        assert overwritten
+        numbers = report(self.stash)
+        assert numbers["flags"] == 0 and numbers["device_in_use"] == 0

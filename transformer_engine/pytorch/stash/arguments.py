@@ -85,7 +85,9 @@ def check_tensors(
         raise ValueError(f"{OP}.stash: argument 'tensors' has {len(tensors)}, wanted at most {MOST_MEMBERS} of them.")
     if not isinstance(unit_rows, Integral) or isinstance(unit_rows, bool) or unit_rows < 1:
         raise ValueError(f"{OP}.stash: argument 'unit_rows' is {unit_rows!r:.100}, wanted an int from 1 on.")
-    counters = [counts] * len(tensors) if isinstance(counts, torch.Tensor) else list(counts)
+    if not isinstance(counts, Sequence):
+        check_counter("stash", counts, device)
+    counters = list(counts) if isinstance(counts, Sequence) else [counts] * len(tensors)
     if len(counters) != len(tensors):
         raise ValueError(
             f"{OP}.stash: argument 'counts' has {len(counters)} counters for {len(tensors)} tensors, wanted one for "

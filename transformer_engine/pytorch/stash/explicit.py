@@ -63,9 +63,9 @@ def reload(stash: PagedStash, handle: Handle, keep: bool) -> list[torch.Tensor]:
     if handle.state == "gone" or handle.step.stash is not stash:
         raise handle.refusal("PagedStash.reload()")
     kept = handle.state == "kept"
+    if not keep:
+        stash.step.note(handle, store=False)
     if not kept:
-        if not keep:
-            stash.step.note(handle, store=False)
         handle.start_load(keep)
         handle.finish_load()
     memories = [piece.memory.clone() if kept and keep else piece.memory for piece in handle.pieces]

@@ -90,6 +90,7 @@ class Group(Client):
         self.handle: Handle | None = None
         self.rows: int | None = None  # of the tensors that our nodes count by `counts`
         self._members = 0
+        self._wide: dict[int, torch.Tensor] = {}  # copies of counters
         self._hooks = Hooks(self)
         self._open, self._wanted, self._before = False, 0, None
 
@@ -160,7 +161,7 @@ class Group(Client):
                 f"{unit_rows} rows that its counter counts by."
             )
         if counter.dtype in (torch.int8, torch.int16):  # which the engine does not read
-            counter = counter.to(torch.int32)
+            counter = self._wide.setdefault(counter.data_ptr(), counter.to(torch.int32))
         region = Region(start, rows, tensor.nbytes // rows, counter, unit_rows, counter._version)
         if inside is None:
             if any(start < r.end and r.offset < end for r in piece.regions):
@@ -175,13 +176,15 @@ class Group(Client):
                     "counted, wanted at most as many; open a second group for the others."
                 )
             piece.regions.append(region)
-        elif (inside.counter.data_ptr(), inside.unit_rows * inside.row_bytes) != (
+        elif (inside.offset, inside.counter.data_ptr(), inside.unit_rows * inside.row_bytes) != (
+            start,
             counter.data_ptr(),
             unit_rows * region.row_bytes,
-        ) and (inside.offset, inside.end) == (start, end):
+        ):
             raise ValueError(
-                f"PagedStash: group {self.name!r} saves a tensor {list(tensor.shape)} twice, and its rows are "
-                "counted by two counters; say one."
+                f"PagedStash: group {self.name!r} saves a tensor {list(tensor.shape)} that lies in another one whose "
+                "rows are counted, and whose live rows are not the first of both; say one counter for the rows of "
+                "both, or clone it."
             )
 
     @staticmethod

@@ -49,7 +49,7 @@ class Handle:
         self.state = "kept"
         self.pieces: list[Piece] = []
         self.freed: list[Callable[[], None]] = []  # told when the originals are given up
-        self.scheduled = self.evicted = False
+        self.scheduled = self.evicted = self.noted = False
         self.like: list[tuple[torch.dtype, torch.Size]] | None = None  # of the tensors that a caller handed over
         self._pool: Pool | None = None
         self._group = None
@@ -61,7 +61,7 @@ class Handle:
 
     def __del__(self) -> None:
         """Groups are told when nobody wants them any more; a caller's handle is what is wanted."""
-        if getattr(self, "like", None) is not None and self.state in ("stored", "away"):
+        if getattr(self, "like", None) is not None and self.state in ("kept", "stored", "away"):
             self.step.dropped(self)
 
     def store(self, pool: Pool) -> None:

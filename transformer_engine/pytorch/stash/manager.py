@@ -70,8 +70,9 @@ class PagedStash:
         self.sized: Step | None = None  # the last step that recorded its sizes
         self.step = Step(self, records=True)
         self._pool: Pool | None = None
-        self._mailbox = Mailbox(self.device, _C.stash_report_bytes, _C.stash_report_in)
+        self._mailbox: Mailbox | None = None  # of the pool
         self._names: list[Hashable] = []  # of the step before
+        self._unfinished: list = []  # what the last step recorded, where it ended early
         self._grows = 0
         self._captured = self._closed = False
         self._snapshot = Snapshot()
@@ -155,31 +156,7 @@ class PagedStash:
         Warns where the last step ended early, stashed nothing, or where stashing costs memory.
         """
         self._check_open("reset")
-        captured, last = stream_captures(), self.step
-        last.over()
-        if last.records:
-            self.sized = last
-        if self._pool is not None:
-            self._captured |= captured
-            self._pool.reset(self._mailbox.memory)
-        elif last.sizes and not captured:
-            self._make_pool()
-        told = [self.schedule.restart()]
-        if last.passed and not last.sizes and not last.names:
-            told.append(
-                "PagedStash: the last step stashed nothing: no group saved a tensor that says how many of its rows are "
-                "alive. Give the groups counts, or declare tensors (mark_pageable)."
-            )
-        if record:
-            self.schedule = Schedule()
-        self.step = Step(self, records=record or self._pool is None)
-        self._names = self.step.names if captured else last.names  # replays report of the step that is captured
-        if not captured:
-            self._snapshot.take(self.device)
-        for text in filter(None, told):
-            warnings.warn(text, stacklevel=2)
-        if last.records:
-            self._check_order(happened(last))
+        captured = self._next_step(record)
         if self.overflow == "raise_at_step_end" and not captured and (verdict := self.verdict()) is not None:
             verdict.raise_if_bad()
 
@@ -249,12 +226,16 @@ class PagedStash:
 
     def rerun(self, fn: Callable[[], object]) -> object:
         """fn() as the step that just ran, again: random states, and buffers of registered modules, are as they were at
-        its reset(). Gradients are to be zeroed, as they were when the step started.
+        its reset(). Gradients are to be zeroed, as they were when the step started. Its verdict is not told again.
+        Waits for the device.
         Errors: RuntimeError where a registered parameter has a gradient that is not zero.
         """
         self._check_open("rerun")
         self._snapshot.put_back()
-        self.reset()
+        if self._pool is not None:
+            self._pool.report(self._mailbox.memory)
+            self._mailbox.read()  # the verdict on the bad step is why it runs again
+        self._next_step()
         return fn()
 
     # ---- sizes ----
@@ -300,6 +281,37 @@ class PagedStash:
                 "last one first. Use policy='ring'."
             )
 
+    def _next_step(self, record: bool = False) -> bool:
+        """Whether it starts inside of a capture."""
+        captured, last = stream_captures(), self.step
+        last.over()
+        recorded = last.records and (last.whole or last.trace == self._unfinished)
+        self._unfinished = list(last.trace) if last.records and not recorded else []
+        if recorded:
+            self.sized = last
+        if self._pool is not None:
+            self._captured |= captured
+            self._pool.reset(self._mailbox.memory)
+        elif recorded and last.sizes and not captured:
+            self._make_pool()
+        told = [self.schedule.restart(bool(self._unfinished))]
+        if last.passed and not last.counted:
+            told.append(
+                "PagedStash: the last step stashed nothing: no group saved a tensor that says how many of its rows are "
+                "alive. Give the groups counts, or declare tensors (mark_pageable)."
+            )
+        if record:
+            self.schedule = Schedule()
+        self.step = Step(self, records=record or self._pool is None or bool(self._unfinished))
+        self._names = self.step.names if captured else last.names  # replays report of the step that is captured
+        if not captured:
+            self._snapshot.take(self.device)
+        for text in filter(None, told):
+            warnings.warn(text, stacklevel=3)
+        if recorded:
+            self._check_order(happened(last))
+        return captured
+
     def pool_now(self) -> Pool | None:
         """The pool, once its size is known."""
         if self._pool is None and self.device_pages is not None:
@@ -323,6 +335,7 @@ class PagedStash:
                     "several groups, or few of their rows are alive.",
                     stacklevel=4,
                 )
+        self._mailbox = Mailbox(self.device, _C.stash_report_bytes, _C.stash_report_in)  # pools count their own steps
         self._pool = Pool(
             self.device,
             self.lanes,

@@ -60,13 +60,21 @@ class Schedule:
         """What comes by from here on, in the caller's names."""
         return [self._in_names(entry) for entry in self.entries[self.position :]] if self.known else []
 
-    def restart(self) -> str:
-        """A new step. What is said of the old one where it ended early."""
+    def restart(self, unfinished: bool = False) -> str:
+        """A new step; unfinished: what was recorded of the old one is no schedule. What is said of the old one where it
+        ended early."""
         missing = self.next if self.position else None
-        if not self.known and self.entries:
-            self.known = True
         self.position, self._microbatches = 0, {}
-        return "" if missing is None else f"{OP}: the step ended before {missing}, entry {self._at} of its schedule."
+        if missing is not None:
+            return f"{OP}: the step ended before {missing}, entry {self._at} of its schedule."
+        if self.known or not self.entries:
+            return ""
+        if unfinished:
+            missing = next((e.turned for e in self.entries if e.turned not in self.entries), None)
+            self.entries = []
+            return f"{OP}: the step that was recorded ended before {missing}; the next one is recorded."
+        self.known = True
+        return ""
 
     def _pass(self, entry: Entry) -> None:
         if not self.known:

@@ -30,19 +30,20 @@ class Step:
     def __init__(self, stash: PagedStash, records: bool) -> None:
         self.stash, self.records = stash, records
         self.visit: Visit | None = None
-        self.passed = False  # a group was opened
+        self.passed = self.counted = False  # a group was opened; one of them had something to stash
         self.opened: Group | None = None
         self.trace: list[Operation | Entry] = []  # of groups between schedulers their entries, of others what they do
         self.sizes: dict[Hashable, Size] = {}
         self.names: list[Hashable] = []  # of stores, by number
         self._microbatches: dict[Hashable, int] = {}
-        self._handles: weakref.WeakValueDictionary[Hashable, Handle] = weakref.WeakValueDictionary()
+        self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._scheduled: weakref.WeakValueDictionary[Hashable, Handle] = weakref.WeakValueDictionary()  # by their entry
         self._leaving: Handle | None = None  # its originals are there still
 
     def over(self) -> None:
         """The next step has started: nothing of this one comes back."""
         self._leaving = None
-        for handle in list(self._handles.values()):
+        for handle in list(self._handles):
             if handle.state not in ("kept", "back"):
                 handle.give_up()
 
@@ -51,7 +52,7 @@ class Step:
         number = self._microbatches.get(name, 0)
         self._microbatches[name] = number + 1
         handle = Handle(name, (name, number), tail, self)
-        self._handles[handle.key] = handle
+        self._handles.add(handle)
         return handle
 
     # ---- groups ----
@@ -88,6 +89,7 @@ class Step:
         pool = self.stash.pool_now()
         if pool is None or not handle.pieces:
             return
+        self.free_leaving()
         handle.store(pool)
         if handle.state == "stored":
             self.names.append(handle.name)
@@ -95,8 +97,18 @@ class Step:
             self._evict_farthest(pool, handle)
 
     def measure(self, handle: Handle) -> None:
+        self.counted |= bool(handle.pieces)
         if self.records and handle.pieces:
             self.sizes[handle.key] = Size.of(handle)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that came by came back."""
+        away = set()
+        for e in self.trace:
+            store, key = (e.store, e.key) if isinstance(e, Operation) else (e.forward, e[1:])
+            (away.add if store else away.discard)(key)
+        return not away
 
     def free_leaving(self) -> None:
         """What is leaving has left."""
@@ -116,13 +128,14 @@ class Step:
         """Nobody wants anything of it any more."""
         if self._leaving is handle:
             self._leaving = None
-        if handle.state in ("stored", "away"):
+        if handle.state != "coming":  # a group that nothing came back of was kept, or nobody wanted it
             self.note(handle, store=False)
         handle.let_go()
 
     def note(self, handle: Handle, store: bool) -> None:
         """Schedulers note their entries instead."""
-        if self.records and not handle.scheduled:
+        if self.records and not handle.scheduled and handle.noted != store and (handle.pieces or not store):
+            handle.noted = store
             self.trace.append(Operation(store, handle.key))
 
     # ---- schedulers ----
@@ -144,8 +157,10 @@ class Step:
             )
         handle = visit.handle
         handle.scheduled = True
-        self.measure(handle)
         visit.entry = self.stash.schedule.forward(handle.name)
+        handle.key = visit.entry[1:]
+        self._scheduled[handle.key] = handle
+        self.measure(handle)
         if self.records:
             self.trace.append(visit.entry)
         if self.stash.schedule.next != visit.entry.turned:  # else its own backward is next: it is kept
@@ -154,6 +169,8 @@ class Step:
         return visit
 
     def before_backward(self, visit: Visit) -> None:
+        if self.stash.step is not self:  # a graph of a step that is over: no entry of the one that runs
+            return
         self.stash.schedule.backward(visit.entry)
         if self.records:
             self.trace.append(visit.entry.turned)
@@ -163,9 +180,9 @@ class Step:
     def load_ahead(self) -> None:
         """The group whose backward is next starts to come back."""
         following = self.stash.schedule.next
-        if following is None or following.forward:
+        if self.stash.step is not self or following is None or following.forward:
             return
-        handle = self._handles.get(following[1:])
+        handle = self._scheduled.get(following[1:])
         if handle is not None and handle.state == "away":
             handle.start_load()
 
@@ -175,7 +192,7 @@ class Step:
         if not low or not self.stash.schedule.known:
             return
         for entry in reversed(self.stash.schedule.ahead()):
-            handle = None if entry.forward else self._handles.get(entry[1:])
+            handle = None if entry.forward else self._scheduled.get(entry[1:])
             if handle is not None and handle.state in ("stored", "away") and not handle.evicted:
                 handle.evict(low)
                 return
