@@ -1,78 +1,18 @@
 # The schedulers' duties one by one, by the log of what was given to the lanes; pipelines of one rank, recorded and from
 # _order, whose peak is the one that the plan replays; and generated orders of forwards and backwards. Mutants: a group
-# that leaves although its own backward is next (schedule.next in Step.after_forward), no load ahead, behind a forward or
-# a backward, one for a forward that is next, originals that are freed a group later (free_leaving), an entry that is
+# that leaves although its own backward is next (schedule.next in Step.after_forward), no load ahead, behind a forward
+# or a backward, one for a forward that is next, originals that are freed a group later (free_leaving), an entry that is
 # not noted, peak pages of all groups at once (happened in plan.py), a handle by its group's name alone: each turns
 # tests red.
 import pytest
-import torch
 from hypothesis import given as generated
 from hypothesis import settings
 from hypothesis import strategies as st
-from stash_cases import Originals, count, made, report, same
+from stash_cases import count, made, report, same
+from stash_pipelines import PIPELINES, ROWS, WIDTH, chunks_in_order, layer
 from support import randn
 
-from transformer_engine.pytorch import saved as door
 from transformer_engine.pytorch.stash.schedule import Schedule
-
-ROWS, WIDTH = 32, 16  # 64 bytes a row: 4 rows a page
-
-
-class Marked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, log, name):
-        ctx.log, ctx.name = log, name
-        log.append(f"F{name}")
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.log.append(f"B{ctx.name}")
-        return gradient * 1, None, None
-
-
-def layer(x, stash, name, counter, log, scheduled=True):
-    """sin of a tensor of which `counter` rows are alive."""
-    x = stash.pre_schedule(x) if stash and scheduled else x
-    t = x * 1
-    door.mark_pageable(t, counter)
-
-    def run():
-        return Marked.apply(t.sin(), log, name)
-
-    if stash is None:
-        return run()
-    with stash.group(name):
-        y = run()
-    del t
-    return stash.post_schedule(y) if scheduled else y
-
-
-def chunks_in_order(order, layers, counters, device, stash=None, log=None, scheduled=True, seed=0):
-    """Gradients of a step: +c is a forward of chunk c, -c the backward of its oldest one, 0 drops the oldest of all."""
-    log = [] if log is None else log
-    generator = torch.Generator().manual_seed(seed)
-    flying, leaves = [], []
-    with Originals() as originals:
-        for entry in order:
-            if entry > 0:
-                x = torch.randn(ROWS, WIDTH, generator=generator).to(device).requires_grad_()
-                leaves.append(x)
-                y = x * 1
-                for i in range(layers):
-                    y = layer(y, stash, (entry, i), counters[(entry - 1) * layers + i], log, scheduled)
-                flying.append((entry, y))
-                del y
-            elif flying:
-                at = 0 if entry == 0 else next(i for i, (c, _) in enumerate(flying) if c == -entry)
-                _, y = flying.pop(at)
-                if entry != 0:
-                    y.sum().backward()
-                del y
-            if stash is not None:
-                originals.overwrite()
-    flying.clear()
-    return [None if x.grad is None else x.grad[: int(min(map(int, counters)))] for x in leaves]
 
 
 def entries(stash, layers):
@@ -202,19 +142,6 @@ def test_entries_are_noted_in_the_first_step(device):
         assert entries(stash, 2) == wanted and stash.schedule.known
         chunks_in_order([1, -1], 2, three(device), device, stash)
         assert entries(stash, 2) == wanted and stash.schedule.position == 4
-
-
-def one_f_one_b(stages, rank, microbatches):
-    warm = min(stages - rank - 1, microbatches)
-    return [1] * warm + [1, -1] * (microbatches - warm) + [-1] * warm
-
-
-INTERLEAVED = [1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1]
-PIPELINES = {
-    "one stage": ([1, -1] * 4, 3),
-    **{f"1F1B rank {r}": (one_f_one_b(4, r, 8), 2) for r in range(4)},
-    "interleaved": (INTERLEAVED, 2),
-}
 
 
 @pytest.mark.parametrize("policy", ["ring", "stack"])

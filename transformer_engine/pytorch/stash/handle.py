@@ -127,9 +127,7 @@ class Handle:
         """Nobody wants it any more: pages that it has go back, memory that is being copied is waited for."""
         if self.state == "coming":
             self._pool.lanes.wait(self._back)
-        if self.state in ("stored", "away"):
-            if self.state == "stored":
-                self._pool.lanes.wait(self._stored)
+        if self.state in ("stored", "away"):  # a drop is behind the store, so that this waits for both
             self._pool.lanes.wait(self._pool.drop(self._group, self._stored, self.name))
         self.give_up()
 

@@ -1,0 +1,240 @@
+# Who waits for whom: on lanes whose work runs as late, or as early, as the waits allow, steps have the bits of a run
+# without a stash, and the same pages as on lanes that run at once; with any wait left out they do not. So a wait that
+# is missing on a device is missed on a CPU.
+import gc
+
+import pytest
+import torch
+from stash_cases import count, filled, made, report, scribble
+from stash_lanes import late_lanes
+from stash_pipelines import PIPELINES, chunks_in_order
+from support import randn
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.stash import pool as pool_module
+from transformer_engine.pytorch.stash.handle import Piece, Region
+
+CPU = "cpu"
+
+
+@pytest.fixture
+def late(monkeypatch):
+    return late_lanes(monkeypatch)
+
+
+def whole(results):
+    return [None if r is None else r.view(torch.uint8).tolist() for r in results]
+
+
+def pipeline(name, late, left_out=None, hurry=None, **options):
+    """Whether two steps of a pipeline had the right bits, the right maps and a clean report."""
+    order, layers = PIPELINES[name]
+    counters = [count(4 + 5 * i % 23, CPU) for i in range(max(order) * layers)]
+    expected = whole(chunks_in_order(order, layers, counters, CPU))
+    right, maps = True, []
+    with made(CPU, close=False, **options) as stash:
+        lanes = late(stash, left_out, hurry)
+        try:
+            for _ in range(2):
+                found = whole(chunks_in_order(order, layers, counters, CPU, stash))
+                numbers = report(stash)
+                right &= found == expected and numbers["flags"] == 0
+                right &= numbers["device_in_use"] == numbers["host_in_use"] == 0
+                maps.append(shown(numbers))
+                lanes.flush()
+                stash.reset()
+        except RuntimeError as error:
+            if left_out is None:
+                raise
+            right, maps = False, str(error)
+        assert left_out is None or lanes.left, f"nobody has {left_out}"
+    return right, maps
+
+
+RING, STACK = {"policy": "ring"}, {"policy": "stack"}
+SPILLS = {"policy": "stack", "device_pages": 9, "host_pages": 400}
+EVICTS = {"policy": "ring", "device_pages": 24, "host_pages": 400, "low_water": 12}
+
+
+def at_once(name, monkeypatch, **options):
+    """Numbers of the same steps on lanes that run at once."""
+    order, layers = PIPELINES[name]
+    counters = [count(4 + 5 * i % 23, CPU) for i in range(max(order) * layers)]
+    monkeypatch.setattr(pool_module, "_C", _C)
+    found = []
+    with made(CPU, **options) as stash:
+        for _ in range(2):
+            chunks_in_order(order, layers, counters, CPU, stash)
+            found.append(shown(report(stash)))
+            stash.reset()
+    return found
+
+
+def shown(numbers):
+    return {k: numbers[k] for k in ("device_peak", "host_peak", "evicted_pages", "spilled_bytes")}
+
+
+@pytest.mark.parametrize("hurry", [None, "load", "store", "evict"])
+@pytest.mark.parametrize("options", [RING, STACK, SPILLS, EVICTS], ids=["ring", "stack", "spills", "evicts"])
+@pytest.mark.parametrize("name", ["1F1B rank 0", "interleaved"])
+def test_pipelines_on_late_lanes(name, options, hurry, late, monkeypatch):
+    right, numbers = pipeline(name, late, hurry=hurry, **options)
+    assert right and numbers == at_once(name, monkeypatch, **options)
+
+
+@pytest.mark.parametrize(
+    ("who", "whom", "options", "hurry"),
+    [
+        ("store", "produced", RING, None),
+        ("load", "room", RING, None),
+        ("compute", "store", RING, None),  # before the originals are freed
+        ("compute", "load", RING, None),
+        ("load", "store", SPILLS, "load"),
+    ],
+)
+def test_a_wait_that_is_left_out_of_a_pipeline(who, whom, options, hurry, late, monkeypatch):
+    right, numbers = pipeline("1F1B rank 0", late, (who, whom), hurry, **options)
+    assert not right or numbers != at_once("1F1B rank 0", monkeypatch, **options)
+
+
+def explicit(late, left_out, act, hurry=None, **options):
+    """act(stash, tensors, lanes): what it returns is to be True, with a clean report."""
+    with made(CPU, close=False, page_bytes=128, **{"device_pages": 64, **options}) as stash:
+        lanes = late(stash, left_out, hurry)
+        t = [filled(8, 64, torch.uint8, CPU, seed=i) for i in range(4)]
+        try:
+            right = act(stash, t, lanes)
+            lanes.flush()
+        except (RuntimeError, AttributeError):
+            if left_out is None:
+                raise
+            right = False
+        assert left_out is None or lanes.left, f"nobody has {left_out}"
+        return right
+
+
+def ahead_then_store(stash, t, lanes):
+    """A group that is on its way back, and another one that leaves into the pages that it gives back."""
+    one, values = count(8, CPU), [x.clone() for x in t]
+    a = stash.stash("a", t[:1], one)
+    a.start_load()
+    b = stash.stash("b", t[1:2], one)
+    scribble(*t)
+    a.finish_load()
+    back = stash.reload(b)[0]
+    return torch.equal(back, values[1]) and torch.equal(a.pieces[0].memory.view(8, 64), values[0])
+
+
+def own_store(stash, t, lanes):
+    """Its load is behind its store, though nobody has waited for that."""
+    one, value = count(8, CPU), t[0].clone()
+    handle = stash.step.handle("a", "zero")
+    piece = Piece(t[0].view(-1))
+    piece.regions.append(Region(0, 8, 64, one, 1, one._version))
+    handle.pieces.append(piece)
+    handle.store(stash.pool_now())
+    point = handle._stored
+    group, targets = handle._group, handle._group.targets()
+    handle._pool.lanes.wait(handle._pool.load(group, targets, False, point, "a"))
+    return torch.equal(targets[0].view(8, 64), value)
+
+
+def evict_behind_a_load(stash, t, lanes):
+    """What a load that was called before gives back is free for it, and no page has to leave."""
+    one = count(8, CPU)
+    a, b = (stash.stash(n, [x], one) for n, x in zip("ab", t, strict=False))
+    a.start_load()
+    b.evict(4)
+    a.finish_load()
+    stash.reload(b)
+    return report(stash)["evicted_pages"] == 0
+
+
+def load_behind_an_evict(stash, t, lanes):
+    one, values = count(8, CPU), [x.clone() for x in t]
+    a, b = (stash.stash(n, [x], one) for n, x in zip("ab", t, strict=False))
+    b.evict(100)
+    first = stash.reload(a)[0]
+    return lanes.ran[-2:] == ["evict b", "load a"] and torch.equal(first, values[0])
+
+
+def let_go_while_it_comes(stash, t, lanes):
+    """Memory that a copy is on its way into is nobody else's before it has arrived."""
+    handle = stash.stash("a", t[:1], count(8, CPU))
+    handle.start_load()
+    memory = handle.pieces[0].memory
+    handle.let_go()
+    memory.fill_(7)  # somebody else has it
+    lanes.flush()
+    return bool((memory == 7).all())
+
+
+def let_go_while_it_leaves(stash, t, lanes):
+    with stash.group("a"):
+        x = randn(8, 16, device=CPU, requires_grad=True) * 1
+        stash.mark_pageable(x, count(8, CPU))
+        y = x.sin()
+    del x, y
+    gc.collect()
+    return lanes.ran[:2] == ["store a", "drop a"] and report(stash)["device_in_use"] == 0
+
+
+def drop_is_joined(stash, t, lanes):
+    handle = stash.stash("a", t[:1], count(8, CPU))
+    del handle
+    gc.collect()
+    return lanes.ran == ["store a", "drop a"]
+
+
+def reset_joins(stash, t, lanes):
+    with stash.group("a"):
+        x = randn(8, 16, device=CPU, requires_grad=True) * 1
+        stash.mark_pageable(x, count(8, CPU))
+        y = x.sin()
+    assert lanes.ran == []
+    stash.reset()
+    lanes.flush()
+    del y
+    return report(stash)["device_in_use"] == 0 and report(stash)["groups"] == 0
+
+
+def report_joins(stash, t, lanes):
+    with stash.group("a"):
+        x = randn(8, 16, device=CPU, requires_grad=True) * 1
+        stash.mark_pageable(x, count(8, CPU))
+        y = x.sin()
+    return report(stash)["groups"] == 1 and y is not None
+
+
+def gate_joins(stash, t, lanes):
+    with stash.group("a"):
+        x = randn(8, 16, device=CPU, requires_grad=True) * 1
+        stash.mark_pageable(x, count(100, CPU))
+        y = x.sin()
+    return float(stash.gate()) == 1 and y is not None
+
+
+EIGHT = {"device_pages": 8, "host_pages": 8}
+CASES = {
+    "a store behind loads before it": (ahead_then_store, ("store b", "load a"), {"device_pages": 4}),
+    "a load behind its store": (own_store, ("load a", "store a"), {}),
+    "an evict behind loads": (
+        evict_behind_a_load,
+        ("evict", "load"),
+        {"device_pages": 8, "host_pages": 8, "hurry": "evict"},
+    ),
+    "a load behind an evict": (load_behind_an_evict, ("load a", "evict"), {"host_pages": 8}),
+    "memory on its way back": (let_go_while_it_comes, ("compute", "load a"), {}),
+    "a drop behind its store": (let_go_while_it_leaves, ("drop a", "store a"), {}),
+    "a drop": (drop_is_joined, ("compute", "drop a"), {}),
+    "a reset": (reset_joins, ("compute", "store a"), {}),
+    "a report": (report_joins, ("compute", "store a"), {}),
+    "the gate": (gate_joins, ("compute", "store a"), {}),
+}
+
+
+@pytest.mark.parametrize("left_out", [False, True], ids=["waits", "left out"])
+@pytest.mark.parametrize("case", CASES)
+def test_waits(case, left_out, late):
+    act, wait, options = CASES[case]
+    assert explicit(late, wait if left_out else None, act, **options) == (not left_out)
