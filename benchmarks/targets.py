@@ -143,9 +143,18 @@ def _host():
 
 def _memory_and_links():
     for op in ("stash", "reload"):
-        yield from _targets("22", op, "bf16", "256MiB", "forward", {"x copy_": 0.85, "x triton page copy": 1.5})
-        yield from _targets("22", op, "bf16", "32MiB", "forward", {"x copy_": 0.60})
+        large = {"x copy_ each": 0.85}
+        yield from _targets("22", op, "bf16", "256MiB", "forward", large | {"x triton page copy": 1.5})
+        yield from _targets("22", op, "bf16", "1024MiB", "forward", large)
+        yield from _targets("22", op, "bf16", "32MiB", "forward", {"x copy_ each": 0.80})
+        yield from _targets("22", f"{op}_24", "bf16", "256MiB", "forward", {"GB/s": 2200})
         yield from _targets("22", f"{op}_host", "bf16", "256MiB", "forward", {"x pinned copy": 0.9})
+        yield from _targets("22", f"{op}_call", "bf16", "64x1024", "forward", {"us": 25})  # of the host
+    yield from _targets("22", "stash_group_each", "bf16", "64x1024", "forward+backward", {"us": 50})  # of the host
+    yield from _targets("22", "stash_beside_lengthened", "bf16", "1024MiB", "forward", {"x own stash": 1 / 0.6})
+    yield from _targets("22", "stash_host_beside", "bf16", "256MiB", "forward", {"x own products": 1 / 1.03})
+    for shape in ("4x2", "16x1.5", "16x4", "16x8"):
+        yield from _targets("22", "stash_peak", "bf16", shape, "keeps", {"x predicted": 0.95})
     yield from _targets("O", "offload_link", "bf16", "layer", "forward", {"x pinned copy": 0.95})
     yield from _targets("O", "offload_step", "bf16", "layer", "forward+backward", {f"x {OWN}": 1 / 1.03})
     yield from _targets("O", "offload_link_back", "bf16", "layer", "forward", {"x pinned copy": 0.95})

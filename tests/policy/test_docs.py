@@ -16,7 +16,9 @@ def blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/graphs.md", "docs/offload.md", "docs/tensor_parallel.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "docs/graphs.md", "docs/offload.md", "docs/stash.md", "docs/tensor_parallel.md"]
+)
 def test_its_example_runs(path):
     (example,) = blocks(REPO / path, "python")
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd="/", timeout=300)
