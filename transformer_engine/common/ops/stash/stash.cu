@@ -349,6 +349,9 @@ void prepare() {
   more_shared(store_kernel);
   more_shared(load_kernel);
   more_shared(evict_kernel);
+  // Loaded here: the first call of a step may be captured, or run beside kernels that nobody may hold up.
+  cudaFuncAttributes unused;
+  check_cuda(cudaFuncGetAttributes(&unused, drop_kernel), "te_stash_pool_create: cudaFuncGetAttributes");
 }
 
 void start_step(const Pool& pool, bool first, te_stream stream) {
