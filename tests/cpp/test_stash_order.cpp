@@ -1,7 +1,7 @@
 // Two streams at once: which loads have to wait, and that the pages of a call follow from the order of calls alone,
 // however the streams run. The decisions of stash_pages.h are called here in other orders than that of the calls.
-// Mutants: tail(loads) to the newest tail in Tier::free(), kWaits or kLoads of half the size (stash_pages.h), or
-// kWaits of twice the size turn these red.
+// Mutants: tail(loads) to the newest tail in Tier::free(), kLoads of 64, or another kWaits (stash_pages.h) turn these
+// red.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -110,6 +110,18 @@ TEST(StashOrder, LoadsCalledAfterAStoreShowItNoPage) {
   d.load(1, 1);
   d.store(2, 5, 1);
   EXPECT_EQ(d.control.report.flags, uint32_t(TE_STASH_LOST));
+}
+
+TEST(StashOrder, TailsAreRememberedUntilALoadWaits) {
+  Decisions d(4);
+  d.store(0, 3, 0);
+  d.store(1, 4, 0);
+  d.load(0, 0);
+  // A store of 4 pages is called here. Load 1 and the drops behind it, up to the first that waits, run before it.
+  for (int64_t number = 1; number % stash::kWaits != 0; ++number) d.load(number == 1 ? 1 : 3, number);
+  d.store(2, 4, 1);
+  EXPECT_EQ(d.control.report.flags, uint32_t(TE_STASH_LOST)) << "it found pages of loads that were called after it";
+  EXPECT_EQ(d.control.report.demand, 8);
 }
 
 TEST(StashOrder, AnyInterleavingOfTwoStreamsIsTheOrderOfCalls) {
