@@ -528,3 +528,20 @@ def in_rank_order(rank):
     )
     sent = collectives(lambda: module(randn(4, HIDDEN).requires_grad_()).sum().backward())
     return torch.equal(given, wanted), sent.count("c10d::_allgather_base_")
+
+
+def on_streams_of_their_own(rank):
+    """(mode, sequence) -> the collectives of a forward and backward that run beside what the caller does next, by name:
+    those that do not tell their backend that they are awaited at once."""
+    found = {}
+    for mode, sequence in itertools.product(("column", "row"), (True, False)):
+        module = linear(mode, torch.float32)(tp_group=dist.group.WORLD, sequence_parallel=sequence)
+        x, _ = examples(mode, torch.float32)
+        x = (x.chunk(2, -1)[rank].contiguous() if mode == "row" else x).requires_grad_()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
+            module(x).sum().backward()
+        events = [e for e in seen.profiler.kineto_results.events() if e.name().startswith("c10d::")]
+        events = [e for e in events if "long int" not in e.dtypes()]  # by which ranks agree on the CPU
+        told = {e.name(): [flag for flag in e.concrete_inputs() if isinstance(flag, bool)] for e in events}
+        found[mode, sequence] = [name for name, (aside,) in told.items() if aside]
+    return found

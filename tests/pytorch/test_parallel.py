@@ -1,5 +1,7 @@
 # Tensor-parallel modules on several ranks against the same modules whole. Mutants: a wait left out, the partial sums
 # gathered, the bias added before the scatter, norm gradients summed by the module itself, turn these red.
+import itertools
+
 import parallel_stacks
 import parallel_workers as workers
 import pytest
@@ -114,6 +116,14 @@ def test_what_wants_no_gradient_moves_nothing():
             ("row", "input"): [gather],
             ("row", "both"): [],
         }
+
+
+def test_one_sum_alone_runs_beside_something():
+    """A column's input gradient without sequence parallelism, behind which its weight's is computed. Mutant: a row's
+    sum, which nothing hides, with a stream of its own."""
+    for found in on_ranks(workers.on_streams_of_their_own):
+        asides = {key: [] for key in itertools.product(("column", "row"), (True, False))}
+        assert found == asides | {("column", False): ["c10d::allreduce_"]}
 
 
 def test_stacks_compose():

@@ -82,15 +82,6 @@ Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char*
   return out;
 }
 
-c10::intrusive_ptr<c10d::Work> begin_sum(const Tensor& t, std::string_view name, int64_t ranks,
-                                         const c10d::AllreduceOptions& options) {
-  const auto group = group_named(name, ranks);
-  note();
-  check_agreement(*group, t, "group_sum");
-  std::vector<Tensor> tensors{t};
-  return t.numel() > 0 ? group->allreduce(tensors, options) : nullptr;
-}
-
 }  // namespace
 
 GatherOfValues::GatherOfValues(const char* why) { why_values = why; }
@@ -132,13 +123,18 @@ Tensor group_exchange(const Tensor& t, std::string_view name, int64_t ranks) {
   return out.view(shape);
 }
 
-c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
-  return begin_sum(t, name, ranks, c10d::AllreduceOptions());
+c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view name, int64_t ranks, bool aside) {
+  const auto group = group_named(name, ranks);
+  note();
+  check_agreement(*group, t, "group_sum");
+  std::vector<Tensor> tensors{t};
+  const auto options = aside ? c10d::AllreduceOptions() : at_once<c10d::AllreduceOptions>();
+  return t.numel() > 0 ? group->allreduce(tensors, options) : nullptr;
 }
 
 Tensor group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
   const Tensor out = t.clone(at::MemoryFormat::Contiguous);
-  finish(begin_sum(out, name, ranks, at_once<c10d::AllreduceOptions>()));
+  finish(begin_group_sum(out, name, ranks, false));
   return out;
 }
 

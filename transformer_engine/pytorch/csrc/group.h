@@ -37,7 +37,8 @@ Tensor group_sum(const Tensor& t, std::string_view group, int64_t ranks);
 // Makes amax, that of this rank's x, the largest of every rank's. x is what the ranks have to agree on.
 void group_amax(const Tensor& amax, const Tensor& x, std::string_view group, int64_t ranks);
 
-// The sum of every rank's t, into t, which nobody else may read or write until the work is done.
-c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view group, int64_t ranks);
+// The sum of every rank's t, into t, which nobody else may read or write until the work is done. aside: it runs beside
+// what the caller does until then; else it is awaited at once.
+c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view group, int64_t ranks, bool aside);
 
 }  // namespace te_torch

@@ -67,7 +67,8 @@ class GroupTransfer final : public Transfer {
       result_ = route_.call<comm_ordered_sum>("te::comm_ordered_sum", partials, bias_);
     } else if (route_.direct()) {
       result_ = result.contiguous();
-      work_ = begin_group_sum(result_, group_, parallel_.ranks);
+      // Behind a column's input gradient comes its weight's; behind a row's output nothing.
+      work_ = begin_group_sum(result_, group_, parallel_.ranks, parallel_.mode == Parallel::kColumn);
     } else {
       result_ = Dispatched::call<group_sum>("te::group_sum", result, std::string_view(group_), parallel_.ranks);
     }
