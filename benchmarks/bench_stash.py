@@ -124,33 +124,27 @@ def in_triton(bench, groups):
     """(store, load), tensor by tensor."""
     from stash_triton import Pages
 
-    pages = [[Pages(len(t), w, bench.device) for t, w in zip(ts, WIDTHS, strict=True)] for ts in groups.tensors]
+    heads = torch.zeros(len(groups.tensors), len(WIDTHS), 1, dtype=torch.int32, device=bench.device)
+    pages = [
+        [Pages(len(t), w, bench.device, head) for t, w, head in zip(tensors, WIDTHS, of, strict=True)]
+        for tensors, of in zip(groups.tensors, heads, strict=True)
+    ]
     count = groups.counter.to(torch.int32)
 
     def each(what):
-        def run(*_):
-            for tensors, of in zip(groups.tensors, pages, strict=True):
-                for tensor, page in zip(tensors, of, strict=True):
-                    getattr(page, what)(tensor, count)
+        for tensors, of in zip(groups.tensors, pages, strict=True):
+            for tensor, page in zip(tensors, of, strict=True):
+                getattr(page, what)(tensor, count)
 
-        return run
+    def store(*_):
+        each("store")
+        heads.zero_()  # a reset: every page is free
 
-    store, load = each("store"), each("load")
+    def load(*_):
+        each("load")  # of pages that were noted when they were taken; where the head is does not matter
 
-    def store_and_back(*_):
-        store()
-        for of in pages:
-            for page in of:
-                page.head.zero_()
-
-    def load_and_keep(*_):
-        for of in pages:
-            for page in of:
-                page.head.fill_(page.count)
-        load()
-
-    store_and_back()
-    return store_and_back, load_and_keep
+    store()
+    return store, load
 
 
 def device_tier(bench, mib, count, blocks):

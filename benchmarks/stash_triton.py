@@ -41,14 +41,14 @@ def _advance(head, count, sign, ROWS: tl.constexpr):
 
 
 class Pages:
-    """Of one width of rows, as many as `most` rows need."""
+    """Of one width of rows, as many as `most` rows need. head: one int32, where the free list begins."""
 
-    def __init__(self, most, width, device):
+    def __init__(self, most, width, device, head):
         self.count = triton.cdiv(most, ROWS)
         self.pages = torch.empty(self.count * ROWS, width, dtype=torch.bfloat16, device=device)
         self.free = torch.randperm(self.count, dtype=torch.int32, device=device)
         self.taken = torch.empty_like(self.free)
-        self.head = torch.zeros(1, dtype=torch.int32, device=device)
+        self.head = head
 
     def _run(self, tensor, count, store):
         words = tensor.view(torch.int32)
