@@ -108,7 +108,9 @@ TEST_P(Stash, PagesOfBothTiersHoldOneGroup) {
     const StashEntry entry(pool, most);
     for (const int64_t count : {0, 5, 40, 64}) round_trip(pool, entry, group, {count, count, count * 700});
     group.set({64, 64, 50000});
+    const int64_t spilled = pool.report().spilled_bytes;
     TE_ASSERT_OK(group.store(pool, entry, 3));
+    EXPECT_EQ(pool.report().spilled_bytes - spilled, std::max<int64_t>(0, group.stream_bytes() - device_pages * 65536));
     const te_stash_entry head = entry.head();
     EXPECT_EQ(head.pages, most);
     EXPECT_EQ(head.host_pages, most - device_pages);
