@@ -140,7 +140,26 @@ def compiled_main_grad(rank):
     return wrong
 
 
-WORKERS = (strides, operators, switched, delayed, square_blocks, compiled_main_grad)
+def late_weights(rank):
+    """A weight's FP8 gradient has the same bits where it is asked for later, or alone: what came for the input's own
+    gradient is gone then, or never came."""
+    wrong = []
+    for mode, rows in itertools.product(("column", "row"), (128, 64)):
+        torch.manual_seed(rank)
+        x, dy, found = torch.randn(rows, width(mode)), torch.randn(2 * rows, WIDE), []
+        for delay, alone in ((False, False), (True, False), (False, True)):
+            module = layer(mode, delay_wgrad_compute=delay, init_method=torch.nn.init.ones_)
+            with te.autocast(enabled=True, recipe=Float8BlockScaling()):
+                y = module(x.clone().requires_grad_(not alone))
+            y.backward(dy[: y.shape[0], : y.shape[1]])
+            if delay:
+                module.backward_dw()
+            found.append(module.weight.grad)
+        wrong += [] if all(torch.equal(found[0], other) for other in found[1:]) else [f"{mode} {rows}"]
+    return wrong
+
+
+WORKERS = (strides, operators, switched, delayed, square_blocks, compiled_main_grad, late_weights)
 
 
 def everything(rank):
