@@ -126,6 +126,12 @@ def test_groups(device):
             stash.group("a", 3)
         with refused(ValueError, "PagedStash.group", "'tail'", "wide"):
             stash.group("a", one, tail="wide")
+        for call in (lambda: stash.group(["a"], one), lambda: stash.stash({}, [x], one)):
+            with refused(TypeError, "PagedStash.", "the group's name", "hashed"):
+                call()
+        for call in ("pre_schedule", "post_schedule"):
+            with refused(TypeError, f"PagedStash.{call}", "tuple", "tensor"):
+                getattr(stash, call)((x,))
         group = stash.group("twice", one)
         with group:
             pass

@@ -11,6 +11,8 @@ import torch
 from stash_cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, layers_of, made, report, same, step
 from support import in_threads, randn, refused
 
+import transformer_engine.pytorch as te
+
 
 def test_another_order(device):
     with made(device) as stash:
@@ -263,3 +265,57 @@ def test_one_layer_is_kept_without_a_warning(device, recwarn):
             z = z.sin()
         with pytest.warns(UserWarning, match="stashed nothing"):
             stash.reset()
+
+
+def optimizers(device):
+    """Those that take found_inf where the parameters are."""
+    names = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    made = {name: (lambda p, kind=kind: kind(p, lr=0.1, fused=True)) for name, kind in names.items()}
+    if device == "cuda":
+        made["FusedAdam"] = lambda p: te.optimizers.FusedAdam(p, lr=0.1, capturable=True)
+    return made
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "FusedAdam"])
+def test_the_gate_keeps_a_bad_step_out(name, device):
+    """Parameters and states keep their bits, and the next good step goes on from them as if there had been none."""
+    if name not in optimizers(device):
+        pytest.skip("FusedAdam takes found_inf with capturable=True, which wants CUDA tensors")
+    module, plain = layers_of(device, 1), layers_of(device, 1)
+    plain.load_state_dict(module.state_dict())
+    both = [(m, optimizers(device)[name](m.parameters())) for m in (module, plain)]
+    x, one, t = given(device), count(LIVE, device), filled(100, 64, torch.uint8, device)
+
+    def states(optimizer):
+        return [v.clone().view(-1) for state in optimizer.state.values() for v in state.values() if v is not None]
+
+    with made(device, device_pages=3) as stash:
+        for bad in (False, True, False):
+            for m, optimizer in both if not bad else both[:1]:
+                step(m, [x], [one])
+                before = [p.detach().clone() for p in m.parameters()], states(optimizer)
+                handle = stash.stash("a", [t], count(100 if bad else 1, device)) if m is module else None
+                optimizer.found_inf = stash.gate() if handle else torch.zeros((), device=device)
+                optimizer.step()
+                if bad:
+                    same([p.detach() for p in m.parameters()], before[0])
+                    same(states(optimizer), before[1])
+                    assert all(p.grad.any() for p in m.parameters())
+            stash.reset()
+            same([p.detach() for p in module.parameters()], [p.detach() for p in plain.parameters()])
+            same(states(both[0][1]), states(both[1][1]))
+
+
+def test_a_lost_group_in_a_step(device):
+    """Its gradients are NaN wherever its rows are read, its groups' names are told, and nothing else is lost."""
+    with made(device, device_pages=4) as stash:
+        whole = Whole(stash, device)
+        whole.module.zero_grad(set_to_none=True)
+        y = whole.module(whole.x.clone().requires_grad_(), whole.counter, stash)
+        y[:LIVE].sum().backward()
+        weights = [layer.weight.grad for layer in whole.module.layers]
+        verdict = stash.verdict(wait=True)  # of 448 bytes a group, two have room
+        assert verdict.flags == ("lost",) and verdict.group == 2 and float(stash.gate()) == 1
+        assert weights[2].isnan().all() and not any(w.isnan().any() for w in weights[:2])
+        stash.grow()
+        whole(), whole()

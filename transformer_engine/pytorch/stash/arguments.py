@@ -70,6 +70,22 @@ def check_counter(call: str, counter: object, device: torch.device) -> None:
         )
 
 
+def check_name(call: str, name: object) -> None:
+    """Groups are found again by their names."""
+    try:
+        hash(name)
+    except TypeError:
+        raise TypeError(
+            f"{OP}.{call}: the group's name is a {type(name).__name__}, wanted one that can be hashed, as a str or an "
+            "int."
+        ) from None
+
+
+def check_passed(call: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{OP}.{call}: argument is a {type(tensor).__name__}, wanted the layers' tensor.")
+
+
 def check_tail(call: str, tail: object) -> None:
     if tail not in TAILS:
         raise ValueError(f"{OP}.{call}: argument 'tail' is {tail!r:.100}, wanted one of {tuple(TAILS)}.")

@@ -13,7 +13,9 @@ from transformer_engine.pytorch.capturing import stream_captures
 from transformer_engine.pytorch.saved import mark_pageable as _mark_pageable
 from transformer_engine.pytorch.stash.arguments import (
     check_counter,
+    check_name,
     check_options,
+    check_passed,
     check_tail,
     check_tensors,
     checked_device,
@@ -91,6 +93,7 @@ class PagedStash:
         Errors: TypeError, ValueError for the arguments; RuntimeError, when entered, inside of another group.
         """
         self._check_open("group")
+        check_name("group", name)
         check_tail("group", tail)
         if counts is not None:
             check_counter("group", counts, self.device)
@@ -111,6 +114,7 @@ class PagedStash:
         Errors: TypeError, ValueError naming the argument; RuntimeError inside of a backward.
         """
         self._check_open("stash")
+        check_name("stash", group)
         check_tail("stash", tail)
         return stash(self, group, check_tensors(tensors, counts, unit_rows, self.device), unit_rows, tail)
 
@@ -128,6 +132,7 @@ class PagedStash:
         """x, before the layers of a group. Forward: what leaves has left, and its originals are freed. Backward, behind
         that of the layers: where a backward is next, its group starts to come back."""
         self._check_open("pre_schedule")
+        check_passed("pre_schedule", x)
         return pre(self, x)
 
     def post_schedule(self, y: torch.Tensor) -> torch.Tensor:
@@ -135,6 +140,7 @@ class PagedStash:
         one's is, that one starts to come back. Backward, before that of the layers: what leaves has left, and this
         group is back. Errors: RuntimeError for an entry that the schedule does not have there."""
         self._check_open("post_schedule")
+        check_passed("post_schedule", y)
         return post(self, y)
 
     def schedule_from_order(self, order: Sequence[int | float], layers_per_chunk: int | Sequence[int] = 1) -> None:
