@@ -237,3 +237,12 @@ def test_generated_orders(order, live, pool, scheduled):
             numbers = report(stash)
             assert numbers["flags"] == 0 and numbers["device_in_use"] == numbers["host_in_use"] == 0
             stash.reset()
+
+
+def test_a_handle_behind_a_group_does_not_keep_its_originals(device):
+    with made(device) as stash:
+        y = layer(randn(ROWS, WIDTH, device=device, requires_grad=True), stash, "a", count(20, device), [])
+        group = next(h for h in stash.step._handles if h.name == "a")
+        handle = stash.stash("b", [randn(ROWS, WIDTH, device=device)], count(20, device))
+        assert group.state == handle.state == "away" and group.pieces[0].memory is None
+        y.sum().backward()
