@@ -118,6 +118,27 @@ TEST_P(Stash, PagesOfBothTiersHoldOneGroup) {
   }
 }
 
+// Many more tiles a block than there are on their way at once: every stage and job of the pipeline is used again.
+TEST_P(Stash, OneBlockMovesEverything) {
+  for (const int64_t host_pages : {0, 80}) {
+    te_stash_options options = StashPool::defaults(device(), 16384 * 2 + 128, 80 - host_pages / 2, host_pages);
+    options.sm_budget = 1;
+    const StashPool pool(options);
+    Group group(device(), {{7168, 340}, {3, 20000, TE_STASH_TAIL_KEEP, 1, 1}, {100, 300}});
+    const StashEntry entry(pool, 80);
+    round_trip(pool, entry, group, {340, 20000, 299});
+    round_trip(pool, entry, group, {201, 777, 300});
+    if (host_pages == 0) continue;
+    group.set({340, 20000, 299});
+    group.poison_targets();
+    TE_ASSERT_OK(group.store(pool, entry));
+    TE_ASSERT_OK(te_stash_evict(pool.handle, entry.data(), 80, nullptr));
+    EXPECT_EQ(entry.head().host_pages, entry.head().pages);
+    TE_ASSERT_OK(group.load(pool, entry));
+    group.expect_targets();
+  }
+}
+
 TEST_P(Stash, PagesAreTakenInAnyOrder) {
   for (const te_stash_policy policy : {TE_STASH_RING, TE_STASH_STACK}) {
     Group a(device(), {{512, 100}}, 1), b(device(), {{512, 100}, {20, 100}}, 2), c(device(), {{100, 500}}, 3);
