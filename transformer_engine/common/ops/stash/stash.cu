@@ -109,10 +109,9 @@ __device__ __forceinline__ void move(const Pool& pool, const Table& table, Group
   for (int m = 0; m < table.count; ++m) {
     const bool bulk = by_bulk(table.members[m]);
     if (before[m] == before[m + 1] || (bulk && live_bytes(table, group.layout, m) % 16 == 0)) continue;
-    // Of a member that the first warp copies, the end of the last tile; else every tile of this block.
+    // Of a member that the first warp copies, the end of the last tile; else its share of the tiles.
     const int64_t from = bulk ? before[m + 1] - 1 : before[m];
-    int64_t index = from + (share.first - from % share.step + share.step) % share.step;
-    for (; index < before[m + 1]; index += share.step) {
+    for (int64_t index = from + (share.first + m) % share.step; index < before[m + 1]; index += share.step) {
       const Tile tile = tile_of(table, group.layout, pool.grid, group.tiles, share.tier, m, index);
       const int64_t done = bulk ? tile.bytes & ~int64_t(15) : 0;
       unsigned char *member = member_at(table, tile) + done, *page = page_at(tile.page) + tile.in_page + done;
