@@ -134,6 +134,30 @@ def test_eviction(device):
         assert numbers["evicted_pages"] > 0
 
 
+def test_the_farthest_groups_are_evicted(device):
+    """Four groups of 3 pages and the last, which is kept; 10 pages, of which 4 stay free: the first two groups leave, and
+    not those that come back next. Mutant: a group that the device let be counted as evicted."""
+    module = torch.nn.ModuleList(torch.nn.Linear(64, 64, device=device) for _ in range(5))
+    x, counter = torch.randn(16, 64, device=device), count(3, device)
+    with made(device, device_pages=10, host_pages=64, low_water=4) as stash:
+        for _ in range(2):
+            stash.reset()
+            y = x.clone().requires_grad_()
+            for i, layer in enumerate(module):
+                y = stash.pre_schedule(y)
+                with stash.group(i):
+                    y = y * 1.0
+                    stash.mark_pageable(y, counter)
+                    y = layer(y)
+                y = stash.post_schedule(y)
+            handles = sorted(stash.step._handles, key=lambda handle: handle.name)
+            on_host = [
+                h.name for h in handles if h.state != "kept" and h._group.read(stash.lanes.current())["host_pages"]
+            ]
+            y.sum().backward()
+        assert on_host == [0, 1]
+
+
 @pytest.mark.parametrize("order", ["fifo", "lifo"])
 @pytest.mark.parametrize("scheduled", [True, False])
 @pytest.mark.parametrize("kind", ["gelu", "declared"])

@@ -74,6 +74,7 @@ class PagedStash:
         self._pool: Pool | None = None
         self._mailbox: Mailbox | None = None  # of the pool
         self._names: list[Hashable] = []  # of the step before
+        self.recorded_pages: dict[Hashable, int] = {}  # of each group, where groups are evicted
         self._unfinished: list = []  # what the last step recorded, where it ended early
         self._grows = 0
         self._captured = self._closed = False
@@ -295,6 +296,8 @@ class PagedStash:
         self._unfinished = list(last.trace) if last.records and not recorded else []
         if recorded:
             self.sized = last
+            if self.low_water and not captured:
+                self.recorded_pages = {key: size.pages(self.page_bytes) for key, size in last.sizes.items()}
         if self._pool is not None:
             self._captured |= captured
             self._pool.reset(self._mailbox.memory)

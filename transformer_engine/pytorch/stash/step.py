@@ -14,6 +14,7 @@ from transformer_engine.pytorch.stash.sizes import Size
 if TYPE_CHECKING:
     from transformer_engine.pytorch.stash.group import Group
     from transformer_engine.pytorch.stash.manager import PagedStash
+    from transformer_engine.pytorch.stash.pool import Pool
 
 
 class Visit:
@@ -94,7 +95,7 @@ class Step:
         if handle.state == "stored":
             self.names.append(handle.name)
             self._leaving = handle
-            self._evict_farthest(pool, handle)
+            self._evict_farthest(pool)
 
     def measure(self, handle: Handle) -> None:
         self.counted |= bool(handle.pieces)
@@ -186,13 +187,18 @@ class Step:
         if handle is not None and handle.state == "away":
             handle.start_load()
 
-    def _evict_farthest(self, pool, stored: Handle) -> None:
-        """Where few device pages are free, the group whose backward is farthest goes to the host."""
-        low = self.stash.low_water
+    def _evict_farthest(self, pool: Pool) -> None:
+        """Where few device pages would be free by the counts of the recorded step, the group whose backward is farthest
+        goes to the host; the device, which has the real counts, may let it be."""
+        pages, low = self.stash.recorded_pages, self.stash.low_water
         if not low or not self.stash.schedule.known:
             return
+        away = {k: h for k, h in self._scheduled.items() if h.state in ("stored", "away") and not h.evicted}
+        free = pool.options["device_pages"] - sum(pages.get(key, 0) for key in away)
         for entry in reversed(self.stash.schedule.ahead()):
-            handle = None if entry.forward else self._scheduled.get(entry[1:])
-            if handle is not None and handle.state in ("stored", "away") and not handle.evicted:
-                handle.evict(low)
+            if free >= low:
                 return
+            handle = None if entry.forward else away.get(entry[1:])
+            if handle is not None:
+                handle.evict(low)
+                free += pages.get(handle.key, 0)
