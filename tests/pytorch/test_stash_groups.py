@@ -135,8 +135,8 @@ def test_eviction(device):
 
 
 def test_the_farthest_groups_are_evicted(device):
-    """Four groups of 3 pages and the last, which is kept; 10 pages, of which 4 stay free: the first two groups leave, and
-    not those that come back next. Mutant: a group that the device let be counted as evicted."""
+    """Four groups of 3 pages and the last, which is kept; 10 pages, of which 4 stay free: the first two groups leave,
+    and not those that come back next. Mutant: a group that the device let be counted as evicted."""
     module = torch.nn.ModuleList(torch.nn.Linear(64, 64, device=device) for _ in range(5))
     x, counter = torch.randn(16, 64, device=device), count(3, device)
     with made(device, device_pages=10, host_pages=64, low_water=4) as stash:
