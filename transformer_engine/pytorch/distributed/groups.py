@@ -14,7 +14,7 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 def ranks_of(op: str, argument: str, group: object | None) -> int:
     """The group's size; 1 for None where torch.distributed has not been initialised. Errors: TypeError for what is no
-    group, RuntimeError for one that has been destroyed, ValueError where this process is not in it."""
+    group, RuntimeError for one of several ranks that has been destroyed, ValueError where this process is not in it."""
     if not dist.is_available() or (group is None and not dist.is_initialized()):
         return 1
     if group is None:
@@ -29,6 +29,8 @@ def ranks_of(op: str, argument: str, group: object | None) -> int:
     try:
         return len(dist.get_process_group_ranks(group))
     except KeyError:
+        if group.size() == 1:  # nobody to talk to: whether torch knows it is no matter
+            return 1
         raise RuntimeError(
             f"{op}: argument '{argument}' is a process group that has been destroyed; make a new one with "
             "torch.distributed.new_group."
