@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
+from transformer_engine.pytorch.stash import PagedStash
 
 STEPS, RATE = 3, 0.1
 
@@ -120,3 +121,15 @@ def delayed_scales(rank):
     finally:
         dist.all_reduce = reduce
     return {"calls": len(calls), "scales": [state.scale.tolist() for state in states]}
+
+
+def stash_gates(rank):
+    """Rank 1 loses a group in the first step and not in the second; rank 0 has none at all."""
+    got = []
+    for stash, pages in ((PagedStash(256, 1, device=here()), 9), (PagedStash(256, 64, device=here()), 1)):
+        stash.reset()
+        if rank == 1:
+            stash.stash("rows", [torch.ones(64, 64, device=here())], torch.tensor([pages], device=here()))
+        got.append((float(stash.gate()), float(stash.gate(dist.group.WORLD)), stash.gate(dist.group.WORLD).dim()))
+        stash.close()
+    return got

@@ -1,0 +1,13 @@
+# The gate of several ranks: one of them lost a group, all of them skip the step. Mutant: the rank's own gate returned
+# turns this red.
+import pytest
+import rank_workers
+from ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def test_a_group_that_one_rank_lost_is_every_ranks(device):
+    without, with_one = on_ranks(rank_workers.stash_gates, device=device)
+    assert without == [(0.0, 1.0, 0), (0.0, 0.0, 0)]
+    assert with_one == [(1.0, 1.0, 0), (0.0, 0.0, 0)]
