@@ -51,13 +51,9 @@ def checked_device(device: torch.device | str | None) -> torch.device:
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{OP}: argument 'device' is {device}, wanted a CPU or CUDA device.")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return (
-        torch.device(device.type, device.index)
-        if device.index and device.type == "cuda"
-        else (device if device.type == "cuda" else torch.device("cpu"))
-    )
+    if device.type == "cpu":
+        return torch.device("cpu")  # without an index, as tensors say it
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def check_counter(call: str, counter: object, device: torch.device) -> None:
