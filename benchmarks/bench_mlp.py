@@ -3,14 +3,12 @@ compiled, and what each keeps for backward (targets.py case 14); the same in FP8
 
 Flops: 18 T hidden ffn_hidden (three projections, three GEMMs each); the norm and the activation are not counted."""
 
-from common import TE_PEER, TORCH_DTYPES, Bench, Case, keeps_mib, training_step
+from common import TORCH_DTYPES, Bench, Case, keeps_mib, training_step
 from fp8 import RECIPES, Quantized
 from plain import Mlp
 
 import transformer_engine.pytorch as te
 
-TE_US = 13340.0  # TE 2.20.2, bf16, on an H200, 2026-11-20
-TE_FP8_US = {"delayed": 7943.0, "current": 8416.8, "block": 10044.0}  # the same in FP8
 GPU, CPU = ("bf16", (8192, 4096, 14336)), ("fp32", (512, 512, 1408))
 
 
@@ -32,10 +30,7 @@ def main():
 
     case = Case("14", "layernorm_mlp", dtype, shape, "forward+backward", flops=18 * tokens * hidden * ffn_hidden)
     if bench.wants(case):
-        contenders = {name: training_step(module) for name, module in modules.items()}
-        if bench.cuda:
-            contenders[TE_PEER] = TE_US * bench.te_scale()
-        bench.compare(case, contenders, sets)
+        bench.compare(case, {name: training_step(module) for name, module in modules.items()}, sets)
 
     case = Case("14", "layernorm_mlp", dtype, shape, "keeps")
     if bench.wants(case):
@@ -53,8 +48,7 @@ def run_fp8(bench, shape, plain, options, sets):
         op, ours = f"layernorm_mlp_{name}{suffix}", Quantized(module, name)
         case = Case("14f", op, "fp8", shape, "forward+backward", flops=18 * tokens * hidden * ffn_hidden)
         if bench.wants(case):
-            contenders = {"ours": training_step(ours), "own bf16": training_step(plain)}
-            bench.compare(case, contenders | {TE_PEER: TE_FP8_US[name] * bench.te_scale()}, sets)
+            bench.compare(case, {"ours": training_step(ours), "own bf16": training_step(plain)}, sets)
         case = Case("14f", op, "fp8", shape, "keeps")
         if bench.wants(case):
             own = keeps_mib(plain, sets()[0])

@@ -7,15 +7,13 @@ embedding and activation are not counted. The peers' attention prefers cuDNN's k
 import bench_tune
 import torch
 import torch.nn.functional as F
-from common import TE_PEER, TORCH_DTYPES, Bench, Case, keeps_mib, training_step
+from common import TORCH_DTYPES, Bench, Case, keeps_mib, training_step
 from fp8 import RECIPES, Quantized
 from plain import Layer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import transformer_engine.pytorch as te
 
-TE_FP8_US = {"delayed": 14745.9, "current": 15204.8, "block": 16910.8}  # TE 2.20.2 on an H200, 2026-11-20
-TE_US = 20830.0  # TE 2.20.2, bf16, on an H200, 2026-11-20
 # seq, batch, hidden, ffn_hidden, heads, key-value heads
 GPU = ("bf16", (8192, 1, 4096, 14336, 32, 8))
 CPU = ("fp32", (256, 1, 256, 704, 8, 2))
@@ -87,10 +85,7 @@ def layers(bench, dtype, size):
     for op, modules in variants.items():
         case = Case("24", op, dtype, shape, "forward+backward", flops=layer_flops(size))
         if bench.wants(case):
-            contenders = {name: training_step(module) for name, module in modules.items()}
-            if bench.cuda and op == "transformer_layer":
-                contenders[TE_PEER] = TE_US * bench.te_scale()
-            bench.compare(case, contenders, sets)
+            bench.compare(case, {name: training_step(module) for name, module in modules.items()}, sets)
         case = Case("24", op, dtype, shape, "keeps")
         if bench.wants(case):
             kept = {name: keeps_mib(module, sets()[0]) for name, module in modules.items() if name != "torch compile"}
@@ -109,8 +104,7 @@ def layers_fp8(bench, size):
         op, module, shape = f"transformer_layer_{name}", Quantized(plain, name), (seq, batch, hidden)
         case = Case("24", op, "fp8", shape, "forward+backward", flops=layer_flops(size))
         if bench.wants(case):
-            contenders = {"ours": training_step(module), "own bf16": training_step(plain)}
-            bench.compare(case, contenders | {TE_PEER: TE_FP8_US[name] * bench.te_scale()}, sets)
+            bench.compare(case, {"ours": training_step(module), "own bf16": training_step(plain)}, sets)
         case = Case("24", op, "fp8", shape, "keeps")
         if bench.wants(case):
             kept = {"ours": keeps_mib(module, sets()[0]), "own bf16": keeps_mib(plain, sets()[0])}

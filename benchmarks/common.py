@@ -16,10 +16,10 @@ passes or fails; `report.py` judges the rows against the targets.
     bench.finish()                                           # exits 1 when a peer failed
 
 A contender is called with one input set and returns what it computed; without gradients unless the direction is
-`forward+backward` (its input set is then made with requires_grad, see `training_step`). A contender may be a number:
-a stored figure in us. A case that names bytes is also timed as a `copy_` of the same total bytes; `ratio` on that row
-of ours is the fraction of it. Names: op, shape and direction are those of `targets.TARGETS`; a measured autograd node
-(not the bare kernel) ends in `_module`.
+`forward+backward` (its input set is then made with requires_grad, see `training_step`). There is no
+stored figure: a peer is timed in the same process, or has no row. A case that names bytes is also timed as a `copy_` of
+the same total bytes; `ratio` on that row of ours is the fraction of it. Names: op, shape and direction are those of
+`targets.TARGETS`; a measured autograd node (not the bare kernel) ends in `_module`.
 
 Method: timing.py. Columns and TE_COMMIT: rows.py. Results go to benchmarks/results/<device>.csv, or to --results DIR
 (merge them later with `report.py --merge FILE...`)."""
@@ -37,8 +37,6 @@ import torch
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 COLUMNS = ("case", "op", "impl", "dtype", "shape", "direction", "p20", "p50", "p80", "unit", "peer", "ratio")
-TE_PEER = "te 2.20.2 scaled"
-TE_LINEAR_US = 8280.0  # torch Linear 8192x28672x4096 forward+backward on the H200 that timed TE, 2026-11-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +110,6 @@ class Bench:
         """Appends figures that are counted, not sampled ({impl: value}, for example bytes kept in MiB)."""
         self._write(case, {name: [value] for name, value in figures.items()}, unit)
 
-    def te_scale(self):
-        """How this machine now compares with the one that timed TE: a torch Linear's step here over its time there."""
-        if self._ours:
-            return 1.0  # of a peer that is not asked for
-        if not hasattr(self, "_te_scale"):
-            linear = torch.nn.Linear(4096, 28672, bias=False, device=self.device, dtype=torch.bfloat16)
-            x, g = self.randn(8192, 4096, dtype="bf16", grad=True), self.randn(8192, 28672, dtype="bf16")
-            sample = timing.cuda_sampler(training_step(linear), [(x, g)])
-            self._te_scale = float(np.median([sample() for _ in range(timing.CUDA_ROUNDS)])) / TE_LINEAR_US
-            print(f"te 2.20.2 figures are scaled by {self._te_scale:.4f}")
-        return self._te_scale
-
     def finish(self):
         if self._failed:
             sys.exit("these peers failed and have no rows:\n  " + "\n  ".join(self._failed))
@@ -146,9 +132,6 @@ class Bench:
         samplers, samples = {}, {}
         with torch.set_grad_enabled(case.direction == "forward+backward"):
             for name, run in contenders.items():
-                if isinstance(run, (int, float)):
-                    samples[name] = [float(run)]
-                    continue
                 run, own_sets = run if isinstance(run, tuple) else (run, sets)
                 try:
                     samplers[name] = sampler(run, own_sets)
