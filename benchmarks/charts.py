@@ -1,0 +1,107 @@
+"""The README's two pictures, made of benchmarks/results/h200.csv: what is faster than plain PyTorch by how much, and
+what an MLP keeps for backward. Measures nothing; `python benchmarks/charts.py` writes docs/speed_h200 and
+docs/memory_h200, PNG and SVG. Each bar is the newest row of its case."""
+
+import argparse
+import pathlib
+
+import rows as table
+
+DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+EAGER, COMPILE, BF16 = "torch eager", "torch compile", "own bf16"
+STEP = "forward+backward"
+# label, case, op, shape, direction
+SPEED = (
+    ("SwiGLU\nforward", "1", "swiglu", "16384x14336", "forward"),
+    ("SwiGLU\nbackward", "2", "swiglu", "16384x14336", "backward"),
+    ("RMSNorm\nforward", "5", "rmsnorm", "16384x4096", "forward"),
+    ("RMSNorm\nbackward", "7", "rmsnorm", "16384x4096", "backward"),
+    ("LayerNormMLP\nstep", "14", "layernorm_mlp", "8192x4096x14336", STEP),
+    ("Llama-3-8B\nlayer, step", "24", "transformer_layer", "8192x1x4096", STEP),
+)
+MLP = "8192x4096x14336"
+# label, case, op, impl
+MEMORY = (
+    ("torch eager, bf16", "14", "layernorm_mlp", EAGER),
+    ("torch.compile, bf16", "14", "layernorm_mlp", COMPILE),
+    ("ours, bf16", "14", "layernorm_mlp", "ours"),
+    ("ours, FP8 (current)", "14f", "layernorm_mlp_current", "ours"),
+    ("ours, FP8 (current),\npre-activation in FP8", "14f", "layernorm_mlp_current_packed", "ours"),
+)
+
+
+def newest(rows, case, op, shape, direction, impl="ours", peer=None):
+    """The newest row of a case, or None; with `peer`, of those rows that are compared with it."""
+    wanted = {"case": case, "op": op, "shape": shape, "direction": direction, "impl": impl}
+    wanted |= {} if peer is None else {"peer": peer}
+    found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return max(found, key=lambda row: row["date"], default=None)
+
+
+def speeds(rows):
+    """[(label, over torch eager or None, over torch.compile or None)]"""
+    found = []
+    for label, *case in SPEED:
+        pair = [newest(rows, *case, peer=peer) for peer in (EAGER, COMPILE)]
+        found.append((label, *(float(row["ratio"]) if row else None for row in pair)))
+    return found
+
+
+def memory(rows):
+    """[(label, MiB)]"""
+    return [(label, float(newest(rows, case, op, MLP, "keeps", impl)["p50"])) for label, case, op, impl in MEMORY]
+
+
+def draw_speeds(figure, found):
+    axes = figure.add_subplot(
+        title="Speed over plain PyTorch, one NVIDIA H200, bf16",
+        ylabel="PyTorch's time / ours (above 1: ours is faster)",
+        xlabel="operation; step: forward and backward",
+    )
+    for which, (name, colour) in enumerate((("torch eager", "tab:orange"), ("torch.compile", "tab:blue"))):
+        bars = [(i, entry[1 + which]) for i, entry in enumerate(found) if entry[1 + which] is not None]
+        drawn = axes.bar([i + 0.4 * which - 0.2 for i, _ in bars], [v for _, v in bars], 0.38, color=colour)
+        axes.bar_label(drawn, fmt="%.2f", fontsize=8)
+        drawn.set_label(f"over {name}")
+    axes.axhline(1, color="black", linewidth=0.8, label="equal")
+    axes.set_xticks(range(len(found)), [label for label, *_ in found], fontsize=8)
+    axes.legend()
+
+
+def draw_memory(figure, found):
+    axes = figure.add_subplot(
+        title="What an MLP keeps for backward\nRMSNorm, SwiGLU, 8192 tokens, 4096 / 14336, one NVIDIA H200",
+        xlabel="MiB kept between forward and backward, weights and input not counted",
+        ylabel="implementation",
+    )
+    colours = ["tab:orange" if label.startswith("torch") else "tab:blue" for label, _ in found]
+    drawn = axes.barh([label for label, _ in found], [value for _, value in found], color=colours)
+    axes.bar_label(drawn, fmt="%.0f", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    for name, colour in (("plain PyTorch", "tab:orange"), ("ours", "tab:blue")):
+        axes.barh([found[0][0]], [0], color=colour, label=name)
+    axes.legend(loc="lower right")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, default=DOCS, help="folder of the pictures")
+    args = parser.parse_args()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "transformer_engine"  # the same picture is the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    found = table.load(table.RESULTS / "h200.csv")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, draw, data in (("speed", draw_speeds, speeds(found)), ("memory", draw_memory, memory(found))):
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        draw(figure, data)
+        figure.savefig(args.out / f"{name}_h200.png", dpi=110)
+        figure.savefig(args.out / f"{name}_h200.svg", metadata={"Date": None})
+        print(f"wrote {args.out / name}_h200.png and .svg")
+
+
+if __name__ == "__main__":
+    main()
