@@ -1,6 +1,8 @@
-"""The README's two pictures, made of benchmarks/results/h200.csv: what is faster than plain PyTorch by how much, and
-what an MLP keeps for backward. Measures nothing; `python benchmarks/charts.py` writes docs/speed_h200 and
-docs/memory_h200, PNG and SVG. Each bar is the newest row of its case."""
+"""The README's two pictures and five numbers, made of benchmarks/results/h200.csv: what is faster than plain PyTorch by
+how much, and what an MLP keeps for backward. Measures nothing; each is the newest row of its case.
+
+python benchmarks/charts.py                  writes docs/speed_h200 and docs/memory_h200, PNG and SVG
+python benchmarks/charts.py --numbers        prints the five numbers as the README has them"""
 
 import argparse
 import pathlib
@@ -29,6 +31,15 @@ MEMORY = (
     ("ours, FP8 (current),\npre-activation in FP8", "14f", "layernorm_mlp_current_packed", "ours"),
 )
 
+# text, case, op, shape, direction, peer
+NUMBERS = (
+    ("SwiGLU backward, over torch.compile", "2", "swiglu", "16384x14336", "backward", COMPILE),
+    ("LayerNormMLP step in bf16, over torch eager", "14", "layernorm_mlp", MLP, STEP, EAGER),
+    ("the same in FP8 (delayed), over its own bf16", "14f", "layernorm_mlp_delayed", MLP, STEP, BF16),
+    ("Llama-3-8B layer step in bf16, over torch eager", "24", "transformer_layer", "8192x1x4096", STEP, EAGER),
+    ("AdamW step of 268M fp32 weights, over torch's fused", "26", "adamw", "268435456", "step", "torch fused"),
+)
+
 
 def newest(rows, case, op, shape, direction, impl="ours", peer=None):
     """The newest row of a case, or None; with `peer`, of those rows that are compared with it."""
@@ -50,6 +61,14 @@ def speeds(rows):
 def memory(rows):
     """[(label, MiB)]"""
     return [(label, float(newest(rows, case, op, MLP, "keeps", impl)["p50"])) for label, case, op, impl in MEMORY]
+
+
+def numbers(rows):
+    """The README's table."""
+    lines = ["| on one NVIDIA H200 | speed |", "|---|---|"]
+    for text, *case, peer in NUMBERS:
+        lines.append(f"| {text} | {float(newest(rows, *case, peer=peer)['ratio']):.2f}x |")
+    return "\n".join(lines)
 
 
 def draw_speeds(figure, found):
@@ -87,13 +106,17 @@ def draw_memory(figure, found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, default=DOCS, help="folder of the pictures")
+    parser.add_argument("--numbers", action="store_true", help="print the README's table, draw nothing")
     args = parser.parse_args()
+    found = table.load(table.RESULTS / "h200.csv")
+    if args.numbers:
+        print(numbers(found))
+        return
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "transformer_engine"  # the same picture is the same file
     matplotlib.rcParams["svg.fonttype"] = "none"
-    found = table.load(table.RESULTS / "h200.csv")
     args.out.mkdir(parents=True, exist_ok=True)
     for name, draw, data in (("speed", draw_speeds, speeds(found)), ("memory", draw_memory, memory(found))):
         figure = Figure(figsize=(9, 4), layout="constrained")

@@ -1,7 +1,7 @@
 """Prints every case beside its target and what falls short of it; judges the newest row of each case and runs nothing.
 
 python benchmarks/report.py                  the table of all targets, then what falls short
-python benchmarks/report.py --markdown       the measured ones as the README's table
+python benchmarks/report.py --markdown       docs/results.md: the measured ones as a table
 python benchmarks/report.py --merge FILE...  first takes over the rows that another machine wrote (h200.csv, ...)"""
 
 import argparse
@@ -18,14 +18,14 @@ def measured(target, rows):
     """(value, newest row) of a target among one device's rows; None when no row carries the measure."""
     keys = ("case", "op", "dtype", "shape", "direction")
     own = [row for row in rows if row["impl"] == "ours" and all(row[key] == getattr(target, key) for key in keys)]
-    peers = target.measure.removeprefix("x ").split(" | ") if target.measure.startswith("x ") else []
-    if peers:
-        own = [row for row in own if row["peer"] in peers]
+    peer = target.measure.removeprefix("x ") if target.measure.startswith("x ") else None
+    if peer:
+        own = [row for row in own if row["peer"] == peer]
     if not own:
         return None
     row = max(own, key=lambda row: row["date"])
-    if peers:
-        return min(float(other["ratio"]) for other in own if other["date"] == row["date"]), row
+    if peer:
+        return float(row["ratio"]), row
     if target.measure == "GB/s":
         return table.rate(row), row
     if target.measure == "TFLOP/s":
@@ -80,13 +80,23 @@ def print_shortfalls(lines):
         print(f"  {name}: {got} ({verdict})")
 
 
+HEAD = """# Every target that was measured
+
+This text is generated: `python benchmarks/report.py --markdown > docs/results.md`. Case numbers, work and targets are
+those of `benchmarks/targets.py`; a speed "over" a peer is the peer's time over ours, both timed in one process,
+interleaved, medians. Each line is the newest row of its case in `benchmarks/results/`; what falls short is explained in
+[performance](performance.md).
+"""
+
+
 def print_markdown(lines):
+    print(HEAD)
     print("| case | work | device | measure | target | measured |\n|---|---|---|---|---|---|")
     for target, value, row, _ in lines:
         if row:
             work = f"{target.op} {target.dtype} {target.shape} {target.direction}"
             over = "memory, times less than " if target.direction == "keeps" else "speed over "
-            measure = target.measure.replace("x ", over).replace(" | ", " or ")
+            measure = target.measure.replace("x ", over)
             got = show(value, target.measure)
             got = got if target.met(value) else f"**{got}** (short)"
             print(f"| {target.case} | {work} | {row['gpu']} | {measure} | {bound(target)} | {got} |")
@@ -107,7 +117,7 @@ def merge(files, results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument("--markdown", action="store_true", help="print docs/results.md")
     parser.add_argument("--merge", nargs="+", type=pathlib.Path, default=[], metavar="FILE")
     parser.add_argument("--results", type=pathlib.Path, default=table.RESULTS, help="folder of the rows")
     args = parser.parse_args()

@@ -2,10 +2,10 @@
 
 A target names its row by case, op, dtype, shape and direction, and bounds one measure of it:
   GB/s, TFLOP/s   bytes_or_flops over p50, at least        us, MiB   p50, at most
-  x PEER          `ratio` against that peer, at least; of several peers (joined by ' | ') the smallest ratio counts
+  x PEER          `ratio` against that peer, at least
 A bound given as "<= 1.15x torch's time" is stored as ratio >= 1 / 1.15. FP8 over `own bf16` is held to at least what
-Transformer Engine 2.20.2 gains over its own bf16, both in one process (FP8_OVER_BF16): a speed over another library is
-no row of one process, and no target; docs/performance.md has it, both libraries in turn. Shapes: rows x cols; M x N x K for a GEMM;
+Transformer Engine 2.20.2 gains over its own bf16 (FP8_OVER_BF16). A speed over another library is no row of one
+process, and no target: docs/performance.md has it, both libraries in turn. Shapes: rows x cols; M x N x K for a GEMM;
 tokens x hidden x ffn_hidden for an MLP; tokens x heads x head size for RoPE (q and k heads together)."""
 
 import dataclasses

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `moe`, also unde
 import torch
 
 import transformer_engine.pytorch as te
+from extras import need
 from moe.blocks import SKEWS, Config
 from moe.memory import peak_bytes
 from moe.run import Result, Run, batch
@@ -211,6 +212,7 @@ class Demonstration:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    need("matplotlib", "examples")  # before the work, not behind it
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*stashing costs memory.*")  # it is printed
         show = Demonstration(args)

@@ -38,7 +38,10 @@ try:
     from lm.optimizer import OPTIMIZERS
     from lm.train import Trainer, set_determinism
 except ModuleNotFoundError as error:
-    sys.exit(f"train_lm.py: error: {error}: run `bash qa/setup.sh` and use .venv/bin/python")
+    sys.exit(
+        f"train_lm.py: error: {error}: run `bash qa/setup.sh` and use .venv/bin/python, "
+        "or pip install 'transformer_engine[examples]' where the package is installed"
+    )
 
 HELD_OUT_BATCHES = 8
 SAMPLE_BYTES = 240

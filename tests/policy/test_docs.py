@@ -1,6 +1,8 @@
-# The documents say what is so: their Python runs, and what the documents point at exists. Mutant: renaming a
-# module argument in the README's example, or a file that CONTRIBUTING names, turns these red.
+# The documents say what is so: their snippets run, what they point at exists, the README is short and its numbers are
+# the rows'. Mutants: renaming a module argument in the README's example, or a file that CONTRIBUTING names, or a tenth
+# of a number in the README turn these red.
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,40 +11,122 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *(REPO / "docs").glob("*.md")]
+DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *(REPO / "docs").glob("**/*.md")]
+BLOCK = re.compile(r"^(?:<!-- (not run|runs in): (.*?) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+README_CHARACTERS = 9000
+
+
+def name(path):
+    return str(path.relative_to(REPO))
 
 
 def blocks(path, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.M | re.S)
+    """[(marker or None, its words, text)]"""
+    return [(m[1], m[2], m[4]) for m in BLOCK.finditer(path.read_text()) if m[3] == language]
 
 
-@pytest.mark.parametrize(
-    "path", ["README.md", "docs/graphs.md", "docs/offload.md", "docs/stash.md", "docs/tensor_parallel.md"]
-)
-def test_its_example_runs(path):
-    (example,) = blocks(REPO / path, "python")
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd="/", timeout=300)
+def documents_with(language):
+    return [path for path in DOCUMENTS if any(not marker for marker, _, _ in blocks(path, language))]
+
+
+def environment():
+    """The interpreter of the tests first on PATH; one thread."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_the_readme_is_short():
+    assert len((REPO / "README.md").read_text()) <= README_CHARACTERS
+
+
+@pytest.mark.parametrize("path", documents_with("python"), ids=name)
+def test_its_python_runs(path, tmp_path):
+    """The blocks of a document in their order, as a reader types them, in one process."""
+    code = "\n".join(text for marker, _, text in blocks(path, "python") if not marker)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, env=environment())
     assert done.returncode == 0, done.stderr
+    if path.name == "README.md":  # what its GLU prints, it says
+        kept = re.search(r"^It prints (\d+) and (\d+):", path.read_text(), re.M).groups()
+        assert tuple(done.stdout.split()[-2:]) == kept
+
+
+@pytest.mark.parametrize("path", documents_with("bash"), ids=name)
+def test_its_commands_run(path):
+    for marker, _, text in blocks(path, "bash"):
+        if not marker:
+            command = ["bash", "-euo", "pipefail", "-c", text]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=300, env=environment())
+            assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_what_a_marker_says_of_a_block_is_so(path):
+    """'runs in': each command's script is named in one of those tests."""
+    for language in ("python", "bash"):
+        for marker, words, text in blocks(path, language):
+            if marker != "runs in":
+                continue
+            tests = "".join((REPO / file).read_text() for file in words.split())
+            called = re.findall(r"(?:examples/(\w+)\.py|-m transformer_engine\.(\w+))", text)
+            assert called and all((script or module) in tests for script, module in called), (name(path), words)
+
+
+def test_few_blocks_are_not_run_and_each_has_a_language():
+    skipped, bare = [], []
+    for path in DOCUMENTS:
+        bare += [name(path) for m in BLOCK.finditer(path.read_text()) if m[3] not in ("python", "bash", "text")]
+        for language in ("python", "bash"):
+            skipped += [(name(path), words) for marker, words, _ in blocks(path, language) if marker == "not run"]
+        assert len(re.findall(r"^```", path.read_text(), re.M)) == 2 * len(BLOCK.findall(path.read_text())), name(path)
+    assert not bare
+    assert sorted(file for file, _ in skipped) == ["README.md"] * 2 + ["docs/graphs.md"] + ["docs/install.md"] * 2
 
 
 def test_the_readmes_commands_exist():
-    (commands,) = blocks(REPO / "README.md", "bash")
+    commands = blocks(REPO / "README.md", "bash")[0][2]
     scripts = re.findall(r"^bash (\S+)", commands, re.M)
     assert scripts == ["examples/quickstart.sh", "qa/test.sh"]
     assert all((REPO / script).is_file() for script in scripts)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_the_readmes_numbers_are_the_rows():
+    command = [sys.executable, str(REPO / "benchmarks/charts.py"), "--numbers"]
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    made = subprocess.run(command, capture_output=True, text=True, check=True, env=clean).stdout
+    found = re.search(r"<!-- numbers: begin -->\n(.*)<!-- numbers: end -->", (REPO / "README.md").read_text(), re.S)
+    assert found[1] == made, "python benchmarks/charts.py --numbers"
+
+
+def test_every_extra_is_one_that_examples_name():
+    extras = re.findall(r"^(\w+) = \[", re.search(r"optional-dependencies\](.*?)^\[", PYPROJECT, re.M | re.S)[1], re.M)
+    page = (REPO / "docs/examples.md").read_text()
+    assert set(extras) - {"test"} == set(re.findall(r"\[(\w+)\](?![(\w])", page))
+
+
+PYPROJECT = (REPO / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_files_that_documents_point_at_exist(path):
     text = path.read_text()
-    links = {(path.parent / target) for target in re.findall(r"\]\(([^)#:]+)\)", text)}
+    links = {(path.parent / target) for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
     named = re.findall(r"`([\w./-]+\.(?:py|sh|h|cuh|cpp|md|txt|toml)|\.ci/run)`", text)
     roots = [REPO, REPO / "transformer_engine/common", REPO / "transformer_engine/pytorch", path.parent]
     roots += [REPO / "transformer_engine/common/core", REPO / "transformer_engine/common/ops/quantize"]
     roots += [REPO / "transformer_engine/pytorch/csrc", REPO / "transformer_engine"]
     missing = [str(link) for link in links if not link.exists()]
     missing += [n for n in named if not any((root / n).exists() for root in roots)]
-    assert not missing, f"{path.name} points at {missing}"
+    assert not missing, f"{name(path)} points at {missing}"
+
+
+def test_every_page_is_reached_from_the_index():
+    pages = set((REPO / "docs").glob("**/*.md")) - {REPO / "docs/README.md"}
+    linked = {
+        (index.parent / target).resolve()
+        for index in (REPO / "docs/README.md", REPO / "docs/api/README.md")
+        for target in re.findall(r"\]\(([^)#:]+)\)", index.read_text())
+    }
+    assert pages <= linked
 
 
 def test_every_preset_that_contributing_names_exists():
