@@ -120,6 +120,19 @@ if [ "$(cat "$venv/.te-requirements" 2>/dev/null)" != "$stamp" ]; then
   pip install -q -c qa/constraints.txt $requirements
   echo "$stamp" >"$venv/.te-requirements"
 fi
+# What examples/with_*.py need, and nothing else does: where it cannot be had, their tests are skipped and say so.
+extras="accelerate lightning transformers"
+extras_stamp=$(echo "$stamp $extras" | sha256sum)
+if [ "$(cat "$venv/.te-extras" 2>/dev/null)" != "$extras_stamp" ]; then
+  say "installing what the examples with frameworks need: $extras"
+  rm -f "$venv/.te-extras"
+  # shellcheck disable=SC2086
+  if pip install -q -c qa/constraints.txt $extras; then
+    echo "$extras_stamp" >"$venv/.te-extras"
+  else
+    say "not installed, so that tests of these examples are skipped: $extras"
+  fi
+fi
 if [ -n "$pypi_nvcc" ]; then
   toolkit=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia/cu13")')
   nvcc=$toolkit/bin/nvcc

@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import weakref
@@ -109,6 +110,30 @@ def test_report_lists_every_target_on_the_committed_results():
     lines = report.stdout.split("\n\n")[0].splitlines()[1:]
     assert len(lines) == len(targets.TARGETS)
     assert run(BENCHMARKS / "report.py", "--markdown").returncode == 0
+
+
+def test_the_page_of_results_is_what_the_rows_say():
+    """Mutant: a digit of docs/results.md, or a row that is appended without it."""
+    made = run(BENCHMARKS / "report.py", "--markdown").stdout
+    assert (BENCHMARKS.parent / "docs/results.md").read_text() == made, "report.py --markdown > docs/results.md"
+
+
+def test_no_figure_is_stored_or_scaled():
+    """Another library's time has no row here: it was not measured in one process with ours."""
+    for path in RESULTS:
+        assert not [row for row in rows.load(path) if re.search(r"\bte\b|scaled", row["impl"] + " " + row["peer"])]
+
+
+@pytest.mark.slow
+def test_the_charts_are_drawn(tmp_path):
+    done = run(BENCHMARKS / "charts.py", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    docs = BENCHMARKS.parent / "docs"
+    for stem in ("speed_h200", "memory_h200"):
+        assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG") and (docs / f"{stem}.png").exists()
+        drawn, kept = ((folder / f"{stem}.svg").read_text() for folder in (tmp_path, docs))
+        words = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
+        assert words and words == re.findall(r"<text[^>]*>([^<]*)</text>", kept), "python benchmarks/charts.py"
 
 
 def test_report_judges_the_newest_run(tmp_path):

@@ -31,7 +31,7 @@ def documents_with(language):
 
 def environment():
     """The interpreter of the tests first on PATH; one thread."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return os.environ | {"PATH": os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))}
 
 
 def test_the_readme_is_short():

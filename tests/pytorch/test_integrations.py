@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import with_fsdp2
 import with_hf_llama
 import with_lora
 
