@@ -193,8 +193,9 @@ def draw(bench, traces, layers):
     )
     axes.legend()
     figure.tight_layout()
-    figure.savefig(bench.trace.with_suffix(".png"), dpi=120)
-    bench.say(f"  trace: {bench.trace.with_suffix('.png')}")
+    for kind in (".png", ".svg"):
+        figure.savefig(bench.trace.with_suffix(kind), dpi=120)
+        bench.say(f"  trace: {bench.trace.with_suffix(kind)}")
 
 
 def prediction(bench):

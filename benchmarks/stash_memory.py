@@ -21,7 +21,7 @@ are its price, and no CUDA graph can hold it.
 
     python benchmarks/stash_memory.py [--device cpu] [--results DIR]
 
-Writes rows, and stash_memory_<device>.svg beside them."""
+Writes rows, and stash_memory_<device>.svg and .png beside them."""
 
 import gc
 import pathlib
@@ -156,10 +156,12 @@ def plot(bench, cells):
         axes.set(title=f"capacity {capacity:g}", xlabel="layers", ylim=(0, None))
     figure.axes[0].set(ylabel="MiB at the peak that groups keep")
     figure.axes[0].legend()
+    figure.suptitle("What groups of a stash keep at the peak, and whole buffers")
     path = bench.folder / f"stash_memory_{'cpu' if not bench.cuda else 'cuda'}.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    print(f"wrote {path}")
+    for each in (path, path.with_suffix(".png")):
+        figure.savefig(each)
+        print(f"wrote {each}")
 
 
 def timed(grid, run):

@@ -8,7 +8,7 @@ graph; too few device pages beside host pages; and a step that finds no room, ch
     python examples/moe_stash.py --capacity 6 --layers 8
     python examples/moe_stash.py --device cpu --steps 2
 
-Without a GPU nothing is captured; torch's grouped_mm is there a loop of products. Writes <out>/occupancy.{svg,csv}.
+Without a GPU nothing is captured; torch's grouped_mm is there a loop of products. Writes <out>/occupancy.{svg,png,csv}.
 """
 
 import argparse
@@ -205,9 +205,9 @@ class Demonstration:
 
     def plot(self, stash: PagedStash) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        for name in ("occupancy.svg", "occupancy.csv"):
+        for name in ("occupancy.svg", "occupancy.png", "occupancy.csv"):
             stash.plot(self.out / name)
-        print(f"wrote {self.out}/occupancy.svg and .csv: pages in flight behind each store and load")
+        print(f"wrote {self.out}/occupancy.svg, .png and .csv: pages in flight behind each store and load")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,9 +1,10 @@
-"""Spans of time as an SVG: a lane for each stream, a colour for each kind of work. Measures nothing."""
+"""Spans of time as an SVG: a lane for each stream, a colour for each kind of work, an axis. Measures nothing."""
 
+import math
 from dataclasses import dataclass
 
 COLOURS = ("#4e79a7", "#e15759", "#76b7b2", "#f28e2b")
-WIDTH, LANE, MARGIN = 900, 40, 110
+WIDTH, LANE, MARGIN, AXIS = 900, 40, 110, 30
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,9 @@ class Bar:
 
 def draw(bars: list[Bar], title: str, unit: str) -> str:
     lanes, kinds = (list(dict.fromkeys(values)) for values in ((b.lane for b in bars), (b.kind for b in bars)))
-    scale = (WIDTH - MARGIN - 20) / max(bar.end for bar in bars)
-    legend = 30 + LANE * len(lanes)
+    end = max(bar.end for bar in bars)
+    scale, floor = (WIDTH - MARGIN - 20) / end, 30 + LANE * len(lanes)
+    legend = floor + AXIS
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{legend + 40}" font-family="sans-serif" '
         'font-size="12">',
@@ -36,6 +38,12 @@ def draw(bars: list[Bar], title: str, unit: str) -> str:
         )
         if bar.name and width > 12:
             parts.append(f'<text x="{x + 3:.1f}" y="{y + 20}" fill="white">{bar.name}</text>')
+    tick = 10 ** math.floor(math.log10(end)) / 2  # 2 to 20 of them
+    for i in range(int(end / tick) + 1):
+        x = MARGIN + i * tick * scale
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="26" y2="{floor + 4}" stroke="#cccccc"/>')
+        parts.append(f'<text x="{x:.1f}" y="{floor + 18}" text-anchor="middle" font-size="10">{i * tick:g}</text>')
+    parts.append(f'<text x="10" y="{floor + 18}">time, {unit}</text>')
     for i, kind in enumerate(kinds if kinds != lanes else ()):
         x, y = MARGIN + 180 * i, legend + 12
         parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[i]}"/>')

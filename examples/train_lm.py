@@ -14,7 +14,7 @@ head by rows of the vocabulary, also where --tie-embeddings makes them one; each
 the loss of all tokens. Over NCCL on CUDA, over gloo on the CPU. A checkpoint holds whole tensors, so that one written
 at one N goes on at another with --resume.
 
-Writes runs/<name>/{metrics.csv,loss.svg,memory.svg,checkpoint.safetensors}.
+Writes runs/<name>/{metrics.csv,checkpoint.safetensors}, and loss and memory as .svg and .png.
 """
 
 import argparse
@@ -279,7 +279,7 @@ def go(args: argparse.Namespace, config: Config, device: torch.device, ranks: pa
     run.log.plots()
     if run.failed:
         raise run.failed
-    print(f"wrote {folder}/metrics.csv, loss.svg, memory.svg, checkpoint.safetensors")
+    print(f"wrote {folder}/metrics.csv, checkpoint.safetensors, loss and memory as .svg and .png")
     return 0
 
 

@@ -142,8 +142,12 @@ class Log:
 
     def plots(self) -> None:
         shown = series(self.config)
-        _plot(self.path.with_name("loss.svg"), self.rows, shown, "loss", "loss, nats per byte", from_zero=False)
-        _plot(self.path.with_name("memory.svg"), self.rows, shown, "memory_mib", "memory, MiB", from_zero=True)
+        model = f"{self.config.parameters / 1e6:.1f}M parameters, {self.config.dtype}"
+        for name, column, label, title, from_zero in (
+            ("loss", "loss", "loss, nats per byte", f"Training loss, {model}", False),
+            ("memory", "memory_mib", "memory, MiB", f"Memory of a step, {model}", True),
+        ):
+            _plot(self.path.with_name(name), self.rows, shown, column, label, title, from_zero=from_zero)
 
 
 class Silent(Log):
@@ -158,9 +162,10 @@ class Silent(Log):
     say = close = plots = lambda self, *_: None
 
 
-def _plot(path: Path, rows: list[dict], shown: tuple, column: str, label: str, *, from_zero: bool) -> None:
+def _plot(stem: Path, rows: list[dict], shown: tuple, column: str, label: str, title: str, *, from_zero: bool) -> None:
+    """<stem>.svg and <stem>.png"""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel=label)
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel=label)
     for prefix, name, color in shown:
         points = [(row["step"], row[prefix + column]) for row in rows if row[prefix + column] != ""]
         if points:
@@ -174,8 +179,9 @@ def _plot(path: Path, rows: list[dict], shown: tuple, column: str, label: str, *
     axes.grid(alpha=0.3)
     if rows:
         axes.legend()
-    with writing(path):
-        figure.savefig(path, format="svg")
+    for kind in ("svg", "png"):
+        with writing(path := stem.with_suffix(f".{kind}")):
+            figure.savefig(path, format=kind)
 
 
 def sample(text: bytes) -> str:

@@ -31,6 +31,7 @@ TINY = replace(
     PRESETS["toy"], hidden=64, ffn_hidden=96, layers=2, heads=4, kv_groups=2, seq=32, batch=4,
     steps=20, lr=2e-3, warmup=5,
 )  # fmt: skip
+FILES = {"metrics.csv", "checkpoint.safetensors", "loss.svg", "loss.png", "memory.svg", "memory.png"}
 # Enough structure to learn in 20 steps, and no file of the machine's.
 TEXT = b"".join(b"def f%d(x, y):\n    return x * %d + y\n\n" % (i, i * i) for i in range(400))
 
@@ -68,7 +69,7 @@ def digests(folder):
 def test_it_learns_reports_and_writes_its_files(tmp_path, text, device, capsys):
     assert train(tmp_path, text, device) == 0
     folder = tmp_path / "runs" / "toy"
-    assert {p.name for p in folder.iterdir()} == {"metrics.csv", "loss.svg", "memory.svg", "checkpoint.safetensors"}
+    assert {p.name for p in folder.iterdir()} == FILES
 
     rows = metrics(folder)
     assert [int(row["step"]) for row in rows] == list(range(1, TINY.steps + 1))
@@ -80,8 +81,9 @@ def test_it_learns_reports_and_writes_its_files(tmp_path, text, device, capsys):
     assert all(float(row["tokens_per_s"]) > 0 for row in rows)
     state = 3 * 4 * TINY.parameters  # fp32 weights and two moments
     assert all(float(row["memory_mib"]) * 2**20 > state for row in rows)
-    for plot in ("loss.svg", "memory.svg"):
-        assert "</svg>" in (folder / plot).read_text()
+    for plot in ("loss", "memory"):
+        assert "</svg>" in (folder / f"{plot}.svg").read_text()
+        assert (folder / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
 
     shown = capsys.readouterr().out
     for part in (
@@ -358,7 +360,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path, text, small_files
     lift()
     assert str(path) in str(error.value)
     assert path.read_bytes() == before
-    assert {p.name for p in folder.iterdir()} == {"metrics.csv", "loss.svg", "memory.svg", "checkpoint.safetensors"}
+    assert {p.name for p in folder.iterdir()} == FILES
     assert train(tmp_path, text, "cpu", "--no-twin", "--steps", "4", "--resume") == 0
 
 

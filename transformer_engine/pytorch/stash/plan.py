@@ -77,8 +77,9 @@ class Plan:
             raise ImportError("PagedStash.plot: pictures need matplotlib; install it, or ask for a .csv.") from error
         figure = Figure(figsize=(8, 3), layout="constrained")
         axes = figure.subplots()
-        axes.step(range(len(self.occupancy)), [now for _, _, now in self.occupancy], where="post")
-        axes.axhline(self.device_pages, linestyle="--", label=f"{self.device_pages} device pages")
+        axes.step(range(len(self.occupancy)), [now for _, _, now in self.occupancy], where="post", label="in flight")
+        axes.axhline(self.device_pages, linestyle="--", label=f"{self.device_pages} device pages", color="tab:orange")
+        axes.set_title("Pages in flight behind each store and load")
         axes.set(xlabel="stores and loads", ylabel=f"pages of {self.page_bytes:,} B", ylim=(0, None))
         axes.legend()
         figure.savefig(path)
