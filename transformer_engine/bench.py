@@ -5,6 +5,7 @@ nothing, and is no benchmark of record: the sources' benchmarks/ is."""
 
 import argparse
 import dataclasses
+import math
 import statistics
 import sys
 import time
@@ -197,8 +198,8 @@ def main() -> None:
     parser.add_argument("--device", help="cuda or cpu; default CUDA where there is one")
     parser.add_argument("--seconds", type=float, default=45.0, help="for all cases together, beside their set-up")
     args = parser.parse_args()
-    if not args.seconds > 0:
-        parser.error(f"--seconds is {args.seconds}, wanted more than 0")
+    if not 0 < args.seconds < math.inf:
+        parser.error(f"--seconds is {args.seconds}, wanted a finite number above 0")
     try:
         device = device_of(args.device)
     except (ValueError, RuntimeError) as error:

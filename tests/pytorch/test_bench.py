@@ -39,8 +39,8 @@ def test_the_first_time_is_torchs():
 def test_what_cannot_be_measured_is_named(tmp_path):
     for options, words in (
         (("--device", "mps"), "wanted one of cuda, cpu"),
-        (("--seconds", "0"), "wanted more than 0"),
-        (("--seconds", "nan"), "wanted more than 0"),
+        (("--seconds", "0"), "wanted a finite number above 0"),
+        (("--seconds", "inf"), "wanted a finite number above 0"),
         *([] if torch.cuda.is_available() else [(("--device", "cuda"), "torch sees no GPU")]),
     ):
         done = run(*options, cwd=tmp_path)
