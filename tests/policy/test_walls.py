@@ -26,6 +26,8 @@ PARTS = [
 # numbers become FP8, and the structs of its plans.
 PORCH = {"ops/quantize/store.cuh", "ops/quantize/store.h", "ops/quantize/fp8.h", "transformer_engine/quantize.h"}
 PORCH_GUESTS = {"activation", "normalization", "optimizer", "permute", "stash"}
+# A room's C API may be in more than one header.
+FURTHER_HEADERS = {"gemm": {"transformer_engine/grouped_gemm.h"}}
 # comm calls gemm through its C API.
 C_API_GUESTS = {"comm": {"transformer_engine/gemm.h"}}
 
@@ -67,7 +69,7 @@ def allowed(path):
     if parts[0] == "core":
         return lambda include: include.startswith("core/") or include in common
     room = parts[1]
-    named = common | {f"transformer_engine/{room}.h"} | C_API_GUESTS.get(room, set())
+    named = common | {f"transformer_engine/{room}.h"} | FURTHER_HEADERS.get(room, set()) | C_API_GUESTS.get(room, set())
     if room in PORCH_GUESTS:
         named |= PORCH
     return lambda include: include.startswith(("core/", f"ops/{room}/")) or include in named

@@ -1,0 +1,91 @@
+// te_grouped_offsets on every device here: any splits, those whose sum overflows too, against 128-bit sums; counters
+// that stay; errors. Mutant: add_splits without its limit.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "device_buffer.h"
+#include "transformer_engine/grouped_gemm.h"
+
+namespace te {
+namespace {
+
+class GroupedOffsets : public ::testing::TestWithParam<int32_t> {};
+
+INSTANTIATE_TEST_SUITE_P(On, GroupedOffsets, ::testing::ValuesIn(testing::devices()), testing::device_name);
+
+template <class Int>
+void check_offsets(int32_t device, const std::vector<Int>& splits, int64_t rows, uint32_t start = 0) {
+  const auto groups = int32_t(splits.size());
+  testing::Buffer<Int> source(device, 1, groups);
+  testing::Buffer<int32_t> offsets(device, 1, groups + 1), counters(device, 1, 2);
+  source.fill(splits);
+  counters.fill({int32_t(start), int32_t(start)});
+  // 1,000 times the largest int64 fit into 128 bits.
+  __int128 sum = 0, negatives = 0;
+  std::vector<int32_t> want(1, 0);
+  for (const Int split : splits) {
+    negatives += split < 0;
+    sum += split < 0 ? 0 : split;
+    want.push_back(int32_t(sum < rows ? sum : __int128(rows)));
+  }
+  const auto counted = [&](__int128 more) {
+    const __int128 all = start + (more > 0 ? more : 0);
+    return uint32_t(all < 0xffffffffu ? all : __int128(0xffffffffu));
+  };
+  const auto call = [&](uint32_t* to) {
+    return te_grouped_offsets(source.data(), sizeof(Int) == 8, groups, rows, device, offsets.data(), to, nullptr);
+  };
+  TE_ASSERT_OK(call(reinterpret_cast<uint32_t*>(counters.data())));
+  EXPECT_EQ(offsets.read(), want);
+  EXPECT_EQ(uint32_t(counters.read()[0]), counted(negatives));
+  EXPECT_EQ(uint32_t(counters.read()[1]), counted(sum - rows));
+  offsets.poison();
+  TE_ASSERT_OK(call(nullptr));
+  EXPECT_EQ(offsets.read(), want);
+  EXPECT_TRUE(offsets.padding_untouched() && counters.padding_untouched());
+}
+
+TEST_P(GroupedOffsets, OffsetsOfAnySplits) {
+  constexpr int64_t kMost = INT64_MAX, kLeast = INT64_MIN;
+  for (const uint32_t start : {0u, 0xfffffff0u, 0xffffffffu}) {
+    check_offsets<int32_t>(GetParam(), {3, 0, 5}, 8, start);
+    check_offsets<int32_t>(GetParam(), {3, -1, 5, INT32_MIN}, 7, start);
+    check_offsets<int32_t>(GetParam(), {INT32_MAX, INT32_MAX, INT32_MAX}, INT32_MAX, start);
+    check_offsets<int64_t>(GetParam(), {kMost, kMost, kLeast, 1, kMost}, 100, start);
+    check_offsets<int64_t>(GetParam(), {1, 0xffffffff, 1}, 1, start);
+    check_offsets<int64_t>(GetParam(), {5, 0x100000000, -7}, INT32_MAX, start);
+  }
+  check_offsets<int64_t>(GetParam(), {0}, 0);
+  check_offsets<int64_t>(GetParam(), {-4}, 0);
+  for (const int groups : {31, 32, 33, 128, 1000}) {
+    std::mt19937_64 engine{unsigned(groups)};
+    std::vector<int64_t> mild, wild;
+    for (int g = 0; g < groups; ++g) {
+      mild.push_back(int64_t(engine() % 50) - 3);
+      wild.push_back(int64_t(engine()) >> (engine() % 60));
+    }
+    check_offsets(GetParam(), mild, int64_t(20 * groups));
+    check_offsets(GetParam(), mild, INT32_MAX);
+    check_offsets(GetParam(), wild, 1 << 20);
+    check_offsets(GetParam(), std::vector<int64_t>(size_t(groups), kMost), 1 << 20);
+  }
+}
+
+TEST_P(GroupedOffsets, BadSplitsAreNamed) {
+  testing::Buffer<int32_t> splits(GetParam(), 1, 2), offsets(GetParam(), 1, 3);
+  const auto refused = [&](const void* from, int32_t groups, int64_t rows, int32_t* to, const char* argument) {
+    EXPECT_EQ(te_grouped_offsets(from, 0, groups, rows, GetParam(), to, nullptr, nullptr), TE_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(te_last_error()).find(argument), std::string::npos) << te_last_error();
+  };
+  refused(splits.data(), 0, 5, offsets.data(), "'groups'");
+  refused(splits.data(), 2, -1, offsets.data(), "'rows'");
+  refused(splits.data(), 2, int64_t(1) << 31, offsets.data(), "'rows'");
+  refused(nullptr, 2, 5, offsets.data(), "'splits'");
+  refused(splits.data(), 2, 5, nullptr, "'offsets'");
+}
+
+}  // namespace
+}  // namespace te

@@ -1,0 +1,193 @@
+// grouped gemm, contract and CPU path. The path is te_gemm's own product, group by group, so that splits that only the
+// device knows and splits that the host knows give the same bits; it has no loop over products of its own.
+#include "transformer_engine/grouped_gemm.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/device.h"
+#include "ops/gemm/gemm_problem.h"
+#include "ops/gemm/grouped.h"
+
+namespace te::gemm::grouped {
+
+namespace {
+
+constexpr const char* kOp = "te_grouped_gemm";
+
+const char* name_of(te_grouped_product product) {
+  return product == TE_GROUPED_FPROP ? "FPROP" : product == TE_GROUPED_DGRAD ? "DGRAD" : "WGRAD";
+}
+
+// `there`: whether the product has the argument; `given`: whether the caller brought it.
+void check_presence(const te_grouped_gemm_problem& p, const char* argument, bool there, bool given) {
+  if (there == given) return;
+  bad_argument(kOp, argument, given ? "given" : "NULL",
+               concat(given ? "NULL" : "a value", " for ", name_of(p.product)));
+}
+
+std::string member(const char* list, int32_t group) { return concat(list, "[", group, "]"); }
+
+void check_weights(const te_grouped_gemm_problem& p, const Extents& e) {
+  for (int32_t g = 0; g < p.groups; ++g) {
+    check_as(kOp, member("weights", g).c_str(), p.weights[g], e.n, e.k, p.rows);
+    if (p.biases != nullptr) check_as(kOp, member("biases", g).c_str(), p.biases[g], 1, e.n, p.rows);
+  }
+}
+
+void check_results(const te_grouped_gemm_problem& p, const Extents& e) {
+  for (int32_t g = 0; g < p.groups; ++g) {
+    te_tensor t = p.results[g];
+    if (t.data == nullptr) continue;
+    const std::string argument = member("results", g);
+    check_shape(kOp, argument.c_str(), t, e.n, e.k);
+    if (t.dtype == TE_FLOAT32) t.dtype = p.rows.dtype;
+    check_like(kOp, argument.c_str(), t, p.rows);
+  }
+}
+
+}  // namespace
+
+Extents check(const te_grouped_gemm_problem& p) {
+  if (int(p.product) < TE_GROUPED_FPROP || int(p.product) > TE_GROUPED_WGRAD) {
+    bad_argument(kOp, "product", int(p.product), "TE_GROUPED_FPROP, TE_GROUPED_DGRAD or TE_GROUPED_WGRAD");
+  }
+  if (p.groups < 1) bad_argument(kOp, "groups", p.groups, ">= 1");
+  if (p.offsets == nullptr) bad_argument(kOp, "offsets", "NULL", "int32 [groups + 1] on the operands' device");
+  check_tensor(kOp, "rows", p.rows);
+  dispatch_float(p.rows.dtype, kOp, "rows", [](auto) {});
+  if (p.rows.rows > INT32_MAX) bad_argument(kOp, "rows", shape_of(p.rows), "fewer than 2^31 rows");
+  const bool wgrad = p.product == TE_GROUPED_WGRAD;
+  check_presence(p, "weights", !wgrad, p.weights != nullptr);
+  check_presence(p, "results", wgrad, p.results != nullptr);
+  if (p.product != TE_GROUPED_FPROP) check_presence(p, "biases", false, p.biases != nullptr);
+  if (!wgrad) {
+    check_presence(p, "depth_rows", false, p.depth_rows.data != nullptr);
+    check_presence(p, "accumulate", false, p.accumulate != nullptr);
+    const bool fprop = p.product == TE_GROUPED_FPROP;
+    const Extents e{p.rows.rows, fprop ? p.result.cols : p.rows.cols, fprop ? p.rows.cols : p.result.cols};
+    check_as(kOp, "result", p.result, e.rows, p.result.cols, p.rows);
+    check_weights(p, e);
+    return e;
+  }
+  check_presence(p, "result", false, p.result.data != nullptr);
+  check_presence(p, "zero_tail", false, p.zero_tail != 0);
+  const Extents e{p.rows.rows, p.rows.cols, p.depth_rows.cols};
+  check_as(kOp, "depth_rows", p.depth_rows, e.rows, e.k, p.rows);
+  check_results(p, e);
+  return e;
+}
+
+namespace cpu {
+
+namespace {
+
+te_tensor rows_of(const te_tensor& t, int32_t first, int32_t last) {
+  te_tensor part = t;
+  part.rows = last - first;
+  if (t.data != nullptr) {
+    part.data = static_cast<char*>(t.data) + first * t.row_pitch * int64_t(te_dtype_bytes(t.dtype));
+  }
+  return part;
+}
+
+void check_offsets(const te_grouped_gemm_problem& p, const Extents& e) {
+  const auto refuse = [&](int32_t g, const char* wanted) {
+    bad_argument(kOp, member("offsets", g).c_str(), p.offsets[g], wanted);
+  };
+  if (p.offsets[0] != 0) refuse(0, "0");
+  for (int32_t g = 0; g < p.groups; ++g) {
+    if (p.offsets[g + 1] < p.offsets[g]) refuse(g + 1, "no less than the offset before it");
+  }
+  if (p.offsets[p.groups] > e.rows) refuse(p.groups, "no more than the rows there are (te_grouped_offsets cuts them)");
+}
+
+te_gemm_problem product_of(const te_grouped_gemm_problem& p, int32_t g) {
+  const int32_t first = p.offsets[g], last = p.offsets[g + 1];
+  te_gemm_problem one{};
+  one.b = rows_of(p.rows, first, last);
+  if (p.product == TE_GROUPED_WGRAD) {
+    one.layout = TE_GEMM_NT;
+    one.a = rows_of(p.depth_rows, first, last);
+    one.d = p.results[g];
+    one.accumulate = p.accumulate != nullptr && p.accumulate[g] != 0;
+    return one;
+  }
+  one.layout = p.product == TE_GROUPED_FPROP ? TE_GEMM_TN : TE_GEMM_NN;
+  one.a = p.weights[g];
+  one.d = rows_of(p.result, first, last);
+  if (p.biases != nullptr) {
+    one.epilogue = TE_GEMM_BIAS;
+    one.bias = p.biases[g];
+  }
+  return one;
+}
+
+// What is not computed: nobody wants it, it is no element, or nothing is added to what is there.
+bool is_done(const te_gemm_problem& one) {
+  return one.d.data == nullptr || one.d.rows * one.d.cols == 0 || (one.accumulate != 0 && one.b.rows == 0);
+}
+
+}  // namespace
+
+void run(const te_grouped_gemm_problem& p, const Extents& e) {
+  check_offsets(p, e);
+  for (int32_t g = 0; g < p.groups; ++g) {
+    const te_gemm_problem one = product_of(p, g);
+    if (!is_done(one)) gemm::cpu::run(one, check_problem(one));
+  }
+  if (p.zero_tail == 0) return;
+  const te_tensor tail = rows_of(p.result, p.offsets[p.groups], int32_t(e.rows));
+  const auto bytes = int64_t(te_dtype_bytes(tail.dtype));
+  for (int64_t row = 0; row < tail.rows && tail.cols > 0; ++row) {
+    std::memset(static_cast<char*>(tail.data) + row * tail.row_pitch * bytes, 0, size_t(tail.cols * bytes));
+  }
+}
+
+void offsets(const Splits& s, int32_t* offsets, uint32_t* counters) {
+  int64_t sum = 0, negatives = 0;
+  offsets[0] = 0;
+  for (int32_t g = 0; g < s.groups; ++g) {
+    const int64_t split = split_at(s, g);
+    negatives += split < 0;
+    sum = add_splits(sum, live_split(split));
+    offsets[g + 1] = int32_t(at_most(sum, s.rows));
+  }
+  if (counters == nullptr) return;
+  counters[0] = add_count(counters[0], negatives);
+  counters[1] = add_count(counters[1], std::max<int64_t>(sum - s.rows, 0));
+}
+
+}  // namespace cpu
+
+}  // namespace te::gemm::grouped
+
+extern "C" {
+
+te_status te_grouped_gemm(const te_grouped_gemm_problem* problem, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te::gemm;
+    const grouped::Extents extents = grouped::check(*problem);
+    TE_ON_DEVICE_OF("te_grouped_gemm", problem->rows, grouped::cpu::run(*problem, extents),
+                    grouped::cuda::run(*problem, extents, stream));
+  });
+}
+
+te_status te_grouped_offsets(const void* splits, int splits_are_int64, int32_t groups, int64_t rows, int32_t device,
+                             int32_t* offsets, uint32_t* counters, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    using namespace te::gemm;
+    const char* op = "te_grouped_offsets";
+    if (groups < 1) bad_argument(op, "groups", groups, ">= 1");
+    if (rows < 0 || rows > INT32_MAX) bad_argument(op, "rows", rows, "in [0, 2^31)");
+    if (splits == nullptr) bad_argument(op, "splits", "NULL", "int32 or int64 [groups] on `device`");
+    if (offsets == nullptr) bad_argument(op, "offsets", "NULL", "int32 [groups + 1] on `device`");
+    const grouped::Splits s{splits, splits_are_int64 != 0, groups, rows};
+    const te_tensor where{nullptr, 0, 0, 0, TE_INT32, device};
+    TE_ON_DEVICE_OF(op, where, grouped::cpu::offsets(s, offsets, counters),
+                    grouped::cuda::offsets(s, offsets, counters, stream));
+  });
+}
+
+}  // extern "C"
