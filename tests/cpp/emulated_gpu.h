@@ -1,0 +1,250 @@
+// A Hopper block on the host: what the grouped kernels ask of the hardware, under the names of ops/gemm/wgmma.cuh and
+// of CUDA, so that a test can include the kernels themselves and run them. Threads are fibers of one thread, switched
+// in a random order; copies land at random later times, and tensor cores read their operands as late as they may, so
+// that a missing wait or an early release shows as a wrong result. Shared memory begins as NaN.
+//
+// What it is written from is the PTX ISA's tables of layouts (tensor copies, wgmma operands and fragments, mbarrier),
+// not the kernels' own index functions. It says nothing of speed, and cannot see a missing proxy or mma fence.
+#pragma once
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+
+#define TE_EMULATED_GPU
+#define __device__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct EmulatedIndex {
+  unsigned x;
+};
+inline EmulatedIndex threadIdx, blockIdx, gridDim;
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+// A matrix of 2-byte elements, read in boxes.
+struct alignas(64) CUtensorMap {
+  const uint16_t* data;
+  int64_t rows, cols, pitch;
+  int lines;
+  char rest[128 - 36];
+};
+static_assert(sizeof(CUtensorMap) == 128);
+
+namespace te::testing::gpu {
+
+constexpr size_t kStackBytes = 256 << 10;  // a kernel's parameters alone are 32 KiB
+constexpr uint32_t kSharedBase = 0x410;    // where shared memory begins: on 16 bytes, not on 1,024
+constexpr size_t kSharedBytes = 227 << 10;
+constexpr int kNamedBarriers = 16;
+
+struct Barrier {
+  int arrivals = 0, pending = 0;
+  int64_t bytes = 0;
+  uint32_t phase = 0;
+  void settle() {
+    if (pending != 0 || bytes != 0) return;
+    ++phase;
+    pending = arrivals;
+  }
+  void arrive() {
+    if (--pending < 0) throw std::logic_error("a barrier has more arrivals than it counts");
+    settle();
+  }
+};
+
+// A meeting of `count` fibers.
+struct Meeting {
+  int there = 0, round = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  void* stack = nullptr;
+  std::function<bool()> ready;  // what it waits for; empty: it can run
+  bool done = false;
+  uint32_t word = 0;                                   // what it shows other lanes
+  std::deque<std::vector<std::function<void()>>> mma;  // committed groups, and the open one at the end
+};
+
+class Block {
+ public:
+  Block(unsigned threads, unsigned seed) : fibers_(threads), random_(seed) { current_ = this; }
+  ~Block() {
+    for (Fiber& f : fibers_) {
+      if (f.stack != nullptr) munmap(f.stack, kStackBytes);
+    }
+  }
+
+  // Runs kernel() in every thread until all are done.
+  void run(unsigned block, unsigned blocks, unsigned char* shared, const std::function<void()>& kernel) {
+    shared_ = shared;
+    kernel_ = &kernel;
+    blockIdx.x = block;
+    gridDim.x = blocks;
+    std::memset(shared_, 0xff, kSharedBytes);
+    for (Fiber& f : fibers_) {
+      f.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (f.stack == MAP_FAILED) throw std::bad_alloc();
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack;
+      f.context.uc_stack.ss_size = kStackBytes;
+      f.context.uc_link = &scheduler_;
+      f.mma.emplace_back();
+      makecontext(&f.context, &Block::enter, 0);
+    }
+    schedule();
+  }
+
+  static Block& current() { return *current_; }
+  Fiber& self() { return fibers_[threadIdx.x]; }
+  Fiber& fiber(unsigned thread) { return fibers_[thread]; }
+
+  // Until condition() holds; others run meanwhile, at times also where it holds already.
+  void wait(std::function<bool()> condition) {
+    if (condition() && random_() % 4 != 0) return;
+    const unsigned thread = threadIdx.x;
+    self().ready = std::move(condition);
+    swapcontext(&self().context, &scheduler_);
+    threadIdx.x = thread;
+  }
+  void meet(int id, int count) {
+    Meeting& m = meetings_[id];
+    const int round = m.round;
+    if (++m.there == count) {
+      m.there = 0;
+      ++m.round;
+    }
+    wait([&m, round] { return m.round != round; });
+  }
+  // By the 32 lanes of a warp: the word of lane `from`.
+  uint32_t exchange(uint32_t word, unsigned from) {
+    self().word = word;
+    meet_warp();
+    const uint32_t got = fibers_[threadIdx.x / 32 * 32 + from].word;
+    meet_warp();
+    return got;
+  }
+  void meet_warp() { meet(kNamedBarriers + int(threadIdx.x / 32), 32); }
+
+  uint32_t address(const void* p) const {
+    return kSharedBase + uint32_t(static_cast<const unsigned char*>(p) - shared_);
+  }
+  unsigned char* at(uint32_t address) {
+    if (address < kSharedBase || address - kSharedBase >= kSharedBytes) throw std::out_of_range("shared memory");
+    return shared_ + (address - kSharedBase);
+  }
+  Barrier& barrier(const uint64_t* where) {
+    const auto found = barriers_.find(where);
+    if (found == barriers_.end()) throw std::logic_error("a barrier that nobody initialised");
+    return found->second;
+  }
+  void new_barrier(const uint64_t* where, int arrivals) {
+    if (!barriers_.emplace(where, Barrier{arrivals, arrivals, 0, 0}).second) throw std::logic_error("twice a barrier");
+  }
+  void later(std::function<void()> copy) { copies_.push_back(std::move(copy)); }
+
+ private:
+  static void enter() {
+    (*current_->kernel_)();
+    current_->self().done = true;
+  }
+
+  void schedule() {
+    std::vector<unsigned> order(fibers_.size());
+    for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+    for (bool alive = true; alive;) {
+      std::shuffle(order.begin(), order.end(), random_);
+      alive = false;
+      bool moved = false;
+      for (const unsigned thread : order) {
+        Fiber& f = fibers_[thread];
+        if (f.done) continue;
+        alive = true;
+        if (f.ready && !f.ready()) continue;
+        f.ready = nullptr;
+        moved = true;
+        threadIdx.x = thread;
+        swapcontext(&scheduler_, &f.context);
+      }
+      // Copies land in any order, late rather than early.
+      while (!copies_.empty() && (!moved || random_() % 3 == 0)) {
+        const size_t which = random_() % copies_.size();
+        const std::function<void()> copy = std::move(copies_[which]);
+        copies_.erase(copies_.begin() + long(which));
+        copy();
+        moved = true;
+      }
+      if (alive && !moved) throw std::runtime_error("every thread waits and no copy is under way");
+    }
+    if (!copies_.empty()) throw std::logic_error("a block ended with copies under way");
+    for (Fiber& f : fibers_) {
+      if (f.mma.size() != 1 || !f.mma.front().empty()) throw std::logic_error("a thread ended with sums under way");
+    }
+  }
+
+  static inline Block* current_ = nullptr;
+  std::vector<Fiber> fibers_;
+  std::mt19937 random_;
+  ucontext_t scheduler_;
+  const std::function<void()>* kernel_ = nullptr;
+  unsigned char* shared_ = nullptr;
+  std::map<const uint64_t*, Barrier> barriers_;
+  std::map<int, Meeting> meetings_;
+  std::vector<std::function<void()>> copies_;
+};
+
+// Where an operand's element is, by its descriptor; `across` and `depth` count from the descriptor's start. 16-byte
+// pieces of each 128-byte line are exchanged by the line's number modulo 8, which address bits 7 to 9 are.
+inline uint32_t element_address(uint64_t descriptor, bool transposed, int across, int depth) {
+  const auto field = [&](int bit) { return uint32_t(descriptor >> bit & 0x3fff) << 4; };
+  const uint32_t start = field(0), leading = field(16), stride = field(32);
+  if (descriptor >> 62 != 1) throw std::logic_error("a descriptor without 128-byte swizzle");
+  const uint32_t plain = transposed
+                             ? start + uint32_t(across / 64) * leading + uint32_t(depth / 8) * stride +
+                                   uint32_t(depth % 8) * 128 + uint32_t(across % 64) * 2
+                             : start + uint32_t(across / 8) * stride + uint32_t(across % 8) * 128 + uint32_t(depth) * 2;
+  return plain ^ (plain >> 7 & 7) << 4;
+}
+
+}  // namespace te::testing::gpu
+
+inline void __syncthreads() { te::testing::gpu::Block::current().meet(0, 384); }
+template <class T>
+T __shfl_sync(unsigned, T value, int from) {
+  static_assert(sizeof(T) == 4);
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  word = te::testing::gpu::Block::current().exchange(word, unsigned(from));
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits) {
+  return __shfl_sync(mask, value, int(threadIdx.x % 32) ^ bits);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int step) {
+  const int lane = int(threadIdx.x % 32);
+  return __shfl_sync(mask, value, lane < step ? lane : lane - step);
+}

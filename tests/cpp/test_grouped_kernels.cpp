@@ -1,0 +1,196 @@
+// The grouped kernels themselves on an emulated Hopper block (emulated_gpu.h): plan, tables, walk, ring of stages,
+// descriptors, fragments, tails and epilogues, against the CPU path. Operands are small integers, whose sums are exact
+// in float32, so that every result must be equal bit for bit whatever the order. Mutants: kChunk for kAtom in
+// descriptor(), first_piece + 1 in clear_foreign_lines, an arrival before mma_wait.
+#include "emulated_wgmma.h"
+
+#include <gtest/gtest.h>
+
+#include "grouped_case.h"
+#include "ops/gemm/grouped_kernel.cuh"
+#include "ops/gemm/grouped_plan.h"
+
+namespace te::gemm::grouped {
+
+unsigned char memory[testing::gpu::kSharedBytes];  // what the kernel calls its shared memory
+
+}  // namespace te::gemm::grouped
+
+namespace te {
+namespace {
+
+using gemm::grouped::RowJob;
+using gemm::grouped::RowParams;
+using gemm::grouped::WeightJob;
+using gemm::grouped::WeightParams;
+using gemm::wgmma::Major;
+using testing::GroupedCase;
+using testing::GroupedShape;
+
+static_assert(gemm::grouped::kSharedBytes <= int(testing::gpu::kSharedBytes), "a Hopper block has 227 KiB");
+
+// Runs a launch's blocks one after the other.
+template <class T>
+struct EmulatedGpu {
+  int multiprocessors;
+  unsigned seed;
+
+  int32_t sms() const { return multiprocessors; }
+  bool wide(const te_tensor& t) const {
+    return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.row_pitch * int64_t(te_dtype_bytes(t.dtype)) % 16 == 0;
+  }
+  CUtensorMap map(const te_tensor& t, int lines) const {
+    CUtensorMap m{};
+    m.data = static_cast<const uint16_t*>(t.data);
+    m.rows = t.rows;
+    m.cols = t.cols;
+    m.pitch = t.row_pitch;
+    m.lines = lines;
+    return m;
+  }
+  template <class Job>
+  void start(const typename Job::Params& params, int32_t blocks) const {
+    for (int32_t i = 0; i < blocks; ++i) {
+      testing::gpu::Block block(gemm::wgmma::kThreads, seed + unsigned(i));
+      block.run(unsigned(i), unsigned(blocks), gemm::grouped::memory,
+                [&] { gemm::grouped::grouped_kernel<Job>(params); });
+    }
+  }
+  void fprop(const RowParams& p, int32_t blocks) const { start<RowJob<T, Major::kDepth>>(p, blocks); }
+  void dgrad(const RowParams& p, int32_t blocks) const { start<RowJob<T, Major::kAcross>>(p, blocks); }
+  void wgrad(const WeightParams& p, bool floats, int32_t blocks) const {
+    floats ? start<WeightJob<T, float>>(p, blocks) : start<WeightJob<T, T>>(p, blocks);
+  }
+};
+
+// Integers from -3 to 3.
+template <class T>
+void draw(std::vector<T>& values, unsigned seed) {
+  std::mt19937 engine(seed);
+  for (T& value : values) value = from_float<T>(float(int(engine() % 7) - 3));
+}
+
+template <class T, class D>
+void draw_all(GroupedCase<T, D>& c) {
+  draw(c.x_values, 1);
+  draw(c.dy_values, 2);
+  c.x.fill(c.x_values);
+  c.dy.fill(c.dy_values);
+  for (size_t g = 0; g < c.weights.size(); ++g) {
+    draw(c.weight_values[g], 10 + unsigned(g));
+    draw(c.bias_values[g], 500 + unsigned(g));
+    c.weights[g]->fill(c.weight_values[g]);
+    c.biases[g]->fill(c.bias_values[g]);
+    std::vector<D> old(size_t(c.shape.n * c.shape.k));
+    draw(old, 900 + unsigned(g));
+    c.results[g]->fill(old);
+  }
+}
+
+template <class T>
+bool same(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// The same problem on the CPU and on the emulated GPU.
+template <class T, class D>
+void compare(te_grouped_product product, const GroupedShape& s, int sms,
+             const std::function<void(GroupedCase<T, D>&)>& change) {
+  const std::string name = concat(name_of(s, product), ", ", sms, " multiprocessors");
+  GroupedCase<T, D> want(TE_DEVICE_CPU, product, s), got(TE_DEVICE_CPU, product, s);
+  for (GroupedCase<T, D>* c : {&want, &got}) {
+    draw_all(*c);
+    change(*c);
+  }
+  TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
+  const gemm::grouped::Extents e{s.rows(), s.n, s.k};
+  ASSERT_NO_THROW(launch_all(got.problem, e, EmulatedGpu<T>{sms, 7})) << name;
+  if (product != TE_GROUPED_WGRAD) {
+    EXPECT_TRUE(same(want.row_result().read(), got.row_result().read())) << name;
+    EXPECT_TRUE(got.row_result().padding_untouched()) << name;
+    return;
+  }
+  for (size_t g = 0; g < got.results.size(); ++g) {
+    EXPECT_TRUE(same(want.results[g]->read(), got.results[g]->read())) << name << " group " << g;
+    EXPECT_TRUE(got.results[g]->padding_untouched()) << name << " group " << g;
+  }
+}
+
+const GroupedShape kShapes[] = {{{1}, 0, 1, 1},
+                                {{0}, 3, 8, 8},
+                                {{5, 0, 3}, 0, 17, 33, 3},
+                                {{0, 64, 64, 0}, 5, 24, 40},
+                                {{63, 1, 65, 0, 130}, 7, 72, 64, 8},
+                                {{129, 128}, 140, 257, 70, 1}};
+
+TEST(GroupedKernels, Fprop) {
+  for (const GroupedShape& s : kShapes) {
+    for (const bool bias : {false, true}) {
+      compare<bf16, bf16>(TE_GROUPED_FPROP, s, bias ? 2 : 132, [&](auto& c) {
+        if (bias) c.with_bias();
+        c.problem.zero_tail = bias;
+      });
+    }
+  }
+  compare<fp16, fp16>(TE_GROUPED_FPROP, {{30, 40}, 0, 300, 330}, 2, [](auto&) {});
+}
+
+TEST(GroupedKernels, Dgrad) {
+  for (const GroupedShape& s : kShapes) {
+    compare<bf16, bf16>(TE_GROUPED_DGRAD, s, 2, [](auto& c) { c.problem.zero_tail = 1; });
+  }
+  compare<fp16, fp16>(TE_GROUPED_DGRAD, {{30, 40}, 2, 330, 300}, 1, [](auto&) {});
+}
+
+template <class T, class D>
+void weight_gradients() {
+  for (const GroupedShape& s : kShapes) {
+    for (const bool add : {false, true}) {
+      std::vector<uint8_t> accumulate(size_t(s.groups()), add);
+      if (s.groups() > 2) accumulate[1] = 1 - accumulate[1];
+      compare<T, D>(TE_GROUPED_WGRAD, s, 2, [&](auto& c) {
+        c.problem.accumulate = accumulate.data();
+        if (s.groups() > 3) c.result_tensors[1].data = nullptr;
+      });
+    }
+  }
+}
+
+TEST(GroupedKernels, WgradToFloat) { weight_gradients<bf16, float>(); }
+TEST(GroupedKernels, WgradToSixteenBits) { weight_gradients<fp16, fp16>(); }
+
+// Other groups' rows and what lies behind the last one are NaN where a group's depth ends in the middle of a block.
+TEST(GroupedKernels, StrangersInTheLastBlockOfTheDepth) {
+  const GroupedShape s{{33, 70, 1, 64, 20}, 30, 140, 90};
+  for (const size_t clean : {0, 1, 2, 3, 4}) {
+    GroupedCase<bf16, float> want(TE_DEVICE_CPU, TE_GROUPED_WGRAD, s), got(TE_DEVICE_CPU, TE_GROUPED_WGRAD, s);
+    draw_all(want);
+    draw_all(got);
+    const auto spoil = [&](std::vector<bf16>& values, int64_t cols) {
+      for (int64_t row = 0; row < s.rows(); ++row) {
+        if (row >= got.offsets[clean] && row < got.offsets[clean + 1]) continue;
+        std::fill_n(values.begin() + row * cols, cols, from_float<bf16>(std::nanf("")));
+      }
+    };
+    spoil(got.x_values, s.k);
+    spoil(got.dy_values, s.n);
+    got.x.fill(got.x_values);
+    got.dy.fill(got.dy_values);
+    TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
+    gemm::grouped::launch_all(got.problem, {s.rows(), s.n, s.k}, EmulatedGpu<bf16>{3, unsigned(clean)});
+    EXPECT_TRUE(same(want.results[clean]->read(), got.results[clean]->read())) << clean;
+  }
+}
+
+// More tiles than stages and than blocks, several bands of row tiles, more groups than a launch takes.
+TEST(GroupedKernels, LongWalks) {
+  compare<bf16, bf16>(TE_GROUPED_FPROP, {{1300, 0, 200}, 3, 300, 72}, 3, [](auto&) {});
+  compare<bf16, float>(TE_GROUPED_WGRAD, {{70, 600}, 0, 300, 600}, 2, [](auto&) {});
+  GroupedShape many{{}, 9, 40, 24};
+  for (int32_t g = 0; g < 300; ++g) many.splits.push_back(g % 9 == 0 ? 3 : 0);
+  compare<bf16, bf16>(TE_GROUPED_FPROP, many, 4, [](auto& c) { c.problem.zero_tail = 1; });
+  compare<bf16, float>(TE_GROUPED_WGRAD, many, 8, [](auto&) {});
+}
+
+}  // namespace
+}  // namespace te

@@ -1,0 +1,11 @@
+// grouped gemm, CUDA path: the kernels of DGRAD.
+#include "ops/gemm/grouped_launch.cuh"
+
+namespace te::gemm::grouped::cuda {
+
+void launch_dgrad(te_dtype operands, const RowParams& params, const Launch& launch) {
+  if (operands == TE_BFLOAT16) return start<RowJob<bf16, wgmma::Major::kAcross>>(params, launch);
+  start<RowJob<fp16, wgmma::Major::kAcross>>(params, launch);
+}
+
+}  // namespace te::gemm::grouped::cuda

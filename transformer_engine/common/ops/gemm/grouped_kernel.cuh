@@ -1,0 +1,152 @@
+// The grouped kernel: each block makes the table of tiles from the offsets, walks its tiles, and is a producer, and two
+// consumers. One kernel for all products; a Job says where operands and results are. Nothing waits for another block.
+#pragma once
+
+#include "ops/gemm/grouped_epilogue.cuh"
+#include "ops/gemm/grouped_params.h"
+#include "ops/gemm/wgmma_mainloop.cuh"
+
+namespace te::gemm::grouped {
+
+// Of 512 registers a lane of each scheduler: what copies needs few, 128 sums and an epilogue need many.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+struct Shared {
+  wgmma::Ring ring;
+  RowRange rows[kLaunchGroups];
+  int32_t before[kLaunchGroups + 1];  // tiles before each group; all of them
+};
+constexpr int kSharedBytes = int(sizeof(Shared)) + wgmma::kSharedAlignment;  // wherever the runtime lets it begin
+
+// before[g], the tiles of each group, becomes those before it; by the first warp.
+__device__ inline void sum_up(int32_t (&before)[kLaunchGroups + 1], int32_t groups) {
+  const int lane = int(threadIdx.x);
+  int32_t sum = 0;
+  for (int32_t first = 0; first < groups; first += 32) {
+    const int32_t group = first + lane, own = group < groups ? before[group] : 0;
+    int32_t up_to = own;
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t left = __shfl_up_sync(kWholeWarp, up_to, step);
+      if (lane >= step) up_to += left;
+    }
+    if (group < groups) before[group] = sum + up_to - own;
+    sum += __shfl_sync(kWholeWarp, up_to, 31);
+  }
+  if (lane == 0) before[groups] = sum;
+}
+
+// f(group, extent) for each tile of this block.
+template <class Job, class F>
+__device__ __forceinline__ void for_tiles(const Shared& shared, const typename Job::Params& p, F&& f) {
+  const int32_t groups = p.common.groups, count = shared.before[groups], col_tiles = Job::col_tiles(p);
+  for (int32_t number = int32_t(blockIdx.x); number < count; number += int32_t(gridDim.x)) {
+    const TileAt at = tile_at(shared.before, groups, col_tiles, number);
+    f(at.group, Job::extent(p, at, shared.rows[at.group]));
+  }
+}
+
+template <class Job>
+__global__ void __launch_bounds__(wgmma::kThreads, 1) grouped_kernel(const __grid_constant__ typename Job::Params p) {
+  using namespace wgmma;
+  extern __shared__ unsigned char memory[];
+  const uint32_t past = shared_address(memory) % kSharedAlignment;
+  Shared& shared = *reinterpret_cast<Shared*>(memory + (past == 0 ? 0 : kSharedAlignment - past));
+  for (int32_t g = int32_t(threadIdx.x); g < p.common.groups; g += kThreads) {
+    shared.rows[g] = rows_between(p.common.offsets[g], p.common.offsets[g + 1], p.common.rows);
+    shared.before[g] = Job::tiles(p, g, shared.rows[g]);
+  }
+  if (threadIdx.x == 0) shared.ring.open();
+  __syncthreads();
+  if (threadIdx.x < 32) sum_up(shared.before, p.common.groups);
+  __syncthreads();
+  RingPlace place;
+  if (threadIdx.x < kWarpgroup) {
+    shrink_to<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      for_tiles<Job>(shared, p, [&](int32_t group, const Extent& e) {
+        produce<Job::kLeft, Job::kRight>(shared.ring, place, Job::left(p), Job::right(p, group), e);
+      });
+    } else if (threadIdx.x >= 32) {
+      Job::beside(p, int(threadIdx.x) - 32, kWarpgroup - 32);
+    }
+    return;
+  }
+  grow_to<kConsumerRegisters>();
+  const int consumer = int(threadIdx.x) / kWarpgroup - 1;
+  for_tiles<Job>(shared, p, [&](int32_t group, const Extent& e) {
+    float sums[kFragment];
+    consume<typename Job::Element, Job::kLeft, Job::kRight>(shared.ring, place, consumer, e, sums);
+    Job::finish(p, group, e, consumer, sums);
+  });
+}
+
+// Zeros in the result's rows behind the last group; by `threads` threads of each block.
+template <class R>
+__device__ __forceinline__ void zero_tail(const RowParams& p, int thread, int threads) {
+  const int warp = thread / 32, warps = threads / 32;
+  const Target<R> target{static_cast<R*>(p.result), p.pitch, p.wide};
+  const RowRange tail = rows_between(p.common.offsets[p.common.groups], p.common.rows, p.common.rows);
+  constexpr uint32_t kZeros[4] = {0, 0, 0, 0};
+  for (int64_t row = tail.first + int64_t(blockIdx.x) * warps + warp; row < tail.last;
+       row += int64_t(gridDim.x) * warps) {
+    for (int64_t col = int64_t(thread % 32) * wgmma::kPiece<R>; col < p.cols; col += 32 * wgmma::kPiece<R>) {
+      wgmma::store_piece(target.data + row * target.pitch + col, kZeros, p.cols - col, target.wide);
+    }
+  }
+}
+
+// FPROP: weights [N, K] lie along the depth. DGRAD: across it.
+template <class T, wgmma::Major kWeights>
+struct RowJob {
+  using Params = RowParams;
+  using Element = T;
+  static constexpr wgmma::Major kLeft = wgmma::Major::kDepth, kRight = kWeights;
+
+  static __device__ int32_t tiles(const Params& p, int32_t, RowRange rows) { return row_product_tiles(rows, p.cols); }
+  static __device__ int32_t col_tiles(const Params& p) { return tiles_over(p.cols, wgmma::kTileCols); }
+  static __device__ Extent extent(const Params& p, TileAt at, RowRange rows) {
+    return row_product_extent(at, rows, p.cols, p.depth);
+  }
+  static __device__ const CUtensorMap* left(const Params& p) { return &p.left; }
+  static __device__ const CUtensorMap* right(const Params& p, int32_t group) { return &p.weights[group]; }
+  static __device__ void beside(const Params& p, int thread, int threads) {
+    if (p.zero_tail) zero_tail<T>(p, thread, threads);
+  }
+  static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int consumer,
+                                                float (&sums)[wgmma::kFragment]) {
+    const auto* bias = static_cast<const T*>(p.biases[group]);
+    if (bias != nullptr) add_bias(bias, e, sums);
+    store_16_bit(Target<T>{static_cast<T*>(p.result), p.pitch, p.wide}, e, consumer, false, sums);
+  }
+};
+
+template <class T, class R>
+struct WeightJob {
+  using Params = WeightParams;
+  using Element = T;
+  static constexpr wgmma::Major kLeft = wgmma::Major::kAcross, kRight = wgmma::Major::kAcross;
+
+  static __device__ int32_t tiles(const Params& p, int32_t group, RowRange rows) {
+    const Params::Result& result = p.results[group];
+    return weight_gradient_tiles(rows, p.n, p.k, result.data != nullptr, result.add);
+  }
+  static __device__ int32_t col_tiles(const Params& p) { return tiles_over(p.k, wgmma::kTileCols); }
+  static __device__ Extent extent(const Params& p, TileAt at, RowRange rows) {
+    return weight_gradient_extent(at, rows, p.n, p.k);
+  }
+  static __device__ const CUtensorMap* left(const Params& p) { return &p.left; }
+  static __device__ const CUtensorMap* right(const Params& p, int32_t) { return &p.right; }
+  static __device__ void beside(const Params&, int, int) {}
+  static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int consumer,
+                                                float (&sums)[wgmma::kFragment]) {
+    const Params::Result& result = p.results[group];
+    const Target<R> target{static_cast<R*>(result.data), result.pitch, result.wide};
+    if constexpr (std::is_same_v<R, float>) {
+      store_32_bit(target, e, consumer, result.add, sums);
+    } else {
+      store_16_bit(target, e, consumer, result.add, sums);
+    }
+  }
+};
+
+}  // namespace te::gemm::grouped
