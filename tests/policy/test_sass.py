@@ -1,0 +1,71 @@
+# What nvcc makes of the tensor core kernels: no serialised wgmma, no spills, no memory barrier for the whole GPU in a
+# loop over the depth. Mutants: `.release.cluster` in barrier_arrive(), or a product's sums read before mma_wait() in
+# wgmma_mainloop.cuh, turn these red. Skips where there is no nvcc or no cuobjdump.
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+COMMON = Path(__file__).parents[2] / "transformer_engine/common"
+SOURCES = sorted(p for p in (COMMON / "ops/gemm").glob("grouped_*.cu") if "grouped_launch.cuh" in p.read_text())
+
+# "Potential Performance Loss": wgmma serialised, in one function or for want of what it needs; setmaxnreg ignored.
+NOTES = re.compile(r".*(?:C75\d\d|wgmma.*serializ|setmaxnreg.*ignored).*")
+
+
+def tool(name):
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    triton = importlib.util.find_spec("triton")  # which torch brings, and which brings the disassembler
+    folders = [Path(nvcc).parent]
+    folders += [Path(p) / "backends/nvidia/bin" for p in (triton.submodule_search_locations if triton else [])]
+    found = next((f / name for f in folders if (f / name).exists()), None) or shutil.which(name)
+    if not found:
+        pytest.skip(f"no {name} here")
+    return str(found)
+
+
+@pytest.fixture(scope="module", params=SOURCES, ids=lambda p: p.stem)
+def compiled(request, tmp_path_factory):
+    """What ptxas said of a source, and the instructions of each of its kernels."""
+    nvcc, cuobjdump = tool("nvcc"), tool("cuobjdump")
+    cubin = tmp_path_factory.mktemp("sass") / "kernels.cubin"
+    flags = ["-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+    paths = [f"-I{COMMON}", f"-I{COMMON / 'include'}", "-DTE_WITH_CUDA"]
+    command = [nvcc, *flags, *paths, "-cubin", "-o", str(cubin), str(request.param)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    sass = subprocess.run([cuobjdump, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    kernels = {}
+    for part in re.split(r"^\s*Function : ", sass, flags=re.M)[1:]:
+        name, body = part.split("\n", 1)
+        # "/*0a30*/  @!P0 SYNCS.ARRIVE.TRANS64 RZ, [UR4], RZ ;": the instruction's name
+        found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", body)
+        kernels[name] = [instruction for instruction in found if instruction != "NOP"]
+    return done.stderr, kernels
+
+
+def test_there_are_kernels():
+    assert [p.stem for p in SOURCES] == ["grouped_dgrad", "grouped_fprop", "grouped_wgrad"]
+
+
+def test_wgmma_is_not_serialised_and_nothing_is_spilled(compiled):
+    log, kernels = compiled
+    assert kernels and log.count("bytes spill stores") == len(kernels)
+    assert not NOTES.findall(log)
+    assert not re.findall(r"[1-9]\d* bytes (?:stack frame|spill \w+)", log), log
+
+
+def test_loops_over_the_depth_wait_for_nobody_else(compiled):
+    _, kernels = compiled
+    for name, instructions in kernels.items():
+        kinds = [i.split(".")[0] for i in instructions]
+        assert kinds.count("HGMMA") >= 4 and kinds.count("UTMALDG") >= 2, f"{name}: where is the loop?"
+        assert not {"LDL", "STL"} & set(kinds), f"{name} has local memory"
+        barriers = [i for i in instructions if i.startswith("MEMBAR")]
+        # One of the block alone stands where foreign lines of a weight gradient's last block are cleared.
+        allowed = ["MEMBAR.ALL.CTA"] if "WeightJob" in name else []
+        assert barriers in ([], allowed), f"{name}: {barriers}"
