@@ -1,7 +1,7 @@
-// A Hopper block on the host: what the grouped kernels ask of the hardware, under the names of ops/gemm/wgmma.cuh and
-// of CUDA, so that a test can include the kernels themselves and run them. Threads are fibers of one thread, switched
-// in a random order; copies land at random later times, and tensor cores read their operands as late as they may, so
-// that a missing wait or an early release shows as a wrong result. Shared memory begins as NaN.
+// A cluster of Hopper's blocks on the host: what the grouped kernels ask of the hardware, under the names of
+// ops/gemm/wgmma.cuh and of CUDA, so that a test can include the kernels themselves and run them. Threads are fibers of
+// one thread, switched in a random order; copies land at random later times, and tensor cores read their operands as
+// late as they may, so that a missing wait or an early release shows as a wrong result. Shared memory begins as NaN.
 //
 // What it is written from is the PTX ISA's tables of layouts (tensor copies, wgmma operands and fragments, mbarrier),
 // not the kernels' own index functions. It says nothing of speed, and cannot see a missing proxy or mma fence.
@@ -26,6 +26,7 @@
 
 #include "core/dtype.h"
 
+#undef TE_WITH_CUDA  // CUDA's own names would be in the way; include this before anything that looks
 #define TE_EMULATED_GPU
 #define __device__
 #define __global__
@@ -33,6 +34,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 struct EmulatedIndex {
   unsigned x;
@@ -87,22 +89,24 @@ struct Fiber {
   std::deque<std::vector<std::function<void()>>> mma;  // committed groups, and the open one at the end
 };
 
-class Block {
+class Cluster {
  public:
-  Block(unsigned threads, unsigned seed) : fibers_(threads), random_(seed) { current_ = this; }
-  ~Block() {
+  Cluster(unsigned blocks, unsigned threads, unsigned seed)
+      : threads_(threads), fibers_(blocks * threads), blocks_(blocks), random_(seed) {
+    current_ = this;
+  }
+  ~Cluster() {
     for (Fiber& f : fibers_) {
       if (f.stack != nullptr) munmap(f.stack, kStackBytes);
     }
   }
 
-  // Runs kernel() in every thread until all are done.
-  void run(unsigned block, unsigned blocks, unsigned char* shared, const std::function<void()>& kernel) {
-    shared_ = shared;
+  // Runs kernel() in every thread of all blocks until all are done; the first is block `first` of `all`.
+  void run(unsigned first, unsigned all, const std::function<void()>& kernel) {
     kernel_ = &kernel;
-    blockIdx.x = block;
-    gridDim.x = blocks;
-    std::memset(shared_, 0xff, kSharedBytes);
+    first_ = first;
+    gridDim.x = all;
+    for (BlockState& b : blocks_) b.shared.assign(kSharedBytes, 0xff);
     for (Fiber& f : fibers_) {
       f.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (f.stack == MAP_FAILED) throw std::bad_alloc();
@@ -111,63 +115,80 @@ class Block {
       f.context.uc_stack.ss_size = kStackBytes;
       f.context.uc_link = &scheduler_;
       f.mma.emplace_back();
-      makecontext(&f.context, &Block::enter, 0);
+      makecontext(&f.context, &Cluster::enter, 0);
     }
     schedule();
   }
 
-  static Block& current() { return *current_; }
-  Fiber& self() { return fibers_[threadIdx.x]; }
-  Fiber& fiber(unsigned thread) { return fibers_[thread]; }
+  static Cluster& current() { return *current_; }
+  unsigned rank() const { return blockIdx.x - first_; }
+  unsigned size() const { return unsigned(blocks_.size()); }
+  Fiber& self() { return fibers_[rank() * threads_ + threadIdx.x]; }
 
   // Until condition() holds; others run meanwhile, at times also where it holds already.
   void wait(std::function<bool()> condition) {
     if (condition() && random_() % 4 != 0) return;
-    const unsigned thread = threadIdx.x;
     self().ready = std::move(condition);
     swapcontext(&self().context, &scheduler_);
-    threadIdx.x = thread;
   }
-  void meet(int id, int count) {
-    Meeting& m = meetings_[id];
+  void meet_at(Meeting& m, unsigned count) {
     const int round = m.round;
-    if (++m.there == count) {
+    if (++m.there == int(count)) {
       m.there = 0;
       ++m.round;
     }
     wait([&m, round] { return m.round != round; });
   }
+  void meet(int id, int count) { meet_at(blocks_[rank()].meetings[id], unsigned(count)); }
+  void meet_block() { meet(0, int(threads_)); }
+  void meet_warp() { meet(kNamedBarriers + int(threadIdx.x / 32), 32); }
+  void meet_cluster() { meet_at(meeting_, unsigned(fibers_.size())); }
   // By the 32 lanes of a warp: the word of lane `from`.
   uint32_t exchange(uint32_t word, unsigned from) {
     self().word = word;
     meet_warp();
-    const uint32_t got = fibers_[threadIdx.x / 32 * 32 + from].word;
+    const uint32_t got = fibers_[rank() * threads_ + threadIdx.x / 32 * 32 + from].word;
     meet_warp();
     return got;
   }
-  void meet_warp() { meet(kNamedBarriers + int(threadIdx.x / 32), 32); }
 
-  uint32_t address(const void* p) const {
-    return kSharedBase + uint32_t(static_cast<const unsigned char*>(p) - shared_);
-  }
-  unsigned char* at(uint32_t address) {
+  unsigned char* shared() { return blocks_[rank()].shared.data(); }
+  uint32_t address(const void* p) { return kSharedBase + uint32_t(static_cast<const unsigned char*>(p) - shared()); }
+  unsigned char* at(unsigned rank, uint32_t address) {
     if (address < kSharedBase || address - kSharedBase >= kSharedBytes) throw std::out_of_range("shared memory");
-    return shared_ + (address - kSharedBase);
+    return blocks_[rank].shared.data() + (address - kSharedBase);
   }
-  Barrier& barrier(const uint64_t* where) {
-    const auto found = barriers_.find(where);
-    if (found == barriers_.end()) throw std::logic_error("a barrier that nobody initialised");
+  Barrier& barrier(unsigned rank, uint32_t address) {
+    const auto found = blocks_[rank].barriers.find(address);
+    if (found == blocks_[rank].barriers.end()) throw std::logic_error("a barrier that nobody initialised");
     return found->second;
   }
-  void new_barrier(const uint64_t* where, int arrivals) {
-    if (!barriers_.emplace(where, Barrier{arrivals, arrivals, 0, 0}).second) throw std::logic_error("twice a barrier");
+  void new_barrier(uint32_t address, int arrivals) {
+    const bool fresh = blocks_[rank()].barriers.emplace(address, Barrier{arrivals, arrivals, 0, 0}).second;
+    if (!fresh) throw std::logic_error("a barrier that is initialised twice");
   }
   void later(std::function<void()> copy) { copies_.push_back(std::move(copy)); }
+  bool ended(unsigned rank) const {
+    return std::any_of(fibers_.begin() + rank * threads_, fibers_.begin() + (rank + 1) * threads_,
+                       [](const Fiber& f) { return f.done; });
+  }
 
  private:
+  struct BlockState {
+    std::vector<unsigned char> shared;
+    std::map<uint32_t, Barrier> barriers;
+    std::map<int, Meeting> meetings;
+  };
+
   static void enter() {
     (*current_->kernel_)();
     current_->self().done = true;
+  }
+
+  void resume(unsigned which) {
+    threadIdx.x = which % threads_;
+    blockIdx.x = first_ + which / threads_;
+    swapcontext(&scheduler_, &fibers_[which].context);
   }
 
   void schedule() {
@@ -177,15 +198,14 @@ class Block {
       std::shuffle(order.begin(), order.end(), random_);
       alive = false;
       bool moved = false;
-      for (const unsigned thread : order) {
-        Fiber& f = fibers_[thread];
+      for (const unsigned which : order) {
+        Fiber& f = fibers_[which];
         if (f.done) continue;
         alive = true;
         if (f.ready && !f.ready()) continue;
         f.ready = nullptr;
         moved = true;
-        threadIdx.x = thread;
-        swapcontext(&scheduler_, &f.context);
+        resume(which);
       }
       // Copies land in any order, late rather than early.
       while (!copies_.empty() && (!moved || random_() % 3 == 0)) {
@@ -203,14 +223,14 @@ class Block {
     }
   }
 
-  static inline Block* current_ = nullptr;
+  static inline Cluster* current_ = nullptr;
+  unsigned threads_, first_ = 0;
   std::vector<Fiber> fibers_;
+  std::vector<BlockState> blocks_;
   std::mt19937 random_;
   ucontext_t scheduler_;
   const std::function<void()>* kernel_ = nullptr;
-  unsigned char* shared_ = nullptr;
-  std::map<const uint64_t*, Barrier> barriers_;
-  std::map<int, Meeting> meetings_;
+  Meeting meeting_;
   std::vector<std::function<void()>> copies_;
 };
 
@@ -229,13 +249,13 @@ inline uint32_t element_address(uint64_t descriptor, bool transposed, int across
 
 }  // namespace te::testing::gpu
 
-inline void __syncthreads() { te::testing::gpu::Block::current().meet(0, 384); }
+inline void __syncthreads() { te::testing::gpu::Cluster::current().meet_block(); }
 template <class T>
 T __shfl_sync(unsigned, T value, int from) {
   static_assert(sizeof(T) == 4);
   uint32_t word;
   std::memcpy(&word, &value, 4);
-  word = te::testing::gpu::Block::current().exchange(word, unsigned(from));
+  word = te::testing::gpu::Cluster::current().exchange(word, unsigned(from));
   std::memcpy(&value, &word, 4);
   return value;
 }

@@ -1,4 +1,4 @@
-// The grouped kernels themselves on an emulated Hopper block (emulated_gpu.h): plan, tables, walk, ring of stages,
+// The grouped kernels themselves on emulated Hopper blocks (emulated_gpu.h): plan, tables, walk, ring of stages,
 // descriptors, fragments, tails and epilogues, against the CPU path. Operands are small integers, whose sums are exact
 // in float32, so that every result must be equal bit for bit whatever the order. Mutants: kChunk for kAtom in
 // descriptor(), first_piece + 1 in clear_foreign_lines, an arrival before mma_wait.
@@ -9,12 +9,6 @@
 #include "grouped_case.h"
 #include "ops/gemm/grouped_kernel.cuh"
 #include "ops/gemm/grouped_plan.h"
-
-namespace te::gemm::grouped {
-
-unsigned char memory[testing::gpu::kSharedBytes];  // what the kernel calls its shared memory
-
-}  // namespace te::gemm::grouped
 
 namespace te {
 namespace {
@@ -29,7 +23,7 @@ using testing::GroupedShape;
 
 static_assert(gemm::grouped::kSharedBytes <= int(testing::gpu::kSharedBytes), "a Hopper block has 227 KiB");
 
-// Runs a launch's blocks one after the other.
+// Runs a launch's clusters one after the other.
 template <class T>
 struct EmulatedGpu {
   int multiprocessors;
@@ -50,10 +44,9 @@ struct EmulatedGpu {
   }
   template <class Job>
   void start(const typename Job::Params& params, int32_t blocks) const {
-    for (int32_t i = 0; i < blocks; ++i) {
-      testing::gpu::Block block(gemm::wgmma::kThreads, seed + unsigned(i));
-      block.run(unsigned(i), unsigned(blocks), gemm::grouped::memory,
-                [&] { gemm::grouped::grouped_kernel<Job>(params); });
+    for (unsigned i = 0; i < unsigned(blocks); i += gemm::wgmma::kCluster) {
+      testing::gpu::Cluster cluster(gemm::wgmma::kCluster, gemm::wgmma::kThreads, seed + i);
+      cluster.run(i, unsigned(blocks), [&] { gemm::grouped::grouped_kernel<Job>(params); });
     }
   }
   void fprop(const RowParams& p, int32_t blocks) const { start<RowJob<T, Major::kDepth>>(p, blocks); }

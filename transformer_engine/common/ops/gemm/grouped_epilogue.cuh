@@ -1,4 +1,4 @@
-// What becomes of a tile's sums: bias, what is added to, one rounding, 16-byte stores where the result's rows allow
+// What becomes of a slab's sums: bias, what is added to, one rounding, 16-byte stores where the result's rows allow
 // them. Rows and columns beyond the tile's extent are neither read nor written.
 #pragma once
 
@@ -16,23 +16,22 @@ struct Target {
   bool wide;  // every row begins on 16 bytes
 };
 
-// Rows of a consumer's 64 that this thread has, as the result counts them.
+// A row of a slab, whose first row is `slab` of the tile's, that this thread has.
 template <class R>
 struct Line {
   R* data;
   bool live;
-  __device__ Line(const Target<R>& target, const Extent& e, int consumer, int h) {
-    const int thread = int(threadIdx.x) % 128;
-    const int64_t row = int64_t(e.row) + consumer * wgmma::kConsumerRows + wgmma::fragment_row(thread, h);
+  __device__ Line(const Target<R>& target, const Extent& e, int slab, int h) {
+    const int64_t row = int64_t(e.row) + slab + wgmma::fragment_row(int(threadIdx.x), h);
     live = row < e.row_end;
     data = target.data + row * target.pitch;
   }
 };
 
-template <class R>
-__device__ __forceinline__ void add_bias(const R* bias, const Extent& e, float (&sums)[wgmma::kFragment]) {
+template <class R, int kFragment>
+__device__ __forceinline__ void add_bias(const R* bias, const Extent& e, float (&sums)[kFragment]) {
 #pragma unroll
-  for (int j = 0; j < wgmma::kFragment / 4; ++j) {
+  for (int j = 0; j < kFragment / 4; ++j) {
     const int64_t col = int64_t(e.col) + wgmma::fragment_col(int(threadIdx.x), j);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -59,15 +58,15 @@ __device__ __forceinline__ void trade_pairs(int lane, uint32_t (&v)[4]) {
 
 // Two-byte results; = or +=. What is added to comes as it is stored, 16 bytes a lane, and is traded the other way,
 // which is the same way.
-template <class R>
-__device__ __forceinline__ void store_16_bit(const Target<R>& target, const Extent& e, int consumer, bool add,
-                                             const float (&sums)[wgmma::kFragment]) {
+template <class R, int kFragment>
+__device__ __forceinline__ void store_16_bit(const Target<R>& target, const Extent& e, int slab, bool add,
+                                             const float (&sums)[kFragment]) {
   const int lane = int(threadIdx.x) % 32;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const Line<R> line(target, e, consumer, h);
+    const Line<R> line(target, e, slab, h);
 #pragma unroll
-    for (int four = 0; four < wgmma::kFragment / 16; ++four) {
+    for (int four = 0; four < kFragment / 16; ++four) {
       const int64_t col = int64_t(e.col) + wgmma::pairs_col(lane, four);
       const int64_t count = line.live ? e.col_end - col : 0;
       uint32_t old[4] = {0, 0, 0, 0}, v[4];
@@ -91,13 +90,14 @@ __device__ __forceinline__ void store_16_bit(const Target<R>& target, const Exte
 }
 
 // Float results; = or +=. What is added to is read eight pieces ahead.
-__device__ __forceinline__ void store_32_bit(const Target<float>& target, const Extent& e, int consumer, bool add,
-                                             const float (&sums)[wgmma::kFragment]) {
+template <int kFragment>
+__device__ __forceinline__ void store_32_bit(const Target<float>& target, const Extent& e, int slab, bool add,
+                                             const float (&sums)[kFragment]) {
   constexpr int kAhead = 8;
   const int lane = int(threadIdx.x) % 32;
-  const Line<float> line(target, e, consumer, lane % 2);
+  const Line<float> line(target, e, slab, lane % 2);
 #pragma unroll
-  for (int first = 0; first < wgmma::kFragment / 4; first += kAhead) {
+  for (int first = 0; first < kFragment / 4; first += kAhead) {
     uint32_t old[kAhead][4];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {

@@ -33,8 +33,9 @@ void check_all(const te_grouped_gemm_problem& p, const Extents& e) {
                        "; splits on the device need Hopper (9.0). Pass m_splits "
                        "as a list (host splits)."));
   }
-  // A tile's last row and column are counted in 32 bits.
-  constexpr int64_t kMost = INT32_MAX - wgmma::kTileCols;
+  // The last pair of tiles ends within 32 bits.
+  constexpr int64_t kMost = INT32_MAX - 256;
+  if (e.rows > kMost) bad_argument(kOp, "rows", concat("of ", e.rows, " rows"), concat("at most ", kMost));
   const char* across = p.product == TE_GROUPED_WGRAD ? "results" : "weights";
   if (e.n > kMost) bad_argument(kOp, across, concat("of ", e.n, " rows"), concat("at most ", kMost));
   if (e.k > kMost) bad_argument(kOp, across, concat("of ", e.k, " columns"), concat("at most ", kMost));

@@ -1,5 +1,6 @@
-// The grouped kernel: each block makes the table of tiles from the offsets, walks its tiles, and is a producer, and two
-// consumers. One kernel for all products; a Job says where operands and results are. Nothing waits for another block.
+// The grouped kernel: each block makes the table of tiles from the offsets, walks its tiles, and is a producer and two
+// consumers. Two blocks, a cluster, walk pairs of tiles together; nothing waits for another cluster. One kernel for all
+// products; a Job says where operands and results are.
 #pragma once
 
 #include "ops/gemm/grouped_epilogue.cuh"
@@ -14,11 +15,11 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 struct Shared {
   wgmma::Ring ring;
   RowRange rows[kLaunchGroups];
-  int32_t before[kLaunchGroups + 1];  // tiles before each group; all of them
+  int32_t before[kLaunchGroups + 1];  // pairs of tiles before each group; all of them
 };
 constexpr int kSharedBytes = int(sizeof(Shared)) + wgmma::kSharedAlignment;  // wherever the runtime lets it begin
 
-// before[g], the tiles of each group, becomes those before it; by the first warp.
+// before[g], the pairs of each group, becomes those before it; by the first warp.
 __device__ inline void sum_up(int32_t (&before)[kLaunchGroups + 1], int32_t groups) {
   const int lane = int(threadIdx.x);
   int32_t sum = 0;
@@ -37,47 +38,72 @@ __device__ inline void sum_up(int32_t (&before)[kLaunchGroups + 1], int32_t grou
 
 // f(group, extent) for each tile of this block.
 template <class Job, class F>
-__device__ __forceinline__ void for_tiles(const Shared& shared, const typename Job::Params& p, F&& f) {
-  const int32_t groups = p.common.groups, count = shared.before[groups], col_tiles = Job::col_tiles(p);
-  for (int32_t number = int32_t(blockIdx.x); number < count; number += int32_t(gridDim.x)) {
-    const TileAt at = tile_at(shared.before, groups, col_tiles, number);
-    f(at.group, Job::extent(p, at, shared.rows[at.group]));
+__device__ __forceinline__ void for_tiles(const Shared& shared, const typename Job::Params& p, int rank, F&& f) {
+  const int32_t groups = p.common.groups, count = shared.before[groups], cols = Job::col_pairs(p);
+  const int32_t clusters = int32_t(gridDim.x) / wgmma::kCluster;
+  for (int32_t number = int32_t(blockIdx.x) / wgmma::kCluster; number < count; number += clusters) {
+    const PairAt at = pair_at(shared.before, groups, cols, number);
+    f(at.group, Job::extent(p, at, rank, shared.rows[at.group]));
   }
 }
 
+// Whether a consumer has results of a tile. One that clears lines for the other, too, has them if that one has.
+template <class Plan>
+__device__ __forceinline__ bool has_results(const Extent& e, int consumer) {
+  const int first = Plan::kForeignDepth ? 0 : consumer * Plan::Tile::kConsumerRows;
+  return int64_t(e.row) + first < e.row_end && e.col < e.col_end;
+}
+
 template <class Job>
-__global__ void __launch_bounds__(wgmma::kThreads, 1) grouped_kernel(const __grid_constant__ typename Job::Params p) {
+__device__ __forceinline__ void produce_all(Shared& shared, const typename Job::Params& p, int rank) {
+  wgmma::RingPlace place;
+  for_tiles<Job>(shared, p, rank, [&](int32_t group, const Extent& e) {
+    wgmma::produce<typename Job::Plan>(shared.ring, place, Job::left(p), Job::right(p, group), e, rank);
+  });
+}
+
+template <class Job>
+__device__ __forceinline__ void consume_all(Shared& shared, const typename Job::Params& p, int rank, int consumer) {
+  using Plan = typename Job::Plan;
+  using Tile = typename Plan::Tile;
+  wgmma::RingPlace place;
+  for_tiles<Job>(shared, p, rank, [&](int32_t group, const Extent& e) {
+    if (!has_results<Plan>(e, consumer)) return wgmma::pass(shared.ring, place, e);
+    float sums[Tile::kSlabs][Tile::kFragment];
+    wgmma::consume<typename Job::Element, Plan>(shared.ring, place, consumer, e, sums);
+#pragma unroll
+    for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+      Job::finish(p, group, e, consumer * Tile::kConsumerRows + slab * wgmma::kSlabRows, sums[slab]);
+    }
+  });
+}
+
+template <class Job>
+__global__ void __launch_bounds__(wgmma::kThreads, 1) __cluster_dims__(wgmma::kCluster, 1, 1)
+    grouped_kernel(const __grid_constant__ typename Job::Params p) {
   using namespace wgmma;
-  extern __shared__ unsigned char memory[];
+  unsigned char* memory = shared_memory();
   const uint32_t past = shared_address(memory) % kSharedAlignment;
   Shared& shared = *reinterpret_cast<Shared*>(memory + (past == 0 ? 0 : kSharedAlignment - past));
   for (int32_t g = int32_t(threadIdx.x); g < p.common.groups; g += kThreads) {
     shared.rows[g] = rows_between(p.common.offsets[g], p.common.offsets[g + 1], p.common.rows);
-    shared.before[g] = Job::tiles(p, g, shared.rows[g]);
+    shared.before[g] = Job::pairs(p, g, shared.rows[g]);
   }
   if (threadIdx.x == 0) shared.ring.open();
   __syncthreads();
   if (threadIdx.x < 32) sum_up(shared.before, p.common.groups);
   __syncthreads();
-  RingPlace place;
+  cluster_meeting();  // the other block's barriers are there
+  const int rank = int(cluster_rank());
   if (threadIdx.x < kWarpgroup) {
     shrink_to<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      for_tiles<Job>(shared, p, [&](int32_t group, const Extent& e) {
-        produce<Job::kLeft, Job::kRight>(shared.ring, place, Job::left(p), Job::right(p, group), e);
-      });
-    } else if (threadIdx.x >= 32) {
-      Job::beside(p, int(threadIdx.x) - 32, kWarpgroup - 32);
-    }
-    return;
+    if (threadIdx.x == 0) produce_all<Job>(shared, p, rank);
+    if (threadIdx.x >= 32) Job::beside(p, int(threadIdx.x) - 32, kWarpgroup - 32);
+  } else {
+    grow_to<kConsumerRegisters>();
+    consume_all<Job>(shared, p, rank, int(threadIdx.x) / kWarpgroup - 1);
   }
-  grow_to<kConsumerRegisters>();
-  const int consumer = int(threadIdx.x) / kWarpgroup - 1;
-  for_tiles<Job>(shared, p, [&](int32_t group, const Extent& e) {
-    float sums[kFragment];
-    consume<typename Job::Element, Job::kLeft, Job::kRight>(shared.ring, place, consumer, e, sums);
-    Job::finish(p, group, e, consumer, sums);
-  });
+  cluster_meeting();  // nobody leaves memory that the other block may still write to
 }
 
 // Zeros in the result's rows behind the last group; by `threads` threads of each block.
@@ -100,23 +126,23 @@ template <class T, wgmma::Major kWeights>
 struct RowJob {
   using Params = RowParams;
   using Element = T;
-  static constexpr wgmma::Major kLeft = wgmma::Major::kDepth, kRight = kWeights;
+  using Plan = RowPlan<kWeights>;
 
-  static __device__ int32_t tiles(const Params& p, int32_t, RowRange rows) { return row_product_tiles(rows, p.cols); }
-  static __device__ int32_t col_tiles(const Params& p) { return tiles_over(p.cols, wgmma::kTileCols); }
-  static __device__ Extent extent(const Params& p, TileAt at, RowRange rows) {
-    return row_product_extent(at, rows, p.cols, p.depth);
+  static __device__ int32_t pairs(const Params& p, int32_t, RowRange rows) { return row_product_pairs(rows, p.cols); }
+  static __device__ int32_t col_pairs(const Params& p) { return row_product_col_pairs(p.cols); }
+  static __device__ Extent extent(const Params& p, PairAt at, int rank, RowRange rows) {
+    return row_product_extent(at, rank, rows, p.cols, p.depth);
   }
   static __device__ const CUtensorMap* left(const Params& p) { return &p.left; }
   static __device__ const CUtensorMap* right(const Params& p, int32_t group) { return &p.weights[group]; }
   static __device__ void beside(const Params& p, int thread, int threads) {
     if (p.zero_tail) zero_tail<T>(p, thread, threads);
   }
-  static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int consumer,
-                                                float (&sums)[wgmma::kFragment]) {
+  static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int slab,
+                                                float (&sums)[Plan::Tile::kFragment]) {
     const auto* bias = static_cast<const T*>(p.biases[group]);
     if (bias != nullptr) add_bias(bias, e, sums);
-    store_16_bit(Target<T>{static_cast<T*>(p.result), p.pitch, p.wide}, e, consumer, false, sums);
+    store_16_bit(Target<T>{static_cast<T*>(p.result), p.pitch, p.wide}, e, slab, false, sums);
   }
 };
 
@@ -124,27 +150,27 @@ template <class T, class R>
 struct WeightJob {
   using Params = WeightParams;
   using Element = T;
-  static constexpr wgmma::Major kLeft = wgmma::Major::kAcross, kRight = wgmma::Major::kAcross;
+  using Plan = WeightPlan;
 
-  static __device__ int32_t tiles(const Params& p, int32_t group, RowRange rows) {
+  static __device__ int32_t pairs(const Params& p, int32_t group, RowRange rows) {
     const Params::Result& result = p.results[group];
-    return weight_gradient_tiles(rows, p.n, p.k, result.data != nullptr, result.add);
+    return weight_gradient_pairs(rows, p.n, p.k, result.data != nullptr, result.add);
   }
-  static __device__ int32_t col_tiles(const Params& p) { return tiles_over(p.k, wgmma::kTileCols); }
-  static __device__ Extent extent(const Params& p, TileAt at, RowRange rows) {
-    return weight_gradient_extent(at, rows, p.n, p.k);
+  static __device__ int32_t col_pairs(const Params& p) { return tiles_over(p.k, WeightTile::kCols); }
+  static __device__ Extent extent(const Params& p, PairAt at, int rank, RowRange rows) {
+    return weight_gradient_extent(at, rank, rows, p.n, p.k);
   }
   static __device__ const CUtensorMap* left(const Params& p) { return &p.left; }
   static __device__ const CUtensorMap* right(const Params& p, int32_t) { return &p.right; }
   static __device__ void beside(const Params&, int, int) {}
-  static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int consumer,
-                                                float (&sums)[wgmma::kFragment]) {
+  static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int slab,
+                                                float (&sums)[Plan::Tile::kFragment]) {
     const Params::Result& result = p.results[group];
     const Target<R> target{static_cast<R*>(result.data), result.pitch, result.wide};
     if constexpr (std::is_same_v<R, float>) {
-      store_32_bit(target, e, consumer, result.add, sums);
+      store_32_bit(target, e, slab, result.add, sums);
     } else {
-      store_16_bit(target, e, consumer, result.add, sums);
+      store_16_bit(target, e, slab, result.add, sums);
     }
   }
 };

@@ -11,16 +11,23 @@
 
 namespace te::gemm::grouped {
 
-using wgmma::box_lines;
-using wgmma::Major;
+template <class Plan, class Gpu>
+CUtensorMap left_map(const Gpu& gpu, const te_tensor& t) {
+  return gpu.map(t, wgmma::box_lines(Plan::kLeft, Plan::kLeftPart));
+}
+template <class Plan, class Gpu>
+CUtensorMap right_map(const Gpu& gpu, const te_tensor& t) {
+  return gpu.map(t, wgmma::box_lines(Plan::kRight, Plan::kRightPart));
+}
 
-// As many blocks as there can be tiles, and no more than run at once.
+// As many blocks as there can be tiles, and no more than run at once; whole clusters.
 template <class Gpu>
-int32_t blocks_of(const Gpu& gpu, int64_t most_tiles) {
-  if (most_tiles > INT32_MAX / 2) {
-    throw Error(TE_NOT_IMPLEMENTED, concat("te_grouped_gemm: ", most_tiles, " tiles of 128 x 256 in one launch."));
+int32_t blocks_of(const Gpu& gpu, int64_t most_pairs) {
+  if (most_pairs > INT32_MAX / 2) {
+    throw Error(TE_NOT_IMPLEMENTED, concat("te_grouped_gemm: ", most_pairs, " pairs of tiles in one launch."));
   }
-  return int32_t(std::min<int64_t>(most_tiles, gpu.sms()));
+  const int64_t clusters = std::max(gpu.sms() / wgmma::kCluster, 1);
+  return int32_t(std::min(most_pairs, clusters)) * wgmma::kCluster;
 }
 
 // f(first group, groups) for each launch.
@@ -41,17 +48,18 @@ void launch_rows(const te_grouped_gemm_problem& p, const Extents& e, const Gpu& 
   params->cols = int32_t(cols);
   params->depth = int32_t(depth);
   params->wide = gpu.wide(p.result);
-  if (depth > 0) params->left = gpu.map(p.rows, box_lines(Major::kDepth, wgmma::kTileRows));
-  const Major major = fprop ? Major::kDepth : Major::kAcross;
+  if (depth > 0) params->left = left_map<RowPlan<wgmma::Major::kDepth>>(gpu, p.rows);
   for_launches(p.groups, [&](int32_t first, int32_t groups) {
     for (int32_t g = 0; g < groups; ++g) {
-      if (depth > 0) params->weights[g] = gpu.map(p.weights[first + g], box_lines(major, wgmma::kTileCols));
+      if (depth > 0 && fprop) params->weights[g] = right_map<RowPlan<wgmma::Major::kDepth>>(gpu, p.weights[first + g]);
+      if (depth > 0 && !fprop)
+        params->weights[g] = right_map<RowPlan<wgmma::Major::kAcross>>(gpu, p.weights[first + g]);
       params->biases[g] = p.biases != nullptr ? p.biases[first + g].data : nullptr;
     }
     params->common = {p.offsets + first, groups, int32_t(e.rows)};
     params->zero_tail = p.zero_tail != 0 && first + groups == p.groups;
-    const int64_t row_tiles = e.rows / wgmma::kTileRows + groups;
-    const int32_t blocks = blocks_of(gpu, row_tiles * tiles_over(cols, wgmma::kTileCols));
+    const int64_t row_tiles = e.rows / RowTile::kRows + groups;
+    const int32_t blocks = blocks_of(gpu, row_tiles * row_product_col_pairs(cols));
     fprop ? gpu.fprop(*params, blocks) : gpu.dgrad(*params, blocks);
   });
 }
@@ -61,8 +69,8 @@ template <class Gpu>
 void launch_weights(const te_grouped_gemm_problem& p, const Extents& e, te_dtype dtype, const Gpu& gpu) {
   WeightParams params{};
   if (e.rows > 0) {
-    params.left = gpu.map(p.rows, box_lines(Major::kAcross, wgmma::kTileRows));
-    params.right = gpu.map(p.depth_rows, box_lines(Major::kAcross, wgmma::kTileCols));
+    params.left = left_map<WeightPlan>(gpu, p.rows);
+    params.right = right_map<WeightPlan>(gpu, p.depth_rows);
   }
   params.n = int32_t(e.n);
   params.k = int32_t(e.k);
@@ -77,8 +85,8 @@ void launch_weights(const te_grouped_gemm_problem& p, const Extents& e, te_dtype
     }
     if (wanted == 0) return;
     params.common = {p.offsets + first, groups, int32_t(e.rows)};
-    const int64_t tiles = int64_t(tiles_over(e.n, wgmma::kTileRows)) * tiles_over(e.k, wgmma::kTileCols);
-    gpu.wgrad(params, dtype == TE_FLOAT32, blocks_of(gpu, wanted * tiles));
+    const int64_t pairs = weight_gradient_pairs({0, 1}, e.n, e.k, true, false);  // of any group that has some
+    gpu.wgrad(params, dtype == TE_FLOAT32, blocks_of(gpu, wanted * pairs));
   });
 }
 

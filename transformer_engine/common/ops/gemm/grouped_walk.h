@@ -24,21 +24,34 @@ TE_HOST_DEVICE RowRange rows_between(int32_t from, int32_t to, int32_t rows) {
   return {first, last};
 }
 
-// Tiles of a group of a row product: its own rows times all columns.
-TE_HOST_DEVICE int32_t row_product_tiles(RowRange rows, int64_t cols) {
-  return tiles_over(rows.last - rows.first, wgmma::kTileRows) * tiles_over(cols, wgmma::kTileCols);
+// Row products: 256 x 128 results a tile, of which the two blocks of a cluster have neighbours in a row, and the rows
+// of the group in common. That never costs anything; weights in common would, where groups are short.
+using RowTile = wgmma::Tile<256, 128>;
+template <wgmma::Major kWeights>
+using RowPlan = wgmma::Plan<RowTile, wgmma::Major::kDepth, kWeights, wgmma::Common::kLeft>;
+// Weight gradients: 128 x 256, neighbours in a column.
+using WeightTile = wgmma::Tile<128, 256>;
+using WeightPlan = wgmma::Plan<WeightTile, wgmma::Major::kAcross, wgmma::Major::kAcross, wgmma::Common::kRight>;
+
+// Pairs of tiles of a group of a row product: its own rows times all columns.
+TE_HOST_DEVICE int32_t row_product_col_pairs(int64_t cols) {
+  return tiles_over(cols, RowTile::kCols * wgmma::kCluster);
+}
+TE_HOST_DEVICE int32_t row_product_pairs(RowRange rows, int64_t cols) {
+  return tiles_over(rows.last - rows.first, RowTile::kRows) * row_product_col_pairs(cols);
 }
 // Of a weight gradient: none where nobody wants it or nothing is added.
-TE_HOST_DEVICE int32_t weight_gradient_tiles(RowRange rows, int64_t n, int64_t k, bool wanted, bool accumulate) {
+TE_HOST_DEVICE int32_t weight_gradient_pairs(RowRange rows, int64_t n, int64_t k, bool wanted, bool accumulate) {
   if (!wanted || (accumulate && rows.first == rows.last)) return 0;
-  return tiles_over(n, wgmma::kTileRows) * tiles_over(k, wgmma::kTileCols);
+  return tiles_over(n, WeightTile::kRows * wgmma::kCluster) * tiles_over(k, WeightTile::kCols);
 }
 
-struct TileAt {
-  int32_t group, row_tile, col_tile;
+struct PairAt {
+  int32_t group, row, col;  // counted in the pairs' rows and columns
 };
-// Tile `number` of all, of which before[g] come before group g and before[groups] are all; groups in their order.
-TE_HOST_DEVICE TileAt tile_at(const int32_t* before, int32_t groups, int32_t col_tiles, int32_t number) {
+// Pair of tiles `number` of all, of which before[g] come before group g and before[groups] are all; groups in their
+// order.
+TE_HOST_DEVICE PairAt pair_at(const int32_t* before, int32_t groups, int32_t cols, int32_t number) {
   int32_t low = 0, high = groups - 1;
   while (low < high) {  // the last group that begins no later: those without tiles come before it
     const int32_t middle = (low + high + 1) / 2;
@@ -48,37 +61,38 @@ TE_HOST_DEVICE TileAt tile_at(const int32_t* before, int32_t groups, int32_t col
       high = middle - 1;
     }
   }
-  const int32_t in_group = number - before[low], row_tiles = (before[low + 1] - before[low]) / col_tiles;
-  const int32_t band = in_group / (kBand * col_tiles), in_band = in_group - band * kBand * col_tiles;
-  const int32_t left = row_tiles - band * kBand, height = left < kBand ? left : kBand;
+  const int32_t in_group = number - before[low], rows = (before[low + 1] - before[low]) / cols;
+  const int32_t band = in_group / (kBand * cols), in_band = in_group - band * kBand * cols;
+  const int32_t left = rows - band * kBand, height = left < kBand ? left : kBand;
   return {low, band * kBand + in_band % height, in_band / height};
 }
 
-// What one tile reads and writes. Left and right operand begin at `across`; the depth is what is reduced.
+// What one tile of a pair reads and writes. One of a pair at an edge may have no results: row or col is beyond the end.
 struct Extent {
-  int32_t row, row_end;  // of the result; left operand's `across` is `row`
-  int32_t col, col_end;
+  int32_t row, row_end;   // of the result; the left operand begins at `row`
+  int32_t col, col_end;   // the right one at `col`
   int32_t depth, blocks;  // where the depth begins in both operands, and its blocks of kTileDepth
   int32_t last_depth;     // of the last block, lines that are the group's own
 };
-TE_HOST_DEVICE Extent row_product_extent(TileAt at, RowRange rows, int32_t cols, int32_t depth) {
-  const int32_t blocks = tiles_over(depth, wgmma::kTileDepth);
+TE_HOST_DEVICE Extent row_product_extent(PairAt at, int rank, RowRange rows, int32_t cols, int32_t depth) {
   // Beyond the depth TMA fills both operands with zeros.
-  return {rows.first + at.row_tile * wgmma::kTileRows,
+  return {rows.first + at.row * RowTile::kRows,
           rows.last,
-          at.col_tile * wgmma::kTileCols,
+          (at.col * wgmma::kCluster + rank) * RowTile::kCols,
           cols,
           0,
-          blocks,
+          tiles_over(depth, wgmma::kTileDepth),
           wgmma::kTileDepth};
 }
-TE_HOST_DEVICE Extent weight_gradient_extent(TileAt at, RowRange rows, int32_t n, int32_t k) {
+TE_HOST_DEVICE Extent weight_gradient_extent(PairAt at, int rank, RowRange rows, int32_t n, int32_t k) {
   const int32_t count = rows.last - rows.first, blocks = tiles_over(count, wgmma::kTileDepth);
-  return {at.row_tile * wgmma::kTileRows,          n, at.col_tile * wgmma::kTileCols, k, rows.first, blocks,
+  return {(at.row * wgmma::kCluster + rank) * WeightTile::kRows,
+          n,
+          at.col * WeightTile::kCols,
+          k,
+          rows.first,
+          blocks,
           count - (blocks - 1) * wgmma::kTileDepth};
 }
-
-// The first 16-byte piece of a box of 64 lines of the depth that is not the group's own.
-TE_HOST_DEVICE int first_foreign_piece(int32_t own_lines) { return own_lines * (wgmma::kLine / 16); }
 
 }  // namespace te::gemm::grouped

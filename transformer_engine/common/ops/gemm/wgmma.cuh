@@ -26,9 +26,17 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-// Not `.release.cluster`: that is a GPU-wide MEMBAR in every block of the depth.
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+// At the same barrier of block `rank` of the cluster. Not `.release.cluster`: that is a GPU-wide MEMBAR in every block
+// of the depth.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
@@ -46,6 +54,26 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ---- the cluster ----
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// All threads of a cluster meet; says nothing of memory but what barrier_init_fence() does.
+__device__ __forceinline__ void cluster_meeting() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed;\n"
+      "barrier.cluster.wait;\n" ::
+          : "memory");
+}
+
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ unsigned char memory[];
+  return memory;
+}
+
 // ---- copies ----
 
 // The box at (col, row) of a matrix into shared memory, zeros where the matrix ends; its bytes arrive at `barrier`.
@@ -54,6 +82,15 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, uint6
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           shared_address(to)),
       "l"(map), "r"(shared_address(barrier)), "r"(at.col), "r"(at.row)
+      : "memory");
+}
+// The same, to the same place in both blocks of the cluster, each of whose barriers gets the bytes.
+__device__ __forceinline__ void copy_box_to_both(void* to, const CUtensorMap* map, uint64_t* barrier, BoxAt at) {
+  static_assert(kCluster == 2);
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(at.col), "r"(at.row), "h"(uint16_t(3))
       : "memory");
 }
 // What this thread wrote to shared memory comes before what copies and tensor cores do there next.
@@ -68,17 +105,35 @@ __device__ __forceinline__ void mma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 // Keeps the compiler from moving accumulators across: they change while wgmma runs, unseen by it.
-__device__ __forceinline__ void hold(float (&d)[kFragment]) {
+template <int kSlabs, int kFragment>
+__device__ __forceinline__ void hold(float (&d)[kSlabs][kFragment]) {
 #pragma unroll
-  for (float& value : d) asm volatile("" : "+f"(value)::"memory");
+  for (auto& slab : d) {
+#pragma unroll
+    for (float& value : slab) asm volatile("" : "+f"(value)::"memory");
+  }
 }
 
 #define TE_WGMMA_8(i)                                                                                   \
   "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3]), "+f"(d[(i) + 4]), "+f"(d[(i) + 5]), \
       "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
 #define TE_WGMMA_32(i) TE_WGMMA_8(i), TE_WGMMA_8((i) + 8), TE_WGMMA_8((i) + 16), TE_WGMMA_8((i) + 24)
-// d = a b, or d += a b where `add`: 64 x 256 results, 16 of the depth.
-#define TE_WGMMA(type)                                                                                 \
+#define TE_WGMMA_128(type)                                                               \
+  asm volatile(                                                                          \
+      "{\n"                                                                              \
+      ".reg .pred add;\n"                                                                \
+      "setp.ne.b32 add, %66, 0;\n"                                                       \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                       \
+      " {"                                                                               \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
+      "}, %64, %65, add, 1, 1, %67, %68;\n"                                              \
+      "}\n"                                                                              \
+      : TE_WGMMA_32(0), TE_WGMMA_32(32)                                                  \
+      : "l"(a), "l"(b), "r"(int(add)), "n"(int(kLeft == Major::kAcross)), "n"(int(kRight == Major::kAcross)))
+#define TE_WGMMA_256(type)                                                                             \
   asm volatile(                                                                                        \
       "{\n"                                                                                            \
       ".reg .pred add;\n"                                                                              \
@@ -98,17 +153,24 @@ __device__ __forceinline__ void hold(float (&d)[kFragment]) {
       : TE_WGMMA_32(0), TE_WGMMA_32(32), TE_WGMMA_32(64), TE_WGMMA_32(96)                              \
       : "l"(a), "l"(b), "r"(int(add)), "n"(int(kLeft == Major::kAcross)), "n"(int(kRight == Major::kAcross)))
 
-template <class T, Major kLeft, Major kRight>
+// d = a b, or d += a b where `add`: 64 x 128 or 64 x 256 results, 16 of the depth.
+template <class T, Major kLeft, Major kRight, int kFragment>
 __device__ __forceinline__ void mma(float (&d)[kFragment], uint64_t a, uint64_t b, bool add) {
   static_assert(std::is_same_v<T, bf16> || std::is_same_v<T, fp16>);
-  if constexpr (std::is_same_v<T, bf16>) {
-    TE_WGMMA("bf16");
+  static_assert(kFragment == 64 || kFragment == 128);
+  if constexpr (std::is_same_v<T, bf16> && kFragment == 64) {
+    TE_WGMMA_128("bf16");
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    TE_WGMMA_256("bf16");
+  } else if constexpr (kFragment == 64) {
+    TE_WGMMA_128("f16");
   } else {
-    TE_WGMMA("f16");
+    TE_WGMMA_256("f16");
   }
 }
 
-#undef TE_WGMMA
+#undef TE_WGMMA_128
+#undef TE_WGMMA_256
 #undef TE_WGMMA_32
 #undef TE_WGMMA_8
 

@@ -9,16 +9,22 @@
 
 namespace te::gemm::wgmma {
 
-// One tile of a product: 128 x 256 results (64 rows for each of two consumers), 64 of the depth at a time, in a ring of
-// four stages. 2-byte elements throughout.
-constexpr int kTileRows = 128;
-constexpr int kTileCols = 256;
+// A tile of results, each consumer's half of its rows in slabs of 64, as many as one instruction has; 64 of the depth
+// at a time, in a ring of four stages. 2-byte elements throughout.
 constexpr int kTileDepth = 64;
 constexpr int kStages = 4;
 constexpr int kConsumers = 2;
-constexpr int kConsumerRows = kTileRows / kConsumers;
-constexpr int kFragment = kTileCols / 2;  // float registers of one thread's accumulator, m64n256
-constexpr int kInstructionDepth = 16;     // of one wgmma on 2-byte elements
+constexpr int kSlabRows = 64;
+constexpr int kInstructionDepth = 16;  // of one wgmma on 2-byte elements
+constexpr int kCluster = 2;            // blocks whose tiles lie side by side, and which share an operand
+
+template <int kRowsOfAll, int kColsOfAll>
+struct Tile {
+  static constexpr int kRows = kRowsOfAll, kCols = kColsOfAll;
+  static constexpr int kConsumerRows = kRows / kConsumers;
+  static constexpr int kSlabs = kConsumerRows / kSlabRows;
+  static constexpr int kFragment = kCols / 2;  // float registers of one thread for a slab
+};
 
 constexpr int kLine = 128;              // bytes: one row of a box, and the span of the swizzle
 constexpr int kBoxCols = kLine / 2;     // elements along a matrix's rows
@@ -33,7 +39,24 @@ enum class Major { kDepth, kAcross };
 constexpr int box_lines(Major major, int extent) { return major == Major::kDepth ? extent : kTileDepth; }
 constexpr int boxes(Major major, int extent) { return major == Major::kDepth ? 1 : extent / kBoxCols; }
 constexpr int tile_bytes(int extent) { return extent * kLine; }
-constexpr int kStageBytes = tile_bytes(kTileRows) + tile_bytes(kTileCols);
+constexpr int kStageBytes = tile_bytes(384);  // of both operands: 256 x 128 or 128 x 256 results
+
+// Which operand the blocks of a cluster have in common: the left one where their tiles are neighbours in a row.
+enum class Common { kLeft, kRight };
+
+// How a product's tiles are read.
+template <class TileOf, Major kLeftMajor, Major kRightMajor, Common kInCommon>
+struct Plan {
+  using Tile = TileOf;
+  static constexpr Major kLeft = kLeftMajor, kRight = kRightMajor;
+  static constexpr Common kCommon = kInCommon;
+  // Of the tile's rows and columns, what one block has copied.
+  static constexpr int kLeftPart = kCommon == Common::kLeft ? Tile::kRows / kCluster : Tile::kRows;
+  static constexpr int kRightPart = kCommon == Common::kRight ? Tile::kCols / kCluster : Tile::kCols;
+  // The depth is rows: behind the group's own ones in its last block lie others'.
+  static constexpr bool kForeignDepth = kLeft == Major::kAcross;
+  static_assert(tile_bytes(Tile::kRows + Tile::kCols) == kStageBytes);
+};
 
 // Where box `i` of a tile begins in the matrix: the column, then the row, as TMA wants them.
 struct BoxAt {
@@ -60,12 +83,12 @@ constexpr uint64_t descriptor_step(Major major) {
   return major == Major::kDepth ? (kInstructionDepth * 2) >> 4 : (kInstructionDepth * kLine) >> 4;
 }
 
-// Bytes of a consumer's rows in the tile of the left operand, either way it lies: 64 rows of a line, or one box.
-constexpr int kConsumerBytes = kConsumerRows * kLine;
-static_assert(kConsumerBytes == kChunk, "a consumer's rows are one box of an operand that lies across the depth");
+// Bytes of a slab in the tile of the left operand: 64 lines, or one box.
+constexpr int kSlabBytes = kSlabRows * kLine;
+static_assert(kSlabBytes == kChunk, "a slab is one box of an operand that lies across the depth");
 
 // ---- the result's registers ----
-// Register 4 j + 2 h + c of a thread is the element at row fragment_row(thread, h) of the consumer's 64 and column
+// Register 4 j + 2 h + c of a thread is the element at row fragment_row(thread, h) of its slab and column
 // 8 j + 2 (lane % 4) + c of the tile.
 TE_HOST_DEVICE int fragment_row(int thread, int h) { return thread / 32 % 4 * 16 + thread % 32 / 4 + 8 * h; }
 TE_HOST_DEVICE int fragment_col(int thread, int j) { return 8 * j + 2 * (thread % 4); }
