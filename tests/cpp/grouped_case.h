@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -152,6 +153,35 @@ class GroupedCase {
 
   te_grouped_product product_;
 };
+
+template <class T>
+void draw_integers(std::vector<T>& values, unsigned seed) {
+  std::mt19937 engine(seed);
+  for (T& value : values) value = from_float<T>(float(int(engine() % 7) - 3));
+}
+
+// Operands and what is added to: small integers, whose products and sums are exact in float32 in any order.
+template <class T, class D>
+void fill_with_integers(GroupedCase<T, D>& c) {
+  draw_integers(c.x_values, 1);
+  draw_integers(c.dy_values, 2);
+  c.x.fill(c.x_values);
+  c.dy.fill(c.dy_values);
+  for (size_t g = 0; g < c.weights.size(); ++g) {
+    draw_integers(c.weight_values[g], 10 + unsigned(g));
+    draw_integers(c.bias_values[g], 500 + unsigned(g));
+    c.weights[g]->fill(c.weight_values[g]);
+    c.biases[g]->fill(c.bias_values[g]);
+    std::vector<D> old(size_t(c.shape.n * c.shape.k));
+    draw_integers(old, 900 + unsigned(g));
+    c.results[g]->fill(old);
+  }
+}
+
+template <class T>
+bool same(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
 
 // How far a result of dtype D may be from `want`: a float32 sum of `terms` terms in any order, which tensor cores cut
 // off instead of rounding, so that a term costs 2u; then one rounding to D.

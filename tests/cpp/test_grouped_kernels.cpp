@@ -20,6 +20,7 @@ using gemm::grouped::WeightParams;
 using gemm::wgmma::Major;
 using testing::GroupedCase;
 using testing::GroupedShape;
+using testing::same;
 
 static_assert(gemm::grouped::kSharedBytes <= int(testing::gpu::kSharedBytes), "a Hopper block has 227 KiB");
 
@@ -56,35 +57,6 @@ struct EmulatedGpu {
   }
 };
 
-// Integers from -3 to 3.
-template <class T>
-void draw(std::vector<T>& values, unsigned seed) {
-  std::mt19937 engine(seed);
-  for (T& value : values) value = from_float<T>(float(int(engine() % 7) - 3));
-}
-
-template <class T, class D>
-void draw_all(GroupedCase<T, D>& c) {
-  draw(c.x_values, 1);
-  draw(c.dy_values, 2);
-  c.x.fill(c.x_values);
-  c.dy.fill(c.dy_values);
-  for (size_t g = 0; g < c.weights.size(); ++g) {
-    draw(c.weight_values[g], 10 + unsigned(g));
-    draw(c.bias_values[g], 500 + unsigned(g));
-    c.weights[g]->fill(c.weight_values[g]);
-    c.biases[g]->fill(c.bias_values[g]);
-    std::vector<D> old(size_t(c.shape.n * c.shape.k));
-    draw(old, 900 + unsigned(g));
-    c.results[g]->fill(old);
-  }
-}
-
-template <class T>
-bool same(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
-}
-
 // The same problem on the CPU and on the emulated GPU.
 template <class T, class D>
 void compare(te_grouped_product product, const GroupedShape& s, int sms,
@@ -92,7 +64,7 @@ void compare(te_grouped_product product, const GroupedShape& s, int sms,
   const std::string name = concat(name_of(s, product), ", ", sms, " multiprocessors");
   GroupedCase<T, D> want(TE_DEVICE_CPU, product, s), got(TE_DEVICE_CPU, product, s);
   for (GroupedCase<T, D>* c : {&want, &got}) {
-    draw_all(*c);
+    testing::fill_with_integers(*c);
     change(*c);
   }
   TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
@@ -107,6 +79,16 @@ void compare(te_grouped_product product, const GroupedShape& s, int sms,
     EXPECT_TRUE(same(want.results[g]->read(), got.results[g]->read())) << name << " group " << g;
     EXPECT_TRUE(got.results[g]->padding_untouched()) << name << " group " << g;
   }
+}
+
+// Written out, since an emulation made of the same reading of the tables would share a mistake: start, leading and
+// stride offsets in units of 16 bytes, 1 << 62 for 128-byte swizzle.
+TEST(GroupedKernels, Descriptors) {
+  using gemm::wgmma::descriptor;
+  EXPECT_EQ(descriptor(Major::kDepth, 0x12400), 0x4000004000011240u);
+  EXPECT_EQ(descriptor(Major::kAcross, 0x12400), 0x4000004002001240u);
+  EXPECT_EQ(gemm::wgmma::descriptor_step(Major::kDepth), 2u);
+  EXPECT_EQ(gemm::wgmma::descriptor_step(Major::kAcross), 128u);
 }
 
 const GroupedShape kShapes[] = {{{1}, 0, 1, 1},
@@ -157,8 +139,8 @@ TEST(GroupedKernels, StrangersInTheLastBlockOfTheDepth) {
   const GroupedShape s{{33, 70, 1, 64, 20}, 30, 140, 90};
   for (const size_t clean : {0, 1, 2, 3, 4}) {
     GroupedCase<bf16, float> want(TE_DEVICE_CPU, TE_GROUPED_WGRAD, s), got(TE_DEVICE_CPU, TE_GROUPED_WGRAD, s);
-    draw_all(want);
-    draw_all(got);
+    testing::fill_with_integers(want);
+    testing::fill_with_integers(got);
     const auto spoil = [&](std::vector<bf16>& values, int64_t cols) {
       for (int64_t row = 0; row < s.rows(); ++row) {
         if (row >= got.offsets[clean] && row < got.offsets[clean + 1]) continue;
