@@ -110,6 +110,16 @@ TEST(GroupedKernels, Fprop) {
   compare<fp16, fp16>(TE_GROUPED_FPROP, {{30, 40}, 0, 300, 330}, 2, [](auto&) {});
 }
 
+TEST(GroupedKernels, NothingToReduce) {
+  for (const bool bias : {false, true}) {
+    compare<bf16, bf16>(TE_GROUPED_FPROP, {{3, 0, 2}, 2, 9, 0}, 4, [&](auto& c) {
+      if (bias) c.with_bias();
+    });
+  }
+  compare<bf16, bf16>(TE_GROUPED_DGRAD, {{3, 0, 200}, 2, 0, 150}, 4, [](auto& c) { c.problem.zero_tail = 1; });
+  compare<bf16, float>(TE_GROUPED_WGRAD, {{0, 0}, 0, 150, 300}, 4, [](auto&) {});
+}
+
 TEST(GroupedKernels, Dgrad) {
   for (const GroupedShape& s : kShapes) {
     compare<bf16, bf16>(TE_GROUPED_DGRAD, s, 2, [](auto& c) { c.problem.zero_tail = 1; });

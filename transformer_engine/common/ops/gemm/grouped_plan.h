@@ -51,9 +51,11 @@ void launch_rows(const te_grouped_gemm_problem& p, const Extents& e, const Gpu& 
   if (depth > 0) params->left = left_map<RowPlan<wgmma::Major::kDepth>>(gpu, p.rows);
   for_launches(p.groups, [&](int32_t first, int32_t groups) {
     for (int32_t g = 0; g < groups; ++g) {
-      if (depth > 0 && fprop) params->weights[g] = right_map<RowPlan<wgmma::Major::kDepth>>(gpu, p.weights[first + g]);
-      if (depth > 0 && !fprop)
-        params->weights[g] = right_map<RowPlan<wgmma::Major::kAcross>>(gpu, p.weights[first + g]);
+      const te_tensor& weight = p.weights[first + g];
+      if (depth > 0) {
+        params->weights[g] = fprop ? right_map<RowPlan<wgmma::Major::kDepth>>(gpu, weight)
+                                   : right_map<RowPlan<wgmma::Major::kAcross>>(gpu, weight);
+      }
       params->biases[g] = p.biases != nullptr ? p.biases[first + g].data : nullptr;
     }
     params->common = {p.offsets + first, groups, int32_t(e.rows)};

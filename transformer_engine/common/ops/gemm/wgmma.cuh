@@ -61,10 +61,10 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// All threads of a cluster meet; says nothing of memory but what barrier_init_fence() does.
+// All threads of a cluster meet, and what each did before it is done: arrivals at the other block's barriers, too.
 __device__ __forceinline__ void cluster_meeting() {
   asm volatile(
-      "barrier.cluster.arrive.relaxed;\n"
+      "barrier.cluster.arrive;\n"
       "barrier.cluster.wait;\n" ::
           : "memory");
 }
