@@ -189,9 +189,13 @@ void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like
   path.note();
 }
 
-std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name,
-                                std::string_view epilogue_name, const OptionalTensor& bias_in,
-                                const OptionalTensor& aux_in, std::optional<at::ScalarType> out_dtype_in) {
+namespace {
+
+// into: where d is to be; undefined: anywhere.
+std::tuple<Tensor, Tensor> gemm_at(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name,
+                                   std::string_view epilogue_name, const OptionalTensor& bias_in,
+                                   const OptionalTensor& aux_in, std::optional<at::ScalarType> out_dtype_in,
+                                   const Tensor& into) {
   const te_gemm_layout layout = layout_of(layout_name);
   const te_gemm_epilogue epilogue = epilogue_of(epilogue_name);
   const Extents e = checked_extents(a_in, b_in, layout, layout_name);
@@ -215,7 +219,7 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
   const int64_t cols = e.cols.expect_int();
   const Tensor a = rows_of(a_in);
   const Tensor b = rows_of(b_in);
-  const Tensor d = at::empty({rows, cols}, a.options().dtype(out_dtype));
+  const Tensor d = into.defined() ? into : at::empty({rows, cols}, a.options().dtype(out_dtype));
   const OptionalTensor bias = bias_in.has_value() ? OptionalTensor(bias_in->contiguous()) : std::nullopt;
   const OptionalTensor aux = aux_in.has_value() ? OptionalTensor(rows_of(*aux_in)) : std::nullopt;
   te_gemm_problem problem = problem_of(a, b, layout, epilogue);
@@ -232,6 +236,23 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a_in, const Tensor& b_in, std::str
   }
   run_gemm(path, problem, a);
   return {d, extra};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_view layout, std::string_view epilogue,
+                                const OptionalTensor& bias, const OptionalTensor& aux,
+                                std::optional<at::ScalarType> out_dtype) {
+  return gemm_at(a, b, layout, epilogue, bias, aux, out_dtype, {});
+}
+
+void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias, const Tensor& d) {
+  // The choice of an algorithm depends on d's alignment, and with it the bits.
+  const bool aligned = reinterpret_cast<uintptr_t>(d.data_ptr()) % 16 == 0;
+  const std::string_view epilogue = bias.has_value() ? "bias" : "none";
+  const Tensor made =
+      std::get<0>(gemm_at(a, b, layout, epilogue, bias, std::nullopt, d.scalar_type(), aligned ? d : Tensor()));
+  if (!made.is_same(d)) d.copy_(made);
 }
 
 Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name, Tensor& out,

@@ -14,6 +14,9 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_vi
                                 const OptionalTensor& bias, const OptionalTensor& aux,
                                 std::optional<at::ScalarType> out_dtype);
 
+// The same into d, [rows, cols] of out_dtype, contiguous; the bits are those of a fresh one.
+void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias, const Tensor& d);
+
 // out += the product, or out = the product with overwrite, in out's dtype (float32 or the operands'). Returns the bias
 // gradient of "bgrad", else empty.
 Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,

@@ -207,11 +207,14 @@ Tensor padded_bias(const Tensor& bias, int64_t cols) {
   return wide;
 }
 
+// into: where the result may be, if that takes it; undefined: anywhere.
 Tensor product_by_engine(const GemmPath& path, const Operand& a, const Operand& b, at::ScalarType out_dtype,
-                         const OptionalTensor& bias, bool fast) {
+                         const OptionalTensor& bias, bool fast, const Tensor& into) {
   const int64_t rows = b.data.size(0), cols = a.data.size(0);
   const Padded left(a), right(b);
-  const Tensor d = at::empty({right.data.rows, left.data.rows}, a.data.options().dtype(out_dtype));
+  const bool there = into.defined() && right.data.rows == rows && left.data.rows == cols &&
+                     reinterpret_cast<uintptr_t>(into.data_ptr()) % 16 == 0;
+  const Tensor d = there ? into : at::empty({right.data.rows, left.data.rows}, a.data.options().dtype(out_dtype));
   te_gemm_problem p = problem_of(left, a, right, b, fast);
   p.d = view_2d(d, "gemm_fp8", "d");
   Tensor wide_bias;
@@ -230,7 +233,8 @@ Tensor product_by_engine(const GemmPath& path, const Operand& a, const Operand& 
 
 bool is_empty(const Operand& a, const Operand& b) { return a.data.numel() == 0 || b.data.numel() == 0; }
 
-Tensor product(const Operand& a, const Operand& b, at::ScalarType out_dtype, const OptionalTensor& bias, bool fast) {
+Tensor product(const Operand& a, const Operand& b, at::ScalarType out_dtype, const OptionalTensor& bias, bool fast,
+               const Tensor& into = {}) {
   const c10::NoGradGuard no_graph;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // of the CPU's product
   const GemmPath path =
@@ -249,9 +253,9 @@ Tensor product(const Operand& a, const Operand& b, at::ScalarType out_dtype, con
     return d.to(out_dtype);
   }
   if (path.apart) {  // the bias: added in float32, rounded once
-    return product_by_engine(path, a, b, at::kFloat, std::nullopt, fast).add_(*bias).to(out_dtype);
+    return product_by_engine(path, a, b, at::kFloat, std::nullopt, fast, {}).add_(*bias).to(out_dtype);
   }
-  return product_by_engine(path, a, b, out_dtype, bias, fast);
+  return product_by_engine(path, a, b, out_dtype, bias, fast, into);
 }
 
 Tensor gemm_fp8_meta(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,
@@ -280,6 +284,17 @@ Tensor gemm_fp8_op(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, c
   check_pair(left, right, fast);
   check_bias(left, bias);
   return product(left, right, out_dtype, bias, fast);
+}
+
+void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, const Tensor& d,
+                   const OptionalTensor& bias, bool fast) {
+  const Fp8Operand l(a, a_columnwise, "a"), r(b, b_columnwise, "b");
+  const Operand left(l.data, l.scale_inv, l.code, "a"), right(r.data, r.scale_inv, r.code, "b");
+  check_fit(left, right, d.scalar_type());
+  check_pair(left, right, fast);
+  check_bias(left, bias);
+  const Tensor made = product(left, right, d.scalar_type(), bias, fast, d);
+  if (!made.is_same(d)) d.copy_(made);
 }
 
 void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,

@@ -46,6 +46,10 @@ Tensor gemm_fp8(const Quantized& a, bool a_columnwise, const Quantized& b, bool 
                                            right.scale_inv, right.code, out_dtype, bias, fast);
 }
 
+// The same into d, [b's outer, a's outer], contiguous; the bits are those of a fresh one.
+void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, const Tensor& d,
+                   const OptionalTensor& bias, bool fast);
+
 template <class Route = Direct>
 void gemm_fp8_accumulate(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, Tensor& out,
                          bool overwrite, bool fast) {

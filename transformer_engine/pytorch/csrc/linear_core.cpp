@@ -59,16 +59,24 @@ void check_product(const Tensor& x, const c10::SymInt& depth, const Tensor& weig
   }
 }
 
-Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+namespace {
+
+// Undefined where the product is somebody else's than LibTorch.
+Tensor linear_by_torch(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_operands(x, weight, bias);
   check_memory(x, "linear", "x");
   check_memory(weight, "linear", "weight");
   const GemmPath path = gemm_path({x.is_cpu(), x.scalar_type(), x.scalar_type(), x.numel() == 0 || weight.numel() == 0,
                                    bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE, x.scalar_type()});
-  if (path.by == GemmBy::kLibTorch) {
-    path.note();
-    return at::linear(x, weight, bias);
-  }
+  if (path.by != GemmBy::kLibTorch) return {};
+  path.note();
+  return at::linear(x, weight, bias);
+}
+
+}  // namespace
+
+Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  if (Tensor y = linear_by_torch(x, weight, bias); y.defined()) return y;
   const auto d =
       std::get<0>(gemm(weight, x, "TN", bias.has_value() ? "bias" : "none", bias, std::nullopt, std::nullopt));
   return unfold(d, x, weight.size(0));
@@ -77,6 +85,18 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& b
 Tensor linear_dgrad(const Tensor& dy, const Tensor& weight) {
   return unfold(std::get<0>(gemm(weight, dy, "NN", "none", std::nullopt, std::nullopt, std::nullopt)), dy,
                 weight.size(1));
+}
+
+void linear_fwd_into(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& d) {
+  if (const Tensor y = linear_by_torch(x, weight, bias); y.defined()) {
+    d.copy_(y);
+  } else {
+    gemm_into(weight, x, "TN", bias, d);
+  }
+}
+
+void linear_dgrad_into(const Tensor& dy, const Tensor& weight, const Tensor& d) {
+  gemm_into(weight, dy, "NN", std::nullopt, d);
 }
 
 std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool with_bias) {

@@ -17,6 +17,10 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& b
 // dx[..., K] = dy[..., N] weight[N, K]
 Tensor linear_dgrad(const Tensor& dy, const Tensor& weight);
 
+// The same of matrices into d, which is contiguous: consecutive rows of a larger result.
+void linear_fwd_into(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& d);
+void linear_dgrad_into(const Tensor& dy, const Tensor& weight, const Tensor& d);
+
 // dweight[N, K] = dy^T x; dbias[N] = column sums of dy, empty unless asked for.
 std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool with_bias);
 

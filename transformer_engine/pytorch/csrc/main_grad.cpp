@@ -1,7 +1,6 @@
 // See main_grad.h. Whoever waits for a lock here does not hold the GIL; who holds a lock may take the GIL.
 #include "main_grad.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -163,15 +162,16 @@ std::vector<Tensor> WeightParameters::main_grads(bool ask) const {
 WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) const {
   const Names& attributes = names_of_attributes();
   WeightTargets said;
-  said.stand_in = true;
   for (size_t i = 0; i < weights.size(); ++i) {
     said.list.push_back({main_grads[i], weights[i].size(0), overwrite});
     said.tells.push_back(false);
+    said.stands_in.push_back(false);
+    said.zero.push_back(false);
     if (!wanted[i]) continue;
     const py::object weight = owned(THPVariable_Wrap(weights[i]));
     const bool waits = bool(attribute(weight.ptr(), attributes.added));
-    said.stand_in = said.stand_in && waits;
-    if (waits) said.zero = is_true(attribute(weight.ptr(), attributes.zero_out).ptr()) || said.zero;
+    said.stands_in[i] = waits;
+    if (waits) said.zero[i] = is_true(attribute(weight.ptr(), attributes.zero_out).ptr());
     if (!main_grads[i].defined()) continue;
     said.tells[i] = waits;
     said.list[i].overwrite = overwrite || is_true(attribute(weight.ptr(), attributes.overwrite).ptr());
@@ -179,7 +179,8 @@ WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) c
   return said;
 }
 
-Tensor WeightParameters::accumulate(const WeightProduct& product, const WeightTargets& targets, bool with_bias) const {
+std::vector<Tensor> WeightParameters::accumulate(const WeightProduct& product, const WeightTargets& targets,
+                                                 bool with_bias) const {
   std::vector<Tensor> sums;
   {
     std::optional<pybind11::gil_scoped_release> no_gil;
@@ -198,16 +199,30 @@ Tensor WeightParameters::accumulate(const WeightProduct& product, const WeightTa
         throw_python_error();
     }
   }
-  if (!with_bias) return {};
-  return sums.size() == 1 ? sums[0] : at::cat(sums);
+  return sums;
 }
 
-Tensor WeightParameters::stand_in(const WeightTargets& targets, at::ScalarType dtype) const {
-  if (!targets.stand_in) return {};
+c10::SmallVector<Tensor, 1> WeightParameters::stand_ins(const WeightTargets& targets,
+                                                        const WeightProduct& product) const {
+  const auto dummy = [&](at::IntArrayRef shape, bool zero) {
+    return dummy_weight_grad(shape, product.dtype(), weights[0].device(), zero);
+  };
+  c10::SmallVector<Tensor, 1> all;
+  if (product.matrices() > 1) {
+    for (size_t i = 0; i < weights.size(); ++i) {
+      all.push_back(targets.stands_in[i] ? dummy(weights[i].sizes(), targets.zero[i]) : Tensor());
+    }
+    return all;
+  }
   std::vector<int64_t> shape = weights[0].sizes().vec();
   shape[0] = 0;
-  for (const WeightTarget& target : targets.list) shape[0] += target.rows;
-  return dummy_weight_grad(shape, dtype, weights[0].device(), targets.zero);
+  bool zero = false;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (wanted[i] && !targets.stands_in[i]) return {Tensor()};
+    shape[0] += targets.list[i].rows;
+    zero = zero || targets.zero[i];
+  }
+  return {dummy(shape, zero)};
 }
 
 Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::Device& device, bool zero) {
@@ -247,8 +262,8 @@ WeightGrads ParameterSink::take(std::shared_ptr<const WeightProduct> product, bo
     const pybind11::gil_scoped_acquire gil;
     targets = parameters->targets(parameters->main_grads(true));
   }
-  const Tensor sums = parameters->accumulate(*product, targets, with_bias);
-  return {{parameters->stand_in(targets, product->dtype())}, {sums}};
+  const std::vector<Tensor> sums = parameters->accumulate(*product, targets, with_bias);
+  return {parameters->stand_ins(targets, *product), sums_of_matrices(*product, sums)};
 }
 
 namespace {
@@ -324,6 +339,7 @@ class WeightGradProduct {
 
 // One a parameter: the rows of the matrices that are its.
 std::vector<Tensor> cut(at::TensorList matrices, const std::vector<int64_t>& rows) {
+  if (matrices.size() == rows.size()) return matrices.vec();
   std::vector<Tensor> parts;
   for (const Tensor& matrix : matrices) {
     std::vector<int64_t> sizes;
@@ -359,8 +375,7 @@ void register_main_grad(py::module_& m) {
                                                         const std::vector<OptionalTensor>& main_grads, bool with_bias) {
              std::vector<Tensor> given;
              for (const OptionalTensor& main_grad : main_grads) given.push_back(main_grad.value_or(Tensor()));
-             const Tensor sums = p.accumulate(product, p.targets(given), with_bias);
-             return with_bias ? cut(sums, p.rows()) : std::vector<Tensor>();
+             return p.accumulate(product, p.targets(given), with_bias);
            }))
       .def("compute", torch::wrap_pybind_function_no_gil(
                           [](const WeightParameters& p, const WeightProduct& product, bool with_bias) {

@@ -19,8 +19,9 @@ struct WeightNames {
 struct WeightTargets {
   std::vector<WeightTarget> list;
   c10::SmallVector<bool, 4> tells;  // which of them wait for grad_added_to_main_grad
-  bool stand_in = false;            // autograd gets a dummy, so that its hooks fire
-  bool zero = false;                // of zeros
+  // Of which of them autograd gets a dummy, so that its hooks fire, and of which one of zeros. Of one matrix's, in
+  // whose place there is one dummy, all that want a gradient have to.
+  c10::SmallVector<bool, 4> stands_in, zero;
 };
 
 // A call's product, as its weight gradients need it: weights and biases are the rows of its matrices, in order; those
@@ -43,13 +44,13 @@ struct WeightParameters {
   std::vector<Tensor> main_grads(bool ask) const;
   WeightTargets targets(const std::vector<Tensor>& main_grads) const;
 
-  // The wanted gradients into their targets. Returns the biases', one behind the other; undefined unless `with_bias`.
+  // The wanted gradients into their targets. Returns the biases', one for each; none unless `with_bias`.
   // The GIL is let go where it is held: nothing is computed or waited for under it.
-  Tensor accumulate(const WeightProduct& product, const WeightTargets& targets, bool with_bias) const;
+  std::vector<Tensor> accumulate(const WeightProduct& product, const WeightTargets& targets, bool with_bias) const;
 
   // What autograd gets for gradients that are in main_grad: nothing, or where the owners of main_grad wait for
   // autograd's hooks (they set grad_added_to_main_grad) a dummy.
-  Tensor stand_in(const WeightTargets& targets, at::ScalarType dtype) const;
+  c10::SmallVector<Tensor, 1> stand_ins(const WeightTargets& targets, const WeightProduct& product) const;
 };
 
 class ParameterSink : public WeightGradSink {

@@ -149,6 +149,7 @@ uint8_t part_of(const Quantized& q, Part part) {
 }  // namespace
 
 void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what) {
+  for (const Operand& group : t.groups) keep_operand(keeper, name, group, directions, what);
   if (!t.quantized()) {
     keeper.keep(name, t.plain, what);
     return;
@@ -191,7 +192,10 @@ c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name) 
 
 Operand kept_operand(const NamedTensors& saved, int name) {
   const auto list = kept_operands(saved, name);
-  return list.empty() ? Operand() : list[0];
+  if (list.size() < 2) return list.empty() ? Operand() : list[0];
+  Operand whole;
+  whole.groups.assign(list.begin(), list.end());
+  return whole;
 }
 
 void register_product(pybind11::module_& m) {

@@ -28,9 +28,10 @@ Quantization quantization_of(at::ArrayRef<int64_t> packed, const char* op);
 struct Operand {
   Tensor plain;  // undefined where it is FP8
   Quantized fp8;
+  std::vector<Operand> groups = {};  // in place of one matrix: one for each group of its rows
 
-  bool quantized() const { return fp8.defined(); }
-  bool defined() const { return plain.defined() || fp8.defined(); }
+  bool quantized() const { return fp8.defined() || !groups.empty(); }
+  bool defined() const { return plain.defined() || quantized(); }
 };
 
 // Consecutive rows of a matrix whose leading dimensions are folded.
@@ -67,7 +68,7 @@ TE_EXPORT Operand rows_of(const Operand& t, const Rows& rows);
 
 // An operand through the saved-tensor door, under one name: itself, or data and scales in these directions.
 void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what);
-Operand kept_operand(const NamedTensors& saved, int name);  // the first one under the name
+Operand kept_operand(const NamedTensors& saved, int name);  // the one under the name; several are its groups
 c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name);
 
 inline constexpr Kept kScales{"scales", "FP8 data mean nothing without them", "a few bytes for each block"};

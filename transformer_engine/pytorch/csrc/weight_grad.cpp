@@ -43,8 +43,7 @@ class TracedSink : public WeightGradSink {
 
   WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override {
     const std::vector<Tensor> sums = product->accumulate(targets_, with_bias);
-    if (!with_bias) return {{Tensor()}, {Tensor()}};
-    return {{Tensor()}, {sums.size() == 1 ? sums[0] : at::cat(sums)}};
+    return {{Tensor()}, sums_of_matrices(*product, sums)};
   }
 
  private:
@@ -52,6 +51,12 @@ class TracedSink : public WeightGradSink {
 };
 
 }  // namespace
+
+c10::SmallVector<Tensor, 1> sums_of_matrices(const WeightProduct& product, const std::vector<Tensor>& sums) {
+  if (sums.empty()) return {Tensor()};
+  if (product.matrices() > 1) return {sums.begin(), sums.end()};
+  return {sums.size() == 1 ? sums[0] : at::cat(sums)};
+}
 
 Sink traced_sink(std::vector<WeightTarget> targets) { return std::make_shared<TracedSink>(std::move(targets)); }
 

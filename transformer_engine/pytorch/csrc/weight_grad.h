@@ -23,6 +23,9 @@ using Sink = std::shared_ptr<WeightGradSink>;  // Python's: none for None, or a 
 
 void register_sinks(pybind11::module_& m);
 
+// What accumulate() returns, as autograd takes it: the parts of one matrix's bias are one.
+c10::SmallVector<Tensor, 1> sums_of_matrices(const WeightProduct& product, const std::vector<Tensor>& sums);
+
 // Adds to the targets' tensors, which are arguments of the traced call: what parameters say was read by the forward.
 Sink traced_sink(std::vector<WeightTarget> targets);
 

@@ -30,6 +30,7 @@ class TE_EXPORT WeightProduct {
   // The plain tensors that it reads: whoever changes these in place changes the gradients.
   virtual std::vector<Tensor> reads() const = 0;
   virtual at::ScalarType dtype() const = 0;
+  virtual size_t matrices() const { return 1; }  // whose rows the targets are, or a target each
 };
 
 // Of one matrix: dweight[N, K] = dy^T x, dbias[N] = the column sums of dy.

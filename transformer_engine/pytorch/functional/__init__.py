@@ -4,6 +4,7 @@ torch.ops.te.<op>, the same C++ function behind a schema. This is the only place
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds
 from transformer_engine.pytorch.functional.comm import comm_interleave, comm_ordered_sum
 from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
+from transformer_engine.pytorch.functional.grouped_linear import grouped_linear, grouped_offsets
 from transformer_engine.pytorch.functional.linear import (
     activation_linear,
     layernorm_mlp,
@@ -38,6 +39,8 @@ __all__ = [
     "dequantize",
     "gemm",
     "gemm_accumulate",
+    "grouped_linear",
+    "grouped_offsets",
     "layernorm_mlp",
     "linear",
     "noop_cat",

@@ -1,5 +1,4 @@
 // The backward of a layer and of a chain (layer.h): takes back what forward.cpp kept.
-#include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 
 #include "gathered_product.h"
@@ -38,11 +37,6 @@ struct Gradients {
   Tensor dx_sums, dgamma, dbeta;
   WeightGrads weights;
 };
-
-Tensor column_sums(const Tensor& dy) {
-  const c10::SymInt features = dy.sym_size(-1);
-  return at::sum_to(dy, c10::SymIntArrayRef(&features, 1));
-}
 
 // What a layer's backward has: its saved tensors, and its source's input, which another layer may have made again.
 SourceSaved source_saved(const NamedTensors& saved, size_t number, const Tensor& input) {
@@ -96,12 +90,15 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
   WeightParts parts{{in.made, in.dbias}, {}, false, nullptr, nullptr};
   Gradient& gradient = parts.gradient;
   const Directions directions{wanted.source, wanted.weight};
+  const bool by_groups = stage.products->quantizes_groups(q);
   if (in.dy.defined() && (wanted.source || wanted.weight || wanted.bias)) {
     const Quantizer* quantizer = gradient_quantizer(q, directions);
     const Quantizing how =
         exchange != nullptr ? exchange->quantizing(route, Pass::kDgrad, quantizer, in.dy) : Quantizing::kBefore;
     Tensor* sums = wanted.bias ? &gradient.dbias : nullptr;
-    if (how == Quantizing::kBefore) {
+    if (by_groups) {
+      gradient.dy = stage.products->quantized_groups(route, Pass::kDgrad, in.dy, directions, sums);
+    } else if (how == Quantizing::kBefore) {
       gradient.dy = operand_of(route, quantizer, in.dy, directions, sums);
     } else {
       if (wanted.bias) operand_of(route, gradient_quantizer(q, {}), in.dy, {}, sums);
@@ -156,12 +153,16 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
     if (!parts.operand.defined()) {
       const bool behind = exchange != nullptr && back.quantizer != nullptr &&
                           exchange->quantizing(route, Pass::kFprop, back.quantizer, from.input) == Quantizing::kBehind;
-      parts.operand = source.make_again(route, from, behind ? nullptr : back.quantizer);
+      parts.operand = source.make_again(route, from, behind || by_groups ? nullptr : back.quantizer);
+      if (by_groups) {
+        const Tensor plain = parts.operand.plain;
+        parts.operand = stage.products->quantized_groups(route, Pass::kFprop, plain, {false, true}, nullptr);
+      }
     }
     if (stage.operand == Fate::kMadeAgain) policy.made_again(source.operand_words());
     out.weights = weight_gradient(route, stage, std::move(parts), dtype, wanted.bias);
   } else if (in.any() && wanted.bias) {
-    out.weights.biases = {gradient.dbias.defined() ? gradient.dbias : column_sums(in.dy)};
+    out.weights.biases = stage.products->bias_gradients(route, in.dy, gradient.dbias);
   }
   if (!before && wanted.source) taken = take_back();
   out.dx = taken.dx;

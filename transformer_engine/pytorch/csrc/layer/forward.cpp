@@ -45,7 +45,11 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
   if (again) {
     const Operand& operand = made.operand;
     if (number == 0 || stage.input == Fate::kKept) {  // else it goes with the input, which is named
-      keeper.made_again(operand.quantized() ? operand.fp8.rowwise : operand.plain, source.operand_words());
+      const auto tell = [&](const Operand& t) {
+        keeper.made_again(t.quantized() ? t.fp8.rowwise : t.plain, source.operand_words());
+      };
+      std::for_each(operand.groups.begin(), operand.groups.end(), tell);
+      if (operand.groups.empty()) tell(operand);
     }
     keeper.keep(name(kUsedScales), used_scales(operand), kScales);
   } else if (gathered.defined()) {
@@ -100,12 +104,14 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   const ProductQuantization* q = stage.quantization.get();
   const Source& source = *stage.source;
   const Tensor& x = in.source.x;
-  const Tensor& parameter = in.weights[0];
   const bool own = !in.own.empty();
   TORCH_INTERNAL_ASSERT(!own || in.own.size() == in.weights.size());
   const auto check = [&](const Tensor& shown, const c10::SymInt& depth) {
     if (q == nullptr && !stage.exchange) return;  // the product does, and of an exchange it sees some rows
-    check_product(shown, depth, parameter, in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[0]), own);
+    for (size_t i = 0; i < in.weights.size(); ++i) {
+      check_product(shown, depth, in.weights[i], in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[i]),
+                    own);
+    }
   };
   // Before a quantizer notes the amax of an x that is refused. A norm looks at x itself; what an activation makes of it
   // is known behind it.
@@ -117,19 +123,25 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
       exchange != nullptr ? exchange->quantizing(route, Pass::kFprop, quantizer, x) : Quantizing::kBefore;
   const bool keep_operand = needs.weight && stage.operand == Fate::kKept && keeping == Keeping::kNormal;
   const Directions directions{true, keep_operand};
+  const bool by_groups = stage.products->quantizes_groups(q);
+  const Quantizer* before = how == Quantizing::kBefore && !by_groups ? quantizer : nullptr;
   LayerOutput out;
-  out.made = source.make(route, in.source, how == Quantizing::kBefore ? quantizer : nullptr, directions, want_output);
+  out.made = source.make(route, in.source, before, directions, want_output);
   Operand& operand = out.made.operand;
   if (!source.keeps_width() && operand.quantized()) check(x, operand.fp8.rowwise.sym_size(-1));
   if (!source.keeps_width() && !operand.quantized())
     check(q == nullptr ? operand.plain : x, operand.plain.sym_size(-1));
   if (how == Quantizing::kTogether) operand = exchange->quantized(*quantizer, operand.plain, directions);
+  if (by_groups) {
+    operand = stage.products->quantized_groups(route, Pass::kFprop, Tensor(operand.plain), directions, nullptr);
+  }
 
   const bool columnwise = needs.source || keeping == Keeping::kRunAgain;
   const bool adds_up = exchange != nullptr && exchange->adds_up(Pass::kFprop);
   WeightSet w{{}, adds_up ? at::TensorList() : in.biases};
   for (size_t i = 0; i < in.weights.size(); ++i) {
-    const Quantizer* quantizer = q != nullptr ? &q->weight : nullptr;
+    const ProductQuantization* its = stage.products->quantization(q, i);
+    const Quantizer* quantizer = its != nullptr ? &its->weight : nullptr;
     w.weights.push_back(own ? in.own[i] : operand_of(route, quantizer, in.weights[i], {true, columnwise}));
   }
   const bool split = q == nullptr || q->split_fprop;
@@ -203,9 +215,7 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
   for (size_t i = 0; i < layers; ++i) {
     const bool first = i == 0, run_again = any && i + 1 < layers && state.stages[i + 1].input == Fate::kMadeAgain;
     const SourceInput source{between, first ? residual : none, first ? gamma : none, first ? beta : none};
-    const Operand own{{}, call.own_weights[i]};
-    const at::ArrayRef<Operand> given = own.defined() ? at::ArrayRef<Operand>(own) : at::ArrayRef<Operand>();
-    const LayerInput in{source, arguments.list(weight_of(i)), arguments.list(bias_of(i)), given};
+    const LayerInput in{source, arguments.list(weight_of(i)), arguments.list(bias_of(i)), call.own_weights[i]};
     LayerOutput out = layer_forward(route, state.stages[i], i, keeper, in, needs[i],
                                     run_again ? Keeping::kRunAgain : Keeping::kNormal, call.return_output);
     if (first && gamma.has_value()) {

@@ -34,9 +34,10 @@ constexpr int bias_of(size_t stage) { return weight_of(stage) + 1; }
 
 struct Call {
   NamedTensors arguments;
-  mutable Stages stages;                       // the forward takes them into the node's state
-  c10::SmallVector<Quantized, 2> own_weights;  // of each layer: the module's FP8 copy of its weight, or undefined
-  bool return_output = true;                   // the norm's output is one of the node's
+  mutable Stages stages;  // the forward takes them into the node's state
+  // Of each layer: the module's FP8 copies of its weights, or none.
+  c10::SmallVector<c10::SmallVector<Operand, 1>, 2> own_weights;
+  bool return_output = true;  // the norm's output is one of the node's
   bool return_input = false;  // x is an output too, so that a residual's gradient joins in the backward
 
   const Tensor& x() const { return arguments[kX]; }

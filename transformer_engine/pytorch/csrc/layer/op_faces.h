@@ -26,7 +26,7 @@ struct EagerHandles {
     call.stages[stage].sink = sink;
     call.stages[stage].quantization = quantization;
     call.stages[stage].exchange = exchange;
-    if (own_weight != nullptr) call.own_weights[stage] = *own_weight;
+    if (own_weight != nullptr) call.own_weights[stage] = {Operand{{}, *own_weight}};
     return call.stages[stage].sink != nullptr;
   }
 };
@@ -64,7 +64,7 @@ void visit_tensors(Call& call, Visit&& visit) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const int name = call.arguments.labels()[i].name;
     const bool weight = name >= kFirstWeight && (name - kFirstWeight) % 2 == 0;
-    if (!weight || !call.own_weights[size_t(name - kFirstWeight) / 2].defined()) visit(call.arguments.tensors()[i]);
+    if (!weight || call.own_weights[size_t(name - kFirstWeight) / 2].empty()) visit(call.arguments.tensors()[i]);
   }
 }
 
@@ -75,32 +75,41 @@ inline void autocast_all(Call& call) {
 // A weight that has an FP8 copy of its own is not cast: its dtype fits where x's is what a cast would make of it.
 inline void check_own_weights(const Call& call) {
   for (size_t i = 0; i < call.stages.size(); ++i) {
-    if (!call.own_weights[i].defined()) continue;
-    const Tensor& weight = call.arguments[weight_of(i)];
+    if (call.own_weights[i].empty()) continue;
     const Tensor& x = call.x();
-    const auto device = weight.device().type();
-    const auto dtype = weight.scalar_type();
-    const bool is_cast = dtype != x.scalar_type() && at::autocast::is_autocast_enabled(device) &&
-                         dtype != at::kDouble && x.scalar_type() == at::autocast::get_autocast_dtype(device);
-    if (!is_cast) check_same(weight, x, "linear", "weight");
+    for (const Tensor& weight : call.arguments.list(weight_of(i))) {
+      const auto device = weight.device().type();
+      const auto dtype = weight.scalar_type();
+      const bool is_cast = dtype != x.scalar_type() && at::autocast::is_autocast_enabled(device) &&
+                           dtype != at::kDouble && x.scalar_type() == at::autocast::get_autocast_dtype(device);
+      if (!is_cast) check_same(weight, x, "linear", "weight");
+    }
   }
 }
 
 namespace detail {
-// An argument of a schema, from what eager Python hands over. Integers are packed for the dispatcher alone: where it is
-// passed by, `extra` adds the quantization itself.
 template <class T>
-const T& for_schema(const T& argument) {
-  return argument;
-}
-inline std::vector<int64_t> for_schema(const EagerHandles& handles) { return handles.spec(); }
-inline std::vector<int64_t> for_schema(const EagerParallel& parallel) { return parallel.spec(); }
+concept Handles = requires(const T& handles) {
+  handles.spec();
+};
+// An argument of a schema, from what eager Python hands over. Handles are packed into integers for the dispatcher
+// alone: where it is passed by, `extra` adds what they hold.
 template <class T>
-const T& for_pack(const T& argument) {
-  return argument;
+decltype(auto) for_schema(const T& argument) {
+  if constexpr (Handles<T>) {
+    return argument.spec();
+  } else {
+    return (argument);
+  }
 }
-inline at::ArrayRef<int64_t> for_pack(const EagerHandles&) { return {}; }
-inline at::ArrayRef<int64_t> for_pack(const EagerParallel&) { return {}; }
+template <class T>
+decltype(auto) for_pack(const T& argument) {
+  if constexpr (Handles<T>) {
+    return at::ArrayRef<int64_t>();
+  } else {
+    return (argument);
+  }
+}
 }  // namespace detail
 
 // kPack turns the schema's arguments into a Call; kUnpack(outputs, call) turns the node's outputs into the op's.
@@ -142,8 +151,8 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
     autocast_all(call);
     check_own_weights(call);
     bool graph = needs_graph(tensors);
-    for (size_t i = 0; !graph && i < call.stages.size(); ++i) {
-      graph = c10::GradMode::is_enabled() && call.arguments[weight_of(i)].requires_grad();
+    for (size_t i = 0; !graph && c10::GradMode::is_enabled() && i < call.stages.size(); ++i) {
+      for (const Tensor& weight : call.arguments.list(weight_of(i))) graph = graph || weight.requires_grad();
     }
     return kUnpack(graph ? run_node<Family, Direct>(call) : run_inference(Route(Direct{}), call), call);
   }

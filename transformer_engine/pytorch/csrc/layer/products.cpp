@@ -1,6 +1,8 @@
 // See products.h. The arithmetic is the gemm room's.
 #include "products.h"
 
+#include <ATen/ExpandUtils.h>
+
 #include "gemm_fp8.h"
 #include "linear_core.h"
 
@@ -8,45 +10,80 @@ namespace te_torch::layer {
 
 namespace {
 
-Tensor unfold_last(const Tensor& d, const Tensor& like, const c10::SymInt& last) {
-  c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
-  shape.back() = last;
-  return d.sym_sizes() == c10::SymIntArrayRef(shape) ? d : d.view_symint(shape);
-}
-
 // An FP8 operand in plain form has its leading dimensions folded.
 Tensor unfolded(const Route& route, const Operand& t, const Tensor& like) {
   const Tensor plain = plain_of(route, t, like.scalar_type());
-  return unfold_last(plain, like, plain.sym_size(-1));
+  return with_rows_of(plain, like);
 }
 
 Tensor fp8_product(const Route& route, const Quantized& weight, bool columnwise, const Quantized& t, const Tensor& like,
-                   const OptionalTensor& bias, bool split) {
+                   const OptionalTensor& bias, bool split, const Tensor& into) {
   const bool fast = may_be_fast(weight, t, split);
+  if (into.defined()) {
+    gemm_fp8_into(weight, columnwise, t, false, into, bias, fast);
+    return into;
+  }
   const Tensor d = route.direct() ? gemm_fp8<Direct>(weight, columnwise, t, false, like.scalar_type(), bias, fast)
                                   : gemm_fp8<Dispatched>(weight, columnwise, t, false, like.scalar_type(), bias, fast);
-  return unfold_last(d, like, (columnwise ? weight.columnwise : weight.rowwise).sym_size(0));
+  return with_rows_of(d, like);
 }
 
 }  // namespace
 
+Tensor fprop_of(const Route& route, const Operand& x, const Operand& weight, const OptionalTensor& bias,
+                const Tensor& like, bool split, const Tensor& into) {
+  if (x.quantized() && weight.quantized()) {
+    return fp8_product(route, weight.fp8, false, x.fp8, like, bias, split, into);
+  }
+  const bool plain = !x.quantized() && !weight.quantized();
+  const Tensor t = plain ? x.plain : unfolded(route, x, like), w = plain_of(route, weight, like.scalar_type());
+  if (!into.defined()) return route.call<linear_fwd>("te::linear_fwd", t, w, bias);
+  Direct::call<linear_fwd_into>("te::linear_fwd", t, w, bias, into);
+  return into;
+}
+
+Tensor dgrad_of(const Route& route, const Operand& dy, const Operand& weight, const Tensor& like, bool split,
+                const Tensor& into) {
+  if (dy.quantized() && weight.quantized()) {
+    return fp8_product(route, weight.fp8, true, dy.fp8, like, {}, split, into);
+  }
+  const bool plain = !dy.quantized() && !weight.quantized();
+  const Tensor t = plain ? dy.plain : unfolded(route, dy, like), w = plain_of(route, weight, like.scalar_type());
+  if (!into.defined()) return route.call<linear_dgrad>("te::linear_dgrad", t, w);
+  Direct::call<linear_dgrad_into>("te::linear_dgrad", t, w, into);
+  return into;
+}
+
+Tensor matrix_of(const Tensor& t) {
+  if (t.dim() == 2) return t;
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows = rows * t.sym_size(d);
+  return t.reshape_symint({rows, t.sym_size(-1)});
+}
+
+Tensor with_rows_of(const Tensor& matrix, const Tensor& like) {
+  c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
+  shape.back() = matrix.sym_size(-1);
+  return matrix.sym_sizes() == c10::SymIntArrayRef(shape) ? matrix : matrix.view_symint(shape);
+}
+
+Sums Products::bias_gradients(const Route&, const Tensor& dy, const Tensor& made) const {
+  return {made.defined() ? made : column_sums(dy)};
+}
+
+Tensor column_sums(const Tensor& dy) {
+  const c10::SymInt features = dy.sym_size(-1);
+  return at::sum_to(dy, c10::SymIntArrayRef(&features, 1));
+}
+
 Tensor SingleProduct::fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                             bool split) const {
-  const Operand& weight = w.weights[0];
-  const OptionalTensor bias = w.biases.empty() ? OptionalTensor() : OptionalTensor(w.biases[0]);
-  if (x.quantized() && weight.quantized()) return fp8_product(route, weight.fp8, false, x.fp8, like, bias, split);
-  const bool plain = !x.quantized() && !weight.quantized();
-  return route.call<linear_fwd>("te::linear_fwd", plain ? x.plain : unfolded(route, x, like),
-                                plain_of(route, weight, like.scalar_type()), bias);
+  return fprop_of(route, x, w.weights[0], w.bias(0), like, split, {});
 }
 
 Tensor SingleProduct::dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                             bool split) const {
-  const Operand& weight = w.weights[0];
-  if (dy.quantized() && weight.quantized()) return fp8_product(route, weight.fp8, true, dy.fp8, like, {}, split);
-  const bool plain = !dy.quantized() && !weight.quantized();
-  return route.call<linear_dgrad>("te::linear_dgrad", plain ? dy.plain : unfolded(route, dy, like),
-                                  plain_of(route, weight, like.scalar_type()));
+  return dgrad_of(route, dy, w.weights[0], like, split, {});
 }
 
 std::shared_ptr<WeightProduct> SingleProduct::weight_product(const Route&, Gradient gradient, Operand x,

@@ -1,10 +1,11 @@
-// The products of a layer over its weights, as a policy: over one weight here. Forward, input gradient and weight
-// gradient are written once over it; which formats the operands have is product.h's business.
+// The products of a layer over its weights, as a policy: over one weight here, over one for each group of rows in
+// products_grouped.h. Forward, input gradient and weight gradient are written once over it; which formats the operands
+// have is product.h's business.
 #pragma once
 
 #include <memory>
 
-#include "product.h"
+#include "exchange.h"
 #include "weight_product.h"
 
 namespace te_torch::layer {
@@ -13,13 +14,28 @@ namespace te_torch::layer {
 struct WeightSet {
   c10::SmallVector<Operand, 1> weights;
   at::TensorList biases;
+
+  OptionalTensor bias(size_t i) const { return biases.empty() ? OptionalTensor() : OptionalTensor(biases[i]); }
 };
 
-// The operand of a gradient that arrives: [..., features], with the column sums where they were made with it.
+// The operand of a gradient that arrives: [..., features], with the column sums where they were made with it (of
+// groups, [groups, features]).
 struct Gradient {
   Operand dy;
   Tensor dbias;
 };
+
+using Sums = c10::SmallVector<Tensor, 1>;  // one for each bias
+Tensor column_sums(const Tensor& dy);
+Tensor matrix_of(const Tensor& t);                              // leading dimensions folded
+Tensor with_rows_of(const Tensor& matrix, const Tensor& like);  // with like's leading dimensions
+
+// The products of one matrix. into: where the result goes, [rows, features] of like's dtype, by the direct route alone;
+// undefined: a new one, with like's leading dimensions.
+Tensor fprop_of(const Route& route, const Operand& x, const Operand& weight, const OptionalTensor& bias,
+                const Tensor& like, bool split, const Tensor& into);
+Tensor dgrad_of(const Route& route, const Operand& dy, const Operand& weight, const Tensor& like, bool split,
+                const Tensor& into);
 
 class TE_EXPORT Products {
  public:
@@ -27,6 +43,15 @@ class TE_EXPORT Products {
   virtual ~Products() = default;
   Products(const Products&) = delete;
   Products& operator=(const Products&) = delete;
+
+  // How weight number i, and the rows that are multiplied by it, are quantized; null: not at all. all: of the layer.
+  virtual const ProductQuantization* quantization(const ProductQuantization* all, size_t i) const { return all; }
+  // Whether operands come here plain and are quantized group by group.
+  virtual bool quantizes_groups(const ProductQuantization* all) const { return false; }
+  // By what quantization() says of each group. dbias: the column sums of each, where they are wanted.
+  virtual Operand quantized_groups(const Route&, Pass, const Tensor& t, Directions, Tensor* dbias) const { return {}; }
+  // The gradients of the biases, where nobody wants a weight's; made: the sums, where they are made already.
+  virtual Sums bias_gradients(const Route&, const Tensor& dy, const Tensor& made) const;
 
   // y[..., N] of x[..., K]; `like` has its leading dimensions and its dtype. rows: which of all rows these are; null
   // for all. split: float32 accumulation throughout.

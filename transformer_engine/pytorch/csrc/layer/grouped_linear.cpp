@@ -1,0 +1,149 @@
+// grouped_linear: a layer with a weight for each group of rows. Schemas and the Python entry.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <numeric>
+
+#include "op_faces.h"
+#include "products_grouped.h"
+
+namespace te_torch {
+
+namespace layer {
+
+namespace {
+
+struct GroupedChain : Chain {
+  static constexpr const char* kName = "grouped_linear";
+};
+
+c10::SymInt rows_in(const Tensor& x) {
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows = rows * x.sym_size(d);
+  return rows;
+}
+
+void check_splits(const Tensor& x, size_t groups, at::ArrayRef<int64_t> splits) {
+  TORCH_CHECK_VALUE(splits.size() == groups, "grouped_linear: argument 'm_splits' has ", splits.size(),
+                    " numbers, wanted ", groups, ", one for each weight.");
+  int64_t sum = 0;
+  for (const int64_t count : splits) {
+    TORCH_CHECK_VALUE(count >= 0 && count <= INT64_MAX - sum, "grouped_linear: argument 'm_splits' is ", splits,
+                      ", wanted numbers of rows, none of them negative.");
+    sum += count;
+  }
+  TORCH_CHECK_VALUE(rows_in(x) == sum, "grouped_linear: argument 'm_splits' is ", splits, ", which adds up to ", sum,
+                    ", wanted x's ", rows_in(x), " rows.");
+}
+
+Call pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList biases, const OptionalTensor& offsets,
+                  at::ArrayRef<int64_t> splits, bool keep_input, at::ArrayRef<int64_t> quantization) {
+  TORCH_CHECK_VALUE(!weights.empty() && (biases.empty() || biases.size() == weights.size()),
+                    "grouped_linear: arguments 'weights' and 'biases' have ", weights.size(), " and ", biases.size(),
+                    " tensors, wanted one for each group, or no biases.");
+  TORCH_CHECK_VALUE(x.dim() > 0, "grouped_linear: argument 'x' has no dimensions, wanted [rows, in_features].");
+  if (!offsets.has_value()) check_splits(x, weights.size(), splits);
+  Call call;
+  call.stages.emplace_back();
+  call.own_weights.resize(1);
+  call.arguments.add(kX, x);
+  for (const Tensor& weight : weights) call.arguments.add(weight_of(0), weight);
+  for (const Tensor& bias : biases) call.arguments.add(bias_of(0), bias);
+  Stage& stage = call.stages[0];
+  stage.quantization = quantization_of(quantization, "grouped_linear");
+  if (keep_input) stage.operand = Fate::kMadeAgain;  // x is kept as it is, and quantized again
+  Grouping grouping{splits.vec(), offsets.value_or(Tensor()), {}, {}, {}};
+  if (stage.quantization != nullptr) grouping.quantizations = {stage.quantization};
+  stage.products = grouped_products(std::move(grouping));
+  return call;
+}
+
+Tensor one(const variable_list& outputs, const Call&) { return outputs[0]; }
+
+using Grouped = Op<GroupedChain, &pack_grouped, &one>;
+using GroupedMainGrad = MainGradOp<GroupedChain, &pack_grouped, &one>::type;
+
+// What eager Python hands over in place of the schema's integers, and beside them.
+struct GroupedHandles {
+  Sink sink;
+  const std::vector<std::shared_ptr<ProductQuantization>>& quantizations;  // none, one for all, or one for each group
+  const std::vector<Quantized>& own_weights;                               // none, or one for each group
+  const OptionalTensor& out;
+  const OptionalTensor& dgrad_out;
+
+  std::vector<int64_t> spec() const {
+    return quantizations.empty() ? std::vector<int64_t>() : quantizations[0]->pack();
+  }
+  bool fits_schema() const { return quantizations.size() < 2 && !out.has_value() && !dgrad_out.has_value(); }
+};
+
+Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                      const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input,
+                      const GroupedHandles& handles) {
+  const bool own = !handles.own_weights.empty();  // the weights serve autograd alone
+  const bool fits = handles.fits_schema() || weights.empty() || !must_dispatch({&x, own ? &x : &weights[0]});
+  TORCH_CHECK_NOT_IMPLEMENTED(fits,
+                              "grouped_linear: arguments 'out' and 'dgrad_out', and quantizers that differ from group "
+                              "to group, work on plain tensors in eager mode, not under FakeTensorMode, functorch or "
+                              "with tensor subclasses; leave them out there.");
+  const auto extra = [&](Call& call) {
+    Stage& stage = call.stages[0];
+    Grouping grouping{
+        splits, offsets.value_or(Tensor()), {}, handles.out.value_or(Tensor()), handles.dgrad_out.value_or(Tensor())};
+    // What a CPU holds can be looked at: groups of the device are then groups of the host, cut as the offsets are.
+    if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets})) {
+      const int32_t* at = offsets->const_data_ptr<int32_t>();
+      grouping.splits.resize(weights.size());
+      for (size_t i = 0; i < weights.size(); ++i) grouping.splits[i] = at[i + 1] - at[i];
+      grouping.offsets = Tensor();
+    }
+    grouping.quantizations.assign(handles.quantizations.begin(), handles.quantizations.end());
+    if (!handles.quantizations.empty()) stage.quantization = handles.quantizations[0];
+    stage.products = grouped_products(std::move(grouping));
+    stage.sink = handles.sink;
+    for (const Quantized& weight : handles.own_weights) call.own_weights[0].push_back({{}, weight});
+    return stage.sink != nullptr;
+  };
+  return Grouped::eager("te::grouped_linear", extra, x, at::TensorList(weights), at::TensorList(biases), offsets,
+                        at::ArrayRef<int64_t>(splits), keep_input, handles);
+}
+
+}  // namespace
+
+#define TE_GROUPED_LINEAR                                                                                \
+  "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? offsets, int[] splits, bool keep_input, int[] " \
+  "quantization"
+
+TORCH_LIBRARY_FRAGMENT(te, m) {
+  m.def("grouped_linear" TE_GROUPED_LINEAR ") -> Tensor");
+  m.def("grouped_linear.main_grad" TE_GROUPED_LINEAR TE_MAIN_GRADS ") -> Tensor");
+}
+
+#define TE_IMPL_FACE(face)                 \
+  m.impl("grouped_linear", Grouped::face); \
+  m.impl("grouped_linear.main_grad", GroupedMainGrad::face)
+
+TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { TE_IMPL_FACE(composite); }
+TORCH_LIBRARY_IMPL(te, Autograd, m) { TE_IMPL_FACE(autograd); }
+TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { TE_IMPL_FACE(autocast); }
+TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { TE_IMPL_FACE(autocast); }
+
+#undef TE_IMPL_FACE
+#undef TE_GROUPED_LINEAR
+
+}  // namespace layer
+
+void register_grouped_linear(pybind11::module_& m) {
+  m.def("grouped_linear",
+        torch::wrap_pybind_function_no_gil(
+            [](const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+               const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input, const Sink& sink,
+               const std::vector<std::shared_ptr<ProductQuantization>>& quantizations,
+               const std::vector<Quantized>& own_weights, const OptionalTensor& out, const OptionalTensor& dgrad_out) {
+              return layer::grouped_linear(x, weights, biases, offsets, splits, keep_input,
+                                           {sink, quantizations, own_weights, out, dgrad_out});
+            }));
+}
+
+}  // namespace te_torch

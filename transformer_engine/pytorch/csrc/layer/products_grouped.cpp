@@ -1,0 +1,188 @@
+// See products_grouped.h. Groups that the host knows: their products one behind the other, into one result.
+#include "products_grouped.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "products_device.h"
+
+namespace te_torch::layer {
+
+namespace {
+
+// The weights' products of all groups, one after the other. Holds what they read as one tensor each.
+class GroupedWeightProduct final : public WeightProduct {
+ public:
+  GroupedWeightProduct(std::vector<MatrixProduct> products, std::vector<Tensor> reads, at::ScalarType dtype)
+      : products_(std::move(products)), reads_(std::move(reads)), dtype_(dtype) {}
+
+  WeightGrads compute(const Route& route, bool with_bias) const override {
+    WeightGrads all;
+    for (const MatrixProduct& product : products_) {
+      WeightGrads one = product.compute(route, with_bias);
+      all.weights.push_back(std::move(one.weights[0]));
+      all.biases.push_back(std::move(one.biases[0]));
+    }
+    return all;
+  }
+
+  std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
+    TORCH_INTERNAL_ASSERT(targets.size() == products_.size());
+    std::vector<Tensor> sums;
+    for (size_t i = 0; i < products_.size(); ++i) {
+      const std::vector<Tensor> one = products_[i].accumulate(targets.slice(i, 1), with_bias);
+      sums.insert(sums.end(), one.begin(), one.end());
+    }
+    return sums;
+  }
+
+  std::vector<Tensor> reads() const override { return reads_; }
+  at::ScalarType dtype() const override { return dtype_; }
+  size_t matrices() const override { return products_.size(); }
+
+ private:
+  std::vector<MatrixProduct> products_;
+  std::vector<Tensor> reads_;
+  at::ScalarType dtype_;
+};
+
+class HostGroups final : public Products {
+ public:
+  explicit HostGroups(Grouping grouping) : grouping_(std::move(grouping)) {
+    for (const int64_t count : grouping_.splits) {
+      groups_.push_back({total_, count});
+      total_ += count;
+    }
+  }
+
+  const ProductQuantization* quantization(const ProductQuantization* all, size_t i) const override {
+    return grouping_.quantizations.size() < 2 ? all : grouping_.quantizations[i].get();
+  }
+  bool quantizes_groups(const ProductQuantization* all) const override { return all != nullptr; }
+
+  Operand quantized_groups(const Route& route, Pass pass, const Tensor& t, Directions directions,
+                           Tensor* dbias) const override {
+    const Tensor rows = matrix_of(t);
+    Operand all;
+    std::vector<Tensor> sums;
+    bool any = false;
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      const ProductQuantization* q = quantization(grouping_.quantizations[0].get(), i);
+      const Quantizer* quantizer = pass == Pass::kFprop ? &q->x : gradient_quantizer(q, directions);
+      Tensor sum;
+      all.groups.push_back(
+          operand_of(route, quantizer, part_of(rows, i), directions, dbias != nullptr ? &sum : nullptr));
+      any = any || all.groups.back().quantized();
+      if (sum.defined()) sums.push_back(std::move(sum));
+    }
+    if (dbias != nullptr && sums.size() == groups_.size()) *dbias = at::stack(sums);
+    return any ? all : Operand{t, {}};
+  }
+
+  Sums bias_gradients(const Route&, const Tensor& dy, const Tensor& made) const override {
+    Sums sums;
+    const Tensor rows = made.defined() ? Tensor() : matrix_of(dy);
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      sums.push_back(made.defined() ? made.select(0, int64_t(i)) : column_sums(part_of(rows, i)));
+    }
+    return sums;
+  }
+
+  Tensor fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
+               bool split) const override {
+    const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
+      return fprop_of(route, part, w.weights[i], w.bias(i), shape, split, into);
+    };
+    return over_groups(route, x, like, rows_in(w.weights[0]), grouping_.out, product);
+  }
+
+  Tensor dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
+               bool split) const override {
+    const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
+      return dgrad_of(route, part, w.weights[i], shape, split, into);
+    };
+    return over_groups(route, dy, like, columns_in(w.weights[0]), grouping_.dgrad_out, product);
+  }
+
+  std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType dtype,
+                                                bool split) const override {
+    std::vector<Tensor> reads;
+    for (const Operand* t : {&gradient.dy, &x}) {
+      if (t->plain.defined()) reads.push_back(t->plain);
+    }
+    const Operand dy = folded(gradient.dy), rows = folded(x);
+    std::vector<MatrixProduct> products;
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      Tensor dbias = gradient.dbias.defined() ? gradient.dbias.select(0, int64_t(i)) : Tensor();
+      products.emplace_back(part_of(dy, i), part_of(rows, i), std::move(dbias), dtype, split);
+    }
+    return std::make_shared<GroupedWeightProduct>(std::move(products), std::move(reads), dtype);
+  }
+
+ private:
+  static c10::SymInt rows_in(const Operand& weight) {
+    const Tensor& t = !weight.quantized() ? weight.plain : weight.fp8.rowwise;
+    return t.defined() ? t.sym_size(0) : weight.fp8.columnwise.sym_size(1);
+  }
+  static c10::SymInt columns_in(const Operand& weight) {
+    const Tensor& t = !weight.quantized() ? weight.plain : weight.fp8.rowwise;
+    return t.defined() ? t.sym_size(1) : weight.fp8.columnwise.sym_size(0);
+  }
+  static Operand folded(const Operand& t) {
+    return t.groups.empty() && !t.quantized() ? Operand{matrix_of(t.plain), {}} : t;
+  }
+
+  Tensor part_of(const Tensor& rows, size_t i) const { return rows.narrow(0, groups_[i].first, groups_[i].count); }
+  // Of one whose plain rows are a matrix. A group alone was kept without being one of several.
+  Operand part_of(const Operand& t, size_t i) const {
+    if (!t.groups.empty()) return t.groups[i];
+    return t.quantized() ? t : Operand{part_of(t.plain, i), {}};
+  }
+
+  // product(operand, group, like, into) of each group: [rows, last].
+  template <class Product>
+  Tensor over_groups(const Route& route, const Operand& t, const Tensor& like, const c10::SymInt& last,
+                     const Tensor& given, Product&& product) const {
+    const Operand rows = folded(t);
+    const Tensor all = matrix_of(like);
+    const c10::SymInt beyond = all.sym_size(0) - total_;
+    if (!route.direct()) {  // results are not written into, where somebody traces
+      std::vector<Tensor> parts;
+      for (size_t i = 0; i < groups_.size(); ++i) parts.push_back(product(part_of(rows, i), i, part_of(all, i), {}));
+      parts.push_back(like.new_zeros_symint({beyond, last}));
+      return with_rows_of(at::cat(parts), like);
+    }
+    Tensor d = given;
+    if (!d.defined()) {
+      d = like.new_empty_symint({all.sym_size(0), last});
+      d.narrow_symint(0, total_, beyond).zero_();
+    }
+    for (size_t i = 0; i < groups_.size(); ++i) product(part_of(rows, i), i, part_of(all, i), part_of(d, i));
+    return given.defined() ? result_in(given, like) : with_rows_of(d, like);
+  }
+
+  Grouping grouping_;
+  c10::SmallVector<Rows, 8> groups_;
+  int64_t total_ = 0;
+};
+
+}  // namespace
+
+Tensor result_in(const Tensor& given, const Tensor& like) {
+  note_written(given);
+  Tensor result = with_rows_of(given.detach(), like);
+  // Below autograd a view has a version of its own: who writes into the memory again has to be noticed.
+  if (!given.is_inference()) {
+    torch::autograd::impl::set_version_counter(result, torch::autograd::impl::version_counter(given));
+  }
+  return result;
+}
+
+std::shared_ptr<const Products> grouped_products(Grouping grouping) {
+  if (grouping.offsets.defined()) return device_groups(std::move(grouping));
+  return std::make_shared<HostGroups>(std::move(grouping));
+}
+
+}  // namespace te_torch::layer

@@ -1,0 +1,25 @@
+// Products over several weights, one for each group of consecutive rows, whose sizes are known on the host, or on the
+// device alone. Each group's are those of a layer of its own; rows behind the last group belong to nobody. They
+// communicate nothing.
+#pragma once
+
+#include "products.h"
+
+namespace te_torch::layer {
+
+struct Grouping {
+  // Rows of each group. None: the device knows, and where each group's rows start is in `offsets`, int32 [groups + 1].
+  std::vector<int64_t> splits;
+  Tensor offsets;
+  // One for all groups, or one for each; none: plain products.
+  std::vector<Quantization> quantizations;
+  // Where results go, matrices that keep what they have in rows of nobody. Undefined: to new tensors, zeros there.
+  Tensor out, dgrad_out;
+};
+
+// What goes on of a buffer of the caller's that a result was written into: its memory, as part of no graph.
+Tensor result_in(const Tensor& given, const Tensor& like);
+
+std::shared_ptr<const Products> grouped_products(Grouping grouping);
+
+}  // namespace te_torch::layer

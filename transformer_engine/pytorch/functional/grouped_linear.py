@@ -1,0 +1,61 @@
+"""Linear products of rows in groups, a weight for each group, as functions. Nothing is sorted or sent: that rows lie by
+groups is the caller's business."""
+
+from collections.abc import Sequence
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch.functional.linear import TracedSink, _spec, _traced
+
+
+def grouped_offsets(splits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Where each group's rows of x start: int32 [groups + 1], made on the device without a look from the host.
+
+    splits: int32 or int64 [groups] on x's device. A negative one counts as 0, and rows that x does not have are cut;
+    te.verdict.split_verdict() says how many of both there were. Errors: ValueError for another dtype, shape or device.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.te.grouped_offsets(splits, x)
+    return _C.grouped_offsets(splits, x)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
+    *,
+    splits: Sequence[int] = (),
+    offsets: torch.Tensor | None = None,
+    sink: _C.WeightGradSink | TracedSink | None = None,
+    quantizations: Sequence[_C.ProductQuantization] | list[int] = (),
+    own_weights: Sequence[_C.Quantized] = (),
+    keep_input: bool = False,
+    out: torch.Tensor | None = None,
+    dgrad_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y[rows of g] = x[rows of g] weights[g]^T + biases[g], for consecutive groups of rows.
+
+    splits: how many rows each group has, together x's. offsets, in their place: what grouped_offsets() made; rows that
+    are nobody's then give zeros, and get a gradient of zeros. out, dgrad_out: matrices that y and x's gradient are
+    written into, rows of nobody left as they are. Each group's bits are those of linear() of its rows alone (on CUDA,
+    with offsets, where cuBLASLt does not split the reduction).
+    Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features] each.
+    Dtypes: as linear. quantizations: one for all groups, or one each (under torch.compile its integers). own_weights:
+    the weights' FP8 copies, made before. keep_input: as linear.
+    Errors: ValueError naming the argument; NotImplementedError for float32 on CUDA and for FP8 with offsets on CUDA.
+    """
+    if torch.compiler.is_compiling():
+        if out is not None or dgrad_out is not None:
+            refuse(
+                "grouped_linear: arguments 'out' and 'dgrad_out', results written into given memory, are not available "
+                "in this version under torch.compile; leave them at None."
+            )
+        integers = _spec(quantizations if isinstance(quantizations, list) else None)
+        arguments = (x, list(weights), list(biases), offsets, list(splits), keep_input, integers)
+        leaf = next((weight for weight in weights if weight.requires_grad), weights[0])
+        return _traced("grouped_linear", torch.ops.te.grouped_linear, arguments, (leaf, sink))
+    return _C.grouped_linear(
+        x, weights, biases, offsets, splits, keep_input, sink, quantizations, own_weights, out, dgrad_out
+    )
