@@ -13,7 +13,7 @@ import transformer_engine_torch as tex
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import cpu_offload, distributed, graph, module, optimizers, quantization, utils
 from transformer_engine.pytorch.attention import rope
-from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.tensor import utils as utils_of_tensors
 
 
@@ -200,6 +200,12 @@ CALLS = {
     "FusedSGD": lambda: stepped(optimizers.FusedSGD, momentum=0.9),
     "MultiTensorApply": lambda: optimizers.MultiTensorApply(1024),
     "general_gemm": lambda: general_gemm(torch.ones(2, 4), torch.ones(3, 4)),
+    "general_grouped_gemm": lambda: general_grouped_gemm(
+        [torch.ones(2, 4)], [torch.ones(3, 4)], [torch.ones(3, 2)], None, torch.float32
+    ),
+    "is_module_grouped_tensor_path_supported": lambda: module.grouped_linear.is_module_grouped_tensor_path_supported(
+        recipe.DelayedScaling(), torch.float32
+    ),
     "autocast": lambda: a_step_in(te.autocast()),
     "fp8_autocast": lambda: a_step_in(te.fp8_autocast()),
     "quantized_model_init": lambda: a_step_in(te.autocast(), te.quantized_model_init()),

@@ -57,7 +57,7 @@ SUBMODULES = {
     f"{TE}.attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
     f"{TE}.constants": "TE_DType DType TE_DType_To_Torch FP8FwdTensorIdx FP8BwdTensorIdx MXFP8_BLOCK_SCALING_SIZE "
     "NVFP4_BLOCK_SCALING_SIZE",
-    f"{TE}.cpp_extensions": "general_gemm general_grouped_gemm",
+    f"{TE}.cpp_extensions": "general_gemm general_grouped_gemm general_grouped_gemm_for_grouped_tensor",
     f"{TE}.cpu_offload": "get_cpu_offload_context start_offload mark_activation_offload mark_not_offload "
     "is_cpu_offload_enabled ManualOffloadSynchronizer",
     f"{TE}.cpu_offload_v1": "get_cpu_offload_context start_offload mark_activation_offload mark_not_offload "
@@ -74,6 +74,7 @@ SUBMODULES = {
     f"{TE}.fp8": _QUANTIZATION,
     f"{TE}.graph": "make_graphed_callables save_fp8_tensors restore_fp8_tensors set_capture_start set_capture_end",
     f"{TE}.module._common": "WeightGradStore noop_cat",
+    f"{TE}.module.grouped_linear": "GroupedLinear _GroupedLinear is_module_grouped_tensor_path_supported",
     f"{TE}.module.base": "TransformerEngineBaseModule get_dummy_wgrad initialize_ub destroy_ub "
     "UserBufferQuantizationMode",
     f"{TE}.optimizers": f"FusedAdam FusedSGD MultiTensorApply {MULTI_TENSOR}",
@@ -102,12 +103,11 @@ SUBMODULES = {
 # Where clients have a fallback of their own, behind `except ImportError`.
 GUARDED = {
     "transformer_engine_torch": MULTI_TENSOR,
-    f"{TE}.cpp_extensions": SUBMODULES[f"{TE}.cpp_extensions"],
+    f"{TE}.cpp_extensions": "general_gemm general_grouped_gemm",
     f"{TE}.export": "te_translation_table",
     f"{TE}.ops": SUBMODULES[f"{TE}.ops"],
     f"{TE}.optimizers": SUBMODULES[f"{TE}.optimizers"],
     f"{TE}.tensor": "GroupedTensor GroupedTensorStorage",
-    f"{TE}.tensor.grouped_tensor": "GroupedTensor GroupedTensorStorage",
 }
 
 # What may be missing: modules and names that come with their capability. Clients rely on all the others.
@@ -171,8 +171,8 @@ MODULES = {
     name=None, use_grouped_tensor=None""",
         "inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None",
     ),
-    "Fp8Padding": ("num_gemms, align_size=None", ""),
-    "Fp8Unpadding": ("num_gemms, align_size=None", ""),
+    "Fp8Padding": ("num_gemms, align_size=None", "inp, m_splits"),
+    "Fp8Unpadding": ("num_gemms, align_size=None", "inp, m_splits"),
     "DotProductAttention": (
         """num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
     attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,

@@ -22,6 +22,10 @@ def tokens(dtype=torch.float32):
     return torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype, requires_grad=True)
 
 
+def rows(count=8):
+    return torch.randn(count, HIDDEN, requires_grad=True)
+
+
 def group():
     """A process group of this process alone; torch.distributed is not initialised for it."""
     found = dist.ProcessGroup(dist.HashStore(), 0, 1)
@@ -46,6 +50,9 @@ SAMPLES = {
     "Linear": ((HIDDEN, FFN), {"device": "cpu"}, lambda: [tokens()]),
     "LayerNormLinear": ((HIDDEN, FFN), {"device": "cpu"}, lambda: [tokens()]),
     "LayerNormMLP": ((HIDDEN, FFN), {"device": "cpu"}, lambda: [tokens()]),
+    "GroupedLinear": ((2, HIDDEN, FFN), {"device": "cpu"}, lambda: [rows(), [3, 5]]),
+    "Fp8Padding": ((2,), {}, lambda: [rows(), [3, 5]]),
+    "Fp8Unpadding": ((2,), {}, lambda: [rows(32), [3, 5]]),
     "LayerNorm": ((HIDDEN,), {"device": "cpu"}, lambda: [tokens()]),
     "RMSNorm": ((HIDDEN,), {"device": "cpu"}, lambda: [tokens()]),
     "DotProductAttention": ((HEADS, HEAD), {}, lambda: [heads(), heads(), heads()]),
@@ -162,6 +169,14 @@ def decoder(**call):
 
 # (module, parameter) -> probes, where they are not those of INIT.
 INIT_OF = {
+    ("GroupedLinear", "num_gemms"): [Probe(1, positional=(1, HIDDEN, FFN), inputs=lambda: [rows(), [8]])],
+    ("GroupedLinear", "tp_size"): options("tp_size", 2, bias=False),
+    ("GroupedLinear", "single_grouped_weight"): options("single_grouped_weight", True),
+    ("GroupedLinear", "single_grouped_bias"): options("single_grouped_bias", True),
+    ("GroupedLinear", "use_grouped_tensor"): options("use_grouped_tensor", True),
+    **{(name, argument): [] for name in ("Fp8Padding", "Fp8Unpadding") for argument in ("num_gemms",)},
+    ("Fp8Padding", "align_size"): options("align_size", 4),
+    ("Fp8Unpadding", "align_size"): [Probe(4, {"align_size": 4}, inputs=lambda: [rows(12), [3, 5]])],
     ("DotProductAttention", "kv_channels"): [Probe((HEAD, HEAD), {"kv_channels": (HEAD, HEAD)}, positional=(HEADS,))],
     ("DotProductAttention", "num_gqa_groups"): [
         Probe(1, {"num_gqa_groups": 1}, inputs=lambda: [heads(), heads(1), heads(1)])
@@ -261,6 +276,13 @@ CALL = {
 }
 _LAYER = {"layer_type": "decoder"}
 CALL_OF = {
+    "GroupedLinear": {
+        "m_splits": [Probe("tensor", inputs=lambda: [rows(), torch.tensor([2, 4])])],
+        "out": arguments("out", torch.empty(8, FFN)),
+        "dgrad_out": arguments("dgrad_out", torch.empty(8, HIDDEN)),
+    },
+    "Fp8Padding": {"m_splits": []},
+    "Fp8Unpadding": {"m_splits": []},
     "DotProductAttention": of_attention("attn_mask_type"),
     "MultiheadAttention": of_attention("attn_mask_type"),
     "TransformerLayer": {

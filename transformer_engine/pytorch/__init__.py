@@ -15,6 +15,7 @@ from transformer_engine.pytorch import optimizers as optimizers
 from transformer_engine.pytorch import quantized_tensor as quantized_tensor
 from transformer_engine.pytorch import router as router
 from transformer_engine.pytorch import stash as stash
+from transformer_engine.pytorch import verdict as verdict
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention as DotProductAttention
 from transformer_engine.pytorch.attention.inference import FusedMLAQUpProjRopeQuant as FusedMLAQUpProjRopeQuant
 from transformer_engine.pytorch.attention.inference import InferenceParams as InferenceParams

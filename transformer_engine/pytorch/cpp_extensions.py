@@ -3,20 +3,18 @@ its own: the gemm room's (functional/gemm.py) and the FP8 products of the engine
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._absent import names_without_a_body
+from transformer_engine.pytorch._absent import absent
 from transformer_engine.pytorch.functional import gemm, gemm_accumulate
 from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.module.base import refuse
 
 # Layout -> which direction's data of A and of B an FP8 product reads.
 COLUMNWISE = {"TN": (False, False), "NN": (True, False), "NT": (True, True)}
-
-__getattr__ = names_without_a_body(
-    __name__, {"general_grouped_gemm": ("products of groups are", "call general_gemm for each")}
-)
 
 
 def general_gemm(
@@ -93,6 +91,83 @@ def general_gemm(
         if quantization_params is not None:
             result = quantization_params(result)
         return result, bias_grad, before, None
+
+
+def general_grouped_gemm(
+    A: Sequence[torch.Tensor],
+    B: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
+    quantization_params: Sequence[object] | None,
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    m_splits: Sequence[int] | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: Sequence[torch.Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: torch.dtype | None = None,
+    single_output: bool = False,
+) -> tuple[Sequence[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """general_gemm(A[i], B[i]) of each group into out[i]; bit for bit those calls.
+
+    single_output: out has one tensor, whose consecutive rows are the groups', m_splits says how many each. use_bias:
+    bias has one for each group, which is added, or with grad (layout NT) the shape and dtype that its gradient gets.
+    gelu: as general_gemm's; with grad `bias` is not read, and gelu's inputs have to be there: NotImplementedError.
+    D_dtype: of out, where that is another than out_dtype. A group without rows gives zeros, or nothing to add.
+    Returns (out, bias gradients, gelu inputs), the last two a list of one for each group, None where there is none.
+    Errors: ValueError for lists of different lengths, and for rows of out that m_splits does not add up to.
+    """
+    op = "general_grouped_gemm"
+    refuse(op, "the gradient of a gelu in products of groups", gelu=gelu and grad)
+    groups = len(A)
+    places = _rows_of_groups(op, out, m_splits, groups) if single_output else list(out)
+    biases = list(bias) if use_bias and bias is not None else [None] * groups
+    quantizers = [None] * groups if quantization_params is None else list(quantization_params)
+    for name, given in (("B", B), ("out", places), ("bias", biases), ("quantization_params", quantizers)):
+        if len(given) != groups:
+            raise ValueError(f"{op}: argument '{name}' has {len(given)} entries, wanted {groups}, as many as A.")
+    if any(quantizer is not None for quantizer in quantizers):
+        refuse(op, "a quantized result of products of groups", quantization_params=quantizers)
+    gradients, inputs = [], []
+    for a, b, place, one in zip(A, B, places, biases, strict=True):
+        _, gradient, before, _ = general_gemm(
+            a,
+            b,
+            D_dtype or out_dtype,
+            out=place,
+            layout=layout,
+            gelu=gelu,
+            grad=grad,
+            accumulate=accumulate,
+            bias=one,
+            use_split_accumulator=use_split_accumulator,
+        )
+        gradients.append(gradient)
+        inputs.append(before)
+    return out, gradients, inputs
+
+
+def _rows_of_groups(
+    op: str, out: Sequence[torch.Tensor], m_splits: Sequence[int] | None, groups: int
+) -> list[torch.Tensor]:
+    if len(out) != 1 or m_splits is None or len(m_splits) != groups:
+        raise ValueError(
+            f"{op}: argument 'single_output' is True with {len(out)} tensors in 'out' and m_splits {m_splits}, wanted "
+            f"one tensor, and {groups} numbers of rows."
+        )
+    if sum(m_splits) != out[0].shape[0]:
+        raise ValueError(
+            f"{op}: argument 'm_splits' is {list(m_splits)}, which adds up to {sum(m_splits)}, wanted out's "
+            f"{out[0].shape[0]} rows."
+        )
+    return list(out[0].split(list(m_splits)))
+
+
+@absent("products of grouped tensors are", "call general_grouped_gemm with lists")
+def general_grouped_gemm_for_grouped_tensor(*args: object, **options: object) -> None:
+    """The name that clients import."""
 
 
 def _check_gelu(gelu: bool, gelu_in: torch.Tensor | None, *, accumulate: bool, grad: bool) -> None:

@@ -1,10 +1,15 @@
-"""A mailbox in pinned host memory: what a device has to say of a step, read without waiting for it."""
+"""What a device has to say of a step: a mailbox in pinned host memory, read without waiting for it, and what it counts
+of splits that it had to mend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.utils import resolve_device
 
 
 class Mailbox:
@@ -26,3 +31,37 @@ class Mailbox:
             return None
         self._seen = report["step"]
         return report
+
+
+class SplitVerdict(NamedTuple):
+    """Since the process began, or since reset_split_verdict(): sizes of groups that were negative, and counted as 0;
+    rows that groups claimed and no tensor had, which were cut."""
+
+    negative: int
+    cut: int
+
+
+_counting: set[torch.device] = set()  # CUDA devices whose counters are there
+
+
+def count_splits(op: str, device: torch.device) -> None:
+    """Before the first call on a CUDA device: what it counts has to outlive the graph of a capture."""
+    if device in _counting:
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: its first call with sizes of groups on {device} is inside of a CUDA graph's capture; run it once "
+            "before."
+        )
+    _C.split_counters(device)
+    _counting.add(device)
+
+
+def split_verdict(device: torch.device | str | int | None = None) -> SplitVerdict:
+    """Waits for the device. The counters stay."""
+    return SplitVerdict(*_C.split_counters(resolve_device(device)).tolist())
+
+
+def reset_split_verdict(device: torch.device | str | int | None = None) -> None:
+    """Counts from 0 again, behind what the current stream has to do."""
+    _C.split_counters(resolve_device(device)).zero_()

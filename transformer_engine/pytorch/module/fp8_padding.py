@@ -1,21 +1,69 @@
-"""Padding of each expert's rows to what FP8 products need: the names that clients import. It is not here yet."""
+"""Rows of padding behind each group of rows, so that every group has a number of them that FP8 products want, and back.
+Ours want none: GroupedLinear takes groups of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
-from transformer_engine.pytorch._absent import absent
-
-_PADDING = "FP8 is"
-
-
-@absent(_PADDING)
-class Fp8Padding(torch.nn.Module):
-    """Pads each of the chunks of rows."""
-
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None: ...
+from transformer_engine.pytorch.module.arguments import check_size, check_tensor
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 
 
-@absent(_PADDING)
-class Fp8Unpadding(torch.nn.Module):
-    """Takes the padding away."""
+class _Padding(torch.nn.Module):
+    """num_gemms: how many groups. align_size: each group's rows become a multiple of it; None: what the recipe in force
+    wants (16 for those of Hopper)."""
 
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None: ...
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        check_size(type(self).__name__, "num_gemms", num_gemms, 1)
+        if align_size is not None:
+            check_size(type(self).__name__, "align_size", align_size, 1)
+        self.num_gemms = num_gemms
+        self.align_size = align_size
+
+    def _sizes(self, inp: torch.Tensor, m_splits: Sequence[int], *, padded: bool) -> tuple[list[int], list[int]]:
+        """(rows, rows with their padding) of each group. padded: inp has the padding. Raises for what does not fit."""
+        op = type(self).__name__
+        check_tensor(op, "inp", inp)
+        counts = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        if len(counts) != self.num_gemms or any(count < 0 for count in counts):
+            raise ValueError(
+                f"{op}: argument 'm_splits' is {counts}, wanted {self.num_gemms} numbers of rows, none of them "
+                "negative."
+            )
+        align = self.align_size or get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+        with_padding = [-(-count // align) * align for count in counts]
+        wanted = sum(with_padding if padded else counts)
+        if inp.dim() != 2 or inp.shape[0] != wanted:
+            raise ValueError(
+                f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [{wanted}, features] for m_splits {counts}"
+                f"{f' padded to multiples of {align}' if padded else ''}."
+            )
+        return counts, with_padding
+
+
+class Fp8Padding(_Padding):
+    """Rows of zeros behind each group, up to a multiple of align_size."""
+
+    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """-> (padded, its splits). inp itself, where nothing is missing. Gradients of the padding are dropped."""
+        counts, with_padding = self._sizes(inp, m_splits, padded=False)
+        if counts == with_padding:
+            return inp, counts
+        pieces = []
+        for part, count, whole in zip(inp.split(counts), counts, with_padding, strict=True):
+            pieces += [part, inp.new_zeros(whole - count, inp.shape[1])]
+        return torch.cat(pieces), with_padding
+
+
+class Fp8Unpadding(_Padding):
+    """Takes away what Fp8Padding put there."""
+
+    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
+        """m_splits: without the padding. Its gradient is zero in the padding's rows."""
+        counts, with_padding = self._sizes(inp, m_splits, padded=True)
+        if counts == with_padding:
+            return inp
+        return torch.cat([part[:count] for part, count in zip(inp.split(with_padding), counts, strict=True)])

@@ -1,20 +1,44 @@
-"""GroupedLinear: the name that clients import and subclass. It is not here yet."""
+"""GroupedLinear: a linear layer for each group of rows, as experts of a mixture are. It sorts and sends nothing."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._absent import absent
-from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule
+from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
+from transformer_engine.pytorch.module.autocast import is_autocast
+from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
+from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
+from transformer_engine.pytorch.module.parallel import divided, group_size
+from transformer_engine.pytorch.quantization import te_state
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
-_GROUPED = "grouped linear layers are"
-_LOOP = "use a ModuleList of Linear"
+_PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions
 
 
-@absent(_GROUPED, _LOOP)
 class GroupedLinear(TransformerEngineBaseModule):
-    """A linear layer for each group of rows."""
+    """y[rows of g] = x[rows of g] weight{g}^T + bias{g} for consecutive groups of rows. Parameters `weight0`,
+    `weight1`, ..., `bias0`, ...: rows of one buffer, until somebody moves them.
 
+    Shapes: inp [rows, in_features] -> [rows, out_features]. m_splits says how many rows each group has. A list, or a
+    CPU tensor beside CUDA input: known to the host, together all rows; each group's products are Linear's, bit for bit.
+    An int32 or int64 tensor on inp's device: known to the device alone, never waited for; a negative number counts as
+    0, rows beyond inp's are cut (te.verdict.split_verdict() counts both), and rows of nobody give zeros.
+
+    return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: as Linear's; what return_bias
+    returns is a list. Under te.autocast each group is quantized as if alone: scales, amaxes and histories are its own.
+    parallel_mode and tp_size shape the parameters; nothing is communicated. use_grouped_tensor changes nothing.
+    """
+
+    @tells_keywords()
     def __init__(
         self,
         num_gemms: int,
@@ -41,9 +65,86 @@ class GroupedLinear(TransformerEngineBaseModule):
         single_grouped_bias: bool = False,
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
-    ) -> None: ...
+    ) -> None:
+        op = type(self).__name__
+        check_size(op, "num_gemms", num_gemms, 1)
+        self._products = tuple(str(i) for i in range(num_gemms))  # before the base counts them
+        super().__init__()
+        refuse(op, "overlap with communication", ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
+        _refuse_single(op, single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)
+        check_size(op, "in_features", in_features)
+        check_size(op, "out_features", out_features)
+        check_function(op, "init_method", init_method)
+        if parallel_mode not in (None, "column", "row"):
+            raise ValueError(f"{op}: argument 'parallel_mode' is {parallel_mode!r}, wanted None, 'column' or 'row'.")
+        self.tp_size = group_size(op, tp_group, tp_size)
+        self.tp_group = tp_group
+        if self.tp_size > 1 and bias:
+            raise ValueError(
+                f"{op}: argument 'bias' is True with {self.tp_size} ranks of tensor parallelism, whose results others "
+                "add up: it would be added once a rank; build the module with bias=False."
+            )
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.parallel_mode = parallel_mode
+        self._setup(
+            params_dtype=params_dtype,
+            device=device,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            name=name,
+        )
+        self._setup_wgrad("", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
+        self.num_gemms = num_gemms
+        self.in_features = divided(op, "in_features", in_features, self.tp_size if parallel_mode == "row" else 1)
+        self.out_features = divided(op, "out_features", out_features, self.tp_size if parallel_mode == "column" else 1)
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.save_original_input = save_original_input
+        self.ub_name = ub_name
+        self.single_grouped_weight = self.single_grouped_bias = False
+        self._declare_groups(init_method or default_init)
+        self.reset_parameters(defer_init=self.device.type == "meta")
 
-    @absent(_GROUPED, _LOOP)
+    def _declare_groups(self, init_method: InitMethod) -> None:
+        groups, rows, row = self.num_gemms, self.out_features, self.parallel_mode == "row"
+        marks = {"partition_stride": 1, **self._product_tags()}
+        self._declare_rows(
+            {f"weight{i}": rows for i in range(groups)},
+            (groups * rows, self.in_features),
+            init_method,
+            tensor_model_parallel=True,
+            partition_dim=int(row),
+            **marks,
+        )
+        if self.use_bias:
+            column = self.parallel_mode == "column"
+            self._declare_rows(
+                {f"bias{i}": rows for i in range(groups)},
+                (groups * rows,),
+                torch.nn.init.zeros_,
+                tensor_model_parallel=column,
+                partition_dim=0 if column else -1,
+                **marks,
+                **({"sequence_parallel": self.sequence_parallel} if row else {}),
+            )
+
+    def _product_names(self, product: str) -> tuple[list[str], list[str]]:
+        """Of one group, or of all ("")."""
+        numbers = [product] if product else list(self._products)
+        return [f"weight{i}" for i in numbers], [f"bias{i}" for i in numbers] if self.use_bias else []
+
+    def _unit_names(self) -> list[list[str]]:
+        return list(self._product_names(""))
+
+    def _settle(self, before) -> None:
+        super()._settle(before)
+        for i in () if self.use_bias else self._products:  # for clients that read the attribute
+            weight = getattr(self, f"weight{i}")
+            self.__dict__[f"bias{i}"] = torch.empty(0, dtype=weight.dtype, device=weight.device)
+
+    # ---- calls ----
+
     def forward(
         self,
         inp: torch.Tensor,
@@ -51,5 +152,193 @@ class GroupedLinear(TransformerEngineBaseModule):
         is_first_microbatch: bool | None = None,
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Shapes: inp [sum(m_splits), in_features] -> [sum(m_splits), out_features]."""
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """is_first_microbatch: as Linear's. out, dgrad_out: what the output and inp's gradient are written into,
+        contiguous matrices of their shape and dtype that want no gradient; rows of nobody keep what they have there.
+        Errors: ValueError for splits that do not add up, of another length, dtype or device, and for buffers that do
+        not fit; TypeError for FP8 input. The module is as it was then."""
+        op = type(self).__name__
+        if type(inp) is not torch.Tensor:
+            check_tensor(op, "inp", inp)
+            if isinstance(inp, QuantizedTensor):
+                raise TypeError(
+                    f"{op}: argument 'inp' is a {type(inp).__name__}, wanted a plain tensor, whose groups are "
+                    "quantized each as if alone; dequantize() it."
+                )
+            inp = self._plain(inp)
+        splits = splits_of(op, m_splits, inp, self.num_gemms)
+        for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
+            if buffer is not None:
+                check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
+        weights, biases = ([getattr(self, name) for name in names] for names in self._product_names(""))
+        quantizations, own_weights = self._quantized_groups(weights, is_first_microbatch)
+        if not quantizations:
+            weights = [self._plain(weight) for weight in weights]
+        try:
+            result = F.grouped_linear(
+                inp,
+                weights,
+                biases if self.apply_bias else (),
+                splits=splits.host,
+                offsets=splits.offsets,
+                sink=self._sink("", is_first_microbatch),
+                quantizations=quantizations,
+                own_weights=own_weights,
+                keep_input=bool(quantizations) and self.save_original_input,
+                out=out,
+                dgrad_out=dgrad_out,
+            )
+        except ValueError as error:
+            retell(error, op, inp, self.in_features, "weight0", weights[0])
+            raise
+        if quantizations:
+            self._follow(result)
+        elif self.fp8_calibration:
+            self._calibrate_groups(inp, weights, splits)
+        return (result, biases or None) if self.return_bias else result
+
+    def _result_dtype(self, inp: torch.Tensor) -> torch.dtype:
+        return torch.get_autocast_dtype(inp.device.type) if is_autocast(inp) else inp.dtype
+
+    def _quantized_groups(
+        self, weights: list[torch.Tensor], is_first_microbatch: bool | None
+    ) -> tuple[list, list[_C.Quantized]]:
+        """How each group is quantized (one for all, where that is the same), and the weights' FP8 copies; empty ones
+        where there are none."""
+        if torch.compiler.is_compiling():
+            return self._quantized_product("0", weights[0], is_first_microbatch)[0] or [], []
+        first = self._quantization("0")
+        if first is None:
+            return [], []
+        self._check_recipe()
+        own = self._own
+        shared = own.shared is not None
+        quantizations = [first] if shared else [first, *(self._quantization(p) for p in self._products[1:])]
+        copies = [
+            self._quantized_weight(product, weight, is_first_microbatch)
+            for product, weight in zip(self._products, weights, strict=True)
+        ]
+        if not any(copy is not None for copy in copies):
+            return quantizations, []
+        for i, weight in enumerate(weights):
+            if copies[i] is None:  # beside weights that are held in FP8: it is quantized as they are
+                copies[i] = self._cached_weight(self._products[i], weight, True, None)
+        return quantizations, copies
+
+    def _check_recipe(self) -> None:
+        op, recipe = type(self).__name__, self._own.plan.recipe
+        if self.save_original_input and self._own.rule is not None:
+            raise ValueError(
+                f"{op}: argument 'save_original_input' is True under delayed scaling, whose scale may be another one "
+                "in the backward; use Float8CurrentScaling or Float8BlockScaling, or build the module without it."
+            )
+        if self.tp_size > 1 and recipe.float8_current_scaling():
+            raise ValueError(
+                f"{op}: Float8CurrentScaling with {self.tp_size} ranks of tensor parallelism, where each rank has a "
+                "part of what is to have one scale; use Float8BlockScaling or DelayedScaling."
+            )
+
+    def _calibrate_groups(self, inp: torch.Tensor, weights: list[torch.Tensor], splits: Splits) -> None:
+        for product, rows, weight in zip(self._products, splits.parts(inp), weights, strict=True):
+            self._calibrate(product, rows, weight)
+
+    def backward_dw(self) -> None:
+        """As the base's; where nothing is left to compute it returns, as a call without tokens may leave nothing."""
+        if any(store.oldest() is not None for store in self._wgrad_stores.values()):
+            super().backward_dw()
+
+    # ---- parameters, checkpoints ----
+
+    @contextmanager
+    def _marks_kept(self) -> Iterator[None]:
+        """Attributes of clients on parameters survive what puts other parameters in their place."""
+        marks = _marks_of(self)
+        yield
+        _mark(self, marks)
+
+    def _apply(self, fn, recurse=True):
+        with self._marks_kept():
+            return super()._apply(fn, recurse)
+
+    def _initialize(self) -> None:
+        with self._marks_kept():
+            super()._initialize()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "_client_marks": _marks_of(self)}
+
+    def __setstate__(self, state) -> None:
+        marks = state.pop("_client_marks", {})
+        super().__setstate__(state)
+        _mark(self, marks)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """uint8. Under delayed scaling the pickle of a dict, which clients cut into one for each group: recipe,
+        extra_fp8_variables, scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd. Empty otherwise."""
+        if super().get_extra_state().numel() == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return te_state.pack(self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"], self.num_gemms)
+
+    def _unstacked(self, state_dict: Mapping[str, object], prefix: str) -> dict[str, object]:
+        """What a checkpoint says of this module, where one tensor `weight` (`bias`) has that of all groups."""
+        found = dict(state_dict)
+        for kind, shape in (("weight", (self.out_features, self.in_features)), ("bias", (self.out_features,))):
+            whole = found.get(prefix + kind)
+            names = [f"{prefix}{kind}{i}" for i in self._products]
+            stacked = (self.num_gemms, *shape), (self.num_gemms * shape[0], *shape[1:])
+            if any(name in found for name in names) or getattr(whole, "shape", None) not in stacked:
+                continue
+            del found[prefix + kind]
+            found.update(zip(names, whole.view(stacked[0]).unbind(0), strict=True))
+        return found
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        state_dict = self._unstacked(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}"
+        )
+
+
+def _refuse_single(op: str, **asked: bool) -> None:
+    """One parameter for all groups is asked for twice: by an argument, and by the environment."""
+    for argument, value in asked.items():
+        if not value:
+            continue
+        if os.environ.get("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0") == "1":
+            refuse(op, "one parameter for all groups", **{argument: value})
+        warnings.warn(
+            f"{op}: argument '{argument}' is {value!r} without NVTE_GROUPED_LINEAR_SINGLE_PARAM=1, and counts as "
+            "False: the module has one parameter for each group.",
+            stacklevel=4,
+        )
+
+
+def _marks_of(module: torch.nn.Module) -> dict[str, dict[str, object]]:
+    tags = module._tags
+    return {
+        name: {k: v for k, v in vars(p).items() if k not in tags.get(name, ()) and type(v) in _PLAIN}
+        for name, p in module._parameters.items()
+        if p is not None and not isinstance(p, QuantizedTensor)
+    }
+
+
+def _mark(module: torch.nn.Module, marks: Mapping[str, Mapping[str, object]]) -> None:
+    for name, values in marks.items():
+        parameter = module._parameters.get(name)
+        for key, value in values.items() if parameter is not None else ():
+            if not hasattr(parameter, key):
+                setattr(parameter, key, value)
+
+
+@absent("the autograd function behind it, to be called by itself, is", "call the module")
+class _GroupedLinear(torch.autograd.Function):
+    """The name that clients import."""
+
+
+def is_module_grouped_tensor_path_supported(recipe: object, dtype: torch.dtype) -> bool:
+    """Whether a module takes and makes grouped tensors: none does in this version."""
+    return False

@@ -154,10 +154,12 @@ class RowUnits(torch.nn.Module):
 
     def row_units(self) -> list[RowUnit]:
         """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
-        named = [names for product in self._products for names in self._product_names(product)]
         ours = self._parameters
-        several = [names for names in named if len(names) > 1]
+        several = [names for names in self._unit_names() if len(names) > 1]
         return [RowUnit(self, names) for names in several if all(ours.get(name) is not None for name in names)]
+
+    def _unit_names(self) -> list[list[str]]:
+        return [names for product in self._products for names in self._product_names(product)]
 
     @contextmanager
     def _joining(self) -> Iterator[None]:

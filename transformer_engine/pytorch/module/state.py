@@ -23,8 +23,16 @@ class WholeCheckpoints(torch.nn.Module):
         # A hook may rename keys: what fits is known only when it has run.
         hooked = any(part._load_state_dict_pre_hooks for part in self.modules())
         if isinstance(state_dict, Mapping) and not hooked:
-            _compare(self, state_dict, strict)
+            _compare(self, _unstacked(self, state_dict), strict)
         return super().load_state_dict(state_dict, strict, assign)
+
+
+def _unstacked(module: torch.nn.Module, given: Mapping[str, object]) -> Mapping[str, object]:
+    """What parts that read more than one form of their checkpoint make of it."""
+    for prefix, part in module.named_modules():
+        if hasattr(part, "_unstacked"):
+            given = part._unstacked(given, f"{prefix}." if prefix else "")
+    return given
 
 
 def _compare(module: torch.nn.Module, given: Mapping[str, object], strict: bool) -> None:

@@ -4,16 +4,32 @@ data, never run."""
 
 from __future__ import annotations
 
+import pickle
+
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.quantization import pickles, saved_files
+from transformer_engine.pytorch.quantization.delayed import ScalingState
 from transformer_engine.pytorch.quantization.loaded import Foreign, Loaded, Unfit
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS
 
 _RECIPES = "transformer_engine.common.recipe."
 _MEMBER = frozenset({"builtins.getattr", "__builtin__.getattr"})  # how Python 3.11 writes the member of an Enum
 _SLOTS = {"fwd": FORWARD_SLOTS, "bwd": BACKWARD_SLOTS}
+
+
+def pack(forward: ScalingState, backward: ScalingState, num_gemms: int) -> torch.Tensor:
+    """uint8, on the CPU: for modules whose state clients take apart."""
+    rule = forward.rule
+    state = {
+        "recipe": DelayedScaling(rule.margin, rule.fp8_format, rule.amax_history_len),
+        "extra_fp8_variables": {"fp8_checkpoint": True, "num_gemms": num_gemms},
+    }
+    for way, scaling in (("fwd", forward), ("bwd", backward)):
+        state[f"scale_{way}"] = scaling.scale.detach().cpu().clone()
+        state[f"amax_history_{way}"] = scaling.amax_history.detach().cpu().clone()
+    return torch.frombuffer(bytearray(pickle.dumps(state, protocol=4)), dtype=torch.uint8)
 
 
 def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | None:

@@ -1,0 +1,96 @@
+"""How many rows each group of a call has, and where: known to the host, or to the device alone. Checks of buffers that
+results are written into. No product is here."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch.verdict import count_splits
+
+
+@dataclass(frozen=True)
+class Splits:
+    """One of the two: rows of each group, or where each group's rows start, on the device."""
+
+    host: Sequence[int] = ()
+    offsets: torch.Tensor | None = None
+
+    def parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The rows of each group. Waits for the device where it alone knows."""
+        rows = rows.flatten(0, -2) if rows.dim() > 1 else rows.unsqueeze(0)
+        counts = self.host if self.offsets is None else self.offsets.diff().tolist()
+        first = 0
+        for count in counts:
+            yield rows[first : first + count]
+            first += count
+
+
+def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Splits:
+    """Of the argument `m_splits`. Errors: ValueError naming what does not fit."""
+    if not isinstance(m_splits, torch.Tensor):
+        try:
+            counts = [operator.index(count) for count in m_splits]
+        except TypeError:
+            raise ValueError(
+                f"{op}: argument 'm_splits' is {m_splits!r}, wanted {groups} whole numbers, in a list or a tensor."
+            ) from None
+        return Splits(_checked(op, counts, inp, groups))
+    integers = m_splits.dtype in (torch.int32, torch.int64)
+    if not integers or m_splits.dim() != 1 or m_splits.shape[0] != groups:
+        raise ValueError(
+            f"{op}: argument 'm_splits' is a {m_splits.dtype} tensor of shape {list(m_splits.shape)}, wanted "
+            f"torch.int32 or torch.int64 [{groups}]."
+        )
+    if m_splits.device == inp.device:
+        if inp.is_cuda and not torch.compiler.is_compiling():
+            count_splits(op, inp.device)
+        return Splits(offsets=F.grouped_offsets(m_splits, inp))
+    if m_splits.device.type != "cpu":
+        raise ValueError(
+            f"{op}: argument 'm_splits' is on {m_splits.device}, wanted {inp.device}, inp's, or the CPU; move it."
+        )
+    return Splits(_checked(op, m_splits.tolist(), inp, groups))
+
+
+def _checked(op: str, counts: list[int], inp: torch.Tensor, groups: int) -> list[int]:
+    rows = inp.shape[:-1].numel()
+    if len(counts) != groups:
+        raise ValueError(f"{op}: argument 'm_splits' has {len(counts)} numbers, wanted {groups}, one for each group.")
+    if any(count < 0 for count in counts) or sum(counts) != rows:
+        raise ValueError(
+            f"{op}: argument 'm_splits' is {counts}, which adds up to {sum(counts)}, wanted inp's {rows} rows, and no "
+            "negative number."
+        )
+    return counts
+
+
+def check_buffer(op: str, argument: str, buffer: object, inp: torch.Tensor, width: int, dtype: torch.dtype) -> None:
+    """Raises where a result [inp's rows, width] cannot be written into `buffer`."""
+    rows = inp.shape[:-1].numel()
+    wanted = f"wanted a contiguous {dtype} [{rows}, {width}] on {inp.device} that wants no gradient"
+    if type(buffer) is not torch.Tensor:
+        raise ValueError(f"{op}: argument '{argument}' is a {type(buffer).__name__}, {wanted}.")
+    fits = (tuple(buffer.shape), buffer.dtype, buffer.device) == ((rows, width), dtype, inp.device)
+    if not fits or not buffer.is_contiguous() or buffer.requires_grad:
+        how = "" if buffer.is_contiguous() else ", not contiguous"
+        grad = ", which wants a gradient" if buffer.requires_grad else ""
+        raise ValueError(
+            f"{op}: argument '{argument}' is {buffer.dtype} {list(buffer.shape)} on {buffer.device}{how}{grad}, "
+            f"{wanted}."
+        )
+    if _meets(buffer, inp):
+        raise ValueError(f"{op}: argument '{argument}' lies in inp's memory, which the backward reads; {wanted}.")
+
+
+def _meets(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they may share memory: the bytes that they span overlap."""
+    if not (one.numel() and other.numel()):
+        return False
+    reach = [1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (one, other)]
+    spans = [(t.data_ptr(), t.data_ptr() + n * t.element_size()) for t, n in zip((one, other), reach, strict=True)]
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
