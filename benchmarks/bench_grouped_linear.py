@@ -1,0 +1,84 @@
+"""te.GroupedLinear forward and backward (targets.py case 18): host splits in bf16 and FP8 beside its own bf16, and device
+splits beside torch's grouped_mm with the same rows. Flops: 6 R N K over all groups. Routings: even, and Zipf's."""
+
+import torch
+import torch.nn.functional as F
+from common import TORCH_DTYPES, Bench, Case, training_step
+from fp8 import RECIPES
+
+import transformer_engine.pytorch as te
+
+# experts, rows, N, K
+GPU_SHAPES = ((8, 16384, 28672, 4096), (128, 65536, 1536, 2048))
+CPU_SHAPES = ((4, 512, 256, 192),)
+
+
+def routing(kind, experts, rows):
+    """Rows of each expert: equal, or falling as 1 / rank, the largest not the first."""
+    weights = torch.ones(experts) if kind == "even" else 1 / (1.0 + torch.arange(experts))
+    counts = (weights / weights.sum() * rows).long()
+    counts[0] += rows - counts.sum()
+    return counts[torch.randperm(experts, generator=torch.Generator().manual_seed(0))].tolist()
+
+
+class Called(torch.nn.Module):
+    """A GroupedLinear with its splits, inside autocast where a recipe is named."""
+
+    def __init__(self, experts, splits, recipe=None):
+        super().__init__()
+        self.experts, self.splits, self.recipe = experts, splits, recipe
+
+    def forward(self, x):
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.experts(x, self.splits)
+
+
+class TorchGrouped(torch.nn.Module):
+    def __init__(self, experts, splits, device):
+        super().__init__()
+        weights = [getattr(experts, f"weight{i}").detach() for i in range(experts.num_gemms)]
+        self.weight = torch.nn.Parameter(torch.stack(weights))
+        self.offsets = torch.tensor(splits, device=device).cumsum(0).to(torch.int32)
+
+    def forward(self, x):
+        return F.grouped_mm(x, self.weight.mT, offs=self.offsets)
+
+
+def run(bench, shape, kind):
+    experts, rows, n, k = shape
+    dtype = "bf16"
+
+    def sets():
+        return bench.randn(rows, k, dtype=dtype, grad=True), bench.randn(rows, n, dtype=dtype)
+
+    def case(op, kind_of_dtype):
+        name = op if kind == "even" else f"{op}_{kind}"
+        return Case("18", name, kind_of_dtype, shape, "forward+backward", flops=6 * rows * n * k)
+
+    splits = routing(kind, experts, rows)
+    module = te.GroupedLinear(experts, k, n, bias=False, params_dtype=TORCH_DTYPES[dtype], device=bench.device)
+    host = training_step(Called(module, splits))
+    if bench.wants(case("grouped_linear", dtype)):
+        peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
+        bench.compare(case("grouped_linear", dtype), {"ours": host, **peer}, sets)
+    if bench.wants(case("grouped_linear_device", dtype)):
+        there = Called(module, torch.tensor(splits, device=bench.device))
+        peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
+        bench.compare(case("grouped_linear_device", dtype), {"ours": training_step(there), **peer}, sets)
+    for name, recipe in RECIPES.items():
+        one = case(f"grouped_linear_{name}", "fp8")
+        if bench.wants(one):
+            ours = training_step(Called(module, splits, recipe))
+            bench.compare(one, {"ours": ours, "own bf16": host}, sets)
+
+
+def main():
+    bench = Bench(__doc__)
+    for shape in GPU_SHAPES if bench.cuda else CPU_SHAPES:
+        for kind in ("even", "zipf"):
+            run(bench, shape, kind)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
