@@ -86,7 +86,7 @@ struct Gpu {
 
 void run(const te_grouped_gemm_problem& p, const Extents& e, te_stream stream) {
   check_all(p, e);
-  te_note_path("wgmma kernel of 128 x 256 tiles, splits read on the device", "");
+  te_note_path("wgmma kernel, splits read on the device", "");
   launch_all(p, e, Gpu{p.rows.device, stream, p.rows.dtype});
 }
 
