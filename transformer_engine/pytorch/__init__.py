@@ -25,6 +25,7 @@ from transformer_engine.pytorch.constants import DType as DType
 from transformer_engine.pytorch.cpu_offload import ManualOffloadSynchronizer as ManualOffloadSynchronizer
 from transformer_engine.pytorch.cpu_offload import get_cpu_offload_context as get_cpu_offload_context
 from transformer_engine.pytorch.cpu_offload import mark_not_offload as mark_not_offload
+from transformer_engine.pytorch.cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker as CudaRNGStatesTracker
 from transformer_engine.pytorch.distributed import checkpoint as checkpoint

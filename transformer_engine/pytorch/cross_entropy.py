@@ -1,18 +1,141 @@
-"""Cross-entropy over a vocabulary that is spread over ranks: the name that clients import. It is not here yet."""
+"""Cross entropy of logits, over which its gradient is written, and of a head's product whose logits are never there all
+at once; the classes may be spread over a group's ranks. Computes nothing itself: functional/cross_entropy.py."""
 
 import torch
+import torch.distributed as dist
 
-from transformer_engine.pytorch._absent import absent
+from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch.distributed.groups import check_device, ranks_of
+from transformer_engine.pytorch.module.arguments import check_tensor
+from transformer_engine.pytorch.quantization.products import stateless_integers
+from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
-@absent("the fused cross-entropy is", "use torch.nn.functional.cross_entropy")
+def _check_plain(op: str, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        check_tensor(op, name, tensor)
+        if isinstance(tensor, QuantizedTensorStorage):
+            refuse(
+                f"{op}: argument '{name}' is a {type(tensor).__name__}, and losses of quantized tensors are not "
+                "available in this version; pass its dequantize()."
+            )
+
+
+def _group(op: str, group: dist.ProcessGroup | None, like: torch.Tensor) -> tuple[str, int]:
+    """The name and ranks that the ops take; None, and a group of one: this process has all classes."""
+    ranks = 1 if group is None else ranks_of(op, "dist_process_group", group)
+    if ranks == 1:
+        return "", 1
+    check_device(op, "dist_process_group", like, group)
+    return group.group_name, ranks
+
+
+@tells_keywords()
 def parallel_cross_entropy(
     inp: torch.Tensor,
     target: torch.Tensor,
     label_smoothing: float = 0.0,
     reduce_loss: bool = False,
-    dist_process_group: object | None = None,
+    dist_process_group: dist.ProcessGroup | None = None,
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> torch.Tensor:
-    """The loss of each token, its gradient computed in the forward."""
+    """loss = logsumexp(inp) - (1 - s) inp[target] - s / V sum(inp), s = label_smoothing, of each token, in float32.
+
+    Where inp wants a gradient, its memory holds that gradient afterwards: nothing may read the logits as logits any
+    more, and what was kept of them for another backward raises there. Under torch.compile the gradient has memory of
+    its own. A second backward through the loss (retain_graph) raises, and so does a double backward.
+
+    reduce_loss: the mean over the tokens whose target is not ignore_idx, as a scalar (NaN for none, as in
+    torch.nn.functional.cross_entropy). With it and a gradient of 1 the backward touches no logits; without it those of
+    tokens whose incoming gradient is not 1. float16 is scaled there in any case.
+    dist_process_group: inp has this rank's classes, as many on every rank; targets are the same, global, on each.
+    is_cg_capturable: nothing to choose here: neither way waits for the device, so both can be captured.
+    Shapes: inp [..., V], contiguous; target [...], int64; the loss like target.
+    Dtypes: inp float32, float16 or bfloat16.
+    Errors: ValueError naming the argument; on the CPU a target that is neither ignore_idx nor in [0, V) too, before
+    anything is written. On a GPU, which nobody waits for, such a token's loss and gradient are NaN.
+    """
+    op = "parallel_cross_entropy"
+    _check_plain(op, inp=inp, target=target)
+    name, ranks = _group(op, dist_process_group, inp)
+    return F.cross_entropy(
+        inp,
+        target,
+        label_smoothing=label_smoothing,
+        reduce_loss=reduce_loss,
+        ignore_idx=ignore_idx,
+        group=name,
+        ranks=ranks,
+    )
+
+
+def _quantization(op: str) -> list[int]:
+    """Of the te.autocast around the call, as integers; none: plain products."""
+    if not STATE.enabled:
+        return []
+    recipe = STATE.chosen_recipe()
+    if recipe.delayed() or recipe.custom():
+        refuse(
+            f"{op}: {type(recipe).__name__} keeps state between steps, which is not available in this version for a "
+            "function that has none; use Float8CurrentScaling or Float8BlockScaling, or te.autocast(enabled=False) "
+            "around it."
+        )
+    return stateless_integers(recipe)
+
+
+@tells_keywords()
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = True,
+    ignore_idx: int = -100,
+    dist_process_group: dist.ProcessGroup | None = None,
+    weight_grad_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """parallel_cross_entropy(hidden weight^T + bias, target) without all logits: 512 MiB of them at a time.
+
+    With reduce_loss the gradients of hidden, weight and bias are made in forward, those that are wanted; backward
+    multiplies them by what comes in, unless that is 1, without waiting for the device, and can be done once. Without
+    it, backward computes the logits again, with each token's incoming gradient.
+
+    weight_grad_dtype: what the chunks' parts of the weight's gradient are added up in: float32, or weight's dtype, in
+    half the memory and with a rounding for each chunk. The bias's are added up in float32. docs/cross_entropy.md has
+    what all of it takes.
+    dist_process_group: weight and bias are this rank's classes, as many on every rank; hidden and target are the same
+    on each, and so is hidden's gradient, which is added up. A table of rows that sequence parallelism divides is
+    gathered first: transformer_engine.pytorch.distributed.
+    Under te.autocast the three products are FP8 ones, a chunk quantized by itself; current and block scaling.
+    Shapes: hidden [..., features], weight [V, features], bias [V], target [...], int64; the loss a scalar, or like
+    target. Dtypes: float32, float16 or bfloat16, one for all (torch.autocast casts); the loss float32.
+    Errors: as parallel_cross_entropy; NotImplementedError for recipes with state and for quantized tensors.
+    """
+    op = "fused_linear_cross_entropy"
+    given = {} if bias is None else {"bias": bias}
+    _check_plain(op, hidden=hidden, weight=weight, target=target, **given)
+    if weight_grad_dtype not in (torch.float32, weight.dtype):
+        raise ValueError(
+            f"{op}: argument 'weight_grad_dtype' is {weight_grad_dtype}, wanted torch.float32 or the weight's "
+            f"{weight.dtype}."
+        )
+    name, ranks = _group(op, dist_process_group, hidden)
+    return F.fused_linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        bias,
+        label_smoothing=label_smoothing,
+        reduce_loss=reduce_loss,
+        ignore_idx=ignore_idx,
+        float32_sum=weight_grad_dtype is torch.float32,
+        quantization=_quantization(op),
+        group=name,
+        ranks=ranks,
+    )

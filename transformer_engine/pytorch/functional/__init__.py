@@ -3,6 +3,7 @@ torch.ops.te.<op>, the same C++ function behind a schema. This is the only place
 
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds
 from transformer_engine.pytorch.functional.comm import comm_interleave, comm_ordered_sum
+from transformer_engine.pytorch.functional.cross_entropy import cross_entropy, fused_linear_cross_entropy
 from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
 from transformer_engine.pytorch.functional.grouped_linear import grouped_linear, grouped_offsets
 from transformer_engine.pytorch.functional.linear import (
@@ -36,7 +37,9 @@ __all__ = [
     "activation_linear",
     "comm_interleave",
     "comm_ordered_sum",
+    "cross_entropy",
     "dequantize",
+    "fused_linear_cross_entropy",
     "gemm",
     "gemm_accumulate",
     "grouped_linear",

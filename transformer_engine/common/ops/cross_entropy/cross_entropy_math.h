@@ -1,0 +1,71 @@
+// The formulas of the loss that the CPU and the CUDA path share: what is known of a part of a row, how parts become a
+// row, its loss and its gradient. No memory is touched here.
+#pragma once
+
+#include <cmath>
+
+#include "core/dtype.h"
+#include "transformer_engine/cross_entropy.h"
+
+namespace te::cross_entropy {
+
+// Of some columns of a row; four floats of te_cross_entropy_statistics.
+struct Statistic {
+  float top;     // their maximum, NaN left out
+  float sum;     // of exp(x - top)
+  float target;  // the target's logit; NaN where it is not among these
+  float rest;    // sum of x - top
+};
+
+// Where to measure exponents from: a part of -Inf alone has no top, and nothing in it counts.
+TE_HOST_DEVICE float origin_of(float top) { return top == -INFINITY ? 0.f : top; }
+
+// Parts in their order, `columns(i)` columns each. A part of -Inf alone adds nothing to the sum.
+template <class Exp, class Part, class Columns>
+TE_HOST_DEVICE Statistic merged(int parts, Exp&& exp, Part&& part, Columns&& columns) {
+  Statistic all{-INFINITY, 0.f, NAN, 0.f};
+  for (int i = 0; i < parts; ++i) {
+    const float top = part(i).top;
+    if (top > all.top) all.top = top;
+  }
+  for (int i = 0; i < parts; ++i) {
+    const Statistic p = part(i);
+    const bool same = p.top == all.top;
+    all.sum += same ? p.sum : p.sum * exp(p.top - all.top);
+    all.rest += same ? p.rest : p.rest + columns(i) * (p.top - all.top);
+    if (p.target == p.target) all.target = p.target;
+  }
+  return all;
+}
+
+// What a row asks of its loss and gradient.
+struct Asked {
+  float smoothing;
+  float classes;  // V
+
+  TE_HOST_DEVICE float loss(const Statistic& row, float log_sum) const {
+    const float target = row.target - row.top;
+    // 0 * Inf would be NaN: without smoothing no logit but the target's counts.
+    if (smoothing == 0.f) return log_sum - target;
+    return log_sum - (1.f - smoothing) * target - smoothing * (row.rest / classes);
+  }
+};
+
+// dx_j = exp(x_j - top) * weight - base, and less `hit` at the target.
+struct Slope {
+  float top, weight, base, hit;
+
+  TE_HOST_DEVICE static Slope of(const Statistic& row, const Asked& asked, float scale) {
+    return {row.top, scale / row.sum, scale * (asked.smoothing / asked.classes), scale * (1.f - asked.smoothing)};
+  }
+  TE_HOST_DEVICE float at(float exponential) const { return exponential * weight - base; }
+};
+
+enum class Kind { kIgnored, kMeant, kOutside };
+
+TE_HOST_DEVICE Kind kind_of(int64_t target, int64_t ignore_idx, int64_t classes) {
+  if (target == ignore_idx) return Kind::kIgnored;
+  return target >= 0 && target < classes ? Kind::kMeant : Kind::kOutside;
+}
+
+}  // namespace te::cross_entropy
