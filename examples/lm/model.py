@@ -90,9 +90,9 @@ class FusedLM(nn.Module):
         """Inside, the products of the layers are FP8 ones, if this run has them."""
         return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, seq, 256] of int64 tokens [batch, seq]; divided, [seq, batch, 256 / ranks]. The head is not
-        quantized."""
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Of int64 tokens [batch, seq] logits [batch, seq, 256]; divided, [seq, batch, 256 / ranks]. With targets, like
+        tokens, the mean loss in nats, for which the logits are never there all at once. The head is not quantized."""
         x = self.embedding(tokens) if self.ranks.size == 1 else self.ranks.embed(tokens, self.embedding.weight)
         angles = self.angles[: tokens.shape[1]]
         context, sync = self.offload
@@ -101,7 +101,10 @@ class FusedLM(nn.Module):
                 with context:
                     x = layer(x, rotary_pos_emb=angles)
                 x = sync(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x)
+        return self.ranks.cross_entropy(x, self.head.weight, targets)
 
     def memory_of_modes(self, tokens: torch.Tensor) -> str:
         """What a rank keeps of a layer in both modes of sequence parallelism: a line of text."""
@@ -112,7 +115,7 @@ class FusedLM(nn.Module):
         with self.quantized():
             return memory_of_modes(
                 self,
-                lambda: ranks.cross_entropy(self(tokens), tokens),
+                lambda: self(tokens, tokens),
                 self.layers[0],
                 (x,),
                 {"rotary_pos_emb": angles},
@@ -185,12 +188,15 @@ class PlainLM(nn.Module):
         self.register_buffer("cos", angles.cos().to(factory["dtype"]), persistent=False)
         self.register_buffer("sin", angles.sin().to(factory["dtype"]), persistent=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().view(-1, VOCAB), targets.reshape(-1))
 
 
 @torch.no_grad()

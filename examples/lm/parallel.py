@@ -78,17 +78,17 @@ class Ranks:
             return distributed.reduce_scatter_to_sequence_parallel_region(part, self.group)
         return distributed.reduce_from_tensor_model_parallel_region(part, self.group)
 
-    def cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean of all tokens, the same on every rank. logits [seq, batch, VOCAB / ranks], targets [batch, seq]."""
-        logits = logits.float()
-        top = logits.detach().amax(-1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        logits = logits - top.unsqueeze(-1)
-        rows, own = self.own_rows(targets.t())
-        target = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * own
-        parts = torch.stack((logits.exp().sum(-1), target))
-        total, target = distributed.reduce_from_tensor_model_parallel_region(parts, self.group)
-        return (total.log() - target).mean()
+    def cross_entropy(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean of all tokens of a head with this rank's rows of the vocabulary, the same on every rank. hidden [batch,
+        seq, ...], divided [seq, batch, ...], with sequence parallelism of this rank's positions; targets [batch, seq],
+        of all positions."""
+        return te.fused_linear_cross_entropy(
+            hidden,
+            weight,
+            targets if self.size == 1 else targets.t(),
+            dist_process_group=self.group,
+            sequence_parallel=self.sequence_parallel,
+        )
 
     @torch.no_grad()
     def next_logits(self, model: nn.Module, window: torch.Tensor) -> torch.Tensor:

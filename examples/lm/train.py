@@ -7,13 +7,12 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from .config import VOCAB, Config, ExampleError
+from .config import Config, ExampleError
 from .data import Batches
 from .optimizer import OPTIMIZERS
-from .parallel import ALONE, Ranks
+from .parallel import ALONE
 
 MEMORY_MEANING = {
     "cuda": "weights, optimizer state and the peak of torch.cuda.max_memory_allocated in a step",
@@ -39,12 +38,9 @@ def set_determinism(config: Config, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor, ranks: Ranks = ALONE) -> torch.Tensor:
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Mean negative log likelihood in nats per byte of tokens [batch, seq + 1], each predicted from those before it."""
-    logits = model(tokens[:, :-1])
-    if ranks.size > 1:
-        return ranks.cross_entropy(logits, tokens[:, 1:])
-    return F.cross_entropy(logits.float().view(-1, VOCAB), tokens[:, 1:].reshape(-1))
+    return model(tokens[:, :-1], tokens[:, 1:])
 
 
 class Trainer:
@@ -71,7 +67,7 @@ class Trainer:
         losses = []
         for microbatch in tokens.chunk(self.config.accumulate):
             with meter:
-                loss = loss_of(self.forward, microbatch, self.ranks)
+                loss = loss_of(self.forward, microbatch)
                 if self.config.accumulate > 1:
                     loss = loss / self.config.accumulate
             loss.backward()
@@ -90,7 +86,7 @@ class Trainer:
 
     @torch.no_grad()
     def bits_per_byte(self, held_out: list[torch.Tensor]) -> float:
-        losses = [loss_of(self.model, tokens.to(self.device), self.ranks).item() * len(tokens) for tokens in held_out]
+        losses = [loss_of(self.model, tokens.to(self.device)).item() * len(tokens) for tokens in held_out]
         return sum(losses) / sum(map(len, held_out)) / math.log(2)
 
     @torch.no_grad()

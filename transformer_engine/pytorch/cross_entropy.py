@@ -8,6 +8,10 @@ from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.compiling import refuse
 from transformer_engine.pytorch.distributed.groups import check_device, ranks_of
+from transformer_engine.pytorch.distributed.regions import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.quantization.products import stateless_integers
 from transformer_engine.pytorch.quantization.state import STATE
@@ -98,6 +102,7 @@ def fused_linear_cross_entropy(
     reduce_loss: bool = True,
     ignore_idx: int = -100,
     dist_process_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
     weight_grad_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """parallel_cross_entropy(hidden weight^T + bias, target) without all logits: 512 MiB of them at a time.
@@ -110,8 +115,8 @@ def fused_linear_cross_entropy(
     half the memory and with a rounding for each chunk. The bias's are added up in float32. docs/cross_entropy.md has
     what all of it takes.
     dist_process_group: weight and bias are this rank's classes, as many on every rank; hidden and target are the same
-    on each, and so is hidden's gradient, which is added up. A table of rows that sequence parallelism divides is
-    gathered first: transformer_engine.pytorch.distributed.
+    on each, and hidden's gradient is added up. sequence_parallel: hidden has this rank's part of dimension 0 alone,
+    which is gathered, and its gradient added up and scattered; target is whole.
     Under te.autocast the three products are FP8 ones, a chunk quantized by itself; current and block scaling.
     Shapes: hidden [..., features], weight [V, features], bias [V], target [...], int64; the loss a scalar, or like
     target. Dtypes: float32, float16 or bfloat16, one for all (torch.autocast casts); the loss float32.
@@ -126,6 +131,9 @@ def fused_linear_cross_entropy(
             f"{weight.dtype}."
         )
     name, ranks = _group(op, dist_process_group, hidden)
+    if ranks > 1:  # each rank's classes bring a part of hidden's gradient
+        enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
+        hidden = enter(hidden, dist_process_group)
     return F.fused_linear_cross_entropy(
         hidden,
         weight,

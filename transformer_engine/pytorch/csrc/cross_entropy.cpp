@@ -75,17 +75,6 @@ Three cross_entropy_fwd_meta(const Tensor& logits, const Tensor& target, double 
           logits.new_empty({reduce_loss ? 1 : 0}, floats)};
 }
 
-Three cross_entropy_over_logits(const Tensor& logits, const Tensor& target, double label_smoothing, bool reduce_loss,
-                                int64_t ignore_idx, std::string_view group, int64_t ranks, bool gradient) {
-  return over_logits(logits, target, options_of(label_smoothing, reduce_loss, ignore_idx, group, ranks), gradient);
-}
-
-// grad, scaled where it lies.
-Tensor cross_entropy_in_place(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale) {
-  scale_gradient(grad, dloss, scale.has_value() ? *scale : Tensor());
-  return grad;
-}
-
 struct CrossEntropyFamily {
   static constexpr const char* kName = kOp;
   struct State {
@@ -93,14 +82,21 @@ struct CrossEntropyFamily {
   };
   enum Saved { kGradient, kInverse };
 
+  template <class Route, class... Args>
+  static Three made(const Tensor& logits, const Tensor& target, const Args&... options) {
+    if constexpr (std::is_same_v<Route, Dispatched>) {
+      return Route::template call<cross_entropy_fwd>("te::cross_entropy_fwd", logits, target, options..., true);
+    } else {
+      return over_logits(logits, target, options_of(options...), true);
+    }
+  }
+
   template <class Route>
   static variable_list forward(State&, Keeper& keeper, const Tensor& logits, const Tensor& target,
                                double label_smoothing, bool reduce_loss, int64_t ignore_idx, std::string_view group,
                                int64_t ranks) {
-    constexpr auto kFunction =
-        std::is_same_v<Route, Direct> ? &cross_entropy_over_logits : &cross_entropy_fwd;
-    const auto [loss, grad, inverse] = Route::template call<kFunction>(
-        "te::cross_entropy_fwd", logits, target, label_smoothing, reduce_loss, ignore_idx, group, ranks, true);
+    const auto [loss, grad, inverse] =
+        made<Route>(logits, target, label_smoothing, reduce_loss, ignore_idx, group, ranks);
     keeper.keep(kGradient, grad, kLogitsGradient);
     if (reduce_loss && scales_late(logits)) keeper.keep(kInverse, inverse, kLossCount);
     return {loss};
@@ -111,9 +107,7 @@ struct CrossEntropyFamily {
                                 const variable_list& grads) {
     if (!wanted[0] || !grads[0].defined()) return {};
     if constexpr (std::is_same_v<Route, Direct>) state.once.pass(kOp);
-    constexpr auto kFunction = std::is_same_v<Route, Direct> ? &cross_entropy_in_place : &cross_entropy_bwd;
-    return {Route::template call<kFunction>("te::cross_entropy_bwd", saved[kGradient], grads[0],
-                                            saved.optional(kInverse))};
+    return {scaled<Route>(saved[kGradient], grads[0], saved.optional(kInverse))};
   }
 };
 
@@ -138,9 +132,8 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, double label_sm
                                                     ignore_idx, group, ranks);
   }
   if (!needs_graph({&logits})) {
-    return std::get<0>(Direct::call<cross_entropy_over_logits>("te::cross_entropy_fwd", logits, target,
-                                                               label_smoothing, reduce_loss, ignore_idx, group, ranks,
-                                                               false));
+    return std::get<0>(over_logits(
+        logits, target, options_of(label_smoothing, reduce_loss, ignore_idx, group, ranks), false));
   }
   return Node<CrossEntropyFamily, Direct>::run(logits, target, label_smoothing, reduce_loss, ignore_idx, group,
                                                ranks)[0];
@@ -189,8 +182,10 @@ Tensor loss_inverse_count(const Tensor& target, int64_t classes, const LossOptio
   return inverse;
 }
 
-void loss_of_rows(const Tensor& logits, const Tensor& target, const Tensor& scale, const Tensor& loss, bool gradient,
-                  const LossOptions& options) {
+namespace {
+
+void pass_over_rows(const Tensor& logits, const Tensor& target, const Tensor& scale, const Tensor& loss, bool gradient,
+                    const LossOptions& options) {
   te_cross_entropy_plan plan = plan_of(logits, target, options);
   const Tensor statistics = statistics_of_all(plan, logits, options);
   plan.loss = view_2d(loss, kOp, "loss");
@@ -198,6 +193,18 @@ void loss_of_rows(const Tensor& logits, const Tensor& target, const Tensor& scal
   if (statistics.defined()) plan.statistics = view_2d(statistics, kOp, "statistics");
   plan.gradient = gradient;
   check(te_cross_entropy_forward(&plan, current_stream(logits)));
+}
+
+void scale_rows(const Tensor& rows, const Tensor& factors, const Tensor& scale) {
+  check(te_cross_entropy_backward(view_2d(rows, kOp, "grad"), view_2d(factors, kOp, "dloss"),
+                                  scale.defined() ? view_2d(scale, kOp, "scale") : absent(), current_stream(rows)));
+}
+
+}  // namespace
+
+void loss_of_rows(const Tensor& logits, const Tensor& target, const Tensor& scale, const Tensor& loss, bool gradient,
+                  const LossOptions& options) {
+  Direct::call<pass_over_rows>("te::cross_entropy_fwd", logits, target, scale, loss, gradient, options);
 }
 
 Tensor loss_mean(const Tensor& loss, const Tensor& inverse_count) {
@@ -211,9 +218,7 @@ void scale_gradient(const Tensor& grad, const Tensor& dloss, const Tensor& scale
   if (grad.numel() == 0) return;
   check_memory(grad, kOp, "grad");
   const Tensor rows = grad.dim() > 1 ? grad.view({-1, grad.size(-1)}) : grad.view({1, -1});
-  const Tensor factors = dloss.resolve_neg().contiguous().view({-1});
-  check(te_cross_entropy_backward(view_2d(rows, kOp, "grad"), view_2d(factors, kOp, "dloss"),
-                                  scale.defined() ? view_2d(scale, kOp, "scale") : absent(), current_stream(grad)));
+  Direct::call<scale_rows>("te::cross_entropy_bwd", rows, dloss.resolve_neg().contiguous().view({-1}), scale);
   note_written(grad);
 }
 

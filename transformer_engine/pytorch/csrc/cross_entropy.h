@@ -49,6 +49,17 @@ void scale_gradient(const Tensor& grad, const Tensor& dloss, const Tensor& scale
 // The same in new memory, as a registered op: te::cross_entropy_bwd.
 Tensor cross_entropy_bwd(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale);
 
+// What a family's backward hands out of a gradient that its forward made: itself, or what is traced in new memory.
+template <class Route>
+Tensor scaled(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale) {
+  if constexpr (std::is_same_v<Route, Dispatched>) {
+    return Route::template call<cross_entropy_bwd>("te::cross_entropy_bwd", grad, dloss, scale);
+  } else {
+    scale_gradient(grad, dloss, scale.has_value() ? *scale : Tensor());
+    return grad;
+  }
+}
+
 // A gradient that a backward scales where it lies can be handed out once.
 class OnceGuard {
  public:

@@ -11,12 +11,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-
 #include "autograd.h"
 #include "cross_entropy.h"
 #include "gemm.h"
 #include "gemm_fp8.h"
-#include "group.h"
 #include "linear_core.h"
 #include "product.h"
 #include "weight_product.h"
@@ -26,7 +24,7 @@ namespace te_torch {
 namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
-constexpr int64_t kChunkBytes = int64_t{512} << 20;
+std::atomic<int64_t> chunk_bytes{int64_t{512} << 20};  // tests take less
 constexpr int64_t kRowStep = 128;  // FP8 blocks end with a chunk
 constexpr Kept kHiddenGradient{"gradient of hidden", "made in forward; the backward hands it out",
                                "a loss that is not reduced, whose backward computes all again", true};
@@ -43,11 +41,11 @@ Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const 
                               bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                               at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks, Flags wanted);
 
-// Tokens of a chunk: as many as kChunkBytes hold of what is there at once of each, in equal parts. By shapes alone, so
+// Tokens of a chunk: as many as chunk_bytes hold of what is there at once of each, in equal parts. By shapes alone, so
 // that the same call has the same bits.
 int64_t chunk_rows(int64_t tokens, int64_t classes, int64_t element_bytes, bool fp8) {
   const int64_t of_a_token = classes * (element_bytes + (fp8 ? 2 : 0));  // logits, and their gradient in FP8 both ways
-  const int64_t most = std::max(kRowStep, kChunkBytes / of_a_token / kRowStep * kRowStep);
+  const int64_t most = std::max(kRowStep, chunk_bytes.load() / of_a_token / kRowStep * kRowStep);
   const int64_t chunks = std::max<int64_t>(1, (tokens + most - 1) / most);
   return ((tokens + chunks - 1) / chunks + kRowStep - 1) / kRowStep * kRowStep;
 }
@@ -101,10 +99,6 @@ class Loop {
       const int64_t count = std::min(step, tokens - first);
       const bool by_row = scale.defined() && scale.numel() == tokens && tokens > 1;
       chunk(first, count, by_row ? scale.narrow(0, first, count) : scale);
-    }
-    if (dhidden.defined() && options_.ranks > 1) {  // each rank's classes bring a part of it
-      const auto work = begin_group_sum(dhidden, options_.group, options_.ranks, false);
-      if (work) work->wait();
     }
   }
 
@@ -175,10 +169,17 @@ struct LinearCrossEntropyFamily {
   template <class Route>
   static Five made(const State& s, const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
                    const Tensor& target, const OptionalTensor& dloss, Flags wanted) {
-    return Route::template call<linear_cross_entropy_fwd>(
-        "te::linear_cross_entropy_fwd", hidden, weight, bias, target, dloss, s.options.label_smoothing,
-        s.options.reduce, s.options.ignore_idx, s.float32_sum, at::ArrayRef<int64_t>(s.quantization),
-        std::string_view(s.options.group), s.options.ranks, wanted);
+    const at::ArrayRef<int64_t> quantization(s.quantization);
+    const std::string_view group(s.options.group);
+    const auto& o = s.options;
+    if constexpr (std::is_same_v<Route, Dispatched>) {
+      return Route::template call<linear_cross_entropy_fwd>(
+          "te::linear_cross_entropy_fwd", hidden, weight, bias, target, dloss, o.label_smoothing, o.reduce,
+          o.ignore_idx, s.float32_sum, quantization, group, o.ranks, wanted);
+    } else {  // what it calls is recorded by itself
+      return linear_cross_entropy_fwd(hidden, weight, bias, target, dloss, o.label_smoothing, o.reduce, o.ignore_idx,
+                                      s.float32_sum, quantization, group, o.ranks, wanted);
+    }
   }
 
   template <class Route>
@@ -225,15 +226,6 @@ struct LinearCrossEntropyFamily {
     }
     for (int i = 0; i < 3; ++i) out[i] = wanted[i] ? out[i].to(state.dtypes[i]) : Tensor();
     return out;
-  }
-
-  template <class Route>
-  static Tensor scaled(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale) {
-    if constexpr (std::is_same_v<Route, Dispatched>) {
-      return Route::template call<cross_entropy_bwd>("te::cross_entropy_bwd", grad, dloss, scale);
-    }
-    scale_gradient(grad, dloss, scale.has_value() ? *scale : Tensor());
-    return grad;
   }
 };
 
@@ -316,9 +308,8 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Op
   const Tensor x = autocast(hidden), matrix = autocast(weight);
   const OptionalTensor shift = autocast(bias);
   if (!needs_graph({&x, &matrix, pointer_to(shift)})) {
-    return std::get<0>(Direct::call<linear_cross_entropy_fwd>("te::linear_cross_entropy_fwd", x, matrix, shift, target,
-                                                              OptionalTensor(), label_smoothing, reduce_loss,
-                                                              ignore_idx, float32_sum, q, group, ranks, Flags{}));
+    return std::get<0>(linear_cross_entropy_fwd(x, matrix, shift, target, OptionalTensor(), label_smoothing,
+                                                reduce_loss, ignore_idx, float32_sum, q, group, ranks, Flags{}));
   }
   return Node<LinearCrossEntropyFamily, Direct>::run(x, matrix, shift, target, label_smoothing, reduce_loss,
                                                      ignore_idx, float32_sum, q, group, ranks)[0];
@@ -349,6 +340,7 @@ TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { m.impl("linear_cross_entropy", linear_
 void register_linear_cross_entropy(pybind11::module_& m) {
   m.def("linear_cross_entropy", torch::wrap_pybind_function_no_gil(linear_cross_entropy));
   m.def("linear_cross_entropy_chunk_rows", chunk_rows);
+  m.def("set_linear_cross_entropy_chunk_bytes", [](int64_t bytes) { return chunk_bytes.exchange(bytes); });
 }
 
 }  // namespace te_torch

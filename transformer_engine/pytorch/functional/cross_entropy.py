@@ -52,7 +52,7 @@ def fused_linear_cross_entropy(
     Shapes: hidden [..., features], weight [classes, features], bias [classes], target [...]. quantization: the products
     are FP8 ones (_C.ProductQuantization.spec). float32_sum: the chunks' parts of the weight's gradient are added up in
     float32; else in weight's dtype. group, ranks: weight and bias are this rank's classes; hidden is the same on each,
-    and its gradient the whole one.
+    and its gradient what these classes bring to it, a part of a sum.
     Saves: with reduce_loss the gradients, made in forward; else hidden, weight, bias and target.
     """
     args = (hidden, weight, bias, target, label_smoothing, reduce_loss, ignore_idx, float32_sum, list(quantization))

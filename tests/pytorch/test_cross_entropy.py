@@ -1,0 +1,462 @@
+"""parallel_cross_entropy on one rank: losses and gradients against a float64 oracle, the gradient over the logits and
+who notices, factors in backward, NaN, Inf and ignored tokens, compile, capture, bad input. Mutant: leave `hit` out of
+write_gradient (ops/cross_entropy/cross_entropy.cpp) and test_values_and_gradients turns red."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DTYPES, U32, UNIT_ROUNDOFF, assert_same_bits, assert_within, refused, rounding, wide
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import functional
+
+IGNORED = -100
+
+
+def draw(device, *shape, dtype=torch.float32, scale=3.0):
+    """Logits and targets, some of them ignored."""
+    logits = (torch.randn(shape) * scale).to(device, dtype)
+    target = torch.randint(0, shape[-1], shape[:-1])
+    if target.numel() > 2:
+        target.view(-1)[1::4] = IGNORED
+    return logits, target.to(device)
+
+
+def oracle(logits, target, smoothing=0.0, reduce=False, ignore=IGNORED):
+    """torch's own in float64, as a loss and what it has a graph to."""
+    x = wide(logits).requires_grad_()
+    rows, classes = x.reshape(-1, x.shape[-1]), wide(target).long().reshape(-1)
+    how = "mean" if reduce else "none"
+    loss = F.cross_entropy(rows, classes, ignore_index=ignore, label_smoothing=smoothing, reduction=how)
+    return (loss if reduce else loss.view(target.shape)), x
+
+
+def arithmetic(logits, device):
+    """The relative error of a sum of exponentials. CPU: 16 + 16 additions in float32 before double takes over, an
+    exponential within 1 unit; CUDA: at most 512 additions in a thread and 15 behind them, an exponential within
+    2 + 1.2 |x - top| units; on both x - top is rounded, which the exponential takes |x - top|-fold."""
+    x = wide(logits)
+    spread = (x.amax() - x.amin()).item() if x.numel() else 0.0
+    return (40 + 2 * spread if device == "cpu" else 540 + 4 * spread) * U32, spread
+
+
+def bounds(logits, loss, grad, factor, device):
+    """Of the loss: the sum's error through a logarithm, that of x - top and of the smoothed mean, and their sum's
+    roundings. Of the gradient: p <= 1 with twice that error, three roundings, then one in the dtype."""
+    error, spread = arithmetic(logits, device)
+    of_loss = error * (2 + spread) + 8 * U32 * (loss.detach().abs() + spread)
+    of_grad = (2 * error + 6 * U32) * factor + rounding(grad, logits.dtype) * 1.001
+    return of_loss, of_grad
+
+
+SHAPES = ((3, 5, 17), (2, 4, 1), (7, 2), (2, 3, 1000), (5, 4099), (2, 33001))
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.25])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_gradients(device, dtype, shape, smoothing, reduce):
+    logits, target = draw(device, *shape, dtype=dtype)
+    want, x = oracle(logits, target, smoothing, reduce)
+    leaf = logits.clone().requires_grad_()
+    loss = te.parallel_cross_entropy(leaf * 1, target, smoothing, reduce)
+    assert loss.dtype is torch.float32 and loss.shape == want.shape
+    (grad,) = torch.autograd.grad(want.sum(), x)
+    of_loss, of_grad = bounds(logits, want, grad, 1.0, device)
+    assert_within(loss, want, of_loss, "loss")
+    (got,) = torch.autograd.grad(loss.sum(), leaf)
+    assert got.dtype is dtype
+    assert_within(got, grad, of_grad, "gradient")
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_incoming_gradients(device, dtype, reduce):
+    """Rows are multiplied by theirs: a second rounding. Mutant: multiplying by dloss[0] (cpu::backward)."""
+    logits, target = draw(device, 4, 6, 129, dtype=dtype)
+    want, x = oracle(logits, target, 0.1, reduce)
+    given = torch.rand(want.shape, dtype=torch.float32) + 0.5
+    given.view(-1)[0] = 1.0 if not reduce else 3.0
+    (grad,) = torch.autograd.grad(want, x, given.double())
+    leaf = logits.clone().requires_grad_()
+    loss = te.parallel_cross_entropy(leaf * 1, target, 0.1, reduce)
+    (got,) = torch.autograd.grad(loss, leaf, given.to(device))
+    _, of_grad = bounds(logits, want, grad, 3.0, device)
+    assert_within(got, grad, of_grad + 2 * rounding(grad, dtype), "gradient")
+
+
+@pytest.mark.parametrize("strides", ["expanded", "every other", "negated"])
+def test_incoming_gradients_of_any_strides(device, strides):
+    logits, target = draw(device, 6, 40)
+    values = torch.arange(1.0, 7.0, device=device)
+    given = {
+        "expanded": torch.full((), 2.0, device=device).expand(6),
+        "every other": values.repeat_interleave(2)[::2],
+        "negated": torch.complex(values, -values).conj().imag,
+    }[strides]
+    assert strides != "negated" or given.is_neg()
+    grads = []
+    for g in (given, given.resolve_neg().clone()):
+        leaf = logits.clone().requires_grad_()
+        grads.append(torch.autograd.grad(te.parallel_cross_entropy(leaf * 1, target), leaf, g)[0])
+    assert_same_bits(*grads)
+
+
+def test_float16_gradients_keep_what_a_loss_scale_is_for(device):
+    """p / n is nothing in float16 and p scale / n is: the mean's 1 / n comes with the loss scale. Mutant: false from
+    scales_late()."""
+    logits, target = draw(device, 64, 50, dtype=torch.float16, scale=0.5)
+    target.fill_(3)
+    leaf = logits.clone().requires_grad_()
+    tokens = 4096
+    rows = torch.cat((leaf, leaf.new_zeros(tokens - 64, 50))) * 1
+    loss = te.parallel_cross_entropy(rows, F.pad(target, (0, tokens - 64), value=3), reduce_loss=True)
+    (got,) = torch.autograd.grad(loss * 65536.0, leaf)
+    p = wide(logits).softmax(-1) - F.one_hot(target.cpu(), 50)
+    assert_within(got, p * (65536.0 / tokens), p.abs() * 16 * 3 * UNIT_ROUNDOFF[torch.float16] + 1e-3, "gradient")
+    assert (got != 0).all()
+
+
+def test_gradient_lies_over_the_logits(device):
+    """And is handed out there, untouched where the incoming gradient is 1."""
+    logits, target = draw(device, 3, 4, 77)
+    leaf = logits.clone().requires_grad_()
+    x = leaf * 1
+    version = x._version
+    loss = te.parallel_cross_entropy(x, target, reduce_loss=True)
+    made = x.detach().clone()
+    assert x._version > version and not torch.equal(made, logits)
+    (got,) = torch.autograd.grad(loss, x)
+    assert got.data_ptr() == x.data_ptr()
+    assert_same_bits(got, made)
+
+
+def test_a_row_without_change_is_not_written(device):
+    logits, target = draw(device, 4, 60)
+    leaf = logits.clone().requires_grad_()
+    x = leaf * 1
+    loss = te.parallel_cross_entropy(x, target)
+    made = x.detach().clone()
+    torch.autograd.grad(loss, x, torch.tensor([1.0, 2.0, 1.0, 0.5], device=device))
+    assert_same_bits(x[0].detach(), made[0])
+    assert_same_bits(x[1].detach(), made[1] * 2)
+    assert_same_bits(x[3].detach(), made[3] * 0.5)
+
+
+def test_without_a_gradient_logits_stay(device):
+    logits, target = draw(device, 3, 50)
+    before, version = logits.clone(), logits._version
+    wanted = te.parallel_cross_entropy(logits.clone().requires_grad_() * 1, target)
+    assert_same_bits(te.parallel_cross_entropy(logits, target), wanted)
+    with torch.no_grad():
+        te.parallel_cross_entropy(logits.requires_grad_(), target)
+    with torch.inference_mode():
+        te.parallel_cross_entropy(logits.detach().clone(), target)
+    assert logits._version == version
+    assert_same_bits(logits, before)
+
+
+def test_a_stale_reader_notices(device):
+    """Mutant: leave note_written out of over_logits."""
+    logits, target = draw(device, 3, 50)
+    x = logits.clone().requires_grad_() * 1
+    reader = x.exp().sum() + (x * x).sum()
+    loss = te.parallel_cross_entropy(x, target).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + reader).backward()
+
+
+def test_two_losses_of_the_same_logits_notice(device):
+    logits, target = draw(device, 3, 50)
+    x = logits.clone().requires_grad_() * 1
+    first, second = te.parallel_cross_entropy(x, target).sum(), te.parallel_cross_entropy(x, target).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (first + second).backward()
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_second_backward_raises(device, hooks):
+    """The first has scaled what the second would scale; hooks hide the version. Mutant: leave out once.pass()."""
+    logits, target = draw(device, 3, 50)
+    x = logits.clone().requires_grad_() * 1
+    pack = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    if hooks:
+        with pack:
+            loss = te.parallel_cross_entropy(x, target, reduce_loss=True)
+    else:
+        loss = te.parallel_cross_entropy(x, target, reduce_loss=True)
+    torch.autograd.grad(loss * 2, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward" if hooks else "second backward|inplace operation"):
+        torch.autograd.grad(loss * 2, x, retain_graph=True)
+
+
+def test_double_backward_is_refused(device):
+    logits, target = draw(device, 3, 50)
+    x = logits.clone().requires_grad_() * 1
+    loss = te.parallel_cross_entropy(x, target, reduce_loss=True)
+    with refused(NotImplementedError, "cross_entropy: double backward"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_two_microbatches_in_flight(device):
+    pairs = [draw(device, 5, 90) for _ in range(2)]
+    leaves = [logits.clone().requires_grad_() for logits, _ in pairs]
+    losses = [te.parallel_cross_entropy(leaf * 1, t, reduce_loss=True) for leaf, (_, t) in zip(leaves, pairs)]
+    (losses[0] * 0.5 + losses[1] * 0.25).backward()
+    for leaf, (logits, target), factor in zip(leaves, pairs, (0.5, 0.25)):
+        alone = logits.clone().requires_grad_()
+        (te.parallel_cross_entropy(alone * 1, target, reduce_loss=True) * factor).backward()
+        assert_same_bits(leaf.grad, alone.grad)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_nan_and_inf(device, smoothing, reduce):
+    """As torch's, element for element; an ignored token has 0 whatever it holds, where torch's gradient is NaN."""
+    inf = torch.inf
+    logits = torch.ones(6, 40)
+    logits[0, 3] = torch.nan
+    logits[1, 5] = inf
+    logits[2] = -inf
+    logits[3, 7:] = -inf
+    logits[4, 2] = torch.nan
+    logits[5, 1] = -inf
+    target = torch.tensor([1, 2, 3, 4, IGNORED, 1])
+    for rows in ([0], [1], [2], [3], [5], [3, 4, 5], [0, 3, 4]):
+        x, t = logits[rows], target[rows]
+        clean = x.nan_to_num(0.0, posinf=0.0, neginf=0.0) if t.tolist() == [IGNORED] else x
+        want, oracle_x = oracle(clean, t, smoothing, reduce)
+        (grad,) = torch.autograd.grad(want.sum(), oracle_x)
+        grad[t == IGNORED] = 0.0
+        leaf = x.to(device).requires_grad_()
+        loss = te.parallel_cross_entropy(leaf * 1, t.to(device), smoothing, reduce)
+        assert_within(loss, want, 1e-5, f"loss of rows {rows}")
+        (got,) = torch.autograd.grad(loss.sum(), leaf)
+        if reduce and want.isnan():
+            assert (got.cpu()[t == IGNORED] == 0).all()
+        assert_within(got, grad, 1e-6, f"gradient of rows {rows}")
+
+
+def test_nothing_to_learn_from(device):
+    """0 tokens, and tokens that are all ignored: torch's mean is NaN, too; the gradients are zeros."""
+    for tokens, target in ((0, []), (3, [IGNORED] * 3)):
+        t = torch.tensor(target, dtype=torch.int64, device=device)
+        leaf = torch.randn(tokens, 30, device=device).requires_grad_()
+        each = te.parallel_cross_entropy(leaf * 1, t)
+        assert each.shape == (tokens,) and (each == 0).all()
+        loss = te.parallel_cross_entropy(leaf * 1, t, reduce_loss=True)
+        assert loss.isnan() and F.cross_entropy(leaf, t).isnan()
+        (grad,) = torch.autograd.grad(loss, leaf)
+        assert grad.shape == leaf.shape and (grad == 0).all()
+
+
+def test_a_single_token_without_dimensions(device):
+    logits, _ = draw(device, 30)
+    target = torch.tensor(4, device=device)
+    want, _ = oracle(logits, target)
+    assert_within(te.parallel_cross_entropy(logits, target), want, 1e-5)
+
+
+def test_ignored_index_inside_the_vocabulary(device):
+    logits, target = draw(device, 9, 30)
+    target = target.clamp_min(0)
+    target[4] = 7
+    want, x = oracle(logits, target, 0.1, True, ignore=7)
+    leaf = logits.clone().requires_grad_()
+    loss = te.parallel_cross_entropy(leaf * 1, target, 0.1, True, ignore_idx=7)
+    assert_within(loss, want, 1e-5)
+    (grad,) = torch.autograd.grad(want, x)
+    assert_within(torch.autograd.grad(loss, leaf)[0], grad, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_token_are_its_own(device, dtype):
+    """Whoever else is in the call, wherever its memory starts, and in every run."""
+    logits, target = draw(device, 11, 1021, dtype=dtype)
+
+    def run(x, t):
+        leaf = x.clone().requires_grad_()
+        loss = te.parallel_cross_entropy(leaf * 1, t, 0.1)
+        return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+
+    loss, grad = run(logits, target)
+    for again, whole in zip(run(logits, target), (loss, grad)):
+        assert_same_bits(again, whole)
+    for first, last in ((0, 1), (3, 8), (10, 11)):
+        part = run(logits[first:last], target[first:last])
+        assert_same_bits(part[0], loss[first:last])
+        assert_same_bits(part[1], grad[first:last])
+    odd = torch.empty(logits.numel() + 1, dtype=dtype, device=device)[1:].view_as(logits).copy_(logits)
+    made = te.parallel_cross_entropy(odd.requires_grad_(), target, 0.1)
+    assert_same_bits(made.detach(), loss)
+    assert_same_bits(torch.autograd.grad(made.sum(), odd)[0], grad)
+
+
+def test_is_cg_capturable_changes_nothing(device):
+    logits, target = draw(device, 5, 90)
+    losses = [te.parallel_cross_entropy(logits, target, 0.0, False, None, IGNORED, flag) for flag in (False, True)]
+    assert_same_bits(*losses)
+
+
+def test_targets_out_of_range(device):
+    """Named on the CPU, before anything is written; on a GPU the token's loss and gradient are NaN."""
+    for wrong in (50, -1, 2**40):
+        logits, target = draw(device, 4, 50)
+        target[2] = wrong
+        leaf = logits.clone().requires_grad_()
+        x = leaf * 1
+        version = x._version
+        if device == "cpu":
+            for reduce in (False, True):
+                with refused(ValueError, "cross_entropy", "target", f"{wrong} in row 2", "0 to 49", "ignore_idx = -100"):
+                    te.parallel_cross_entropy(x, target, reduce_loss=reduce)
+            assert x._version == version
+            assert_same_bits(x.detach(), logits)
+            continue
+        loss = te.parallel_cross_entropy(x, target)
+        (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        assert loss[2].isnan() and grad[2].isnan().all()
+        assert loss[[0, 1, 3]].isfinite().all() and grad[[0, 1, 3]].isfinite().all()
+
+
+def test_refusals(device):
+    logits, target = draw(device, 4, 6, 50)
+    call = te.parallel_cross_entropy
+    with refused(ValueError, "cross_entropy", "'logits'", "contiguous", "strides"):
+        call(logits.transpose(0, 1), target.t())
+    with refused(ValueError, "'logits'", "contiguous"):
+        call(torch.randn(4, 6, 100, device=device)[..., ::2], target)
+    for dtype in (torch.int64, torch.float64, torch.bool):
+        with refused(ValueError, "'logits'", "wanted float32, float16 or bfloat16"):
+            call(logits.to(dtype), target)
+    for dtype in (torch.int32, torch.float32, torch.uint8):
+        with refused(ValueError, "'target'", "wanted int64", ".long()"):
+            call(logits, target.to(dtype))
+    for shape in ((6, 4), (24,), (4,), (4, 6, 1), (4, 6, 50)):
+        with refused(ValueError, "'target'", "shape", "[4, 6]"):
+            call(logits, torch.zeros(shape, dtype=torch.int64, device=device))
+    for smoothing in (1.0, -0.1, 2.0, float("nan")):
+        with refused(ValueError, "'label_smoothing'", "[0, 1)"):
+            call(logits, target, smoothing)
+    with refused(ValueError, "no dimensions"):
+        call(logits.sum(), target.sum())
+    with refused(ValueError, "there are no classes"):
+        call(logits[..., :0].contiguous(), target)
+    with refused(TypeError, "parallel_cross_entropy", "'inp'", "list"):
+        call([1.0], target)
+    with refused(TypeError, "parallel_cross_entropy", "'dist_process_group'", "str"):
+        call(logits, target, dist_process_group="tp")
+    with refused(TypeError, "parallel_cross_entropy", "ignore_index", "ignore_idx"):
+        call(logits, target, ignore_index=3)
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)
+    with refused(NotImplementedError, "parallel_cross_entropy", "'inp'", "dequantize()"):
+        call(quantizer(logits.view(24, 50)), target.view(24))
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_compiled(device, reduce):
+    """As eager, bit for bit, and the logits stay."""
+    logits, target = draw(device, 5, 61)
+
+    def loss_of(x, t):
+        y = x * 2
+        return te.parallel_cross_entropy(y, t, 0.1, reduce), y
+
+    results = []
+    for call in (loss_of, torch.compile(loss_of, backend="aot_eager", fullgraph=True)):
+        leaf = logits.clone().requires_grad_()
+        loss, y = call(leaf, target)
+        results.append((loss.detach().view(-1), torch.autograd.grad(loss, leaf, torch.full_like(loss, 0.5))[0], y.detach()))
+    assert_same_bits(results[0][0], results[1][0])
+    assert_same_bits(results[0][1], results[1][1])
+    assert_same_bits(results[1][2], logits * 2)
+
+
+def test_opcheck(device):
+    logits, target = draw(device, 4, 31)
+    ops = torch.ops.te
+    for options in ((0.0, False, IGNORED, "", 1), (0.1, True, IGNORED, "", 1)):
+        torch.library.opcheck(ops.cross_entropy.default, (logits.clone().requires_grad_(), target, *options))
+        for gradient in (False, True):
+            torch.library.opcheck(ops.cross_entropy_fwd.default, (logits, target, *options, gradient))
+    torch.library.opcheck(ops.cross_entropy_bwd.default, (logits, torch.rand(4, device=device), None))
+    torch.library.opcheck(ops.cross_entropy_bwd.default, (logits, logits.sum(), torch.ones(1, device=device)))
+
+
+class Head(torch.nn.Module):
+    def __init__(self, device, reduce=True):
+        super().__init__()
+        self.linear = te.Linear(32, 70, bias=False, device=device)
+        self.register_buffer("target", torch.randint(0, 70, (6, 2), device=device))
+        self.reduce = reduce
+
+    def forward(self, x):
+        return te.parallel_cross_entropy(self.linear(x), self.target, 0.1, self.reduce, is_cg_capturable=True)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_captured_equals_eager(device, reduce):
+    captured = Head(device, reduce)
+    eager = copy.deepcopy(captured)
+    te.make_graphed_callables(captured, (torch.randn(6, 2, 32, device=device, requires_grad=True),))
+    for step in range(3):
+        x = torch.randn(6, 2, 32, device=device)
+        target = torch.randint(0, 70, (6, 2), device=device)
+        left = []
+        for module in (captured, eager):
+            module.target.copy_(target)
+            module.zero_grad()
+            leaf = x.clone().requires_grad_()
+            loss = module(leaf)
+            loss.backward(torch.full_like(loss, 1.0 if step == 0 else 0.5))
+            left.append((loss.detach().clone().view(-1), leaf.grad, module.linear.weight.grad))
+        for got, want in zip(*left):
+            assert_same_bits(got, want, f"step {step}")
+
+
+def test_recomputed_in_a_checkpoint(device):
+    head = Head(device)
+    x = torch.randn(6, 2, 32, device=device)
+    grads = []
+    for call in (head, lambda x: torch.utils.checkpoint.checkpoint(head, x, use_reentrant=False)):
+        head.zero_grad()
+        leaf = x.clone().requires_grad_()
+        call(leaf).backward()
+        grads.append((leaf.grad, head.linear.weight.grad))
+    for got, want in zip(*grads):
+        assert_same_bits(got, want)
+
+
+def test_kept_and_explained(device):
+    """The logits' memory and nothing else; the paths of both passes."""
+    head = Head(device)
+    x = torch.randn(6, 2, 32, device=device, requires_grad=True)
+    plan = te.memory_plan(head, x)
+    rows = {(row.op, row.name): row for row in plan.rows}
+    assert rows["cross_entropy", "gradient of the logits"].bytes == 12 * 70 * 4 == plan.kept_bytes
+    found = {row.op: row for row in te.explain(head, x).rows}
+    kernel = "CPU loop" if device == "cpu" else "CUDA"
+    assert kernel in found["cross_entropy_fwd"].path and kernel in found["cross_entropy_bwd"].path
+
+
+def test_nobody_waits_for_the_device(device):
+    if device == "cpu":
+        pytest.skip("a CPU has nothing to wait for")
+    logits, target = draw(device, 32, 1000)
+    for reduce in (False, True):
+        leaf = logits.clone().requires_grad_()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = te.parallel_cross_entropy(leaf * 1, target, 0.1, reduce)
+            loss.backward(torch.full_like(loss, 0.5))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_functional_is_the_same(device):
+    logits, target = draw(device, 5, 40)
+    assert_same_bits(functional.cross_entropy(logits, target), te.parallel_cross_entropy(logits, target))
