@@ -118,6 +118,10 @@ def _layer():
     for recipe, bound in zip(RECIPES, FP8_OVER_BF16["layer"], strict=True):
         yield from _targets("24", f"transformer_layer_{recipe}", "fp8", shape, step, {f"x {OWN}": bound})
     yield from _targets("25", "cross_entropy", "bf16", "4096x128256", step, {"us": 620})
+    head = "8192x4096x128256"
+    for op in ("linear_cross_entropy", "linear_cross_entropy_own_dtype"):
+        yield from _targets("25", op, "bf16", head, step, {"x own separate": 1 / 1.05})
+    yield from _targets("25", "linear_cross_entropy_peak_own_dtype", "bf16", head, "keeps", {"MiB": 600})
 
 
 def _optimizer():

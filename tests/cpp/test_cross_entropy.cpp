@@ -22,7 +22,9 @@ using testing::Buffer;
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
 template <class T>
-constexpr double kHalfUnit = std::is_same_v<T, float> ? 0x1p-24 : std::is_same_v<T, fp16> ? 0x1p-11 : 0x1p-8;
+constexpr double kHalfUnit = std::is_same_v<T, float>  ? 0x1p-24
+                             : std::is_same_v<T, fp16> ? 0x1p-11
+                                                       : 0x1p-8;
 template <class T>
 constexpr double kSmallest = std::is_same_v<T, fp16> ? 0x1p-25 : 0x1p-134;
 
@@ -94,8 +96,8 @@ void expect_near(const std::vector<double>& got, const std::vector<double>& want
 
 class CrossEntropy : public ::testing::TestWithParam<int32_t> {};
 
-// Single columns, less than a slot, odd, a slot of each type, more than one block of a cluster, and on the GPU two, four
-// and eight of them.
+// Single columns, less than a slot, odd, a slot of each type, more than one block of a cluster, and on the GPU two,
+// four and eight of them.
 const int64_t kColumns[] = {1, 3, 8, 17, 1000, 4099, 33000, 70001, 150000};
 
 template <class T>
@@ -212,8 +214,8 @@ TEST_P(CrossEntropy, NanAndInf) {
   x[1 * kCols + 7] = kFloatInf;
   for (int64_t j = 0; j < kCols; ++j) x[size_t(2 * kCols + j)] = -kFloatInf;
   for (int64_t j = 0; j < kCols - 2; ++j) x[size_t(3 * kCols + j)] = -kFloatInf;  // two classes are left
-  x[4 * kCols + 9] = kNan;                                                       // ignored
-  x[5 * kCols + 3] = -kFloatInf;                                                 // the target
+  x[4 * kCols + 9] = kNan;                                                        // ignored
+  x[5 * kCols + 3] = -kFloatInf;                                                  // the target
   p.logits.fill(x);
   p.target.fill({1, 1, 1, kCols - 1, -100, 3});
   TE_ASSERT_OK(te_cross_entropy_forward(&p.plan, nullptr));

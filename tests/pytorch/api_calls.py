@@ -22,6 +22,11 @@ def rotate_packed(**beyond):
     return rope.apply_fused_qkv_rotary_pos_emb(packed, angles(), angles(), [HEAD] * 3, **beyond)
 
 
+def cross_entropy_step():
+    logits = torch.randn(SEQ, BATCH, 40, requires_grad=True)
+    te.parallel_cross_entropy(logits * 1, torch.zeros(SEQ, BATCH, dtype=torch.int64), 0.1, True).backward()
+
+
 def quietly(function):
     with contextlib.redirect_stdout(io.StringIO()):
         return function()
@@ -220,6 +225,7 @@ CALLS = {
     "QuantizerRequest": te.QuantizerRequest,
     "DelayedScalingRequest": te.DelayedScalingRequest,
     "onnx_export": lambda: entered(te.onnx_export()),
+    "parallel_cross_entropy": cross_entropy_step,
     "get_cpu_offload_context": offloaded,
     "mark_not_offload": lambda: te.mark_not_offload(torch.ones(1)),
     "start_offload": lambda: cpu_offload.start_offload(torch.ones(1)),

@@ -129,8 +129,8 @@ def refusals(rank):
     even = torch.randn(4, classes, device=here())
     told["out of range"] = told_by(lambda: te.parallel_cross_entropy(even, out, dist_process_group=group))
     alone = dist.new_group([0])  # not this process's on other ranks
-    told["not in it"] = None if rank == 0 else told_by(
-        lambda: te.parallel_cross_entropy(even, target, dist_process_group=alone)
+    told["not in it"] = (
+        None if rank == 0 else told_by(lambda: te.parallel_cross_entropy(even, target, dist_process_group=alone))
     )
     if rank == 0:  # a group of one is nobody to talk to
         one = te.parallel_cross_entropy(even, target, dist_process_group=alone)

@@ -189,7 +189,7 @@ def test_a_second_backward_raises(device, hooks):
     else:
         loss = te.parallel_cross_entropy(x, target, reduce_loss=True)
     torch.autograd.grad(loss * 2, x, retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward" if hooks else "second backward|inplace operation"):
+    with pytest.raises(RuntimeError, match=r"second backward" if hooks else r"second backward|inplace operation"):
         torch.autograd.grad(loss * 2, x, retain_graph=True)
 
 
@@ -311,7 +311,9 @@ def test_targets_out_of_range(device):
         version = x._version
         if device == "cpu":
             for reduce in (False, True):
-                with refused(ValueError, "cross_entropy", "target", f"{wrong} in row 2", "0 to 49", "ignore_idx = -100"):
+                with refused(
+                    ValueError, "cross_entropy", "target", f"{wrong} in row 2", "0 to 49", "ignore_idx = -100"
+                ):
                     te.parallel_cross_entropy(x, target, reduce_loss=reduce)
             assert x._version == version
             assert_same_bits(x.detach(), logits)
@@ -369,7 +371,9 @@ def test_compiled(device, reduce):
     for call in (loss_of, torch.compile(loss_of, backend="aot_eager", fullgraph=True)):
         leaf = logits.clone().requires_grad_()
         loss, y = call(leaf, target)
-        results.append((loss.detach().view(-1), torch.autograd.grad(loss, leaf, torch.full_like(loss, 0.5))[0], y.detach()))
+        results.append(
+            (loss.detach().view(-1), torch.autograd.grad(loss, leaf, torch.full_like(loss, 0.5))[0], y.detach())
+        )
     assert_same_bits(results[0][0], results[1][0])
     assert_same_bits(results[0][1], results[1][1])
     assert_same_bits(results[1][2], logits * 2)

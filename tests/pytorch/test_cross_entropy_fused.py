@@ -60,7 +60,7 @@ def bounds(hidden, weight, bias, target, given, oracle_of, chunks, two_roundings
     arithmetic of a row of them; p by a factor of 1 + 2 e, so that d logits, rounded once or twice, do by 2 e |factor|
     each; a gradient of them adds that over what it reduces, its own sum's error, and its own roundings (the sum over
     chunks in float32)."""
-    loss, logits, d_logits, grads, sums = oracle_of
+    _, logits, d_logits, grads, sums = oracle_of
     dtype = hidden.dtype
     h, w = wide(hidden), wide(weight)
     size = h.abs() @ w.abs().T + (0 if bias is None else wide(bias).abs())
@@ -85,7 +85,9 @@ def test_values_and_gradients(device, dtype, chunks, smoothing, reduce):
     given = torch.tensor(1.0) if reduce else torch.rand(tokens) + 0.5
     with chunks_of(128 * classes * dtype.itemsize if chunks > 1 else 1 << 29):
         assert _C.linear_cross_entropy_chunk_rows(tokens, classes, dtype.itemsize, False) == tokens // chunks
-        loss = te.fused_linear_cross_entropy(hidden, weight, target, bias, label_smoothing=smoothing, reduce_loss=reduce)
+        loss = te.fused_linear_cross_entropy(
+            hidden, weight, target, bias, label_smoothing=smoothing, reduce_loss=reduce
+        )
         got = torch.autograd.grad(loss, (hidden, weight, bias), given.to(device))
     want = oracle(hidden, weight, bias, target, given, smoothing, reduce)
     assert loss.dtype is torch.float32 and [g.dtype for g in got] == [dtype] * 3
@@ -278,9 +280,7 @@ def test_memory_law(device, weight_wanted, sum_dtype):
     chunk = 256 * classes * 2
     with chunks_of(chunk):
         assert _C.linear_cross_entropy_chunk_rows(tokens, classes, 2, False) == 256
-        most, loss = allocated(
-            lambda: te.fused_linear_cross_entropy(hidden, weight, target, weight_grad_dtype=sum_dtype)
-        )
+        most, _ = allocated(lambda: te.fused_linear_cross_entropy(hidden, weight, target, weight_grad_dtype=sum_dtype))
     weight_grad = classes * features * sum_dtype.itemsize if weight_wanted else 0
     law = chunk + weight_grad + tokens * features * 2 + tokens * 4
     beside = 64 << 20  # a product's workspace
@@ -360,9 +360,10 @@ def test_second_and_double_backward(device):
         torch.autograd.grad(loss, hidden, create_graph=True)
     loss = te.fused_linear_cross_entropy(hidden, weight, target, bias)
     torch.autograd.grad(loss * 2, weight, retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward|inplace operation"):
+    with pytest.raises(RuntimeError, match=r"second backward|inplace operation"):
         torch.autograd.grad(loss * 2, weight)
-    each = te.fused_linear_cross_entropy(hidden, weight, target, bias, reduce_loss=False)  # which makes them in backward
+    # This one makes them in backward.
+    each = te.fused_linear_cross_entropy(hidden, weight, target, bias, reduce_loss=False)
     first, second = (torch.autograd.grad(each.sum(), weight, retain_graph=True)[0] for _ in range(2))
     assert_same_bits(first, second)
 
@@ -404,7 +405,8 @@ def test_opcheck(device):
         torch.library.opcheck(ops.linear_cross_entropy.default, (hidden, weight, shift, target, *options))
         h, w = hidden.detach(), weight.detach()
         b = None if shift is None else shift.detach()
-        for dloss, wanted in ((None, [True, False, False]), (torch.rand(10, device=device), [True, True, b is not None])):
+        given = torch.rand(10, device=device)
+        for dloss, wanted in ((None, [True, False, False]), (given, [True, True, b is not None])):
             if dloss is not None and reduce:
                 continue
             torch.library.opcheck(ops.linear_cross_entropy_fwd.default, (h, w, b, target, dloss, *options, wanted))

@@ -47,8 +47,7 @@ Three over_logits(const Tensor& logits, const Tensor& target, const LossOptions&
   }
   loss_of_rows(rows, targets, scale, flat, gradient, options);
   if (gradient) note_written(logits);
-  return {options.reduce ? loss_mean(flat, inverse) : loss, logits,
-          options.reduce ? inverse : at::empty({0}, floats)};
+  return {options.reduce ? loss_mean(flat, inverse) : loss, logits, options.reduce ? inverse : at::empty({0}, floats)};
 }
 
 LossOptions options_of(double label_smoothing, bool reduce_loss, int64_t ignore_idx, std::string_view group,
@@ -132,8 +131,8 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, double label_sm
                                                     ignore_idx, group, ranks);
   }
   if (!needs_graph({&logits})) {
-    return std::get<0>(over_logits(
-        logits, target, options_of(label_smoothing, reduce_loss, ignore_idx, group, ranks), false));
+    return std::get<0>(
+        over_logits(logits, target, options_of(label_smoothing, reduce_loss, ignore_idx, group, ranks), false));
   }
   return Node<CrossEntropyFamily, Direct>::run(logits, target, label_smoothing, reduce_loss, ignore_idx, group,
                                                ranks)[0];

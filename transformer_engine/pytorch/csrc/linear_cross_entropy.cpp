@@ -25,7 +25,7 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 std::atomic<int64_t> chunk_bytes{int64_t{512} << 20};  // tests take less
-constexpr int64_t kRowStep = 128;  // FP8 blocks end with a chunk
+constexpr int64_t kRowStep = 128;                      // FP8 blocks end with a chunk
 constexpr Kept kHiddenGradient{"gradient of hidden", "made in forward; the backward hands it out",
                                "a loss that is not reduced, whose backward computes all again", true};
 constexpr Kept kWeightGradient{"gradient of the weight", "made in forward; the backward hands it out",
@@ -58,8 +58,8 @@ void check_arguments(const Tensor& hidden, const Tensor& weight, const OptionalT
                     ", wanted [..., features] and [classes, features].");
   check_same(weight, hidden, kOp, "weight");
   if (bias.has_value()) {
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kOp,
-                      ": argument 'bias' has shape ", bias->sym_sizes(), ", wanted [", weight.sym_size(0), "].");
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kOp, ": argument 'bias' has shape ",
+                      bias->sym_sizes(), ", wanted [", weight.sym_size(0), "].");
     check_same(*bias, hidden, kOp, "bias");
   }
   check_loss(kOp, hidden.sym_sizes().slice(0, hidden.dim() - 1), weight.sym_size(0), hidden, target, options);
@@ -109,8 +109,8 @@ class Loop {
 
   void chunk(int64_t first, int64_t count, const Tensor& scale) {
     const Route route(Direct{});
-    const Operand x = operand_of(route, q_ != nullptr ? &q_->x : nullptr, x_.narrow(0, first, count),
-                                 {true, wanted_[1]});
+    const Operand x =
+        operand_of(route, q_ != nullptr ? &q_->x : nullptr, x_.narrow(0, first, count), {true, wanted_[1]});
     Tensor logits = product(x);
     loss_of_rows(logits, target_.narrow(0, first, count), scale, loss.narrow(0, first, count), wants_any(), options_);
     if (!wants_any()) return;
@@ -139,7 +139,8 @@ class Loop {
       Direct::call<gemm_accumulate>("te::gemm_accumulate", weight_.plain, dy.plain, std::string_view("NN"), out, false,
                                     true);
     } else {
-      gemm_fp8_accumulate(weight_.fp8, true, dy.fp8, false, out, true, may_be_fast(weight_.fp8, dy.fp8, q_->split_dgrad));
+      gemm_fp8_accumulate(weight_.fp8, true, dy.fp8, false, out, true,
+                          may_be_fast(weight_.fp8, dy.fp8, q_->split_dgrad));
     }
   }
 
@@ -173,9 +174,9 @@ struct LinearCrossEntropyFamily {
     const std::string_view group(s.options.group);
     const auto& o = s.options;
     if constexpr (std::is_same_v<Route, Dispatched>) {
-      return Route::template call<linear_cross_entropy_fwd>(
-          "te::linear_cross_entropy_fwd", hidden, weight, bias, target, dloss, o.label_smoothing, o.reduce,
-          o.ignore_idx, s.float32_sum, quantization, group, o.ranks, wanted);
+      return Route::template call<linear_cross_entropy_fwd>("te::linear_cross_entropy_fwd", hidden, weight, bias,
+                                                            target, dloss, o.label_smoothing, o.reduce, o.ignore_idx,
+                                                            s.float32_sum, quantization, group, o.ranks, wanted);
     } else {  // what it calls is recorded by itself
       return linear_cross_entropy_fwd(hidden, weight, bias, target, dloss, o.label_smoothing, o.reduce, o.ignore_idx,
                                       s.float32_sum, quantization, group, o.ranks, wanted);
@@ -232,8 +233,7 @@ struct LinearCrossEntropyFamily {
 Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
                               const Tensor& target, const OptionalTensor& dloss, double label_smoothing,
                               bool reduce_loss, int64_t ignore_idx, bool float32_sum,
-                              at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks,
-                              Flags wanted) {
+                              at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks, Flags wanted) {
   const LossOptions options{label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks};
   check_arguments(hidden, weight, bias, target, options);
   check_memory(hidden, kOp, "hidden");
@@ -253,8 +253,7 @@ Five linear_cross_entropy_fwd_meta(const Tensor& hidden, const Tensor& weight, c
                                    bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                                    at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks,
                                    Flags wanted) {
-  check_arguments(hidden, weight, bias, target,
-                  {label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks});
+  check_arguments(hidden, weight, bias, target, {label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks});
   const auto floats = hidden.options().dtype(at::kFloat);
   return {reduce_loss ? hidden.new_empty({}, floats) : hidden.new_empty_symint(target.sym_sizes(), floats),
           wanted[0] ? hidden.new_empty_symint(hidden.sym_sizes()) : hidden.new_empty({0}),
@@ -265,9 +264,9 @@ Five linear_cross_entropy_fwd_meta(const Tensor& hidden, const Tensor& weight, c
 }
 
 Tensor linear_cross_entropy_autograd(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
-                                     const Tensor& target, double label_smoothing, bool reduce_loss,
-                                     int64_t ignore_idx, bool float32_sum, at::ArrayRef<int64_t> quantization,
-                                     std::string_view group, int64_t ranks) {
+                                     const Tensor& target, double label_smoothing, bool reduce_loss, int64_t ignore_idx,
+                                     bool float32_sum, at::ArrayRef<int64_t> quantization, std::string_view group,
+                                     int64_t ranks) {
   return Node<LinearCrossEntropyFamily, Dispatched>::run(hidden, weight, bias, target, label_smoothing, reduce_loss,
                                                          ignore_idx, float32_sum, quantization, group, ranks)[0];
 }
@@ -282,9 +281,9 @@ Tensor linear_cross_entropy_dispatched(const Tensor& hidden, const Tensor& weigh
 }
 
 Tensor linear_cross_entropy_autocast(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
-                                     const Tensor& target, double label_smoothing, bool reduce_loss,
-                                     int64_t ignore_idx, bool float32_sum, at::ArrayRef<int64_t> quantization,
-                                     std::string_view group, int64_t ranks) {
+                                     const Tensor& target, double label_smoothing, bool reduce_loss, int64_t ignore_idx,
+                                     bool float32_sum, at::ArrayRef<int64_t> quantization, std::string_view group,
+                                     int64_t ranks) {
   const Tensor x = autocast(hidden), matrix = autocast(weight);  // before autocast is excluded
   const OptionalTensor shift = autocast(bias);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -311,14 +310,14 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Op
     return std::get<0>(linear_cross_entropy_fwd(x, matrix, shift, target, OptionalTensor(), label_smoothing,
                                                 reduce_loss, ignore_idx, float32_sum, q, group, ranks, Flags{}));
   }
-  return Node<LinearCrossEntropyFamily, Direct>::run(x, matrix, shift, target, label_smoothing, reduce_loss,
-                                                     ignore_idx, float32_sum, q, group, ranks)[0];
+  return Node<LinearCrossEntropyFamily, Direct>::run(x, matrix, shift, target, label_smoothing, reduce_loss, ignore_idx,
+                                                     float32_sum, q, group, ranks)[0];
 }
 
 }  // namespace
 
 #define TE_ARGUMENTS "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-#define TE_LOSS                                                                                                     \
+#define TE_LOSS                                                                                                    \
   "float label_smoothing, bool reduce_loss, int ignore_idx, bool float32_sum, int[] quantization, str group, int " \
   "ranks"
 

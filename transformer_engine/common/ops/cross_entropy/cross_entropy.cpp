@@ -23,9 +23,7 @@ namespace {
 
 int64_t classes_of(const te_cross_entropy_plan& plan) { return plan.ranks * plan.logits.cols; }
 
-float value_at(const te_tensor& t, int64_t row) {
-  return static_cast<const float*>(t.data)[t.cols == 1 ? 0 : row];
-}
+float value_at(const te_tensor& t, int64_t row) { return static_cast<const float*>(t.data)[t.cols == 1 ? 0 : row]; }
 
 }  // namespace
 
@@ -103,12 +101,11 @@ void forward_row(const te_cross_entropy_plan& plan, int64_t row) {
   const int64_t own = own_column(plan, target);
   const bool smooth = plan.label_smoothing > 0.f;
   const auto* given = static_cast<const Statistic*>(plan.statistics.data);
-  const Statistic whole =
-      given == nullptr
-          ? statistic_of(x, cols, own, smooth)
-          : merged(
-                plan.ranks, [](float v) { return te::cpu::exp(v); }, [&](int r) { return given[r * rows + row]; },
-                [&](int) { return float(cols); });
+  const Statistic whole = given == nullptr
+                              ? statistic_of(x, cols, own, smooth)
+                              : merged(
+                                    plan.ranks, [](float v) { return te::cpu::exp(v); },
+                                    [&](int r) { return given[r * rows + row]; }, [&](int) { return float(cols); });
   const Asked asked{plan.label_smoothing, float(classes_of(plan))};
   loss = asked.loss(whole, std::log(whole.sum));
   if (plan.gradient) {
@@ -130,9 +127,8 @@ void statistics(const te_cross_entropy_plan& plan, const te_tensor& out) {
     parallel_rows(plan.logits.rows, plan.logits.cols, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         const int64_t target = static_cast<const int64_t*>(plan.target.data)[row];
-        static_cast<Statistic*>(out.data)[row] =
-            statistic_of(row_ptr<const T>(plan.logits, row), plan.logits.cols, own_column(plan, target),
-                         plan.label_smoothing > 0.f);
+        static_cast<Statistic*>(out.data)[row] = statistic_of(row_ptr<const T>(plan.logits, row), plan.logits.cols,
+                                                              own_column(plan, target), plan.label_smoothing > 0.f);
       }
     });
   });

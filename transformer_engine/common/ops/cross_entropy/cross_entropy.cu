@@ -73,9 +73,7 @@ struct Part {
 
   __device__ __forceinline__ int64_t column(int64_t i) const { return (first + i) * N; }
   __device__ __forceinline__ bool whole(int64_t i) const { return wide && column(i) + N <= cols; }
-  __device__ __forceinline__ float columns() const {
-    return float(max(int64_t(0), min(cols - first * N, slots * N)));
-  }
+  __device__ __forceinline__ float columns() const { return float(max(int64_t(0), min(cols - first * N, slots * N))); }
 
   // Columns behind the row's end are -Inf, which adds to no maximum and to no sum of exponentials.
   __device__ __forceinline__ Packed<T, N> load_narrow(int64_t i) const {
@@ -159,8 +157,7 @@ __device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smo
 }
 
 template <class T, class SlotAt>
-__device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own, const Slope& slope,
-                                               SlotAt&& slot_at) {
+__device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own, const Slope& slope, SlotAt&& slot_at) {
   constexpr int N = kVec<T>;
   for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
     float x[N], y[N];
@@ -219,7 +216,9 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
       cluster.sync();
       whole = merged(
           a.cluster, Exp{}, [&](int i) { return *cluster.map_shared_rank(&mine, i); },
-          [&](int i) { return Part<T>{nullptr, i * a.slots, a.slots, a.cols, false}.columns(); });
+          [&](int i) {
+            return Part<T>{nullptr, i * a.slots, a.slots, a.cols, false}.columns();
+          });
       cluster.barrier_arrive();  // nobody leaves while somebody reads here
     }
     whole.target = at_target;
@@ -311,14 +310,14 @@ __device__ __forceinline__ T block_sum(int64_t n, F&& f) {
   return over_warp(scratch[threadIdx.x % kWarp]);
 }
 
-__global__ void __launch_bounds__(kThreads) count_kernel(const int64_t* target, int64_t n, int64_t ignore_idx,
-                                                         float* inverse) {
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const int64_t* target, int64_t n, int64_t ignore_idx, float* inverse) {
   const int64_t count = block_sum<int64_t>(n, [&](int64_t i) { return int64_t(target[i] != ignore_idx); });
   if (threadIdx.x == 0) *inverse = 1.f / float(count);
 }
 
-__global__ void __launch_bounds__(kThreads) mean_kernel(const float* loss, int64_t n, const float* inverse,
-                                                        float* mean) {
+__global__ void __launch_bounds__(kThreads)
+    mean_kernel(const float* loss, int64_t n, const float* inverse, float* mean) {
   const float sum = block_sum<float>(n, [&](int64_t i) { return loss[i]; });
   if (threadIdx.x == 0) *mean = sum * *inverse;
 }
@@ -357,9 +356,9 @@ void forward(const te_cross_entropy_plan& plan, te_stream stream) {
 }
 
 void mean(te_tensor loss, te_tensor inverse_count, te_tensor mean, te_stream stream) {
-  mean_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const float*>(loss.data), loss.cols, static_cast<const float*>(inverse_count.data),
-      static_cast<float*>(mean.data));
+  mean_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<const float*>(loss.data), loss.cols,
+                                                                     static_cast<const float*>(inverse_count.data),
+                                                                     static_cast<float*>(mean.data));
   check_launch("te_cross_entropy_mean");
 }
 
