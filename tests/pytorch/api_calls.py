@@ -27,6 +27,11 @@ def cross_entropy_step():
     te.parallel_cross_entropy(logits * 1, torch.zeros(SEQ, BATCH, dtype=torch.int64), 0.1, True).backward()
 
 
+def head_step():
+    hidden, weight = torch.randn(SEQ, BATCH, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    te.fused_linear_cross_entropy(hidden, weight, torch.zeros(SEQ, BATCH, dtype=torch.int64)).backward()
+
+
 def quietly(function):
     with contextlib.redirect_stdout(io.StringIO()):
         return function()
@@ -226,6 +231,7 @@ CALLS = {
     "DelayedScalingRequest": te.DelayedScalingRequest,
     "onnx_export": lambda: entered(te.onnx_export()),
     "parallel_cross_entropy": cross_entropy_step,
+    "fused_linear_cross_entropy": head_step,
     "get_cpu_offload_context": offloaded,
     "mark_not_offload": lambda: te.mark_not_offload(torch.ones(1)),
     "start_offload": lambda: cpu_offload.start_offload(torch.ones(1)),

@@ -134,6 +134,16 @@ def test_gradient_lies_over_the_logits(device):
     assert_same_bits(got, made)
 
 
+def test_a_leafs_gradient_is_its_memory(device):
+    """As docs/cross_entropy.md says; a copy would take as long as the loss. Mutant: return grad itself from scaled()."""
+    logits, target = draw(device, 3, 4, 77)
+    want = torch.autograd.grad(te.parallel_cross_entropy(x := logits.clone().requires_grad_(), target).sum(), x)[0]
+    leaf = logits.clone().requires_grad_()
+    te.parallel_cross_entropy(leaf, target).sum().backward()
+    assert leaf.grad.data_ptr() == leaf.data_ptr()
+    assert_same_bits(leaf.grad, want)
+
+
 def test_a_row_without_change_is_not_written(device):
     logits, target = draw(device, 4, 60)
     leaf = logits.clone().requires_grad_()
@@ -391,19 +401,23 @@ def test_opcheck(device):
 
 
 class Head(torch.nn.Module):
-    def __init__(self, device, reduce=True):
+    def __init__(self, device, reduce=True, fused=False):
         super().__init__()
+        self.fused = fused
         self.linear = te.Linear(32, 70, bias=False, device=device)
         self.register_buffer("target", torch.randint(0, 70, (6, 2), device=device))
         self.reduce = reduce
 
     def forward(self, x):
+        if self.fused:
+            return te.fused_linear_cross_entropy(x, self.linear.weight, self.target, reduce_loss=self.reduce)
         return te.parallel_cross_entropy(self.linear(x), self.target, 0.1, self.reduce, is_cg_capturable=True)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("reduce", [False, True])
-def test_captured_equals_eager(device, reduce):
-    captured = Head(device, reduce)
+def test_captured_equals_eager(device, reduce, fused):
+    captured = Head(device, reduce, fused)
     eager = copy.deepcopy(captured)
     te.make_graphed_callables(captured, (torch.randn(6, 2, 32, device=device, requires_grad=True),))
     for step in range(3):

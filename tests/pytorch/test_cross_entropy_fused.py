@@ -153,8 +153,9 @@ def test_one_chunk_is_the_product_and_the_loss(device, dtype, how):
             loss = call()
             results.append((loss.detach().view(1), *torch.autograd.grad(loss, (hidden, leaf))))
     for got, want, name in zip(*results, ("loss", "hidden", "weight")):
-        if name == "weight" and dtype is torch.bfloat16:  # another product: into float32, rounded behind
-            assert_within(got, want, 2 * rounding(wide(want), dtype) + 1e-9, name)
+        # Products into memory that is there, or into float32 and rounded behind, may be others'.
+        if name != "loss" and device == "cuda" or name == "weight" and dtype is torch.bfloat16:
+            assert_within(got, want, 2 * rounding(wide(want), dtype) + 1e-6, name)
         else:
             assert_same_bits(got, want, name)
 

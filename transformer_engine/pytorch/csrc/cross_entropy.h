@@ -56,7 +56,7 @@ Tensor scaled(const Tensor& grad, const Tensor& dloss, const OptionalTensor& sca
     return Route::template call<cross_entropy_bwd>("te::cross_entropy_bwd", grad, dloss, scale);
   } else {
     scale_gradient(grad, dloss, scale.has_value() ? *scale : Tensor());
-    return grad;
+    return grad.detach();  // a handle of its own, which autograd need not copy to make it a leaf's .grad
   }
 }
 
