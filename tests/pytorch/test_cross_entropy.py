@@ -135,7 +135,7 @@ def test_gradient_lies_over_the_logits(device):
 
 
 def test_a_leafs_gradient_is_its_memory(device):
-    """As docs/cross_entropy.md says; a copy would take as long as the loss. Mutant: return grad itself from scaled()."""
+    """As docs/cross_entropy.md says; a copy would take as long as the loss. Mutant: scaled() returns grad itself."""
     logits, target = draw(device, 3, 4, 77)
     want = torch.autograd.grad(te.parallel_cross_entropy(x := logits.clone().requires_grad_(), target).sum(), x)[0]
     leaf = logits.clone().requires_grad_()
@@ -173,18 +173,18 @@ def test_a_stale_reader_notices(device):
     """Mutant: leave note_written out of over_logits."""
     logits, target = draw(device, 3, 50)
     x = logits.clone().requires_grad_() * 1
-    reader = x.exp().sum() + (x * x).sum()
-    loss = te.parallel_cross_entropy(x, target).sum()
+    reader = (x * x).sum()
+    te.parallel_cross_entropy(x, target)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (loss + reader).backward()
+        reader.backward()
 
 
 def test_two_losses_of_the_same_logits_notice(device):
     logits, target = draw(device, 3, 50)
     x = logits.clone().requires_grad_() * 1
-    first, second = te.parallel_cross_entropy(x, target).sum(), te.parallel_cross_entropy(x, target).sum()
+    first, _ = te.parallel_cross_entropy(x, target).sum(), te.parallel_cross_entropy(x, target).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (first + second).backward()
+        first.backward()
 
 
 @pytest.mark.parametrize("hooks", [False, True])

@@ -154,7 +154,7 @@ def test_one_chunk_is_the_product_and_the_loss(device, dtype, how):
             results.append((loss.detach().view(1), *torch.autograd.grad(loss, (hidden, leaf))))
     for got, want, name in zip(*results, ("loss", "hidden", "weight")):
         # Products into memory that is there, or into float32 and rounded behind, may be others'.
-        if name != "loss" and device == "cuda" or name == "weight" and dtype is torch.bfloat16:
+        if name != "loss" and (device == "cuda" or (name == "weight" and dtype is torch.bfloat16)):
             assert_within(got, want, 2 * rounding(wide(want), dtype) + 1e-6, name)
         else:
             assert_same_bits(got, want, name)
@@ -440,9 +440,13 @@ def test_refusals(device):
         wrong[17] = 30
         with refused(ValueError, "target", "30 in row 17", "0 to 29"), chunks_of(1):
             call(hidden, weight, wrong)
-    for stateful in (recipe.DelayedScaling(), recipe.CustomRecipe(qfactory=lambda role: None)):
-        with te.autocast(recipe=stateful):
-            with refused(NotImplementedError, "fused_linear_cross_entropy", type(stateful).__name__, "state"):
+    for refused_recipe, word in (
+        (recipe.DelayedScaling(), "state"),
+        (recipe.CustomRecipe(qfactory=lambda role: None), "state"),
+        (recipe.Float8CurrentScaling(backward_override="dequantized"), "'backward_override'"),
+    ):
+        with te.autocast(recipe=refused_recipe):
+            with refused(NotImplementedError, "fused_linear_cross_entropy", type(refused_recipe).__name__, word):
                 call(hidden, weight, target)
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)
     with refused(NotImplementedError, "fused_linear_cross_entropy", "'weight'", "dequantize()"):

@@ -88,6 +88,12 @@ def _quantization(op: str) -> list[int]:
             "function that has none; use Float8CurrentScaling or Float8BlockScaling, or te.autocast(enabled=False) "
             "around it."
         )
+    if recipe.backward_override is not None:
+        refuse(
+            f"{op}: argument 'backward_override' of {type(recipe).__name__} is {recipe.backward_override!r}, but this "
+            "function's backward in another precision than its forward is not available in this version; leave it at "
+            "None, or use te.Linear and te.parallel_cross_entropy."
+        )
     return stateless_integers(recipe)
 
 
