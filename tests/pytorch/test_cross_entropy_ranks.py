@@ -69,15 +69,11 @@ def test_fused(ranks):
                     assert_within(g, want, unit * (1 + want.abs().max()), f"{what}: gradient of {name}")
 
 
-@both
-def test_beside_a_column_parallel_linear(ranks):
-    """The same products, so the same bits; and sequence parallelism's parts are those of the whole."""
-    results = on_ranks(cross_entropy_workers.composed, ranks=at_most(ranks))
+def test_beside_a_column_parallel_linear():
+    """Its values, with sequence parallelism too; and compiled, its own bits."""
+    results = on_ranks(cross_entropy_workers.composed)
     for rank, result in enumerate(results):
         for sequence in (False, True):
-            if ("linear", sequence) not in result:
-                assert sequence and TOKENS[0] % len(results)
-                continue
             names = ("loss", "hidden", "weight")
             for got, want, name in zip(result["fused", sequence], result["linear", sequence], names):
                 assert_within(got, want, 1e-6, f"rank {rank}, sequence {sequence}: {name}")
