@@ -42,7 +42,7 @@ def test_shards(ranks):
                 logits = logits.clamp_min(-8)
             loss, (grad,) = oracle([logits], lambda x: x, target, options)
             for rank, result in enumerate(results):
-                what = f"rank {rank}: {dtype} {options}"
+                what = f"rank {rank}: {dtype}, options {number}"
                 assert_within(result[dtype, number][0], loss, 1e-5 * (1 + loss.detach().abs()), what)
                 own = grad.chunk(len(results), -1)[rank]
                 bound = 1e-5 + 3 * UNIT_ROUNDOFF[dtype] * own.abs()
@@ -61,7 +61,7 @@ def test_fused(ranks):
             loss, grads = oracle(leaves, F.linear, target, options)
             unit = 64 * UNIT_ROUNDOFF[dtype] + 1e-5
             for rank, result in enumerate(results):
-                what = f"rank {rank}: {dtype} {options}"
+                what = f"rank {rank}: {dtype}, options {number}"
                 got = result[dtype, number]
                 assert_within(got[0], loss, unit * (1 + loss.detach().abs()), what)
                 shard = [grads[0], *(g.chunk(len(results))[rank] for g in grads[1:])]

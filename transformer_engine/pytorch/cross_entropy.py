@@ -118,8 +118,8 @@ def fused_linear_cross_entropy(
     it, backward computes the logits again, with each token's incoming gradient.
 
     weight_grad_dtype: what the chunks' parts of the weight's gradient are added up in: float32, or weight's dtype, in
-    half the memory and with a rounding for each chunk. The bias's are added up in float32. docs/cross_entropy.md has
-    what all of it takes.
+    half the memory and with a rounding for each chunk (float16 may overflow). The bias's are added up in float32.
+    docs/cross_entropy.md has what all of it takes.
     dist_process_group: weight and bias are this rank's classes, as many on every rank; hidden and target are the same
     on each, and hidden's gradient is added up. sequence_parallel: hidden has this rank's part of dimension 0 alone,
     which is gathered, and its gradient added up and scattered; target is whole.
