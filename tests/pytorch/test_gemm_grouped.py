@@ -174,6 +174,8 @@ def test_general_grouped_gemm_refuses_by_name(device):
         (ValueError, ("'out'",), {"out": d[:1]}),
         (ValueError, ("'single_output'",), {"single_output": True}),
         (ValueError, ("'m_splits'",), {"single_output": True, "out": [torch.ones(5, 2)], "m_splits": [2, 2]}),
+        (ValueError, ("'m_splits'", "negative"), {"single_output": True, "out": d[:1], "m_splits": [3, -1]}),
+        (ValueError, ("'use_bias'",), {"use_bias": True}),
         (NotImplementedError, ("'gelu'",), {"gelu": True, "grad": True}),
         (NotImplementedError, ("'quantization_params'",), {"quantization_params": [object(), object()]}),
     ):
@@ -219,6 +221,8 @@ def test_padding_names_what_does_not_fit(device):
     for module, inp, splits, words in (
         (te.Fp8Padding(4), x, SPLITS[:2], ("'m_splits'", "4")),
         (te.Fp8Padding(4), x, [7, -1, 131, 1], ("'m_splits'", "negative")),
+        (te.Fp8Padding(4), x, [7.0, 0, 130, 1], ("'m_splits'", "whole numbers")),
+        (te.Fp8Unpadding(4), x, None, ("'m_splits'", "whole numbers")),
         (te.Fp8Padding(4), x[:-1], SPLITS, ("'inp'", str(sum(SPLITS)))),
         (te.Fp8Unpadding(4), x, SPLITS, ("'inp'", "multiples of 16")),
     ):

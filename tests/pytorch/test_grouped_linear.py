@@ -198,6 +198,52 @@ def test_one_groups_nan_stays_its_own(device):
             assert getattr(ours, f"weight{i}").grad.isfinite().all() and getattr(ours, f"bias{i}").grad.isfinite().all()
 
 
+# Which roles of which groups a factory quantizes; the others stay plain.
+MIXES = {
+    "one group alone": lambda group, role: group == "0",
+    "not the first": lambda group, role: group != "0",
+    "one gradient not": lambda group, role: (group, role) != ("1", "grad_output"),
+    "the first gradient not": lambda group, role: (group, role) != ("0", "grad_output"),
+    "one weight not": lambda group, role: (group, role) != ("0", "weight"),
+    "one input alone": lambda group, role: group != "1" or role == "input",
+    "weights, and one group": lambda group, role: role == "weight" or group == "3",
+    "inputs alone": lambda group, role: role == "input",
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_factory_may_quantize_some_groups_and_not_others(mix, late, device):
+    """Operands of one call may be plain and FP8, group by group."""
+    quantizes = MIXES[mix]
+
+    def factory(role):
+        if not quantizes(role.name.rpartition(".")[2], role.tensor_type):
+            return None
+        return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)
+
+    ours, loop = build(device=device, dtype=torch.bfloat16, delay_wgrad_compute=late)
+    for i, linear in enumerate(loop):
+        linear.name = f"loop.{i}"
+    x, dy = (randn(sum(SPLITS), width, dtype=torch.bfloat16, device=device) for width in (K, N))
+    made = R.CustomRecipe(qfactory=factory)
+    got, want = step(ours, x, dy, SPLITS, made), step_of_loop(loop, x, dy, SPLITS, made)
+    for a, b, what in zip(got, want, ("y", "dx"), strict=True):
+        assert_same_bits(a, b, what)
+    assert_same_gradients(ours, loop)
+
+
+def test_a_factory_is_told_of_groups_by_subclasses_too(device):
+    class Mine(te.GroupedLinear):
+        pass
+
+    seen = set()
+    made = R.CustomRecipe(qfactory=lambda role: seen.add(role.module_type))
+    with te.autocast(recipe=made):
+        Mine(2, K, N, device=device)(randn(3, K, device=device), [1, 2])
+    assert seen == {"grouped_linear"}
+
+
 # ---- device splits: what is mended, and told ----
 
 
@@ -275,6 +321,31 @@ def test_a_buffer_that_was_saved_may_not_be_written_again(device):
     ours(x, SPLITS, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_buffer_apart_from_the_gradient_that_arrives(device):
+    """Two layers with one workspace: the second would write over what the first one's weight gradients read."""
+    first, second = (te.GroupedLinear(2, K, K, device=device) for _ in range(2))
+    x, workspace = randn(6, K, device=device, requires_grad=True), torch.empty(6, K, device=device)
+    for splits in ([2, 4], torch.tensor([2, 4], device=device)):
+        y = second(first(x, splits, dgrad_out=workspace), splits, dgrad_out=workspace)
+        with refused(ValueError, "'dgrad_out'", "memory"):
+            y.sum().backward()
+        second(first(x, splits, dgrad_out=torch.empty_like(workspace)), splits, dgrad_out=workspace).sum().backward()
+        if device == "cuda":
+            break  # float32 with sizes on the device is refused there
+
+
+def test_buffers_are_refused_where_they_cannot_be(device):
+    ours, _ = build(device=device)
+    x = randn(sum(SPLITS), K, device=device)
+    with torch.inference_mode():
+        made = torch.empty(sum(SPLITS), N, device=device)
+    with refused(ValueError, "GroupedLinear", "'out'", "inference"):
+        ours(x, SPLITS, out=made)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"'dgrad_out'.*torch\.compile"):
+        compiled(x, SPLITS, out=torch.empty(sum(SPLITS), N, device=device))
 
 
 # ---- what clients look at ----

@@ -12,6 +12,7 @@ from transformer_engine.pytorch._absent import absent
 from transformer_engine.pytorch.functional import gemm, gemm_accumulate
 from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.module.base import refuse
+from transformer_engine.pytorch.module.group_splits import whole_numbers
 
 # Layout -> which direction's data of A and of B an FP8 product reads.
 COLUMNWISE = {"TN": (False, False), "NN": (True, False), "NT": (True, True)}
@@ -123,7 +124,9 @@ def general_grouped_gemm(
     refuse(op, "the gradient of a gelu in products of groups", gelu=gelu and grad)
     groups = len(A)
     places = _rows_of_groups(op, out, m_splits, groups) if single_output else list(out)
-    biases = list(bias) if use_bias and bias is not None else [None] * groups
+    if use_bias and bias is None:
+        raise ValueError(f"{op}: argument 'use_bias' is True without 'bias', wanted one for each group.")
+    biases = list(bias) if use_bias else [None] * groups
     quantizers = [None] * groups if quantization_params is None else list(quantization_params)
     for name, given in (("B", B), ("out", places), ("bias", biases), ("quantization_params", quantizers)):
         if len(given) != groups:
@@ -152,11 +155,9 @@ def general_grouped_gemm(
 def _rows_of_groups(
     op: str, out: Sequence[torch.Tensor], m_splits: Sequence[int] | None, groups: int
 ) -> list[torch.Tensor]:
-    if len(out) != 1 or m_splits is None or len(m_splits) != groups:
-        raise ValueError(
-            f"{op}: argument 'single_output' is True with {len(out)} tensors in 'out' and m_splits {m_splits}, wanted "
-            f"one tensor, and {groups} numbers of rows."
-        )
+    if len(out) != 1:
+        raise ValueError(f"{op}: argument 'single_output' is True with {len(out)} tensors in 'out', wanted one.")
+    m_splits = whole_numbers(op, m_splits, groups)
     if sum(m_splits) != out[0].shape[0]:
         raise ValueError(
             f"{op}: argument 'm_splits' is {list(m_splits)}, which adds up to {sum(m_splits)}, wanted out's "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch.module.arguments import check_size, check_tensor
+from transformer_engine.pytorch.module.group_splits import whole_numbers
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 
 
@@ -27,12 +28,7 @@ class _Padding(torch.nn.Module):
         """(rows, rows with their padding) of each group. padded: inp has the padding. Raises for what does not fit."""
         op = type(self).__name__
         check_tensor(op, "inp", inp)
-        counts = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
-        if len(counts) != self.num_gemms or any(count < 0 for count in counts):
-            raise ValueError(
-                f"{op}: argument 'm_splits' is {counts}, wanted {self.num_gemms} numbers of rows, none of them "
-                "negative."
-            )
+        counts = whole_numbers(op, m_splits, self.num_gemms)
         align = self.align_size or get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
         with_padding = [-(-count // align) * align for count in counts]
         wanted = sum(with_padding if padded else counts)

@@ -48,6 +48,7 @@ class QuantizationState(QuantizedWeights):
     """
 
     _products: tuple[str, ...] = ()
+    _role_kind = "linear"  # what a factory is told that the module is
     # What a factory is asked for outputs and gradients of inputs; None: the module's own roles.
     output_quantizer_role: QuantizerRole | None = None
     grad_input_quantizer_role: QuantizerRole | None = None
@@ -204,12 +205,11 @@ class QuantizationState(QuantizedWeights):
         return None
 
     def _roles(self) -> list[dict[str, QuantizerRole]]:
-        kind = "grouped_linear" if type(self).__name__ == "GroupedLinear" else "linear"
         own = {"output": self.output_quantizer_role, "grad_input": self.grad_input_quantizer_role}
         roles = []
         for product in self._products:
             name = ".".join(part for part in (self.name or "", product) if part)
-            roles.append({role: own.get(role) or QuantizerRole(kind, role, name) for role in SLOTS})
+            roles.append({role: own.get(role) or QuantizerRole(self._role_kind, role, name) for role in SLOTS})
         return roles
 
     def _kind_of_call(self, phase: RecomputePhase) -> int:

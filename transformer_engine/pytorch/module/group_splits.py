@@ -33,14 +33,8 @@ class Splits:
 def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Splits:
     """Of the argument `m_splits`. Errors: ValueError naming what does not fit."""
     if not isinstance(m_splits, torch.Tensor):
-        try:
-            counts = [operator.index(count) for count in m_splits]
-        except TypeError:
-            raise ValueError(
-                f"{op}: argument 'm_splits' is {m_splits!r}, wanted {groups} whole numbers, in a list or a tensor."
-            ) from None
-        return Splits(_checked(op, counts, inp, groups))
-    integers = m_splits.dtype in (torch.int32, torch.int64)
+        return Splits(_checked(op, whole_numbers(op, m_splits, groups), inp))
+    integers = m_splits.dtype in (torch.int32, torch.int64) and m_splits.layout is torch.strided
     if not integers or m_splits.dim() != 1 or m_splits.shape[0] != groups:
         raise ValueError(
             f"{op}: argument 'm_splits' is a {m_splits.dtype} tensor of shape {list(m_splits.shape)}, wanted "
@@ -54,17 +48,29 @@ def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Spli
         raise ValueError(
             f"{op}: argument 'm_splits' is on {m_splits.device}, wanted {inp.device}, inp's, or the CPU; move it."
         )
-    return Splits(_checked(op, m_splits.tolist(), inp, groups))
+    return Splits(_checked(op, whole_numbers(op, m_splits, groups), inp))
 
 
-def _checked(op: str, counts: list[int], inp: torch.Tensor, groups: int) -> list[int]:
-    rows = inp.shape[:-1].numel()
+def whole_numbers(op: str, m_splits: object, groups: int) -> list[int]:
+    """Numbers of rows, one for each group. Waits for the device where a tensor lies there."""
+    try:
+        counts = [operator.index(count) for count in (m_splits.tolist() if hasattr(m_splits, "tolist") else m_splits)]
+    except TypeError:
+        raise ValueError(
+            f"{op}: argument 'm_splits' is {m_splits!r}, wanted {groups} whole numbers, in a list or a tensor."
+        ) from None
     if len(counts) != groups:
         raise ValueError(f"{op}: argument 'm_splits' has {len(counts)} numbers, wanted {groups}, one for each group.")
-    if any(count < 0 for count in counts) or sum(counts) != rows:
+    if any(count < 0 for count in counts):
+        raise ValueError(f"{op}: argument 'm_splits' is {counts}, wanted numbers of rows, none of them negative.")
+    return counts
+
+
+def _checked(op: str, counts: list[int], inp: torch.Tensor) -> list[int]:
+    rows = inp.shape[:-1].numel()
+    if sum(counts) != rows:
         raise ValueError(
-            f"{op}: argument 'm_splits' is {counts}, which adds up to {sum(counts)}, wanted inp's {rows} rows, and no "
-            "negative number."
+            f"{op}: argument 'm_splits' is {counts}, which adds up to {sum(counts)}, wanted inp's {rows} rows."
         )
     return counts
 
@@ -82,6 +88,11 @@ def check_buffer(op: str, argument: str, buffer: object, inp: torch.Tensor, widt
         raise ValueError(
             f"{op}: argument '{argument}' is {buffer.dtype} {list(buffer.shape)} on {buffer.device}{how}{grad}, "
             f"{wanted}."
+        )
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{op}: argument '{argument}' was made in inference mode, wanted memory that autograd can follow; make it "
+            "outside."
         )
     if _meets(buffer, inp):
         raise ValueError(f"{op}: argument '{argument}' lies in inp's memory, which the backward reads; {wanted}.")

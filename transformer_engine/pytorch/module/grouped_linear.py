@@ -38,6 +38,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     parallel_mode and tp_size shape the parameters; nothing is communicated. use_grouped_tensor changes nothing.
     """
 
+    _role_kind = "grouped_linear"
+
     @tells_keywords()
     def __init__(
         self,
@@ -155,6 +157,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor] | None]:
         """is_first_microbatch: as Linear's. out, dgrad_out: what the output and inp's gradient are written into,
         contiguous matrices of their shape and dtype that want no gradient; rows of nobody keep what they have there.
+        inp's gradient is then that memory, in .grad too: a later backward that writes there writes over it, so calls
+        whose gradients are added up (on one inp, or without zero_grad() between) need memory of their own each.
         Errors: ValueError for splits that do not add up, of another length, dtype or device, and for buffers that do
         not fit; TypeError for FP8 input. The module is as it was then."""
         op = type(self).__name__
@@ -168,7 +172,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             inp = self._plain(inp)
         splits = splits_of(op, m_splits, inp, self.num_gemms)
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
-            if buffer is not None:
+            if buffer is not None and not torch.compiler.is_compiling():  # refused there
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
         weights, biases = ([getattr(self, name) for name in names] for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, is_first_microbatch)
@@ -286,7 +290,8 @@ class GroupedLinear(TransformerEngineBaseModule):
             whole = found.get(prefix + kind)
             names = [f"{prefix}{kind}{i}" for i in self._products]
             stacked = (self.num_gemms, *shape), (self.num_gemms * shape[0], *shape[1:])
-            if any(name in found for name in names) or getattr(whole, "shape", None) not in stacked:
+            fits = isinstance(whole, torch.Tensor) and whole.shape in stacked
+            if not fits or any(name in found for name in names):
                 continue
             del found[prefix + kind]
             found.update(zip(names, whole.view(stacked[0]).unbind(0), strict=True))
@@ -337,6 +342,10 @@ def _mark(module: torch.nn.Module, marks: Mapping[str, Mapping[str, object]]) ->
 @absent("the autograd function behind it, to be called by itself, is", "call the module")
 class _GroupedLinear(torch.autograd.Function):
     """The name that clients import."""
+
+    @staticmethod
+    @absent("the autograd function behind GroupedLinear, to be called by itself, is", "call the module")
+    def forward(ctx: object, *args: object) -> None: ...
 
 
 def is_module_grouped_tensor_path_supported(recipe: object, dtype: torch.dtype) -> bool:

@@ -115,7 +115,9 @@ class Pending:
         """The main_grads. Raises where the gradient cannot be computed any more, or has nowhere to go; `current` are
         the module's weights now."""
         product, name = self.product, self.product.names[0]
-        if any(own is not seen for own, seen in zip(current, product.weights, strict=True)):
+        others = [i for i, (own, seen) in enumerate(zip(current, product.weights, strict=True)) if own is not seen]
+        if others:
+            name = product.names[others[0]]
             raise RuntimeError(
                 f"{product.op}: backward_dw() was called, but '{name}' is not the parameter that backward() saw "
                 "(FSDP2 puts its shards back after a backward): a delayed gradient cannot reach it. Build the module "

@@ -43,6 +43,11 @@ Call pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList biases
                     "grouped_linear: arguments 'weights' and 'biases' have ", weights.size(), " and ", biases.size(),
                     " tensors, wanted one for each group, or no biases.");
   TORCH_CHECK_VALUE(x.dim() > 0, "grouped_linear: argument 'x' has no dimensions, wanted [rows, in_features].");
+  for (size_t i = 0; i < weights.size(); ++i) {
+    TORCH_CHECK_VALUE(weights[i].sym_sizes() == weights[0].sym_sizes(), "grouped_linear: weight number ", i,
+                      " has shape ", weights[i].sym_sizes(), ", wanted that of the first, ", weights[0].sym_sizes(),
+                      ".");
+  }
   if (!offsets.has_value()) check_splits(x, weights.size(), splits);
   Call call;
   call.stages.emplace_back();

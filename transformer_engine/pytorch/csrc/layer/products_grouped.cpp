@@ -66,18 +66,22 @@ class HostGroups final : public Products {
                            Tensor* dbias) const override {
     const Tensor rows = matrix_of(t);
     Operand all;
-    std::vector<Tensor> sums;
-    bool any = false;
+    std::vector<Tensor> sums(groups_.size());
+    bool any = false, summed = false;
     for (size_t i = 0; i < groups_.size(); ++i) {
       const ProductQuantization* q = quantization(grouping_.quantizations[0].get(), i);
       const Quantizer* quantizer = pass == Pass::kFprop ? &q->x : gradient_quantizer(q, directions);
-      Tensor sum;
-      all.groups.push_back(
-          operand_of(route, quantizer, part_of(rows, i), directions, dbias != nullptr ? &sum : nullptr));
+      Tensor* sum = dbias != nullptr ? &sums[i] : nullptr;
+      all.groups.push_back(operand_of(route, quantizer, part_of(rows, i), directions, sum));
       any = any || all.groups.back().quantized();
-      if (sum.defined()) sums.push_back(std::move(sum));
+      summed = summed || sums[i].defined();
     }
-    if (dbias != nullptr && sums.size() == groups_.size()) *dbias = at::stack(sums);
+    if (summed) {  // by all, where some groups are plain
+      for (size_t i = 0; i < groups_.size(); ++i) {
+        if (!sums[i].defined()) sums[i] = column_sums(part_of(rows, i));
+      }
+      *dbias = at::stack(sums);
+    }
     return any ? all : Operand{t, {}};
   }
 
@@ -148,6 +152,7 @@ class HostGroups final : public Products {
     const Operand rows = folded(t);
     const Tensor all = matrix_of(like);
     const c10::SymInt beyond = all.sym_size(0) - total_;
+    check_apart(given, t);
     if (!route.direct()) {  // results are not written into, where somebody traces
       std::vector<Tensor> parts;
       for (size_t i = 0; i < groups_.size(); ++i) parts.push_back(product(part_of(rows, i), i, part_of(all, i), {}));
@@ -169,6 +174,22 @@ class HostGroups final : public Products {
 };
 
 }  // namespace
+
+void check_apart(const Tensor& given, const Operand& read) {
+  for (const Operand& group : read.groups) check_apart(given, group);
+  if (!given.defined() || !read.plain.defined() || given.numel() == 0 || read.plain.numel() == 0) return;
+  const auto span = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+    const auto* first = static_cast<const char*>(t.const_data_ptr());
+    return std::pair(first, first + (last + 1) * t.element_size());
+  };
+  const auto a = span(given), b = span(read.plain);
+  TORCH_CHECK_VALUE(a.second <= b.first || b.second <= a.first,
+                    "grouped_linear: argument 'out' or 'dgrad_out' lies in the memory of what the product reads (with "
+                    "'dgrad_out': of the gradient that arrives), which the weights' gradients read too; give each call "
+                    "memory of its own.");
+}
 
 Tensor result_in(const Tensor& given, const Tensor& like) {
   note_written(given);

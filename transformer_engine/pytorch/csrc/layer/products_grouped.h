@@ -17,6 +17,9 @@ struct Grouping {
   Tensor out, dgrad_out;
 };
 
+// Raises where a buffer of the caller's shares memory with what the product reads.
+void check_apart(const Tensor& given, const Operand& read);
+
 // What goes on of a buffer of the caller's that a result was written into: its memory, as part of no graph.
 Tensor result_in(const Tensor& given, const Tensor& like);
 
