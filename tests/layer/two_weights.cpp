@@ -31,7 +31,7 @@ int64_t rows_in(const Operand& t) {
 
 // Some rows of an operand that is read columnwise.
 Operand columnwise_rows(const Operand& t, const Rows& rows) {
-  if (!t.quantized()) return rows_of(t, rows);
+  if (!t.quantized() || !t.fp8.columnwise.defined()) return rows_of(t, rows);  // or kept as the forward read it
   Quantized part{t.fp8.scaling,
                  t.fp8.e5m2,
                  {},

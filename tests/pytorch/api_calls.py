@@ -335,14 +335,6 @@ REFUSED = {
         name: lambda name=name: a_step_in(te.autocast(recipe=recipe.DelayedScaling(**{name: True})))
         for name in ("fp8_dpa", "fp8_mha")
     },
-    **{
-        name: {
-            "backward_override": lambda name=name: a_step_in(
-                te.autocast(recipe=getattr(recipe, name)(backward_override="high_precision"))
-            )
-        }
-        for name in ("Float8CurrentScaling", "Float8BlockScaling")
-    },
     "onnx_export": {"enabled=True": lambda: entered(te.onnx_export(enabled=True))},
     "symmetric_all_reduce": {
         "multimem_all_reduce": lambda: distributed.symmetric_all_reduce(torch.ones(2)),

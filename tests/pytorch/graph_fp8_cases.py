@@ -14,6 +14,10 @@ RECIPES = {
     "delayed, most recent": recipe.DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", margin=1),
     "current": recipe.Float8CurrentScaling(),
     "block": recipe.Float8BlockScaling(),
+    "current, high precision": recipe.Float8CurrentScaling(backward_override="high_precision"),
+    "current, dequantized": recipe.Float8CurrentScaling(backward_override="dequantized"),
+    "block, high precision": recipe.Float8BlockScaling(backward_override="high_precision"),
+    "block, dequantized": recipe.Float8BlockScaling(backward_override="dequantized"),
 }
 
 

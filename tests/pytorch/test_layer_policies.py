@@ -17,7 +17,13 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.quantization.products import plan_of
 from transformer_engine.pytorch.saved.rows import live_rows
 
-RECIPES = {"none": None, "current": recipe.Float8CurrentScaling(), "block": recipe.Float8BlockScaling()}
+RECIPES = {
+    "none": None,
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "high precision": recipe.Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized": recipe.Float8BlockScaling(backward_override="dequantized"),
+}
 MODULES = {
     "linear": lambda **o: te.Linear(256, 384, **o),
     "split": lambda **o: te.Linear(256, 384, parameters_split=("a", "b", "c"), **o),

@@ -1,6 +1,8 @@
 # FP8 modules under offload: the bits of a run without, for each recipe, with recomputation, delayed weight gradients,
 # kept weights and captured layers. Mutant: restoring a part with its memory's first dtype (back_as in
 # cpu_offload/layer.py; a scale read as bytes) turns these red.
+import functools
+
 import pytest
 import torch
 from offload_cases import small  # noqa: F401
@@ -17,6 +19,12 @@ RECIPES = {
     "current": recipes.Float8CurrentScaling,
     "block": recipes.Float8BlockScaling,
 }
+OVERRIDDEN = {
+    f"{name}, {word}": functools.partial(RECIPES[name], backward_override=word)
+    for name in ("current", "block")
+    for word in ("high_precision", "dequantized")
+}
+RECIPES |= OVERRIDDEN
 
 
 def family(name, device, **options):
@@ -128,7 +136,8 @@ def test_weights_that_are_kept_stay(recipe, device):
     same(train(layers, inputs(device), recipe, options), expected)
     kept = context.offload_synchronizer.get_offloaded_total_size_mb()
     train(layers, inputs(device), recipe)
-    assert kept < context.offload_synchronizer.get_offloaded_total_size_mb()
+    moved = context.offload_synchronizer.get_offloaded_total_size_mb()
+    assert kept == moved if "high_precision" in recipe else kept < moved  # where no FP8 copy is kept for a backward
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -2,6 +2,7 @@
 # are refused and where. Mutants: an autocast that forgets to look at `enabled`, or an __exit__ that leaves the recipe
 # inside, turn these red.
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -231,7 +232,6 @@ REFUSED = {
     "NVFP4": (NVFP4BlockScaling(), ("NVFP4BlockScaling", "Blackwell")),
     "fp8_dpa": (DelayedScaling(fp8_dpa=True), ("fp8_dpa", "attention")),
     "fp8_mha": (Float8CurrentScaling(fp8_mha=True), ("fp8_mha", "attention")),
-    "backward_override": (Float8BlockScaling(backward_override="dequantized"), ("backward_override", "dequantized")),
     "E5M2": (DelayedScaling(fp8_format=Format.E5M2), ("fp8_format", "E5M2", "HYBRID")),
     "E2M1": (Float8CurrentScaling(fp8_format=Format.E2M1), ("fp8_format", "E2M1")),
     "transform": (
@@ -299,7 +299,10 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_what_a_recipe_says_of_a_product(name):
     recipe, specs, splits = SPECS[name]
-    assert list(plan_of(recipe).quantization.spec) == [n for part in (*specs, splits) for n in part]
+    assert list(plan_of(recipe).quantization.spec) == [n for part in (*specs, splits, [0]) for n in part]
+    for number, word in enumerate(("high_precision", "dequantized"), 1):
+        other = plan_of(dataclasses.replace(recipe, backward_override=word)).quantization
+        assert list(other.spec) == [n for part in (*specs, splits, [number]) for n in part]
 
 
 def test_a_factory_answers_with_quantizers_or_requests():

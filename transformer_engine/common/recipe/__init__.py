@@ -204,8 +204,23 @@ def _recipe(cls: type) -> type:
     return cls
 
 
+_OVERRIDES = (None, "high_precision", "dequantized")
+
+
+def _environments_override() -> str | None:
+    word = os.environ.get("NVTE_BACKWARD_OVERRIDE") or None
+    if word not in _OVERRIDES:
+        raise ValueError(
+            f"recipe: the environment's NVTE_BACKWARD_OVERRIDE is {word!r}, the default of argument "
+            "'backward_override', wanted 'high_precision' or 'dequantized', or that it is not set."
+        )
+    return word
+
+
 def _override():
-    return _field(None, _one_of(None, "high_precision", "dequantized"))
+    """What the products of a backward read, beside a gradient that is not quantized: the operands unquantized, or what
+    those that the forward has read mean. None: the operands quantized, as the forward's."""
+    return field(default_factory=_environments_override, metadata={"check": _one_of(*_OVERRIDES)})
 
 
 @_recipe

@@ -12,7 +12,15 @@ std::vector<int64_t> ProductQuantization::pack() const {
   packed.reserve(kPacked);
   for (const Quantizer* q : {&x, &weight, &dy}) q->spec.pack(packed);
   for (const bool split : {split_fprop, split_dgrad, split_wgrad}) packed.push_back(split);
+  packed.push_back(int64_t(backward));
   return packed;
+}
+
+static BackwardReads reads_of(int64_t number, const char* op) {
+  TORCH_CHECK_VALUE(number >= 0 && number <= int64_t(BackwardReads::kDequantized), op,
+                    ": argument 'quantization' ends with ", number,
+                    ", wanted what the backward reads: 0 (quantized), 1 (high precision) or 2 (dequantized).");
+  return static_cast<BackwardReads>(number);
 }
 
 Quantization quantization_of(at::ArrayRef<int64_t> packed, const char* op) {
@@ -27,7 +35,19 @@ Quantization quantization_of(at::ArrayRef<int64_t> packed, const char* op) {
   q->split_fprop = packed[0] != 0;
   q->split_dgrad = packed[1] != 0;
   q->split_wgrad = packed[2] != 0;
+  q->backward = reads_of(packed[3], op);
   return q;
+}
+
+const char* why_override(const ProductQuantization* q) {
+  switch (backward_reads(q)) {
+    case BackwardReads::kHighPrecision:
+      return "backward_override is 'high_precision': the backward reads the operands unquantized";
+    case BackwardReads::kDequantized:
+      return "backward_override is 'dequantized': the backward reads what the forward's FP8 operands mean";
+    default:
+      return nullptr;
+  }
 }
 
 namespace {
@@ -86,7 +106,7 @@ Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales
 
 const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions) {
   static const Quantizer sums{{QuantizeSpec::kBlock1d, false, false, 0.f}, {}, {}, {}};  // which needs no amax
-  if (q == nullptr || !q->dy.active()) return nullptr;
+  if (q == nullptr || !q->dy.active() || q->backward != BackwardReads::kQuantized) return nullptr;
   return directions.rowwise || directions.columnwise ? &q->dy : &sums;
 }
 
@@ -156,7 +176,9 @@ void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directi
   }
   const Quantized& q = t.fp8;
   if (directions.rowwise) {
-    keeper.keep(name, q.rowwise, what, part_of(q, kRowwise));
+    Kept rows = what;
+    rows.tokens = false;  // all leading dimensions are folded into the first
+    keeper.keep(name, q.rowwise, rows, part_of(q, kRowwise));
     keeper.keep(name, q.rowwise_scale_inv, kScales, part_of(q, kRowwiseScale));
   }
   if (directions.columnwise) {
@@ -203,12 +225,13 @@ void register_product(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<ProductQuantization, std::shared_ptr<ProductQuantization>>(m, "ProductQuantization")
       .def(py::init([](const Quantizer& x, const Quantizer& weight, const Quantizer& dy, bool split_fprop,
-                       bool split_dgrad, bool split_wgrad) {
+                       bool split_dgrad, bool split_wgrad, int64_t backward) {
              return std::make_shared<ProductQuantization>(
-                 ProductQuantization{x, weight, dy, split_fprop, split_dgrad, split_wgrad});
+                 ProductQuantization{x, weight, dy, split_fprop, split_dgrad, split_wgrad,
+                                     reads_of(backward, "ProductQuantization")});
            }),
            py::arg("x"), py::arg("weight"), py::arg("dy"), py::arg("split_fprop"), py::arg("split_dgrad"),
-           py::arg("split_wgrad"))
+           py::arg("split_wgrad"), py::arg("backward") = 0)
       .def_property_readonly("spec", &ProductQuantization::pack);
 }
 

@@ -7,6 +7,10 @@
 
 namespace te_torch {
 
+// What the products of a backward read: the operands in FP8, as the forward's; or, with a gradient that stays as it is,
+// the operands as they were before they were quantized, or the values of those that the forward has read.
+enum class BackwardReads : uint8_t { kQuantized, kHighPrecision, kDequantized };
+
 // How the three products of one weight are quantized: its input, itself, the gradient of its output.
 struct ProductQuantization {
   Quantizer x, weight, dy;
@@ -14,15 +18,28 @@ struct ProductQuantization {
   bool split_fprop = false;
   bool split_dgrad = true;
   bool split_wgrad = true;
+  BackwardReads backward = BackwardReads::kQuantized;
 
-  static constexpr size_t kPacked = 3 * QuantizeSpec::kPacked + 3;
-  std::vector<int64_t> pack() const;  // what a schema carries: the quantizers' specs, then the three flags
+  static constexpr size_t kPacked = 3 * QuantizeSpec::kPacked + 4;
+  // What a schema carries: the quantizers' specs, then the three flags, then what the backward reads.
+  std::vector<int64_t> pack() const;
 };
 
 using Quantization = std::shared_ptr<const ProductQuantization>;  // none: plain operands
 
 // None for no integers.
 Quantization quantization_of(at::ArrayRef<int64_t> packed, const char* op);
+
+inline BackwardReads backward_reads(const ProductQuantization* q) {
+  return q == nullptr ? BackwardReads::kQuantized : q->backward;
+}
+// In which direction it reads an FP8 operand of the forward.
+inline Directions kept_directions(const ProductQuantization* q) {
+  const bool columnwise = backward_reads(q) == BackwardReads::kQuantized;
+  return {!columnwise, columnwise};
+}
+// Why its products are none of FP8, for te.explain and te.memory_plan; null where they may be.
+const char* why_override(const ProductQuantization* q);
 
 // A matrix that a product reads.
 struct Operand {
@@ -42,7 +59,7 @@ struct Rows {
 // The quantization again, its input by the scales that were used before: same bits, and no state touched.
 Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales);
 
-// Of the gradient of a product's output, read in these directions; null where it is plain. In neither (the bias alone
+// Of the gradient of a product's output, read in these directions; null where it stays plain. In neither (the bias alone
 // wants a gradient) one that makes column sums, to the same bits as any other, and no data.
 const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions);
 

@@ -38,6 +38,7 @@ std::mutex mutex;
 std::vector<KeptRow> kept_rows;
 std::vector<PathRow> path_rows;
 thread_local std::string current_label;
+thread_local const char* because = nullptr;
 
 }  // namespace
 
@@ -63,6 +64,9 @@ void tell(const char* op, const Kept& what, const at::Tensor& t, bool kept) {
                        t.scalar_type(), t.nbytes()});
 }
 
+Because::Because(const char* why) : outer_(std::exchange(because, why)) {}
+Because::~Because() { because = outer_; }
+
 void begin_call() { te_note_path(nullptr, nullptr); }
 
 void end_call(const char* op) {
@@ -71,7 +75,9 @@ void end_call(const char* op) {
   te_noted_path(&path, &why_not_faster);
   if (path == nullptr) return;
   const std::lock_guard<std::mutex> lock(mutex);
-  path_rows.push_back({current_label, op, path, why_not_faster == nullptr ? "" : why_not_faster});
+  std::string why = why_not_faster == nullptr ? "" : why_not_faster;
+  if (because != nullptr) why = why.empty() ? because : because + ("; " + why);
+  path_rows.push_back({current_label, op, path, std::move(why)});
 }
 
 }  // namespace recorder

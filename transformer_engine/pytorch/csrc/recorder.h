@@ -46,6 +46,18 @@ class TE_EXPORT Label {
 // kept: it is held for backward; else the backward computes it again.
 TE_EXPORT void tell(const char* op, const Kept& what, const at::Tensor& tensor, bool kept);
 
+// While it lives, what this thread calls says `why` before what the engine says; null: nothing.
+class TE_EXPORT Because {
+ public:
+  explicit Because(const char* why);
+  ~Because();
+  Because(const Because&) = delete;
+  Because& operator=(const Because&) = delete;
+
+ private:
+  const char* outer_;
+};
+
 // The path that the engine noted since the last begin_call on this thread.
 void begin_call();
 void end_call(const char* op);

@@ -143,7 +143,7 @@ class QuantizedWeights(torch.nn.Module):
         dtype = torch.get_autocast_dtype(weight.device.type) if is_autocast(weight) else weight.dtype
         key = (own.plan, weight.shape, weight.device, dtype)
         kept_key, kept = self._cached_weights.get(product, (None, None))
-        columnwise = torch.is_grad_enabled() or recompute_phase().enabled
+        columnwise = own.plan.reads_columns and (torch.is_grad_enabled() or recompute_phase().enabled)
         if kept_key != key or (columnwise and kept.columnwise is None):
             kept = None
         recomputing = recompute_phase().recomputing
@@ -175,7 +175,7 @@ class QuantizedWeights(torch.nn.Module):
             self._check_primary_weight(self._own, index, weight)
             self._adopt_primary_weight(self._own, index, weight)
         handle = weight._native()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._own.plan.reads_columns:
             if handle.columnwise is None:
                 weight.update_usage(rowwise_usage=True, columnwise_usage=True)
                 handle = weight._native()

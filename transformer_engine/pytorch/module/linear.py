@@ -6,10 +6,12 @@ import torch
 
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.compiling import refuse as refuse_value
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.parallel import TensorParallel, divided
+from transformer_engine.pytorch.quantization.state import STATE
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 
@@ -121,7 +123,8 @@ class Linear(SplitWeights):
     fuse_wgrad_accumulation: the weight's gradient is added into weight.main_grad by the product itself, and .grad stays
     None (or a dummy, where the weight has grad_added_to_main_grad). delay_wgrad_compute: it waits for backward_dw().
     Under te.autocast the three products are those of the recipe's quantized operands. save_original_input: the input is
-    kept for backward unquantized (worth it where it is kept anyhow); not under delayed scaling.
+    kept for backward unquantized (worth it where it is kept anyhow); not under delayed scaling, nor with
+    backward_override="dequantized".
 
     parallel_mode "column" or "row": the weight's rows or columns are divided over tp_group (or tp_size ranks, with
     set_tensor_parallel_group() before the first forward); sizes passed are global. With sequence_parallel dimension 0
@@ -234,6 +237,13 @@ class Linear(SplitWeights):
         """The input is kept as it is, shared with who else keeps it, and quantized again by the backward."""
         if quantization is None or not self.save_original_input:
             return False
+        if STATE.chosen_recipe().backward_override == "dequantized":
+            refuse_value(
+                "Linear: argument 'save_original_input' is True under backward_override='dequantized', whose backward "
+                "reads the quantized input in place of the original; use backward_override='high_precision', or build "
+                "the module without it.",
+                ValueError,
+            )
         if not torch.compiler.is_compiling() and self._own.rule is not None:
             raise ValueError(
                 "Linear: argument 'save_original_input' is True under delayed scaling, whose scale may be another one "

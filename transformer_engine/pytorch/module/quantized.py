@@ -81,6 +81,11 @@ class ModuleQuantization:
         rules: list[DelayedScaling] = []
         self.sources = [{role: self._answer(asked[role], rules) for role in ROLES} for asked in self.roles]
         self.rule = only_rule(rules)
+        if self.rule is not None and not self.plan.reads_columns:
+            raise ValueError(
+                f"CustomRecipe: argument 'backward_override' is {self.plan.recipe.backward_override!r}, but 'qfactory' "
+                "asks for delayed scaling, which has none; leave it at None, or let the factory return quantizers."
+            )
         self.shared = None
 
     def _answer(self, role: QuantizerRole, rules: list[DelayedScaling]) -> object:
@@ -113,7 +118,7 @@ class ModuleQuantization:
         found = self._products.get((index, variant))
         if found is None:
             made = {role: self._native(index, role, variant) for role in ROLES}
-            found = _C.ProductQuantization(*made.values(), *self.plan.splits)
+            found = _C.ProductQuantization(*made.values(), *self.plan.splits, self.plan.backward)
             self._products[index, variant] = found
         return found
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import operator
+import os
 import struct
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ SCALING_OF_KIND = {DELAYED: 0, CURRENT: 0, BLOCK_1D: 1, BLOCK_2D: 2}  # te_scali
 _NAMES = ("none", "delayed", "current", "block1d", "block2d")
 Spec = Sequence[int]
 
+_BACKWARD = {None: 0, "high_precision": 1, "dequantized": 2}  # BackwardReads of csrc/product.h
 DELAYED_SPLITS = (False, True, True)  # float32 accumulation throughout: not in the forward product, in backward
 SLOTS = {"input": 0, "weight": 1, "output": 2, "grad_output": 0, "grad_input": 1}  # of a product, each way
 FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
@@ -44,13 +47,6 @@ def check_recipe(recipe: object) -> None:
     if recipe.fp8_dpa or recipe.fp8_mha:
         name = "fp8_dpa" if recipe.fp8_dpa else "fp8_mha"
         _no(op, f"argument '{name}' is True, but FP8 attention is not available in this version", "leave it at False")
-    if recipe.backward_override is not None:
-        _no(
-            op,
-            f"argument 'backward_override' is {recipe.backward_override!r}, but backward in another precision than "
-            "forward is not available in this version",
-            "leave it at None",
-        )
     if recipe.fp8_format is Format.E5M2 or recipe.fp8_format is Format.E2M1:
         _no(
             op,
@@ -100,6 +96,7 @@ def stateless_integers(recipe: Recipe) -> list[int]:
         int(splits[0].use_split_accumulator),
         int(splits[1].use_split_accumulator),
         int(splits[2].use_split_accumulator),
+        _BACKWARD[recipe.backward_override],
     ]
 
 
@@ -139,6 +136,16 @@ class Plan:
     quantization: object | None = None
     factory: Callable | None = None
 
+    @property
+    def backward(self) -> int:
+        """What the products of the backward read: BackwardReads of csrc/product.h."""
+        return _BACKWARD[self.recipe.backward_override]
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether a backward reads FP8 operands columnwise."""
+        return self.recipe.backward_override is None
+
 
 _plans: dict[object, Plan] = {}
 _MOST_PLANS = 256  # of recipes made anew in each step with ever other values
@@ -171,9 +178,15 @@ def _new_plan(recipe: Recipe) -> Plan:
     if isinstance(recipe, CustomRecipe):
         return Plan(recipe, factory=recipe.qfactory)
     if isinstance(recipe, DelayedScaling):
+        if override := os.environ.get("NVTE_BACKWARD_OVERRIDE"):
+            warnings.warn(
+                f"DelayedScaling: the environment's NVTE_BACKWARD_OVERRIDE is {override!r}, which this recipe does not "
+                "have: its backward reads FP8 operands. Float8CurrentScaling and Float8BlockScaling follow it.",
+                stacklevel=2,
+            )
         e5m2 = int(recipe.fp8_format is Format.HYBRID)
         return Plan(recipe, rule=recipe, specs=((DELAYED, 0, 0, 0), (DELAYED, 0, 0, 0), (DELAYED, e5m2, 0, 0)))
     flat = stateless_integers(recipe)
-    specs, splits = (flat[0:4], flat[4:8], flat[8:12]), tuple(bool(flag) for flag in flat[12:])
-    quantization = _C.ProductQuantization(*(native(spec) for spec in specs), *splits)
+    specs, splits = (flat[0:4], flat[4:8], flat[8:12]), tuple(bool(flag) for flag in flat[12:15])
+    quantization = _C.ProductQuantization(*(native(spec) for spec in specs), *splits, flat[15])
     return Plan(recipe, None, specs, splits, quantization)

@@ -63,6 +63,7 @@ WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightParts 
                             bool with_bias) {
   const ProductQuantization* q = stage.quantization.get();
   const Exchange* exchange = stage.exchange.get();
+  const recorder::Because told(why_override(q));
   // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
   if (stage.sink && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
   const bool x = exchange != nullptr && exchange->gathers(Pass::kFprop) && !parts.gathered;
@@ -112,7 +113,11 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
   }
   Passing passing;
   if (in.any() && wanted.source) {
-    const WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
+    const recorder::Because told(why_override(q));
+    WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
+    for (Operand& weight : w.weights) {  // a parameter whose FP8 copy served under autocast was not cast
+      if (!weight.quantized() && weight.plain.scalar_type() != dtype) weight.plain = weight.plain.to(dtype);
+    }
     const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
       return stage.products->dgrad(route, part, rows, w, like, q == nullptr || q->split_dgrad);
     };
@@ -128,7 +133,9 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
   // A source that brings the operand back on the way goes before the weight's gradient, which reads it; others go
   // behind it, so that what they make is not alive meanwhile, and what is on its way has time.
   SourceGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
-  back.quantizer = q != nullptr ? &q->x : nullptr;
+  const BackwardReads reads = backward_reads(q);
+  const Quantizer* as_before = q != nullptr && reads != BackwardReads::kHighPrecision ? &q->x : nullptr;
+  back.quantizer = reads == BackwardReads::kQuantized ? as_before : nullptr;
   back.wants_operand = wanted.weight && stage.operand == Fate::kMadeAgain;
   back.onward = onward.quantizer;
   back.directions = onward.directions;
@@ -147,16 +154,17 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
   if (in.any() && wanted.weight) {
     parts.operand = kept_operand(saved, saved_name(number, kWholeOperand));
     parts.gathered = parts.operand.defined();
-    if (!parts.gathered) {
-      parts.operand = taken.operand.defined() ? taken.operand : kept_operand(saved, saved_name(number, kOperand));
-    }
+    if (!parts.gathered) parts.operand = kept_operand(saved, saved_name(number, kOperand));
     if (!parts.operand.defined()) {
-      const bool behind = exchange != nullptr && back.quantizer != nullptr &&
-                          exchange->quantizing(route, Pass::kFprop, back.quantizer, from.input) == Quantizing::kBehind;
-      parts.operand = source.make_again(route, from, behind || by_groups ? nullptr : back.quantizer);
-      if (by_groups) {
+      const bool behind = exchange != nullptr && as_before != nullptr &&
+                          exchange->quantizing(route, Pass::kFprop, as_before, from.input) == Quantizing::kBehind;
+      const Quantizer* now = behind || by_groups ? nullptr : back.quantizer;
+      parts.operand = taken.operand.defined() ? taken.operand : source.make_again(route, from, now);
+      if (by_groups && as_before != nullptr) {
         const Tensor plain = parts.operand.plain;
-        parts.operand = stage.products->quantized_groups(route, Pass::kFprop, plain, {false, true}, nullptr);
+        parts.operand = stage.products->quantized_groups(route, Pass::kFprop, plain, kept_directions(q), nullptr);
+      } else if (reads == BackwardReads::kDequantized && !behind) {
+        parts.operand = operand_again(route, as_before, from.used_scales, parts.operand.plain, kept_directions(q));
       }
     }
     if (stage.operand == Fate::kMadeAgain) policy.made_again(source.operand_words());
@@ -183,8 +191,11 @@ std::pair<Tensor, NamedTensors> run_again(const Route& route, Stage stage, size_
     stage.quantization = with_scales(*stage.quantization, saved[saved_name(number, kUsedScales)]);
   }
   const auto weights = kept_operands(saved, saved_name(number, kWeight));
-  std::vector<Tensor> parameters;
-  for (const Operand& weight : weights) parameters.push_back(weight.quantized() ? weight.fp8.rowwise : weight.plain);
+  std::vector<Tensor> parameters = saved.list(saved_name(number, kWeightValues)).vec();  // of all, or of none
+  for (size_t i = parameters.size(); i < weights.size(); ++i) {
+    parameters.push_back(weights[i].quantized() ? weights[i].fp8.rowwise : weights[i].plain);
+  }
+  TORCH_INTERNAL_ASSERT(parameters.size() == weights.size());
   const at::ArrayRef<Operand> own = weights[0].quantized() ? at::ArrayRef<Operand>(weights) : at::ArrayRef<Operand>();
   const OptionalTensor none, gamma = get(kSavedGamma), beta = get(kSavedBeta);
   const Tensor input = saved[saved_name(number, kInput)];

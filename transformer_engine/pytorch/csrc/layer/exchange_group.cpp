@@ -182,7 +182,7 @@ std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, co
 Operand GroupExchange::whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
                              const Transfer* done, const Tensor& gradient) const {
   if (!gathers(pass)) return mine;
-  if (mine.quantized()) return gathered(route, mine.fp8, true, gradient);
+  if (mine.quantized()) return gathered(route, mine.fp8, mine.fp8.columnwise.defined(), gradient);
   if (done != nullptr) return done->operand();
   const Tensor all = gathered(route, mine.plain, gradient, behind);
   return behind != nullptr ? operand_of(route, behind, all, {false, true}) : Operand{all, {}};

@@ -17,7 +17,32 @@ constexpr Kept kGatheredInput{"gathered input", "the weight's gradient is taken 
 constexpr Kept kPackedPreActivation{"pre-activation, FP8", "the activation's backward reads it",
                                     "norm and first product: LayerNormMLP(checkpoint=True)"};
 
-const Kept& weight_words(const Operand& weight) { return weight.quantized() ? kQuantizedWeight : kParameter; }
+// Words of what is kept, with the reason where it is a recipe's backward_override.
+Kept words(Kept what, const ProductQuantization* q) {
+  if (const char* why = why_override(q)) what.why = why;
+  return what;
+}
+
+Kept weight_words(const Operand& weight, const ProductQuantization* q) {
+  return words(weight.quantized() ? kQuantizedWeight : kParameter, q);
+}
+
+bool unquantized(const ProductQuantization* q) { return backward_reads(q) == BackwardReads::kHighPrecision; }
+
+// A weight as a backward in high precision reads it: the parameter; where that is held in FP8 alone, what it means.
+// Such a parameter is a subclass in eager mode; in a layer that is run again it is FP8 data.
+Operand weight_values(const Route& route, const Tensor& parameter, const Operand& read, bool own) {
+  const bool subclass = route.direct() && parameter.key_set().has(c10::DispatchKey::Python);
+  const bool values = !own || (parameter.is_floating_point() && !subclass);
+  return read.quantized() && values ? Operand{parameter, {}} : read;
+}
+
+// Of the same shape and size as what is not kept: FP8 data, of which the backward makes 16-bit values, are half of it.
+Tensor unkept(const Operand& operand, const ProductQuantization* q, const Tensor& like) {
+  if (!operand.quantized()) return operand.plain;
+  if (!unquantized(q) || !recorder::active()) return operand.fp8.rowwise;
+  return like.new_empty({1}).expand_symint(operand.fp8.rowwise.sym_sizes());
+}
 
 // What a product reads of an operand that is made again: its scale, where that is of the whole tensor.
 Tensor used_scales(const Operand& operand) {
@@ -26,13 +51,18 @@ Tensor used_scales(const Operand& operand) {
 }
 
 // Where nothing is made of x, the operand is kept as x in any case.
-bool may_be_made_again(const Stage& stage) { return !stage.source->keeps_width() || stage.quantization != nullptr; }
+bool may_be_made_again(const Stage& stage) {
+  const ProductQuantization* q = stage.quantization.get();
+  return !stage.source->keeps_width() || (q != nullptr && !unquantized(q));
+}
 
 // For a backward that goes on through the layer with what it has. gathered: the operand with all ranks' rows, where
 // that is kept in its place.
 void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in, const LayerOutput& out,
           at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs) {
   const Source& source = *stage.source;
+  const ProductQuantization* q = stage.quantization.get();
+  const Directions read = kept_directions(q);
   const Made& made = out.made;
   const bool again = needs.weight && stage.operand == Fate::kMadeAgain;
   const bool input = (needs.source && source.reads_input()) || again;
@@ -40,22 +70,23 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
   const auto name = [&](SavedName n) { return saved_name(number, n); };
   if (input && !elsewhere) keeper.keep(name(kInput), made.input, source.input_words());
   for (const Operand& weight : weights) {
-    if (needs.source) keep_operand(keeper, name(kWeight), weight, {false, true}, weight_words(weight));
+    if (needs.source) keep_operand(keeper, name(kWeight), weight, read, weight_words(weight, q));
   }
   if (again) {
     const Operand& operand = made.operand;
     if (number == 0 || stage.input == Fate::kKept) {  // else it goes with the input, which is named
-      const auto tell = [&](const Operand& t) {
-        keeper.made_again(t.quantized() ? t.fp8.rowwise : t.plain, source.operand_words());
-      };
-      std::for_each(operand.groups.begin(), operand.groups.end(), tell);
-      if (operand.groups.empty()) tell(operand);
+      for (const Operand& group : operand.groups) {
+        keeper.made_again(unkept(group, q, made.input), words(source.operand_words(), q));
+      }
+      if (operand.groups.empty()) {
+        keeper.made_again(unkept(operand, q, made.input), words(source.operand_words(), q));
+      }
     }
-    keeper.keep(name(kUsedScales), used_scales(operand), kScales);
+    if (!unquantized(q)) keeper.keep(name(kUsedScales), used_scales(operand), kScales);
   } else if (gathered.defined()) {
-    keep_operand(keeper, name(kWholeOperand), gathered, {false, true}, kGatheredInput);
+    keep_operand(keeper, name(kWholeOperand), gathered, read, words(kGatheredInput, q));
   } else if (needs.weight) {
-    keep_operand(keeper, name(kOperand), made.operand, {false, true}, source.operand_words());
+    keep_operand(keeper, name(kOperand), made.operand, read, words(source.operand_words(), q));
   }
   if (!source.reads_input() || !(needs.source || again)) return;
   keeper.keep(name(kSavedGamma), in.source.gamma, kParameter);
@@ -65,8 +96,8 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
 }
 
 // For a backward that runs source and product again first.
-void keep_to_run_again(Keeper& keeper, size_t number, const LayerInput& in, const LayerOutput& out,
-                       at::ArrayRef<Operand> weights) {
+void keep_to_run_again(const Route& route, Keeper& keeper, const ProductQuantization* q, size_t number,
+                       const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights) {
   const auto name = [&](SavedName n) { return saved_name(number, n); };
   keeper.keep(name(kInput), out.made.input, kMlpInput);
   keeper.keep(name(kSavedGamma), in.source.gamma, kParameter);
@@ -74,14 +105,27 @@ void keep_to_run_again(Keeper& keeper, size_t number, const LayerInput& in, cons
   for (const Tensor& bias : in.biases) keeper.keep(name(kBias), bias, kParameter);
   keeper.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
   for (const Operand& weight : weights) {
-    keep_operand(keeper, name(kWeight), weight, {true, true}, weight_words(weight));
+    keep_operand(keeper, name(kWeight), weight, {true, kept_directions(q).columnwise}, weight_words(weight, q));
+  }
+  for (size_t i = 0; unquantized(q) && i < weights.size(); ++i) {
+    if (!weights[i].quantized()) continue;
+    const Operand values = weight_values(route, in.weights[i], weights[i], !in.own.empty());
+    keeper.keep(name(kWeightValues), values.plain, words(kParameter, q));
   }
 }
 
-void keep_for_backward(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in, const LayerOutput& out,
-                       at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs, Keeping keeping) {
+void keep_for_backward(const Route& route, Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in,
+                       const LayerOutput& out, at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs,
+                       Keeping keeping) {
+  const ProductQuantization* q = stage.quantization.get();
   if (keeping == Keeping::kRunAgain) {
-    keep_to_run_again(keeper, number, in, out, weights);
+    keep_to_run_again(route, keeper, q, number, in, out, weights);
+  } else if (unquantized(q)) {
+    c10::SmallVector<Operand, 1> values;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      values.push_back(weight_values(route, in.weights[i], weights[i], !in.own.empty()));
+    }
+    keep(keeper, stage, number, in, out, values, gathered, needs);
   } else {
     keep(keeper, stage, number, in, out, weights, gathered, needs);
   }
@@ -122,21 +166,27 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   const Quantizing how =
       exchange != nullptr ? exchange->quantizing(route, Pass::kFprop, quantizer, x) : Quantizing::kBefore;
   const bool keep_operand = needs.weight && stage.operand == Fate::kKept && keeping == Keeping::kNormal;
-  const Directions directions{true, keep_operand};
+  const Directions read = kept_directions(q);
+  const Directions directions{true, keep_operand && read.columnwise};
+  const bool both = keep_operand && unquantized(q);  // the backward reads the operand as it is
   const bool by_groups = stage.products->quantizes_groups(q);
-  const Quantizer* before = how == Quantizing::kBefore && !by_groups ? quantizer : nullptr;
+  const Quantizer* before = how == Quantizing::kBefore && !both && !by_groups ? quantizer : nullptr;
   LayerOutput out;
   out.made = source.make(route, in.source, before, directions, want_output);
   Operand& operand = out.made.operand;
   if (!source.keeps_width() && operand.quantized()) check(x, operand.fp8.rowwise.sym_size(-1));
   if (!source.keeps_width() && !operand.quantized())
     check(q == nullptr ? operand.plain : x, operand.plain.sym_size(-1));
+  const Operand values = both ? operand : Operand();
+  if (both && how == Quantizing::kBefore && !by_groups) {
+    operand = operand_of(route, quantizer, operand.plain, directions);
+  }
   if (how == Quantizing::kTogether) operand = exchange->quantized(*quantizer, operand.plain, directions);
   if (by_groups) {
     operand = stage.products->quantized_groups(route, Pass::kFprop, Tensor(operand.plain), directions, nullptr);
   }
 
-  const bool columnwise = needs.source || keeping == Keeping::kRunAgain;
+  const bool columnwise = read.columnwise && (needs.source || keeping == Keeping::kRunAgain);
   const bool adds_up = exchange != nullptr && exchange->adds_up(Pass::kFprop);
   WeightSet w{{}, adds_up ? at::TensorList() : in.biases};
   for (size_t i = 0; i < in.weights.size(); ++i) {
@@ -150,7 +200,8 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   };
   if (exchange == nullptr) {
     out.y = product(operand, nullptr, x);
-    keep_for_backward(keeper, stage, number, in, out, w.weights, {}, needs, keeping);
+    if (both) operand = values;
+    keep_for_backward(route, keeper, stage, number, in, out, w.weights, {}, needs, keeping);
     return out;
   }
   const Quantizer* behind = how == Quantizing::kBehind ? quantizer : nullptr;
@@ -159,16 +210,21 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
       through(exchange->begin(route, Pass::kFprop, operand, x, behind, directions, bias), operand, x, product);
   Operand gathered;
   if (passing.transfer != nullptr && keep_operand && exchange->gathers(Pass::kFprop)) {
+    const Operand& arrived = passing.transfer->operand();
+    // The backward reads what the product has read, and nothing else would be gathered to be kept.
+    const bool as_it_came = backward_reads(q) == BackwardReads::kDequantized;
     // What a backward keeps for itself alone is kept as it came.
-    if (exchange->keeps_gathered(operand) || !keeper.serves_a_graph()) {
-      gathered = exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {});
+    if (exchange->keeps_gathered(as_it_came ? Operand() : both ? arrived : operand) || !keeper.serves_a_graph()) {
+      gathered = as_it_came ? arrived
+                 : both     ? exchange->whole(route, Pass::kFprop, values, nullptr, nullptr, {})
+                            : exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {});
     } else {
-      const Operand& arrived = passing.transfer->operand();
-      keeper.made_again(arrived.quantized() ? arrived.fp8.rowwise : arrived.plain, kGatheredInput);
+      keeper.made_again(unkept(arrived, q, x), words(kGatheredInput, q));
     }
   }
+  if (both) operand = values;
   out.y = passing.result();
-  keep_for_backward(keeper, stage, number, in, out, w.weights, gathered, needs, keeping);
+  keep_for_backward(route, keeper, stage, number, in, out, w.weights, gathered, needs, keeping);
   return out;
 }
 

@@ -10,7 +10,12 @@ std::shared_ptr<WeightProduct> GatheredProduct::gathered(const Route& route) con
   Operand x = x_;
   if (gather_x_) {
     const Quantizer* quantizer = q != nullptr && q->x.active() && !x_.quantized() ? &q->x : nullptr;
-    x = exchange_->whole(route, Pass::kFprop, x_, quantizer, nullptr, behind);
+    const BackwardReads reads = backward_reads(q);
+    x = exchange_->whole(route, Pass::kFprop, x_, reads == BackwardReads::kQuantized ? quantizer : nullptr, nullptr,
+                         behind);
+    if (reads == BackwardReads::kDequantized && !x.quantized()) {  // as the forward has, when all rows were there
+      x = operand_of(route, quantizer, x.plain, kept_directions(q));
+    }
   }
   Gradient gradient = gradient_;
   gradient.dy = exchange_->whole(route, Pass::kDgrad, dy, behind_ ? &q->dy : nullptr, arrived_, Tensor());

@@ -92,6 +92,7 @@ enum SavedName : int {
   kBias,
   kPackedInput,
   kWholeOperand,  // an operand as it was gathered, where it is kept so
+  kWeightValues,  // of a product that is run again by an FP8 copy: the weight that the backward reads
   kSavedNames
 };
 constexpr int saved_name(size_t stage, SavedName name) { return static_cast<int>(stage) * kSavedNames + name; }

@@ -1,0 +1,325 @@
+# backward_override beside everything that changes when and of what a backward is taken: recomputation, kept and
+# quantized weights, main_grad, delayed weight gradients, autocast, copies, captured and compiled calls: the bits of a
+# module without the option. Mutants: a run again by the parameter in place of the kept FP8 copy (keep_to_run_again), or
+# a parameter that is not cast as its FP8 copy was (layer_backward), turn these red.
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from override_reference import (
+    FFN,
+    HIDDEN,
+    PRODUCTS,
+    RECIPES,
+    WORDS,
+    around,
+    attention,
+    build,
+    glu_mlp,
+    linear,
+    meaning,
+    mlp,
+    norm_linear,
+    referred,
+    results,
+    rms_linear,
+    split_linear,
+    step,
+    tokens,
+    transformer_layer,
+)
+from plain_modules import as_tuple
+from support import assert_same_bits
+from test_backward_override import assert_same, by_name, every_recipe, every_word
+
+import transformer_engine.pytorch as te
+
+pytestmark = pytest.mark.usefixtures("fp8_left_off")
+
+
+def pair(family, device, dtype=torch.bfloat16, **options):
+    """The module with the options, and one without that has its values."""
+    module = build(family, device, dtype, **options)
+    plain = build(family, device, dtype)
+    plain.load_state_dict(module.state_dict())
+    return module, plain
+
+
+# ---- what is computed again ----
+
+AGAIN = [
+    (norm_linear, {"recompute_norm_output": True}),
+    (rms_linear, {"recompute_norm_output": True}),
+    (mlp, {"recompute_norm_output": True}),
+    (mlp, {"checkpoint": True}),
+    (glu_mlp, {"checkpoint": True, "recompute_norm_output": True}),
+]
+
+
+@every_recipe
+@every_word
+@pytest.mark.parametrize(("family", "options"), AGAIN, ids=lambda v: v.__name__ if callable(v) else "+".join(v))
+def test_what_is_made_again_has_the_same_bits(device, family, options, word, recipe):
+    module, plain = pair(family, device, **options)
+    assert_same(step(module, tokens(device), recipe, word), step(plain, tokens(device), recipe, word))
+
+
+@every_recipe
+@every_word
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_te_checkpoint(device, reentrant, word, recipe):
+    stack = torch.nn.Sequential(build(linear, device), te.LayerNormMLP(FFN, FFN, params_dtype=torch.bfloat16, device=device))
+    wanted = step(stack, tokens(device), recipe, word)
+    stack.zero_grad(set_to_none=True)
+    x = tokens(device)
+    with around(recipe, word):
+        y = te.checkpoint(stack, x, use_reentrant=reentrant)
+    assert_same(results(stack, x, y), wanted)
+
+
+@every_recipe
+@every_word
+@by_name([mlp, glu_mlp])
+def test_a_pre_activation_that_is_kept_in_fp8(device, family, word, recipe):
+    """The activation is of what was kept, in either word; dequantized by the scale of the forward's."""
+    module, x = build(family, device, save_preactivation="fp8"), tokens(device)
+    wanted = referred(module, x, recipe, word)
+    assert_same(step(module, x, recipe, word), wanted)
+    module.checkpoint = True
+    assert_same(step(module, x, recipe, word), wanted)
+
+
+# ---- weights ----
+
+
+@every_recipe
+@every_word
+@by_name(PRODUCTS)
+def test_kept_weights(device, family, word, recipe):
+    module, x = build(family, device), tokens(device)
+    wanted = step(module, x, recipe, word)
+    for first in (True, False, False):
+        assert_same(step(module, x, recipe, word, is_first_microbatch=first), wanted)
+
+
+@every_recipe
+@every_word
+@pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=["kept", "checkpoint"])
+def test_a_kept_weight_that_is_older_than_the_parameter(device, options, word, recipe):
+    """The forward is the old copy's. So is what it means; high precision reads the parameter as it is."""
+    module, plain = pair(mlp, device, **options)
+    x = tokens(device)
+    for m in (module, plain):
+        step(m, x, recipe, word, is_first_microbatch=True)
+        with torch.no_grad():
+            m.fc1_weight.mul_(1.5)
+            m.fc2_weight.mul_(0.7)
+    got = step(module, x, recipe, word, is_first_microbatch=False)
+    assert_same(got, step(plain, x, recipe, word, is_first_microbatch=False))
+    dy = torch.randn(got["output 0"].shape, generator=torch.Generator().manual_seed(7)).to(x)
+    old = (module.fc2_weight.detach() / 0.7).to(x.dtype)
+    read = module.fc2_weight.detach() if word == "high_precision" else meaning(old, recipe, weight=True)
+    inner = dy @ read  # what arrives at the activation
+    assert inner.isfinite().all() and not torch.equal(meaning(old, recipe, weight=True), module.fc2_weight)
+
+
+@every_recipe
+@every_word
+@pytest.mark.parametrize("keeps", [None, True], ids=["anew", "kept"])
+@by_name([linear, norm_linear, mlp])
+def test_float32_parameters_under_autocast(device, family, keeps, word, recipe):
+    """A kept copy is of the cast parameter, which a backward in high precision reads cast as well."""
+    module = build(family, device, torch.float32)
+    cast = build(family, device)
+    cast.load_state_dict(module.state_dict())
+    for name, p in cast.named_parameters():
+        if name.startswith("layer_norm"):
+            continue
+        assert p.dtype == torch.bfloat16
+    x = tokens(device)
+    with torch.autocast(device, torch.bfloat16):
+        got = step(module, x, recipe, word, is_first_microbatch=keeps)
+    wanted = step(cast, x, recipe, word)
+    for name, t in wanted.items():
+        assert_same_bits(got[name].to(t.dtype), t, name)
+
+
+@every_recipe
+@every_word
+@pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=["kept", "checkpoint"])
+def test_weights_held_in_fp8_alone(device, options, word, recipe):
+    """There is no other weight than the one that its data mean: both words read that."""
+    with te.quantized_model_init(recipe=RECIPES[recipe]()):
+        module = te.LayerNormMLP(HIDDEN, FFN, params_dtype=torch.bfloat16, device=device, **options)
+    values = te.LayerNormMLP(HIDDEN, FFN, params_dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        for name, p in values.named_parameters():
+            source = module.get_parameter(name)
+            p.copy_(source.dequantize() if isinstance(source, te.QuantizedTensor) else source)
+    x = tokens(device)
+    got, wanted = step(module, x, recipe, word), referred(values, x, recipe, word)
+    assert got.keys() == wanted.keys()
+    for name, t in wanted.items():
+        assert_same_bits(got[name], t, name)  # what FP8 data mean becomes the same data again
+
+
+@every_word
+def test_weights_held_in_fp8_alone_keep_no_columnwise_data(device, word):
+    with te.quantized_model_init(recipe=RECIPES["current"]()):
+        module = te.Linear(HIDDEN, FFN, params_dtype=torch.bfloat16, device=device)
+    x = tokens(device)
+    first = step(module, x, "current", None)
+    assert module.weight._native().columnwise is not None
+    step(module, x, "current", word)
+    assert module.weight._native().columnwise is None
+    assert_same(step(module, x, "current", None), first)
+
+
+# ---- weight gradients elsewhere ----
+
+
+@every_recipe
+@every_word
+@by_name([f for f in PRODUCTS])
+@pytest.mark.parametrize("delay", [False, True], ids=["now", "delayed"])
+def test_main_grads_are_those_of_plain_products(device, family, delay, word, recipe):
+    """Against the reference's float32 twin of the last product: added as a plain module adds them."""
+    module = build(family, device, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    plain = build(family, device)
+    plain.load_state_dict(module.state_dict())
+    weights = {name: p for name, p in module.named_parameters() if p.dim() == 2}
+    for p in weights.values():
+        p.main_grad = torch.full(p.shape, 0.5, device=device)
+    got, wanted = step(module, tokens(device), recipe, word), step(plain, tokens(device), recipe, word)
+    if delay:
+        assert all((p.main_grad == 0.5).all() for p in weights.values())
+        module.backward_dw()
+    for name, t in wanted.items():
+        if name not in weights:
+            if not (delay and name.endswith("bias") and "layer_norm" not in name):
+                assert_same_bits(got[name], t, name)
+            continue
+        # the product in float32, then the sum: rounded to 16 bits it is the plain gradient to a rounding of that sum
+        added = weights[name].main_grad - 0.5
+        assert (added - t.float()).abs().max() <= 2.0**-8 * t.float().abs().max() + 2.0**-20
+    if delay:
+        for name, p in module.named_parameters():
+            if name.endswith("bias") and wanted[name] is not None:
+                assert_same_bits(p.grad, wanted[name], name)
+
+
+@every_recipe
+@every_word
+@by_name(PRODUCTS)
+def test_delayed_weight_gradients(device, family, word, recipe):
+    module, plain = pair(family, device, delay_wgrad_compute=True)
+    xs = [tokens(device, seed=seed) for seed in (3, 4)]
+    for m in (module, plain):
+        m.zero_grad(set_to_none=True)
+        for x in xs:
+            given = x.detach().clone().requires_grad_()
+            with around(recipe, word):
+                outputs = as_tuple(m(given))
+            results(m, given, outputs)
+    module.backward_dw()
+    module.backward_dw()
+    for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert_same_bits(p.grad, q.grad, name)
+
+
+# ---- copies, graphs, compiled calls ----
+
+
+@every_recipe
+@every_word
+def test_copies_and_recipes_in_turn(device, word, recipe):
+    module, x = build(mlp, device), tokens(device)
+    wanted = {w: step(module, x, recipe, w) for w in (word, None)}
+    twin = copy.deepcopy(module)
+    for w in (None, word, word, None):
+        assert_same(step(twin, x, recipe, w, is_first_microbatch=True), wanted[w])
+        assert_same(step(twin, x, recipe, w, is_first_microbatch=False), wanted[w])
+
+
+COMPILED = [
+    *itertools.product((linear, split_linear, norm_linear, mlp, attention), ({},)),
+    (mlp, {"checkpoint": True}),
+    (norm_linear, {"recompute_norm_output": True}),
+    (mlp, {"save_preactivation": "fp8"}),
+]
+
+
+@every_recipe
+@every_word
+@pytest.mark.parametrize(("family", "options"), COMPILED, ids=lambda v: v.__name__ if callable(v) else "+".join(v))
+def test_compiled_is_eager(device, family, options, word, recipe):
+    module, x = build(family, device, **options), tokens(device)
+    wanted = step(module, x, recipe, word)
+    module.zero_grad(set_to_none=True)
+
+    def call(t):
+        with around(recipe, word):
+            return module(t)
+
+    given = x.detach().clone().requires_grad_()
+    assert_same(results(module, given, torch.compile(call, fullgraph=True, backend="aot_eager")(given)), wanted)
+
+
+@every_word
+def test_compiled_main_grads(device, word):
+    module = build(mlp, device, fuse_wgrad_accumulation=True)
+    weights = [p for p in module.parameters() if p.dim() == 2]
+    found = []
+    for compiling in (False, True):
+        for p in weights:
+            p.main_grad = torch.ones(p.shape, device=device)
+
+        def call(t):
+            with around("block", word):
+                return module(t)
+
+        module.zero_grad(set_to_none=True)
+        x = tokens(device)
+        y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiling else call)(x)
+        results(module, x, y)
+        found.append([p.main_grad for p in weights])
+    for a, b in zip(*found, strict=True):
+        assert_same_bits(a, b)
+        assert not (a == 1).all()
+
+
+# ---- everything at once ----
+
+OPTIONS = {
+    linear: ({},),
+    split_linear: ({},),
+    norm_linear: ({}, {"recompute_norm_output": True}),
+    mlp: ({}, {"checkpoint": True}, {"recompute_norm_output": True}, {"checkpoint": True, "save_preactivation": "fp8"}),
+    glu_mlp: ({}, {"checkpoint": True, "recompute_norm_output": True}, {"save_preactivation": "fp8"}),
+    transformer_layer: ({}, {"recompute_norm_output": True}),
+}
+GENERATED = 12
+
+
+def test_generated_steps(device, generated_seed):
+    """Any module with any of its options, steps of any recipe and word, with kept weights or not, checkpointed or not,
+    of any number of tokens: the bits of the reference."""
+    draw = random.Random(generated_seed)
+    family = draw.choice(list(OPTIONS))
+    options = draw.choice(OPTIONS[family])
+    module = build(family, device, **options)
+    for turn in range(4):
+        recipe, word = draw.choice(list(RECIPES)), draw.choice(WORDS)
+        x = tokens(device, shape=(draw.choice((1, 5, 40)), draw.choice((1, 4))), seed=turn)
+        call = {"is_first_microbatch": draw.choice((None, True))}
+        wanted = referred(module, x, recipe, word)
+        if draw.random() < 0.5:
+            assert_same(step(module, x, recipe, word, **call), wanted)
+            continue
+        module.zero_grad(set_to_none=True)
+        given, reentrant = x.detach().clone().requires_grad_(), draw.random() < 0.5
+        with around(recipe, word):
+            y = te.checkpoint(module, given, use_reentrant=reentrant, **call)
+        assert_same(results(module, given, y), wanted)
