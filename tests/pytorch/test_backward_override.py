@@ -348,7 +348,7 @@ def test_the_original_input_and_what_the_quantized_one_means_are_two_things(devi
         with around(recipe, "dequantized"):
             return module(t)
 
-    with pytest.raises(ValueError, match="^Linear: argument 'save_original_input' is True"):
+    with pytest.raises(ValueError, match=r"^Linear: argument 'save_original_input' is True"):
         torch.compile(compiled, fullgraph=True, backend="aot_eager")(x)
 
 

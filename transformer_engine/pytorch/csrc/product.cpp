@@ -226,9 +226,8 @@ void register_product(pybind11::module_& m) {
   py::class_<ProductQuantization, std::shared_ptr<ProductQuantization>>(m, "ProductQuantization")
       .def(py::init([](const Quantizer& x, const Quantizer& weight, const Quantizer& dy, bool split_fprop,
                        bool split_dgrad, bool split_wgrad, int64_t backward) {
-             return std::make_shared<ProductQuantization>(
-                 ProductQuantization{x, weight, dy, split_fprop, split_dgrad, split_wgrad,
-                                     reads_of(backward, "ProductQuantization")});
+             return std::make_shared<ProductQuantization>(ProductQuantization{
+                 x, weight, dy, split_fprop, split_dgrad, split_wgrad, reads_of(backward, "ProductQuantization")});
            }),
            py::arg("x"), py::arg("weight"), py::arg("dy"), py::arg("split_fprop"), py::arg("split_dgrad"),
            py::arg("split_wgrad"), py::arg("backward") = 0)

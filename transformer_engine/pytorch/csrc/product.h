@@ -59,7 +59,7 @@ struct Rows {
 // The quantization again, its input by the scales that were used before: same bits, and no state touched.
 Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales);
 
-// Of the gradient of a product's output, read in these directions; null where it stays plain. In neither (the bias alone
+// Of the gradient of a product's output, read in these directions; null where it is plain. In neither (the bias alone
 // wants a gradient) one that makes column sums, to the same bits as any other, and no data.
 const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions);
 

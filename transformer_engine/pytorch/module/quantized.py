@@ -84,7 +84,8 @@ class ModuleQuantization:
         if self.rule is not None and not self.plan.reads_columns:
             raise ValueError(
                 f"CustomRecipe: argument 'backward_override' is {self.plan.recipe.backward_override!r}, but 'qfactory' "
-                "asks for delayed scaling, which has none; leave it at None, or let the factory return quantizers."
+                "asks for delayed scaling, which has none; pass None, whatever NVTE_BACKWARD_OVERRIDE says, or let the "
+                "factory return quantizers."
             )
         self.shared = None
 

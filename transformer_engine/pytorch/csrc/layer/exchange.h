@@ -68,7 +68,8 @@ class TE_EXPORT Exchange {
                                           const Quantizer* behind, Directions directions,
                                           const OptionalTensor& bias) const = 0;
   // All rows of what the product of this pass reads, for the product of a weight's gradient, which reads both; of an
-  // FP8 operand columnwise, or rowwise where it has that alone. done: of the same pass, in the same call, or null. gradient: what the backward came with; undefined in a forward.
+  // FP8 operand columnwise, or rowwise where it has that alone. done: of the same pass, in the same call, or null.
+  // gradient: what the backward came with; undefined in a forward.
   virtual Operand whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
                         const Transfer* done, const Tensor& gradient) const = 0;
 };
