@@ -21,7 +21,7 @@ RECIPES = {
     "none": None,
     "current": recipe.Float8CurrentScaling(),
     "block": recipe.Float8BlockScaling(),
-    "high precision": recipe.Float8CurrentScaling(backward_override="high_precision"),
+    "high precision": recipe.Float8BlockScaling(backward_override="high_precision"),
     "dequantized": recipe.Float8BlockScaling(backward_override="dequantized"),
 }
 MODULES = {
@@ -95,6 +95,8 @@ def test_two_weights_are_two_linears(kind, rows, bias, frozen, device, by_loop):
     if kind == "current":
         pytest.skip("one scale for all rows, where two layers have two")
     cut = rows // 3 // 128 * 128 if kind != "none" else rows // 3
+    if kind in ("high precision", "dequantized") and cut != rows // 3:
+        pytest.skip("a gradient that is not quantized is cut where no block ends")
     weights = [randn(384, 256, device=device).requires_grad_(i != frozen) for i in range(2)]
     biases = [randn(384, device=device).requires_grad_() for _ in range(2)] if bias else []
     x, dy = randn(rows, 256, device=device), randn(rows, 384, device=device)
@@ -142,7 +144,7 @@ def test_what_is_not_kept_is_made_again(name, kind, device):
         wanted = {"norm output": layers, "activation": layers, "pre-activation": layers}
     elif name == "norm_linear":
         wanted = {"norm output": layers}
-    elif kind != "none":
+    elif kind not in ("none", "high precision"):  # which keep the caller's tensor
         wanted = {"linear input": layers}
     assert counts == wanted
 
