@@ -35,17 +35,23 @@ from support import assert_same_bits
 from test_backward_override import assert_same, by_name, every_recipe, every_word
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch import functional as F
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
 
+def build_like(module, family, device, dtype=torch.bfloat16):
+    """Without options, of the same values."""
+    plain = build(family, device, dtype)
+    plain.load_state_dict(module.state_dict())
+    return plain
+
+
 def pair(family, device, dtype=torch.bfloat16, **options):
     """The module with the options, and one without that has its values."""
     module = build(family, device, dtype, **options)
-    plain = build(family, device, dtype)
-    plain.load_state_dict(module.state_dict())
-    return module, plain
+    return module, build_like(module, family, device, dtype)
 
 
 # ---- what is computed again ----
@@ -79,6 +85,30 @@ def test_te_checkpoint(device, reentrant, word, recipe):
     with around(recipe, word):
         y = te.checkpoint(stack, x, use_reentrant=reentrant)
     assert_same(results(stack, x, y), wanted)
+
+
+class Own(te.Float8CurrentScalingQuantizer):
+    """A quantizer that is written in Python."""
+
+    def quantize_impl(self, tensor):
+        return super().quantize_impl(tensor)
+
+
+@every_word
+@pytest.mark.parametrize("options", [{}, *(o for _, o in AGAIN[2:4])], ids=["kept", "norm", "checkpoint"])
+def test_quantizers_written_in_python(device, options, word):
+    def answer(role):
+        e5m2 = role.tensor_type.startswith("grad")
+        return Own(te.DType.kFloat8E5M2 if e5m2 else te.DType.kFloat8E4M3, torch.device(device))
+
+    module, x = build(mlp, device, **options), tokens(device)
+    wanted = step(build_like(module, mlp, device), x, "current", word)
+    given = x.detach().clone().requires_grad_()
+    with te.autocast(recipe=CustomRecipe(qfactory=answer, backward_override=word)):
+        y = module(given)
+    got = results(module, given, y)
+    for name, t in wanted.items():
+        assert_same_bits(got[name], t, name)
 
 
 @every_recipe
@@ -136,10 +166,14 @@ def test_a_kept_weight_that_is_older_than_the_parameter(device, options, word, r
 @every_recipe
 @every_word
 @pytest.mark.parametrize("keeps", [None, True], ids=["anew", "kept"])
-@by_name([linear, norm_linear, mlp])
-def test_float32_parameters_under_autocast(device, family, keeps, word, recipe):
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [(linear, {}), (norm_linear, {}), (mlp, {}), (mlp, {"checkpoint": True})],
+    ids=["linear", "norm_linear", "mlp", "checkpoint"],
+)
+def test_float32_parameters_under_autocast(device, family, options, keeps, word, recipe):
     """A kept copy is of the cast parameter, which a backward in high precision reads cast as well."""
-    module = build(family, device, torch.float32)
+    module = build(family, device, torch.float32, **options)
     cast = build(family, device)
     cast.load_state_dict(module.state_dict())
     x = tokens(device)
