@@ -5,6 +5,10 @@ HINT = "Accepted; changes no result here."
 OVERLAP = 'Accepted; means `tp_overlap="auto"`.'
 
 CONSTRUCTOR = {
+    "num_gemms": "How many groups.",
+    "single_grouped_weight": "One parameter for all groups: counts as False, with a warning.",
+    "single_grouped_bias": "The same for the biases.",
+    "use_grouped_tensor": HINT,
     "in_features": "Size of the last dimension that comes in. Global: `parallel_mode` divides it.",
     "out_features": "Size of the last dimension that goes out. Global, as `in_features`.",
     "hidden_size": "Size of the last dimension, in and out.",
@@ -97,6 +101,9 @@ CONSTRUCTOR = {
 
 CALL = {
     "inp": "The input, its size last.",
+    "m_splits": "Rows of each group: a list, or a tensor, which may be on the input's device.",
+    "out": "What the result is written into, `[rows, out_features]`.",
+    "dgrad_out": "What the input's gradient is written into, `[rows, in_features]`.",
     "is_first_microbatch": "True: quantize the weights and keep them; False: take those; None: neither.",
     "fp8_output": "Under FP8: the result as a quantized tensor.",
     "fp8_grad": "The input's gradient as a quantized tensor.",
@@ -147,7 +154,12 @@ CALL = {
     "offset": "The first of them.",
 }
 
+_SHAPES = "Shapes the parameters; nothing is communicated."
 OF = {
+    **{("GroupedLinear", name): _SHAPES for name in ("tp_group", "tp_size", "parallel_mode", "sequence_parallel")},
+    ("GroupedLinear", "return_bias"): "The biases are not added but returned, a list behind the result.",
+    ("GroupedLinear", "ub_overlap_ag"): "Overlap with communication.",
+    ("GroupedLinear", "ub_overlap_rs"): "Overlap with communication.",
     ("DotProductAttention", "kv_channels"): "Size of a head.",
     ("LayerNorm", "sequence_parallel"): "When given, an attribute of the parameters.",
     ("RMSNorm", "sequence_parallel"): "When given, an attribute of the parameters.",

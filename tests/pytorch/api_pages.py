@@ -14,12 +14,12 @@ import transformer_engine.pytorch as te
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODULES = (
-    *("Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP"),
+    *("Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"),
     *("DotProductAttention", "MultiheadAttention", "TransformerLayer", "RotaryPositionEmbedding"),
 )
 FUNCTIONS = (
     *("autocast", "quantized_model_init", "checkpoint", "make_graphed_callables", "get_cpu_offload_context"),
-    *("memory_plan", "explain", "tune", "doctor"),
+    *("parallel_cross_entropy", "fused_linear_cross_entropy", "memory_plan", "explain", "tune", "doctor"),
 )
 MADE = "This text is generated: `python tests/pytorch/api_pages.py` rewrites it.\n"
 

@@ -233,6 +233,19 @@ def test_a_factory_may_quantize_some_groups_and_not_others(mix, late, device):
     assert_same_gradients(ours, loop)
 
 
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("recipe", [R.Float8CurrentScaling, R.Float8BlockScaling])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_backward_in_another_precision(quantized, recipe, override, device):
+    made = recipe(backward_override=override)
+    ours, loop = build(device=device, dtype=torch.bfloat16, quantized=made if quantized else None)
+    x, dy = (randn(sum(SPLITS), width, dtype=torch.bfloat16, device=device) for width in (K, N))
+    got, want = step(ours, x, dy, SPLITS, made), step_of_loop(loop, x, dy, SPLITS, made)
+    for a, b, what in zip(got, want, ("y", "dx"), strict=True):
+        assert_same_bits(a, b, what)
+    assert_same_gradients(ours, loop)
+
+
 def test_a_factory_is_told_of_groups_by_subclasses_too(device):
     class Mine(te.GroupedLinear):
         pass
