@@ -1,8 +1,7 @@
 # backward_override: FP8 products forward, products of the parameters' dtype backward, bit for bit the plain backward of
 # the same operands (override_reference.py), and within float64's bounds; what is kept for it, what te.memory_plan and
 # te.explain say of it, and what is refused. Mutants: a gradient that is quantized all the same (gradient_quantizer),
-# operands kept columnwise (kept_directions), an activation that is not quantized again where its values are read
-# (layer_backward), the parameter in place of the dequantized weight (weight_values), turn these red.
+# or an activation that is not quantized again where its values are read (layer_backward), turn these red.
 import pytest
 import torch
 from override_reference import (

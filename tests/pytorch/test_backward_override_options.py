@@ -1,7 +1,8 @@
 # backward_override beside everything that changes when and of what a backward is taken: recomputation, kept and
-# quantized weights, main_grad, delayed weight gradients, autocast, copies, captured and compiled calls: the bits of a
-# module without the option. Mutants: a run again by the parameter in place of the kept FP8 copy (keep_to_run_again), or
-# a parameter that is not cast as its FP8 copy was (layer_backward), turn these red.
+# quantized weights, main_grad, delayed weight gradients, autocast, copies, compiled calls: the bits of a module without
+# the option. Captured and offloaded modules are in test_graph_fp8.py and test_offload_fp8.py. Mutants: a run again by
+# the parameter in place of the kept FP8 copy (run_again), a parameter that is not cast as its FP8 copy was
+# (layer_backward), or one that is held in FP8 alone kept itself (weight_values), turn these red.
 import copy
 import itertools
 import random
@@ -31,8 +32,8 @@ from override_reference import (
     transformer_layer,
 )
 from plain_modules import as_tuple
-from support import assert_same_bits
-from test_backward_override import assert_same, by_name, every_recipe, every_word
+from support import addresses, assert_same_bits
+from test_backward_override import assert_same, by_name, every_recipe, every_word, kept_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe
@@ -212,6 +213,9 @@ def test_weights_held_in_fp8_alone_keep_no_columnwise_data(device, word):
     assert module.weight._native().columnwise is not None
     step(module, x, "current", word)
     assert module.weight._native().columnwise is None
+    kept = kept_of(module, x, "current", word)
+    assert not any(isinstance(t, te.QuantizedTensor) for t in kept)  # whose memory no product could read
+    assert module.weight._native().rowwise.data_ptr() in addresses(kept)
     assert_same(step(module, x, "current", None), first)
 
 
