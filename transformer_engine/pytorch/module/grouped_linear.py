@@ -17,6 +17,7 @@ from transformer_engine.pytorch.module.arguments import check_function, check_si
 from transformer_engine.pytorch.module.autocast import is_autocast
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
+from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
 from transformer_engine.pytorch.quantization import te_state
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -188,7 +189,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 sink=self._sink("", is_first_microbatch),
                 quantizations=quantizations,
                 own_weights=own_weights,
-                keep_input=bool(quantizations) and self.save_original_input,
+                keep_input=keeps_input(self, bool(quantizations)),
                 out=out,
                 dgrad_out=dgrad_out,
             )
@@ -231,11 +232,6 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _check_recipe(self) -> None:
         op, recipe = type(self).__name__, self._own.plan.recipe
-        if self.save_original_input and self._own.rule is not None:
-            raise ValueError(
-                f"{op}: argument 'save_original_input' is True under delayed scaling, whose scale may be another one "
-                "in the backward; use Float8CurrentScaling or Float8BlockScaling, or build the module without it."
-            )
         if self.tp_size > 1 and recipe.float8_current_scaling():
             raise ValueError(
                 f"{op}: Float8CurrentScaling with {self.tp_size} ranks of tensor parallelism, where each rank has a "

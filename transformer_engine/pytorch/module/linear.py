@@ -6,12 +6,11 @@ import torch
 
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.compiling import refuse as refuse_value
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
+from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import TensorParallel, divided
-from transformer_engine.pytorch.quantization.state import STATE
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 
@@ -220,7 +219,7 @@ class Linear(SplitWeights):
                 sink=self._sink("", is_first_microbatch),
                 quantization=quantization,
                 own_weight=own_weight,
-                keep_input=self._keeps_input(quantization),
+                keep_input=keeps_input(self, quantization is not None),
                 exchange=None if self.tp_size == 1 else self._exchange(self.parallel_mode, inp),
             )
         except ValueError as error:
@@ -232,24 +231,6 @@ class Linear(SplitWeights):
         elif self.fp8_calibration:
             self._calibrate("", inp, weight)
         return (out, bias) if self.return_bias else out
-
-    def _keeps_input(self, quantization: object | None) -> bool:
-        """The input is kept as it is, shared with who else keeps it, and quantized again by the backward."""
-        if quantization is None or not self.save_original_input:
-            return False
-        if STATE.chosen_recipe().backward_override == "dequantized":
-            refuse_value(
-                "Linear: argument 'save_original_input' is True under backward_override='dequantized', whose backward "
-                "reads the quantized input in place of the original; use backward_override='high_precision', or build "
-                "the module without it.",
-                ValueError,
-            )
-        if not torch.compiler.is_compiling() and self._own.rule is not None:
-            raise ValueError(
-                "Linear: argument 'save_original_input' is True under delayed scaling, whose scale may be another one "
-                "in the backward; use Float8CurrentScaling or Float8BlockScaling, or build the module without it."
-            )
-        return True
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
