@@ -1,5 +1,5 @@
 """te.GroupedLinear forward and backward (targets.py case 18): host splits in bf16 and FP8 beside its own bf16, and
-device splits beside torch's grouped_mm with the same rows. Flops: 6 R N K over all groups. Routings: even, and Zipf's."""
+device splits beside torch's grouped_mm with the same rows. Flops: 6 R N K over all groups. Routings: even, Zipf's."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,5 @@
-"""save_original_input: whether a call keeps its input as it is, shared with who else keeps it, and its backward quantizes
-it again. Refuses recipes with which that would be something else."""
+"""save_original_input: whether a call keeps its input as it is, shared with who else keeps it, and its backward
+quantizes it again. Refuses recipes with which that would be something else."""
 
 import torch
 
