@@ -400,7 +400,7 @@ def test_compiled(device, how, reduce):
 def test_opcheck(device):
     hidden, weight, bias, target = draw(device, 10, 32, features=32)
     ops = torch.ops.te
-    q = [2, 0, 0, 0, 2, 0, 0, 0, 2, 1, 0, 0, 0, 1, 1]
+    q = [2, 0, 0, 0, 2, 0, 0, 0, 2, 1, 0, 0, 0, 1, 1, 0]
     for reduce, quantization, shift in ((True, [], bias), (False, [], None), (True, q, None)):
         options = (0.1, reduce, IGNORED, True, quantization, "", 1)
         torch.library.opcheck(ops.linear_cross_entropy.default, (hidden, weight, shift, target, *options))
