@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support import DTYPES, U32, UNIT_ROUNDOFF, assert_same_bits, assert_within, refused, rounding, wide
+from support import DTYPES, U32, UNIT_ROUNDOFF, assert_same_bits, assert_within, randn, refused, rounding, wide
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
@@ -182,9 +182,44 @@ def test_a_stale_reader_notices(device):
 def test_two_losses_of_the_same_logits_notice(device):
     logits, target = draw(device, 3, 50)
     x = logits.clone().requires_grad_() * 1
-    first, _ = te.parallel_cross_entropy(x, target).sum(), te.parallel_cross_entropy(x, target).sum()
+    first = te.parallel_cross_entropy(x, target).sum()
+    with refused(RuntimeError, "parallel_cross_entropy", "'inp'", "earlier loss"):
+        te.parallel_cross_entropy(x, target)
+    te.parallel_cross_entropy(x[:], target)  # which nobody can know of here
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.backward()
+    leaf = logits.clone().requires_grad_()
+    te.parallel_cross_entropy(leaf, target).sum().backward()
+    with torch.no_grad():
+        leaf.copy_(logits)
+    te.parallel_cross_entropy(leaf, target)  # logits again
+
+
+def test_a_view_of_a_leaf_is_not_overwritten(device):
+    logits, target = draw(device, 3, 50)
+    leaf = logits.clone().requires_grad_()
+    with refused(RuntimeError, "parallel_cross_entropy", "'inp'", "view of a leaf"):
+        te.parallel_cross_entropy(leaf.view(3, 50), target)
+    assert_same_bits(leaf.detach(), logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ignored_tokens_have_no_gradient_whatever_comes_in(dtype, device):
+    """Mutant: gradient * factor for a 0 too."""
+    logits, target = draw(device, 4, 50)
+    target[::2] = -100
+    for factor in (float("inf"), float("nan")):
+        x = logits.to(dtype, copy=True).requires_grad_()
+        te.parallel_cross_entropy(x * 1, target).backward(torch.full((4,), factor, device=device))
+        assert not x.grad[::2].any() and not x.grad[1::2].isfinite().all()
+    none = torch.full_like(target, -100)
+    x = logits.to(dtype, copy=True).requires_grad_()
+    te.parallel_cross_entropy(x * 1, none, reduce_loss=True).backward()
+    assert not x.grad.any()
+    hidden, weight = randn(4, 8, dtype=dtype, device=device), randn(50, 8, dtype=dtype, device=device)
+    hidden.requires_grad_(), weight.requires_grad_()
+    te.fused_linear_cross_entropy(hidden, weight, none).backward()
+    assert not hidden.grad.any() and not weight.grad.any()
 
 
 @pytest.mark.parametrize("hooks", [False, True])

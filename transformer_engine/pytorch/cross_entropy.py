@@ -37,6 +37,21 @@ def _group(op: str, group: dist.ProcessGroup | None, like: torch.Tensor) -> tupl
     return group.group_name, ranks
 
 
+def _check_memory_to_write(op: str, inp: torch.Tensor) -> None:
+    """Raises where a gradient cannot be written over `inp`, or already is."""
+    base = inp._base if inp._is_view() else None
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise RuntimeError(
+            f"{op}: argument 'inp' is a view of a leaf that wants a gradient, which would be overwritten; pass the "
+            "leaf itself, or a clone()."
+        )
+    if getattr(inp, "_gradient_written", None) == inp._version:
+        raise RuntimeError(
+            f"{op}: argument 'inp' holds the gradient of an earlier loss, which was written over the logits; compute "
+            "the logits again, or pass each loss a clone()."
+        )
+
+
 @tells_keywords()
 def parallel_cross_entropy(
     inp: torch.Tensor,
@@ -50,8 +65,9 @@ def parallel_cross_entropy(
     """loss = logsumexp(inp) - (1 - s) inp[target] - s / V sum(inp), s = label_smoothing, of each token, in float32.
 
     Where inp wants a gradient, its memory holds that gradient afterwards: nothing may read the logits as logits any
-    more, and what was kept of them for another backward raises there. Under torch.compile the gradient has memory of
-    its own. A second backward through the loss (retain_graph) raises, and so does a double backward.
+    more, what was kept of them for another backward raises there, and another loss of this tensor here. Under
+    torch.compile the gradient has memory of its own. A second backward through the loss (retain_graph) raises, and so
+    does a double backward. Of a view of logits ask for the gradient of what it is a view of: its own is lost.
 
     reduce_loss: the mean over the tokens whose target is not ignore_idx, as a scalar (NaN for none, as in
     torch.nn.functional.cross_entropy). With it and a gradient of 1 the backward touches no logits; without it those of
@@ -61,12 +77,16 @@ def parallel_cross_entropy(
     Shapes: inp [..., V], contiguous; target [...], int64; the loss like target.
     Dtypes: inp float32, float16 or bfloat16.
     Errors: ValueError naming the argument; on the CPU a target that is neither ignore_idx nor in [0, V) too, before
-    anything is written. On a GPU, which nobody waits for, such a token's loss and gradient are NaN.
+    anything is written. On a GPU, which nobody waits for, such a token's loss and gradient are NaN. RuntimeError for a
+    view of a leaf that wants a gradient, and for logits over which a loss has written already.
     """
     op = "parallel_cross_entropy"
     _check_plain(op, inp=inp, target=target)
     name, ranks = _group(op, dist_process_group, inp)
-    return F.cross_entropy(
+    writes = torch.is_grad_enabled() and inp.requires_grad and not torch.compiler.is_compiling()
+    if writes:
+        _check_memory_to_write(op, inp)
+    loss = F.cross_entropy(
         inp,
         target,
         label_smoothing=label_smoothing,
@@ -75,6 +95,9 @@ def parallel_cross_entropy(
         group=name,
         ranks=ranks,
     )
+    if writes:
+        inp._gradient_written = inp._version
+    return loss
 
 
 def _quantization(op: str) -> list[int]:

@@ -108,7 +108,8 @@ class QuantizedWeights(torch.nn.Module):
                 f"{type(self).__name__}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, False "
                 "or None."
             )
-        return self._stays(self._cached_weight(product, weight, is_first_microbatch, skip))
+        kept = self._cached_weight(product, weight, is_first_microbatch, skip)
+        return None if kept is None else self._stays(kept)
 
     def _apply(self, fn, recurse=True):
         """torch swaps a converted tensor of several parts for a new one, without the marks and the hooks that were on
@@ -136,7 +137,7 @@ class QuantizedWeights(torch.nn.Module):
 
     def _cached_weight(
         self, product: str, weight: torch.Tensor, first: bool | None, skip: torch.Tensor | None
-    ) -> _C.Quantized:
+    ) -> _C.Quantized | None:
         own = self._own
         index = self._products.index(product)
         # What the product itself would quantize: the cast's bits, not the parameter's.
@@ -151,6 +152,8 @@ class QuantizedWeights(torch.nn.Module):
             return kept
         variant = AGAIN if recomputing else RECORD if self.training else QUIET
         quantizer = own.weight_quantizer(index, variant)
+        if quantizer.kind == "none":  # a factory leaves this weight as it is
+            return None
         with torch.no_grad(), torch.inference_mode(False):
             value = weight.detach().to(dtype)
             if kept is None or skip is None:  # a backward of another microbatch may still read what was kept

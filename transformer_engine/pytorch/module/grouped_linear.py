@@ -228,6 +228,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         for i, weight in enumerate(weights):
             if copies[i] is None:  # beside weights that are held in FP8: it is quantized as they are
                 copies[i] = self._cached_weight(self._products[i], weight, True, None)
+        if any(copy is None for copy in copies):
+            raise NotImplementedError(
+                f"{type(self).__name__}: a recipe that quantizes the weights of some groups and not of others, with "
+                "weights that are kept over microbatches or held in FP8 alone, is not available in this version; let "
+                "its factory quantize all or none of them, or leave is_first_microbatch at None."
+            )
         return quantizations, copies
 
     def _check_recipe(self) -> None:

@@ -56,7 +56,8 @@ TE_API te_status te_cross_entropy_forward(const te_cross_entropy_plan* plan, te_
 TE_API te_status te_cross_entropy_mean(te_tensor loss, te_tensor inverse_count, te_tensor mean, te_stream stream);
 
 /* grad *= dloss * scale, row by row (scale: [1, 1], absent: 1). Rows whose factor is 1 are neither read nor written; it
- * is read where it lies, so nobody waits. grad [rows, cols] of any of the logits' dtypes. */
+ * is read where it lies, so nobody waits. A 0 stays 0 whatever the factor, as an ignored token's gradient has to.
+ * grad [rows, cols] of any of the logits' dtypes. */
 TE_API te_status te_cross_entropy_backward(te_tensor grad, te_tensor dloss, te_tensor scale, te_stream stream);
 
 #ifdef __cplusplus

@@ -161,7 +161,7 @@ void backward(const te_tensor& grad, const te_tensor& dloss, const te_tensor& sc
         for_chunks(grad.cols, [&](int64_t start, int64_t n) {
           const float* in = load_chunk(x + start, buffer, n);
           float* y = chunk_target(x + start, out);
-          for (int64_t i = 0; i < n; ++i) y[i] = in[i] * factor;
+          for (int64_t i = 0; i < n; ++i) y[i] = scaled(in[i], factor);
           store_chunk(x + start, y, n);
         });
       }

@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     float x[N];
     widen<T, N>(part.load(i), x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) x[j] *= factor;
+    for (int j = 0; j < N; ++j) x[j] = scaled(x[j], factor);
     part.store(i, x);
   }
 }

@@ -61,6 +61,9 @@ struct Slope {
   TE_HOST_DEVICE float at(float exponential) const { return exponential * weight - base; }
 };
 
+// A gradient times what comes in. What an ignored token has stays 0, were the factor Inf (a mean of no tokens) or NaN.
+TE_HOST_DEVICE float scaled(float gradient, float factor) { return gradient == 0.f ? gradient : gradient * factor; }
+
 enum class Kind { kIgnored, kMeant, kOutside };
 
 TE_HOST_DEVICE Kind kind_of(int64_t target, int64_t ignore_idx, int64_t classes) {

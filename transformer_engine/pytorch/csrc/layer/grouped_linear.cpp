@@ -3,8 +3,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include <numeric>
-
 #include "op_faces.h"
 #include "products_grouped.h"
 

@@ -12,6 +12,12 @@ namespace te_torch::layer {
 
 namespace {
 
+// Below autograd a view has a version of its own: who writes into the memory has to be noticed through both.
+void follow(const Tensor& view, const Tensor& base) {
+  if (view.is_inference() || base.is_inference()) return;
+  torch::autograd::impl::set_version_counter(view, torch::autograd::impl::version_counter(base));
+}
+
 // The weights' products of all groups, one after the other. Holds what they read as one tensor each.
 class GroupedWeightProduct final : public WeightProduct {
  public:
@@ -73,6 +79,7 @@ class HostGroups final : public Products {
       const Quantizer* quantizer = pass == Pass::kFprop ? &q->x : gradient_quantizer(q, directions);
       Tensor* sum = dbias != nullptr ? &sums[i] : nullptr;
       all.groups.push_back(operand_of(route, quantizer, part_of(rows, i), directions, sum));
+      if (!all.groups.back().quantized()) follow(all.groups.back().plain, t);
       any = any || all.groups.back().quantized();
       summed = summed || sums[i].defined();
     }
@@ -115,6 +122,9 @@ class HostGroups final : public Products {
     std::vector<Tensor> reads;
     for (const Operand* t : {&gradient.dy, &x}) {
       if (t->plain.defined()) reads.push_back(t->plain);
+      for (const Operand& group : t->groups) {
+        if (group.plain.defined()) reads.push_back(group.plain);
+      }
     }
     const Operand dy = folded(gradient.dy), rows = folded(x);
     std::vector<MatrixProduct> products;
@@ -194,10 +204,7 @@ void check_apart(const Tensor& given, const Operand& read) {
 Tensor result_in(const Tensor& given, const Tensor& like) {
   note_written(given);
   Tensor result = with_rows_of(given.detach(), like);
-  // Below autograd a view has a version of its own: who writes into the memory again has to be noticed.
-  if (!given.is_inference()) {
-    torch::autograd::impl::set_version_counter(result, torch::autograd::impl::version_counter(given));
-  }
+  follow(result, given);
   return result;
 }
 

@@ -1,0 +1,76 @@
+# What the suites of GroupedLinear share: a module and a loop of Linears with the same parameters, and their steps. No
+# oracle of the arithmetic is here: a Linear's is proved in its own suite.
+import torch
+from support import assert_same_bits
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as R
+
+RECIPES = {
+    "none": None,
+    "delayed": lambda: R.DelayedScaling(amax_history_len=4),
+    "current": R.Float8CurrentScaling,
+    "block": R.Float8BlockScaling,
+}
+K, N = 32, 48
+SPLITS = [5, 0, 130, 1]
+
+
+def build(groups=4, *, device, dtype=torch.float32, quantized=None, **options):
+    """A GroupedLinear and as many Linears with the same parameters."""
+    context = te.quantized_model_init(enabled=quantized is not None, recipe=quantized)
+    values = [torch.randn(N, K) * (i + 1) for i in range(groups)]
+
+    def fill(values):
+        left = iter(values)
+        return lambda p: p.copy_(next(left).to(p))
+
+    with context:
+        ours = te.GroupedLinear(groups, K, N, params_dtype=dtype, device=device, init_method=fill(values), **options)
+        loop = [
+            te.Linear(K, N, params_dtype=dtype, device=device, init_method=fill([value]), **options) for value in values
+        ]
+    with torch.no_grad():
+        for i, linear in enumerate(loop):
+            if linear.use_bias:
+                bias = torch.randn(N)
+                linear.bias.copy_(bias)
+                getattr(ours, f"bias{i}").copy_(bias)
+    return ours, loop
+
+
+def give_main_grads(modules, dtype=torch.float32):
+    for module in modules:
+        for name, p in module.named_parameters():
+            if "weight" in name:
+                p.main_grad = torch.full(p.shape, 0.5, dtype=dtype, device=p.device)
+
+
+def step(module, x, dy, splits, recipe=None, call=None):
+    """(output, gradient of x) of one forward and backward; delayed weight gradients too."""
+    x = x.detach().clone().requires_grad_()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x, splits) if call is None else call(x)
+    y.backward(dy)
+    module.backward_dw()
+    return y.detach(), x.grad
+
+
+def step_of_loop(loop, x, dy, splits, recipe=None):
+    outs, grads = [], []
+    for linear, rows, gradient in zip(loop, x.split(splits), dy.split(splits), strict=True):
+        y, dx = step(linear, rows, gradient, None, recipe, call=linear)
+        outs.append(y)
+        grads.append(dx)
+    return torch.cat(outs), torch.cat(grads)
+
+
+def assert_same_gradients(ours, loop):
+    for i, linear in enumerate(loop):
+        for name, p in linear.named_parameters():
+            own = getattr(ours, f"{name}{i}")
+            for what in ("grad", "main_grad"):
+                a, b = getattr(own, what, None), getattr(p, what, None)
+                assert (a is None) == (b is None), f"{name}{i}.{what}"
+                if a is not None:
+                    assert_same_bits(a, b, f"{name}{i}.{what}")
