@@ -321,6 +321,9 @@ def test_recipes_that_do_not_fit_are_named(device):
     part = te.GroupedLinear(2, K, N, bias=False, tp_size=2, parallel_mode="row", device=device)
     with te.autocast(recipe=R.Float8CurrentScaling()), refused(ValueError, "GroupedLinear", "Float8CurrentScaling"):
         part(randn(4, K // 2, device=device), [2, 2])
+    compiled = torch.compile(part, fullgraph=True, backend="aot_eager")
+    with te.autocast(recipe=R.Float8CurrentScaling()), pytest.raises(Exception, match="Float8CurrentScaling with 2"):
+        compiled(randn(4, K // 2, device=device), [2, 2])
     keeps = te.GroupedLinear(2, K, N, save_original_input=True, device=device)
     with te.autocast(recipe=R.DelayedScaling()), refused(ValueError, "'save_original_input'"):
         keeps(x, [2, 2])

@@ -36,9 +36,10 @@ void check_offsets(const Tensor& offsets, const Tensor& rows, size_t groups) {
                     offsets.device(), ", wanted Int [", groups + 1, "] on ", rows.device(), ".");
 }
 
-// width: of the weights' dimension that is reduced.
-void check_weights(const Tensor& rows, at::TensorList weights, int64_t width, const Tensor& offsets) {
-  check_matrix(rows, "x");
+// width: of the weights' dimension that is reduced. argument: what `rows` is called.
+void check_weights(const Tensor& rows, const char* argument, at::TensorList weights, int64_t width,
+                   const Tensor& offsets) {
+  check_matrix(rows, argument);
   TORCH_CHECK_VALUE(!weights.empty(), kOp, ": argument 'weights' is empty, wanted one for each group.");
   check_offsets(offsets, rows, weights.size());
   for (const Tensor& weight : weights) {
@@ -47,8 +48,8 @@ void check_weights(const Tensor& rows, at::TensorList weights, int64_t width, co
                       ": argument 'weight' has shape ", weight.sym_sizes(), ", wanted that of the first, ",
                       weights[0].sym_sizes(), ".");
   }
-  TORCH_CHECK_VALUE(rows.sym_size(1) == weights[0].sym_size(width), kOp, ": argument 'x' has shape ", rows.sym_sizes(),
-                    ", wanted a last dimension of ", weights[0].sym_size(width), ".");
+  TORCH_CHECK_VALUE(rows.sym_size(1) == weights[0].sym_size(width), kOp, ": argument '", argument, "' has shape ",
+                    rows.sym_sizes(), ", wanted a last dimension of ", weights[0].sym_size(width), ".");
 }
 
 void check_biases(const Tensor& x, at::TensorList weights, at::TensorList biases) {
@@ -126,10 +127,11 @@ class Operands {
             int32_t(ready.get_device())};
   }
 
+  // Behind the launch, which says what it is; of copies, over that.
   void note() const {
-    if (copied_ == 0) return te_note_path("grouped kernel", nullptr);
-    const std::string why =
-        "copies " + std::to_string(copied_) + " bytes: it reads addresses and row pitches that are multiples of 16";
+    if (copied_ == 0) return;
+    thread_local std::string why;  // the note is read when this is gone
+    why = "copies " + std::to_string(copied_) + " bytes: it reads addresses and row pitches that are multiples of 16";
     te_note_path("grouped kernel on copies", why.c_str());
   }
 
@@ -152,7 +154,7 @@ void rows_by_kernel(te_grouped_product product, const Tensor& rows, at::TensorLi
   problem.product = product;
   problem.groups = int32_t(weights.size());
   problem.offsets = offsets.const_data_ptr<int32_t>();
-  problem.rows = operands.add(rows, "x");
+  problem.rows = operands.add(rows, product == TE_GROUPED_FPROP ? "x" : "dy");
   problem.depth_rows = absent();
   for (const Tensor& weight : weights) of_weights.push_back(operands.add(weight, "weight"));
   std::vector<Tensor> dense;
@@ -200,7 +202,7 @@ std::vector<Tensor> sums_by_kernel(const Tensor& dy, const Tensor& offsets) {
 
 void fprop_into(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets,
                 const Tensor& out, bool zero_tail) {
-  check_weights(x, weights, 1, offsets);
+  check_weights(x, "x", weights, 1, offsets);
   check_biases(x, weights, biases);
   const c10::NoGradGuard no_graph;
   if (!x.is_cpu()) return rows_by_kernel(TE_GROUPED_FPROP, x, weights, biases, offsets, out, zero_tail);
@@ -213,7 +215,7 @@ void fprop_into(const Tensor& x, at::TensorList weights, at::TensorList biases, 
 }
 
 void dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& offsets, const Tensor& out, bool zero_tail) {
-  check_weights(dy, weights, 0, offsets);
+  check_weights(dy, "dy", weights, 0, offsets);
   const c10::NoGradGuard no_graph;
   if (!dy.is_cpu()) return rows_by_kernel(TE_GROUPED_DGRAD, dy, weights, {}, offsets, out, zero_tail);
   const HostOffsets host(offsets);
@@ -225,12 +227,12 @@ Tensor grouped_offsets_meta(const Tensor& splits, const Tensor& x) {
   return at::empty_symint({splits.sym_size(0) + 1}, splits.options().dtype(at::kInt));
 }
 Tensor grouped_fprop_meta(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
-  check_weights(x, weights, 1, offsets);
+  check_weights(x, "x", weights, 1, offsets);
   check_biases(x, weights, biases);
   return x.new_empty_symint({x.sym_size(0), weights[0].sym_size(0)});
 }
 Tensor grouped_dgrad_meta(const Tensor& dy, at::TensorList weights, const Tensor& offsets) {
-  check_weights(dy, weights, 0, offsets);
+  check_weights(dy, "dy", weights, 0, offsets);
   return dy.new_empty_symint({dy.sym_size(0), weights[0].sym_size(1)});
 }
 std::vector<Tensor> grouped_wgrad_meta(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
@@ -340,6 +342,13 @@ void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& o
     accumulate.push_back(how[g] == 0 ? 1 : 0);
   }
   if (!x.is_cpu()) {
+    for (size_t i = 0; i < outs.size(); ++i) {  // which one launch would write at once
+      for (size_t j = 0; j < i; ++j) {
+        TORCH_CHECK_NOT_IMPLEMENTED(outs[i].numel() == 0 || outs[i].const_data_ptr() != outs[j].const_data_ptr(), kOp,
+                                    ": two groups with one main_grad, whose sizes the device alone knows, are not "
+                                    "available in this version; pass 'm_splits' as a list of integers.");
+      }
+    }
     weights_by_kernel(dy, x, offsets, results, accumulate);
     for (const Tensor& out : outs) note_written(out);
     return;

@@ -40,7 +40,7 @@ def grouped_linear(
     splits: how many rows each group has, together x's. offsets, in their place: what grouped_offsets() made; rows that
     are nobody's then give zeros, and get a gradient of zeros. out, dgrad_out: matrices that y and x's gradient are
     written into, rows of nobody left as they are. Each group's bits are those of linear() of its rows alone (on CUDA,
-    with offsets, where cuBLASLt does not split the reduction).
+    with offsets, where cuBLASLt does not split the reduction; biases' gradients are summed in an order of their own).
     Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features] each.
     Dtypes: as linear. quantizations: one for all groups, or one each (under torch.compile its integers). own_weights:
     the weights' FP8 copies, made before. keep_input: as linear.

@@ -43,7 +43,7 @@ _NAMES = {
 }
 _OTHERS = {**_NORM, "x": "inp", "weight": "weight", "bias": "bias"}
 _TOKENS = ", the first of them tokens, with sequence_parallel."  # of the module's input, whatever else 'x' may be
-_SENTENCE = re.compile(r"(?:linear|normalization|activation|quantize|gemm\w*): argument '(\w+)' ")
+_SENTENCE = re.compile(r"(?:linear|grouped_linear|normalization|activation|quantize|gemm\w*): argument '(\w+)' ")
 
 
 def retell(

@@ -13,6 +13,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch import functional as F
 from transformer_engine.pytorch._absent import absent
 from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.compiling import refuse as refuse_recipe
 from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
 from transformer_engine.pytorch.module.autocast import is_autocast
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
@@ -20,6 +21,7 @@ from transformer_engine.pytorch.module.group_splits import Splits, check_buffer,
 from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
 from transformer_engine.pytorch.quantization import te_state
+from transformer_engine.pytorch.quantization.state import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions
@@ -175,6 +177,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             if buffer is not None and not torch.compiler.is_compiling():  # refused there
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
+        if splits.offsets is not None and inp.is_cuda and STATE.enabled:  # before a quantizer notes anything
+            refuse_recipe(
+                f"{op}: FP8 products of groups whose sizes the GPU alone knows are not available in this version; pass "
+                "'m_splits' as a list of integers."
+            )
         weights, biases = ([getattr(self, name) for name in names] for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, is_first_microbatch)
         if not quantizations:
@@ -210,12 +217,12 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> tuple[list, list[_C.Quantized]]:
         """How each group is quantized (one for all, where that is the same), and the weights' FP8 copies; empty ones
         where there are none."""
+        self._check_recipe()
         if torch.compiler.is_compiling():
             return self._quantized_product("0", weights[0], is_first_microbatch)[0] or [], []
         first = self._quantization("0")
         if first is None:
             return [], []
-        self._check_recipe()
         own = self._own
         shared = own.shared is not None
         quantizations = [first] if shared else [first, *(self._quantization(p) for p in self._products[1:])]
@@ -237,11 +244,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         return quantizations, copies
 
     def _check_recipe(self) -> None:
-        op, recipe = type(self).__name__, self._own.plan.recipe
-        if self.tp_size > 1 and recipe.float8_current_scaling():
-            raise ValueError(
-                f"{op}: Float8CurrentScaling with {self.tp_size} ranks of tensor parallelism, where each rank has a "
-                "part of what is to have one scale; use Float8BlockScaling or DelayedScaling."
+        if self.tp_size > 1 and STATE.enabled and STATE.chosen_recipe().float8_current_scaling():
+            refuse_recipe(
+                f"{type(self).__name__}: Float8CurrentScaling with {self.tp_size} ranks of tensor parallelism, where "
+                "each rank has a part of what is to have one scale; use Float8BlockScaling or DelayedScaling.",
+                ValueError,
             )
 
     def _calibrate_groups(self, inp: torch.Tensor, weights: list[torch.Tensor], splits: Splits) -> None:

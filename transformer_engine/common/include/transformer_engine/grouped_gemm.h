@@ -1,5 +1,5 @@
 /* grouped gemm: products of rows that lie in groups, one weight a group, where only the device knows how the rows are
- * split. One launch for up to 238 groups; no host synchronisation, no workspace, capturable.
+ * split. One launch a dtype of results for up to 238 groups; no host synchronisation, no workspace, capturable.
  *
  * Formula, row-major, for each group g with rows [offsets[g], offsets[g + 1]) of x [R, K], y and dy [R, N]:
  *   FPROP  y[rows]  = x[rows] weights[g][N, K]^T + biases[g]

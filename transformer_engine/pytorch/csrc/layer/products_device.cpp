@@ -52,7 +52,7 @@ class DeviceGroups final : public Products {
                bool) const override {
     const std::vector<Tensor> weights = plain(w);
     const Tensor rows = matrix_of(x.plain);
-    check_apart(grouping_.out, x);
+    check_apart(grouping_.out, "out", x);
     if (grouping_.out.defined()) {
       Direct::call<grouped_fprop_into>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, grouping_.offsets,
                                        grouping_.out);
@@ -67,7 +67,7 @@ class DeviceGroups final : public Products {
                bool) const override {
     const std::vector<Tensor> weights = plain(w);
     const Tensor rows = matrix_of(dy.plain);
-    check_apart(grouping_.dgrad_out, dy);
+    check_apart(grouping_.dgrad_out, "dgrad_out", dy);
     if (grouping_.dgrad_out.defined()) {
       Direct::call<grouped_dgrad_into>("te::grouped_dgrad", rows, at::TensorList(weights), grouping_.offsets,
                                        grouping_.dgrad_out);

@@ -106,7 +106,7 @@ class HostGroups final : public Products {
     const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
       return fprop_of(route, part, w.weights[i], w.bias(i), shape, split, into);
     };
-    return over_groups(route, x, like, rows_in(w.weights[0]), grouping_.out, product);
+    return over_groups(route, x, like, rows_in(w.weights[0]), grouping_.out, "out", product);
   }
 
   Tensor dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
@@ -114,7 +114,7 @@ class HostGroups final : public Products {
     const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
       return dgrad_of(route, part, w.weights[i], shape, split, into);
     };
-    return over_groups(route, dy, like, columns_in(w.weights[0]), grouping_.dgrad_out, product);
+    return over_groups(route, dy, like, columns_in(w.weights[0]), grouping_.dgrad_out, "dgrad_out", product);
   }
 
   std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType dtype,
@@ -158,11 +158,11 @@ class HostGroups final : public Products {
   // product(operand, group, like, into) of each group: [rows, last].
   template <class Product>
   Tensor over_groups(const Route& route, const Operand& t, const Tensor& like, const c10::SymInt& last,
-                     const Tensor& given, Product&& product) const {
+                     const Tensor& given, const char* argument, Product&& product) const {
     const Operand rows = folded(t);
     const Tensor all = matrix_of(like);
     const c10::SymInt beyond = all.sym_size(0) - total_;
-    check_apart(given, t);
+    check_apart(given, argument, t);
     if (!route.direct()) {  // results are not written into, where somebody traces
       std::vector<Tensor> parts;
       for (size_t i = 0; i < groups_.size(); ++i) parts.push_back(product(part_of(rows, i), i, part_of(all, i), {}));
@@ -185,8 +185,8 @@ class HostGroups final : public Products {
 
 }  // namespace
 
-void check_apart(const Tensor& given, const Operand& read) {
-  for (const Operand& group : read.groups) check_apart(given, group);
+void check_apart(const Tensor& given, const char* argument, const Operand& read) {
+  for (const Operand& group : read.groups) check_apart(given, argument, group);
   if (!given.defined() || !read.plain.defined() || given.numel() == 0 || read.plain.numel() == 0) return;
   const auto span = [](const Tensor& t) {
     int64_t last = 0;
@@ -195,10 +195,9 @@ void check_apart(const Tensor& given, const Operand& read) {
     return std::pair(first, first + (last + 1) * t.element_size());
   };
   const auto a = span(given), b = span(read.plain);
-  TORCH_CHECK_VALUE(a.second <= b.first || b.second <= a.first,
-                    "grouped_linear: argument 'out' or 'dgrad_out' lies in the memory of what the product reads (with "
-                    "'dgrad_out': of the gradient that arrives), which the weights' gradients read too; give each call "
-                    "memory of its own.");
+  TORCH_CHECK_VALUE(a.second <= b.first || b.second <= a.first, "grouped_linear: argument '", argument,
+                    "' lies in the memory of what this product reads, which the weights' gradients read too; give each "
+                    "call memory of its own.");
 }
 
 Tensor result_in(const Tensor& given, const Tensor& like) {

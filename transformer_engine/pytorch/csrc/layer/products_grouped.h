@@ -18,7 +18,7 @@ struct Grouping {
 };
 
 // Raises where a buffer of the caller's shares memory with what the product reads.
-void check_apart(const Tensor& given, const Operand& read);
+void check_apart(const Tensor& given, const char* argument, const Operand& read);
 
 // What goes on of a buffer of the caller's that a result was written into: its memory, as part of no graph.
 Tensor result_in(const Tensor& given, const Tensor& like);
