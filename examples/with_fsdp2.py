@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     losses = train(device, mesh, args.steps)
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks, step 1: loss {losses[0]:.6f}, step {args.steps}: loss {losses[-1]:.6f}")
+    dist.barrier()  # a rank that ends takes its connections with it
     dist.destroy_process_group()
     return 0
 

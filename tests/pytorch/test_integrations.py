@@ -96,7 +96,10 @@ def test_fsdp2_learns_the_same_on_two_ranks(tmp_path, capsys):
     assert with_fsdp2.main([]) == 0
     alone = capsys.readouterr().out
     launch = ("-m", "torch.distributed.run", "--nproc-per-node=2")
-    code, together, error = run(*launch, EXAMPLES / "with_fsdp2.py", cwd=tmp_path)
+    for _ in range(2):
+        code, together, error = run(*launch, EXAMPLES / "with_fsdp2.py", cwd=tmp_path)
+        if "terminate called without an active exception" not in error:  # torch's threads, as a process ends: once more
+            break
     assert code == 0, error
     assert "1 ranks" in alone and "2 ranks" in together
     first, last = losses(alone)
