@@ -5,12 +5,12 @@ import dataclasses
 
 import torch
 from graph_fp8_cases import RECIPES, states
+from transformer_engine.pytorch.fp8 import fp8_autocast, fp8_model_init
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.cpu_offload import get_cpu_offload_context
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, checkpoint
-from transformer_engine.pytorch.fp8 import fp8_autocast, fp8_model_init
 from transformer_engine.pytorch.graph import is_graph_capturing, make_graphed_callables
 
 HIDDEN, FFN, HEADS, LAYERS, VOCAB, SEQ, BATCH, MICROBATCHES = 32, 64, 4, 3, 32, 16, 2, 2

@@ -9,7 +9,7 @@ from fp8_operands import BLOCK_1D, BLOCK_2D, TENSOR, Operand
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.tune import FORMAT, _accumulated, _Scratch, _tune_one
+from transformer_engine.pytorch.probe.tune import FORMAT, _accumulated, _Scratch, _tune_one
 
 
 @pytest.fixture(autouse=True)

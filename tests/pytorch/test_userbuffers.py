@@ -5,7 +5,7 @@ import torch
 from support import refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import userbuffers
+from transformer_engine.pytorch.distributed import userbuffers
 from transformer_engine.pytorch.module import base
 
 NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8

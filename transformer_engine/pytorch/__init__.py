@@ -4,15 +4,12 @@ Importing needs no GPU, no driver and no toolkit, and initialises no CUDA."""
 
 from transformer_engine.doctor import doctor as doctor
 from transformer_engine.pytorch import _load as _load  # first: the extension, or an error that says how to mend it
+from transformer_engine.pytorch import compat as compat
 from transformer_engine.pytorch import constants as constants
 from transformer_engine.pytorch import cpp_extensions as cpp_extensions
-from transformer_engine.pytorch import cpu_offload_v1 as cpu_offload_v1
-from transformer_engine.pytorch import float8_tensor as float8_tensor
-from transformer_engine.pytorch import fp8 as fp8
 from transformer_engine.pytorch import functional as functional
 from transformer_engine.pytorch import ops as ops
 from transformer_engine.pytorch import optimizers as optimizers
-from transformer_engine.pytorch import quantized_tensor as quantized_tensor
 from transformer_engine.pytorch import router as router
 from transformer_engine.pytorch import stash as stash
 from transformer_engine.pytorch import verdict as verdict
@@ -29,11 +26,11 @@ from transformer_engine.pytorch.cross_entropy import fused_linear_cross_entropy 
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker as CudaRNGStatesTracker
 from transformer_engine.pytorch.distributed import checkpoint as checkpoint
-from transformer_engine.pytorch.explain import explain as explain
+from transformer_engine.pytorch.distributed.userbuffers import UserBufferQuantizationMode as UserBufferQuantizationMode
+from transformer_engine.pytorch.distributed.userbuffers import destroy_ub as destroy_ub
+from transformer_engine.pytorch.distributed.userbuffers import initialize_ub as initialize_ub
 from transformer_engine.pytorch.export import onnx_export as onnx_export
 from transformer_engine.pytorch.graph import make_graphed_callables as make_graphed_callables
-from transformer_engine.pytorch.memory_plan import memory_plan as memory_plan
-from transformer_engine.pytorch.module import _common as _common
 from transformer_engine.pytorch.module.fp8_padding import Fp8Padding as Fp8Padding
 from transformer_engine.pytorch.module.fp8_padding import Fp8Unpadding as Fp8Unpadding
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear as GroupedLinear
@@ -52,6 +49,9 @@ from transformer_engine.pytorch.permutation import (
     moe_sort_chunks_by_index_with_probs as moe_sort_chunks_by_index_with_probs,
 )
 from transformer_engine.pytorch.permutation import moe_unpermute as moe_unpermute
+from transformer_engine.pytorch.probe.explain import explain as explain
+from transformer_engine.pytorch.probe.memory_plan import memory_plan as memory_plan
+from transformer_engine.pytorch.probe.tune import tune as tune
 from transformer_engine.pytorch.quantization import DelayedScalingRequest as DelayedScalingRequest
 from transformer_engine.pytorch.quantization import QuantizerRequest as QuantizerRequest
 from transformer_engine.pytorch.quantization import QuantizerRole as QuantizerRole
@@ -90,10 +90,6 @@ from transformer_engine.pytorch.tensor import prepare_for_saving as prepare_for_
 from transformer_engine.pytorch.tensor import restore_from_func_ctx as restore_from_func_ctx
 from transformer_engine.pytorch.tensor import restore_from_saved as restore_from_saved
 from transformer_engine.pytorch.transformer import TransformerLayer as TransformerLayer
-from transformer_engine.pytorch.tune import tune as tune
-from transformer_engine.pytorch.userbuffers import UserBufferQuantizationMode as UserBufferQuantizationMode
-from transformer_engine.pytorch.userbuffers import destroy_ub as destroy_ub
-from transformer_engine.pytorch.userbuffers import initialize_ub as initialize_ub
 from transformer_engine.pytorch.utils import deinterleave_glu_tensor as deinterleave_glu_tensor
 from transformer_engine.pytorch.utils import get_cudnn_version as get_cudnn_version
 from transformer_engine.pytorch.utils import get_device_compute_capability as get_device_compute_capability

@@ -4,7 +4,7 @@ at once; the classes may be spread over a group's ranks. Computes nothing itself
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.compiling import refuse
 from transformer_engine.pytorch.distributed.groups import check_device, ranks_of
@@ -86,7 +86,7 @@ def parallel_cross_entropy(
     writes = torch.is_grad_enabled() and inp.requires_grad and not torch.compiler.is_compiling()
     if writes:
         _check_memory_to_write(op, inp)
-    loss = F.cross_entropy(
+    loss = functional.cross_entropy(
         inp,
         target,
         label_smoothing=label_smoothing,
@@ -163,7 +163,7 @@ def fused_linear_cross_entropy(
     if ranks > 1:  # each rank's classes bring a part of hidden's gradient
         enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = enter(hidden, dist_process_group)
-    return F.fused_linear_cross_entropy(
+    return functional.fused_linear_cross_entropy(
         hidden,
         weight,
         target,

@@ -2,7 +2,7 @@
 
 import torch
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.module.autocast import is_autocast, to_autocast
 from transformer_engine.pytorch.module.base import check_choice
 from transformer_engine.pytorch.module.layernorm import LayerNorm
@@ -22,10 +22,10 @@ class L2Normalization(torch.nn.Module):
         gamma = torch.full((width,), width**-0.5, dtype=torch.float32, device=inp.device)
         options = {"rms": True, "eps": self.eps / width}
         if not is_autocast(inp):
-            return F.normalization(inp, gamma, **options)[0]
+            return functional.normalization(inp, gamma, **options)[0]
         inp = to_autocast(inp)
         with torch.autocast(inp.device.type, enabled=False):  # which would round gamma
-            return F.normalization(inp, gamma, **options)[0]
+            return functional.normalization(inp, gamma, **options)[0]
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.distributed.dtensor import as_lies, local_grad, local_of, marks_of
 from transformer_engine.pytorch.distributed.groups import check_device, every_rank_says, ranks_of
-from transformer_engine.pytorch.sharded import as_lies, local_grad, local_of, marks_of
 
 _OP = "allreduce_sequence_parallel_grads"
 _BUCKET = 1 << 23  # elements that travel together at most, but for those of one parameter

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from transformer_engine.pytorch.capturing import is_graph_capturing, stream_captures
+from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.distributed.rng import NoDraws, Snapshot
 from transformer_engine.pytorch.quantization.state import STATE
 

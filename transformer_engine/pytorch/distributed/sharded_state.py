@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.sharded import is_sharded, local_of, marks_of
+from transformer_engine.pytorch.distributed.dtensor import is_sharded, local_of, marks_of
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 if TYPE_CHECKING:

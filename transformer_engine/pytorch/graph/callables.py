@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.capturing import is_graph_capturing, stream_captures
+from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.graph.calling import has_own_call
 from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of

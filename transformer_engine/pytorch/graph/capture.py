@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capturing import layers_that_left
+from transformer_engine.pytorch.capture_flag import layers_that_left
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, overlap
 from transformer_engine.pytorch.graph.calling import OwnCall, function_of

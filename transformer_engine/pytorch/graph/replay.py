@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
-from transformer_engine.pytorch import capturing
+from transformer_engine.pytorch import capture_flag
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
 from transformer_engine.pytorch.graph.describe import shown
@@ -145,7 +145,7 @@ class Graphed(Refusals, WeightGrads):
     ) -> object:
         if self.unfit is not None:
             raise RuntimeError(f"{self.label}: {self.unfit}")
-        if capturing._capturing:
+        if capture_flag._capturing:
             self._refuse_capturing()
         if self.module is not None and self.module.training is not self.training:
             return self._other_mode(args, kwargs, is_first_microbatch)

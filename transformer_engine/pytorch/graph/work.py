@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_flatten
 
-from transformer_engine.pytorch.capturing import as_captured
+from transformer_engine.pytorch.capture_flag import as_captured
 from transformer_engine.pytorch.graph.buffers import version_of
 from transformer_engine.pytorch.graph.describe import OP, form_of
 from transformer_engine.pytorch.graph.quantized import Quantization, our_modules

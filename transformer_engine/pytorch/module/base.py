@@ -7,6 +7,11 @@ from contextlib import nullcontext
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.userbuffers import (
+    UserBufferQuantizationMode as UserBufferQuantizationMode,  # and these
+)
+from transformer_engine.pytorch.distributed.userbuffers import destroy_ub as destroy_ub
+from transformer_engine.pytorch.distributed.userbuffers import initialize_ub as initialize_ub
 from transformer_engine.pytorch.module.fp8_state import QuantizationState
 from transformer_engine.pytorch.module.parallel import GroupByName
 from transformer_engine.pytorch.module.row_units import RowUnits, unit_marks
@@ -14,9 +19,6 @@ from transformer_engine.pytorch.module.state import WholeCheckpoints, is_extra_s
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_sink
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.userbuffers import UserBufferQuantizationMode as UserBufferQuantizationMode  # and these
-from transformer_engine.pytorch.userbuffers import destroy_ub as destroy_ub
-from transformer_engine.pytorch.userbuffers import initialize_ub as initialize_ub
 from transformer_engine.pytorch.utils import resolve_device
 
 InitMethod = Callable[[torch.Tensor], object]

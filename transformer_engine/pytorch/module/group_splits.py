@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.verdict import count_splits
 
 
@@ -43,7 +43,7 @@ def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Spli
     if m_splits.device == inp.device:
         if inp.is_cuda and not torch.compiler.is_compiling():
             count_splits(op, inp.device)
-        return Splits(offsets=F.grouped_offsets(m_splits, inp))
+        return Splits(offsets=functional.grouped_offsets(m_splits, inp))
     if m_splits.device.type != "cpu":
         raise ValueError(
             f"{op}: argument 'm_splits' is on {m_splits.device}, wanted {inp.device}, inp's, or the CPU; move it."

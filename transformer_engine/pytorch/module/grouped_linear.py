@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from transformer_engine.pytorch import _C
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import _C, functional
 from transformer_engine.pytorch._absent import absent
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.compiling import refuse as refuse_recipe
@@ -187,7 +186,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not quantizations:
             weights = [self._plain(weight) for weight in weights]
         try:
-            result = F.grouped_linear(
+            result = functional.grouped_linear(
                 inp,
                 weights,
                 biases if self.apply_bias else (),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.module.arguments import check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, refuse
@@ -115,7 +115,7 @@ class LayerNormLinear(NormParameters, SplitWeights):
         if quantization is None:
             weight = self._plain(weight)
         try:
-            out, norm_output, h = F.normalization_linear(
+            out, norm_output, h = functional.normalization_linear(
                 inp,
                 self.layer_norm_weight,
                 self.layer_norm_bias,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init
@@ -17,9 +17,9 @@ _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 def activation_parameters(op: str, activation: str, params: Mapping[str, float] | None) -> tuple[float, ...]:
     """activation_params as functional.activation takes them; only clamped_swiglu has any."""
-    if activation not in F.activation_kinds:
+    if activation not in functional.activation_kinds:
         raise ValueError(
-            f"{op}: argument 'activation' is {activation!r}, wanted one of {', '.join(F.activation_kinds)}."
+            f"{op}: argument 'activation' is {activation!r}, wanted one of {', '.join(functional.activation_kinds)}."
         )
     if not params:
         return ()
@@ -130,7 +130,7 @@ class LayerNormMLP(TensorParallel, NormParameters):
             eps=eps,
             zero_centered=zero_centered_gamma,
         )
-        fc1_rows = ffn_hidden_size * (2 if F.activation_kinds[activation] else 1)
+        fc1_rows = ffn_hidden_size * (2 if functional.activation_kinds[activation] else 1)
         check_function("LayerNormMLP", "init_method", init_method)
         check_function("LayerNormMLP", "output_layer_init_method", output_layer_init_method)
         self._declare_product("fc1", fc1_rows, hidden_size, init_method, partition_dim=0)
@@ -196,7 +196,7 @@ class LayerNormMLP(TensorParallel, NormParameters):
         if fc1 is None:
             fc1_weight, fc2_weight = self._plain(fc1_weight), self._plain(fc2_weight)
         try:
-            out, norm_output, h = F.layernorm_mlp(
+            out, norm_output, h = functional.layernorm_mlp(
                 inp,
                 self.layer_norm_weight,
                 self.layer_norm_bias,
@@ -232,8 +232,8 @@ class LayerNormMLP(TensorParallel, NormParameters):
         weight = self._plain(self.fc1_weight)
         self._calibrate("fc1", norm_output, weight)
         exchange = self._exchange(self._modes()[0], norm_output)
-        pre_activation = F.linear(norm_output, weight, self.fc1_bias, exchange=exchange)
-        activated = F.activation(pre_activation, self.activation, self._activation_values)
+        pre_activation = functional.linear(norm_output, weight, self.fc1_bias, exchange=exchange)
+        activated = functional.activation(pre_activation, self.activation, self._activation_values)
         self._calibrate("fc2", activated, self._plain(self.fc2_weight))
 
     def _results(self, out: torch.Tensor, norm_output: torch.Tensor, h: torch.Tensor | None):

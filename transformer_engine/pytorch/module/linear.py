@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
@@ -112,7 +112,7 @@ class SplitWeights(TensorParallel, TransformerEngineBaseModule):
             return parts[0] if parts else None
         if is_cpu_offload_enabled():
             mark_not_offload(*parts)  # joined without a copy they are no parameter, nor a view of one that torch knows
-        return F.noop_cat(parts, names)
+        return functional.noop_cat(parts, names)
 
 
 class Linear(SplitWeights):
@@ -212,7 +212,7 @@ class Linear(SplitWeights):
         if quantization is None:
             weight = self._plain(weight)
         try:
-            out = F.linear(
+            out = functional.linear(
                 inp,
                 weight,
                 bias if self.apply_bias else None,

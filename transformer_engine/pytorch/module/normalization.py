@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.distributed.regions import add_up_gradient
 from transformer_engine.pytorch.module.arguments import check_tensor, retell
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -88,7 +88,7 @@ class Normalization(TransformerEngineBaseModule):
             x = inp.flatten(-len(self.normalized_shape))
             weight, bias = weight.flatten(), None if bias is None else bias.flatten()
         try:
-            y, _ = F.normalization(
+            y, _ = functional.normalization(
                 x, weight, bias, rms=self._rms, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma
             )
         except ValueError as error:

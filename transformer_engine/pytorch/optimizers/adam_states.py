@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from transformer_engine.pytorch.sharded import as_lies, is_sharded, local_of
+from transformer_engine.pytorch.distributed.dtensor import as_lies, is_sharded, local_of
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,

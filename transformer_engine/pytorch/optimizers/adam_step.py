@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capturing import stream_captures
+from transformer_engine.pytorch.capture_flag import stream_captures
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.distributed.dtensor import is_sharded, local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_count_step
 from transformer_engine.pytorch.optimizers.adam_states import (
     MASTER,
 )
-from transformer_engine.pytorch.sharded import is_sharded, local_grad, local_of
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor, QuantizedTensor, engine, layout
 
 if TYPE_CHECKING:

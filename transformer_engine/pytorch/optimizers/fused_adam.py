@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.dtensor import local_of
 from transformer_engine.pytorch.optimizers import adam_states as states
 from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER
 from transformer_engine.pytorch.optimizers.adam_step import Step, check_group, put_on_device, refuse_amsgrad
-from transformer_engine.pytorch.sharded import local_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 OP = "FusedAdam"

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.distributed.dtensor import local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_sgd
 from transformer_engine.pytorch.optimizers.adam_states import new_state
 from transformer_engine.pytorch.optimizers.adam_step import check_has
-from transformer_engine.pytorch.sharded import local_grad, local_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.storage import FLOATS
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
-from transformer_engine.pytorch.capturing import stream_captures
+from transformer_engine.pytorch.capture_flag import stream_captures
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.products import Plan, plan_of
 

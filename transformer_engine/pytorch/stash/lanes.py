@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.capturing import stream_captures
+from transformer_engine.pytorch.capture_flag import stream_captures
 
 STORE, LOAD, COMPUTE = "store", "load", "compute"
 

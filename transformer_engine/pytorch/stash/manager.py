@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capturing import stream_captures
+from transformer_engine.pytorch.capture_flag import stream_captures
 from transformer_engine.pytorch.saved import mark_pageable as _mark_pageable
 from transformer_engine.pytorch.stash.arguments import (
     check_counter,

@@ -2,13 +2,7 @@
 quantizer.py hold what they share. The arithmetic is the engine's."""
 
 from transformer_engine.pytorch._absent import names_without_a_body
-from transformer_engine.pytorch.tensor import float8_blockwise_tensor as float8_blockwise_tensor
-from transformer_engine.pytorch.tensor import float8_tensor as float8_tensor
 from transformer_engine.pytorch.tensor import grouped_tensor as grouped_tensor
-from transformer_engine.pytorch.tensor import hybrid_tensor as hybrid_tensor
-from transformer_engine.pytorch.tensor import identity_tensor as identity_tensor
-from transformer_engine.pytorch.tensor import mxfp8_tensor as mxfp8_tensor
-from transformer_engine.pytorch.tensor import nvfp4_tensor as nvfp4_tensor
 from transformer_engine.pytorch.tensor import utils as utils
 from transformer_engine.pytorch.tensor.blackwell import MXFP8Quantizer as MXFP8Quantizer
 from transformer_engine.pytorch.tensor.blackwell import MXFP8Tensor as MXFP8Tensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch.recording import recording, run_with_gradients, table
+from transformer_engine.pytorch.probe.one_run import recording, run_with_gradients, table
 
 
 @dataclass(frozen=True)

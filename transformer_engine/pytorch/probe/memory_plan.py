@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch.optimizers.adam_states import local_of
-from transformer_engine.pytorch.recording import gradients_returned, nodes_behind, recording, table, tensors_in
+from transformer_engine.pytorch.probe.one_run import gradients_returned, nodes_behind, recording, table, tensors_in
 from transformer_engine.pytorch.saved import observers
 
 

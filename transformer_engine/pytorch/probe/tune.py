@@ -16,7 +16,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.recording import recording, run_with_gradients, table, tensors_in
+from transformer_engine.pytorch.probe.one_run import recording, run_with_gradients, table, tensors_in
 
 FORMAT = "transformer_engine gemm tuning 2"
 LAYOUTS = ("TN", "NN", "NT")

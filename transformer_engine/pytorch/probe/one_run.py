@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.restoring import gradients_restored, state_restored
+from transformer_engine.pytorch.probe.undo import gradients_restored, state_restored
 
 
 @dataclass

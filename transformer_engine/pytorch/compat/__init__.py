@@ -1,0 +1,66 @@
+"""Older paths of names that live elsewhere: modules without code of their own, made here from one table. An import of
+such a path gives the very objects of their home; nothing is wrapped, and nothing warns."""
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_ROOT = "transformer_engine.pytorch"
+
+# path: {where names live: these names}
+ALIASES: dict[str, dict[str, str]] = {
+    "cpu_offload_v1": {
+        "cpu_offload": (
+            "DefaultOffloadSynchronizer ManualOffloadSynchronizer OffloadContext OffloadableLayerState "
+            "PinnedMemoryError get_cpu_offload_context is_cpu_offload_enabled mark_activation_offload "
+            "mark_not_offload start_offload"
+        ),
+    },
+    "float8_tensor": {"tensor.float8": "Float8Tensor"},
+    "fp8": {
+        "quantization": (
+            "CustomRecipeState DelayedScalingRecipeState DelayedScalingRequest FP8GlobalStateManager "
+            "Float8BlockScalingRecipeState Float8CurrentScalingRecipeState QuantizerRequest QuantizerRole RecipeState "
+            "autocast check_fp8_block_scaling_support check_fp8_support check_mxfp8_support check_nvfp4_support "
+            "fp8_autocast fp8_model_init get_align_size_for_quantization get_default_recipe get_fp8_max "
+            "get_fp8_te_dtype get_fp8_torch_dtype is_fp8_available is_fp8_block_scaling_available is_mxfp8_available "
+            "is_nvfp4_available quantized_model_init"
+        ),
+    },
+    "module._common": {"module.weight_grad": "WeightGradStore", "functional": "noop_cat"},
+    "quantized_tensor": {
+        "tensor": (
+            "QuantizedTensor QuantizedTensorStorage Quantizer prepare_for_saving restore_from_func_ctx "
+            "restore_from_saved"
+        ),
+    },
+    "tensor.float8_blockwise_tensor": {
+        "tensor.float8_blockwise": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage",
+    },
+    "tensor.float8_tensor": {
+        "tensor.float8": "Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor Float8TensorStorage",
+    },
+    "tensor.hybrid_tensor": {"tensor.hybrid": "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer"},
+    "tensor.identity_tensor": {"tensor.identity": "IdentityQuantizer IdentityTensor IdentityTensorStorage"},
+    "tensor.mxfp8_tensor": {"tensor.blackwell": "MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage"},
+    "tensor.nvfp4_tensor": {"tensor.blackwell": "NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage"},
+}
+
+
+def _install(path: str, homes: dict[str, str]) -> None:
+    full = f"{_ROOT}.{path}"
+    package, _, last = full.rpartition(".")
+    alias = ModuleType(full, f"Names of {' and '.join(homes)} at the path where clients look for them.")
+    alias.__spec__ = ModuleSpec(full, None, origin=__file__)  # so that importlib.util.find_spec answers
+    alias.__package__, alias.__file__ = package, __file__
+    for home, names in homes.items():
+        source = import_module(f"{_ROOT}.{home}")
+        for name in names.split():
+            setattr(alias, name, getattr(source, name))
+    sys.modules[full] = alias
+    setattr(import_module(package), last, alias)
+
+
+for _path, _homes in ALIASES.items():
+    _install(_path, _homes)
