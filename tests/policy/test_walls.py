@@ -18,7 +18,7 @@ PARTS = [
     "transformer_engine/pytorch/csrc/{room}.cpp",
     "transformer_engine/pytorch/functional/{room}.py",
     "tests/cpp/test_{room}.cpp",
-    "tests/pytorch/test_{room}.py",
+    "tests/pytorch/{room}/test_{room}.py",
     "benchmarks/bench_{room}.py",
 ]
 

@@ -2,6 +2,7 @@
 # TE_TEST_DEVICE (cpu, cuda, or cpu,cuda) says exactly which instead, and one that is missing is an error, not a skip.
 # `generated_seed` is the number of a random program: --generated=N of them, GENERATED of the module without it.
 # Every test starts from the same seed, with no compiled code, and sees NaN in each tensor that nobody has written yet.
+# Folders are the rooms of the source, helpers/ what they share: README.md says which test is where.
 import os
 import sys
 

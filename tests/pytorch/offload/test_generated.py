@@ -1,0 +1,38 @@
+# Generated programs under offload: layers of every kind in any order, quantized and marked tensors, views, checkpoints
+# in and around, both schedules, microbatches in flight, evaluations, writes in place, exceptions, partial backwards.
+# What a program computes is what it computes without, to the bit; layers leave and come back when docs/offload.md says;
+# nothing is left behind. `--generated=N` runs N programs. Mutants: those that test_steps.py,
+# test_manual.py, test_quantized.py and test_marks.py name.
+import warnings
+
+import pytest
+from offload_cases import small  # noqa: F401
+from offload_programs import Refused, Run, make
+from support import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("small", "fp8_left_off")
+
+GENERATED = 40
+
+
+def test_a_program(generated_seed, device):
+    program = make(generated_seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        refuses = False
+        try:
+            expected = Run(program, device, offload=False).execute()
+        except Refused:  # what is written to was saved; offload may have a copy of it, and compute as if it were cloned
+            refuses, expected = True, Run(program, device, offload=False, cloned=True).execute()
+        ours, refused = Run(program, device, offload=True), False
+        try:
+            ours.execute()
+        except Refused:
+            refused = ours.failed = True
+        assert refuses or not refused, "a tensor that nobody needs was refused"
+        ours.close()
+    assert refused or len(ours.records) == len(expected.records)
+    for (what, got), (wanted_what, wanted) in zip(ours.records, expected.records, strict=False):
+        assert what == wanted_what
+        assert_same_bits(got, wanted, what)
