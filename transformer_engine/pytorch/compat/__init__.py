@@ -35,11 +35,13 @@ ALIASES: dict[str, dict[str, str]] = {
             "restore_from_saved"
         ),
     },
+    "tensor.float8": {"tensor.float8_delayed": "Float8Quantizer"},  # where pickles of it look
     "tensor.float8_blockwise_tensor": {
         "tensor.float8_blockwise": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage",
     },
     "tensor.float8_tensor": {
-        "tensor.float8": "Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor Float8TensorStorage",
+        "tensor.float8": "Float8CurrentScalingQuantizer Float8Tensor Float8TensorStorage",
+        "tensor.float8_delayed": "Float8Quantizer",
     },
     "tensor.hybrid_tensor": {"tensor.hybrid": "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer"},
     "tensor.identity_tensor": {"tensor.identity": "IdentityQuantizer IdentityTensor IdentityTensorStorage"},
@@ -50,16 +52,22 @@ ALIASES: dict[str, dict[str, str]] = {
 
 def _install(path: str, homes: dict[str, str]) -> None:
     full = f"{_ROOT}.{path}"
-    package, _, last = full.rpartition(".")
-    alias = ModuleType(full, f"Names of {' and '.join(homes)} at the path where clients look for them.")
-    alias.__spec__ = ModuleSpec(full, None, origin=__file__)  # so that importlib.util.find_spec answers
-    alias.__package__, alias.__file__ = package, __file__
+    there = sys.modules.get(full)  # a module with code of its own, which has lost a name to another one
+    alias = _made(full, homes) if there is None else there
     for home, names in homes.items():
         source = import_module(f"{_ROOT}.{home}")
         for name in names.split():
             setattr(alias, name, getattr(source, name))
+
+
+def _made(full: str, homes: dict[str, str]) -> ModuleType:
+    package, _, last = full.rpartition(".")
+    alias = ModuleType(full, f"Names of {' and '.join(homes)} at the path where clients look for them.")
+    alias.__spec__ = ModuleSpec(full, None, origin=__file__)  # so that importlib.util.find_spec answers
+    alias.__package__, alias.__file__ = package, __file__
     sys.modules[full] = alias
     setattr(import_module(package), last, alias)
+    return alias
 
 
 for _path, _homes in ALIASES.items():

@@ -13,15 +13,13 @@ from transformer_engine.pytorch.distributed.groups import check_agreement, check
 from transformer_engine.pytorch.distributed.work import Work
 from transformer_engine.pytorch.functional.comm import comm_interleave
 from transformer_engine.pytorch.tensor import engine, layout
-from transformer_engine.pytorch.tensor.float8 import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8TensorStorage,
-)
+from transformer_engine.pytorch.tensor.float8 import Float8CurrentScalingQuantizer, Float8TensorStorage
 from transformer_engine.pytorch.tensor.float8_blockwise import Float8BlockQuantizer, Float8BlockwiseQTensorStorage
+from transformer_engine.pytorch.tensor.float8_delayed import Float8Quantizer
 from transformer_engine.pytorch.tensor.layout import BLOCK, COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
-from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.registry import FLOATS
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _TRAVELLING = (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer)
 

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.functional import optimizer_sgd
 from transformer_engine.pytorch.optimizers.adam_states import new_state
 from transformer_engine.pytorch.optimizers.adam_step import check_has
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.storage import FLOATS
+from transformer_engine.pytorch.tensor.registry import FLOATS
 
 OP = "FusedSGD"
 BUFFER = "momentum_buffer"

@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functional import optimizer as ops
-from transformer_engine.pytorch.tensor.quantizer import fp8_dtype_of
+from transformer_engine.pytorch.tensor.arguments import fp8_dtype_of
 
 TensorLists = Sequence[Sequence[torch.Tensor]]
 

@@ -13,7 +13,6 @@ from transformer_engine.pytorch.tensor.blackwell import NVFP4TensorStorage as NV
 from transformer_engine.pytorch.tensor.files import pack_state_dict as pack_state_dict
 from transformer_engine.pytorch.tensor.files import unpack_state_dict as unpack_state_dict
 from transformer_engine.pytorch.tensor.float8 import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
-from transformer_engine.pytorch.tensor.float8 import Float8Quantizer as Float8Quantizer
 from transformer_engine.pytorch.tensor.float8 import Float8Tensor as Float8Tensor
 from transformer_engine.pytorch.tensor.float8 import Float8TensorStorage as Float8TensorStorage
 from transformer_engine.pytorch.tensor.float8_blockwise import Float8BlockQuantizer as Float8BlockQuantizer
@@ -21,6 +20,7 @@ from transformer_engine.pytorch.tensor.float8_blockwise import Float8BlockwiseQT
 from transformer_engine.pytorch.tensor.float8_blockwise import (
     Float8BlockwiseQTensorStorage as Float8BlockwiseQTensorStorage,
 )
+from transformer_engine.pytorch.tensor.float8_delayed import Float8Quantizer as Float8Quantizer
 from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensor as HybridQuantizedTensor
 from transformer_engine.pytorch.tensor.hybrid import (
     HybridQuantizedTensorStorage as HybridQuantizedTensorStorage,

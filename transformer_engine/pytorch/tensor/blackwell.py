@@ -9,10 +9,12 @@ import torch
 from transformer_engine.common.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 from transformer_engine.pytorch._absent import refusal
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor.arguments import fp8_dtype_of
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, COLUMNWISE_SCALE, ROWWISE, ROWWISE_SCALE
+from transformer_engine.pytorch.tensor.parts import Part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, fp8_dtype_of
-from transformer_engine.pytorch.tensor.storage import Part, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _BLOCKS = {
     "_rowwise_data": Part("rowwise_data", ROWWISE),

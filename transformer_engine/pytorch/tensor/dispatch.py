@@ -9,7 +9,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from transformer_engine.pytorch.tensor import layout
-from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.registry import FLOATS
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.values_view import is_view, shown, written_by
 
 aten = torch.ops.aten

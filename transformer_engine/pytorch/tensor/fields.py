@@ -49,3 +49,9 @@ class MarkField:
         for part in storage._tensors().values():
             if hasattr(part, MARK):
                 delattr(part, MARK)
+
+
+def own_attributes(tensor: Any) -> dict[str, object]:
+    """What someone has hung on it: parameters carry marks for distributed training."""
+    fields = {*tensor._parts, *tensor._details, *tensor._bookkeeping}
+    return {name: value for name, value in tensor.__dict__.items() if name not in fields}

@@ -11,6 +11,7 @@ from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import engine, layout
+from transformer_engine.pytorch.tensor.arguments import fp8_dtype_of
 from transformer_engine.pytorch.tensor.float8 import bytes_of, device_of
 from transformer_engine.pytorch.tensor.layout import (
     BLOCK,
@@ -20,9 +21,10 @@ from transformer_engine.pytorch.tensor.layout import (
     ROWWISE_SCALE,
     PartSpec,
 )
+from transformer_engine.pytorch.tensor.parts import NOTHING, Part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, fp8_dtype_of
-from transformer_engine.pytorch.tensor.storage import NOTHING, Part, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _SCALING = {False: engine.BLOCK_1D, True: engine.BLOCK_2D}
 

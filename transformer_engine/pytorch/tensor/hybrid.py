@@ -6,10 +6,12 @@ from typing import Any, ClassVar
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.tensor.arguments import source_of
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
+from transformer_engine.pytorch.tensor.parts import NOTHING, Part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, source_of
-from transformer_engine.pytorch.tensor.storage import NOTHING, Part, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):

@@ -5,10 +5,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from transformer_engine.pytorch.tensor.arguments import source_of
 from transformer_engine.pytorch.tensor.layout import DATA, PartSpec
+from transformer_engine.pytorch.tensor.parts import Part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, source_of
-from transformer_engine.pytorch.tensor.storage import FLOATS, Part, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.registry import FLOATS
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):

@@ -2,19 +2,36 @@
 arithmetic is each quantizer's own."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from transformer_engine.pytorch.tensor import layout
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.tensor.quantizer import Quantizer
-    from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.arguments import source_of
+from transformer_engine.pytorch.tensor.registry import AnyQuantized
 
 ALIGNMENT = 256  # of the data; what follows it, a few bytes each, stands on 16
 SMALL_ALIGNMENT = 16
 AMAX = "_amax"
+
+
+class _Quantizer(Protocol):
+    """What is asked of a quantizer here."""
+
+    storage_class: type | None
+    _python_written: bool
+
+    def _wanted_specs(self, shape: Sequence[int]) -> dict[str, layout.PartSpec]: ...
+
+    def _made(
+        self, parts: dict[str, torch.Tensor | None], shape: Sequence[int], dtype: torch.dtype
+    ) -> AnyQuantized: ...
+
+    def _write(self, x: torch.Tensor, dst: Any) -> None: ...
+
+    def _recording(self, amax: torch.Tensor) -> "_Quantizer | None": ...
+
+    def _take_note_of(self, amax: torch.Tensor) -> None: ...
 
 
 class _Place(NamedTuple):
@@ -24,7 +41,7 @@ class _Place(NamedTuple):
     bytes: int
 
 
-def _places(sources: Sequence[torch.Tensor], quantizers: Sequence["Quantizer"]) -> list[_Place]:
+def _places(sources: Sequence[torch.Tensor], quantizers: Sequence[_Quantizer]) -> list[_Place]:
     """What goes into the buffer: data first, the small parts behind it."""
     data, small = [], []
     for i, (source, quantizer) in enumerate(zip(sources, quantizers)):
@@ -57,13 +74,9 @@ def _laid_out(places: Sequence[_Place], device: torch.device) -> list[torch.Tens
     return views
 
 
-def quantize_into_one_buffer(
-    tensors: Sequence[torch.Tensor], quantizers: Sequence["Quantizer"]
-) -> list["QuantizedTensorStorage"]:
+def quantize_into_one_buffer(tensors: Sequence[torch.Tensor], quantizers: Sequence[_Quantizer]) -> list[AnyQuantized]:
     """Each tensor by its quantizer, on one buffer. Errors: ValueError where devices differ or a quantizer's format is
     not made by the engine."""
-    from transformer_engine.pytorch.tensor.quantizer import source_of
-
     op = "multi_quantize"
     sources = [source_of(op, t).detach() for t in tensors]
     devices = {t.device for t in sources}

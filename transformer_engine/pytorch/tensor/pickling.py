@@ -2,21 +2,19 @@
 and files of plain tensors hold. Whatever a file says is checked before a tensor is made of it."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.tensor.fields import own_attributes
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE
-from transformer_engine.pytorch.tensor.storage import FLOATS, FORMATS, QuantizedTensorStorage
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.registry import FLOATS, FORMATS, QUANTIZERS, AnyQuantized
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def described(storage: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def described(storage: AnyQuantized) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(its parts on memory of their own size, everything else as numbers and names). A columnwise direction that is
     made of the rowwise one is left out, and made again."""
     storage._must_hold_data("save")
@@ -27,7 +25,7 @@ def described(storage: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor],
     parts = {}
     for name, t in kept._tensors().items():
         t = t.detach()
-        if isinstance(t, QuantizedTensorStorage):
+        if isinstance(t, AnyQuantized):
             parts[name] = t
             continue
         whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
@@ -48,7 +46,7 @@ def _plain(value: object) -> object:
     return value if isinstance(value, bool) else int(value)
 
 
-def rebuilt(parts: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> QuantizedTensorStorage:
+def rebuilt(parts: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> AnyQuantized:
     """What `described` has described. Errors: ValueError naming the class, the field and what was wanted of it."""
     if not isinstance(about, Mapping) or not isinstance(parts, Mapping):
         raise ValueError("a quantized tensor in a file: its description is no dictionary.")
@@ -90,8 +88,6 @@ def _field(cls: type, about: Mapping[str, Any], name: str, fits: Any) -> Any:
 
 
 def _quantizer_of(plain: object) -> Any:
-    from transformer_engine.pytorch.tensor.quantizer import QUANTIZERS
-
     if plain is None:
         return None
     name = plain.get("class") if isinstance(plain, Mapping) else None
@@ -108,7 +104,7 @@ def rebuilt_tensor(
     requires_grad: bool,
     parameter: bool,
     attributes: Mapping[str, Any],
-) -> "QuantizedTensor":
+) -> AnyQuantized:
     """What pickle calls."""
     result = rebuilt(parts, about)
     if isinstance(result, torch.Tensor):
@@ -119,13 +115,11 @@ def rebuilt_tensor(
     return result
 
 
-def reduced(storage: QuantizedTensorStorage) -> tuple:
+def reduced(storage: AnyQuantized) -> tuple:
     """For __reduce_ex__: names and numbers and plain tensors, so that weights_only loads it."""
     parts, about = described(storage)
     if not isinstance(storage, torch.Tensor):
         return rebuilt_tensor, (parts, about, False, False, {})
-    from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
-
     attributes = own_attributes(storage)
     parameter = bool(attributes.pop("_is_param", False))
     plain = {n: v for n, v in attributes.items() if isinstance(v, (bool, int, float, str)) or type(v) is torch.Tensor}

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.tensor import dispatch, flattening
+from transformer_engine.pytorch.tensor.fields import own_attributes
+from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.sharding import FSDPHooks
-from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
 class _Dequantize(torch.autograd.Function):
@@ -278,9 +280,3 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         if self.grad is not None:
             result.grad = copy.deepcopy(self.grad, memo)
         return result
-
-
-def own_attributes(tensor: QuantizedTensor) -> dict[str, object]:
-    """What someone has hung on it: parameters carry marks for distributed training."""
-    fields = {*tensor._parts, *tensor._details, *tensor._bookkeeping}
-    return {name: value for name, value in tensor.__dict__.items() if name not in fields}

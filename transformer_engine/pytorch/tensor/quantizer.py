@@ -9,36 +9,13 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._absent import refusal
-from transformer_engine.pytorch.constants import DType, TE_DType
+from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import engine, flattening, layout, packing
+from transformer_engine.pytorch.tensor.arguments import source_of
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
-from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
-from transformer_engine.pytorch.tensor.values_view import values_of
+from transformer_engine.pytorch.tensor.registry import FLOATS, QUANTIZERS
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 from transformer_engine.pytorch.utils import resolve_device
-
-_FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
-
-# Class name -> class: how a file finds it again.
-QUANTIZERS: dict[str, type] = {}
-
-
-def fp8_dtype_of(op: str, value: object) -> DType:
-    """DType, its number, or torch's dtype."""
-    found = TE_DType.get(value) if isinstance(value, torch.dtype) else value
-    if isinstance(found, bool) or found not in _FP8:
-        raise ValueError(f"{op}: argument 'fp8_dtype' is {value!r}, wanted DType.kFloat8E4M3 or DType.kFloat8E5M2.")
-    return DType(found)
-
-
-def source_of(op: str, tensor: object) -> torch.Tensor:
-    """The plain tensor to quantize. Errors: TypeError for what is no tensor, ValueError for what is not of a float
-    dtype that has room for the values."""
-    tensor = tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else values_of(tensor)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{op}: argument 'tensor' is a {type(tensor).__name__}, wanted a tensor.")
-    if tensor.dtype not in FLOATS:
-        raise ValueError(f"{op}: argument 'tensor' is {tensor.dtype}, wanted float32, float16 or bfloat16.")
-    return tensor
 
 
 class _Quantize(torch.autograd.Function):

@@ -13,7 +13,8 @@ import torch
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
-from transformer_engine.pytorch.tensor.storage import FLOATS, QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.registry import FLOATS
+from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _SET_ASIDE = "_columnwise_set_aside"  # parts whose memory waits for post_all_gather_processing
 

@@ -1,0 +1,175 @@
+"""What a format declares and answers: its parts, what each of them is, how they come from the engine and go there; and
+what follows for their fields. No part is written here, and no value computed."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
+
+NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+class Part(NamedTuple):
+    """A field that holds a tensor: the constructor's argument for it, and what it is."""
+
+    argument: str
+    kind: str
+
+
+class Parts:
+    """The part of a quantized storage that knows what it is made of."""
+
+    _parts: ClassVar[dict[str, Part]] = {}  # in the order of prepare_for_saving
+    _details: ClassVar[dict[str, str]] = {}  # other fields: the constructor's argument for each
+
+    # ---- what a format answers ----
+
+    @classmethod
+    def _specs(cls, shape: Sequence[int], details: dict[str, object]) -> dict[str, PartSpec]:
+        """What each part of a tensor of `shape` is."""
+        raise NotImplementedError(f"{cls.__name__} does not say what its parts are (_specs).")
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        """The tensor's shape, told from the parts."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell its shape (_logical_shape).")
+
+    @classmethod
+    def _parts_of(cls, native: "_C.Quantized", shape: Sequence[int]) -> dict[str, torch.Tensor | None]:
+        """The parts of a tensor of `shape` that the engine made."""
+        raise NotImplementedError(f"{cls.__name__} is not made by the engine.")
+
+    def _make_native(self) -> "_C.Quantized":
+        raise NotImplementedError(f"{type(self).__name__} has no form that the engine reads.")
+
+    def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
+        """Makes the missing direction from the one that is there, or raises with the reason. old: columnwise parts of
+        before, in whose memory the new ones are made."""
+        raise NotImplementedError(f"{type(self).__name__}: {kind} data cannot be made from the other direction.")
+
+    def _derivable(self) -> bool:
+        """Whether one direction can be made of the other."""
+        return False
+
+    @classmethod
+    def _checked_details(cls, details: Mapping[str, object]) -> dict[str, object]:
+        """Fields of _details but for the quantizer, as a file has them: raises ValueError for what they cannot be."""
+        raise ValueError(f"{cls.__name__} in a file: it is not kept in files.")
+
+    @classmethod
+    def _checked_parts(cls, parts: Mapping[str, object], shape: tuple[int, ...], details: Mapping[str, object]) -> None:
+        """Raises ValueError for parts that a file has and that no tensor of `shape` can have."""
+        op, specs = f"{cls.__name__} in a file", cls._specs(shape, details)
+        for name, t in parts.items():
+            if name not in specs:
+                raise ValueError(f"{op}: it has a part {name!r:.100}, wanted {list(specs)}.")
+            wanted = specs[name].dtype, tuple(specs[name].shape)
+            got = (t.dtype, tuple(t.shape)) if type(t) is torch.Tensor else type(t).__name__
+            if got != wanted:
+                raise ValueError(f"{op}: its {name} is {got}, wanted {wanted}.")
+        data = [name for name in parts if specs[name].kind in DATA]
+        for name in data:
+            scales = [n for n, s in specs.items() if s.kind in ("scale", f"{specs[name].kind} scale")]
+            missing = [n for n in scales if n not in parts]
+            if missing:
+                raise ValueError(f"{op}: it has {name} without {missing}.")
+        if not data:
+            raise ValueError(f"{op}: it has none of {[n for n, s in specs.items() if s.kind in DATA]}.")
+
+    def _default_quantizer(self) -> Any:
+        """What quantizes new values where no quantizer came with the tensor."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: it has no quantizer, so that no new values can be put in it; a class of your own "
+            "has to define quantize_."
+        )
+
+    def _viewed(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor | None] | None:
+        """The parts of a view of `shape`; None where they would have to be laid out anew."""
+        same_rows = shape and self._logical_shape() and shape[-1] == self._logical_shape()[-1]
+        if not same_rows:
+            return None
+        reshape = {ROWWISE: tuple(shape), COLUMNWISE: layout.transposed(shape)}
+        parts = self._tensors()
+        try:
+            return {n: t.view(reshape[self._kind(n)]) if self._kind(n) in DATA else t for n, t in parts.items()}
+        except RuntimeError:
+            return None
+
+    def _rows(self, start: int, stop: int) -> dict[str, torch.Tensor | None] | None:
+        """The parts of rows [start, stop) of the first dimension, as views; None where there are no such views."""
+        return None
+
+    # ---- its fields ----
+
+    @classmethod
+    def _kind(cls, name: str) -> str:
+        return cls._parts[name].kind
+
+    @classmethod
+    def _names(cls, kind: str) -> list[str]:
+        return [name for name, part in cls._parts.items() if part.kind == kind]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The parts that are there."""
+        return {n: t for n in self._parts if (t := getattr(self, n)) is not None}
+
+    def _fields(self, parts: dict[str, torch.Tensor | None]) -> dict[str, object]:
+        """Arguments that construct this format from `parts`, with everything else as it is here."""
+        arguments = {part.argument: parts.get(name) for name, part in self._parts.items()}
+        return arguments | {argument: getattr(self, name) for name, argument in self._details.items()}
+
+    def _native(self) -> "_C.Quantized":
+        """The engine's handle, of the same memory: what modules pass on. Kept while the parts stay, unless one of them
+        had to be copied because its rows do not start on 16 bytes."""
+        handle = self.__dict__.get("_handle")
+        if handle is None:
+            handle = self._make_native()
+            if self._is_pitched():
+                self.__dict__["_handle"] = handle
+        return handle
+
+    def _is_pitched(self) -> bool:
+        parts = self._tensors()
+        return all(layout.pitched(self._kind(n), t) is not None for n, t in parts.items() if self._kind(n) in DATA)
+
+    def get_metadata(self) -> dict[str, object]:
+        """The constructor's arguments for this data."""
+        return self._fields(self._tensors()) | {"fake_dtype": self._dtype}
+
+    def get_data_tensors(
+        self, rowwise_data: bool = True, columnwise_data: bool = True
+    ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """(rowwise, columnwise) data, or the one that is asked for."""
+        found = [getattr(self, self._names(kind)[0]) for kind in DATA]
+        if rowwise_data and columnwise_data:
+            return tuple(found)
+        if not (rowwise_data or columnwise_data):
+            raise ValueError("get_data_tensors: rowwise_data and columnwise_data are False, wanted at least one True.")
+        return found[0] if rowwise_data else found[1]
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions are there."""
+        return {kind: any(getattr(self, n) is not None for n in self._names(kind)) for kind in DATA}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Makes a direction that is wanted (True) and missing, then drops one that is not (False); None: as it is.
+        Errors: NotImplementedError where a direction cannot be made from the other one, RuntimeError where none is."""
+        wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
+        there = self.get_usages()
+        for kind in DATA:
+            if wanted[kind] and not there[kind]:
+                if not any(there.values()):
+                    raise RuntimeError(f"{type(self).__name__}: {kind} data is wanted, but it holds no data at all.")
+                self._derive(kind)
+        for kind in DATA:
+            if wanted[kind] is False:
+                for name in self._of_direction(kind):
+                    setattr(self, name, None)
+
+    def _of_direction(self, kind: str) -> list[str]:
+        """Names of the parts that nothing but this direction needs."""
+        return self._names(kind) + self._names(f"{kind} scale")

@@ -1,0 +1,85 @@
+"""New values in a quantized tensor: quantized into the memory that it has, or bytes of another one of its format. Who
+else has that memory is aliases.py's."""
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.tensor.registry import AnyQuantized
+
+
+class Writes:
+    """The part of a quantized storage that takes new values."""
+
+    def _must_be_writable(self) -> None:
+        self._must_have_memory()
+        self._must_reach_aliases()
+
+    def _must_have_memory(self) -> None:
+        for part in self._tensors().values():
+            layout.must_have_memory(part)
+
+    def _get_quantizer(self) -> Any:
+        return self._default_quantizer() if self._quantizer is None else self._quantizer
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> AnyQuantized:
+        """Takes tensor's values, quantized as this one is. noop_flag: float32 [1]; unless it is 0, nothing is done."""
+        if isinstance(tensor, AnyQuantized):
+            if noop_flag is None and self.copy_from_storage(tensor):
+                return self
+            tensor = tensor.dequantize()
+        self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
+        return self
+
+    def copy_from_storage(self, src: AnyQuantized) -> bool:
+        """Takes src's bytes and scales, in the directions that this one has. False, and nothing is done, where src is
+        of another format."""
+        if not self._same_format(src):
+            return False
+        if tuple(src.size()) != tuple(self.size()):
+            raise ValueError(
+                f"{type(self).__name__}.copy_from_storage: argument 'src' has shape {tuple(src.size())}, wanted "
+                f"{tuple(self.size())}."
+            )
+        for kind, there in self.get_usages().items():
+            if there and not src.get_usages()[kind]:
+                src = src._twin()
+                src.update_usage(**{f"{kind}_usage": True})
+        if self._rows_of is not None:
+            self._write_quantized_rows(src)
+            return True
+        self._must_be_writable()
+        src._must_have_memory()
+        with torch.no_grad():
+            for name, own in self._tensors().items():
+                own.copy_(getattr(src, name))
+        self._written()
+        self._took()
+        return True
+
+    def _take(self, parts: dict[str, torch.Tensor | None], noop_flag: torch.Tensor | None = None) -> None:
+        """Copies `parts` into its own, unless noop_flag holds anything but 0."""
+        with torch.no_grad():
+            for name, own in self._tensors().items():
+                given = parts[name]
+                own.copy_(given if noop_flag is None else torch.where(noop_flag == 0, given, own))
+
+    def _written(self) -> None:
+        """Every direction that it has holds new values. Called behind each write, whoever made it."""
+        self._count_write()
+        self._reach_aliases()
+
+    def _count_write(self) -> None:
+        """A backward that saved the parts must notice, and inside of __torch_dispatch__ torch tells nobody."""
+        torch.autograd.graph.increment_version(self._tensors().values())
+
+    def _values_to_come(self) -> None:
+        """It is about to be filled with values that have nothing to do with those that it has."""
+        if self._quantizer is not None:
+            self._quantizer._values_to_come()
+
+    def _took(self) -> None:
+        """It holds data now that somebody else has quantized."""
+        if self._quantizer is not None:
+            self._quantizer._took(self)
