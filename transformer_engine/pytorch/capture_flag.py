@@ -45,7 +45,7 @@ def stream_captures() -> bool:
 
 @contextmanager
 def as_captured() -> Iterator[None]:
-    """Inside, modules do what they do in a capture; a recorder's replays run so."""
+    """Inside, modules do what they do in a capture; so run a CPU's replays."""
     global _capturing
     before, _capturing = _capturing, True
     try:

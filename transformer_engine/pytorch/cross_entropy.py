@@ -14,7 +14,7 @@ from transformer_engine.pytorch.distributed.regions import (
 )
 from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.quantization.products import stateless_integers
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 

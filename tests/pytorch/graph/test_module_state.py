@@ -8,7 +8,7 @@ import torch
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph import is_graph_capturing, state
+from transformer_engine.pytorch.graph import is_graph_capturing, untouched
 
 WIDTH = 8
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_put_back_leaves_the_rest(device, monkeypatch):
     module = Shifted(device, torch.ones(2, device=device))
     module.inner.weight.grad = torch.ones_like(module.inner.weight)
     grad, x, random = module.inner.weight.grad, sample(device), torch.get_rng_state()
-    monkeypatch.setattr(state.Kept, "put_back", raising)
+    monkeypatch.setattr(untouched.Kept, "put_back", raising)
     with pytest.raises(OSError, match="gone"):
         te.make_graphed_callables(module, (x,))
     assert not is_graph_capturing()

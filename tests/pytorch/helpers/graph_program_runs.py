@@ -9,7 +9,7 @@ from support import assert_same_bits
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
-from transformer_engine.pytorch.graph.recorder import RecordedGraph, RecordedStream
+from transformer_engine.pytorch.graph.cpu import RecordedGraph, RecordedStream
 
 ROWS = 16
 RECIPES = {

@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
 )
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 fullgraph = pytest.mark.parametrize("fullgraph", [True, False])

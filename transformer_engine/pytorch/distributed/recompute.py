@@ -14,7 +14,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.distributed.rng import NoDraws, Snapshot
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 
 
 class FirstRun:

@@ -4,5 +4,5 @@ from transformer_engine.pytorch.capture_flag import is_graph_capturing as is_gra
 from transformer_engine.pytorch.capture_flag import set_capture_end as set_capture_end
 from transformer_engine.pytorch.capture_flag import set_capture_start as set_capture_start
 from transformer_engine.pytorch.graph.callables import make_graphed_callables as make_graphed_callables
-from transformer_engine.pytorch.graph.quantized import restore_fp8_tensors as restore_fp8_tensors
-from transformer_engine.pytorch.graph.quantized import save_fp8_tensors as save_fp8_tensors
+from transformer_engine.pytorch.graph.capture_quantization import restore_fp8_tensors as restore_fp8_tensors
+from transformer_engine.pytorch.graph.capture_quantization import save_fp8_tensors as save_fp8_tensors

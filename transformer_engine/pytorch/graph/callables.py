@@ -11,15 +11,15 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.distributed import get_all_rng_states
-from transformer_engine.pytorch.graph.calling import has_own_call
 from transformer_engine.pytorch.graph.capture import Capture, Hooks, Plan, name_of
+from transformer_engine.pytorch.graph.capture_quantization import Quantization, WeightFlag, our_modules
 from transformer_engine.pytorch.graph.describe import OP, shown
 from transformer_engine.pytorch.graph.installed import installed
 from transformer_engine.pytorch.graph.order import pipeline_schedule, plain_schedule
-from transformer_engine.pytorch.graph.quantized import Quantization, WeightFlag, our_modules
+from transformer_engine.pytorch.graph.own_call import has_own_call
 from transformer_engine.pytorch.graph.replay import Graphed
-from transformer_engine.pytorch.graph.signature import Signature
-from transformer_engine.pytorch.graph.state import fused_weights
+from transformer_engine.pytorch.graph.replay_arguments import Signature
+from transformer_engine.pytorch.graph.untouched import fused_weights
 
 HOOK_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 

@@ -13,18 +13,18 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.capture_flag import layers_that_left
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.buffers import Buffers, neighbourhood, overlap
-from transformer_engine.pytorch.graph.calling import OwnCall, function_of
-from transformer_engine.pytorch.graph.checks import buffers_stay, check_leaves, check_result, noted_once
+from transformer_engine.pytorch.graph.capture_checks import buffers_stay, check_leaves, check_result, noted_once
+from transformer_engine.pytorch.graph.capture_quantization import Quantization
+from transformer_engine.pytorch.graph.cpu import CpuGraphs, HostSync
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
 from transformer_engine.pytorch.graph.describe import OP, PLAIN, shown
 from transformer_engine.pytorch.graph.flight import flight_of
 from transformer_engine.pytorch.graph.order import Schedule, Step
-from transformer_engine.pytorch.graph.quantized import Quantization
-from transformer_engine.pytorch.graph.recorder import HostSync, Recorder
+from transformer_engine.pytorch.graph.own_call import OwnCall, function_of
 from transformer_engine.pytorch.graph.replay import Graphed
-from transformer_engine.pytorch.graph.scales import Scales
-from transformer_engine.pytorch.graph.signature import Signature
-from transformer_engine.pytorch.graph.state import Untouched, values_kept
+from transformer_engine.pytorch.graph.replay_arguments import Signature
+from transformer_engine.pytorch.graph.replay_scales import Scales
+from transformer_engine.pytorch.graph.untouched import Untouched, values_kept
 from transformer_engine.pytorch.graph.weight_grads import Fused
 from transformer_engine.pytorch.graph.work import Ambient, Work
 from transformer_engine.pytorch.graph.writes import own_results, writes_noted
@@ -75,7 +75,7 @@ class Capture:
         if plan.device.type == "cuda":
             self.backend = CudaGraphs(plan.device, plan.pool, generators)
         else:
-            self.backend = Recorder()
+            self.backend = CpuGraphs()
         self.buffers = Buffers()  # of gradients that come in
         self.flight = flight_of(plan.pool)
         self.works: list[Work] = []
@@ -443,7 +443,7 @@ class Capture:
             self.graphed[step.sample].end_position = position
 
     def _finish(self, graphed: Graphed, work: Work) -> None:
-        """What replay needs of a pass; a graph needs nothing else, a recorder keeps its work."""
+        """What replay needs of a pass; a graph needs nothing else, the CPU keeps its work."""
         graphed.inputs, graphed.wanted = work.inputs, work.wanted
         graphed.addresses, graphed.near = [t.data_ptr() for t in work.inputs], neighbourhood(work.inputs)
         graphed.grad_addresses = [0 if t is None else t.data_ptr() for t in graphed.grad_outputs]

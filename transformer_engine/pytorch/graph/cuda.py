@@ -1,4 +1,4 @@
-"""Real CUDA graphs behind the recorder's interface. Never leaves a stream capturing, nor a generator, nor a pool held,
+"""CUDA graphs, by the interface that cpu.py has too. Never leaves a stream capturing, nor a generator, nor a pool held,
 whatever is raised inside a capture."""
 
 import gc
@@ -11,8 +11,8 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.rng import prepare_no_draws
+from transformer_engine.pytorch.graph.cpu import HostSync, Written
 from transformer_engine.pytorch.graph.describe import OP
-from transformer_engine.pytorch.graph.recorder import HostSync, Written
 from transformer_engine.pytorch.utils import make_weak_ref
 
 # One capture stream a device: libraries keep a workspace for every stream that they have seen.

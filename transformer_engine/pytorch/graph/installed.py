@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from transformer_engine.pytorch.graph.calling import has_own_call, replaying
+from transformer_engine.pytorch.graph.own_call import has_own_call, replaying
 from transformer_engine.pytorch.graph.replay import Graphed
 
 _METHODS = ("forward", "backward_dw", "need_backward_dw", "drop_backward_dw", "reset")

@@ -9,17 +9,17 @@ from torch._C import _increment_version as increment_version  # torch.autograd.g
 from transformer_engine.pytorch import capture_flag
 from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
+from transformer_engine.pytorch.graph.capture_quantization import WeightFlag
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.flight import Flight
 from transformer_engine.pytorch.graph.loans import Loans
-from transformer_engine.pytorch.graph.quantized import WeightFlag
-from transformer_engine.pytorch.graph.refusals import Refusals
-from transformer_engine.pytorch.graph.scales import Scales
-from transformer_engine.pytorch.graph.signature import Signature
+from transformer_engine.pytorch.graph.replay_arguments import Signature
+from transformer_engine.pytorch.graph.replay_refusals import Refusals
+from transformer_engine.pytorch.graph.replay_scales import Scales
 from transformer_engine.pytorch.graph.weight_grads import Fused, WeightGrads
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.products import Plan
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 
 
 class _Replay(torch.autograd.Function):
@@ -237,7 +237,7 @@ class Graphed(Refusals, WeightGrads):
             self.loans.settle()
         if self.loans.latest >= self.forward_position:
             self.loans.keep_grads(self.forward_position)
-        increment_version(self.writes)  # before the work, of which a recorder has history
+        increment_version(self.writes)  # before the work, of which the CPU has history
         if stream is None:  # fill and replay, written out: every call of Python's costs
             low, high = self.near
             moves, meets = [], False

@@ -9,7 +9,7 @@ import torch
 from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.graph.state import main_grad_of
+from transformer_engine.pytorch.graph.untouched import main_grad_of
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad
 
 
@@ -124,7 +124,7 @@ class WeightGrads:
         for (weight, _), main_grad in zip(fused, main_grads):
             if not weight.requires_grad or id(weight) in unwanted:
                 kept.append(partial(main_grad.copy_, main_grad.clone()))
-                if hasattr(weight, "grad_added_to_main_grad"):  # a recorder's work sets it
+                if hasattr(weight, "grad_added_to_main_grad"):  # the CPU's work sets it
                     kept.append(partial(setattr, weight, "grad_added_to_main_grad", weight.grad_added_to_main_grad))
             elif microbatch or getattr(weight, "overwrite_main_grad", False):
                 main_grad.zero_()

@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_flatten
 
 from transformer_engine.pytorch.capture_flag import as_captured
 from transformer_engine.pytorch.graph.buffers import version_of
+from transformer_engine.pytorch.graph.capture_quantization import Quantization, our_modules
 from transformer_engine.pytorch.graph.describe import OP, form_of
-from transformer_engine.pytorch.graph.quantized import Quantization, our_modules
-from transformer_engine.pytorch.graph.signature import Signature
+from transformer_engine.pytorch.graph.replay_arguments import Signature
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradStore, accumulation_noted
 
@@ -29,7 +29,7 @@ class Ambient:
         enabled, dtype = self.autocast
         with (
             as_captured(),
-            torch.inference_mode(self.inference),  # a recorder's call may come in another mode
+            torch.inference_mode(self.inference),  # the CPU's call may come in another mode
             torch.set_grad_enabled(self.grad),
             torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False),
         ):
@@ -66,7 +66,7 @@ def _put_back(others: list[tuple[WeightGradStore, list[Pending]]]) -> None:
 
 class Work:
     """A callable with its static inputs. `forward`, `backward` and `wgrad` return the tensors that they made, for the
-    graph to keep; they run again each time where a recorder stands in for a graph."""
+    graph to keep; they run again each time on a CPU, where they stand in for a graph."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Work:
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:
-        """The same parameters want gradients: a recorder runs this again when they were frozen, or no longer are."""
+        """The same parameters want gradients: the CPU runs this again when they were frozen, or no longer are."""
         changed = [p for p in self.parameters if not p.requires_grad] + [p for p in self.frozen if p.requires_grad]
         for p in changed:
             p.requires_grad_(not p.requires_grad)

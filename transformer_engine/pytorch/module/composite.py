@@ -1,7 +1,7 @@
 """What modules made of other modules share: process groups, kept and handed on to every part. It computes nothing."""
 
 from transformer_engine.pytorch.module.parallel import GroupByName, check_ranks
-from transformer_engine.pytorch.module.state import WholeCheckpoints
+from transformer_engine.pytorch.module.whole_checkpoints import WholeCheckpoints
 
 
 class Composite(GroupByName, WholeCheckpoints):

@@ -26,7 +26,7 @@ from transformer_engine.pytorch.quantization.products import (
     traced_integers,
 )
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.state import STATE, State, get_default_recipe
+from transformer_engine.pytorch.quantization.surroundings import STATE, State, get_default_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 # Made anew where it is needed: objects of the extension, and what belongs to a moment.

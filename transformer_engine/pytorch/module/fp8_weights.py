@@ -15,7 +15,7 @@ from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.module.autocast import is_autocast
 from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, ModuleQuantization
 from transformer_engine.pytorch.quantization.products import plan_of
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.layout import ROWWISE
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.module.group_splits import Splits, check_buffer,
 from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
 from transformer_engine.pytorch.quantization import te_state
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions

@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from transformer_engine.pytorch.distributed.rng import trackers
-from transformer_engine.pytorch.graph.quantized import noted, our_modules
+from transformer_engine.pytorch.graph.capture_quantization import noted, our_modules
 from transformer_engine.pytorch.quantization.delayed import ScalingState
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 

@@ -36,4 +36,4 @@ from transformer_engine.pytorch.quantization.recipe_state import RecipeState as 
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest as DelayedScalingRequest
 from transformer_engine.pytorch.quantization.roles import QuantizerRequest as QuantizerRequest
 from transformer_engine.pytorch.quantization.roles import QuantizerRole as QuantizerRole
-from transformer_engine.pytorch.quantization.state import get_default_recipe as get_default_recipe
+from transformer_engine.pytorch.quantization.surroundings import get_default_recipe as get_default_recipe

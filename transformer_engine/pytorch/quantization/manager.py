@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.quantization import availability
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.utils import resolve_device
 
 

@@ -82,7 +82,7 @@ class RecordedGraph:
         self.work, self.static = None, ()
 
 
-class Recorder:
+class CpuGraphs:
     """The interface of CudaGraphs. Static tensors that died are given out again, as a graph pool's memory is."""
 
     def __init__(self) -> None:

@@ -11,8 +11,13 @@ import torch
 from transformer_engine.pytorch.capture_flag import set_capture_end, set_capture_start
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
 from transformer_engine.pytorch.graph.buffers import distinct, version_of
+from transformer_engine.pytorch.graph.capture_quantization import (
+    noted,
+    our_modules,
+    restore_fp8_tensors,
+    save_fp8_tensors,
+)
 from transformer_engine.pytorch.graph.describe import PLAIN
-from transformer_engine.pytorch.graph.quantized import noted, our_modules, restore_fp8_tensors, save_fp8_tensors
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 

@@ -8,8 +8,8 @@ from torch.nn import Parameter
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_is_leaf
 
 from transformer_engine.pytorch.graph.buffers import overlapping
-from transformer_engine.pytorch.graph.constants import kept, same
 from transformer_engine.pytorch.graph.describe import OP, form_of, shown
+from transformer_engine.pytorch.graph.replay_constants import kept, same
 
 REPLAY_KEYWORDS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
 _PLAIN = (torch.Tensor, Parameter)  # others may have no memory

@@ -5,7 +5,7 @@ import warnings
 
 from transformer_engine.pytorch.graph.buffers import version_of
 from transformer_engine.pytorch.graph.describe import shown
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 
 
 class Refusals:

@@ -116,7 +116,7 @@ def _note_guarded(work: Work, results: Sequence[torch.Tensor], saved: set[int]) 
 
 
 def noted_once(work: Work) -> Callable[[], list[torch.Tensor]]:
-    """The work's forward, which notes what is guarded when it is called first: a recorder calls it again and again."""
+    """The work's forward, which notes what is guarded when it is called first: the CPU calls it again and again."""
     calls = []
 
     def forward() -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.pytorch.quantization.delayed import ScalingState
 from transformer_engine.pytorch.quantization.products import Plan
-from transformer_engine.pytorch.quantization.state import STATE
+from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
