@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._arguments import check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.compiling import refuse
 from transformer_engine.pytorch.distributed.groups import check_device, ranks_of
@@ -12,7 +13,6 @@ from transformer_engine.pytorch.distributed.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from transformer_engine.pytorch.module.arguments import check_tensor
 from transformer_engine.pytorch.quantization.products import stateless_integers
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage

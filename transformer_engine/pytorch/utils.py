@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch.module.arguments import check_tensor
+from transformer_engine.pytorch._arguments import check_tensor
 
 gpu_autocast_ctx = functools.partial(torch.amp.autocast, device_type="cuda")
 

@@ -19,7 +19,7 @@ from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
-from transformer_engine.pytorch.quantization import checkpoint
+from transformer_engine.pytorch.quantization import extra_state
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState, update
 
 FLOAT = torch.finfo(torch.float32)
@@ -185,13 +185,13 @@ def filled(seed=0, length=4, form=Format.HYBRID):
 def test_bytes_travel(tmp_path):
     forward, backward = filled()
     forward.amax_history[1, 1] = float("inf")
-    data = checkpoint.pack(forward, backward)
+    data = extra_state.pack(forward, backward)
     assert data.dtype is torch.uint8 and data.dim() == 1
-    assert data.shape == checkpoint.pack(*filled(7)).shape  # which depends on the histories' shapes alone
+    assert data.shape == extra_state.pack(*filled(7)).shape  # which depends on the histories' shapes alone
     torch.save({"state": data}, tmp_path / "state.pt")
     data = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
     for given_as in (data, io.BytesIO(data.numpy().tobytes())):
-        found = checkpoint.unpack(checkpoint.bytes_of(given_as), (3, 2))
+        found = extra_state.unpack(extra_state.bytes_of(given_as), (3, 2))
         for loaded, state in zip(found, (forward, backward), strict=True):
             assert_same_bits(loaded.scale, state.scale)
             assert_same_bits(loaded.amax_history, state.amax_history)
@@ -200,7 +200,7 @@ def test_bytes_travel(tmp_path):
 
 def test_nothing_is_no_state():
     for empty in (None, torch.empty(0, dtype=torch.uint8), torch.empty(0), io.BytesIO()):
-        assert checkpoint.unpack(checkpoint.bytes_of(empty), (3, 2)) is None
+        assert extra_state.unpack(extra_state.bytes_of(empty), (3, 2)) is None
 
 
 class _Evil:
@@ -215,7 +215,7 @@ def _with_header(data, **changes):
 
 
 def _bytes(*states):
-    return checkpoint.pack(*states).numpy().tobytes()
+    return extra_state.pack(*states).numpy().tobytes()
 
 
 DATA = _bytes(*filled())
@@ -249,14 +249,14 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bytes_are_named(name):
     data, words = HOSTILE[name]
-    with pytest.raises(checkpoint.Unfit, match=words):
-        checkpoint.unpack(data, (3, 2))
+    with pytest.raises(extra_state.Unfit, match=words):
+        extra_state.unpack(data, (3, 2))
 
 
 @pytest.mark.parametrize("state", [b"bytes", "text", torch.ones(3), {"a": 1}], ids=lambda s: type(s).__name__)
 def test_what_is_no_state_at_all_is_named(state):
-    with pytest.raises(checkpoint.Unfit, match=r"wanted a uint8 tensor or an io\.BytesIO"):
-        checkpoint.bytes_of(state)
+    with pytest.raises(extra_state.Unfit, match=r"wanted a uint8 tensor or an io\.BytesIO"):
+        extra_state.bytes_of(state)
 
 
 @pytest.mark.parametrize("length", [4, 1024])
@@ -322,7 +322,7 @@ def test_a_state_that_has_no_bytes_is_named(name):
     module = te.Linear(16, 16, device="cpu")
     with refused(ValueError, "Linear", "_extra_state", words):
         module.load_state_dict({**module.state_dict(), "_extra_state": make()})
-    assert checkpoint.bytes_of(torch.empty(0, dtype=torch.uint8, device="meta")) == b""
+    assert extra_state.bytes_of(torch.empty(0, dtype=torch.uint8, device="meta")) == b""
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
@@ -332,8 +332,8 @@ def test_damage_anywhere_is_named_or_harmless(at, value, cut):
     if at < len(damaged):
         damaged[at] = value
     try:
-        found = checkpoint.unpack(bytes(damaged), (3, 2))
-    except checkpoint.Unfit:
+        found = extra_state.unpack(bytes(damaged), (3, 2))
+    except extra_state.Unfit:
         return
     assert found is not None and all((loaded.scale > 0).all() for loaded in found)
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
-from transformer_engine.pytorch.quantization import checkpoint
+from transformer_engine.pytorch.quantization import extra_state
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 MODULES = {
@@ -87,7 +87,7 @@ def test_scales_keep_their_meaning(form, wanted):
     """What was scaled to the largest of one format is scaled to that of the module's."""
     state = state_of((3, 2), recipe=te_states.DelayedScaling(margin=2, fp8_format=form))
     for way in FORMS:
-        found = checkpoint.unpack(written(state, way), (3, 2))
+        found = extra_state.unpack(written(state, way), (3, 2))
         assert all((part.rule.margin, part.rule.fp8_format) == (2, wanted) for part in found)
     module = te.Linear(32, 16, device="cpu")
     with te.autocast(recipe=DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID)):
@@ -108,7 +108,7 @@ def test_recipes_of_clients_and_without_fields_load(form):
     bare = te_states.DelayedScaling()
     del bare.__dict__["fp8_format"], bare.__dict__["margin"]
     for recipe, margin in ((fields, 1), (bare, 0)):
-        found = checkpoint.unpack(written(state_of((3, 2), recipe=recipe), form), (3, 2))
+        found = extra_state.unpack(written(state_of((3, 2), recipe=recipe), form), (3, 2))
         assert found[0].rule.margin == margin and found[0].rule.fp8_format is Format.HYBRID
 
 
@@ -116,11 +116,11 @@ def test_recipes_of_clients_and_without_fields_load(form):
 def test_other_recipes_have_no_scales(form):
     for recipe in (te_states.Float8CurrentScaling(), te_states.MXFP8BlockScaling()):
         state = {"recipe": recipe, "extra_fp8_variables": {"num_gemms": 1}}
-        assert checkpoint.unpack(written(state, form), (3, 2)) is None
+        assert extra_state.unpack(written(state, form), (3, 2)) is None
         module = te.Linear(32, 16)
         module.load_state_dict({**module.state_dict(), "_extra_state": as_tensor(written(state, form))})
         assert "scaling_fwd" not in module.fp8_meta
-    assert checkpoint.unpack(written(None, form), (3, 2)) is None
+    assert extra_state.unpack(written(None, form), (3, 2)) is None
 
 
 def test_keys_and_columns_of_earlier_versions():
@@ -132,21 +132,21 @@ def test_keys_and_columns_of_earlier_versions():
         "global_fp8_state": ([], {}, 0),
     }
     del older["recipe"]
-    found = checkpoint.unpack(written(older, "torch.save"), (6, 4))
+    found = extra_state.unpack(written(older, "torch.save"), (6, 4))
     assert_same_bits(found[0].scale, older["scale_fwd"])
     assert_same_bits(found[1].amax_history, older["amax_history_bwd"])
     assert found[0].rule.fp8_format is Format.HYBRID
     for largest, form in ((448, Format.E4M3), (57344, Format.HYBRID)):
         told = {**older, "extra_fp8_variables": {"fp8_max_fwd": 448, "fp8_max_bwd": largest}}
-        assert checkpoint.unpack(written(told, "torch.save"), (6, 4))[1].rule.fp8_format is form
+        assert extra_state.unpack(written(told, "torch.save"), (6, 4))[1].rule.fp8_format is form
 
     padded = state_of((24, 16))
-    found = checkpoint.unpack(written(padded, "pickle 4"), (6, 4))
+    found = extra_state.unpack(written(padded, "pickle 4"), (6, 4))
     assert_same_bits(found[0].amax_history, padded["amax_history_fwd"][:, :6])
     assert_same_bits(found[1].scale, padded["scale_bwd"][:4])
 
     without_last = state_of((4, 2))  # input and weight, and the gradient of the output, of each of two products
-    found = checkpoint.unpack(written(without_last, "pickle 4"), (6, 4))
+    found = extra_state.unpack(written(without_last, "pickle 4"), (6, 4))
     scale, history = without_last["scale_fwd"], without_last["amax_history_bwd"]
     assert_same_bits(found[0].scale, torch.stack([*scale[:2], torch.tensor(1.0), *scale[2:], torch.tensor(1.0)]))
     wanted = torch.stack([history[:, 0], torch.zeros(4), history[:, 1], torch.zeros(4)], 1)
@@ -402,8 +402,8 @@ def test_what_is_no_such_state_is_named_and_never_run(name):
     copyreg.add_extension(HERE.decode(), "ran", 0xF0)
     copyreg._extension_cache[0xF0] = ran  # what the registry found once it hands out without asking
     try:
-        with pytest.raises(checkpoint.Unfit, match=words):
-            checkpoint.unpack(data, (3, 2))
+        with pytest.raises(extra_state.Unfit, match=words):
+            extra_state.unpack(data, (3, 2))
         module = te.Linear(32, 16)
         before = {key: value.clone() for key, value in module.state_dict().items()}
         other = te.Linear(32, 16).state_dict()
@@ -434,8 +434,8 @@ def test_damage_anywhere_is_named_or_harmless(form, where, patch, cut):
     at = int(where * (len(damaged) - len(patch)))
     damaged[at : at + len(patch)] = patch
     try:
-        found = checkpoint.unpack(bytes(damaged), (3, 2))
-    except checkpoint.Unfit:
+        found = extra_state.unpack(bytes(damaged), (3, 2))
+    except extra_state.Unfit:
         return
     assert found is None or all(
         (part.scale > 0).all() and part.scale.shape == part.amax_history.shape[1:] for part in found
@@ -445,5 +445,5 @@ def test_damage_anywhere_is_named_or_harmless(form, where, patch, cut):
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.lists(st.sampled_from([bytes([n]) for n in range(256)] + [text("a"), b"h\0", b"q\0"]), max_size=40))
 def test_any_instructions_are_named_or_harmless(instructions):
-    with pytest.raises(checkpoint.Unfit):
-        checkpoint.unpack(pickled(*instructions, b"]"), (3, 2))
+    with pytest.raises(extra_state.Unfit):
+        extra_state.unpack(pickled(*instructions, b"]"), (3, 2))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from transformer_engine.pytorch._arguments import check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
     DotProductAttention,
@@ -14,7 +15,6 @@ from transformer_engine.pytorch.attention.masks import AttentionMask, Window, sw
 from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
 from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair
 from transformer_engine.pytorch.attention.tokens import TokenSizes
-from transformer_engine.pytorch.module.arguments import check_size, check_tensor
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear

@@ -3,7 +3,7 @@ them the same. Indices alone; nothing is communicated here."""
 
 import torch
 
-from transformer_engine.pytorch.module.arguments import check_size
+from transformer_engine.pytorch._arguments import check_size
 
 
 def thd_get_partitioned_indices(

@@ -7,7 +7,6 @@ import torch
 from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
 from transformer_engine.pytorch import capture_flag
-from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
 from transformer_engine.pytorch.graph.capture_quantization import WeightFlag
 from transformer_engine.pytorch.graph.describe import shown
@@ -20,6 +19,7 @@ from transformer_engine.pytorch.graph.weight_grads import Fused, WeightGrads
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.products import Plan
 from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.recompute_phase import recompute_phase
 
 
 class _Replay(torch.autograd.Function):

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.distributed.recompute import RecomputePhase
 from transformer_engine.pytorch.graph.capture_quantization import DIRECTIONS, Noted
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.recompute_phase import RecomputePhase
 
 # What tells a backward's region that it was reached: a watch, and a place in it.
 Watched = tuple[_C.BackwardWatch, int]

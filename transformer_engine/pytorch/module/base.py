@@ -12,12 +12,12 @@ from transformer_engine.pytorch.distributed.userbuffers import (
 )
 from transformer_engine.pytorch.distributed.userbuffers import destroy_ub as destroy_ub
 from transformer_engine.pytorch.distributed.userbuffers import initialize_ub as initialize_ub
-from transformer_engine.pytorch.module.fp8_state import QuantizationState
 from transformer_engine.pytorch.module.parallel import GroupByName
 from transformer_engine.pytorch.module.row_units import RowUnits, unit_marks
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_sink
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
 from transformer_engine.pytorch.module.whole_checkpoints import WholeCheckpoints, is_extra_state
+from transformer_engine.pytorch.quantization.module_quantization import QuantizationState
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.utils import resolve_device
 

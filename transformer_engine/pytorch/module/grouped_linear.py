@@ -11,17 +11,18 @@ import torch
 
 from transformer_engine.pytorch import _C, functional
 from transformer_engine.pytorch._absent import absent
+from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.compiling import refuse as refuse_recipe
-from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
-from transformer_engine.pytorch.module.autocast import is_autocast
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
 from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
+from transformer_engine.pytorch.module.retelling import retell
 from transformer_engine.pytorch.quantization import te_state
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.torch_autocast import is_autocast
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions
 

@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._arguments import check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.module.arguments import check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, refuse
 from transformer_engine.pytorch.module.linear import ParametersSplit, SplitWeights
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
+from transformer_engine.pytorch.module.retelling import retell
 
 
 class LayerNormLinear(NormParameters, SplitWeights):

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 from transformer_engine.pytorch.module.parallel import TensorParallel, divided
+from transformer_engine.pytorch.module.retelling import retell
 
 _LOCAL = (None, None)  # exchanges
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}

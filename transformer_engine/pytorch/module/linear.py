@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
-from transformer_engine.pytorch.module.arguments import check_function, check_size, check_tensor, retell
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import TensorParallel, divided
+from transformer_engine.pytorch.module.retelling import retell
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from transformer_engine.pytorch.module.arguments import check_size
+from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 

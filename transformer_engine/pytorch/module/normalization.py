@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._arguments import check_tensor
 from transformer_engine.pytorch.distributed.regions import add_up_gradient
-from transformer_engine.pytorch.module.arguments import check_tensor, retell
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.retelling import retell
 
 NormalizedShape = int | Iterable[int] | None
 

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.distributed.groups import ranks_of
-from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.distributed.regions import gather_from_sequence_parallel_region
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
-from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
+from transformer_engine.pytorch.recompute_phase import recompute_phase
 
 _MODES = {"column": 1, "row": 2}
 _ARRIVED = 2  # beside a recompute of 0 and 1: csrc/layer/exchange_group.h

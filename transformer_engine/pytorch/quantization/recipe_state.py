@@ -1,5 +1,5 @@
 """RecipeState: the quantizers of one direction of a module under a recipe, for clients that quantize by themselves.
-Modules keep their own, in module/quantized.py."""
+Modules keep their own, in module_plan.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.module.arguments import check_size
 from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
 from transformer_engine.pytorch.quantization.formats import get_fp8_te_dtype, must_be_a_recipe
 from transformer_engine.pytorch.quantization.products import plan_of

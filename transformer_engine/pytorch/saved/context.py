@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from transformer_engine.pytorch.distributed.recompute import recompute_phase
+from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.saved.marks import is_marked, keep, stays
 from transformer_engine.pytorch.saved.standing import (
     Composed,

@@ -10,6 +10,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._arguments import check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.attention.backends import (
     AttentionPath,
@@ -31,10 +32,9 @@ from transformer_engine.pytorch.attention.masks import (
     default_slopes,
 )
 from transformer_engine.pytorch.distributed.recompute import checkpoint
-from transformer_engine.pytorch.module.arguments import check_size, check_tensor
-from transformer_engine.pytorch.module.autocast import is_autocast, to_autocast
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 from transformer_engine.pytorch.module.parallel import check_ranks, divided, group_size
+from transformer_engine.pytorch.torch_autocast import is_autocast, to_autocast
 
 
 def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None:

@@ -13,11 +13,10 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import refuse
-from transformer_engine.pytorch.distributed.recompute import RecomputePhase, recompute_phase
-from transformer_engine.pytorch.module.fp8_weights import QuantizedWeights
-from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, ModuleQuantization
-from transformer_engine.pytorch.quantization import checkpoint
+from transformer_engine.pytorch.quantization import extra_state
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
+from transformer_engine.pytorch.quantization.module_plan import AGAIN, QUIET, RECORD, ModuleQuantization
+from transformer_engine.pytorch.quantization.module_weights import QuantizedWeights
 from transformer_engine.pytorch.quantization.products import (
     BACKWARD_SLOTS,
     FORWARD_SLOTS,
@@ -27,6 +26,7 @@ from transformer_engine.pytorch.quantization.products import (
 )
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
 from transformer_engine.pytorch.quantization.surroundings import STATE, State, get_default_recipe
+from transformer_engine.pytorch.recompute_phase import RecomputePhase, recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 # Made anew where it is needed: objects of the extension, and what belongs to a moment.
@@ -345,13 +345,13 @@ class QuantizationState(QuantizedWeights):
         if not (ran or self.primary_weights_in_fp8) and STATE.active and STATE.chosen_recipe().delayed():
             self.init_fp8_metadata()
         forward, backward = self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
-        return torch.empty(0, dtype=torch.uint8) if forward is None else checkpoint.pack(forward, backward)
+        return torch.empty(0, dtype=torch.uint8) if forward is None else extra_state.pack(forward, backward)
 
     def set_extra_state(self, state: torch.Tensor | io.BytesIO | None) -> None:
         """Takes what get_extra_state wrote, or Transformer Engine's; nothing changes where the checkpoint has no state,
         or, with a UserWarning, one of Transformer Engine's for other tensors than this module has."""
         loaded = self.check_extra_state(state)
-        if isinstance(loaded, checkpoint.Foreign):
+        if isinstance(loaded, extra_state.Foreign):
             warnings.warn(
                 f"{type(self).__name__}: the checkpoint's '_extra_state' {loaded}; scales start anew.", stacklevel=2
             )
@@ -371,14 +371,14 @@ class QuantizationState(QuantizedWeights):
             self._own.drop_views()
         self._cached_weights = {}
 
-    def check_extra_state(self, state: torch.Tensor | io.BytesIO | None) -> tuple | checkpoint.Foreign | None:
+    def check_extra_state(self, state: torch.Tensor | io.BytesIO | None) -> tuple | extra_state.Foreign | None:
         """What is in it. Raises ValueError for state that set_extra_state cannot take."""
         columns = FORWARD_SLOTS * len(self._products), BACKWARD_SLOTS * len(self._products)
         try:
-            return checkpoint.unpack(checkpoint.bytes_of(state), columns)
-        except checkpoint.Foreign as foreign:
+            return extra_state.unpack(extra_state.bytes_of(state), columns)
+        except extra_state.Foreign as foreign:
             return foreign
-        except checkpoint.Unfit as error:
+        except extra_state.Unfit as error:
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint's '_extra_state' {error}; drop that key to load the rest, and "
                 "scales start anew."

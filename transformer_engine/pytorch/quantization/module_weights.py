@@ -11,15 +11,15 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
-from transformer_engine.pytorch.distributed.recompute import recompute_phase
-from transformer_engine.pytorch.module.autocast import is_autocast
-from transformer_engine.pytorch.module.quantized import AGAIN, QUIET, RECORD, ModuleQuantization
+from transformer_engine.pytorch.quantization.module_plan import AGAIN, QUIET, RECORD, ModuleQuantization
 from transformer_engine.pytorch.quantization.products import plan_of
 from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.layout import ROWWISE
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
 from transformer_engine.pytorch.tensor.values_view import ValuesView
+from transformer_engine.pytorch.torch_autocast import is_autocast
 
 
 def keep_high_precision(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:

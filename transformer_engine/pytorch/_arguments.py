@@ -1,0 +1,31 @@
+"""Checks of arguments that several rooms take. Nothing is built here."""
+
+import operator
+
+import torch
+
+
+def check_size(op: str, argument: str, size: object, least: int = 0) -> None:
+    """Raises unless `size` is an integer (numpy's too) of at least `least`."""
+    try:
+        fits = operator.index(size) >= least
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{op}: argument '{argument}' is {size!r}, wanted an integer of at least {least}.")
+
+
+def check_function(op: str, argument: str, value: object) -> None:
+    """Raises unless `value` can be called, or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{op}: argument '{argument}' is {value!r}, wanted a function or None.")
+
+
+def check_tensor(op: str, argument: str, value: object) -> None:
+    """Raises unless `value` is a tensor. Callers ask first whether its type is torch.Tensor, which costs less."""
+    if isinstance(value, torch.Tensor):
+        return
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    advice = "; torch.from_numpy(...) shares its memory" if name == "numpy.ndarray" else ""
+    raise TypeError(f"{op}: argument '{argument}' is a {name}, wanted a torch.Tensor{advice}.")
