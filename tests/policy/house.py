@@ -1,0 +1,220 @@
+# What the structure of the source is, measured from its text: who imports whom, how long files are, which lines stand
+# twice, and the walk of one call. test_house.py holds the figures; `python tests/policy/house.py` prints the walk as it
+# stands in docs/architecture.md, and with --figures the rest.
+import ast
+import collections
+import re
+import statistics
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+PACKAGE = "transformer_engine.pytorch"
+SOURCE = REPO / "transformer_engine"
+
+# Rooms of the Python package from the lowest floor up: a room imports from its own floor and from below.
+FLOORS = [
+    ["common", "_load", "_absent", "_keywords", "_arguments", "constants", "compiling", "capture_flag", "recompute_phase", "torch_autocast"],
+    ["utils", "functional"],
+    ["tensor", "verdict"],
+    ["saved"],
+    ["distributed"],
+    ["cpu_offload"],
+    ["quantization"],
+    ["module", "ops", "newton_schulz", "permutation", "router", "export"],
+    ["attention", "cross_entropy", "cpp_extensions", "optimizers"],
+    ["transformer"],
+    ["graph"],
+    ["stash"],
+    ["probe"],
+    ["compat"],
+    ["pytorch", "doctor", "bench", "transformer_engine"],
+]
+FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+
+
+def modules():
+    """{dotted name: path} of every Python file of the package."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(REPO).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(name):
+    if name.startswith(PACKAGE + "."):
+        return name.removeprefix(PACKAGE + ".").split(".")[0]
+    return name.split(".")[-1 if name in (PACKAGE, "transformer_engine") else 1]
+
+
+def arrows(known):
+    """{(importer, imported)} between the package's modules, wherever the import stands: in a function or under
+    TYPE_CHECKING as well. `from package import name` is an arrow to a module of that name, else to the package, unless
+    that is the root, whose names are its modules and the extension."""
+    found = set()
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                given = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets = [t if t in known or node.module == PACKAGE else node.module for t in given]
+            else:
+                continue
+            found |= {(name, target) for target in targets if target in known and target != name}
+    return found
+
+
+def imports_in_functions(known):
+    """Places where a module of the package is imported inside of a function."""
+    found = []
+    for path in known.values():
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_engine"):
+                        found.append(f"{path.relative_to(REPO)}:{node.lineno}")
+    return sorted(set(found))
+
+
+def circles(edges):
+    """Sets of names that reach each other."""
+    onward = collections.defaultdict(set)
+    for start, end in edges:
+        onward[start].add(end)
+
+    def reached(start):
+        seen, todo = set(), [start]
+        while todo:
+            for following in onward[todo.pop()] - seen:
+                seen.add(following)
+                todo.append(following)
+        return seen
+
+    reach = {name: reached(name) for name in list(onward)}
+    return sorted({tuple(sorted({a, *(b for b in reach[a] if a in reach.get(b, ()))})) for a in reach if a in reach[a]})
+
+
+def upward(edges):
+    """Arrows from a room to one on a higher floor."""
+    return sorted((a, b) for a, b in edges if FLOOR[room_of(a)] < FLOOR[room_of(b)])
+
+
+def lengths(folder=SOURCE):
+    """{path: lines} of the source."""
+    files = [p for p in folder.rglob("*") if p.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}]
+    return {str(p.relative_to(REPO)): len(p.read_text().splitlines()) for p in sorted(files)}
+
+
+def code_lines(path):
+    """[(number, line)] without blanks, comments, imports and what opens or closes alone; nor a Python signature, which
+    belongs to the API and is spelled out wherever clients inspect it."""
+    text = path.read_text()
+    left_out = set()
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                left_out |= set(range(node.lineno, node.body[0].lineno))
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                left_out |= set(range(node.lineno, node.end_lineno + 1))
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    idle = r"(//|#(?!define)|[{}()\[\];,]*$)"
+    return [(n, line) for n, line in lines if n not in left_out and not re.match(idle, line)]
+
+
+def repeats(length=10, folder=SOURCE):
+    """Pairs of places that share `length` lines of code, whatever is between them in blanks and comments."""
+    seen, found = {}, []
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}):
+        lines = code_lines(path)
+        end = -1
+        for i in range(len(lines) - length + 1):
+            window = tuple(line for _, line in lines[i : i + length])
+            here = (str(path.relative_to(REPO)), lines[i][0])
+            first = seen.setdefault(window, here)
+            if first != here and i > end:
+                found.append((f"{first[0]}:{first[1]}", f"{here[0]}:{here[1]}"))
+                end = i + length - 1
+    return found
+
+
+def floors_as_text():
+    """From the top floor down, as it stands in docs/architecture.md."""
+    rows = [" ".join(f"`{room}`" for room in floor) for floor in reversed(FLOORS)]
+    return "\n".join(["| floor | rooms |", "|---|---|", *(f"| {len(rows) - i} | {row} |" for i, row in enumerate(rows))])
+
+
+# ---- the walk of one call ----
+
+PYTORCH, CSRC, ROOM = "transformer_engine/pytorch", "transformer_engine/pytorch/csrc", "transformer_engine/common/ops"
+# (file, what stands there, how its definition begins, what it does). Each calls the next one.
+WALK = [
+    (f"{PYTORCH}/module/layernorm_mlp.py", "LayerNormMLP.forward", "def forward(", "options, kept weights, sinks"),
+    (f"{PYTORCH}/functional/linear.py", "layernorm_mlp", "def layernorm_mlp(", "eager or compiled"),
+    (f"{CSRC}/layer/layernorm_mlp.cpp", "_C.layernorm_mlp", '"layernorm_mlp",', "two layers as one call"),
+    (f"{CSRC}/layer/op_faces.h", "Op::eager", "static auto eager(", "with autograd or without"),
+    (f"{CSRC}/autograd.h", "Node::forward", "static variable_list forward(", "what is saved, and below autograd"),
+    (f"{CSRC}/layer/forward.cpp", "Chain::run_forward", "variable_list Chain::run_forward(", "layer by layer"),
+    (f"{CSRC}/layer/forward.cpp", "layer_forward", "LayerOutput layer_forward(", "source, then product"),
+    (f"{CSRC}/layer/source_activation.cpp", "Activation::make", "Made make(", "plain, or straight to FP8"),
+    (f"{CSRC}/activation.cpp", "activation_fwd", "Tensor activation_fwd(", "allocate, view, stream"),
+    (f"{ROOM}/activation/activation.cpp", "te_activation_forward", "te_status te_activation_forward(", "contract"),
+    (f"{ROOM}/activation/activation.cpp", "cpu::forward", "void forward(", "rows, in chunks"),
+    (f"{ROOM}/activation/activation_math.h", "Gated::forward", "struct Gated {", "the formula"),
+]
+# What a stop calls the next one by, where that is not its own name.
+CALLED = {
+    "layernorm_mlp": "functional.layernorm_mlp(",
+    "_C.layernorm_mlp": "_C.layernorm_mlp(",
+    "Op::eager": "Mlp::eager(",
+    "Node::forward": "Node<Family, Direct>::run(",
+    "Chain::run_forward": "Family::template forward<Route>(",
+    "layer_forward": "layer_forward(",
+    "Activation::make": "source.make(",
+    "activation_fwd": "call<activation_fwd>(",
+    "te_activation_forward": "te_activation_forward(",
+    "cpu::forward": "cpu::forward(",
+    "Gated::forward": "::template forward<CpuExp>(",
+}
+
+
+def behind(text, beginning, lines=90):
+    """What follows where a definition begins: as much as a definition may be long."""
+    return "\n".join(text[text.index(beginning) :].splitlines()[:lines])
+
+
+def walk():
+    """The stops; raises where one does not call the next any more."""
+    for (path, stop, beginning, _), (_, following, *_) in zip(WALK, WALK[1:], strict=False):
+        if CALLED[following] not in behind((REPO / path).read_text(), beginning):
+            raise AssertionError(f"{stop} in {path} does not call {following} by {CALLED[following]!r}")
+    return WALK
+
+
+def walk_figures():
+    files = dict.fromkeys(path for path, *_ in walk())
+    lines = sum(len((REPO / path).read_text().splitlines()) for path in files)
+    return len(WALK) - 1, len(files), lines
+
+
+def walk_as_text():
+    hops, files, lines = walk_figures()
+    rows = ["| file | stop | what it decides |", "|---|---|---|"]
+    rows += [f"| `{path}` | `{stop}` | {does} |" for path, stop, _, does in walk()]
+    return "\n".join([*rows, "", f"{hops} hops, {files} files of together {lines:,} lines."])
+
+
+if __name__ == "__main__":
+    if "--figures" not in sys.argv:
+        print(floors_as_text(), walk_as_text(), sep="\n\n")
+    if "--figures" in sys.argv:
+        known = modules()
+        edges = arrows(known)
+        sizes = sorted(lengths().values())
+        print("circles", *circles(edges), sep="\n  ")
+        print("upward", *upward(edges), sep="\n  ")
+        print("imports in functions", *imports_in_functions(known), sep="\n  ")
+        print(f"{len(sizes)} files, median {statistics.median(sizes)}, p90 {sizes[int(0.9 * len(sizes))]}")
+        print("repeats of 10 lines", *repeats(), sep="\n  ")
+        print("over 400", *[(p, n) for p, n in lengths().items() if n > 400], sep="\n  ")

@@ -1,0 +1,54 @@
+# The structure of the source keeps to what docs/architecture.md says of it (house.py measures). Mutants: an import of
+# module/ in tensor/, of a file in a circle, a 401-line file, ten lines copied, a call left out of the walk turn these red.
+import re
+import statistics
+
+import house
+import pytest
+
+KNOWN = house.modules()
+ARROWS = house.arrows(KNOWN)
+DOCUMENT = (house.REPO / "docs/architecture.md").read_text()
+
+
+def test_every_room_has_a_floor():
+    assert {house.room_of(name) for name in KNOWN} <= set(house.FLOOR)
+    assert len(ARROWS) > 500, "the search found hardly anything"
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    assert not house.circles(ARROWS)
+
+
+def test_imports_run_down():
+    assert len(house.upward(ARROWS)) <= 6, house.upward(ARROWS)
+
+
+def test_nothing_of_the_package_is_imported_inside_of_a_function():
+    assert not house.imports_in_functions(KNOWN)
+
+
+def test_lengths_of_files():
+    lengths = house.lengths()
+    sizes = sorted(lengths.values())
+    assert not {path: n for path, n in lengths.items() if n > 400}
+    assert statistics.median(sizes) <= 130 and sizes[int(0.9 * len(sizes))] <= 330
+
+
+def test_nothing_is_written_twice():
+    assert not house.repeats()
+
+
+def test_the_walk_is_as_short_as_the_document_says():
+    hops, files, lines = house.walk_figures()
+    assert hops <= 10 and files <= 9 and lines <= 1800
+    assert house.walk_as_text() in DOCUMENT, "run `python tests/policy/house.py` and put what it prints in its place"
+
+
+def test_floors_are_those_of_the_document():
+    assert house.floors_as_text() in DOCUMENT
+
+
+@pytest.mark.parametrize("where", sorted(set(re.findall(r"`((?:transformer_engine|tests|benchmarks|qa|docs)/[\w./]+)`", DOCUMENT))))
+def test_what_the_document_names_is_there(where):
+    assert (house.REPO / where).exists()
