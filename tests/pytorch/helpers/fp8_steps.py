@@ -1,10 +1,17 @@
-# What the suites of FP8 modules share: small models, steps of them, and their state as plain tensors.
+# What the suites of FP8 modules share: recipes, small models, steps of them, and their state as plain tensors.
 import io
 
 import torch
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+RECIPES = {
+    "delayed": lambda **options: DelayedScaling(**{"amax_history_len": 4, **options}),
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+}
 
 
 def meta(module):

@@ -2,7 +2,6 @@
 # recomputation or without, of microbatches one after another or in flight, at once or by backward_dw(), into .grad or
 # main_grad. Each takes a Program and raises where they differ.
 import torch
-from fp8_plain import PlainScales, linear
 from fp8_steps import all_scales, meta
 from module_programs import (
     RECIPES,
@@ -20,6 +19,7 @@ from module_programs import (
     step,
     way_of,
 )
+from plain_fp8 import PlainScales, linear
 from support import assert_within, fp8_sum_error, rounding
 
 import transformer_engine.pytorch as te

@@ -1,5 +1,6 @@
-# FP8 quantization in plain PyTorch, on the CPU: what the engine's bytes and scales are compared with. Written from the
-# formulas of transformer_engine/quantize.h, block by block on zero-padded copies; it shares no code with the package.
+# FP8 in plain PyTorch: what the engine's bytes and scales are compared with, and, for the module tests, products of
+# fake-quantized values and delayed scaling's state. Written from the formulas of transformer_engine/quantize.h, block
+# by block on zero-padded copies; it shares no code with the package.
 import torch
 import torch.nn.functional as F
 
@@ -21,11 +22,12 @@ def drop_mantissa(scale):
     return (scale.view(torch.int32) & -0x800000).view(torch.float32)
 
 
-def scale_of(amax, e5m2, pow_2, epsilon):
+def scale_of(amax, e5m2, pow_2=False, epsilon=0.0):
+    """float32 throughout; 1 where there is nothing to scale."""
     amax = amax.float().clamp(min=epsilon)
-    scale = torch.tensor(fp8_max(e5m2)) / amax
-    scale = torch.where(scale.isinf(), torch.tensor(FLT_MAX), scale)
-    scale = torch.where((amax == 0) | amax.isinf(), torch.tensor(1.0), scale)
+    scale = torch.full_like(amax, fp8_max(e5m2)) / amax  # a number divided by it would be multiplied by its reciprocal
+    scale = torch.where(scale.isinf(), FLT_MAX, scale)
+    scale = torch.where((amax == 0) | amax.isinf(), 1.0, scale)
     return drop_mantissa(scale) if pow_2 else scale
 
 
@@ -121,3 +123,65 @@ def bias_gradient(x):
     for row in column_sums(x):
         total = total + row
     return total.to(x.dtype)
+
+
+# ---- products of fake-quantized values, in float64 ----
+
+
+def fake(t, scale, e5m2):
+    """t's values after a trip through FP8, as float64; scale broadcasts."""
+    return to_bytes(t, scale, e5m2).view(fp8_dtype(e5m2)).double() * (1 / scale).double()
+
+
+def block_amaxes(t, rows, cols):
+    """The amax of each block of rows x cols, repeated over it."""
+    m, n = t.shape
+    tiles = padded(magnitudes(t), up(m, rows), up(n, cols)).unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
+    return tiles.amax((1, 3)).repeat_interleave(rows, 0).repeat_interleave(cols, 1)[:m, :n]
+
+
+class PlainScales:
+    """Of one tensor under delayed scaling."""
+
+    def __init__(self, length, e5m2=False):
+        self.scale, self.history, self.e5m2 = torch.tensor(1.0), [0.0] * length, e5m2
+
+    def see(self, t):
+        self.history[0] = max(self.history[0], t.detach().float().abs().max().item())
+
+    def update(self):
+        amax = max(self.history)
+        if amax > 0:
+            self.scale = scale_of(torch.tensor(amax), self.e5m2)
+        if self.history[0]:
+            self.history = [0.0, *self.history[2:], self.history[0]][: len(self.history)]
+
+
+class Operand:
+    """A tensor as each product reads it: along its rows (reduced over columns) and along its columns."""
+
+    def __init__(self, recipe, t, role, scales=None):
+        e5m2 = role == "dy" and recipe != "block"
+        if recipe == "block":
+            two = role == "weight"
+            self.rows = fake(t, scale_of(block_amaxes(t, 128 if two else 1, 128), False, True), False)
+            self.columns = fake(t, scale_of(block_amaxes(t, 128, 128 if two else 1), False, True), False)
+        else:
+            scale = scales.scale if recipe == "delayed" else scale_of(t.float().abs().max(), e5m2)
+            self.rows = self.columns = fake(t, scale, e5m2)
+
+
+def linear(recipe, x, weight, bias, dy, scales=None):
+    """{name: (value, sum of magnitudes)} of y, dx, dweight, dbias in float64, of 2-D x and dy."""
+    scales = scales or dict.fromkeys(("x", "weight", "dy"))
+    x_q, w_q = (Operand(recipe, t, role, scales[role]) for t, role in ((x, "x"), (weight, "weight")))
+    dy_q = Operand(recipe, dy, "dy", scales["dy"])
+    added = 0.0 if bias is None else bias.double()
+    results = {
+        "y": (x_q.rows @ w_q.rows.T + added, x_q.rows.abs() @ w_q.rows.abs().T + (added * 0 + abs(added))),
+        "dx": (dy_q.rows @ w_q.columns, dy_q.rows.abs() @ w_q.columns.abs()),
+        "dweight": (dy_q.columns.T @ x_q.columns, dy_q.columns.abs().T @ x_q.columns.abs()),
+    }
+    if bias is not None:
+        results["dbias"] = dy.double().sum(0), dy.double().abs().sum(0)
+    return results

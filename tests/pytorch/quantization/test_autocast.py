@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from fp8_plain import RECIPES
+from fp8_steps import RECIPES
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te

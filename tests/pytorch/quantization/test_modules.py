@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, build, inputs_of, loss_of
-from fp8_plain import RECIPES, PlainScales, linear
-from fp8_steps import all_scales, assert_same_tensors, grads_of, meta, pair, step
+from fp8_steps import RECIPES, all_scales, assert_same_tensors, grads_of, meta, pair, step
+from plain_fp8 import PlainScales, linear
 from plain_modules import as_tuple
 from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, rounding
 

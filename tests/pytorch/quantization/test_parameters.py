@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from fp8_plain import RECIPES
+from fp8_steps import RECIPES
 from plain_modules import as_tuple
 from support import assert_same_bits, randn, refused
 

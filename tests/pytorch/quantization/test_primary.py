@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from fp8_plain import RECIPES
+from fp8_steps import RECIPES
 from quantized_cases import assert_same_parts, parts_of
 from support import assert_same_bits, randn
 

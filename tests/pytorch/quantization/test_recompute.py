@@ -6,8 +6,7 @@ import copy
 
 import pytest
 import torch
-from fp8_plain import RECIPES
-from fp8_steps import all_scales, assert_same_tensors, grads_of, scales_of
+from fp8_steps import RECIPES, all_scales, assert_same_tensors, grads_of, scales_of
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te

@@ -7,17 +7,22 @@ import pickle
 
 import pytest
 import torch
-from fp8_plain import RECIPES
-from fp8_steps import all_scales, assert_same_tensors, grads_of, new, pair, run, scales_of, step, through_a_file
+from fp8_steps import (
+    RECIPES,
+    all_scales,
+    assert_same_tensors,
+    grads_of,
+    new,
+    pair,
+    run,
+    scales_of,
+    step,
+    through_a_file,
+)
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-)
+from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch import _C
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")

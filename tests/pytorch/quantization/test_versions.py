@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from fp8_plain import RECIPES
+from fp8_steps import RECIPES
 from quantized_cases import FORMATS, FP8_FORMATS, parts_of
 from support import assert_same_bits, randn
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from fp8_plain import RECIPES
+from fp8_steps import RECIPES
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from fp8_plain import RECIPES
+from fp8_steps import RECIPES
 from graph_cases import HIDDEN, assert_same_step, linear, tokens
 from graph_fp8_cases import capture, fp8_step
 from quantized_cases import FORMATS, assert_directions_agree, assert_same_bits
