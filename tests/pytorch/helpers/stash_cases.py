@@ -11,7 +11,8 @@ import transformer_engine
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import saved as door
 from transformer_engine.pytorch.stash import PagedStash
-from transformer_engine.pytorch.stash.group import Stashed, bytes_of
+from transformer_engine.pytorch.stash.group import Stashed
+from transformer_engine.pytorch.stash.pieces import bytes_of
 
 GARBAGE = 0xA5
 ROWS, WIDTH, LIVE = 24, 16, 7

@@ -12,7 +12,7 @@ from support import randn
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash import pool as pool_module
-from transformer_engine.pytorch.stash.handle import Piece, Region
+from transformer_engine.pytorch.stash.pieces import Piece, Region
 
 CPU = "cpu"
 

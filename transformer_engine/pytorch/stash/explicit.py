@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 import torch
 
-from transformer_engine.pytorch.stash.group import bytes_of, span_of
-from transformer_engine.pytorch.stash.handle import Handle, Piece, Region
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.stash.manager import PagedStash
+from transformer_engine.pytorch.stash.handle import Handle
+from transformer_engine.pytorch.stash.pieces import Piece, Region, bytes_of, span_of
+from transformer_engine.pytorch.stash.step import Stash
 
 
 def stash(
-    stash: PagedStash, name: Hashable, counted: list[tuple[torch.Tensor, torch.Tensor]], unit_rows: int, tail: str
+    stash: Stash, name: Hashable, counted: list[tuple[torch.Tensor, torch.Tensor]], unit_rows: int, tail: str
 ) -> Handle:
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
@@ -56,7 +53,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, end - start
 
 
-def reload(stash: PagedStash, handle: Handle, keep: bool) -> list[torch.Tensor]:
+def reload(stash: Stash, handle: Handle, keep: bool) -> list[torch.Tensor]:
     like = getattr(handle, "like", None)
     if like is None:
         raise TypeError(f"PagedStash.reload: argument 'handle' is {handle!r:.100}, wanted what stash() returned.")

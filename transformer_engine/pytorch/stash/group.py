@@ -6,32 +6,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.saved import Client, Hooks, Taken, is_recorded, live_rows
-from transformer_engine.pytorch.stash.handle import Handle, Piece, Region
+from transformer_engine.pytorch.stash.handle import Handle
+from transformer_engine.pytorch.stash.pieces import Piece, Region, bytes_of, span_of
 from transformer_engine.pytorch.stash.pool import MOST_MEMBERS
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.stash.manager import PagedStash
-
-
-def bytes_of(tensor: torch.Tensor, offset: int, count: int) -> torch.Tensor:
-    """`count` bytes of its storage from `offset` on."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), offset, (count,))
-
-
-def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """[start, end) in bytes of its storage."""
-    size = tensor.element_size()
-    if tensor.is_contiguous():
-        start = tensor.storage_offset() * size
-        return start, start + tensor.nbytes
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() * size, (tensor.storage_offset() + last + 1) * size
+from transformer_engine.pytorch.stash.step import Stash, Step
 
 
 class Stashed(Taken):
@@ -84,10 +67,11 @@ def _let_go(ref: weakref.ref[Stashed]) -> None:
 class Group(Client):
     """`with stash.group(name, counts):`, once."""
 
-    def __init__(self, stash: PagedStash, name: Hashable, counts: torch.Tensor | None, tail: str) -> None:
+    def __init__(self, stash: Stash, name: Hashable, counts: torch.Tensor | None, tail: str) -> None:
         super().__init__()
         self.stash, self.name, self.counts, self.tail = stash, name, counts, tail
         self.handle: Handle | None = None
+        self._step: Step | None = None  # in which it was entered
         self.rows: int | None = None  # of the tensors that our nodes count by `counts`
         self._members = 0
         self._wide: dict[int, torch.Tensor] = {}  # copies of counters
@@ -98,7 +82,8 @@ class Group(Client):
         if self.handle is not None:
             raise RuntimeError(f"PagedStash: group {self.name!r} was entered before; call stash.group() again.")
         if is_recorded():
-            self.handle = self.stash.step.open(self, self.name, self.tail)
+            self._step = self.stash.step
+            self.handle = self._step.open(self.name, self.tail)
             self._open, self._before = True, _C.set_live_tokens(self.counts)
             self._hooks.__enter__()
         return self
@@ -112,7 +97,7 @@ class Group(Client):
         leaving = [t for t in self.taken if t.tensor is not None and t.piece.regions and not t.stays]
         self.handle.pieces = [t.piece for t in leaving]
         self.handle.freed = [partial(_let_go, weakref.ref(t)) for t in leaving]
-        self.handle.step.exit(self, raised[0] is not None)
+        self._step.exit(self.handle, raised[0] is not None)
 
     @property
     def takes(self) -> bool:

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol
 
 import torch
 
 from transformer_engine.pytorch.stash.lanes import Point
+from transformer_engine.pytorch.stash.pieces import Piece
 from transformer_engine.pytorch.stash.pool import Pool
 
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.stash.step import Step
 
+class Owner(Protocol):
+    """The step that a handle belongs to, as far as it is asked or told anything."""
 
-class Region(NamedTuple):
-    """Rows of row_bytes, one behind the other from `offset` on, in bytes of a piece's memory."""
+    stash: object  # whose step it is
 
-    offset: int
-    rows: int
-    row_bytes: int
-    counter: torch.Tensor
-    unit_rows: int
-    version: int  # of the counter, when it was said
+    def wanted(self, handle: Handle) -> None: ...
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.rows * self.row_bytes
-
-
-class Piece:
-    """Memory of which regions are stashed: the original until it is freed, then what came back."""
-
-    __slots__ = ("bytes", "memory", "regions")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory: torch.Tensor | None = memory  # uint8, one dimension
-        self.bytes = memory.numel()
-        self.regions: list[Region] = []
+    def dropped(self, handle: Handle) -> None: ...
 
 
 class Handle:
     """States: kept (nothing was copied), stored (its copy is under way or done, the originals are there), away, coming
     (its copy back is under way), back, gone."""
 
-    def __init__(self, name: Hashable, key: Hashable, tail: str, step: Step) -> None:
+    def __init__(self, name: Hashable, key: Hashable, tail: str, step: Owner) -> None:
         self.name, self.key, self.tail, self.step = name, key, tail, step
         self.state = "kept"
         self.pieces: list[Piece] = []

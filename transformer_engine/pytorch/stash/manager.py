@@ -252,12 +252,12 @@ class PagedStash:
         all rows were alive; its host_pages make an overflow impossible. Waits for the device.
         Errors: RuntimeError before a step was recorded."""
         self._check_open("plan")
-        return Plan.of(self, worst)
+        return Plan.of(*self._sizes(), worst=worst)
 
     def plot(self, path: str) -> None:
         """Pages in flight over the entries of the last recorded step: a picture, or for .csv a table."""
         self._check_open("plot")
-        Plan.of(self, worst=False).plot(path)
+        Plan.of(*self._sizes()).plot(path)
 
     def close(self) -> Verdict | None:
         """The verdict on the last step; device and pinned memory are given back. Waits for the device. Under
@@ -321,6 +321,10 @@ class PagedStash:
             self._check_order(happened(last))
         return captured
 
+    def _sizes(self) -> tuple[Step | None, int, int | None, float]:
+        """What a plan is made of."""
+        return self.sized, self.page_bytes, self.device_pages, self.factor
+
     def pool_now(self) -> Pool | None:
         """The pool, once its size is known."""
         if self._pool is None and self.device_pages is not None:
@@ -335,7 +339,7 @@ class PagedStash:
             )
         pages = self.device_pages
         if pages is None:
-            plan = Plan.of(self, worst=False)
+            plan = Plan.of(*self._sizes())
             pages = plan.device_pages
             if plan.stashed_bytes >= plan.static_bytes:
                 warnings.warn(

@@ -6,14 +6,11 @@ import csv
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+from transformer_engine.pytorch._late import late
 from transformer_engine.pytorch.stash.schedule import Entry, Operation, operations
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.stash.manager import PagedStash
-    from transformer_engine.pytorch.stash.sizes import Size
-    from transformer_engine.pytorch.stash.step import Step
+from transformer_engine.pytorch.stash.sizes import Size
+from transformer_engine.pytorch.stash.step import Step
 
 
 @dataclass(frozen=True)
@@ -32,31 +29,33 @@ class Plan:
     occupancy: list[tuple[str, Hashable, int]] = field(repr=False)
 
     @classmethod
-    def of(cls, stash: PagedStash, worst: bool) -> Plan:
-        step = stash.sized
+    def of(
+        cls, step: Step | None, page_bytes: int, device_pages: int | None, factor: float, *, worst: bool = False
+    ) -> Plan:
+        """step: the last one that was recorded. device_pages: of the pool, None where its size is not known yet."""
         if step is None or not step.sizes:
             raise RuntimeError(
                 "PagedStash.plan: no step with groups was recorded yet; run one between two reset()s, the first of "
                 "them reset(record=True) where it is not the first step."
             )
         steps = happened(step)
-        pages = {key: size.pages(stash.page_bytes, worst) for key, size in step.sizes.items()}
+        pages = {key: size.pages(page_bytes, worst) for key, size in step.sizes.items()}
         now = peak = 0
         occupancy = []
         for operation in steps:
             now += pages.get(operation.key, 0) if operation.store else -pages.get(operation.key, 0)
             peak = max(peak, now)
             occupancy.append(("store" if operation.store else "load", operation.key, now))
-        device = stash.device_pages if worst and stash.device_pages is not None else None
+        device = device_pages if worst and device_pages is not None else None
         if device is None:
-            device = -int(-peak * stash.factor // 1) if not worst else peak
+            device = -int(-peak * factor // 1) if not worst else peak
         originals = [step.sizes[o.key].static for o in steps if o.store and o.key in step.sizes]
         two = max((a + b for a, b in pairwise(originals)), default=sum(originals))
         return cls(
             static_bytes=_most(_mixed(step.trace), step.sizes, lambda size: size.static),
             live_bytes=_most(steps, step.sizes, lambda size: size.live(worst)),
-            stashed_bytes=device * stash.page_bytes + two,
-            page_bytes=stash.page_bytes,
+            stashed_bytes=device * page_bytes + two,
+            page_bytes=page_bytes,
             peak_pages=peak,
             device_pages=device,
             host_pages=max(0, peak - device),
@@ -72,10 +71,10 @@ class Plan:
                 rows.writerows((kind, key[0], key[1], now) for kind, key, now in self.occupancy)
             return
         try:
-            from matplotlib.figure import Figure
+            figures = late("matplotlib.figure")
         except ImportError as error:
             raise ImportError("PagedStash.plot: pictures need matplotlib; install it, or ask for a .csv.") from error
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        figure = figures.Figure(figsize=(8, 3), layout="constrained")
         axes = figure.subplots()
         axes.step(range(len(self.occupancy)), [now for _, _, now in self.occupancy], where="post", label="in flight")
         axes.axhline(self.device_pages, linestyle="--", label=f"{self.device_pages} device pages", color="tab:orange")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from transformer_engine.pytorch.saved import is_recorded
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.stash.manager import PagedStash
-    from transformer_engine.pytorch.stash.step import Step, Visit
+from transformer_engine.pytorch.stash.step import Stash, Step, Visit
 
 
 class _Pre(torch.autograd.Function):
@@ -37,14 +32,14 @@ class _Post(torch.autograd.Function):
         return grad, None, None
 
 
-def pre(stash: PagedStash, x: torch.Tensor) -> torch.Tensor:
+def pre(stash: Stash, x: torch.Tensor) -> torch.Tensor:
     if not is_recorded():
         return x
     stash.step.before_forward()
     return _Pre.apply(x, stash.step) if x.requires_grad else x
 
 
-def post(stash: PagedStash, y: torch.Tensor) -> torch.Tensor:
+def post(stash: Stash, y: torch.Tensor) -> torch.Tensor:
     if not is_recorded():
         return y
     if not y.requires_grad:  # nothing behind it has a backward

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.stash.handle import Handle
+from transformer_engine.pytorch.stash.pieces import Piece
 
 ALIGNMENT = 128  # of members in the stream of bytes that is cut into pages (transformer_engine/stash.h)
 
@@ -30,12 +30,12 @@ class Size(NamedTuple):
     extents: list[Extent]
 
     @classmethod
-    def of(cls, handle: Handle) -> Size:
+    def of(cls, pieces: Sequence[Piece]) -> Size:
         extents = []
-        for piece in handle.pieces:
+        for piece in pieces:
             for r in piece.regions:
                 extents.append(Extent(r.row_bytes * r.unit_rows, r.rows // r.unit_rows, r.counter.clone()))
-        return cls(sum(piece.bytes for piece in handle.pieces), extents)
+        return cls(sum(piece.bytes for piece in pieces), extents)
 
     def live(self, worst: bool = False) -> int:
         return sum(extent.bytes(worst) for extent in self.extents)

@@ -5,16 +5,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import torch
 
 from transformer_engine.pytorch.stash.handle import Handle
-from transformer_engine.pytorch.stash.schedule import Entry, Operation
+from transformer_engine.pytorch.stash.pool import Pool
+from transformer_engine.pytorch.stash.schedule import Entry, Operation, Schedule
 from transformer_engine.pytorch.stash.sizes import Size
 
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.stash.group import Group
-    from transformer_engine.pytorch.stash.manager import PagedStash
-    from transformer_engine.pytorch.stash.pool import Pool
+
+class Stash(Protocol):
+    """What steps and groups ask of the stash that they belong to."""
+
+    device: torch.device
+    schedule: Schedule
+    step: Step  # the one that runs
+    low_water: int
+    recorded_pages: dict[Hashable, int]
+
+    def pool_now(self) -> Pool | None: ...
 
 
 class Visit:
@@ -28,11 +38,11 @@ class Visit:
 class Step:
     """From one reset() to the next. records: its order and sizes are noted."""
 
-    def __init__(self, stash: PagedStash, records: bool) -> None:
+    def __init__(self, stash: Stash, records: bool) -> None:
         self.stash, self.records = stash, records
         self.visit: Visit | None = None
         self.passed = self.counted = False  # a group was opened; one of them had something to stash
-        self.opened: Group | None = None
+        self.opened: Handle | None = None  # of the group that is open
         self.trace: list[Operation | Entry] = []  # of groups between schedulers their entries, of others what they do
         self.sizes: dict[Hashable, Size] = {}
         self.names: list[Hashable] = []  # of stores, by number
@@ -58,7 +68,7 @@ class Step:
 
     # ---- groups ----
 
-    def open(self, group: Group, name: Hashable, tail: str) -> Handle:
+    def open(self, name: Hashable, tail: str) -> Handle:
         if self.opened is not None:
             raise RuntimeError(
                 f"PagedStash: group {name!r} is opened inside of group {self.opened.name!r}, wanted one behind the "
@@ -71,19 +81,19 @@ class Step:
             )
         if self.visit is None:
             self.free_leaving()
-        self.opened, self.passed = group, True
-        return self.handle(name, tail)
+        self.opened, self.passed = self.handle(name, tail), True
+        return self.opened
 
-    def exit(self, group: Group, failed: bool) -> None:
+    def exit(self, handle: Handle, failed: bool) -> None:
         self.opened = None
         if failed:
             self.visit = None
         elif self.visit is not None:
-            self.visit.handle = group.handle
+            self.visit.handle = handle
         else:
-            self.measure(group.handle)
-            self.note(group.handle, store=True)
-            self.start(group.handle)
+            self.measure(handle)
+            self.note(handle, store=True)
+            self.start(handle)
 
     def start(self, handle: Handle) -> None:
         """The group leaves, if there is anywhere to go yet."""
@@ -100,7 +110,7 @@ class Step:
     def measure(self, handle: Handle) -> None:
         self.counted |= bool(handle.pieces)
         if self.records and handle.pieces:
-            self.sizes[handle.key] = Size.of(handle)
+            self.sizes[handle.key] = Size.of(handle.pieces)
 
     @property
     def whole(self) -> bool:
