@@ -12,7 +12,7 @@ from optimizer_cases import assert_same, everything, give_grads, more_steps, par
 from quantized_cases import FORMATS, parts_of
 from support import assert_same_bits, randn, refused
 
-from transformer_engine.pytorch.optimizers import FusedAdam, adam_step
+from transformer_engine.pytorch.optimizers import FusedAdam, adam_groups
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1}
 FORMS = {
@@ -27,7 +27,7 @@ FORMS = {
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
-    monkeypatch.setattr(adam_step, "_is_capturable_on", lambda device: True)
+    monkeypatch.setattr(adam_groups, "_is_capturable_on", lambda device: True)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -3,126 +3,43 @@ Parameters that are plain tensors are looked at by the extension alone."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.capture_flag import stream_captures
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.distributed.dtensor import is_sharded, local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_count_step
-from transformer_engine.pytorch.optimizers.adam_states import (
-    MASTER,
-)
+from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, put_on_device
+from transformer_engine.pytorch.optimizers.adam_states import MASTER, State
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor, QuantizedTensor, engine, layout
 
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
 
-OP = "FusedAdam"
+class Adam(Protocol):
+    """What a step asks of the optimizer."""
 
+    param_groups: list[dict[str, Any]]
+    state: Mapping[torch.Tensor, State]
+    capturable: bool
+    adam_w_mode: bool
+    use_decoupled_grad: bool
+    exp_avg_dtype: torch.dtype
+    exp_avg_sq_dtype: torch.dtype
+    _scales: dict[torch.Tensor, dict[str, torch.Tensor]]  # of states, by parameter and name
+    _lrs: dict[int, torch.Tensor]  # of a capturable one, by the group's number
+    _sorted: dict[int, _Sorted]  # by the group's id
+    _guard: _C.OverlapGuard
 
-# ---- options of a group ----
+    def _kept(self, param: torch.Tensor) -> dict[str, torch.dtype]: ...
 
+    def _check_param(self, param: torch.Tensor) -> None: ...
 
-def refuse_amsgrad(op: str, amsgrad: object) -> None:
-    if amsgrad:
-        raise NotImplementedError(
-            f"{op}: argument 'amsgrad' is True, but AMSGrad is not available in this version; use "
-            "torch.optim.AdamW(amsgrad=True)."
-        )
-
-
-def check_has(op: str, group: Mapping[str, Any], *names: str) -> None:
-    """Raises ValueError for a group without one of these, NotImplementedError for one that turns the step around."""
-    missing = [name for name in names if name not in group]
-    if missing:
-        raise ValueError(f"{op}: a group has no {missing}, wanted {list(names)}; optimizer.defaults has them.")
-    if group.get("maximize"):
-        raise NotImplementedError(
-            f"{op}: a group's 'maximize' is True, but steps go down in this version; negate the loss."
-        )
-
-
-def check_group(op: str, group: Mapping[str, Any]) -> None:
-    """Raises ValueError for an option that no step can take, NotImplementedError for one of another optimizer."""
-    check_has(op, group, "lr", "bias_correction", "betas", "eps", "weight_decay")
-    refuse_amsgrad(op, group.get("amsgrad"))
-    for name, at_least in (("lr", -math.inf), ("eps", 0.0), ("weight_decay", -math.inf)):
-        value = group[name]
-        if name == "lr" and isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"{op}: argument 'lr' has shape {list(value.shape)}, wanted one element.")
-        elif not (isinstance(value, (int, float)) and value >= at_least):
-            raise ValueError(
-                f"{op}: argument '{name}' is {value!r}, wanted a number{' >= 0' if name == 'eps' else ''}."
-            )
-    step = group.get("step", 0)
-    if not ((isinstance(step, torch.Tensor) and step.numel() == 1) or (isinstance(step, (int, float)) and step >= 0)):
-        raise ValueError(f"{op}: a group's 'step' is {step!r}, wanted the number of steps that it has taken.")
-    betas = group["betas"]
-    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
-        raise ValueError(f"{op}: argument 'betas' is {betas!r}, wanted two numbers in [0, 1).")
-
-
-def _is_capturable_on(device: torch.device) -> bool:
-    return device.type in ("cuda", "meta")
-
-
-def device_of(group: Mapping[str, Any], lr: Any) -> torch.device:
-    """Where a capturable group's step and lr lie. lr: the one before, which a group without parameters stays with.
-    Errors: ValueError for a CPU tensor, and for several devices."""
-    devices = {local_of(p).device for p in group["params"]}
-    for device in devices:
-        if not _is_capturable_on(device):
-            raise ValueError(f"{OP}: argument 'capturable' is True with a parameter on {device}, wanted CUDA tensors.")
-    if len(devices) > 1:
-        raise ValueError(
-            f"{OP}: argument 'capturable' is True with a group on {sorted(map(str, devices))}, wanted one device a "
-            "group, where its step and lr lie; make a group for each."
-        )
-    if devices:
-        return devices.pop()
-    if isinstance(lr, torch.Tensor):
-        return lr.device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def put_on_device(optimizer: FusedAdam, index: int, before: Mapping[str, Any] | None = None) -> None:
-    """A capturable group's lr and step as tensors on its device. A number becomes the value of the tensor that was
-    there: captured steps read that. before: the group that a loaded one takes the place of."""
-    group, kept = optimizer.param_groups[index], optimizer._lrs.get(index)
-    lr, step = group["lr"], group.get("step", 0)
-    there = group["params"] and local_of(group["params"][0]).device
-    if lr is kept and isinstance(step, torch.Tensor) and there in (lr.device, []):
-        return
-    old = before or {"lr": kept, "step": None}
-    device = device_of(group, old["lr"])
-    if device.type == "meta":  # not anywhere yet
-        return
-    if stream_captures():
-        raise ValueError(
-            f"{OP}: a group's 'lr' is {lr!r} while a step is being captured, wanted the tensor that the optimizer has "
-            "put there, with its value set before the capture: group['lr'].fill_(...)."
-        )
-    loaded = before is not None
-    group["lr"] = optimizer._lrs[index] = _one(lr, old["lr"], torch.float32, device, loaded)
-    group["step"] = _one(step, old.get("step"), torch.int32, device, loaded)
-
-
-def _one(value: Any, old: Any, dtype: torch.dtype, device: torch.device, loaded: bool) -> torch.Tensor:
-    """value as a tensor: itself; or old's memory with a new value, for a number or one that was loaded."""
-    reusable = isinstance(old, torch.Tensor) and old.dtype is dtype and old.device == device
-    if isinstance(value, torch.Tensor):
-        value = value.view(1) if dtype is torch.int32 and value.dim() == 0 else value
-        if loaded and reusable:
-            return old.copy_(value.view_as(old))
-        return value.to(device, dtype).clone() if loaded else value.to(device, dtype)
-    return old.fill_(value) if reusable else torch.tensor([value], dtype=dtype, device=device)
+    def _made_state(self, param: torch.Tensor, kept: Mapping[str, torch.dtype]) -> tuple[State, dict]: ...
 
 
 # ---- what is stepped ----
@@ -134,7 +51,7 @@ class _Sorted(NamedTuple):
     indirect: list[torch.Tensor]  # sharded or quantized ones
 
 
-def _sort(optimizer: FusedAdam, group: dict[str, Any]) -> _Sorted:
+def _sort(optimizer: Adam, group: dict[str, Any]) -> _Sorted:
     params, seen = group["params"], optimizer._sorted.get(id(group))
     if seen is not None and len(seen.params) == len(params) and all(map(is_, seen.params, params)):
         return seen
@@ -173,7 +90,7 @@ class _Requantized(NamedTuple):
 class Step:
     """One step of all groups: __init__ looks, run() also writes."""
 
-    def __init__(self, optimizer: FusedAdam, grad_scaler: Any) -> None:
+    def __init__(self, optimizer: Adam, grad_scaler: Any) -> None:
         self.optimizer = optimizer
         self.new: dict[torch.Tensor, tuple[dict, dict]] = {}  # states of parameters that had none
         self.found_inf, self.inv_scale = _verdict(optimizer, grad_scaler)
@@ -187,7 +104,7 @@ class Step:
         for index, group in enumerate(optimizer.param_groups):
             check_group(OP, group)
             if optimizer.capturable:
-                put_on_device(optimizer, index)
+                put_on_device(optimizer.param_groups, index, optimizer._lrs)
         self.lists = [self._lists_of(group) for group in optimizer.param_groups]
         optimizer._guard.check(OP, [one for each in self.lists for one in each])
 
@@ -325,7 +242,7 @@ def _complete(weight: Float8Tensor) -> None:
     weight._written()
 
 
-def _verdict(optimizer: FusedAdam, grad_scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _verdict(optimizer: Adam, grad_scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(what skips the step, what the gradients are multiplied with), each one element on a device, or None."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if grad_scaler is not None and not grad_scaler.is_enabled():
@@ -349,9 +266,7 @@ def _verdict(optimizer: FusedAdam, grad_scaler: Any) -> tuple[torch.Tensor | Non
     return None if found_inf is None else found_inf.view(1), inv_scale
 
 
-def _verdict_of(grad_scaler: Any, optimizer: FusedAdam) -> tuple[torch.Tensor, torch.Tensor | None]:
-    from torch.amp.grad_scaler import OptState
-
+def _verdict_of(grad_scaler: Any, optimizer: Adam) -> tuple[torch.Tensor, torch.Tensor | None]:
     about = grad_scaler._per_optimizer_states[id(optimizer)]
     unscaled = about["stage"] is not OptState.READY
     found = about["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(optimizer)

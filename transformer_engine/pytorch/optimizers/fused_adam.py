@@ -1,5 +1,5 @@
 """FusedAdam: Adam and AdamW with states and master weights of several formats, each step one pass over memory for all
-parameters of a group. What a step looks at and how it is carried out: adam_step.py; formats of states: adam_states.py.
+parameters of a group. Options of groups: adam_groups.py; a step: adam_step.py; formats of states: adam_states.py.
 No AMSGrad, no sparse gradients."""
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.dtensor import local_of
 from transformer_engine.pytorch.optimizers import adam_states as states
+from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, put_on_device, refuse_amsgrad
 from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER
-from transformer_engine.pytorch.optimizers.adam_step import Step, check_group, put_on_device, refuse_amsgrad
+from transformer_engine.pytorch.optimizers.adam_step import Step
 from transformer_engine.pytorch.tensor import QuantizedTensor
-
-OP = "FusedAdam"
 
 
 class _Saved:
@@ -136,7 +135,7 @@ class FusedAdam(torch.optim.Optimizer):
         try:
             check_group(OP, self.param_groups[-1])
             if self.capturable:
-                put_on_device(self, len(self.param_groups) - 1)
+                put_on_device(self.param_groups, len(self.param_groups) - 1, self._lrs)
         except Exception:
             self.param_groups.pop()
             raise
@@ -285,7 +284,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__setstate__(state | {"state": defaultdict(dict, rest)})
         self._forget()
         for i in range(len(self.param_groups) if self.capturable else 0):
-            put_on_device(self, i, before[i] if i < len(before) else None)
+            put_on_device(self.param_groups, i, self._lrs, before[i] if i < len(before) else None)
         for p, given in loaded.items():
             self._take(p, given, old.get(p) or {}, old_scales.get(p, {}))
 

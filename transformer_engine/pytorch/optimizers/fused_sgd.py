@@ -11,8 +11,8 @@ import torch
 
 from transformer_engine.pytorch.distributed.dtensor import local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_sgd
+from transformer_engine.pytorch.optimizers.adam_groups import check_has
 from transformer_engine.pytorch.optimizers.adam_states import new_state
-from transformer_engine.pytorch.optimizers.adam_step import check_has
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.registry import FLOATS
 

@@ -258,7 +258,8 @@ def multi_tensor_adam_capturable(
     inv_scale, in place. A flag that holds anything but 0 skips all of it."""
     op = "multi_tensor_adam_capturable"
     given = _checked(op, chunk_size, noop_flag, tensor_lists, "g", "p", "m", "v")
-    _capturable(op, given, noop_flag, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale)
+    numbers = beta1, beta2, eps, mode, bias_correction, weight_decay
+    _capturable(op, given, noop_flag, lr, step, inv_scale, *numbers)
 
 
 @torch.no_grad()
@@ -279,26 +280,17 @@ def multi_tensor_adam_capturable_master(
     """As multi_tensor_adam_capturable over [g, p, m, v, master]."""
     op = "multi_tensor_adam_capturable_master"
     given = _checked(op, chunk_size, noop_flag, tensor_lists, "g", "p", "m", "v", "master")
-    _capturable(op, given, noop_flag, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale)
+    numbers = beta1, beta2, eps, mode, bias_correction, weight_decay
+    _capturable(op, given, noop_flag, lr, step, inv_scale, *numbers)
 
 
 def _capturable(
-    op: str,
-    given: TensorLists,
-    noop_flag: torch.Tensor,
-    lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: torch.Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: torch.Tensor,
+    op: str, given: TensorLists, noop_flag: torch.Tensor, lr: object, step: object, inv_scale: object, *numbers: float
 ) -> None:
+    """numbers: beta1, beta2, eps, mode, bias_correction, weight_decay."""
     lr, step = _tensor(op, "lr", lr), _tensor(op, "step", step)
     on_device = {"noop": noop_flag, "inv_scale": _tensor(op, "inv_scale", inv_scale)}
-    _adam(op, given, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, **on_device)
+    _adam(op, given, lr, *numbers[:3], step, *numbers[3:], **on_device)
 
 
 @torch.no_grad()
