@@ -39,7 +39,7 @@ def _packages():
 
 def _build():
     try:
-        extension = importlib.import_module("transformer_engine.pytorch")._C
+        extension = transformer_engine.pytorch._C  # imported when it is touched
     except Exception as error:
         in_sources = (pathlib.Path(transformer_engine.__path__[0]).parent / "pyproject.toml").exists()
         yield "extension", f"does not load: {_line(error)}", _SOURCE_TREE if in_sources else _REINSTALL

@@ -1,5 +1,5 @@
-"""Which run of a recomputed forward a thread is in, and what first runs leave for their recomputations. Nothing is run
-again here: distributed/recompute.py does that."""
+"""Where a thread is: in a forward that is going to be recomputed, in its recomputation, or in neither; and what the
+first run leaves for the second. Runs are started elsewhere (distributed/recompute.py)."""
 
 import threading
 from collections.abc import Iterator
@@ -96,3 +96,8 @@ def activation_recompute_forward(
 def recompute_phase() -> RecomputePhase:
     """Of this thread."""
     return _phase
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether this thread is recomputing a forward."""
+    return _phase.recomputing

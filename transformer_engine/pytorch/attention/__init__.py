@@ -1,6 +1,7 @@
 """Attention: rotary embeddings of our own, the attention product itself PyTorch's. The names that clients import from
 here."""
 
+from transformer_engine.pytorch.attention import stacked as stacked
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention as DotProductAttention
 from transformer_engine.pytorch.attention.inference import InferenceParams as InferenceParams
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention as MultiheadAttention

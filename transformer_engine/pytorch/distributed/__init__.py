@@ -15,13 +15,7 @@ from transformer_engine.pytorch.distributed.gradients import (
 )
 from transformer_engine.pytorch.distributed.linear import column_linear as column_linear
 from transformer_engine.pytorch.distributed.linear import row_linear as row_linear
-from transformer_engine.pytorch.distributed.recompute import (
-    activation_recompute_forward as activation_recompute_forward,
-)
 from transformer_engine.pytorch.distributed.recompute import checkpoint as checkpoint
-from transformer_engine.pytorch.distributed.recompute import (
-    in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,
-)
 from transformer_engine.pytorch.distributed.recompute import (
     is_fp8_activation_recompute_enabled as is_fp8_activation_recompute_enabled,
 )
@@ -49,3 +43,7 @@ from transformer_engine.pytorch.distributed.sharded_state import (
     tensor_parallel_state_dict as tensor_parallel_state_dict,
 )
 from transformer_engine.pytorch.distributed.symmetric import symmetric_all_reduce as symmetric_all_reduce
+from transformer_engine.pytorch.recompute_phase import activation_recompute_forward as activation_recompute_forward
+from transformer_engine.pytorch.recompute_phase import (
+    in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,
+)

@@ -24,11 +24,6 @@ def is_fp8_activation_recompute_enabled() -> bool:
     return recompute_phase().enabled and STATE.enabled
 
 
-def in_fp8_activation_recompute_phase() -> bool:
-    """Whether this thread is recomputing a forward."""
-    return recompute_phase().recomputing
-
-
 class _Twice:
     """`function` with arguments and results flat, so that torch sees every tensor in them. The first call notes the
     random states and the autocast around it; every later one is a recomputation under the same."""

@@ -5,17 +5,18 @@ distributed checkpoint's."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from transformer_engine.pytorch._late import late
 from transformer_engine.pytorch.distributed.dtensor import is_sharded, local_of, marks_of
+from transformer_engine.pytorch.distributed.stacked import stacks_of
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 _DIMENSION = "tp"
+_DTENSORS = "torch.distributed.tensor"  # whose import takes as long as half of torch's
 
 
 class _Held(NamedTuple):
@@ -93,12 +94,11 @@ def _whole(h: _Held, given: list[torch.Tensor]) -> torch.Tensor:
         if all(map(_is_same, given, own)):
             return h.parameter.detach()
         return torch.cat(given, h.along) if h.parts else given[0]
-    from torch.distributed.tensor import distribute_tensor
-
     values = torch.cat(given, h.along) if h.parts else given[0]
     if values.shape != h.parameter.shape:
         return values  # load_state_dict says what is wrong
-    return distribute_tensor(values, h.parameter.device_mesh, h.parameter.placements, src_data_rank=None)
+    lies = h.parameter.device_mesh, h.parameter.placements
+    return late(_DTENSORS).distribute_tensor(values, *lies, src_data_rank=None)
 
 
 def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -108,16 +108,13 @@ def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _over(mesh: DeviceMesh, dim: int, local: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, Shard
-
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+    dtensors = late(_DTENSORS)
+    return dtensors.DTensor.from_local(local, mesh, [dtensors.Shard(dim)], run_check=False)
 
 
 def _dimension(op: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
     if mesh is None:
         return None
-    from torch.distributed.device_mesh import DeviceMesh
-
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"{op}: argument 'mesh' is a {type(mesh).__name__}, wanted a DeviceMesh or None; of a group, "
@@ -201,31 +198,12 @@ def _equal_parts(op: str, name: str, size: int, count: int) -> dict[str, int]:
 
 def _stacked(module: torch.nn.Module) -> dict[tuple[int, str], dict[str, int]]:
     """(owner's id, its parameter's name) -> rows of this rank by part, of parameters whose parts are cut one by one."""
-    from transformer_engine.pytorch.attention import MultiheadAttention
-    from transformer_engine.pytorch.functional import activation_kinds
-    from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
-
     found: dict[tuple[int, str], dict[str, int]] = {}
     for part in module.modules():
-        if isinstance(part, LayerNormMLP) and activation_kinds[part.activation]:
-            _split(found, part, ("fc1_weight", "fc1_bias"), {"gate": 1, "up": 1})
-        elif isinstance(part, MultiheadAttention) and not part.qkv_weight_interleaved:
-            queries, pairs = part.num_attention_heads, part.num_gqa_groups
-            for submodule in ("layernorm_qkv", "qkv"):
-                weights = {"query": queries, "key": pairs, "value": pairs}
-                _split(found, getattr(part, submodule, None), ("weight", "bias"), weights)
-            _split(found, getattr(part, "key_value", None), ("weight", "bias"), {"key": 1, "value": 1})
+        for stack in stacks_of(part):
+            for name in stack.parameters:
+                parameter = stack.owner._parameters.get(name)
+                if parameter is not None:
+                    unit = parameter.shape[0] // sum(stack.shares.values())
+                    found[id(stack.owner), name] = {part: share * unit for part, share in stack.shares.items()}
     return found
-
-
-def _split(
-    found: dict[tuple[int, str], dict[str, int]],
-    owner: torch.nn.Module | None,
-    names: tuple[str, ...],
-    shares: dict[str, int],
-) -> None:
-    for name in names:
-        parameter = None if owner is None else owner._parameters.get(name)
-        if parameter is not None:
-            unit = parameter.shape[0] // sum(shares.values())
-            found[id(owner), name] = {part: share * unit for part, share in shares.items()}

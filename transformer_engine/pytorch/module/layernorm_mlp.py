@@ -1,12 +1,13 @@
 """LayerNormMLP: norm, first product, activation, second product, in one autograd node. The activation is not kept."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init
 from transformer_engine.pytorch.module.norm_parameters import NormParameters
 from transformer_engine.pytorch.module.parallel import TensorParallel, divided
@@ -253,3 +254,10 @@ class LayerNormMLP(TensorParallel, NormParameters):
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
             f"normalization={self.normalization}, activation={self.activation}"
         )
+
+
+@tells_stacks(LayerNormMLP)
+def _halves(module: LayerNormMLP) -> Iterator[Stack]:
+    """The first product's, of a gated activation."""
+    if functional.activation_kinds[module.activation]:
+        yield Stack(module, ("fc1_weight", "fc1_bias"), {"gate": 1, "up": 1})
