@@ -48,81 +48,37 @@ def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
     return out
 
 
-# The backward of each is one of them, so that it can be differentiated again. Written out: torch.compile follows no
-# inherited ones.
+def _same(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    return whole.view_as(whole)
 
 
-class _Gather(torch.autograd.Function):
+# name: (what is done, the name of what its gradient takes): one of them, so that it can be differentiated again.
+# gather_of_one: every rank reads the same whole tensor, whose gradient is the same everywhere, not a part.
+_WAYS = {
+    "gather": (_gathered, "reduce_scatter"),
+    "reduce_scatter": (_scattered_sum, "gather"),
+    "scatter": (_own_rows, "gather_of_one"),
+    "gather_of_one": (_gathered, "scatter"),
+    "reduce": (_summed, "copy"),
+    "copy": (_same, "reduce"),
+}
+
+
+class _Region(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _gathered(inp, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _ReduceScatter.apply(grad, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _scattered_sum(inp, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Gather.apply(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _own_rows(inp, group)
+    def forward(ctx: Any, inp: torch.Tensor, group: Any, way: str) -> torch.Tensor:
+        does, back = _WAYS[way]
+        ctx.group, ctx.back = group, back
+        return does(inp, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _GatherOfOne.apply(grad, ctx.group), None
-
-
-class _GatherOfOne(torch.autograd.Function):
-    """As _Gather, where every rank reads the same whole tensor: its gradient is the same everywhere, not a part."""
-
-    @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _gathered(inp, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Scatter.apply(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _summed(inp, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Copy.apply(grad, ctx.group), None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return inp.view_as(inp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Reduce.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Region.apply(grad, ctx.group, ctx.back), None, None
 
 
 def _run(
     op: str,
-    region: type[torch.autograd.Function],
+    way: str,
     inp: torch.Tensor,
     group: object | None,
     dims: int = 1,
@@ -136,7 +92,7 @@ def _run(
     check_agreement(op, inp, group)
     if divides:
         check_divides(op, inp, ranks)
-    return region.apply(inp, dist.group.WORLD if group is None else group)
+    return _Region.apply(inp, dist.group.WORLD if group is None else group, way)
 
 
 def gather_from_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
@@ -148,7 +104,7 @@ def gather_from_sequence_parallel_region(inp: torch.Tensor, group: object | None
     group has no backend for, RuntimeError for a group that has been destroyed; on the CPU, the same ValueError on every
     rank where shapes or dtypes differ between them.
     """
-    return _run("gather_from_sequence_parallel_region", _Gather, inp, group)
+    return _run("gather_from_sequence_parallel_region", "gather", inp, group)
 
 
 def reduce_scatter_to_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
@@ -156,7 +112,7 @@ def reduce_scatter_to_sequence_parallel_region(inp: torch.Tensor, group: object 
 
     Shapes: inp [ranks * n, ...] -> [n, ...]. Errors: ValueError where ranks does not divide the rows.
     """
-    return _run("reduce_scatter_to_sequence_parallel_region", _ReduceScatter, inp, group, divides=True)
+    return _run("reduce_scatter_to_sequence_parallel_region", "reduce_scatter", inp, group, divides=True)
 
 
 def scatter_to_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
@@ -165,19 +121,19 @@ def scatter_to_sequence_parallel_region(inp: torch.Tensor, group: object | None 
     Shapes: inp [ranks * n, ...] -> [n, ...], in memory of its own. Errors: ValueError where ranks does not divide the
     rows.
     """
-    return _run("scatter_to_sequence_parallel_region", _Scatter, inp, group, divides=True)
+    return _run("scatter_to_sequence_parallel_region", "scatter", inp, group, divides=True)
 
 
 def reduce_from_tensor_model_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
     """The sum of every rank's inp, in memory of its own; backward, the gradient as it is, which is the same on every
     rank. For the parts of a product that each rank has made."""
-    return _run("reduce_from_tensor_model_parallel_region", _Reduce, inp, group, dims=0)
+    return _run("reduce_from_tensor_model_parallel_region", "reduce", inp, group, dims=0)
 
 
 def copy_to_tensor_model_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
     """inp as it is, the same on every rank; backward, the sum of every rank's gradient. For a tensor that each rank
     then uses in a part of a computation of its own."""
-    return _run("copy_to_tensor_model_parallel_region", _Copy, inp, group, dims=0)
+    return _run("copy_to_tensor_model_parallel_region", "copy", inp, group, dims=0)
 
 
 class _AddUp(torch.autograd.Function):
