@@ -1,5 +1,5 @@
-"""Whether callables are being captured in CUDA graphs: the flag that modules and helpers ask; and the count of layers
-that leave, which captures ask. Nothing else."""
+"""Whether a capture is under way: by the flag that our captures, and clients' own, set around warm-up and capture, and
+by the stream itself. Modules and helpers ask; nothing is captured here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import torch
 
 _capturing = False
-_left = 0
 
 
 def set_capture_start() -> None:
@@ -25,17 +24,6 @@ def set_capture_end() -> None:
 def is_graph_capturing() -> bool:
     """Whether callables are being captured, warm-up included: a module may then leave out what only eager needs."""
     return _capturing
-
-
-def note_leaving() -> None:
-    """A layer has started to leave for the host: in a capture its copies become part of the graphs."""
-    global _left
-    _left += 1
-
-
-def layers_that_left() -> int:
-    """How many so far: those of a capture are the difference."""
-    return _left
 
 
 def stream_captures() -> bool:

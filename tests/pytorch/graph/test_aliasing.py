@@ -51,7 +51,7 @@ def test_views_across_static_inputs(device):
     graphed = te.make_graphed_callables(
         lambda a, b: (a * 2 + b, a - b), (memory[2:6], torch.randn(4, 8, device=device))
     )
-    other = graphed.inputs[1]
+    other = graphed.forward_graph.inputs[1]
     for shift in (0, 1, 2, 3, 4, 5, 6, 8):
         memory.copy_(torch.randn(12, 8))
         a, b = memory[shift : shift + 4], torch.randn(4, 8, device=device)
@@ -350,16 +350,16 @@ def test_a_sample_is_free_again(device):
     """Behind a reset, or when what was captured is gone, it is the static input itself as ever."""
     x = torch.randn(4, 8, device=device)
     graphed = te.make_graphed_callables(lambda x: x * 2, (x,))
-    assert graphed.inputs[0].data_ptr() == x.data_ptr()
+    assert graphed.forward_graph.inputs[0].data_ptr() == x.data_ptr()
     second = te.make_graphed_callables(lambda x: x * 2, (x,))
-    assert second.inputs[0].data_ptr() != x.data_ptr()
+    assert second.forward_graph.inputs[0].data_ptr() != x.data_ptr()
     graphed.reset()
     third = te.make_graphed_callables(lambda x: x * 2, (x,))
-    assert third.inputs[0].data_ptr() == x.data_ptr()
+    assert third.forward_graph.inputs[0].data_ptr() == x.data_ptr()
     del graphed, third
     gc.collect()
     fourth = te.make_graphed_callables(lambda x: x * 2, (x,))
-    assert fourth.inputs[0].data_ptr() == x.data_ptr()
+    assert fourth.forward_graph.inputs[0].data_ptr() == x.data_ptr()
 
 
 class Scaled(torch.nn.Module):
@@ -388,7 +388,7 @@ def test_the_copy_of_a_sample_has_its_strides(device):
     base = torch.randn(6, 10, device=device)
     kept = te.make_graphed_callables(lambda x: x * 2, (base[:, :8],))
     graphed = te.make_graphed_callables(lambda x: x.as_strided((4, 8), (10, 1)) + 1, (base[:4, :8],))
-    assert graphed.inputs[0].data_ptr() != kept.inputs[0].data_ptr()
-    assert graphed.inputs[0].stride() == (10, 1)
+    assert graphed.forward_graph.inputs[0].data_ptr() != kept.forward_graph.inputs[0].data_ptr()
+    assert graphed.forward_graph.inputs[0].stride() == (10, 1)
     given = torch.randn(4, 10, device=device)[:, :8]
     assert_same_bits(graphed(given), given + 1)

@@ -69,7 +69,7 @@ def test_a_part_of_a_layer(device, kind):
                 return module.second(*graphed[0](x)) if kind is ByFlag else module(x)
 
             assert_same_step(step(module, x, seed, call=call), step(eager, x, seed))
-    assert graphed[0].turn == 4
+    assert graphed[0].calls.turn == 4
 
 
 def test_parameters_that_are_left_to_eager_are_not_come_by(device):
@@ -108,7 +108,7 @@ def test_a_part_of_a_layer_without_its_graph(device):
             else:
                 with refused(RuntimeError, "ByState", "__call__", "is_graph_capturing()"):
                     module(x)
-        assert graphed[0].turn == 0
+        assert graphed[0].calls.turn == 0
 
 
 class Around(torch.nn.Module):
@@ -187,7 +187,7 @@ def test_a_call_comes_to_the_replay_once(device, kind):
     for seed in range(3):
         x = tokens(device)
         assert_same_step(step(module, x, seed), step(eager, x, seed))
-        assert graphed.turn == seed + 1
+        assert graphed.calls.turn == seed + 1
     assert isinstance(module, kind) and type(module).__name__ == kind.__name__
     assert Listed.names == ("own",)
     with refused(RuntimeError, kind.__name__, "reset()"):
@@ -220,7 +220,7 @@ def test_the_other_mode_runs_the_class_once(device, kind, hooked):
                 got = step(module, x, 1)
         assert_same_step(got, step(eager, x, 1))
         assert module.forward is forward
-    assert seen == [1, 1, 1, 1] * hooked and forward.turn == 2
+    assert seen == [1, 1, 1, 1] * hooked and forward.calls.turn == 2
 
 
 def test_the_other_mode_raises_in_the_class(device):
@@ -242,7 +242,7 @@ def test_the_other_mode_raises_in_the_class(device):
     module.train()
     assert module.forward is forward
     assert_same_step(step(module, x, 1), step(eager, x, 1))
-    assert forward.turn == 1
+    assert forward.calls.turn == 1
 
 
 def test_the_other_mode_is_told_of_the_first_microbatch(device):

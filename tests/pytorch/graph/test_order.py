@@ -83,7 +83,8 @@ def storages(graphed):
     """Bytes of the distinct static tensors of all passes."""
     seen = {}
     for g in graphed:
-        for t in (*g.inputs, *g.outputs, *g.grad_outputs, *g.grad_inputs):
+        forth, back = g.forward_graph, g.backward_graph
+        for t in (*forth.inputs, *forth.outputs, *back.grad_outputs, *back.grad_inputs):
             if t is not None:
                 seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     return sum(seen.values())
@@ -113,13 +114,13 @@ def test_outputs_live_until_their_backward(device):
     """With shared buffers, two microbatches in flight have outputs of their own."""
     modules = [build(linear, device)]
     graphed, *_ = pipelines(modules, [1, 1, -1, -1], 1, device, _reuse_graph_input_output_buffers=True)
-    assert len({g.outputs[0].data_ptr() for g in graphed}) == 2
-    assert len({g.inputs[0].data_ptr() for g in graphed}) == 2
+    assert len({g.forward_graph.outputs[0].data_ptr() for g in graphed}) == 2
+    assert len({g.forward_graph.inputs[0].data_ptr() for g in graphed}) == 2
     graphed, *_ = pipelines(modules, [1, -1, 1, -1], 1, device, _reuse_graph_input_output_buffers=True)
-    assert len({g.inputs[0].data_ptr() for g in graphed}) == 1
-    assert len({g.grad_outputs[0].data_ptr() for g in graphed}) == 1
+    assert len({g.forward_graph.inputs[0].data_ptr() for g in graphed}) == 1
+    assert len({g.backward_graph.grad_outputs[0].data_ptr() for g in graphed}) == 1
     if device == "cpu":
-        assert len({g.outputs[0].data_ptr() for g in graphed}) == 1
+        assert len({g.forward_graph.outputs[0].data_ptr() for g in graphed}) == 1
 
 
 # ---- what an order means ----

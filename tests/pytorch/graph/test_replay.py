@@ -42,7 +42,7 @@ def test_an_argument_of_another_form(device, change, words):
     module = build(mlp, device)
     capture(module, device)
     module(tokens(device, grad=True))
-    static = module.forward.inputs[0]
+    static = module.forward.forward_graph.inputs[0]
     before = static.detach().clone()
     with refused(ValueError, "graphed callable 0 (LayerNormMLP)", *words):
         module(change(tokens(device, grad=True)))

@@ -76,12 +76,12 @@ def test_reset_frees_the_static_tensors(device):
     module = build(mlp, device)
     capture(module, device)
     handle = module.forward  # may live on
-    kept = [weakref.ref(t) for t in (*handle.inputs, *handle.outputs)]
+    kept = [weakref.ref(t) for t in (*handle.forward_graph.inputs, *handle.forward_graph.outputs)]
     if device == "cuda":
         before = torch.cuda.memory_allocated()
     module.reset()
     gc.collect()
-    assert handle.gone and all(ref() is None for ref in kept)
+    assert handle.fitness.gone and all(ref() is None for ref in kept)
     if device == "cuda":
         assert torch.cuda.memory_allocated() < before
 
@@ -121,7 +121,7 @@ def test_extra_memory_is_static_tensors_and_the_pool():
     torch.cuda.synchronize()
     segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
     in_pool = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated")
-    static = sum(t.untyped_storage().nbytes() for t in module.forward.grad_outputs)
+    static = sum(t.untyped_storage().nbytes() for t in module.forward.backward_graph.grad_outputs)
     assert in_pool > 0 and static == sample.untyped_storage().nbytes()
     assert torch.cuda.memory_allocated() - before - in_pool <= static + 2**16
 
@@ -133,7 +133,7 @@ def test_a_pool_is_shared():
     eager = copy.deepcopy(modules)
     for module in modules:
         capture(module, "cuda", pool=pool)
-    assert {module.forward.forward_graph.pool() for module in modules} == {pool}
+    assert {module.forward.forward_graph.graph.pool() for module in modules} == {pool}
     for seed in range(2):
         for module, twin in zip(modules, eager):
             x = torch.randn(6, 2, HIDDEN, device="cuda")
@@ -145,7 +145,7 @@ class Freed:
 
     def __init__(self, module, device):
         forward = module.forward
-        held = (module, forward, *module.parameters(), *forward.inputs, *forward.outputs)
+        held = (module, forward, *module.parameters(), *forward.forward_graph.inputs, *forward.forward_graph.outputs)
         self.references = [weakref.ref(o) for o in held]
         self.before = torch.cuda.memory_allocated() if device == "cuda" else 1
 

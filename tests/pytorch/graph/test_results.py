@@ -270,5 +270,5 @@ def test_a_gradient_for_the_next_captured_backward_is_not_copied(device, reuse):
     second = graphed[1](first, first)
     second.register_hook(lambda g: seen.append(g.data_ptr()))
     graphed[2](second, first).sum().backward()
-    assert seen == [graphed[2].grad_inputs[0].data_ptr()]
+    assert seen == [graphed[2].backward_graph.grad_inputs[0].data_ptr()]
     assert graphed[1].taker(first.grad_fn) is graphed[0] and graphed[2].taker(first.grad_fn) is None

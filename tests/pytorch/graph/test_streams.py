@@ -22,9 +22,9 @@ from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.graph.capture_quantization import WeightFlag
 from transformer_engine.pytorch.graph.cpu import RecordedEvent, RecordedStream
 from transformer_engine.pytorch.graph.cuda import CudaGraphs
+from transformer_engine.pytorch.graph.weight_flag import WeightFlag
 
 
 def logged():
@@ -97,12 +97,12 @@ def test_an_event_that_the_forward_does_not_record(device, kind):
         capture(another, device)
         other = another.event
     x, stream = tokens(device, grad=True), stream_on(device)
-    static, turn = module.forward.inputs[0].detach().clone(), module.forward.turn
+    static, turn = module.forward.forward_graph.inputs[0].detach().clone(), module.forward.calls.turn
     for call in (module, torch.no_grad()(module)):
         with refused(ValueError, "Recording", "'cuda_graph_event'", "does not record", "external=True", "whole graph"):
             call(x, cuda_graph_stream=stream, cuda_graph_event=other)
-    assert module.forward.turn == turn
-    assert_same_bits(module.forward.inputs[0].detach(), static)
+    assert module.forward.calls.turn == turn
+    assert_same_bits(module.forward.forward_graph.inputs[0].detach(), static)
     module(x, cuda_graph_stream=stream, cuda_graph_event=module.event).sum().backward()
 
 

@@ -90,7 +90,7 @@ def test_each_replay_counts_what_it_writes_to(device):
     def versions():
         names = ("calls", "backwards", "still", "mean")
         found = {name: getattr(module, name)._version for name in names} | {"weight": module.inner.weight._version}
-        return found | {"result": graphed.outputs[0]._version}
+        return found | {"result": graphed.forward_graph.outputs[0]._version}
 
     def counted(before):
         return {name for name, version in versions().items() if version > before[name]}

@@ -46,7 +46,8 @@ def unchecked(graphed, modules):
         return run
 
     for one in (getattr(one, "forward", one) for one in graphed):  # a module's stands there
-        for graph in (one.forward_graph, one.backward_graph, one.wgrad_graph):
+        for own in (one.forward_graph, one.backward_graph, one.wgrad_graph):
+            graph = getattr(own, "graph", None)
             if isinstance(graph, RecordedGraph):
                 graph.work = quiet(graph.work)
 

@@ -9,8 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import note_leaving
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream
+from transformer_engine.pytorch.cpu_offload.leaving import note_leaving
 from transformer_engine.pytorch.saved import Client, Saved, Taken, pop_saved
 from transformer_engine.pytorch.saved.storages import has_storage
 

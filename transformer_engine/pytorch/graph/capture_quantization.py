@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.graph.buffers import version_of
 from transformer_engine.pytorch.graph.describe import shown
+from transformer_engine.pytorch.graph.weight_flag import WeightFlag
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.pytorch.quantization.delayed import ScalingState
@@ -139,33 +139,6 @@ def noted(part: TransformerEngineBaseModule) -> Callable[[], None]:
             p._quantizer = quantizer
 
     return put_back
-
-
-class WeightFlag:
-    """On the device: not 0, the graphs of one capture take the quantized weights that they have. None of the modules'
-    own flags, which may come and go."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros(1, dtype=torch.float32, device=device)
-        self._first = True
-        self._made: dict[int, int | None] = {}  # the version of each weight (by id) that they were made from
-
-    def set(self, first: bool, weights: list[torch.nn.Parameter]) -> None:
-        """Before a replay of a callable that has these weights; `first`: they are quantized anew."""
-        if first:
-            self.note(weights)
-        if first is not self._first:
-            self.tensor.fill_(0.0 if first else 1.0)
-            self._first = first
-
-    def note(self, weights: list[torch.nn.Parameter]) -> None:
-        """They are quantized as they are now."""
-        for p in weights:
-            self._made[id(p)] = version_of(p)
-
-    def made(self, weights: list[torch.nn.Parameter]) -> list[int | None]:
-        """What the quantized ones that there are were made from."""
-        return [self._made.get(id(p)) for p in weights]
 
 
 class Noted(NamedTuple):

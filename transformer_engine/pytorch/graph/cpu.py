@@ -4,23 +4,18 @@ again. It makes nothing faster; it lets schedules, buffers, hooks and refusals r
 import collections
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from transformer_engine.pytorch.graph.backend import HostSync, Written
 from transformer_engine.pytorch.graph.buffers import Buffers, distinct
-
-Written = Sequence[torch.Tensor | None]
 
 # What asks a device for a value or for a size that depends on values: a graph cannot.
 _VALUES = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _SIZES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "is_nonzero"}
-
-
-class HostSync(RuntimeError):
-    """An operation that waits for the device stands in what is captured."""
 
 
 class _RefuseWaiting(TorchFunctionMode):
@@ -83,7 +78,7 @@ class RecordedGraph:
 
 
 class CpuGraphs:
-    """The interface of CudaGraphs. Static tensors that died are given out again, as a graph pool's memory is."""
+    """As CudaGraphs. Static tensors that died are given out again, as a graph pool's memory is."""
 
     def __init__(self) -> None:
         self.buffers, self.apart = Buffers(), Buffers()

@@ -11,7 +11,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.rng import prepare_no_draws
-from transformer_engine.pytorch.graph.cpu import HostSync, Written
+from transformer_engine.pytorch.graph.backend import HostSync, Written
 from transformer_engine.pytorch.graph.describe import OP
 from transformer_engine.pytorch.utils import make_weak_ref
 

@@ -16,6 +16,11 @@ def form_of(t: torch.Tensor) -> str:
     return f"{t.dtype} {list(t.shape)} with strides {list(t.stride())} on {t.device}{grad}"
 
 
+def name_of(module: object, index: int) -> str:
+    named = type(module) if isinstance(module, torch.nn.Module) else module
+    return f"callable {index} ({getattr(named, '__name__', type(module).__name__)})"
+
+
 def is_numpy(value: object) -> bool:
     numpy = sys.modules.get("numpy")  # not imported: nothing of it can be here
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)

@@ -2,7 +2,7 @@
 captured; a pass that has it now, because replays come in another order, is marked. Moves and frees nothing."""
 
 import weakref
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
@@ -10,7 +10,8 @@ from torch._C import _increment_version as increment_version  # torch.autograd.g
 from transformer_engine.pytorch.graph.loans import Loans
 
 
-class Pass(Protocol):
+@dataclass(slots=True, eq=False)
+class Pass:
     """A captured forward with its backward. Positions are those of the captures, in their order."""
 
     label: str
@@ -19,10 +20,10 @@ class Pass(Protocol):
     backward_position: int
     end_position: int  # where what the backward reads is given up; no other pass has the same
     wgrad_position: int | None  # of its delayed weight gradients, where the order has an entry for them
-    wgrad_graph: object | None
+    delays: bool  # it has some
     keeps: bool  # a backward leaves everything as it is, for another one
-    spoilt_by: str | None  # what wrote over that which its backward reads
-    wgrad_spoilt_by: str | None  # and which its delayed weight gradients read
+    spoilt_by: str | None = None  # what wrote over that which the latest call's backward reads
+    wgrad_spoilt_by: str | None = None  # and which its delayed weight gradients read
 
 
 class Flight:
@@ -68,7 +69,7 @@ class Flight:
             self._spoil(at, one.label)
         if not one.keeps:
             self._leave(one.forward_position)
-        if one.wgrad_graph is not None:
+        if one.delays:
             one.wgrad_spoilt_by = None
             self._wait(at, one.wgrad_position, one, "wgrad_spoilt_by")
 

@@ -41,8 +41,8 @@ def installed(module: object, graphed: Graphed) -> object:
 
     def look(what: str) -> None:
         now = _tensors(module)
-        if graphed.unfit is None and any(now.get(name) != tensor for name, tensor in known.items()):
-            graphed.unfit = (
+        if graphed.fitness.unfit is None and any(now.get(name) != tensor for name, tensor in known.items()):
+            graphed.fitness.unfit = (
                 f"{what} gave its module other tensors than those that it was captured with, which the graphs would go "
                 "on reading; reset() it and capture again."
             )
@@ -67,7 +67,7 @@ def installed(module: object, graphed: Graphed) -> object:
                 delattr(module, name)
 
     loading = module.register_load_state_dict_post_hook(partial(_loaded, graphed, look))
-    graphed.on_reset = restore
+    graphed.fitness.on_reset = restore
     module.forward = graphed
     module._apply = _apply
     for name in _METHODS[1:]:

@@ -3,14 +3,10 @@ which somebody may still hold when the next replay writes there. Decides nothing
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from transformer_engine.pytorch.graph.buffers import Buffers, distinct
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.graph.replay import Graphed
 
 
 class Loans:
@@ -19,16 +15,17 @@ class Loans:
     (autograd holds it for a sum, a hook or torch.autograd.grad() for the user), it gets memory of its own."""
 
     def __init__(self) -> None:
-        self.out: list[tuple[weakref.ref, Graphed]] = []
+        self.out: list[tuple[weakref.ref, object]] = []  # (gradient, taker)
         # Gradients of parameters that stand in static memory: (position of the graph that wrote it, parameter, address)
         self.grads: list[tuple[int, torch.nn.Parameter, int]] = []
         self.latest = -1  # of their positions
 
-    def lend(self, gradient: torch.Tensor, taker: "Graphed") -> torch.Tensor:
+    def lend(self, gradient: torch.Tensor, taker: object) -> torch.Tensor:
+        """taker: the captured callable whose backward reads it, known by its identity alone."""
         self.out.append((weakref.ref(gradient), taker))
         return gradient
 
-    def settle(self, replayed: "Graphed | None" = None) -> None:
+    def settle(self, replayed: object | None = None) -> None:
         """Before a replay, of the backward of `replayed`, or of anything else."""
         left = []
         for loan in self.out:

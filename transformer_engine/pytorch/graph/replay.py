@@ -1,22 +1,26 @@
-"""A captured callable: checks its arguments, copies them into the static tensors, replays. Nothing is captured here."""
+"""A captured callable: has its arguments checked (replay_arguments.Signature.match; what else a call or a backward may
+not be is replay_refusals.py), copies them into the static tensors, replays. Nothing is captured here."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
 from transformer_engine.pytorch import capture_flag
+from transformer_engine.pytorch.graph.backend import Backend, Graph
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
-from transformer_engine.pytorch.graph.capture_quantization import WeightFlag
+from transformer_engine.pytorch.graph.calls import Calls, Fitness
+from transformer_engine.pytorch.graph.captured import BackwardGraph, ForwardGraph, WeightGradGraph
 from transformer_engine.pytorch.graph.describe import shown
-from transformer_engine.pytorch.graph.flight import Flight
+from transformer_engine.pytorch.graph.flight import Flight, Pass
 from transformer_engine.pytorch.graph.loans import Loans
 from transformer_engine.pytorch.graph.replay_arguments import Signature
 from transformer_engine.pytorch.graph.replay_refusals import Refusals
 from transformer_engine.pytorch.graph.replay_scales import Scales
-from transformer_engine.pytorch.graph.weight_grads import Fused, WeightGrads
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.graph.weight_flag import WeightFlag
+from transformer_engine.pytorch.graph.weight_grads import WeightGrads
 from transformer_engine.pytorch.quantization.products import Plan
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.recompute_phase import recompute_phase
@@ -32,12 +36,13 @@ class _Replay(torch.autograd.Function):
         ctx.takers = [graphed.taker(t.grad_fn) for t in surface[: len(graphed.wanted)]]
         ctx.set_materialize_grads(False)
         outputs = graphed.run_forward(given, stream, event, microbatch)
-        ctx.turn = graphed.turn
-        ctx.held = [t._version for t in graphed.guarded_held]
+        ctx.turn = graphed.calls.turn
+        ctx.held = [t._version for t in graphed.backward_graph.guarded_held]
         ctx.kept = None if graphed.flag is None else graphed.flag.made(graphed.kept_weights)
-        ctx.versions = graphed.versions(given) if graphed.guarded_results or not graphed.all_moved else ()
-        if graphed.constant_outputs:
-            ctx.mark_non_differentiable(*(outputs[i] for i in graphed.constant_outputs))
+        fore = graphed.forward_graph
+        ctx.versions = graphed.versions(given) if fore.guarded_results or not graphed.calls.all_moved else ()
+        if fore.constant_outputs:
+            ctx.mark_non_differentiable(*(outputs[i] for i in fore.constant_outputs))
         return outputs
 
     @staticmethod
@@ -49,6 +54,7 @@ class _Replay(torch.autograd.Function):
 _replay = super(torch.autograd.Function, _Replay).apply
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
 class Graphed(Refusals, WeightGrads):
     """Call it as the callable that it was captured from, with tensors of the same form.
 
@@ -65,86 +71,37 @@ class Graphed(Refusals, WeightGrads):
     read parameters where they were: change them in place.
     """
 
-    def __init__(self, label: str, signature: Signature, backend: object, *, eager: Callable, module: object) -> None:
-        self.label, self.signature, self.backend = label, signature, backend
-        self.eager = eager
-        self.module = module if isinstance(module, torch.nn.Module) else None
-        self.training = None if self.module is None else module.training
-        self.mismatches = 0
-        self.ran_eager = False  # the latest call did: what it left is the module's own
-        self.flag: WeightFlag | None = None  # each call says whether quantized weights are made anew
-        self.kept_weights: list[torch.nn.Parameter] = []  # whose quantized ones all calls of the module share
-        self.scales: Scales | None = None
-        self.plan: Plan | None = None  # of the recipe that its modules were captured with
-        self.gone = False
-        self.unfit: str | None = None  # why it cannot be called any more
-        self.turn = 0  # of forward replays: a backward belongs to the latest one
-        self.backward_turn = 0
-        self.flight: Flight | None = None  # where other graphs have the same pool
-        self.loans = Loans()
-        self.forward_position = self.backward_position = self.end_position = 0
-        self.next_backward = -1  # the position of the backward that was captured behind its own
-        self.wgrad_position: int | None = None
-        self.wgrad_captured = 0  # where it was captured, whether or not the order has an entry for it
-        self.whole = False  # a call is followed by the whole graph, whatever event the caller has
-        self.spoilt_by: str | None = None  # what wrote over memory of the latest call that its backward reads
-        self.wgrad_spoilt_by: str | None = None  # or that its delayed weight gradients read
-        self.wgrad_due: tuple | None = None
-        self.forward_graph = self.backward_graph = self.wgrad_graph = None
-        self.replay_forward: Callable[[], None] | None = None  # of the graphs, without a frame of Python between
-        self.replay_backward: Callable[[], None] | None = None
-        self.forward_events: frozenset = frozenset()  # the handles of those that they record
-        self.backward_events: frozenset = frozenset()
-        self.inputs: list[torch.Tensor] = []
-        self.addresses: list[int] = []  # of the inputs
-        self.near = self.grads_near = 0, 0  # where what overlaps an input, or an incoming gradient, begins
-        self.written: list[int] = []  # inputs that the forward writes to
-        self.touched: list[torch.Tensor] = []  # parameters and buffers that the forward writes to
-        self.touched_backward: list[torch.Tensor] = []
-        self.writes: list[torch.Tensor] = []  # what a forward's replay writes to without torch's counting it
-        self.backward_writes: list[torch.Tensor] = []
-        self.guarded_inputs: list[int] = []  # which, and which outputs, nobody may write to before the backward
-        self.guarded_results: list[int] = []
-        self.guarded_held: list[torch.Tensor] = []  # parameters and buffers that the backward reads
-        self.all_moved = False  # the latest call was given no static input itself
-        self.wanted: list[int] = []
-        self.parameters: list[torch.nn.Parameter] = []
-        self.frozen: list[torch.nn.Parameter] = []  # those that wanted no gradient
-        self.without_grad = False  # captured under no_grad
-        self.outputs: list[torch.Tensor] = []
-        self.made: list[torch.Tensor] = []  # those that are no argument, parameter or buffer
-        self.buried: list[torch.Tensor] = []  # results of earlier passes that are over: their memory may be its own
-        self.constant_outputs: list[int] = []
-        self.grad_outputs: list[torch.Tensor | None] = []  # one for each output
-        self.grad_addresses: list[int] = []  # of these
-        self.grad_inputs: list[torch.Tensor | None] = []  # of the wanted inputs
-        self.grad_parameters: list[torch.Tensor | None] = []
-        self.copied: list[bool] = []  # which of the parameters' are handed out as copies
-        self.copied_grads: list[torch.Tensor] = []  # those
-        # Parameters whose gradients are handed out without a copy, and those: the backward's, and backward_dw()'s.
-        self.static_grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self.static_wgrads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self.form = None  # of the result
-        self.single = False  # it is one tensor
-        self.result: list[object] = []  # its leaves; None where a tensor stands
-        self.is_tensor: list[bool] = []
-        self.keeps = False  # a backward may run again
-        self.offloads = False  # graphs of its capture copy what layers save to the host and back
-        self.wgrads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self.fused: list[Fused] = []  # whose gradients the backward adds to main_grad
-        self.fused_later: list[Fused] = []  # and backward_dw()
-        self.delaying: list[TransformerEngineBaseModule] = []
-        self.delayed: frozenset[int] = frozenset()  # parameters (by id) whose gradients backward_dw() computes
-        self.held: list[object] = []  # what backward_dw()'s graph reads, where it may run at any time
-        self.on_reset: Callable[[], object] | None = None
+    label: str
+    signature: Signature
+    backend: Backend
+    eager: Callable
+    module: torch.nn.Module | None
+    training: bool | None
+    forward_graph: ForwardGraph
+    backward_graph: BackwardGraph | None
+    wgrad_graph: WeightGradGraph | None
+    wanted: list[int]  # inputs that want a gradient
+    parameters: list[torch.nn.Parameter]  # that get one
+    frozen: list[torch.nn.Parameter]  # that wanted none
+    without_grad: bool  # captured under torch.no_grad()
+    offloads: bool  # graphs of its capture copy what layers save to the host and back
+    plan: Plan | None  # of the recipe that its modules were captured with
+    scales: Scales
+    flag: WeightFlag | None  # each call says whether quantized weights are made anew
+    kept_weights: list[torch.nn.Parameter]  # whose quantized ones all calls of the module share
+    flight: Flight | None  # where other graphs have the same pool
+    loans: Loans
+    place: Pass  # among the captures of the pool
+    calls: Calls
+    fitness: Fitness
 
     # ---- forward ----
 
     def __call__(
         self, *args, is_first_microbatch=None, cuda_graph_stream=None, cuda_graph_event=None, **kwargs
     ) -> object:
-        if self.unfit is not None:
-            raise RuntimeError(f"{self.label}: {self.unfit}")
+        if self.fitness.unfit is not None:
+            raise RuntimeError(f"{self.label}: {self.fitness.unfit}")
         if capture_flag._capturing:
             self._refuse_capturing()
         if self.module is not None and self.module.training is not self.training:
@@ -163,7 +120,8 @@ class Graphed(Refusals, WeightGrads):
         if self.plan is not None and STATE.enabled:
             self._check_recipe()
         given = self.signature.match(args, kwargs)
-        if self.wgrad_due is not None:
+        calls = self.calls
+        if calls.wgrad_due is not None:
             raise RuntimeError(
                 f"{self.label}: called while the weight gradients of its last backward wait for backward_dw(), which "
                 "reads what this call overwrites; call backward_dw() first (drop_backward_dw() where that step was "
@@ -192,7 +150,7 @@ class Graphed(Refusals, WeightGrads):
                     watched, put_back = self.scales.again(phase)
                 else:
                     put_back = self.scales.noted_rows()
-                self.whole = True
+                calls.whole = True
             elif phase.enabled:
                 watched, alone = self.scales.first_run(phase, backward)
             elif backward:
@@ -201,7 +159,7 @@ class Graphed(Refusals, WeightGrads):
                 alone = self.scales.enter()[1]
         try:
             if self.flight is not None:
-                self.flight.forward(self, backward)
+                self.flight.forward(self.place, backward)
             if backward:
                 call = self, given, cuda_graph_stream, cuda_graph_event, is_first_microbatch, watched
                 outputs = _replay(call, *[given[i] for i in self.wanted], *self.parameters)
@@ -214,10 +172,11 @@ class Graphed(Refusals, WeightGrads):
         finally:
             if put_back is not None:
                 put_back()
-                self.whole = False
+                calls.whole = False
         if alone is not None:
             alone.update_forward()
-        return outputs[0] if self.single else self.assemble(outputs)
+        fore = self.forward_graph
+        return outputs[0] if fore.single else fore.assemble(outputs)
 
     def taker(self, producer: object | None) -> "Graphed | None":
         """Whose backward gets the gradient of an argument without a copy, by the node that made the argument: another
@@ -226,22 +185,22 @@ class Graphed(Refusals, WeightGrads):
         if type(producer) is not _Replay._backward_cls:
             return None
         other = producer.call[0]
-        return other if other.loans is not self.loans or other.backward_position == self.next_backward else None
-
-    def assemble(self, outputs: tuple[torch.Tensor, ...]) -> object:
-        tensors = iter(outputs)
-        return self.form.unflatten(next(tensors) if t else leaf for t, leaf in zip(self.is_tensor, self.result))
+        if other.loans is not self.loans or other.place.backward_position == self.backward_graph.next_position:
+            return other
+        return None
 
     def run_forward(self, given, stream, event, microbatch) -> tuple[torch.Tensor, ...]:
-        if self.loans.out:
-            self.loans.settle()
-        if self.loans.latest >= self.forward_position:
-            self.loans.keep_grads(self.forward_position)
-        increment_version(self.writes)  # before the work, of which the CPU has history
+        fore, calls, loans = self.forward_graph, self.calls, self.loans
+        inputs, addresses = fore.inputs, fore.addresses
+        if loans.out:
+            loans.settle()
+        if loans.latest >= self.place.forward_position:
+            loans.keep_grads(self.place.forward_position)
+        increment_version(fore.writes)  # before the work, of which the CPU has history
         if stream is None:  # fill and replay, written out: every call of Python's costs
-            low, high = self.near
+            low, high = fore.near
             moves, meets = [], False
-            for static, address, tensor in zip(self.inputs, self.addresses, given):
+            for static, address, tensor in zip(inputs, addresses, given):
                 at = tensor.data_ptr()
                 if at != address:
                     moves.append((static, tensor))
@@ -249,29 +208,30 @@ class Graphed(Refusals, WeightGrads):
                         meets = True
             for static, tensor in apart(moves) if meets else moves:
                 static.copy_(tensor)
-            self.all_moved = len(moves) == len(given)
+            calls.all_moved = len(moves) == len(given)
             if self.flag is not None:  # a recomputation reads what there is
                 self.flag.set(microbatch and not recompute_phase().recomputing, self.kept_weights)
-            self.replay_forward()
+            fore.replay()
         else:
-            self.all_moved = False  # or not: it is looked at again
-            to_fill = self.inputs, self.addresses, self.near, given
-            whole = self.whole or bool(self.written)
-            self._launch(self.forward_graph, to_fill, stream, None if whole else event, microbatch)
-        for i in self.written:  # as eager does
-            if given[i].data_ptr() != self.addresses[i]:
-                given[i].copy_(self.inputs[i])
-        self.turn += 1
-        self.ran_eager = False
-        return tuple([t.detach() for t in self.outputs])
+            calls.all_moved = False  # or not: it is looked at again
+            whole = calls.whole or bool(fore.written)
+            to_fill = inputs, addresses, fore.near, given
+            self._launch(fore.graph, to_fill, stream, None if whole else event, microbatch)
+        for i in fore.written:  # as eager does
+            if given[i].data_ptr() != addresses[i]:
+                given[i].copy_(inputs[i])
+        calls.turn += 1
+        calls.ran_eager = False
+        return tuple([t.detach() for t in fore.outputs])
 
     def versions(self, given) -> list[tuple[int, int]]:
         """(which, how often it was written to) of what a caller holds and may not write to before the backward."""
-        held = [i for i in self.guarded_inputs if given[i].data_ptr() == self.addresses[i]]
-        found = [(~i, version_of(self.inputs[i])) for i in held]
-        return found + [(i, version_of(self.outputs[i])) for i in self.guarded_results]
+        fore = self.forward_graph
+        held = [i for i in fore.guarded_inputs if given[i].data_ptr() == fore.addresses[i]]
+        found = [(~i, version_of(fore.inputs[i])) for i in held]
+        return found + [(i, version_of(fore.outputs[i])) for i in fore.guarded_results]
 
-    def _launch(self, graph, to_fill, stream, event, microbatch=None) -> None:
+    def _launch(self, graph: Graph, to_fill, stream, event, microbatch=None) -> None:
         """Fills what is to be filled, then replays; on a stream of its own, the current one waits behind it.
         microbatch: of a forward, for the flag of its weights."""
         current = self.backend.current_stream()
@@ -299,85 +259,85 @@ class Graphed(Refusals, WeightGrads):
                 f"{self.label}: double backward is not supported (backward ran with create_graph=True); run the "
                 "callable without its graph where a gradient of a gradient is needed."
             )
-        if self.gone:
+        if self.fitness.gone:
             raise RuntimeError(f"{self.label}: backward after reset(), which dropped its graphs; capture again.")
-        if ctx.turn != self.turn or (self.backward_turn == self.turn and not self.keeps):
+        back, later, calls, loans = self.backward_graph, self.wgrad_graph, self.calls, self.loans
+        if ctx.turn != calls.turn or (calls.backward_turn == calls.turn and not back.keeps):
             self._refuse_turn(ctx.turn)
-        if self.spoilt_by is not None:
-            self._refuse_spoilt("backward", self.spoilt_by)
+        if self.place.spoilt_by is not None:
+            self._refuse_spoilt("backward", self.place.spoilt_by)
         if ctx.versions:
             self._check_versions(ctx.versions)
-        if ctx.held != [t._version for t in self.guarded_held]:
+        if ctx.held != [t._version for t in back.guarded_held]:
             self._refuse_held(ctx.held)
         if ctx.kept is not None and ctx.kept != self.flag.made(self.kept_weights):
             self._refuse_kept()
-        unwanted = self._unwanted() if self.fused or self.delayed else ()
+        delayed = () if later is None else later.parameters
+        unwanted = self._unwanted() if back.fused or delayed else ()
         if self.flight is not None:
-            self.flight.backward(self)
-        if self.loans.out:
-            self.loans.settle(self)
-        if self.loans.latest >= self.backward_position:
-            self.loans.keep_grads(self.backward_position)
+            self.flight.backward(self.place)
+        if loans.out:
+            loans.settle(self)
+        if loans.latest >= self.place.backward_position:
+            loans.keep_grads(self.place.backward_position)
         _, stream, microbatch, event, watched = ctx.call
-        kept = self._prepare_main_grads(self.fused, microbatch, unwanted) if self.fused else ()
-        to_fill = self.grad_outputs, self.grad_addresses, self.grads_near, grads
+        kept = self._prepare_main_grads(back.fused, microbatch, unwanted) if back.fused else ()
+        to_fill = back.grad_outputs, back.grad_addresses, back.near, grads
         if stream is None:
             fill(*to_fill)
-            self.replay_backward()
+            back.replay()
         else:
-            if event is not None and (kept or self.backend.handle_of(event) not in self.backward_events):
+            if event is not None and (kept or self.backend.handle_of(event) not in back.events):
                 event = None
-            self._launch(self.backward_graph, to_fill, stream, event)
+            self._launch(back.graph, to_fill, stream, event)
         for put_back in kept:
             put_back()
-        if self.backward_writes:
-            increment_version(self.backward_writes)
-        self.backward_turn = self.turn
+        if back.writes:
+            increment_version(back.writes)
+        calls.backward_turn = calls.turn
         if watched is not None:  # as in eager: scales are made when all of this backward has ended
             watch, place = watched
             watch.reached(place)
-        static = [grad for grad, taker in zip(self.grad_inputs, ctx.takers) if taker is None and grad is not None]
-        static += self.copied_grads
+        static = [grad for grad, taker in zip(back.grad_inputs, ctx.takers) if taker is None and grad is not None]
+        static += back.copied_grads
         # Times 1, which is exact: all copies by one call and one launch.
         copies = iter(torch._foreach_mul(static, 1) if static else ())
         found = [
-            None if grad is None else next(copies) if taker is None else self.loans.lend(grad.detach(), taker)
-            for grad, taker in zip(self.grad_inputs, ctx.takers)
+            None if grad is None else next(copies) if taker is None else loans.lend(grad.detach(), taker)
+            for grad, taker in zip(back.grad_inputs, ctx.takers)
         ]
-        if len(self.copied_grads) == len(self.grad_parameters):
+        if len(back.copied_grads) == len(back.grad_parameters):
             found += copies
         else:
             found += [
                 None if grad is None else next(copies) if copied else grad.detach()
-                for grad, copied in zip(self.grad_parameters, self.copied)
+                for grad, copied in zip(back.grad_parameters, back.copied)
             ]
-        for weight, _ in self.fused:
+        for weight, _ in back.fused:
             if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad") and id(weight) not in unwanted:
                 weight.grad_added_to_main_grad = True
-        if self.static_grads:
-            self.loans.hand_out(self.backward_position, self.static_grads)
-        if self.delayed and not (unwanted and self.delayed <= unwanted):
-            self.wgrad_due = stream, microbatch, unwanted
+        if back.static_grads:
+            loans.hand_out(self.place.backward_position, back.static_grads)
+        if delayed and not (unwanted and delayed <= unwanted):
+            calls.wgrad_due = stream, microbatch, unwanted
         return found
 
     # ---- the end ----
 
     def reset(self) -> None:
         """Drops the graphs and the static tensors; a module runs without graph again. Twice is once."""
-        if self.gone:
+        fitness = self.fitness
+        if fitness.gone:
             return
         self.loans.settle()
-        self.gone, self.unfit = True, "called after reset(), which dropped its graphs; capture again."
+        fitness.gone, fitness.unfit = True, "called after reset(), which dropped its graphs; capture again."
         for graph in (self.forward_graph, self.backward_graph, self.wgrad_graph):
             if graph is not None:
-                graph.reset()
-        self.forward_graph = self.backward_graph = self.replay_forward = self.replay_backward = None
-        self.inputs, self.outputs, self.grad_outputs, self.buried, self.made = [], [], [], [], []
-        self.grad_inputs, self.grad_parameters, self.copied_grads, self.wgrads = [], [], [], []
-        self.touched, self.touched_backward, self.writes, self.backward_writes = [], [], [], []
-        self.held, self.wgrad_due, self.static_grads, self.static_wgrads = [], None, [], []
-        if self.on_reset is not None:
-            self.on_reset()
+                graph.drop()
+        self.place.made.clear()
+        self.calls.wgrad_due = None
+        if fitness.on_reset is not None:
+            fitness.on_reset()
 
     def __deepcopy__(self, memo):
         raise RuntimeError(f"{self.label}: a captured callable cannot be copied or pickled; reset() it first.")

@@ -1,5 +1,5 @@
-"""What a captured callable is called with: the form of its arguments, and the check of a call against it. Copies
-nothing and changes nothing."""
+"""Where a replay checks its arguments: the form of what a callable was captured with (Signature), and the check of each
+call against it (Signature.match). Copies nothing and changes nothing."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,5 @@
-"""What a captured callable refuses, by name, before anything is copied or changed. Replays nothing."""
+"""What else a call of a captured callable, or its backward, may not be (another mode, recipe or stream, a spoilt pass):
+refused by name before anything is copied or changed. Its arguments are replay_arguments.py's. Replays nothing."""
 
 import inspect
 import warnings
@@ -10,6 +11,8 @@ from transformer_engine.pytorch.quantization.surroundings import STATE
 
 class Refusals:
     """Of replay.Graphed, whose attributes these are."""
+
+    __slots__ = ()
 
     def _refuse_capturing(self) -> None:
         if getattr(self.eager, "running", False):
@@ -41,7 +44,7 @@ class Refusals:
 
     def _refuse_turn(self, turn: int) -> None:
         """A backward of a call whose static tensors hold another one, or nothing."""
-        if turn == self.turn:
+        if turn == self.calls.turn:
             raise RuntimeError(
                 f"{self.label}: backward of a call whose tensors are gone: it ran already. Run it once; "
                 "retain_graph_in_backward=True captures one that runs again."
@@ -55,15 +58,15 @@ class Refusals:
 
     def _other_mode(self, args: tuple, kwargs: dict, is_first_microbatch: bool | None) -> object:
         modes = {True: "train", False: "eval"}
-        self.mismatches += 1
+        self.calls.mismatches += 1
         warnings.warn(
             f"{self.label}: captured in {modes[self.training]} mode, called in {modes[not self.training]} mode: runs "
-            f"without the graph, {self.mismatches} times so far.",
+            f"without the graph, {self.calls.mismatches} times so far.",
             stacklevel=3,
         )
         if is_first_microbatch is not None and "is_first_microbatch" in inspect.signature(self.eager).parameters:
             kwargs = {**kwargs, "is_first_microbatch": is_first_microbatch}
-        self.ran_eager = True
+        self.calls.ran_eager = True
         return self.eager(*args, **kwargs)
 
     def _check_stream(self, stream: object | None, event: object | None) -> None:
@@ -84,7 +87,7 @@ class Refusals:
                 f"{self.label}: argument 'cuda_graph_event' was given without a stream of the graph's own, where it "
                 "would wait for nothing; pass that stream as 'cuda_graph_stream', or leave the event out."
             )
-        if self.backend.handle_of(event) not in self.forward_events:
+        if self.backend.handle_of(event) not in self.forward_graph.events:
             raise ValueError(
                 f"{self.label}: argument 'cuda_graph_event' is an event that the captured forward does not record, so "
                 "that the results would be read early; record it there, a torch.cuda.Event(external=True), or leave it "
@@ -113,8 +116,9 @@ class Refusals:
             )
 
     def _check_versions(self, versions: list[tuple[int, int]]) -> None:
+        fore = self.forward_graph
         for i, version in versions:
-            if version_of(self.outputs[i] if i >= 0 else self.inputs[~i]) != version:
+            if version_of(fore.outputs[i] if i >= 0 else fore.inputs[~i]) != version:
                 name = f"result {i}" if i >= 0 else self.signature.names[self.signature.slots[~i]]
                 raise RuntimeError(
                     f"{self.label}: {name} was written to in place between the call and its backward, which reads it, "
@@ -123,7 +127,7 @@ class Refusals:
                 )
 
     def _refuse_held(self, versions: list[int]) -> None:
-        changed = {id(t) for t, version in zip(self.guarded_held, versions) if t._version != version}
+        changed = {id(t) for t, version in zip(self.backward_graph.guarded_held, versions) if t._version != version}
         held = (*self.module.named_parameters(), *self.module.named_buffers())
         names = [name for name, t in held if id(t) in changed]
         raise RuntimeError(

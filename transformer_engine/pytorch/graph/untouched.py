@@ -18,23 +18,8 @@ from transformer_engine.pytorch.graph.capture_quantization import (
     save_fp8_tensors,
 )
 from transformer_engine.pytorch.graph.describe import PLAIN
+from transformer_engine.pytorch.graph.main_grads import fused_weights, main_grad_of
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-
-
-def fused_weights(module: object) -> list[torch.nn.Parameter]:
-    """The parameters whose gradients the modules of this library add to main_grad themselves."""
-    return [p for part in our_modules(module) for p in own_fused(part)]
-
-
-def own_fused(part: TransformerEngineBaseModule) -> list[torch.nn.Parameter]:
-    """As above, of one module without its submodules: there every matrix is a product's weight."""
-    if not part.fuse_wgrad_accumulation:
-        return []
-    return [p for p in part.parameters(recurse=False) if p.dim() == 2 and p.requires_grad]
-
-
-def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor | None:
-    return weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
 
 
 class Kept:

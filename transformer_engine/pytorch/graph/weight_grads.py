@@ -3,88 +3,80 @@ those that wait for backward_dw(). Replays what was captured, and computes nothi
 
 from collections.abc import Callable, Container
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.graph.untouched import main_grad_of
+from transformer_engine.pytorch.graph.main_grads import Fused, main_grad_of
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad
-
-
-class Fused(NamedTuple):
-    """A weight, and where its main_grad was when the graph was captured."""
-
-    weight: torch.nn.Parameter
-    address: int
-
-    @classmethod
-    def of(cls, weight: torch.nn.Parameter) -> "Fused":
-        return cls(weight, main_grad_of(weight).data_ptr())
 
 
 class WeightGrads:
     """Of replay.Graphed, whose attributes these are."""
 
+    __slots__ = ()
+
     def backward_dw(self) -> None:
         """The weight gradients that the latest backward left, then the hooks of the modules that left them.
         RuntimeError where none did."""
-        if self.ran_eager and self.wgrad_due is None and hasattr(type(self.module), "backward_dw"):
+        calls, later = self.calls, self.wgrad_graph
+        if calls.ran_eager and calls.wgrad_due is None and hasattr(type(self.module), "backward_dw"):
             return type(self.module).backward_dw(self.module)
-        if self.wgrad_graph is None:
+        if later is None:
             return
-        if self.gone or self.wgrad_due is None:
+        if self.fitness.gone or calls.wgrad_due is None:
+            gone = self.fitness.gone
             raise RuntimeError(
                 f"{self.label}: backward_dw() was called, but "
-                + ("reset() dropped its graphs; capture again." if self.gone else "no backward has left it anything.")
+                + ("reset() dropped its graphs; capture again." if gone else "no backward has left it anything.")
             )
         if self.flight is not None:
-            if self.wgrad_spoilt_by is not None:
-                self._refuse_spoilt("backward_dw()", self.wgrad_spoilt_by)
-            self.flight.weight_grads(self)
+            if self.place.wgrad_spoilt_by is not None:
+                self._refuse_spoilt("backward_dw()", self.place.wgrad_spoilt_by)
+            self.flight.weight_grads(self.place)
         if self.loans.out:
             self.loans.settle()
-        if self.loans.latest >= self.wgrad_captured:
-            self.loans.keep_grads(self.wgrad_captured)
-        stream, microbatch, unwanted = self.wgrad_due
+        if self.loans.latest >= later.position:
+            self.loans.keep_grads(later.position)
+        stream, microbatch, unwanted = calls.wgrad_due
         with torch.no_grad():
-            kept = self._prepare_main_grads(self.fused_later, microbatch, unwanted)
-            self._launch(self.wgrad_graph, ((), (), (0, 0), ()), stream, None)  # an event is not recorded in there
-            self.wgrad_due = None
+            kept = self._prepare_main_grads(later.fused, microbatch, unwanted)
+            self._launch(later.graph, ((), (), (0, 0), ()), stream, None)  # an event is not recorded in there
+            calls.wgrad_due = None
             for put_back in kept:
                 put_back()
-            increment_version([grad for _, grad in self.static_wgrads])
-            static = {id(parameter) for parameter, _ in self.static_wgrads}
-            for parameter, grad in self.wgrads:
+            increment_version([grad for _, grad in later.static_grads])
+            static = {id(parameter) for parameter, _ in later.static_grads}
+            for parameter, grad in later.grads:
                 if not parameter.requires_grad or id(parameter) in unwanted:
                     continue
                 if parameter.grad is None:
                     parameter.grad = grad.detach() if id(parameter) in static else grad.clone()
                 else:
                     parameter.grad += grad
-            if self.static_wgrads:
-                self.loans.hand_out(self.wgrad_captured, self.static_wgrads)
-            for weight, _ in self.fused_later:
+            if later.static_grads:
+                self.loans.hand_out(later.position, later.static_grads)
+            for weight, _ in later.fused:
                 asked = weight.requires_grad and id(weight) not in unwanted
                 if asked and hasattr(weight, "grad_added_to_main_grad"):
                     weight.grad_added_to_main_grad = True
                     if weight.grad is None:
                         zero = getattr(weight, "zero_out_wgrad", False)
                         weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
-        for part in self.delaying:
+        for part in later.modules:
             for hook in part._wgrad_hooks:
                 hook()
 
     def drop_backward_dw(self) -> None:
         """Forgets what waits for backward_dw(): for a step that is given up."""
-        if self.ran_eager and hasattr(type(self.module), "drop_backward_dw"):
+        if self.calls.ran_eager and hasattr(type(self.module), "drop_backward_dw"):
             type(self.module).drop_backward_dw(self.module)
-        self.wgrad_due = None
+        self.calls.wgrad_due = None
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for backward_dw()."""
-        if self.ran_eager and hasattr(type(self.module), "need_backward_dw"):
+        if self.calls.ran_eager and hasattr(type(self.module), "need_backward_dw"):
             return type(self.module).need_backward_dw(self.module)
         return self.wgrad_graph is not None
 
@@ -92,10 +84,11 @@ class WeightGrads:
         """In a backward: the parameters, by id, whose gradients it is not asked for (torch.autograd.grad(y, x),
         backward(inputs=)). RuntimeError for a bias whose gradient comes with its weight's alone, and that one later."""
         unwanted = frozenset(id(self.parameters[i]) for i in _C.unwanted(self.parameters))
-        for part in self.delaying if unwanted else ():
+        later = self.wgrad_graph
+        for part in later.modules if unwanted and later is not None else ():
             for product in part._wgrad_stores:
                 names = part._product_names(product)
-                weights, biases = ({id(getattr(part, name)) for name in some} & self.delayed for some in names)
+                weights, biases = ({id(getattr(part, name)) for name in some} & later.parameters for some in names)
                 if weights <= unwanted and not biases <= unwanted:
                     raise RuntimeError(
                         f"{self.label}: backward was asked for the gradient of {names[1]} and not of {names[0]}, but "
