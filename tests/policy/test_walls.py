@@ -52,7 +52,7 @@ def test_there_are_rooms():
 def test_room_has_every_part_under_its_stem(room):
     missing = [part.format(room=room) for part in PARTS if not (REPO / part.format(room=room)).exists()]
     assert not missing, f"room {room!r} lacks {missing}"
-    assert f"register_{room}(m)" in (CSRC / "module.cpp").read_text()
+    assert f"  X({room})" in (CSRC / "module.cpp").read_text()
 
 
 def test_every_op_folder_with_an_entry_point_is_a_room():

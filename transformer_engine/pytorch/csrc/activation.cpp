@@ -3,11 +3,9 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include "autograd.h"
+#include "faces.h"
 
 namespace te_torch {
 
@@ -137,39 +135,24 @@ std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std
   return {dx, y};
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("activation_fwd(Tensor x, str kind, float[] params) -> Tensor");
-  m.def("activation_bwd(Tensor dy, Tensor x, str kind, float[] params, bool emit) -> (Tensor, Tensor)");
-  m.def("activation(Tensor x, str kind, float[] params) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("activation_fwd", activation_fwd);
-  m.impl("activation_bwd", activation_bwd);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("activation_fwd", activation_fwd);
-  m.impl("activation_bwd", activation_bwd);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("activation_fwd", activation_fwd_meta);
-  m.impl("activation_bwd", activation_bwd_meta);
-}
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { m.impl("activation", activation_dispatched); }
-TORCH_LIBRARY_IMPL(te, Autograd, m) { m.impl("activation", activation_autograd); }
-TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { m.impl("activation", activation_autocast); }
-TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { m.impl("activation", activation_autocast); }
-
-void register_activation(pybind11::module_& m) {
-  m.def("activation", torch::wrap_pybind_function_no_gil(activation));
-  m.def("activation_fwd", torch::wrap_pybind_function_no_gil(
-                              [](const Tensor& x, const std::string& kind, const std::vector<double>& params) {
-                                return activation_fwd(x, kind, params);
-                              }));
-  m.def("activation_bwd",
-        torch::wrap_pybind_function_no_gil([](const Tensor& dy, const Tensor& x, const std::string& kind,
-                                              const std::vector<double>& params,
-                                              bool emit) { return activation_bwd(dy, x, kind, params, emit); }));
-  m.def("activation_kinds", [] {
+TE_FACES(activation, faces) {
+  faces.op("activation_fwd(Tensor x, str kind, float[] params) -> Tensor")
+      .kernel(activation_fwd)
+      .meta(activation_fwd_meta)
+      .python([](const Tensor& x, const std::string& kind, const std::vector<double>& params) {
+        return activation_fwd(x, kind, params);
+      });
+  faces.op("activation_bwd(Tensor dy, Tensor x, str kind, float[] params, bool emit) -> (Tensor, Tensor)")
+      .kernel(activation_bwd)
+      .meta(activation_bwd_meta)
+      .python([](const Tensor& dy, const Tensor& x, const std::string& kind, const std::vector<double>& params,
+                 bool emit) { return activation_bwd(dy, x, kind, params, emit); });
+  faces.op("activation(Tensor x, str kind, float[] params) -> Tensor")
+      .composite(activation_dispatched)
+      .autograd(activation_autograd)
+      .autocast(activation_autocast)
+      .python(activation);
+  faces.python("activation_kinds", [] {
     std::vector<std::tuple<std::string, bool>> kinds;
     for (int k = 0; k < te_activation_count(); ++k)
       kinds.emplace_back(te_activation_name(k), te_activation_is_gated(k));

@@ -1,10 +1,8 @@
 // activation straight to FP8, binding: kernel wrappers, schemas and Meta functions. A quantizer written in Python gets
 // the activation as a tensor and quantizes that.
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include "activation.h"
+#include "faces.h"
 
 namespace te_torch {
 
@@ -127,49 +125,34 @@ TenTensors activation_bwd_quantized_meta(const Tensor& dy, const Tensor& x, std:
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "activation_fwd_quantized(Tensor x, str kind, float[] params, int[] spec, bool rowwise, bool columnwise) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "activation_bwd_quantized(Tensor dy, Tensor x, str kind, float[] params, int[] dx_spec, bool dx_rowwise, bool "
-      "dx_columnwise, bool dbias, int[] y_spec, Tensor? y_used_scales, bool y_rowwise, bool y_columnwise) -> (Tensor, "
-      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("activation_fwd_quantized", activation_fwd_quantized_op);
-  m.impl("activation_bwd_quantized", activation_bwd_quantized_op);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("activation_fwd_quantized", activation_fwd_quantized_op);
-  m.impl("activation_bwd_quantized", activation_bwd_quantized_op);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("activation_fwd_quantized", activation_fwd_quantized_meta);
-  m.impl("activation_bwd_quantized", activation_bwd_quantized_meta);
-}
-
-void register_activation_quantized(pybind11::module_& m) {
-  m.def(
-      "activation_fwd_quantized",
-      torch::wrap_pybind_function_no_gil([](const Tensor& x, const std::string& kind, const std::vector<double>& params,
-                                            const Quantizer& quantizer, bool rowwise, bool columnwise) {
+TE_FACES(activation_quantized, faces) {
+  faces
+      .op("activation_fwd_quantized(Tensor x, str kind, float[] params, int[] spec, bool rowwise, bool columnwise) -> "
+          "(Tensor, Tensor, Tensor, Tensor, Tensor)")
+      .kernel(activation_fwd_quantized_op)
+      .meta(activation_fwd_quantized_meta)
+      .python([](const Tensor& x, const std::string& kind, const std::vector<double>& params,
+                 const Quantizer& quantizer, bool rowwise, bool columnwise) {
         return activation_fwd_quantized(x, kind, params, quantizer, {rowwise, columnwise});
-      }));
+      });
   // (dx, y or None, dbias or None); y by y_quantizer's format and the scales of an earlier quantization.
-  m.def("activation_bwd_quantized",
-        torch::wrap_pybind_function_no_gil(
-            [](const Tensor& dy, const Tensor& x, const std::string& kind, const std::vector<double>& params,
-               const Quantizer& dx_quantizer, std::pair<bool, bool> dx_directions, bool dbias,
-               const Quantizer& y_quantizer, const OptionalTensor& y_used_scales, std::pair<bool, bool> y_directions) {
-              Tensor bias;
-              const auto [dx, y] = activation_bwd_quantized(
-                  dy, x, kind, params, dx_quantizer, {dx_directions.first, dx_directions.second},
-                  dbias ? &bias : nullptr, y_quantizer.spec, y_used_scales.value_or(Tensor()),
-                  {y_directions.first, y_directions.second});
-              return std::tuple(dx, y.defined() ? std::optional(y) : std::nullopt,
-                                bias.defined() ? OptionalTensor(bias) : OptionalTensor());
-            }));
+  faces
+      .op("activation_bwd_quantized(Tensor dy, Tensor x, str kind, float[] params, int[] dx_spec, bool dx_rowwise, "
+          "bool dx_columnwise, bool dbias, int[] y_spec, Tensor? y_used_scales, bool y_rowwise, bool y_columnwise) -> "
+          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+      .kernel(activation_bwd_quantized_op)
+      .meta(activation_bwd_quantized_meta)
+      .python([](const Tensor& dy, const Tensor& x, const std::string& kind, const std::vector<double>& params,
+                 const Quantizer& dx_quantizer, std::pair<bool, bool> dx_directions, bool dbias,
+                 const Quantizer& y_quantizer, const OptionalTensor& y_used_scales,
+                 std::pair<bool, bool> y_directions) {
+        Tensor bias;
+        const auto [dx, y] = activation_bwd_quantized(
+            dy, x, kind, params, dx_quantizer, {dx_directions.first, dx_directions.second}, dbias ? &bias : nullptr,
+            y_quantizer.spec, y_used_scales.value_or(Tensor()), {y_directions.first, y_directions.second});
+        return std::tuple(dx, y.defined() ? std::optional(y) : std::nullopt,
+                          bias.defined() ? OptionalTensor(bias) : OptionalTensor());
+      });
 }
 
 }  // namespace te_torch

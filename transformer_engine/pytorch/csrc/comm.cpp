@@ -4,10 +4,8 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
+#include "faces.h"
 #include "quantize.h"
 
 namespace te_torch {
@@ -111,26 +109,15 @@ Tensor comm_ordered_sum(const Tensor& partials, const OptionalTensor& bias) {
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("comm_ordered_sum(Tensor partials, Tensor? bias) -> Tensor");
-  m.def("comm_interleave(Tensor shards) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("comm_ordered_sum", comm_ordered_sum);
-  m.impl("comm_interleave", comm_interleave);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("comm_ordered_sum", comm_ordered_sum);
-  m.impl("comm_interleave", comm_interleave);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("comm_ordered_sum", comm_ordered_sum_meta);
-  m.impl("comm_interleave", comm_interleave_meta);
-}
-
-void register_comm(pybind11::module_& m) {
-  m.def("comm_ordered_sum", torch::wrap_pybind_function_no_gil(ordered_sum));
-  m.def("comm_interleave", torch::wrap_pybind_function_no_gil(interleave));
+TE_FACES(comm, faces) {
+  faces.op("comm_ordered_sum(Tensor partials, Tensor? bias) -> Tensor")
+      .kernel(comm_ordered_sum)
+      .meta(comm_ordered_sum_meta)
+      .python(ordered_sum);
+  faces.op("comm_interleave(Tensor shards) -> Tensor")
+      .kernel(comm_interleave)
+      .meta(comm_interleave_meta)
+      .python(interleave);
 }
 
 }  // namespace te_torch

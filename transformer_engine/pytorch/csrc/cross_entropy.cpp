@@ -3,14 +3,11 @@
 #include "cross_entropy.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
-
 #include <atomic>
 
 #include "agreement.h"
 #include "autograd.h"
+#include "faces.h"
 #include "group.h"
 
 namespace te_torch {
@@ -241,28 +238,17 @@ void OnceGuard::pass(const char* op) const {
 
 #define TE_LOSS "float label_smoothing, bool reduce_loss, int ignore_idx, str group, int ranks"
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("cross_entropy_fwd(Tensor logits, Tensor target, " TE_LOSS ", bool gradient) -> (Tensor, Tensor, Tensor)");
-  m.def("cross_entropy_bwd(Tensor grad, Tensor dloss, Tensor? scale) -> Tensor");
-  m.def("cross_entropy(Tensor logits, Tensor target, " TE_LOSS ") -> Tensor");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("cross_entropy_fwd", cross_entropy_fwd);
-  m.impl("cross_entropy_bwd", cross_entropy_bwd);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("cross_entropy_fwd", cross_entropy_fwd);
-  m.impl("cross_entropy_bwd", cross_entropy_bwd);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("cross_entropy_fwd", cross_entropy_fwd_meta);
-  m.impl("cross_entropy_bwd", cross_entropy_bwd_meta);
-}
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { m.impl("cross_entropy", cross_entropy_dispatched); }
-TORCH_LIBRARY_IMPL(te, Autograd, m) { m.impl("cross_entropy", cross_entropy_autograd); }
-
-void register_cross_entropy(pybind11::module_& m) {
-  m.def("cross_entropy", torch::wrap_pybind_function_no_gil(cross_entropy));
+TE_FACES(cross_entropy, faces) {
+  faces.op("cross_entropy_fwd(Tensor logits, Tensor target, " TE_LOSS ", bool gradient) -> (Tensor, Tensor, Tensor)")
+      .kernel(cross_entropy_fwd)
+      .meta(cross_entropy_fwd_meta);
+  faces.op("cross_entropy_bwd(Tensor grad, Tensor dloss, Tensor? scale) -> Tensor")
+      .kernel(cross_entropy_bwd)
+      .meta(cross_entropy_bwd_meta);
+  faces.op("cross_entropy(Tensor logits, Tensor target, " TE_LOSS ") -> Tensor")
+      .composite(cross_entropy_dispatched)
+      .autograd(cross_entropy_autograd)
+      .python(cross_entropy);
 }
 
 }  // namespace te_torch

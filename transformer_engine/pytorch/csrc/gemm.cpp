@@ -8,11 +8,9 @@
 #include <ATen/ops/mm.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 #include <transformer_engine/gemm.h>
 
+#include "faces.h"
 #include "tune.h"
 
 namespace te_torch {
@@ -294,44 +292,31 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   return extra;
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "gemm(Tensor a, Tensor b, str layout, str epilogue, Tensor? bias, Tensor? aux, ScalarType? out_dtype) -> "
-      "(Tensor, Tensor)");
-  m.def("gemm_accumulate(Tensor a, Tensor b, str layout, Tensor(a!) out, bool bias_grad, bool overwrite) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("gemm", gemm);
-  m.impl("gemm_accumulate", gemm_accumulate);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("gemm", gemm);
-  m.impl("gemm_accumulate", gemm_accumulate);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("gemm", gemm_meta);
-  m.impl("gemm_accumulate", gemm_accumulate_meta);
-}
-
-void register_gemm(pybind11::module_& m) {
-  m.def("gemm", torch::wrap_pybind_function_no_gil([](const Tensor& a, const Tensor& b, const std::string& layout,
-                                                      const std::string& epilogue, const OptionalTensor& bias,
-                                                      const OptionalTensor& aux, std::optional<at::ScalarType> dtype) {
-          if (must_dispatch({&a, &b, pointer_to(bias), pointer_to(aux)})) {
-            return Dispatched::call<gemm>("te::gemm", a, b, std::string_view(layout), std::string_view(epilogue), bias,
-                                          aux, dtype);
-          }
-          return gemm(a, b, layout, epilogue, bias, aux, dtype);
-        }));
-  m.def("gemm_accumulate",
-        torch::wrap_pybind_function_no_gil([](const Tensor& a, const Tensor& b, const std::string& layout, Tensor out,
-                                              bool bias_grad, bool overwrite) {
-          if (must_dispatch({&a, &b, &out})) {
-            return Dispatched::call<gemm_accumulate>("te::gemm_accumulate", a, b, std::string_view(layout), out,
-                                                     bias_grad, overwrite);
-          }
-          return gemm_accumulate(a, b, layout, out, bias_grad, overwrite);
-        }));
+TE_FACES(gemm, faces) {
+  faces
+      .op("gemm(Tensor a, Tensor b, str layout, str epilogue, Tensor? bias, Tensor? aux, ScalarType? out_dtype) -> "
+          "(Tensor, Tensor)")
+      .kernel(gemm)
+      .meta(gemm_meta)
+      .python([](const Tensor& a, const Tensor& b, const std::string& layout, const std::string& epilogue,
+                 const OptionalTensor& bias, const OptionalTensor& aux, std::optional<at::ScalarType> dtype) {
+        if (must_dispatch({&a, &b, pointer_to(bias), pointer_to(aux)})) {
+          return Dispatched::call<gemm>("te::gemm", a, b, std::string_view(layout), std::string_view(epilogue), bias,
+                                        aux, dtype);
+        }
+        return gemm(a, b, layout, epilogue, bias, aux, dtype);
+      });
+  faces.op("gemm_accumulate(Tensor a, Tensor b, str layout, Tensor(a!) out, bool bias_grad, bool overwrite) -> Tensor")
+      .kernel(gemm_accumulate)
+      .meta(gemm_accumulate_meta)
+      .python(
+          [](const Tensor& a, const Tensor& b, const std::string& layout, Tensor out, bool bias_grad, bool overwrite) {
+            if (must_dispatch({&a, &b, &out})) {
+              return Dispatched::call<gemm_accumulate>("te::gemm_accumulate", a, b, std::string_view(layout), out,
+                                                       bias_grad, overwrite);
+            }
+            return gemm_accumulate(a, b, layout, out, bias_grad, overwrite);
+          });
 }
 
 }  // namespace te_torch

@@ -9,10 +9,8 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
+#include "faces.h"
 #include "gemm.h"
 
 namespace te_torch {
@@ -324,51 +322,39 @@ void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t 
   note_written(out);
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "gemm_fp8(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, ScalarType "
-      "out_dtype, Tensor? bias, bool fast) -> Tensor");
-  m.def(
-      "gemm_fp8_accumulate(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, "
-      "Tensor(a!) out, bool overwrite, bool fast) -> ()");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("gemm_fp8", gemm_fp8_op);
-  m.impl("gemm_fp8_accumulate", gemm_fp8_accumulate_op);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("gemm_fp8", gemm_fp8_op);
-  m.impl("gemm_fp8_accumulate", gemm_fp8_accumulate_op);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("gemm_fp8", gemm_fp8_meta);
-  m.impl("gemm_fp8_accumulate", gemm_fp8_accumulate_meta);
-}
-
-void register_gemm_fp8(pybind11::module_& m) {
-  m.def("gemm_fp8",
-        torch::wrap_pybind_function_no_gil([](const Quantized& a, bool a_columnwise, const Quantized& b,
-                                              bool b_columnwise, at::ScalarType out_dtype, const OptionalTensor& bias,
-                                              bool fast) {
-          const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
-          if (must_dispatch({&left.data, &left.scale_inv, &right.data, &right.scale_inv, pointer_to(bias)})) {
-            return gemm_fp8<Dispatched>(a, a_columnwise, b, b_columnwise, out_dtype, bias, fast);
-          }
-          return gemm_fp8(a, a_columnwise, b, b_columnwise, out_dtype, bias, fast);
-        }),
-        pybind11::arg("a"), pybind11::arg("a_columnwise"), pybind11::arg("b"), pybind11::arg("b_columnwise"),
-        pybind11::arg("out_dtype"), pybind11::arg("bias") = pybind11::none(), pybind11::arg("fast") = false);
-  m.def("gemm_fp8_accumulate",
-        torch::wrap_pybind_function_no_gil([](const Quantized& a, bool a_columnwise, const Quantized& b,
-                                              bool b_columnwise, Tensor out, bool overwrite, bool fast) {
-          const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
-          if (must_dispatch({&left.data, &left.scale_inv, &right.data, &right.scale_inv, &out})) {
-            return gemm_fp8_accumulate<Dispatched>(a, a_columnwise, b, b_columnwise, out, overwrite, fast);
-          }
-          gemm_fp8_accumulate(a, a_columnwise, b, b_columnwise, out, overwrite, fast);
-        }),
-        pybind11::arg("a"), pybind11::arg("a_columnwise"), pybind11::arg("b"), pybind11::arg("b_columnwise"),
-        pybind11::arg("out"), pybind11::arg("overwrite"), pybind11::arg("fast") = false);
+TE_FACES(gemm_fp8, faces) {
+  faces
+      .op("gemm_fp8(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, ScalarType "
+          "out_dtype, Tensor? bias, bool fast) -> Tensor")
+      .kernel(gemm_fp8_op)
+      .meta(gemm_fp8_meta)
+      .python(
+          [](const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, at::ScalarType out_dtype,
+             const OptionalTensor& bias, bool fast) {
+            const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
+            if (must_dispatch({&left.data, &left.scale_inv, &right.data, &right.scale_inv, pointer_to(bias)})) {
+              return gemm_fp8<Dispatched>(a, a_columnwise, b, b_columnwise, out_dtype, bias, fast);
+            }
+            return gemm_fp8(a, a_columnwise, b, b_columnwise, out_dtype, bias, fast);
+          },
+          pybind11::arg("a"), pybind11::arg("a_columnwise"), pybind11::arg("b"), pybind11::arg("b_columnwise"),
+          pybind11::arg("out_dtype"), pybind11::arg("bias") = pybind11::none(), pybind11::arg("fast") = false);
+  faces
+      .op("gemm_fp8_accumulate(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, "
+          "Tensor(a!) out, bool overwrite, bool fast) -> ()")
+      .kernel(gemm_fp8_accumulate_op)
+      .meta(gemm_fp8_accumulate_meta)
+      .python(
+          [](const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, Tensor out, bool overwrite,
+             bool fast) {
+            const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
+            if (must_dispatch({&left.data, &left.scale_inv, &right.data, &right.scale_inv, &out})) {
+              return gemm_fp8_accumulate<Dispatched>(a, a_columnwise, b, b_columnwise, out, overwrite, fast);
+            }
+            gemm_fp8_accumulate(a, a_columnwise, b, b_columnwise, out, overwrite, fast);
+          },
+          pybind11::arg("a"), pybind11::arg("a_columnwise"), pybind11::arg("b"), pybind11::arg("b_columnwise"),
+          pybind11::arg("out"), pybind11::arg("overwrite"), pybind11::arg("fast") = false);
 }
 
 }  // namespace te_torch

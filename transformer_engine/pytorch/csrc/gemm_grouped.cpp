@@ -7,14 +7,11 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 #include <transformer_engine/grouped_gemm.h>
-
 #include <map>
 #include <mutex>
 
+#include "faces.h"
 #include "gemm.h"
 #include "linear_core.h"
 
@@ -360,42 +357,28 @@ void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& o
   }
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("grouped_offsets(Tensor splits, Tensor x) -> Tensor");
-  m.def("grouped_fprop(Tensor x, Tensor[] weights, Tensor[] biases, Tensor offsets) -> Tensor");
-  m.def("grouped_dgrad(Tensor dy, Tensor[] weights, Tensor offsets) -> Tensor");
-  m.def("grouped_wgrad(Tensor dy, Tensor x, Tensor offsets) -> Tensor[]");
-  m.def("grouped_sums(Tensor dy, Tensor offsets) -> Tensor[]");
-  m.def("grouped_wgrad_accumulate(Tensor dy, Tensor x, Tensor offsets, Tensor(a!)[] outs, int[] how) -> ()");
-}
-
-#define TE_IMPL_KERNELS                       \
-  m.impl("grouped_offsets", grouped_offsets); \
-  m.impl("grouped_fprop", grouped_fprop);     \
-  m.impl("grouped_dgrad", grouped_dgrad);     \
-  m.impl("grouped_wgrad", grouped_wgrad);     \
-  m.impl("grouped_sums", grouped_sums);       \
-  m.impl("grouped_wgrad_accumulate", grouped_wgrad_accumulate)
-
-TORCH_LIBRARY_IMPL(te, CPU, m) { TE_IMPL_KERNELS; }
-TORCH_LIBRARY_IMPL(te, CUDA, m) { TE_IMPL_KERNELS; }
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("grouped_offsets", grouped_offsets_meta);
-  m.impl("grouped_fprop", grouped_fprop_meta);
-  m.impl("grouped_dgrad", grouped_dgrad_meta);
-  m.impl("grouped_wgrad", grouped_wgrad_meta);
-  m.impl("grouped_sums", grouped_sums_meta);
-  m.impl("grouped_wgrad_accumulate", grouped_wgrad_accumulate_meta);
-}
-
-#undef TE_IMPL_KERNELS
-
-void register_gemm_grouped(pybind11::module_& m) {
-  m.def("grouped_offsets", torch::wrap_pybind_function_no_gil([](const Tensor& splits, const Tensor& x) {
-          if (must_dispatch({&splits, &x})) return Dispatched::call<grouped_offsets>("te::grouped_offsets", splits, x);
-          return grouped_offsets(splits, x);
-        }));
-  m.def("split_counters", torch::wrap_pybind_function_no_gil(split_counters));
+TE_FACES(gemm_grouped, faces) {
+  faces.op("grouped_offsets(Tensor splits, Tensor x) -> Tensor")
+      .kernel(grouped_offsets)
+      .meta(grouped_offsets_meta)
+      .python([](const Tensor& splits, const Tensor& x) {
+        if (must_dispatch({&splits, &x})) return Dispatched::call<grouped_offsets>("te::grouped_offsets", splits, x);
+        return grouped_offsets(splits, x);
+      });
+  faces.op("grouped_fprop(Tensor x, Tensor[] weights, Tensor[] biases, Tensor offsets) -> Tensor")
+      .kernel(grouped_fprop)
+      .meta(grouped_fprop_meta);
+  faces.op("grouped_dgrad(Tensor dy, Tensor[] weights, Tensor offsets) -> Tensor")
+      .kernel(grouped_dgrad)
+      .meta(grouped_dgrad_meta);
+  faces.op("grouped_wgrad(Tensor dy, Tensor x, Tensor offsets) -> Tensor[]")
+      .kernel(grouped_wgrad)
+      .meta(grouped_wgrad_meta);
+  faces.op("grouped_sums(Tensor dy, Tensor offsets) -> Tensor[]").kernel(grouped_sums).meta(grouped_sums_meta);
+  faces.op("grouped_wgrad_accumulate(Tensor dy, Tensor x, Tensor offsets, Tensor(a!)[] outs, int[] how) -> ()")
+      .kernel(grouped_wgrad_accumulate)
+      .meta(grouped_wgrad_accumulate_meta);
+  faces.python("split_counters", split_counters);
 }
 
 }  // namespace te_torch

@@ -2,11 +2,10 @@
 #include "group.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "agreement.h"
+#include "faces.h"
 
 namespace te_torch {
 
@@ -148,23 +147,13 @@ void group_amax(const Tensor& amax, const Tensor& x, std::string_view name, int6
   finish(group->allreduce(tensors, largest));
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("group_gather(Tensor t, str group, int ranks) -> Tensor");
-  m.def("group_gather_again(Tensor t, Tensor gradient, str group, int ranks) -> Tensor");
-  m.def("group_exchange(Tensor t, str group, int ranks) -> Tensor");
-  m.def("group_sum(Tensor t, str group, int ranks) -> Tensor");
+TE_FACES(group, faces) {
+  faces.op("group_gather(Tensor t, str group, int ranks) -> Tensor").kernel(group_gather).meta(group_gather_meta);
+  faces.op("group_gather_again(Tensor t, Tensor gradient, str group, int ranks) -> Tensor")
+      .kernel(group_gather_again)
+      .meta(group_gather_again_meta);
+  faces.op("group_exchange(Tensor t, str group, int ranks) -> Tensor").kernel(group_exchange).meta(group_exchange_meta);
+  faces.op("group_sum(Tensor t, str group, int ranks) -> Tensor").kernel(group_sum).meta(group_sum_meta);
 }
-
-#define TE_IMPL_GROUP(suffix)                               \
-  m.impl("group_gather", group_gather##suffix);             \
-  m.impl("group_gather_again", group_gather_again##suffix); \
-  m.impl("group_exchange", group_exchange##suffix);         \
-  m.impl("group_sum", group_sum##suffix)
-
-TORCH_LIBRARY_IMPL(te, CPU, m) { TE_IMPL_GROUP(); }
-TORCH_LIBRARY_IMPL(te, CUDA, m) { TE_IMPL_GROUP(); }
-TORCH_LIBRARY_IMPL(te, Meta, m) { TE_IMPL_GROUP(_meta); }
-
-#undef TE_IMPL_GROUP
 
 }  // namespace te_torch

@@ -3,8 +3,8 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
-#include <torch/library.h>
 
+#include "faces.h"
 #include "gemm.h"
 
 namespace te_torch {
@@ -103,25 +103,12 @@ std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool 
   return gemm(x, dy, "NT", with_bias ? "bgrad" : "none", std::nullopt, std::nullopt, std::nullopt);
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("linear_dgrad(Tensor dy, Tensor weight) -> Tensor");
-  m.def("linear_wgrad(Tensor dy, Tensor x, bool with_bias) -> (Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("linear_fwd", linear_fwd);
-  m.impl("linear_dgrad", linear_dgrad);
-  m.impl("linear_wgrad", linear_wgrad);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("linear_fwd", linear_fwd);
-  m.impl("linear_dgrad", linear_dgrad);
-  m.impl("linear_wgrad", linear_wgrad);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("linear_fwd", linear_fwd_meta);
-  m.impl("linear_dgrad", linear_dgrad_meta);
-  m.impl("linear_wgrad", linear_wgrad_meta);
+TE_FACES(linear_core, faces) {
+  faces.op("linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor").kernel(linear_fwd).meta(linear_fwd_meta);
+  faces.op("linear_dgrad(Tensor dy, Tensor weight) -> Tensor").kernel(linear_dgrad).meta(linear_dgrad_meta);
+  faces.op("linear_wgrad(Tensor dy, Tensor x, bool with_bias) -> (Tensor, Tensor)")
+      .kernel(linear_wgrad)
+      .meta(linear_wgrad_meta);
 }
 
 }  // namespace te_torch

@@ -7,12 +7,10 @@
 // loop again, with the factors.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include "autograd.h"
 #include "cross_entropy.h"
+#include "faces.h"
 #include "gemm.h"
 #include "gemm_fp8.h"
 #include "linear_core.h"
@@ -321,25 +319,19 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Op
   "float label_smoothing, bool reduce_loss, int ignore_idx, bool float32_sum, int[] quantization, str group, int " \
   "ranks"
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("linear_cross_entropy_fwd(" TE_ARGUMENTS "Tensor? dloss, " TE_LOSS
-        ", bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("linear_cross_entropy(" TE_ARGUMENTS TE_LOSS ") -> Tensor");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) { m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd); }
-TORCH_LIBRARY_IMPL(te, CUDA, m) { m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd); }
-TORCH_LIBRARY_IMPL(te, Meta, m) { m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_meta); }
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) {
-  m.impl("linear_cross_entropy", linear_cross_entropy_dispatched);
-}
-TORCH_LIBRARY_IMPL(te, Autograd, m) { m.impl("linear_cross_entropy", linear_cross_entropy_autograd); }
-TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { m.impl("linear_cross_entropy", linear_cross_entropy_autocast); }
-TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { m.impl("linear_cross_entropy", linear_cross_entropy_autocast); }
-
-void register_linear_cross_entropy(pybind11::module_& m) {
-  m.def("linear_cross_entropy", torch::wrap_pybind_function_no_gil(linear_cross_entropy));
-  m.def("linear_cross_entropy_chunk_rows", chunk_rows);
-  m.def("set_linear_cross_entropy_chunk_bytes", [](int64_t bytes) { return chunk_bytes.exchange(bytes); });
+TE_FACES(linear_cross_entropy, faces) {
+  faces
+      .op("linear_cross_entropy_fwd(" TE_ARGUMENTS "Tensor? dloss, " TE_LOSS
+          ", bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+      .kernel(linear_cross_entropy_fwd)
+      .meta(linear_cross_entropy_fwd_meta);
+  faces.op("linear_cross_entropy(" TE_ARGUMENTS TE_LOSS ") -> Tensor")
+      .composite(linear_cross_entropy_dispatched)
+      .autograd(linear_cross_entropy_autograd)
+      .autocast(linear_cross_entropy_autocast)
+      .python(linear_cross_entropy);
+  faces.python("linear_cross_entropy_chunk_rows", chunk_rows);
+  faces.python("set_linear_cross_entropy_chunk_bytes", [](int64_t bytes) { return chunk_bytes.exchange(bytes); });
 }
 
 }  // namespace te_torch

@@ -8,74 +8,52 @@
 
 #include "common.h"
 
+// One line for each room; its register_<room> is made by TE_FACES (faces.h), or written where there are no ops.
+#define TE_ROOMS(X)          \
+  X(activation)              \
+  X(activation_quantized)    \
+  X(agreement)               \
+  X(backward_watch)          \
+  X(comm)                    \
+  X(cross_entropy)           \
+  X(exchange_group)          \
+  X(gemm)                    \
+  X(gemm_fp8)                \
+  X(gemm_grouped)            \
+  X(gemm_path)               \
+  X(group)                   \
+  X(grouped_linear)          \
+  X(layernorm_mlp)           \
+  X(linear)                  \
+  X(linear_core)             \
+  X(linear_cross_entropy)    \
+  X(noop_cat)                \
+  X(recorder)                \
+  X(product)                 \
+  X(saved)                   \
+  X(weight_product)          \
+  X(main_grad)               \
+  X(rope)                    \
+  X(normalization)           \
+  X(quantize)                \
+  X(quantizer)               \
+  X(quantize_range)          \
+  X(offload)                 \
+  X(optimizer)               \
+  X(stash)                   \
+  X(optimizer_step)          \
+  X(normalization_quantized) \
+  X(tune)                    \
+  X(accumulators)
+
 namespace te_torch {
-void register_activation(pybind11::module_& m);
-void register_activation_quantized(pybind11::module_& m);
-void register_agreement(pybind11::module_& m);
-void register_backward_watch(pybind11::module_& m);
-void register_comm(pybind11::module_& m);
-void register_cross_entropy(pybind11::module_& m);
-void register_exchange_group(pybind11::module_& m);
-void register_gemm(pybind11::module_& m);
-void register_gemm_fp8(pybind11::module_& m);
-void register_gemm_grouped(pybind11::module_& m);
-void register_gemm_path(pybind11::module_& m);
-void register_grouped_linear(pybind11::module_& m);
-void register_layernorm_mlp(pybind11::module_& m);
-void register_linear(pybind11::module_& m);
-void register_linear_cross_entropy(pybind11::module_& m);
-void register_noop_cat(pybind11::module_& m);
-void register_recorder(pybind11::module_& m);
-void register_product(pybind11::module_& m);
-void register_saved(pybind11::module_& m);
-void register_weight_product(pybind11::module_& m);
-void register_main_grad(pybind11::module_& m);
-void register_rope(pybind11::module_& m);
-void register_normalization(pybind11::module_& m);
-void register_quantize(pybind11::module_& m);
-void register_quantize_range(pybind11::module_& m);
-void register_offload(pybind11::module_& m);
-void register_optimizer(pybind11::module_& m);
-void register_stash(pybind11::module_& m);
-void register_optimizer_step(pybind11::module_& m);
-void register_normalization_quantized(pybind11::module_& m);
-void register_tune(pybind11::module_& m);
-void register_accumulators(pybind11::module_& m);
+#define TE_DECLARE(room) void register_##room(pybind11::module_& m);
+TE_ROOMS(TE_DECLARE)
 }  // namespace te_torch
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  te_torch::register_activation(m);
-  te_torch::register_activation_quantized(m);
-  te_torch::register_agreement(m);
-  te_torch::register_backward_watch(m);
-  te_torch::register_comm(m);
-  te_torch::register_cross_entropy(m);
-  te_torch::register_exchange_group(m);
-  te_torch::register_gemm(m);
-  te_torch::register_gemm_fp8(m);
-  te_torch::register_gemm_grouped(m);
-  te_torch::register_gemm_path(m);
-  te_torch::register_grouped_linear(m);
-  te_torch::register_layernorm_mlp(m);
-  te_torch::register_linear(m);
-  te_torch::register_linear_cross_entropy(m);
-  te_torch::register_noop_cat(m);
-  te_torch::register_recorder(m);
-  te_torch::register_product(m);
-  te_torch::register_saved(m);
-  te_torch::register_weight_product(m);
-  te_torch::register_main_grad(m);
-  te_torch::register_rope(m);
-  te_torch::register_normalization(m);
-  te_torch::register_quantize(m);
-  te_torch::register_quantize_range(m);
-  te_torch::register_offload(m);
-  te_torch::register_optimizer(m);
-  te_torch::register_stash(m);
-  te_torch::register_optimizer_step(m);
-  te_torch::register_normalization_quantized(m);
-  te_torch::register_tune(m);
-  te_torch::register_accumulators(m);
+#define TE_REGISTER(room) te_torch::register_##room(m);
+  TE_ROOMS(TE_REGISTER)
 
   m.attr("torch_version") = TE_TORCH_VERSION;
   m.attr("version") = te_version();

@@ -3,12 +3,10 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 #include <transformer_engine/normalization.h>
 
 #include "autograd.h"
+#include "faces.h"
 
 namespace te_torch {
 
@@ -235,38 +233,26 @@ std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const Opt
                                       : std::tuple(dx, dgamma.to(dtype), dbeta.to(dtype));
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "normalization_fwd(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, "
-      "bool zero_centered_gamma) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "normalization_bwd(Tensor dy, Tensor? residual_grad, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, bool rms, "
-      "bool zero_centered_gamma, bool[3] wanted) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "normalization(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, "
-      "bool zero_centered_gamma) -> (Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("normalization_fwd", normalization_fwd);
-  m.impl("normalization_bwd", normalization_bwd);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("normalization_fwd", normalization_fwd);
-  m.impl("normalization_bwd", normalization_bwd);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("normalization_fwd", normalization_fwd_meta);
-  m.impl("normalization_bwd", normalization_bwd_meta);
-}
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { m.impl("normalization", normalization_dispatched); }
-TORCH_LIBRARY_IMPL(te, Autograd, m) { m.impl("normalization", normalization_autograd); }
-TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { m.impl("normalization", normalization_autocast); }
-TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { m.impl("normalization", normalization_autocast); }
-
-void register_normalization(pybind11::module_& m) {
-  m.def("normalization", torch::wrap_pybind_function_no_gil(normalization));
-  m.def("normalization_fwd", torch::wrap_pybind_function_no_gil(normalization_fwd));
-  m.def("normalization_bwd", torch::wrap_pybind_function_no_gil(normalization_bwd));
+TE_FACES(normalization, faces) {
+  faces
+      .op("normalization_fwd(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, bool "
+          "zero_centered_gamma) -> (Tensor, Tensor, Tensor, Tensor)")
+      .kernel(normalization_fwd)
+      .meta(normalization_fwd_meta)
+      .python(normalization_fwd);
+  faces
+      .op("normalization_bwd(Tensor dy, Tensor? residual_grad, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, bool "
+          "rms, bool zero_centered_gamma, bool[3] wanted) -> (Tensor, Tensor, Tensor)")
+      .kernel(normalization_bwd)
+      .meta(normalization_bwd_meta)
+      .python(normalization_bwd);
+  faces
+      .op("normalization(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, bool "
+          "zero_centered_gamma) -> (Tensor, Tensor)")
+      .composite(normalization_dispatched)
+      .autograd(normalization_autograd)
+      .autocast(normalization_autocast)
+      .python(normalization);
 }
 
 }  // namespace te_torch

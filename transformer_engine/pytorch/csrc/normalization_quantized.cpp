@@ -2,11 +2,9 @@
 #include "normalization_quantized.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 #include <transformer_engine/normalization.h>
 
+#include "faces.h"
 #include "normalization.h"
 
 namespace te_torch {
@@ -116,48 +114,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_quantize(
   return {row, row_scale, column, column_scale};
 }
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "normalization_quantize_fwd(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, bool "
-      "zero_centered_gamma, int[] spec, bool rowwise, bool columnwise, bool with_output) -> (Tensor, Tensor, Tensor, "
-      "Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "normalization_quantize(Tensor h, Tensor gamma, Tensor? beta, Tensor mean, Tensor rstd, bool rms, bool "
-      "zero_centered_gamma, int[] spec, Tensor used_scales, bool rowwise, bool columnwise) -> (Tensor, Tensor, Tensor, "
-      "Tensor)");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("normalization_quantize_fwd", normalization_quantize_fwd);
-  m.impl("normalization_quantize", normalization_quantize);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("normalization_quantize_fwd", normalization_quantize_fwd);
-  m.impl("normalization_quantize", normalization_quantize);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("normalization_quantize_fwd", fwd_meta);
-  m.impl("normalization_quantize", again_meta);
-}
-
-void register_normalization_quantized(pybind11::module_& m) {
-  m.def("normalization_fwd_quantized",
-        torch::wrap_pybind_function_no_gil([](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
-                                              const OptionalTensor& beta, double eps, bool rms,
-                                              bool zero_centered_gamma, const Quantizer& quantizer, bool rowwise,
-                                              bool columnwise, bool with_output) {
-          QuantizedNorm made = normalization_fwd_quantized(x, residual, gamma, beta, eps, rms, zero_centered_gamma,
-                                                           quantizer, {rowwise, columnwise}, with_output);
-          return std::tuple(made.quantized, made.y, made.h, made.mean, made.rstd);
-        }));
-  m.def("normalization_again_quantized",
-        torch::wrap_pybind_function_no_gil([](const Tensor& h, const Tensor& gamma, const OptionalTensor& beta,
-                                              const Tensor& mean, const Tensor& rstd, bool rms,
-                                              bool zero_centered_gamma, const std::vector<int64_t>& spec,
-                                              const OptionalTensor& used_scales, bool rowwise, bool columnwise) {
-          return normalization_again_quantized(
-              h, gamma, beta, mean, rstd, rms, zero_centered_gamma, QuantizeSpec::unpack(spec),
-              used_scales.has_value() ? *used_scales : Tensor(), {rowwise, columnwise});
-        }));
+TE_FACES(normalization_quantized, faces) {
+  faces
+      .op("normalization_quantize_fwd(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, "
+          "bool zero_centered_gamma, int[] spec, bool rowwise, bool columnwise, bool with_output) -> (Tensor, Tensor, "
+          "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+      .kernel(normalization_quantize_fwd)
+      .meta(fwd_meta);
+  faces
+      .op("normalization_quantize(Tensor h, Tensor gamma, Tensor? beta, Tensor mean, Tensor rstd, bool rms, bool "
+          "zero_centered_gamma, int[] spec, Tensor used_scales, bool rowwise, bool columnwise) -> (Tensor, Tensor, "
+          "Tensor, Tensor)")
+      .kernel(normalization_quantize)
+      .meta(again_meta);
+  faces.python(
+      "normalization_fwd_quantized", [](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
+                                        const OptionalTensor& beta, double eps, bool rms, bool zero_centered_gamma,
+                                        const Quantizer& quantizer, bool rowwise, bool columnwise, bool with_output) {
+        QuantizedNorm made = normalization_fwd_quantized(x, residual, gamma, beta, eps, rms, zero_centered_gamma,
+                                                         quantizer, {rowwise, columnwise}, with_output);
+        return std::tuple(made.quantized, made.y, made.h, made.mean, made.rstd);
+      });
+  faces.python("normalization_again_quantized", [](const Tensor& h, const Tensor& gamma, const OptionalTensor& beta,
+                                                   const Tensor& mean, const Tensor& rstd, bool rms,
+                                                   bool zero_centered_gamma, const std::vector<int64_t>& spec,
+                                                   const OptionalTensor& used_scales, bool rowwise, bool columnwise) {
+    return normalization_again_quantized(h, gamma, beta, mean, rstd, rms, zero_centered_gamma,
+                                         QuantizeSpec::unpack(spec), used_scales.has_value() ? *used_scales : Tensor(),
+                                         {rowwise, columnwise});
+  });
 }
 
 }  // namespace te_torch

@@ -3,11 +3,9 @@
 #include "optimizer.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
-
 #include <algorithm>
+
+#include "faces.h"
 
 namespace te_torch {
 
@@ -266,86 +264,66 @@ void count_step_meta(const Tensor&, const OptionalTensor&) {}
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "optimizer_adam(Tensor(a!)[] grads, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-      "Tensor(e!)[] masters, Tensor[] fp8_scales, Tensor(f!)[] fp8_amaxes, Tensor(g!)[] fp8_scale_invs, Tensor? noop, "
-      "Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? clip, float lr, float beta1, float beta2, "
-      "float eps, float weight_decay, SymInt step, bool decoupled, bool bias_correction, bool e5m2) -> ()");
-  m.def(
-      "optimizer_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentums, Tensor(c!)[] copies, Tensor? noop, "
-      "float lr, float weight_decay, float momentum, float dampening, bool nesterov, bool first_run, "
-      "bool decay_after_momentum, float scale) -> ()");
-  m.def(
-      "optimizer_scale(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!)? noop, float scale, Tensor? scale_tensor) -> "
-      "()");
-  m.def("optimizer_l2norm(Tensor[] tensors, Tensor(a!)? noop, Tensor? inv_scale, bool per_tensor) -> (Tensor, Tensor)");
-  m.def(
-      "optimizer_compute_scales(Tensor[] amaxes, Tensor(a!)[] scales, Tensor(b!)[] scale_invs, float max_fp8, "
-      "bool pow_2_scales, float epsilon) -> ()");
-  m.def("optimizer_count_step(Tensor(a!) step, Tensor? noop) -> ()");
-}
-
-namespace {
-
-void implement(torch::Library& m) {
-  m.impl("optimizer_adam", optimizer_adam);
-  m.impl("optimizer_sgd", optimizer_sgd);
-  m.impl("optimizer_scale", optimizer_scale);
-  m.impl("optimizer_l2norm", optimizer_l2norm);
-  m.impl("optimizer_compute_scales", optimizer_compute_scales);
-  m.impl("optimizer_count_step", optimizer_count_step);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(te, CPU, m) { implement(m); }
-TORCH_LIBRARY_IMPL(te, CUDA, m) { implement(m); }
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("optimizer_adam", adam_meta);
-  m.impl("optimizer_sgd", sgd_meta);
-  m.impl("optimizer_scale", scale_meta);
-  m.impl("optimizer_l2norm", l2norm_meta);
-  m.impl("optimizer_compute_scales", compute_scales_meta);
-  m.impl("optimizer_count_step", count_step_meta);
-}
-
-void register_optimizer(pybind11::module_& m) {
+TE_FACES(optimizer, faces) {
   using Tensors = std::vector<Tensor>;
-  m.def("optimizer_adam",
-        torch::wrap_pybind_function_no_gil(
-            [](const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-               const Tensors& masters, const Tensors& fp8_scales, const Tensors& fp8_amaxes,
-               const Tensors& fp8_scale_invs, const OptionalTensor& noop, const OptionalTensor& lr_tensor,
-               const OptionalTensor& step_tensor, const OptionalTensor& inv_scale, const OptionalTensor& clip,
-               double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step, bool decoupled,
-               bool bias_correction, bool e5m2) {
-              optimizer_adam(grads, params, exp_avgs, exp_avg_sqs, masters, fp8_scales, fp8_amaxes, fp8_scale_invs,
-                             noop, lr_tensor, step_tensor, inv_scale, clip, lr, beta1, beta2, eps, weight_decay, step,
-                             decoupled, bias_correction, e5m2);
-            }));
-  m.def("optimizer_sgd",
-        torch::wrap_pybind_function_no_gil([](const Tensors& grads, const Tensors& params, const Tensors& momentums,
-                                              const Tensors& copies, const OptionalTensor& noop, double lr,
-                                              double weight_decay, double momentum, double dampening, bool nesterov,
-                                              bool first_run, bool decay_after_momentum, double scale) {
-          optimizer_sgd(grads, params, momentums, copies, noop, lr, weight_decay, momentum, dampening, nesterov,
-                        first_run, decay_after_momentum, scale);
-        }));
-  m.def("optimizer_scale",
-        torch::wrap_pybind_function_no_gil(
-            [](const Tensors& inputs, const Tensors& outputs, const OptionalTensor& noop, double scale,
-               const OptionalTensor& scale_tensor) { optimizer_scale(inputs, outputs, noop, scale, scale_tensor); }));
-  m.def("optimizer_l2norm", torch::wrap_pybind_function_no_gil([](const Tensors& tensors, const OptionalTensor& noop,
-                                                                  const OptionalTensor& inv_scale, bool per_tensor) {
-          return optimizer_l2norm(tensors, noop, inv_scale, per_tensor);
-        }));
-  m.def("optimizer_compute_scales",
-        torch::wrap_pybind_function_no_gil([](const Tensors& amaxes, const Tensors& scales, const Tensors& scale_invs,
-                                              double max_fp8, bool pow_2_scales, double epsilon) {
-          optimizer_compute_scales(amaxes, scales, scale_invs, max_fp8, pow_2_scales, epsilon);
-        }));
-  m.def("optimizer_count_step", torch::wrap_pybind_function_no_gil(optimizer_count_step));
+  faces
+      .op("optimizer_adam(Tensor(a!)[] grads, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+          "Tensor(e!)[] masters, Tensor[] fp8_scales, Tensor(f!)[] fp8_amaxes, Tensor(g!)[] fp8_scale_invs, Tensor? "
+          "noop, Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? clip, float lr, float beta1, float "
+          "beta2, float eps, float weight_decay, SymInt step, bool decoupled, bool bias_correction, bool e5m2) -> ()")
+      .kernel(optimizer_adam)
+      .meta(adam_meta)
+      .python([](const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+                 const Tensors& masters, const Tensors& fp8_scales, const Tensors& fp8_amaxes,
+                 const Tensors& fp8_scale_invs, const OptionalTensor& noop, const OptionalTensor& lr_tensor,
+                 const OptionalTensor& step_tensor, const OptionalTensor& inv_scale, const OptionalTensor& clip,
+                 double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step, bool decoupled,
+                 bool bias_correction, bool e5m2) {
+        optimizer_adam(grads, params, exp_avgs, exp_avg_sqs, masters, fp8_scales, fp8_amaxes, fp8_scale_invs, noop,
+                       lr_tensor, step_tensor, inv_scale, clip, lr, beta1, beta2, eps, weight_decay, step, decoupled,
+                       bias_correction, e5m2);
+      });
+  faces
+      .op("optimizer_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentums, Tensor(c!)[] copies, Tensor? "
+          "noop, float lr, float weight_decay, float momentum, float dampening, bool nesterov, bool first_run, bool "
+          "decay_after_momentum, float scale) -> ()")
+      .kernel(optimizer_sgd)
+      .meta(sgd_meta)
+      .python([](const Tensors& grads, const Tensors& params, const Tensors& momentums, const Tensors& copies,
+                 const OptionalTensor& noop, double lr, double weight_decay, double momentum, double dampening,
+                 bool nesterov, bool first_run, bool decay_after_momentum, double scale) {
+        optimizer_sgd(grads, params, momentums, copies, noop, lr, weight_decay, momentum, dampening, nesterov,
+                      first_run, decay_after_momentum, scale);
+      });
+  faces
+      .op("optimizer_scale(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!)? noop, float scale, Tensor? scale_tensor) "
+          "-> ()")
+      .kernel(optimizer_scale)
+      .meta(scale_meta)
+      .python([](const Tensors& inputs, const Tensors& outputs, const OptionalTensor& noop, double scale,
+                 const OptionalTensor& scale_tensor) { optimizer_scale(inputs, outputs, noop, scale, scale_tensor); });
+  faces
+      .op("optimizer_l2norm(Tensor[] tensors, Tensor(a!)? noop, Tensor? inv_scale, bool per_tensor) -> (Tensor, "
+          "Tensor)")
+      .kernel(optimizer_l2norm)
+      .meta(l2norm_meta)
+      .python([](const Tensors& tensors, const OptionalTensor& noop, const OptionalTensor& inv_scale, bool per_tensor) {
+        return optimizer_l2norm(tensors, noop, inv_scale, per_tensor);
+      });
+  faces
+      .op("optimizer_compute_scales(Tensor[] amaxes, Tensor(a!)[] scales, Tensor(b!)[] scale_invs, float max_fp8, bool "
+          "pow_2_scales, float epsilon) -> ()")
+      .kernel(optimizer_compute_scales)
+      .meta(compute_scales_meta)
+      .python(
+          [](const Tensors& amaxes, const Tensors& scales, const Tensors& scale_invs, double max_fp8, bool pow_2_scales,
+             double epsilon) { optimizer_compute_scales(amaxes, scales, scale_invs, max_fp8, pow_2_scales, epsilon); });
+  faces.op("optimizer_count_step(Tensor(a!) step, Tensor? noop) -> ()")
+      .kernel(optimizer_count_step)
+      .meta(count_step_meta)
+      .python(optimizer_count_step);
 }
+
+namespace {}  // namespace
 
 }  // namespace te_torch

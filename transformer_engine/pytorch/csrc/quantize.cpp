@@ -6,13 +6,12 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
+
+#include "faces.h"
 
 namespace te_torch {
 
@@ -346,30 +345,22 @@ Tensor dequantize_meta(const Tensor& data, const Tensor&, int64_t, bool, bool co
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "quantize(Tensor x, int[] spec, bool rowwise, bool columnwise, bool dbias) -> (Tensor, Tensor, Tensor, Tensor, "
-      "Tensor)");
-  m.def(
-      "quantize_again(Tensor x, int[] spec, Tensor used_scales, bool rowwise, bool columnwise) -> (Tensor, Tensor, "
-      "Tensor, Tensor)");
-  m.def(
-      "dequantize(Tensor data, Tensor scale_inv, int scaling, bool e5m2, bool columnwise, ScalarType dtype) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("quantize", quantize_op);
-  m.impl("quantize_again", quantize_again_op);
-  m.impl("dequantize", dequantize_op);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("quantize", quantize_op);
-  m.impl("quantize_again", quantize_again_op);
-  m.impl("dequantize", dequantize_op);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("quantize", quantize_meta);
-  m.impl("quantize_again", quantize_again_meta);
-  m.impl("dequantize", dequantize_meta);
+TE_FACES(quantize, faces) {
+  faces
+      .op("quantize(Tensor x, int[] spec, bool rowwise, bool columnwise, bool dbias) -> (Tensor, Tensor, Tensor, "
+          "Tensor, Tensor)")
+      .kernel(quantize_op)
+      .meta(quantize_meta);
+  faces
+      .op("quantize_again(Tensor x, int[] spec, Tensor used_scales, bool rowwise, bool columnwise) -> (Tensor, Tensor, "
+          "Tensor, Tensor)")
+      .kernel(quantize_again_op)
+      .meta(quantize_again_meta);
+  faces
+      .op("dequantize(Tensor data, Tensor scale_inv, int scaling, bool e5m2, bool columnwise, ScalarType dtype) -> "
+          "Tensor")
+      .kernel(dequantize_op)
+      .meta(dequantize_meta);
 }
 
 }  // namespace te_torch

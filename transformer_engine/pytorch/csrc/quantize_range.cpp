@@ -1,9 +1,7 @@
 // quantize, binding of ranges: a part of a weight as a part of the whole, into tensors of the caller. Nothing is
 // computed here.
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
+#include "faces.h"
 #include "quantize.h"
 
 namespace te_torch {
@@ -69,37 +67,25 @@ void amax_meta(const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, c10::SymI
 void cast_meta(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                const OptionalTensor&, c10::SymInt, c10::SymInt, c10::SymInt, at::ScalarType, at::ArrayRef<int64_t>) {}
 
-void implement(torch::Library& m) {
-  m.impl("quantize_range_amax", quantize_range_amax);
-  m.impl("quantize_range_cast", quantize_range_cast);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "quantize_range_amax(Tensor x, Tensor(a!) amaxes, SymInt rows, SymInt cols, SymInt start, ScalarType rounded_to, "
-      "int scaling) -> ()");
-  m.def(
-      "quantize_range_cast(Tensor x, Tensor(a!) data, Tensor(b!) scale_inv, Tensor? amaxes, Tensor? scale, "
-      "Tensor(c!)? amax, SymInt rows, SymInt cols, SymInt start, ScalarType rounded_to, int[] spec) -> ()");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) { implement(m); }
-TORCH_LIBRARY_IMPL(te, CUDA, m) { implement(m); }
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("quantize_range_amax", amax_meta);
-  m.impl("quantize_range_cast", cast_meta);
-}
-
-void register_quantize_range(pybind11::module_& m) {
-  m.def("quantize_range_amax", torch::wrap_pybind_function_no_gil(quantize_range_amax));
-  m.def("quantize_range_cast",
-        torch::wrap_pybind_function_no_gil([](const Tensor& x, const Tensor& data, const Tensor& scale_inv,
-                                              const OptionalTensor& amaxes, const OptionalTensor& scale,
-                                              const OptionalTensor& amax, int64_t rows, int64_t cols, int64_t start,
-                                              at::ScalarType rounded_to, const std::vector<int64_t>& spec) {
-          quantize_range_cast(x, data, scale_inv, amaxes, scale, amax, rows, cols, start, rounded_to, spec);
-        }));
+TE_FACES(quantize_range, faces) {
+  faces
+      .op("quantize_range_amax(Tensor x, Tensor(a!) amaxes, SymInt rows, SymInt cols, SymInt start, ScalarType "
+          "rounded_to, int scaling) -> ()")
+      .kernel(quantize_range_amax)
+      .meta(amax_meta)
+      .python(quantize_range_amax);
+  faces
+      .op("quantize_range_cast(Tensor x, Tensor(a!) data, Tensor(b!) scale_inv, Tensor? amaxes, Tensor? scale, "
+          "Tensor(c!)? amax, SymInt rows, SymInt cols, SymInt start, ScalarType rounded_to, int[] spec) -> ()")
+      .kernel(quantize_range_cast)
+      .meta(cast_meta)
+      .python([](const Tensor& x, const Tensor& data, const Tensor& scale_inv, const OptionalTensor& amaxes,
+                 const OptionalTensor& scale, const OptionalTensor& amax, int64_t rows, int64_t cols, int64_t start,
+                 at::ScalarType rounded_to, const std::vector<int64_t>& spec) {
+        quantize_range_cast(x, data, scale_inv, amaxes, scale, amax, rows, cols, start, rounded_to, spec);
+      });
 }
 
 }  // namespace te_torch

@@ -75,7 +75,7 @@ Quantized make_quantized(int64_t scaling, bool e5m2, const OptionalTensor& rowwi
 
 }  // namespace
 
-void register_quantize(pybind11::module_& m) {
+void register_quantizer(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<Quantizer>(m, "Quantizer")
       .def(py::init(&make_quantizer), py::arg("kind"), py::arg("e5m2") = false, py::arg("pow_2_scales") = false,

@@ -2,12 +2,10 @@
 // node keeps the angles and nothing else. No formula is repeated here, and no gradient of the angles is made.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 #include <transformer_engine/rope.h>
 
 #include "autograd.h"
+#include "faces.h"
 
 namespace te_torch {
 
@@ -404,51 +402,35 @@ Three rope_qkv(const Tensor& qkv, const Tensor& q_freqs, const OptionalTensor& k
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def(
-      "rope_fwd(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved, "
-      "bool backward) -> Tensor[]");
-  m.def(
-      "rope_qkv_fwd(Tensor qkv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, int[] heads, "
-      "bool batch_first, bool interleaved) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "rope_qkv_bwd(Tensor? dq, Tensor? dk, Tensor? dv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, "
-      "int[] heads, bool batch_first, bool interleaved) -> Tensor");
-  m.def(
-      "rope(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved) "
-      "-> Tensor[]");
-  m.def(
-      "rope_qkv(Tensor qkv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, int[] heads, "
-      "bool batch_first, bool interleaved) -> (Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(te, CPU, m) {
-  m.impl("rope_fwd", rope_fwd);
-  m.impl("rope_qkv_fwd", rope_qkv_fwd);
-  m.impl("rope_qkv_bwd", rope_qkv_bwd);
-}
-TORCH_LIBRARY_IMPL(te, CUDA, m) {
-  m.impl("rope_fwd", rope_fwd);
-  m.impl("rope_qkv_fwd", rope_qkv_fwd);
-  m.impl("rope_qkv_bwd", rope_qkv_bwd);
-}
-TORCH_LIBRARY_IMPL(te, Meta, m) {
-  m.impl("rope_fwd", rope_fwd_meta);
-  m.impl("rope_qkv_fwd", rope_qkv_fwd_meta);
-  m.impl("rope_qkv_bwd", rope_qkv_bwd_meta);
-}
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) {
-  m.impl("rope", rope_dispatched);
-  m.impl("rope_qkv", rope_qkv_dispatched);
-}
-TORCH_LIBRARY_IMPL(te, Autograd, m) {
-  m.impl("rope", rope_autograd);
-  m.impl("rope_qkv", rope_qkv_autograd);
-}
-
-void register_rope(pybind11::module_& m) {
-  m.def("rope", torch::wrap_pybind_function_no_gil(rope));
-  m.def("rope_fwd", torch::wrap_pybind_function_no_gil(rope_fwd));
-  m.def("rope_qkv", torch::wrap_pybind_function_no_gil(rope_qkv));
+TE_FACES(rope, faces) {
+  faces
+      .op("rope_fwd(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved, "
+          "bool backward) -> Tensor[]")
+      .kernel(rope_fwd)
+      .meta(rope_fwd_meta)
+      .python(rope_fwd);
+  faces
+      .op("rope_qkv_fwd(Tensor qkv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, int[] heads, bool "
+          "batch_first, bool interleaved) -> (Tensor, Tensor, Tensor)")
+      .kernel(rope_qkv_fwd)
+      .meta(rope_qkv_fwd_meta);
+  faces
+      .op("rope_qkv_bwd(Tensor? dq, Tensor? dk, Tensor? dv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, "
+          "int[] heads, bool batch_first, bool interleaved) -> Tensor")
+      .kernel(rope_qkv_bwd)
+      .meta(rope_qkv_bwd_meta);
+  faces
+      .op("rope(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved) -> "
+          "Tensor[]")
+      .composite(rope_dispatched)
+      .autograd(rope_autograd)
+      .python(rope);
+  faces
+      .op("rope_qkv(Tensor qkv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, int[] heads, bool "
+          "batch_first, bool interleaved) -> (Tensor, Tensor, Tensor)")
+      .composite(rope_qkv_dispatched)
+      .autograd(rope_qkv_autograd)
+      .python(rope_qkv);
 }
 
 }  // namespace te_torch

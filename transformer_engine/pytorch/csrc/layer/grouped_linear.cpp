@@ -1,8 +1,5 @@
 // grouped_linear: a layer with a weight for each group of rows. Schemas and the Python entry.
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
-
+#include "faces.h"
 #include "op_faces.h"
 #include "products_grouped.h"
 
@@ -118,35 +115,20 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
   "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? offsets, int[] splits, bool keep_input, int[] " \
   "quantization"
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("grouped_linear" TE_GROUPED_LINEAR ") -> Tensor");
-  m.def("grouped_linear.main_grad" TE_GROUPED_LINEAR TE_MAIN_GRADS ") -> Tensor");
-}
-
-#define TE_IMPL_FACE(face)                 \
-  m.impl("grouped_linear", Grouped::face); \
-  m.impl("grouped_linear.main_grad", GroupedMainGrad::face)
-
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { TE_IMPL_FACE(composite); }
-TORCH_LIBRARY_IMPL(te, Autograd, m) { TE_IMPL_FACE(autograd); }
-TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { TE_IMPL_FACE(autocast); }
-TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { TE_IMPL_FACE(autocast); }
-
-#undef TE_IMPL_FACE
-#undef TE_GROUPED_LINEAR
-
 }  // namespace layer
 
-void register_grouped_linear(pybind11::module_& m) {
-  m.def("grouped_linear",
-        torch::wrap_pybind_function_no_gil(
-            [](const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-               const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input, const Sink& sink,
-               const std::vector<std::shared_ptr<ProductQuantization>>& quantizations,
-               const std::vector<Quantized>& own_weights, const OptionalTensor& out, const OptionalTensor& dgrad_out) {
-              return layer::grouped_linear(x, weights, biases, offsets, splits, keep_input,
-                                           {sink, quantizations, own_weights, out, dgrad_out});
-            }));
+TE_FACES(grouped_linear, faces) {
+  faces.op("grouped_linear" TE_GROUPED_LINEAR ") -> Tensor")
+      .chain<Grouped>()
+      .python([](const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                 const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input, const Sink& sink,
+                 const std::vector<std::shared_ptr<ProductQuantization>>& quantizations,
+                 const std::vector<Quantized>& own_weights, const OptionalTensor& out,
+                 const OptionalTensor& dgrad_out) {
+        return layer::grouped_linear(x, weights, biases, offsets, splits, keep_input,
+                                     {sink, quantizations, own_weights, out, dgrad_out});
+      });
+  faces.op("grouped_linear.main_grad" TE_GROUPED_LINEAR TE_MAIN_GRADS ") -> Tensor").chain<GroupedMainGrad>();
 }
 
 }  // namespace te_torch

@@ -1,9 +1,6 @@
 // layernorm_mlp: two layers as one node, a norm before the first product and an activation before the second. Schema
 // and Python entry.
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
-
+#include "faces.h"
 #include "op_faces.h"
 
 namespace te_torch {
@@ -65,48 +62,32 @@ using MlpMainGrad = MainGradOp<MlpChain, &pack_mlp, &three_outputs>::type;
   "bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation, "                 \
   "int[] fc1_quantization, int[] fc2_quantization, "
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)");
-  m.def("layernorm_mlp.main_grad" TE_MLP TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)");
-}
-
-#define TE_IMPL_FACE(face)            \
-  m.impl("layernorm_mlp", Mlp::face); \
-  m.impl("layernorm_mlp.main_grad", MlpMainGrad::face)
-
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { TE_IMPL_FACE(composite); }
-TORCH_LIBRARY_IMPL(te, Autograd, m) { TE_IMPL_FACE(autograd); }
-TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { TE_IMPL_FACE(autocast); }
-TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { TE_IMPL_FACE(autocast); }
-
-#undef TE_IMPL_FACE
-#undef TE_MLP
-
 }  // namespace layer
 
-void register_layernorm_mlp(pybind11::module_& m) {
-  namespace py = pybind11;
+TE_FACES(layernorm_mlp, faces) {
   using namespace layer;
-  m.def(
-      "layernorm_mlp",
-      torch::wrap_pybind_function_no_gil(
-          [](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
-             const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2, const OptionalTensor& bias2,
-             double eps, bool rms, bool zero_centered_gamma, const std::string& kind, const std::vector<double>& params,
-             bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation,
-             const Sink& sink1, const Sink& sink2, const std::shared_ptr<ProductQuantization>& quantization1,
-             const std::shared_ptr<ProductQuantization>& quantization2, const Quantized* own1, const Quantized* own2,
-             const GivenExchange& exchange1, const GivenExchange& exchange2) {
-            const EagerHandles fc1{sink1, quantization1, own1, exchange1}, fc2{sink2, quantization2, own2, exchange2};
-            const auto extra = [&](Call& call) {
-              const bool first = fc1.add_to(call, 0), second = fc2.add_to(call, 1);
-              return first || second;
-            };
-            return Mlp::eager("te::layernorm_mlp", extra, x, residual, gamma, beta, weight1, bias1, weight2, bias2, eps,
-                              rms, zero_centered_gamma, std::string_view(kind), at::ArrayRef<double>(params),
-                              return_norm_output, recompute_norm_output, recompute, fp8_pre_activation, fc1, fc2,
-                              EagerParallel{exchange1}, group_of(exchange1));
-          }));
+  faces.op("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
+      .chain<Mlp>()
+      .python([](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
+                 const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2, const OptionalTensor& bias2,
+                 double eps, bool rms, bool zero_centered_gamma, const std::string& kind,
+                 const std::vector<double>& params, bool return_norm_output, bool recompute_norm_output, bool recompute,
+                 bool fp8_pre_activation, const Sink& sink1, const Sink& sink2,
+                 const std::shared_ptr<ProductQuantization>& quantization1,
+                 const std::shared_ptr<ProductQuantization>& quantization2, const Quantized* own1,
+                 const Quantized* own2, const GivenExchange& exchange1, const GivenExchange& exchange2) {
+        const EagerHandles fc1{sink1, quantization1, own1, exchange1}, fc2{sink2, quantization2, own2, exchange2};
+        const auto extra = [&](Call& call) {
+          const bool first = fc1.add_to(call, 0), second = fc2.add_to(call, 1);
+          return first || second;
+        };
+        return Mlp::eager("te::layernorm_mlp", extra, x, residual, gamma, beta, weight1, bias1, weight2, bias2, eps,
+                          rms, zero_centered_gamma, std::string_view(kind), at::ArrayRef<double>(params),
+                          return_norm_output, recompute_norm_output, recompute, fp8_pre_activation, fc1, fc2,
+                          EagerParallel{exchange1}, group_of(exchange1));
+      });
+  faces.op("layernorm_mlp.main_grad" TE_MLP TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)")
+      .chain<MlpMainGrad>();
 }
 
 }  // namespace te_torch

@@ -1,9 +1,6 @@
 // linear, normalization_linear and activation_linear: one layer each, behind another source. Schemas and Python
 // entries.
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
-
+#include "faces.h"
 #include "op_faces.h"
 
 namespace te_torch {
@@ -77,79 +74,56 @@ using ActivationLinearMainGrad = MainGradOp<LinearChain, &pack_activation, &one>
   "zero_centered_gamma, bool return_output, bool recompute_output, int[] quantization, "
 #define TE_ACTIVATION_LINEAR "(Tensor x, Tensor weight, Tensor? bias, str kind, float[] params, int[] quantization, "
 
-TORCH_LIBRARY_FRAGMENT(te, m) {
-  m.def("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor");
-  m.def("linear.main_grad" TE_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor");
-  m.def("normalization_linear" TE_NORM_LINEAR TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)");
-  m.def("normalization_linear.main_grad" TE_NORM_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)");
-  m.def("activation_linear" TE_ACTIVATION_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor");
-  m.def("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor");
-}
-
-#define TE_IMPL_FACE(face)                                            \
-  m.impl("linear", Linear::face);                                     \
-  m.impl("linear.main_grad", LinearMainGrad::face);                   \
-  m.impl("normalization_linear", NormLinear::face);                   \
-  m.impl("normalization_linear.main_grad", NormLinearMainGrad::face); \
-  m.impl("activation_linear", ActivationLinear::face);                \
-  m.impl("activation_linear.main_grad", ActivationLinearMainGrad::face)
-
-TORCH_LIBRARY_IMPL(te, CompositeExplicitAutograd, m) { TE_IMPL_FACE(composite); }
-TORCH_LIBRARY_IMPL(te, Autograd, m) { TE_IMPL_FACE(autograd); }
-TORCH_LIBRARY_IMPL(te, AutocastCPU, m) { TE_IMPL_FACE(autocast); }
-TORCH_LIBRARY_IMPL(te, AutocastCUDA, m) { TE_IMPL_FACE(autocast); }
-
-#undef TE_IMPL_FACE
-#undef TE_LINEAR
-#undef TE_NORM_LINEAR
-#undef TE_ACTIVATION_LINEAR
-
 }  // namespace layer
 
-void register_linear(pybind11::module_& m) {
-  namespace py = pybind11;
+TE_FACES(linear, faces) {
   using namespace layer;
   using GivenQuantization = std::shared_ptr<ProductQuantization>;
   using GivenWeight = const Quantized*;
-  m.def("linear",
-        torch::wrap_pybind_function_no_gil([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                              bool keep_input, const Sink& sink, const GivenQuantization& quantization,
-                                              GivenWeight own_weight, const GivenExchange& exchange) {
-          const EagerHandles handles{sink, quantization, own_weight, exchange};
-          const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
-          return Linear::eager("te::linear", extra, x, weight, bias, keep_input, handles, EagerParallel{exchange},
-                               group_of(exchange));
-        }));
-  m.def("normalization_linear",
-        torch::wrap_pybind_function_no_gil(
-            [](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
-               const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
-               bool return_output, bool recompute_output, bool return_input, const Sink& sink,
-               const GivenQuantization& quantization, GivenWeight own_weight, const GivenExchange& exchange) {
-              const EagerHandles handles{sink, quantization, own_weight, exchange};
-              const auto extra = [&](Call& call) {
-                call.return_input = return_input;
-                return handles.add_to(call, 0);
-              };
-              auto results = NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight,
-                                               bias, eps, rms, zero_centered_gamma, return_output, recompute_output,
-                                               handles, EagerParallel{exchange}, group_of(exchange));
-              // The schema has no alias of x among its results, so the dispatched route leaves this one empty.
-              Tensor& h = std::get<2>(results);
-              if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
-              return results;
-            }));
-  m.def("activation_linear",
-        torch::wrap_pybind_function_no_gil([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                              const std::string& kind, const std::vector<double>& params,
-                                              const Sink& sink, const GivenQuantization& quantization,
-                                              GivenWeight own_weight, const GivenExchange& exchange) {
-          const EagerHandles handles{sink, quantization, own_weight, exchange};
-          const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
-          return ActivationLinear::eager("te::activation_linear", extra, x, weight, bias, std::string_view(kind),
-                                         at::ArrayRef<double>(params), handles, EagerParallel{exchange},
-                                         group_of(exchange));
-        }));
+  faces.op("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor")
+      .chain<Linear>()
+      .python([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool keep_input, const Sink& sink,
+                 const GivenQuantization& quantization, GivenWeight own_weight, const GivenExchange& exchange) {
+        const EagerHandles handles{sink, quantization, own_weight, exchange};
+        const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
+        return Linear::eager("te::linear", extra, x, weight, bias, keep_input, handles, EagerParallel{exchange},
+                             group_of(exchange));
+      });
+  faces.op("linear.main_grad" TE_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor").chain<LinearMainGrad>();
+  faces.op("normalization_linear" TE_NORM_LINEAR TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
+      .chain<NormLinear>()
+      .python([](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
+                 const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
+                 bool return_output, bool recompute_output, bool return_input, const Sink& sink,
+                 const GivenQuantization& quantization, GivenWeight own_weight, const GivenExchange& exchange) {
+        const EagerHandles handles{sink, quantization, own_weight, exchange};
+        const auto extra = [&](Call& call) {
+          call.return_input = return_input;
+          return handles.add_to(call, 0);
+        };
+        auto results = NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight, bias, eps,
+                                         rms, zero_centered_gamma, return_output, recompute_output, handles,
+                                         EagerParallel{exchange}, group_of(exchange));
+        // The schema has no alias of x among its results, so the dispatched route leaves this one empty.
+        Tensor& h = std::get<2>(results);
+        if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
+        return results;
+      });
+  faces.op("normalization_linear.main_grad" TE_NORM_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)")
+      .chain<NormLinearMainGrad>();
+  faces.op("activation_linear" TE_ACTIVATION_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor")
+      .chain<ActivationLinear>()
+      .python([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const std::string& kind,
+                 const std::vector<double>& params, const Sink& sink, const GivenQuantization& quantization,
+                 GivenWeight own_weight, const GivenExchange& exchange) {
+        const EagerHandles handles{sink, quantization, own_weight, exchange};
+        const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
+        return ActivationLinear::eager("te::activation_linear", extra, x, weight, bias, std::string_view(kind),
+                                       at::ArrayRef<double>(params), handles, EagerParallel{exchange},
+                                       group_of(exchange));
+      });
+  faces.op("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor")
+      .chain<ActivationLinearMainGrad>();
 }
 
 }  // namespace te_torch
