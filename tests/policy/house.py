@@ -3,6 +3,7 @@
 # stands in docs/architecture.md, and with --figures the rest.
 import ast
 import collections
+import itertools
 import re
 import statistics
 import sys
@@ -14,7 +15,8 @@ SOURCE = REPO / "transformer_engine"
 
 # Rooms of the Python package from the lowest floor up: a room imports from its own floor and from below.
 FLOORS = [
-    ["common", "_load", "_absent", "_keywords", "_arguments", "constants", "compiling", "capture_flag", "recompute_phase", "torch_autocast"],
+    ["common", "_load", "_absent", "_keywords", "_arguments", "constants", "compiling", "torch_autocast"]
+    + ["capture_flag", "recompute_phase"],
     ["utils", "functional"],
     ["tensor", "verdict"],
     ["saved"],
@@ -141,8 +143,10 @@ def repeats(length=10, folder=SOURCE):
 
 def floors_as_text():
     """From the top floor down, as it stands in docs/architecture.md."""
-    rows = [" ".join(f"`{room}`" for room in floor) for floor in reversed(FLOORS)]
-    return "\n".join(["| floor | rooms |", "|---|---|", *(f"| {len(rows) - i} | {row} |" for i, row in enumerate(rows))])
+    rows = ["| floor | rooms |", "|---|---|"]
+    for number, floor in reversed(list(enumerate(FLOORS, 1))):
+        rows.append(f"| {number} | {', '.join(f'`{room}`' for room in floor)} |")
+    return "\n".join(rows)
 
 
 # ---- the walk of one call ----
@@ -186,7 +190,7 @@ def behind(text, beginning, lines=90):
 
 def walk():
     """The stops; raises where one does not call the next any more."""
-    for (path, stop, beginning, _), (_, following, *_) in zip(WALK, WALK[1:], strict=False):
+    for (path, stop, beginning, _), (_, following, *_) in itertools.pairwise(WALK):
         if CALLED[following] not in behind((REPO / path).read_text(), beginning):
             raise AssertionError(f"{stop} in {path} does not call {following} by {CALLED[following]!r}")
     return WALK

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from transformer_engine.pytorch._late import late
 from transformer_engine.pytorch.distributed.dtensor import is_sharded, local_of, marks_of
 from transformer_engine.pytorch.distributed.stacked import stacks_of
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _DIMENSION = "tp"
-_DTENSORS = "torch.distributed.tensor"  # whose import takes as long as half of torch's
 
 
 class _Held(NamedTuple):
@@ -97,8 +95,10 @@ def _whole(h: _Held, given: list[torch.Tensor]) -> torch.Tensor:
     values = torch.cat(given, h.along) if h.parts else given[0]
     if values.shape != h.parameter.shape:
         return values  # load_state_dict says what is wrong
+    from torch.distributed.tensor import distribute_tensor  # whose import takes as long as half of torch's
+
     lies = h.parameter.device_mesh, h.parameter.placements
-    return late(_DTENSORS).distribute_tensor(values, *lies, src_data_rank=None)
+    return distribute_tensor(values, *lies, src_data_rank=None)
 
 
 def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -108,8 +108,9 @@ def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _over(mesh: DeviceMesh, dim: int, local: torch.Tensor) -> torch.Tensor:
-    dtensors = late(_DTENSORS)
-    return dtensors.DTensor.from_local(local, mesh, [dtensors.Shard(dim)], run_check=False)
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
 
 
 def _dimension(op: str, mesh: DeviceMesh | None) -> DeviceMesh | None:

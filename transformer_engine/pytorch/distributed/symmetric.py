@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch._late import late
 from transformer_engine.pytorch.distributed.groups import check_agreement, check_device, check_plain, ranks_of
 from transformer_engine.pytorch.distributed.work import Work
 
@@ -90,7 +89,8 @@ def _shared(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 
 
 def _rendezvous(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    symm_mem = late("torch.distributed._symmetric_memory")  # which a build without CUDA may lack
+    import torch.distributed._symmetric_memory as symm_mem  # which a build without CUDA may lack
+
     made = symm_mem.empty(count, dtype=inp.dtype, device=inp.device)
     try:
         with _without_multicast():

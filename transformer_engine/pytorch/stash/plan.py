@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from transformer_engine.pytorch._late import late
 from transformer_engine.pytorch.stash.schedule import Entry, Operation, operations
 from transformer_engine.pytorch.stash.sizes import Size
 from transformer_engine.pytorch.stash.step import Step
@@ -71,10 +70,10 @@ class Plan:
                 rows.writerows((kind, key[0], key[1], now) for kind, key, now in self.occupancy)
             return
         try:
-            figures = late("matplotlib.figure")
+            from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("PagedStash.plot: pictures need matplotlib; install it, or ask for a .csv.") from error
-        figure = figures.Figure(figsize=(8, 3), layout="constrained")
+        figure = Figure(figsize=(8, 3), layout="constrained")
         axes = figure.subplots()
         axes.step(range(len(self.occupancy)), [now for _, _, now in self.occupancy], where="post", label="in flight")
         axes.axhline(self.device_pages, linestyle="--", label=f"{self.device_pages} device pages", color="tab:orange")
