@@ -207,8 +207,10 @@ std::pair<Tensor, NamedTensors> run_again(const Route& route, Stage stage, size_
 
 }  // namespace
 
-variable_list Chain::run_backward(const Route& route, const State& state, const Wanted& wanted,
-                                  const NamedTensors& saved, const variable_list& grads) {
+template <class RouteType>
+variable_list Chain::backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+                              const variable_list& grads) {
+  const Route route(RouteType{});
   const size_t layers = state.stages.size();
   // The node's first argument is the list of all tensors.
   const auto wants = [&](int name) {
@@ -289,5 +291,9 @@ variable_list Chain::run_backward(const Route& route, const State& state, const 
   }
   return out;
 }
+
+template variable_list Chain::backward<Direct>(const State&, const Wanted&, const NamedTensors&, const variable_list&);
+template variable_list Chain::backward<Dispatched>(const State&, const Wanted&, const NamedTensors&,
+                                                   const variable_list&);
 
 }  // namespace te_torch::layer

@@ -228,7 +228,9 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   return out;
 }
 
-variable_list Chain::run_forward(const Route& route, State& state, Keeper& keeper, const Call& call) {
+template <class RouteType>
+variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
+  const Route route(RouteType{});
   const NamedTensors& arguments = call.arguments;
   const size_t layers = call.stages.size();
   const Tensor& x = call.x();
@@ -291,5 +293,8 @@ variable_list Chain::run_forward(const Route& route, State& state, Keeper& keepe
   outputs[0] = std::move(between);
   return outputs;
 }
+
+template variable_list Chain::forward<Direct>(State&, Keeper&, at::TensorList, const Call&);
+template variable_list Chain::forward<Dispatched>(State&, Keeper&, at::TensorList, const Call&);
 
 }  // namespace te_torch::layer

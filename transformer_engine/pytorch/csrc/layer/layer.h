@@ -63,18 +63,12 @@ struct TE_EXPORT Chain {
     size_t tensors = 0;
   };
 
+  // Direct or Dispatched; in forward.cpp and backward.cpp. The tensors are the call's, for autograd to see.
   template <class RouteType>
-  static variable_list forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
-    return run_forward(Route(RouteType{}), state, keeper, call);
-  }
+  static variable_list forward(State& state, Keeper& keeper, at::TensorList, const Call& call);
   template <class RouteType>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
-                                const variable_list& grads) {
-    return run_backward(Route(RouteType{}), state, wanted, saved, grads);
-  }
-  static variable_list run_forward(const Route& route, State& state, Keeper& keeper, const Call& call);
-  static variable_list run_backward(const Route& route, const State& state, const Wanted& wanted,
-                                    const NamedTensors& saved, const variable_list& grads);
+                                const variable_list& grads);
 };
 
 // ---- what forward.cpp and backward.cpp share ----

@@ -45,17 +45,15 @@ inline std::tuple<Tensor, Tensor, Tensor> three_outputs(const variable_list& out
   return {outputs[0], outputs[1], outputs.size() > 2 ? outputs[2] : call.x().new_empty({0})};
 }
 
-template <class Family, class RouteType>
-variable_list run_node(const Call& call) {
-  return Node<Family, RouteType>::run(at::TensorList(call.arguments.tensors()), call);
-}
+inline at::TensorList tensors_of(const Call& call) { return call.arguments.tensors(); }
 
-inline variable_list run_inference(const Route& route, const Call& call) {
+template <class RouteType>
+variable_list run_inference(const Call& call) {
   Chain::State state;
   Keeper nothing = Keeper::of_none();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  return Chain::run_forward(route, state, nothing, call);
+  return Chain::forward<RouteType>(state, nothing, tensors_of(call), call);
 }
 
 // The call's tensors, but not the weights whose FP8 copies the module hands over: these serve autograd alone.
@@ -120,12 +118,12 @@ template <class Family, auto kPack, auto kUnpack, class... Args>
 struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
   static auto autograd(Args... args) {
     const Call call = kPack(args...);
-    return kUnpack(run_node<Family, Dispatched>(call), call);
+    return kUnpack(Node<Family, Dispatched>::run(tensors_of(call), call), call);
   }
 
   static auto composite(Args... args) {
     const Call call = kPack(args...);
-    return kUnpack(run_inference(Route(Dispatched{}), call), call);
+    return kUnpack(run_inference<Dispatched>(call), call);
   }
 
   static auto autocast(Args... args) {
@@ -133,7 +131,8 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
     autocast_all(call);  // before autocast is excluded
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const bool inference = c10::InferenceMode::is_enabled();
-    return kUnpack(inference ? run_inference(Route(Dispatched{}), call) : run_node<Family, Dispatched>(call), call);
+    return kUnpack(inference ? run_inference<Dispatched>(call) : Node<Family, Dispatched>::run(tensors_of(call), call),
+                   call);
   }
 
   // What Python calls in eager mode, with EagerHandles where the schema has integers of a quantization. `extra(call)`
@@ -154,7 +153,7 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
     for (size_t i = 0; !graph && c10::GradMode::is_enabled() && i < call.stages.size(); ++i) {
       for (const Tensor& weight : call.arguments.list(weight_of(i))) graph = graph || weight.requires_grad();
     }
-    return kUnpack(graph ? run_node<Family, Direct>(call) : run_inference(Route(Direct{}), call), call);
+    return kUnpack(graph ? Node<Family, Direct>::run(tensors_of(call), call) : run_inference<Direct>(call), call);
   }
 };
 
