@@ -7,6 +7,7 @@ import parallel_workers as workers
 import pytest
 import torch
 import torch.distributed as dist
+from parallel_fp8_workers import fp8_bits
 from ranks import backends, here, on_ranks
 
 pytestmark = pytest.mark.dist
@@ -28,7 +29,7 @@ def test_divided_is_whole_in_bfloat16(recipe):
 @pytest.mark.parametrize("exact", [True] if here().type == "cuda" else [False, True])
 def test_what_fp8_gathers_is_the_whole_tensors(exact):
     """CUDA's products add up in another order for a part than for the whole: there of values whose sums are exact."""
-    for found in on_ranks(workers.fp8_bits, exact):
+    for found in on_ranks(fp8_bits, exact):
         for (recipe, rows, mode), (wrong, carried) in found.items():
             assert not wrong, (recipe, rows, mode, wrong)
             # Of blocks that lie across ranks, and for quantizers in Python, 16-bit values are gathered.

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from gemm_cases import LAYOUTS, accumulated, call, each, first_rounding, may_refuse, operands, product
 from support import (
     DTYPES,
-    U32,
     assert_same_bits,
     assert_within,
     in_threads,
@@ -22,9 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_engine.pytorch.functional import gemm, gemm_accumulate
 
-LAYOUTS = ("TN", "NN", "NT")
-# rows and columns of d, and the reduced depth
-SHAPES = ((1, 1, 1), (3, 5, 7), (8, 16, 24), (17, 130, 33), (1, 64, 512), (96, 128, 256))
 FORMS = ((torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32))
 
 
@@ -34,56 +31,6 @@ def no_tf32():
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def operands(layout, rows, cols, depth, dtype, device):
-    a = (cols, depth) if layout == "TN" else (depth, cols)
-    b = (depth, rows) if layout == "NT" else (rows, depth)
-    return randn(*a, dtype=dtype, device=device), randn(*b, dtype=dtype, device=device)
-
-
-def product(a, b, layout):
-    """(d, sum of the products' magnitudes) in float64."""
-    a64, b64 = wide(a).flatten(0, -2), wide(b).flatten(0, -2)
-    left = b64.mT if layout == "NT" else b64
-    right = a64.mT if layout == "TN" else a64
-    return left @ right, left.abs() @ right.abs()
-
-
-def may_refuse(epilogue, rows, cols, depth, device):
-    """cuBLASLt has no algorithm for some fused epilogues at sizes that are no multiples of 8. Never without them."""
-    return device == "cuda" and epilogue in ("gelu", "dgelu", "bgrad") and any(n % 8 for n in (rows, cols, depth))
-
-
-def call(a, b, layout, epilogue, sizes, **arguments):
-    """gemm's results, or None for a combination that may be refused and was, by name."""
-    try:
-        return gemm(a, b, layout, epilogue=epilogue, **arguments)
-    except NotImplementedError as error:
-        if not may_refuse(epilogue, *sizes, a.device.type):
-            raise
-        for word in ("te_gemm", "no algorithm", f"layout {layout}", "epilogue"):
-            assert word in str(error), error
-        return None
-
-
-def each(layout, dtype, device):
-    for sizes in SHAPES:
-        yield sizes, *operands(layout, *sizes, dtype, device)
-
-
-# Bounds. A product of `depth` terms is summed in float32, in any order; tensor cores truncate where adders round, so a
-# term costs 2u: 2 depth u on the sum of the magnitudes. Adding a bias is one term more. The result is rounded once.
-
-
-def accumulated(magnitude, depth, extra_terms=0):
-    return sum_error(magnitude, 2 * depth + extra_terms)
-
-
-def first_rounding(product, dtype, device):
-    """cuBLASLt may round the product to a 16-bit d's dtype before what follows it (seen on an H200: a bias at sizes
-    that are no multiples of 8, gelu, adding to a 16-bit d)."""
-    return rounding(product, dtype) if device == "cuda" and dtype != torch.float32 else 0.0
 
 
 @pytest.mark.parametrize("dtype, out_dtype", FORMS)
@@ -108,70 +55,6 @@ def test_bias(layout, dtype, out_dtype, device):
         assert d.dtype == (out_dtype or dtype) and extra.numel() == 0
         bound = accumulated(magnitude, sizes[2], 1) + first + rounding(want, d.dtype)
         assert_within(d, want, bound, f"{layout} {sizes}")
-
-
-def gelu64(x):
-    """(value, slope) of the tanh form."""
-    x = x.clone().requires_grad_()
-    y = torch.nn.functional.gelu(x, approximate="tanh")
-    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
-
-
-# gelu and its slope are made of t = tanh(.) within 4u of itself, or on CUDA, where the fast instruction may be used,
-# within 2^-11 (the PTX ISA's bound for tanh.approx). value = x/2 (1 + t); slope = (1 + t)/2 + x/2 (1 - t^2) du.
-def tanh_error(device):
-    return 2.0**-11 if device == "cuda" else 4 * U32
-
-
-def gelu_value_error(x, device):
-    return x.abs() * (tanh_error(device) / 2 + 4 * U32)
-
-
-def gelu_slope_error(x, device):
-    du = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
-    return (tanh_error(device) + 8 * U32) * (1 + x.abs() * du)
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gelu(layout, dtype, with_bias, device):
-    for sizes, a, b in each(layout, dtype, device):
-        a.div_(math.sqrt(sizes[2]))
-        bias = randn(sizes[1], dtype=dtype, device=device) if with_bias else None
-        results = call(a, b, layout, "gelu", sizes, bias=bias)
-        if results is None:
-            continue
-        d, aux = results
-        pre, magnitude = product(a, b, layout)
-        first = first_rounding(pre, dtype, device)
-        if with_bias:
-            pre, magnitude = pre + wide(bias), magnitude + wide(bias).abs()
-        error = accumulated(magnitude, sizes[2], 1) + first
-        assert_within(aux, pre, error + rounding(pre, dtype), f"{layout} {sizes} aux")
-        error = error + first_rounding(pre, dtype, device)  # gelu may be taken of what aux holds
-        want, slope = gelu64(pre)
-        steepest = slope.abs() + error  # |gelu''| < 1
-        bound = error * steepest + gelu_value_error(pre, device)
-        assert_within(d, want, bound * (1 + 2**-7) + rounding(want, dtype), f"{layout} {sizes}")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_dgelu(layout, dtype, device):
-    for sizes, a, b in each(layout, dtype, device):
-        aux = randn(*sizes[:2], dtype=dtype, device=device, scale=2.0)
-        results = call(a, b, layout, "dgelu", sizes, aux=aux)
-        if results is None:
-            continue
-        d, extra = results
-        assert extra.numel() == 0
-        grad, magnitude = product(a, b, layout)
-        slope = gelu64(wide(aux))[1]
-        slope_error = gelu_slope_error(wide(aux), device)
-        error = accumulated(magnitude, sizes[2]) + first_rounding(grad, dtype, device)
-        bound = error * (slope.abs() + slope_error) + grad.abs() * slope_error
-        assert_within(d, grad * slope, bound * (1 + 2**-7) + rounding(grad * slope, dtype), f"{layout} {sizes}")
 
 
 def column_sums(b):

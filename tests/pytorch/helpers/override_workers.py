@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from override_reference import RECIPES, WORDS, around, referred, results, step
-from parallel_workers import MODULES
+from parallel_modules import MODULES
 from ranks import here
 
 OPTIONS = {

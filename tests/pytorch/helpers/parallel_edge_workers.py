@@ -7,7 +7,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from parallel_cases import collectives
-from parallel_workers import own_quantizer
+from parallel_modules import own_quantizer
 from torch.distributed.device_mesh import init_device_mesh
 
 import transformer_engine.pytorch as te

@@ -5,7 +5,8 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from parallel_workers import BATCH, HIDDEN, RECIPES, TOKENS, WIDE
+from parallel_cases import HIDDEN, WIDE
+from parallel_modules import BATCH, RECIPES, TOKENS
 from ranks import here
 
 import transformer_engine.pytorch as te

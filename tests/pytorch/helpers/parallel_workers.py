@@ -1,7 +1,6 @@
 # What the suite of tensor parallelism runs on each of several ranks (ranks.py starts them). No test here: a worker
 # returns what is wrong, as words, and what the tests compare.
 import copy
-import dataclasses
 import functools
 import itertools
 import pickle
@@ -10,143 +9,30 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from parallel_cases import HIDDEN, WIDE, Twins, collectives
+from parallel_modules import (
+    BATCH,
+    FP8,
+    MODULES,
+    OPTIONS,
+    RECIPES,
+    TOKENS,
+    accumulating,
+    columns,
+    examples,
+    halves,
+    linear,
+    mlp,
+    randn,
+)
 from ranks import here
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    QParams,
-)
-from transformer_engine.pytorch import _C, functional
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch import functional
 
-TOKENS, BATCH = 16, 2
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-5},
     torch.bfloat16: {"rtol": 2e-2, "atol": 4e-2},
-}
-FP8 = 0.05  # of a tensor's norm: ranks have scales of their own where they have columns of their own
-POWERS = QParams(power_2_scale=True)
-RECIPES = {
-    "none": None,
-    "current": Float8CurrentScaling(fp8_quant_fwd_inp=POWERS, fp8_quant_fwd_weight=POWERS, fp8_quant_bwd_grad=POWERS),
-    "block": Float8BlockScaling(),
-    "delayed": DelayedScaling(amax_history_len=2),
-}
-OVERRIDDEN = {
-    f"{name}, {word}": dataclasses.replace(RECIPES[name], backward_override=word)
-    for name in ("current", "block")
-    for word in ("high_precision", "dequantized")
-}
-RECIPES |= OVERRIDDEN
-
-
-class Own(te.Float8CurrentScalingQuantizer):
-    """A quantizer of the caller's: what it says of a part need not be what it says of the whole."""
-
-    def quantize_impl(self, tensor):
-        return super().quantize_impl(tensor)
-
-
-def own_quantizer(role):
-    return Own(te.DType.kFloat8E4M3, here())
-
-
-def randn(*shape):
-    return torch.randn(shape, device=here())
-
-
-def linear(mode, dtype, **options):
-    sizes = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
-
-    def make(tp_group=None, **more):
-        divided = {"parallel_mode": mode, "tp_group": tp_group} if tp_group is not None else {}
-        return te.Linear(*sizes, params_dtype=dtype, device=here(), **divided, **options, **more)
-
-    return make
-
-
-def norm_linear(dtype, **options):
-    def make(tp_group=None, **more):
-        divided = {"parallel_mode": "column", "tp_group": tp_group} if tp_group is not None else {}
-        return te.LayerNormLinear(HIDDEN, WIDE, params_dtype=dtype, device=here(), **divided, **options, **more)
-
-    return make
-
-
-def mlp(dtype, **options):
-    def make(tp_group=None, **more):
-        divided = {"set_parallel_mode": True, "tp_group": tp_group} if tp_group is not None else {}
-        return te.LayerNormMLP(HIDDEN, WIDE, params_dtype=dtype, device=here(), **divided, **options, **more)
-
-    return make
-
-
-def halves(sequence, mode):
-    """Along which dimension a rank has a part of the inputs and of the outputs."""
-    tokens = 0 if sequence else None
-    return {"column": (tokens, -1), "row": (-1, tokens), "both": (tokens, tokens)}[mode]
-
-
-def examples(kind, dtype, scale=1.0):
-    torch.manual_seed(11)
-    widths = {"column": (HIDDEN, WIDE), "row": (WIDE, HIDDEN), "both": (HIDDEN, HIDDEN)}[kind]
-    rows = TOKENS * BATCH
-    x = torch.randn(rows // BATCH, BATCH, widths[0], dtype=dtype)
-    dy = torch.randn(rows // BATCH, BATCH, widths[1], dtype=dtype) * scale
-    return x.to(here()), dy.to(here())
-
-
-def accumulating(module):
-    for name, parameter in module.named_parameters():
-        if name.endswith("weight") and parameter.dim() == 2:
-            parameter.main_grad = torch.full(parameter.shape, 0.5, device=parameter.device)
-
-
-def columns(split):
-    if not split:
-        return None
-    return list(split.values()) if isinstance(split, dict) else [WIDE // len(split)] * len(split)
-
-
-MODULES = {
-    "column": (lambda dtype, **o: linear("column", dtype, **o), "column", {}),
-    "row": (lambda dtype, **o: linear("row", dtype, **o), "row", {}),
-    "norm": (norm_linear, "column", {}),
-    "mlp": (lambda dtype, **o: mlp(dtype, activation="swiglu", **o), "both", {"fc1_weight": 2, "fc1_bias": 2}),
-    "mlp_gelu": (lambda dtype, **o: mlp(dtype, normalization="RMSNorm", **o), "both", {}),
-}
-
-# What is tried of each module, beside bias, sequence and recompute.
-OPTIONS = {
-    "column": [
-        {},
-        {"fuse_wgrad_accumulation": True},
-        {"delay_wgrad_compute": True},
-        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
-        {"parameters_split": {"q": 16, "k": 24, "v": 8}},
-    ],
-    "row": [
-        {},
-        {"fuse_wgrad_accumulation": True},
-        {"delay_wgrad_compute": True},
-        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
-    ],
-    "norm": [
-        {},
-        {"recompute_norm_output": True},
-        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "parameters_split": ("q", "k", "v")},
-    ],
-    "mlp": [
-        {},
-        {"checkpoint": True},
-        {"recompute_norm_output": True},
-        {"delay_wgrad_compute": True},
-        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "checkpoint": True},
-    ],
-    "mlp_gelu": [{}, {"checkpoint": True, "recompute_norm_output": True}, {"save_preactivation": "fp8"}],
 }
 
 
@@ -190,78 +76,6 @@ def products(rank, name, dtype, recipe="none"):
                 if not torch.equal(value, results[False][key]):
                     wrong.append(f"{name} {options} bias {bias}: {key} of recompute is not that of keep")
     return wrong
-
-
-def drawn(exact, *shape):
-    """Normal values; or exact: -1, 0, 1 and one 7, of which scales are powers of two (448 and 57344 are 7 of them) and
-    every sum of products is exact, in whatever order a device adds them up."""
-    if not exact:
-        return torch.randn(shape)
-    t = torch.randint(-1, 2, shape).float()
-    t[(0,) * len(shape)] = 7.0
-    return t
-
-
-def planted(t, ranks, dim, largest):
-    """t with the same largest value in each rank's part, so that parts have the scale of the whole."""
-    for piece in t.chunk(ranks, dim):
-        piece[(0,) * t.dim()] = largest
-    return t
-
-
-def fp8_bits(rank, exact):
-    """Gathered FP8 operands are the whole tensor's: what is made of them has the module's whole bits, wherever no sums
-    go over ranks. Of any values with products by loops, on the CPU; else of those whose sums are exact. recipe, rows of
-    a rank -> (what differs, dtypes that the collectives carried)."""
-    found, ranks, group = {}, dist.get_world_size(), dist.group.WORLD
-    largest = 7.0 if exact else 8.0
-    _C.set_cpu_products("libtorch" if exact else "loop")
-    alone = DelayedScaling(amax_history_len=2, reduce_amax=False)
-    recipes = {**RECIPES, "current": Float8CurrentScaling(), "unreduced": alone, "own": CustomRecipe(own_quantizer)}
-    for name, rows, mode in itertools.product(
-        ("current", "block", "delayed", "unreduced", "own", *OVERRIDDEN), (128, 64, 40), ("column", "row")
-    ):
-        torch.manual_seed(2)
-        make = linear(mode, torch.bfloat16, bias=False)
-        both = Twins(make, group, rank, inputs=None, outputs=None, sequence_parallel=True)
-        with torch.no_grad():
-            both.whole.weight.copy_(drawn(exact, *both.whole.weight.shape))
-            planted(both.whole.weight, ranks, 0 if mode == "column" else 1, largest)
-            both.divided.weight.copy_(both.of("weight", both.whole.weight))
-        widths = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
-        wrong, carried = [], set()
-        for _ in range(3 if name in ("delayed", "unreduced") else 1):  # scales follow what the steps before have seen
-            # A gathered tensor has its largest value on one rank alone, the others theirs in every part.
-            x, dy = drawn(exact, rows * ranks, widths[0]), drawn(exact, rows * ranks, widths[1])
-            planted(dy if mode == "column" else x, ranks, 1, largest)
-            x, dy = x.to(here(), torch.bfloat16), dy.to(here(), torch.bfloat16)
-            both.whole.weight.grad = both.divided.weight.grad = None
-            results = []
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
-                for module, inputs, gradient in (
-                    (both.whole, x, dy),
-                    (
-                        both.divided,
-                        x.chunk(ranks, 0 if mode == "column" else 1)[rank].contiguous(),
-                        dy.chunk(ranks, 1 if mode == "column" else 0)[rank].contiguous(),
-                    ),
-                ):
-                    leaf = inputs.clone().requires_grad_()
-                    with te.autocast(enabled=True, recipe=recipes[name]):
-                        y = module(leaf)
-                    y.backward(gradient)
-                    results.append((y.detach(), leaf.grad, module.weight.grad))
-            (y, dx, dw), (own_y, own_dx, own_dw) = results
-            if mode == "column":
-                equal = [(own_y, y.chunk(ranks, 1)[rank]), (own_dw, dw.chunk(ranks, 0)[rank])]
-            else:
-                equal = [(own_dx, dx.chunk(ranks, 1)[rank]), (own_dw, dw.chunk(ranks, 1)[rank])]
-            wrong += [i for i, (one, other) in enumerate(equal) if not torch.equal(one, other)]
-            events = seen.profiler.kineto_results.events()
-            carried |= {kind for e in events if e.name() == "c10d::_allgather_base_" for kind in e.dtypes() if kind}
-        found[name, rows, mode] = wrong, carried - {"Scalar"}
-    _C.set_cpu_products("libtorch")
-    return found
 
 
 def saved_bytes(rank):

@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 from offload_cases import small  # noqa: F401
-from offload_programs import Refused, Run, make
+from offload_program_runs import Run
+from offload_programs import Refused, make
 from support import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("small", "fp8_left_off")

@@ -1,77 +1,22 @@
 # The door for saved tensors, by a client that is no more than a test's: it takes float32 tensors above a size, alone,
-# inside of an offload context and around one, under hooks that are not ours, through checkpoints, views, writes and
-# graphs that are gone through twice. Gradients are always the bits of a run without. Mutants: asking nobody outward
-# (_stay in place of outward in Client.push, saved/context.py), offering a storage for each view (no look into _memory
-# there), sharing one that was let go (memory.tensor there), a view from its memory's start (saved.offset in
-# saved/standing.py), and hooks inside of a checkpoint (is_recorded in Hooks.__enter__) turn these red.
+# inside of an offload context and around one, under hooks that are not ours, through checkpoints and graphs that are
+# gone through twice; what stands for a tensor is test_standing.py's. Gradients are always the bits of a run without.
+# Mutants: asking nobody outward (_stay in place of outward in Client.push, saved/context.py), and hooks inside of a
+# checkpoint (is_recorded in Hooks.__enter__) turn these red.
 import gc
 
 import pytest
 import torch
 from offload_cases import small  # noqa: F401
 from quantized_cases import FORMATS
-from support import assert_same_bits, randn, refused
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from saved_cases import Copied, Noted, Toy, same
+from support import randn, refused
+from torch.autograd.graph import save_on_cpu
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import saved as door
 
 pytestmark = pytest.mark.usefixtures("small")  # tensors of 64 elements and more are offload's
-
-
-class Copied(door.Taken):
-    """A storage whose bytes are copied when its client says so, and put back into memory of their own."""
-
-    status, back = "copied", "nothing: it was copied"
-    copy = None
-
-    def leave(self):
-        self.copy = self.tensor.new_empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage()).clone()
-        self.let_go()
-
-    def restore(self):
-        self.client.restored += 1
-        return self.copy
-
-
-class Toy(door.Client):
-    """Takes float32 tensors of more than n elements."""
-
-    def __init__(self, n=0):
-        super().__init__()
-        self.n, self.offered, self.restored, self.all = n, [], 0, 0
-
-    def take(self, tensor):
-        self.offered.append((tensor.dtype, tensor.numel()))
-        if tensor.dtype is not torch.float32 or tensor.numel() <= self.n:
-            return None
-        memory = Copied(tensor)
-        memory.client = self
-        self.all += 1
-        return memory
-
-    def leave(self):
-        for memory in self.taken:
-            if memory.tensor is not None and not memory.stays:
-                memory.leave()
-
-
-class Noted:
-    """Hooks that are not ours, which note what they pack and unpack."""
-
-    def __init__(self):
-        self.packed, self.unpacked = [], 0
-
-    def pack(self, t):
-        self.packed.append((t.dtype, t.numel(), isinstance(t, torch.nn.Parameter)))
-        return t.detach().clone()
-
-    def unpack(self, t):
-        self.unpacked += 1
-        return t
-
-    def hooks(self):
-        return saved_tensors_hooks(self.pack, self.unpack)
 
 
 class Mixed(torch.nn.Module):
@@ -99,11 +44,6 @@ def gradients(module, x, y, **how):
 
 def plain(module, x):
     return gradients(module, x, module(x))
-
-
-def same(results, expected):
-    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-        assert_same_bits(a, b, f"result {i}")
 
 
 def top():
@@ -242,112 +182,6 @@ def test_the_rest_goes_to_save_on_cpu(who, device):
     assert 8 in packs and (who == "toy" or 96 not in packs)
     toy.leave()
     same(gradients(module, x, y), expected)
-
-
-@pytest.mark.parametrize("how", ["kept", "taken", "gone"])
-def test_versions(how, device):
-    toy = Toy(1000 if how == "kept" else 0)
-    x = randn(20, device=device, requires_grad=True)
-    with door.Hooks(toy):
-        y = x.sin()
-        z = y.exp()  # keeps its result
-    if how == "gone":
-        toy.leave()
-    expected = z.detach().clone()
-    with torch.no_grad():
-        z.mul_(2)
-    if how == "gone":  # what was copied is right
-        assert_same_bits(torch.autograd.grad(z, y, torch.ones_like(z))[0], expected)
-        return
-    with refused(RuntimeError, "pop_tensor", "float32 [20]", "is at version 1, and was saved at version 0", "Clone"):
-        torch.autograd.grad(z, y, torch.ones_like(z))
-
-
-@pytest.mark.parametrize("taken", [False, True])
-def test_a_resized_storage(taken, device):
-    toy, x = Toy(0 if taken else 1000), randn(20, device=device, requires_grad=True)
-    with door.Hooks(toy):
-        t = randn(20, device=device)
-        y = x * t
-    t.untyped_storage().resize_(0)
-    with refused(RuntimeError, "pop_tensor", "had a storage of 80 bytes, which was resized"):
-        y.sum().backward()
-
-
-class Keeps(torch.autograd.Function):
-    """Keeps what it is given and hands out what comes back."""
-
-    @staticmethod
-    def forward(ctx, back, x, *kept):
-        ctx.back = back
-        ctx.save_for_backward(*kept)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.back.append(ctx.saved_tensors)
-        return None, gradient, *(None for _ in ctx.saved_tensors)
-
-
-def there_and_back(client, *kept, leave=None, times=1):
-    back, x = [], torch.ones(1, requires_grad=True)
-    with door.Hooks(client):
-        y = Keeps.apply(back, x, *kept)
-    (leave or client.leave)()
-    for _ in range(times):
-        y.backward(retain_graph=True)
-    return back
-
-
-@pytest.mark.parametrize("leaves", [True, False])
-def test_views_of_one_storage_are_taken_once(leaves, device):
-    base = randn(6, 8, device=device)
-    z = torch.view_as_complex(base.view(24, 2))
-    kept = [base, base.T, base[2:4, 1::2], base.view(torch.int32), base.detach(), z.conj(), torch._neg_view(base), z]
-    toy = Toy()
-    (back,) = there_and_back(toy, *kept, leave=None if leaves else list)
-    assert toy.all == 1 and toy.offered == [(torch.float32, 48)]
-    for t, b in zip(kept, back, strict=True):
-        assert (b.shape, b.stride(), b.dtype, b.storage_offset()) == (t.shape, t.stride(), t.dtype, t.storage_offset())
-        assert (b.is_conj(), b.is_neg()) == (t.is_conj(), t.is_neg())
-        assert_same_bits(b.resolve_conj().resolve_neg(), t.resolve_conj().resolve_neg())
-        assert (b.untyped_storage()._cdata == base.untyped_storage()._cdata) == (not leaves)
-    assert len({b.untyped_storage()._cdata for b in back}) == 1
-
-
-def test_memory_that_was_let_go_is_not_taken_for_a_later_one(device):
-    toy, values, graphs = Toy(), [], []
-    for i in range(4):  # an allocator hands the same address out again
-        t = torch.full((1000,), float(i), device=device)
-        back, x = [], torch.ones(1, requires_grad=True)
-        with door.Hooks(toy):
-            graphs.append((back, Keeps.apply(back, x, t)))
-        toy.leave()
-        values.append(t.clone())
-        del t
-    for (back, y), value in zip(graphs, values, strict=True):
-        y.backward()
-        assert_same_bits(back[0][0], value)
-    assert toy.all == 4
-
-
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_quantized_tensors_go_part_by_part(kind, marked, device):
-    quantizer = FORMATS[kind](device=device)
-    t = quantizer(randn(64, 128, device=device))
-    wanted = [part.clone() for part in t.detach().prepare_for_saving()[0] if part is not None]
-    if marked:
-        te.mark_not_offload(t)
-    toy, noted = Toy(), Noted()
-    with noted.hooks():
-        back, copy = there_and_back(toy, t, times=2)
-    assert len(noted.packed) + len(toy.offered) >= len(wanted)
-    assert bool(toy.offered) != marked
-    assert type(back[0]) is type(t) and type(copy[0]) is type(t)
-    for b in (back[0], copy[0]):
-        parts = [part for part in b.detach().prepare_for_saving()[0] if part is not None]
-        same(parts, wanted)
 
 
 def test_what_a_take_raises_is_raised_by_the_operation(device):

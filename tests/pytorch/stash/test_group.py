@@ -9,85 +9,17 @@ import weakref
 import pytest
 import torch
 from stash_cases import Layers, Originals, count, dead_rows_zero, made, report, same, step
+from stash_layers import HIDDEN, ROWS, agree, inputs_of, ours, stack
 from support import randn
 
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch import saved as door
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
-
-ROWS, HIDDEN = 40, 32
 COUNTS = [0, 3, 17, ROWS]
 
 
-class Declared(torch.nn.Module):
-    """torch's own operations; what they keep is said to be counted."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.weight = torch.nn.Parameter(randn(HIDDEN, HIDDEN, device=device, scale=0.2))
-        self.stash = None
-
-    def forward(self, x, counter):
-        x = self.said(x * 1, counter)
-        y = self.said(x @ self.weight, counter)
-        z = self.said(torch.tanh(y), counter)  # which tanh keeps too, and said nothing
-        a, b = self.said(y.sin(), counter), self.said(x.cos(), counter)
-        return self.said(z.bfloat16(), counter).sin().float() + z * (a * b)
-
-    @staticmethod
-    def said(t, counter):
-        door.mark_pageable(t, counter)
-        return t
-
-
-def declared(layer, x, counter):
-    return layer(x, counter)
-
-
-def ours(kind, device):
-    if kind == "linear":
-        return [te.Linear(HIDDEN, HIDDEN, bias=i == 1, device=device) for i in range(3)]
-    if kind == "layernorm linear":
-        return [
-            te.LayerNormLinear(HIDDEN, HIDDEN, normalization=n, device=device)
-            for n in ("LayerNorm", "RMSNorm", "RMSNorm")
-        ]
-    if kind == "norms":
-        return [
-            te.RMSNorm(HIDDEN, device=device),
-            te.LayerNorm(HIDDEN, device=device),
-            te.RMSNorm(HIDDEN, device=device),
-        ]
-    return [te.LayerNormMLP(HIDDEN, 48, activation=kind, device=device, bias=i != 1) for i in range(3)]
-
-
 KINDS = ["linear", "layernorm linear", "norms", "gelu", "swiglu", "srelu", "geglu"]
-
-
-def stack(kind, device, **how):
-    if kind == "declared":
-        return Layers(*(Declared(device) for _ in range(3)), prepare=declared, **how)
-    return Layers(*ours(kind, device), **how)
-
-
-def inputs_of(device, lives):
-    return [dead_rows_zero(randn(ROWS, HIDDEN, device=device), n) for n in lives]
-
-
-def agree(stash, module, inputs, counters, steps=2, expected=None, **how):
-    """Steps of a stash give the bits of a run without; bytes taken are the live ones, where the report shows them."""
-    expected = expected or step(module, inputs, counters, **how)[0]
-    for i in range(steps):
-        found, overwritten = step(module, inputs, counters, stash, **how)
-        same(found, expected, f"step {i}")
-        assert overwritten or stash._pool is None, "nothing was stashed"
-        numbers = report(stash) if stash._pool is not None else None
-        if numbers:
-            assert numbers["flags"] == 0 and numbers["device_in_use"] == numbers["host_in_use"] == 0
-        stash.reset()
-    return numbers
 
 
 @pytest.mark.parametrize("live", COUNTS)
@@ -167,137 +99,6 @@ def test_microbatches_in_flight(kind, scheduled, order, device):
     counters = [count(n, device) for n in lives]
     with made(device, device_pages=None) as stash:
         agree(stash, module, inputs_of(device, lives), counters, steps=3, order=order)
-
-
-@pytest.mark.parametrize("how", ["te", "te reentrant", "torch", "around"])
-def test_beside_checkpoints(how, device):
-    """Inside of a group it keeps its input alone; a group inside of one takes nothing."""
-    layers = ours("gelu", device)
-
-    def run(layer, x, counter):
-        if how == "te":
-            return te.checkpoint(layer, Declared.said(x * 1, counter), use_reentrant=False)
-        if how == "te reentrant":
-            return te.checkpoint(layer, Declared.said(x * 1, counter), use_reentrant=True)
-        return torch.utils.checkpoint.checkpoint(layer, Declared.said(x * 1, counter), use_reentrant=False)
-
-    counters = [count(17, device)]
-    with made(device) as stash:
-        if how != "around":
-            module = Layers(*layers, prepare=run)
-            given = inputs_of(device, [17])
-            expected, _ = step(module, given, counters)
-            for _ in range(2):
-                found, overwritten = step(module, given, counters, stash)
-                same(found, expected)
-                assert overwritten or how == "torch"  # which keeps what it begins with where no hook sees it
-                stash.reset()
-            return
-        module, (x,) = Layers(*layers), inputs_of(device, [17])
-        expected, _ = step(module, [x], counters)
-        x = x.requires_grad_()
-        y = te.checkpoint(lambda x: module(x, counters[0], stash), x, use_reentrant=False)
-        y[:17].sum().backward()
-        same([y[:17], x.grad[:17], *(p.grad for p in module.parameters())], expected)
-        assert not stash.step.names
-
-
-@pytest.mark.parametrize("order", ["inside", "around"])
-def test_beside_offload(order, device, monkeypatch):
-    from transformer_engine.pytorch.cpu_offload import layer as offload_layer
-
-    monkeypatch.setattr(offload_layer, "MIN_ELEMENTS", 64)
-    layers, (x,), counter = ours("gelu", device), inputs_of(device, [17]), count(17, device)
-
-    def run(context=None, sync=None, stash=None):
-        for layer in layers:
-            layer.zero_grad(set_to_none=True)
-        y = given = x.clone().requires_grad_()
-        with Originals() as originals:
-            for i, layer in enumerate(layers):
-                if context is None:
-                    y = layer(y)
-                    continue
-                group = stash.group(i, counter)
-                with context if order == "inside" else group, group if order == "inside" else context:
-                    y = layer(y)
-                y = sync(y)
-            if stash is not None:
-                stash.step.free_leaving()
-                originals.overwrite(given)
-        y.backward(torch.ones_like(y) * (torch.arange(ROWS, device=device)[:, None] < 17))
-        return [y.detach()[:17], given.grad[:17], *(p.grad for layer in layers for p in layer.parameters())], originals
-
-    expected, _ = run()
-    context, sync = te.get_cpu_offload_context(True, 2, 3)
-    with made(device) as stash:
-        for _ in range(2):
-            found, originals = run(context, sync, stash)
-            same(found, expected)
-            assert originals.overwritten > 0
-            stash.reset()
-
-
-def test_delayed_weight_gradients(device):
-    layers = [te.LayerNormMLP(HIDDEN, 48, device=device, delay_wgrad_compute=True) for _ in range(3)]
-    plain = [te.LayerNormMLP(HIDDEN, 48, device=device) for _ in range(3)]
-    for a, b in zip(layers, plain, strict=True):
-        b.load_state_dict(a.state_dict())
-    given, counters = inputs_of(device, [17]), [count(17, device)]
-    expected, _ = step(Layers(*plain), given, counters)
-    with made(device) as stash:
-        for _ in range(2):
-            module = Layers(*layers)
-            found, overwritten = step(module, given, counters, stash)
-            for layer in reversed(layers):
-                layer.backward_dw()
-            same(found[:2] + [p.grad for p in module.parameters()], expected)
-            assert overwritten
-            stash.reset()
-
-
-RECIPES = [recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_fp8(recipe, device):
-    """What is kept with its rows along another dimension stays."""
-    torch.manual_seed(3)
-    layers = [te.LayerNormMLP(128, 256, activation="swiglu", device=device) for _ in range(2)]
-    x = dead_rows_zero(randn(128, 128, device=device), 48)
-
-    def run(layer, x, counter):
-        with te.autocast(enabled=True, recipe=recipe()):
-            return layer(x)
-
-    import copy
-
-    first, second = (Layers(*copy.deepcopy(layers), prepare=run) for _ in range(2))
-    with made(device) as stash:
-        for _ in range(3):
-            expected, _ = step(first, [x], [count(48, device)])
-            found, overwritten = step(second, [x], [count(48, device)], stash)
-            same(found, expected)
-            assert overwritten and report(stash)["flags"] == 0
-            stash.reset()
-
-
-def test_frozen_layers_and_eval(device):
-    module, given, counters = stack("gelu", device), inputs_of(device, [17]), [count(17, device)]
-    for p in module.layers[1].parameters():
-        p.requires_grad_(False)
-    with made(device) as stash:
-        agree(stash, module, given, counters, steps=3)
-        for p in module.layers[0].parameters():
-            p.requires_grad_(False)
-        expected, _ = step(module, given, counters)
-        same(step(module, given, counters, stash)[0], expected)
-        stash.reset()
-        with torch.no_grad():
-            y = module(given[0], counters[0], stash)
-        assert not stash.step.passed and not y.requires_grad
-        module.eval()
-        agree(stash, module, given, counters, steps=2)
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
