@@ -156,7 +156,12 @@ PYTORCH, CSRC, ROOM = "transformer_engine/pytorch", "transformer_engine/pytorch/
 WALK = [
     (f"{PYTORCH}/module/layernorm_mlp.py", "LayerNormMLP.forward", "def forward(", "options, kept weights, sinks"),
     (f"{PYTORCH}/functional/linear.py", "layernorm_mlp", "def layernorm_mlp(", "eager or compiled"),
-    (f"{CSRC}/layer/layernorm_mlp.cpp", "_C.layernorm_mlp", 'faces.op("layernorm_mlp" TE_MLP', "two layers as one call"),
+    (
+        f"{CSRC}/layer/layernorm_mlp.cpp",
+        "_C.layernorm_mlp",
+        'faces.op("layernorm_mlp" TE_MLP',
+        "two layers as one call",
+    ),
     (f"{CSRC}/layer/op_faces.h", "Op::eager", "static auto eager(", "with autograd or without"),
     (f"{CSRC}/autograd.h", "Node::forward", "static variable_list forward(", "what is saved, and below autograd"),
     (f"{CSRC}/layer/forward.cpp", "Chain::forward", "variable_list Chain::forward(", "layer by layer"),

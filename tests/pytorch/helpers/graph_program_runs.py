@@ -251,7 +251,7 @@ class Runner:
             if self.graphed is not None:
                 self.callable(c, m, i).backward_dw()
                 continue
-            parts = [part for part in self.module(c, i).modules() if getattr(part, "_wgrad_stores", None)]
+            parts = [part for part in self.module(c, i).modules() if hasattr(part, "runtime") and part.runtime.stores]
             for part in parts:
                 part.backward_dw()
 

@@ -308,7 +308,7 @@ def another_group(rank):
     for _ in range(2):
         with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
             module(x)
-        used = {exchange.group for exchange in module._exchanges.values()}
+        used = {exchange.group for exchange in module.runtime.exchanges.values()}
         found.append((module.tp_group.group_name, used, module.fp8_meta["scaling_fwd"].gathered[0]))
         module.tp_group = dist.new_group(list(range(dist.get_world_size())))
     return found

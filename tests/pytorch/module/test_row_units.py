@@ -1,5 +1,5 @@
 # Rows of one product as one unit of memory: who moves them, who may keep them, what joining them costs. Mutants, each
-# turns a test red: _settle joins without looking at where units lay before; _join leaves out the look at the storages'
+# turns a test red: join_moved does not look at where units lay before; _join leaves out the look at the storages'
 # sizes; noop_cat says nothing to te.explain.
 import copy
 import pickle

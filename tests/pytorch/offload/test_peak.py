@@ -1,7 +1,7 @@
 # Peak memory under the default schedule is what its definition says, to the byte where the layers are of known size:
 # layers on the device, a layer's own work, and gradients between layers. Mutants: letting a joined weight leave
-# (_joined in module/linear.py), and starting the reload a layer earlier (_reach in cpu_offload/schedule.py), turn
-# these red.
+# (_joined in module/linear_family.py), and starting the reload a layer earlier (_reach in cpu_offload/schedule.py),
+# turn these red.
 import pytest
 import torch
 from offload_cases import forward, peak_bytes, small  # noqa: F401

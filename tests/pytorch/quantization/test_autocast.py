@@ -61,7 +61,7 @@ def test_a_checkpoint_is_a_plain_call(device, recipe):
     for call in (module, lambda t: te.checkpoint(module, t, use_reentrant=True)):
         if recipe == "delayed":
             module.fp8_meta.pop("scaling_fwd", None), module.fp8_meta.pop("scaling_bwd", None)
-            module._own = None
+            module.runtime.quantization.own = None
         leaf = x.clone().requires_grad_()
         with torch.autocast(device, dtype=DTYPE), te.autocast(recipe=made):
             y = call(leaf)

@@ -193,9 +193,9 @@ def test_dequantized_keeps_what_the_forward_has_read(device, recipe):
 def test_a_weight_has_no_columnwise_copy(device, word, recipe):
     module, x = build(linear, device), tokens(device)
     step(module, x, recipe, word, is_first_microbatch=True)
-    assert module._cached_weights[""][1].columnwise is None
+    assert module.runtime.quantization.weights.kept[""][1].columnwise is None
     step(module, x, recipe, None, is_first_microbatch=True)
-    assert module._cached_weights[""][1].columnwise is not None
+    assert module.runtime.quantization.weights.kept[""][1].columnwise is not None
 
 
 # ---- what is said ----

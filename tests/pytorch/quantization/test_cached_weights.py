@@ -79,7 +79,7 @@ def test_the_flag_on_the_device_decides_in_a_capture(device):
     fresh = call()
     manager.set_skip_fp8_weight_update_tensor(True)
     assert_same_bits(call(), fresh)  # nothing was there to be kept
-    address = module._cached_weights[""][1].rowwise.data_ptr()
+    address = module.runtime.quantization.weights.kept[""][1].rowwise.data_ptr()
     with torch.no_grad():
         module.weight.neg_()
     assert_same_bits(call(), fresh)
@@ -90,7 +90,7 @@ def test_the_flag_on_the_device_decides_in_a_capture(device):
         assert_same_bits(eager(x, is_first_microbatch=True), call(graph=False))
     manager.set_skip_fp8_weight_update_tensor(False)
     assert not torch.equal(call(), fresh)
-    assert module._cached_weights[""][1].rowwise.data_ptr() == address
+    assert module.runtime.quantization.weights.kept[""][1].rowwise.data_ptr() == address
     changed = call()
     manager.set_skip_fp8_weight_update_tensor(True)
     with torch.no_grad():

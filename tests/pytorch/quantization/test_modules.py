@@ -1,6 +1,6 @@
 # Modules under autocast: products against fake-quantized plain PyTorch, the scales of delayed scaling against scales
 # kept in Python, what a step leaves and what it leaves alone. Mutants: update backward scales before the backward
-# (Region.follow), follow a region's first output alone (QuantizationState._variant), or note amaxes in eval() (there),
+# (Region.follow), follow a region's first output alone (DelayedCalls.variant), or note amaxes in eval() (there),
 # turn these red.
 import pytest
 import torch

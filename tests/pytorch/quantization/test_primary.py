@@ -1,6 +1,6 @@
 # Weights held in FP8 alone, and the recipe that their module runs under: of the same kind, or an error that names both
-# and leaves everything as it was. Mutants: leave out _check_primary_weight in QuantizationState._adopt, or in
-# QuantizedWeights._primary_weight; a kept weight that notes amaxes in eval() (QuantizedWeights._cached_weight), or one
+# and leaves everything as it was. Mutants: leave out check_primary_weight in ModuleQuantization._adopt, or in
+# ModuleQuantization._of_primary_weight; a kept weight that notes amaxes in eval() (KeptWeights.copy_of), or one
 # without columnwise data that training goes on with.
 import copy
 import io

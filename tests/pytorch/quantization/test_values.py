@@ -1,6 +1,6 @@
 # Values that come into weights held in FP8 alone under delayed scaling. Before a history exists they bring a scale that
 # fits them, whichever way they come; what holds afterwards is test_histories.py's. Mutants: a load that leaves the
-# history of the weights before (QuantizedWeights._before_loading), a write that clips before steps
+# history of the weights before (_load_from_state_dict), a write that clips before steps
 # (Float8Quantizer._put_in), data of somebody else's that no history hears of (Float8Quantizer._took).
 import copy
 import io

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -14,14 +13,9 @@ from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.weight_flag import WeightFlag
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
-from transformer_engine.pytorch.quantization.delayed import ScalingState
+from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.products import Plan
 from transformer_engine.pytorch.quantization.surroundings import STATE
-from transformer_engine.pytorch.tensor import QuantizedTensor
-
-DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-# What a module remembers beside its scales; replaced when it runs, never changed in place.
-_REMEMBERED = ("_own", "_token", "_seen_region", "_unfollowed", "fp8", "fp8_calibration")
 
 
 def our_modules(module: object) -> list[TransformerEngineBaseModule]:
@@ -103,44 +97,6 @@ def restore_fp8_tensors(modules: Iterable[object], fp8_tensors: list | None) -> 
             state.take(*(values or new))
 
 
-def _noted_state(state: ScalingState) -> Callable[[], None]:
-    """Puts back its recipe, its tensors and their values."""
-    rule, stepped, tensors = state.rule, state.stepped, (state.scale, state.amax_history)
-    values = [t.clone() for t in tensors]
-
-    def put_back() -> None:
-        state.rule, state.stepped = rule, stepped
-        state.scale, state.amax_history = tensors
-        for t, value in zip(tensors, values):
-            t.copy_(value)
-        state.changed()
-
-    return put_back
-
-
-@torch.no_grad()
-def noted(part: TransformerEngineBaseModule) -> Callable[[], None]:
-    """Puts back all that a module knows about quantization: as if it had not run."""
-    remembered = {name: vars(part)[name] for name in _REMEMBERED}
-    meta = {k: v.copy() if isinstance(v, deque) else v for k, v in part.fp8_meta.items()}  # scales for a recomputation
-    cached = dict(part._cached_weights)
-    states = [_noted_state(state) for state in _scaling_states(part) if state is not None]
-    quantizers = [(p, p._quantizer) for p in part.parameters(recurse=False) if isinstance(p, QuantizedTensor)]
-
-    @torch.no_grad()
-    def put_back() -> None:
-        vars(part).update(remembered)
-        part.fp8_meta.clear()
-        part.fp8_meta.update(meta)
-        part._cached_weights = cached
-        for state in states:
-            state()
-        for p, quantizer in quantizers:
-            p._quantizer = quantizer
-
-    return put_back
-
-
 class Noted(NamedTuple):
     """A module whose scales a captured forward uses, under which group, and whether that is of an autocast inside."""
 
@@ -163,7 +119,7 @@ class Quantization:
     @contextmanager
     def __call__(self, parts: list[TransformerEngineBaseModule]) -> Iterator[None]:
         for part in parts:
-            part._token = None  # set again by those that run
+            part.runtime.quantization.enter_anew()
             for state in _scaling_states(part):
                 if state is not None:
                     state.changed()  # a copy of scales that a recomputation needs is made inside the graph, each time

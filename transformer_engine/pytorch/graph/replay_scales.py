@@ -11,9 +11,10 @@ from functools import partial
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.graph.capture_quantization import DIRECTIONS, Noted
+from transformer_engine.pytorch.graph.capture_quantization import Noted
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
+from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.recompute_phase import RecomputePhase
 
@@ -45,7 +46,7 @@ class Scales:
         self.widths = [row.numel() for row in self.rows]
         self._left: deque[tuple] = deque()  # by first runs whose recomputations come in their order
         # The graph reads their memory, whatever the modules do in eager.
-        self.kept = [(part._own, dict(part._cached_weights)) for part in parts if part._token is not None and part.fp8]
+        self.kept = [part.runtime.reads() for part in parts]
         self._prepare(group)
 
     def _prepare(self, around: object | None) -> None:

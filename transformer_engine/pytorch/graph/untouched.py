@@ -12,14 +12,12 @@ from transformer_engine.pytorch.capture_flag import set_capture_end, set_capture
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
 from transformer_engine.pytorch.graph.buffers import distinct, version_of
 from transformer_engine.pytorch.graph.capture_quantization import (
-    noted,
     our_modules,
     restore_fp8_tensors,
     save_fp8_tensors,
 )
 from transformer_engine.pytorch.graph.describe import PLAIN
 from transformer_engine.pytorch.graph.main_grads import fused_weights, main_grad_of
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 
 class Kept:
@@ -93,11 +91,10 @@ class Untouched:
         undo(self._forget)
         parts = {id(part): part for module in self.modules for part in our_modules(module)}
         for part in parts.values():
-            undo(part._leave)
-            undo(self._where_failed, noted(part))
+            undo(part.runtime.quantization.leave)
+            undo(self._where_failed, partial(part.runtime.restore, part.runtime.snapshot(part)))
         for part in parts.values():  # kept weights are made anew, in memory of their own: the old ones' stays
-            undo(_join_weights, part, part._cached_weights)
-            part._cached_weights = {}
+            undo(part.runtime.weights_anew())
         undo(restore_fp8_tensors, self.modules, save_fp8_tensors(self.modules, None))
         undo(Snapshot(self.tensors).restore)
         for tracker in trackers():
@@ -136,7 +133,3 @@ class Untouched:
 def _entries_back(entries: dict, before: dict) -> None:
     entries.clear()
     entries.update(before)
-
-
-def _join_weights(part: TransformerEngineBaseModule, kept: dict) -> None:
-    part._cached_weights = {**kept, **part._cached_weights}

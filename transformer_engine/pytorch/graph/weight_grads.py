@@ -65,8 +65,7 @@ class WeightGrads:
                         zero = getattr(weight, "zero_out_wgrad", False)
                         weight.grad = get_dummy_wgrad(weight.shape, weight.dtype, zero, weight.device)
         for part in later.modules:
-            for hook in part._wgrad_hooks:
-                hook()
+            part.runtime.call_hooks()
 
     def drop_backward_dw(self) -> None:
         """Forgets what waits for backward_dw(): for a step that is given up."""
@@ -86,7 +85,7 @@ class WeightGrads:
         unwanted = frozenset(id(self.parameters[i]) for i in _C.unwanted(self.parameters))
         later = self.wgrad_graph
         for part in later.modules if unwanted and later is not None else ():
-            for product in part._wgrad_stores:
+            for product in part.runtime.stores:
                 names = part._product_names(product)
                 weights, biases = ({id(getattr(part, name)) for name in some} & later.parameters for some in names)
                 if weights <= unwanted and not biases <= unwanted:

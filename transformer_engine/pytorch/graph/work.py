@@ -2,7 +2,7 @@
 gradients. Decides nothing about when, and keeps nothing that a graph does not need."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -80,7 +80,7 @@ class Work:
         self.function, self.signature, self.inputs, self.ambient = function, signature, inputs, ambient
         self.module, self.quantization = module, quantization
         self.parts = our_modules(module)
-        self.stores = [store for part in self.parts for store in part._wgrad_stores.values()]
+        self.stores = [store for part in self.parts for store in part.runtime.stores.values()]
         parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
         self.parameters = [p for p in parameters if p.requires_grad]
         self.frozen = [p for p in parameters if not p.requires_grad]
@@ -151,7 +151,7 @@ class Work:
         if not self.retain:
             self.live = []
         mine = {id(store) for store, _ in self.pending}
-        self.delaying = [part for part in self.parts if any(id(s) in mine for s in part._wgrad_stores.values())]
+        self.delaying = [part for part in self.parts if any(id(s) in mine for s in part.runtime.stores.values())]
         return list(grads)
 
     def _check_layouts(self, grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -169,24 +169,21 @@ class Work:
     def wgrad(self) -> list[torch.Tensor | None]:
         """What backward_dw() adds to each parameter's .grad; main_grads are added to here."""
         grads = [p.grad for p in self.parameters]
-        hooks = [part._wgrad_hooks for part in self.delaying]
         others = [(store, _emptied(store)) for store in self.stores]
         try:
             for p in self.parameters:
                 p.grad = None
             for store, left in self.pending:
                 store.put(left)
-            for part in self.delaying:
-                part._wgrad_hooks = []
-            with self._as_captured(), accumulation_noted() as self.accumulated_later:
+            with ExitStack() as silent, self._as_captured(), accumulation_noted() as self.accumulated_later:
+                for part in self.delaying:
+                    silent.enter_context(part.runtime.hooks_silent())
                 for part in self.delaying:
                     self.backward_dw[id(part)]()
             return [p.grad for p in self.parameters]
         finally:
             for p, grad in zip(self.parameters, grads, strict=True):
                 p.grad = grad
-            for part, own in zip(self.delaying, hooks):
-                part._wgrad_hooks = own
             _put_back(others)
             self.pending = []
 

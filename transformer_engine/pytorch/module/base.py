@@ -1,23 +1,25 @@
 """What every module shares: parameters and their initialisation, the options that have not landed, checkpoint state.
 No module's arithmetic is here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
 
-from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.userbuffers import (
     UserBufferQuantizationMode as UserBufferQuantizationMode,  # and these
 )
 from transformer_engine.pytorch.distributed.userbuffers import destroy_ub as destroy_ub
 from transformer_engine.pytorch.distributed.userbuffers import initialize_ub as initialize_ub
-from transformer_engine.pytorch.module.parallel import GroupByName
-from transformer_engine.pytorch.module.row_units import RowUnits, unit_marks
-from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_sink
+from transformer_engine.pytorch.module.parallel import group_by_name
+from transformer_engine.pytorch.module.row_units import RowUnit, join_moved, joining, renumber, unit_marks, units_of
+from transformer_engine.pytorch.module.runtime import Runtime
+from transformer_engine.pytorch.module.weight_grad import WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
 from transformer_engine.pytorch.module.whole_checkpoints import WholeCheckpoints, is_extra_state
-from transformer_engine.pytorch.quantization.module_quantization import QuantizationState
+from transformer_engine.pytorch.quantization.module_api import QuantizedModule
+from transformer_engine.pytorch.quantization.primary_weights import converted_in_place, primary_weights
+from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.utils import resolve_device
 
@@ -52,19 +54,25 @@ def check_choice(
         raise ValueError(f"{op}: argument '{argument}' is {value!r}, wanted one of {here + later}.")
 
 
-class TransformerEngineBaseModule(GroupByName, RowUnits, QuantizationState, WholeCheckpoints):
-    """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`."""
+class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
+    """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`.
+
+    runtime: what it keeps between calls and that is no parameter, buffer or option (module/runtime.py)."""
+
+    tp_size: int = 1
+    _tp_group_name: str | None = None
+    tp_group = group_by_name
 
     def __init__(self) -> None:
         super().__init__()
         self._initializers: dict[str, InitMethod] = {}
         self._tags: dict[str, dict[str, object]] = {}
         self.fuse_wgrad_accumulation = False
-        self._wgrad_stores: dict[str, WeightGradStore] = {}
-        self._wgrad_products: dict[str, _C.WeightGradProduct] = {}  # made where a product is first asked for
-        self._wgrad_hooks: list[Callable] = []
         self.name: str | None = None
-        self._init_quantization()
+        # quantized_model_init around the construction; the parameters themselves may come later (device="meta")
+        self.primary_weights_in_fp8 = STATE.parameters and bool(self._products)
+        self.preserve_high_precision_init_val = self.primary_weights_in_fp8 and STATE.preserve_high_precision
+        self.runtime = Runtime(len(self._products))
 
     def _setup(
         self,
@@ -117,7 +125,7 @@ class TransformerEngineBaseModule(GroupByName, RowUnits, QuantizationState, Whol
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialises the parameters in their order; those on the meta device are first made on a real one. With
         defer_init nothing happens, so that a meta module stays meta."""
-        with self._joining():
+        with joining(self):
             if not defer_init:
                 self._initialize()
 
@@ -137,7 +145,16 @@ class TransformerEngineBaseModule(GroupByName, RowUnits, QuantizationState, Whol
                 fork = tracker.fork() if self.rng_tracker_name is None else tracker.fork(self.rng_tracker_name)
             with fork, torch.no_grad():
                 init(parameter)
-        self._quantize_parameters()
+        self.runtime.quantization.quantize_parameters(self)
+
+    def _setup_linear(self, given: Mapping[str, object], *products: str) -> None:
+        """Options of every module with products, of its constructor's arguments by name; products: as _setup_wgrad's
+        prefixes."""
+        tracker = {name: given[name] for name in ("get_rng_state_tracker", "rng_tracker_name") if name in given}
+        self._setup(params_dtype=given["params_dtype"], device=given["device"], name=given["name"], **tracker)
+        self._setup_wgrad(*products, fuse=given["fuse_wgrad_accumulation"], delay=given["delay_wgrad_compute"])
+        self.use_bias, self.return_bias = given["bias"], given["return_bias"]
+        self.apply_bias = self.use_bias and not self.return_bias
 
     # Weight gradients that are not simply returned. A product has a prefix ("" of Linear, "fc1", "fc2"): the order in
     # which _setup_wgrad lists them is that in which backward() meets them.
@@ -145,39 +162,23 @@ class TransformerEngineBaseModule(GroupByName, RowUnits, QuantizationState, Whol
     def _setup_wgrad(self, *products: str, fuse: bool, delay: bool) -> None:
         self.fuse_wgrad_accumulation = fuse
         if delay:  # before the parameters are declared: they carry a mark of it
-            self._wgrad_stores = {product: WeightGradStore(delay_wgrad_compute=True) for product in products}
+            self.runtime.stores = {product: WeightGradStore(delay_wgrad_compute=True) for product in products}
 
     def _product_tags(self) -> dict[str, bool]:
         """Marks on a product's parameters: gradient hooks are not to wait for backward() where gradients come later."""
-        return {"skip_backward_post_hook": True} if self._wgrad_stores else {}
+        return {"skip_backward_post_hook": True} if self.runtime.stores else {}
 
     def _product_names(self, product: str) -> tuple[list[str], list[str]]:
         """Names of the weights and of the biases of a product, rows of one matrix."""
         raise NotImplementedError
 
-    def _sink(self, product: str, is_first_microbatch: bool | None) -> _C.WeightGradSink | None:
-        """Where this call's weight gradient of a product goes; None: to autograd."""
-        store = self._wgrad_stores.get(product)
-        if not (self.fuse_wgrad_accumulation or store) or not torch.is_grad_enabled():
-            return None
-        if torch.compiler.is_compiling():
-            weights = {name: getattr(self, name) for name in self._product_names(product)[0]}
-            if not any(weight.requires_grad for weight in weights.values()):
-                return None
-            # A store is something that the product refuses by name.
-            return store if store is not None else traced_sink(type(self).__name__, weights, is_first_microbatch)
-        described = self._wgrad_products.get(product)
-        if described is None:
-            described = self._wgrad_products[product] = _C.WeightGradProduct(*self._product_names(product))
-        return described.sink(self, bool(self.fuse_wgrad_accumulation), is_first_microbatch, store)
-
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for backward_dw(), as delay_wgrad_compute=True has it."""
-        return bool(self._wgrad_stores)
+        return bool(self.runtime.stores)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """hook() runs at the end of each backward_dw(), in the order of registration."""
-        self._wgrad_hooks.append(hook)
+        self.runtime.hooks.append(hook)
 
     def backward_dw(self) -> None:
         """The weight (and bias) gradients of the oldest backward() that left them, then the registered hooks.
@@ -188,35 +189,48 @@ class TransformerEngineBaseModule(GroupByName, RowUnits, QuantizationState, Whol
         Errors: RuntimeError where no backward() has left any, where a tensor that a gradient is made of was changed in
         place since, or where the parameter is another one now; ValueError for an unfit main_grad. Nothing is changed
         then, and what is left stays."""
-        due: list[tuple[WeightGradStore, list[torch.Tensor | None]]] = []
-        for product, store in self._wgrad_stores.items():
-            weights = [getattr(self, name) for name in self._product_names(product)[0]]
-            oldest = store.oldest()
-            if oldest is not None:
-                due.append((store, oldest.check(weights)))
-            elif any(weight.requires_grad for weight in weights):
-                raise RuntimeError(
-                    f"{type(self).__name__}: backward_dw() was called, but no weight gradient of "
-                    f"'{self._product_names(product)[0][0]}' is left to compute; call it once after each backward() of "
-                    "a step that wanted that gradient."
-                )
-        for store, main_grads in due:
-            store.oldest().compute(main_grads)
-            store.pop()
-        if self._wgrad_stores:
-            for hook in self._wgrad_hooks:
-                hook()
+        self.runtime.backward_dw(self)
 
     def drop_backward_dw(self) -> None:
         """Forgets what waits for backward_dw(): for a step that is given up."""
-        for store in self._wgrad_stores.values():
+        for store in self.runtime.stores.values():
             store.clear()
 
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """Remembers the group: a module without products communicates nothing over it."""
+        self.tp_group = tp_group
+
+    # Parameters that move, files and copies.
+
+    def row_units(self) -> list[RowUnit]:
+        """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
+        return units_of(self)
+
+    def _unit_names(self) -> list[list[str]]:
+        return [names for product in self._products for names in self._product_names(product)]
+
+    def _settle(self, before: dict[tuple[str, ...], list[object]]) -> None:
+        """Behind what may have moved parameters; before: where units lay."""
+        join_moved(self, before)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
+        with joining(self), converted_in_place(self, fn):
+            super()._apply(fn, recurse)
+        for name, tags in self._tags.items():  # torch may have put other parameters in place
+            parameter = self._parameters.get(name)
+            for tag, value in tags.items() if parameter is not None else ():
+                if not hasattr(parameter, tag):
+                    setattr(parameter, tag, value)
+        return self
+
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        self._before_loading(state_dict, prefix)
-        with self._joining():  # assign=True puts other parameters in place
+        for _, name, weight in primary_weights(self):
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor) and given.shape == weight.shape:
+                weight._values_to_come()  # which bring their own scale, whatever steps the module has behind it
+        with joining(self):  # assign=True puts other parameters in place
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        self._loaded()
+        self.runtime.quantization.parameters_loaded(self)
         # Checkpoints of plain modules have no extra state, and load all the same.
         key = prefix + "_extra_state"
         if key in missing:
@@ -225,8 +239,19 @@ class TransformerEngineBaseModule(GroupByName, RowUnits, QuantizationState, Whol
         unexpected[:] = [key for key in unexpected if not (key.startswith(prefix) and is_extra_state(key))]
         self._tag_all()
 
-    def __setstate__(self, state) -> None:
+    def __getstate__(self) -> dict[str, object]:
+        state = {**self.__dict__, **self.runtime.in_files()}
+        del state["runtime"]
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.runtime = Runtime.of_file(state := dict(state))
         super().__setstate__(state)
-        self._renumber()
+        renumber(self._tags.values())
         self._tag_all()  # a deep copy of a parameter has none of its marks
         self._settle({})
+
+    def _replicate_for_data_parallel(self):
+        replica = super()._replicate_for_data_parallel()
+        replica.runtime = self.runtime.shared()
+        return replica

@@ -1,11 +1,15 @@
 """What modules made of other modules share: process groups, kept and handed on to every part. It computes nothing."""
 
-from transformer_engine.pytorch.module.parallel import GroupByName, check_ranks
+from transformer_engine.pytorch.module.parallel import check_ranks, group_by_name
 from transformer_engine.pytorch.module.whole_checkpoints import WholeCheckpoints
 
 
-class Composite(GroupByName, WholeCheckpoints):
+class Composite(WholeCheckpoints):
     """A module whose work its parts do."""
+
+    tp_size: int = 1
+    _tp_group_name: str | None = None
+    tp_group = group_by_name
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
         """Hands the group to every part; without tensor parallelism nothing is communicated over it.

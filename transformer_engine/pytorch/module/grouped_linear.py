@@ -20,6 +20,7 @@ from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
 from transformer_engine.pytorch.module.retelling import retell
 from transformer_engine.pytorch.quantization import te_state
+from transformer_engine.pytorch.quantization.primary_weights import plain
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.torch_autocast import is_autocast
@@ -71,7 +72,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
-        op = type(self).__name__
+        given, op = locals(), type(self).__name__
         check_size(op, "num_gemms", num_gemms, 1)
         self._products = tuple(str(i) for i in range(num_gemms))  # before the base counts them
         super().__init__()
@@ -91,20 +92,10 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.parallel_mode = parallel_mode
-        self._setup(
-            params_dtype=params_dtype,
-            device=device,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            name=name,
-        )
-        self._setup_wgrad("", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
+        self._setup_linear(given, "")
         self.num_gemms = num_gemms
         self.in_features = divided(op, "in_features", in_features, self.tp_size if parallel_mode == "row" else 1)
         self.out_features = divided(op, "out_features", out_features, self.tp_size if parallel_mode == "column" else 1)
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self.apply_bias = bias and not return_bias
         self.save_original_input = save_original_input
         self.ub_name = ub_name
         self.single_grouped_weight = self.single_grouped_bias = False
@@ -172,7 +163,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                     f"{op}: argument 'inp' is a {type(inp).__name__}, wanted a plain tensor, whose groups are "
                     "quantized each as if alone; dequantize() it."
                 )
-            inp = self._plain(inp)
+            inp = plain(inp)
         splits = splits_of(op, m_splits, inp, self.num_gemms)
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             if buffer is not None and not torch.compiler.is_compiling():  # refused there
@@ -185,7 +176,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         weights, biases = ([getattr(self, name) for name in names] for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, is_first_microbatch)
         if not quantizations:
-            weights = [self._plain(weight) for weight in weights]
+            weights = [plain(weight) for weight in weights]
         try:
             result = functional.grouped_linear(
                 inp,
@@ -193,7 +184,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 biases if self.apply_bias else (),
                 splits=splits.host,
                 offsets=splits.offsets,
-                sink=self._sink("", is_first_microbatch),
+                sink=self.runtime.sink(self, "", is_first_microbatch),
                 quantizations=quantizations,
                 own_weights=own_weights,
                 keep_input=keeps_input(self, bool(quantizations)),
@@ -204,8 +195,8 @@ class GroupedLinear(TransformerEngineBaseModule):
             retell(error, op, inp, self.in_features, "weight0", weights[0])
             raise
         if quantizations:
-            self._follow(result)
-        elif self.fp8_calibration:
+            self.runtime.quantization.follow(result)
+        elif self.runtime.quantization.fp8_calibration:
             self._calibrate_groups(inp, weights, splits)
         return (result, biases or None) if self.return_bias else result
 
@@ -218,23 +209,24 @@ class GroupedLinear(TransformerEngineBaseModule):
         """How each group is quantized (one for all, where that is the same), and the weights' FP8 copies; empty ones
         where there are none."""
         self._check_recipe()
+        quantization = self.runtime.quantization
         if torch.compiler.is_compiling():
-            return self._quantized_product("0", weights[0], is_first_microbatch)[0] or [], []
-        first = self._quantization("0")
+            return quantization.of_call(self, "0", weights[0], is_first_microbatch)[0] or [], []
+        first = quantization.of_product(self, "0")
         if first is None:
             return [], []
-        own = self._own
+        own = quantization.own
         shared = own.shared is not None
-        quantizations = [first] if shared else [first, *(self._quantization(p) for p in self._products[1:])]
+        quantizations = [first] if shared else [first, *(quantization.of_product(self, p) for p in self._products[1:])]
         copies = [
-            self._quantized_weight(product, weight, is_first_microbatch)
+            quantization.of_weight(self, product, weight, is_first_microbatch)
             for product, weight in zip(self._products, weights, strict=True)
         ]
         if not any(copy is not None for copy in copies):
             return quantizations, []
         for i, weight in enumerate(weights):
             if copies[i] is None:  # beside weights that are held in FP8: it is quantized as they are
-                copies[i] = self._cached_weight(self._products[i], weight, True, None)
+                copies[i] = quantization.weights.copy_of(self, own, self._products[i], weight, True, None)
         if any(copy is None for copy in copies):
             raise NotImplementedError(
                 f"{type(self).__name__}: a recipe that quantizes the weights of some groups and not of others, with "
@@ -252,12 +244,12 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
 
     def _calibrate_groups(self, inp: torch.Tensor, weights: list[torch.Tensor], splits: Splits) -> None:
-        for product, rows, weight in zip(self._products, splits.parts(inp), weights, strict=True):
-            self._calibrate(product, rows, weight)
+        for index, (rows, weight) in enumerate(zip(splits.parts(inp), weights, strict=True)):
+            self.runtime.quantization.calibrate(index, rows, weight)
 
     def backward_dw(self) -> None:
         """As the base's; where nothing is left to compute it returns, as a call without tokens may leave nothing."""
-        if any(store.oldest() is not None for store in self._wgrad_stores.values()):
+        if any(store.oldest() is not None for store in self.runtime.stores.values()):
             super().backward_dw()
 
     # ---- parameters, checkpoints ----

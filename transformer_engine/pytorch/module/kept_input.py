@@ -20,7 +20,7 @@ def keeps_input(module: torch.nn.Module, quantized: bool) -> bool:
             "original; use backward_override='high_precision', or build the module without it.",
             ValueError,
         )
-    if not torch.compiler.is_compiling() and module._own.rule is not None:
+    if not torch.compiler.is_compiling() and module.runtime.quantization.own.rule is not None:
         raise ValueError(
             f"{asked} delayed scaling, whose scale may be another one in the backward; use Float8CurrentScaling or "
             "Float8BlockScaling, or build the module without it."

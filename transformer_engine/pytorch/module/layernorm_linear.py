@@ -1,19 +1,17 @@
 """LayerNormLinear: a norm and the linear layer behind it as one autograd node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._arguments import check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.module.base import InitMethod, refuse
-from transformer_engine.pytorch.module.linear import ParametersSplit, SplitWeights
-from transformer_engine.pytorch.module.norm_parameters import NormParameters
-from transformer_engine.pytorch.module.retelling import retell
+from transformer_engine.pytorch.module.base import InitMethod
+from transformer_engine.pytorch.module.linear_family import LinearFamily, ParametersSplit
+from transformer_engine.pytorch.module.norm_parameters import declare_norm, norm_options
 
 
-class LayerNormLinear(NormParameters, SplitWeights):
+class LayerNormLinear(LinearFamily):
     """y = norm(x) weight^T + bias, norm being LayerNorm or RMSNorm over in_features.
 
     Parameters `layer_norm_weight`, `layer_norm_bias` (LayerNorm alone), and those of Linear. Returns y, then the bias
@@ -22,6 +20,8 @@ class LayerNormLinear(NormParameters, SplitWeights):
     delay_wgrad_compute as in Linear. recompute_norm_output (ours beyond the common API): the norm's output is not kept
     for backward, which computes it again from the norm's input, to the same bits.
     """
+
+    _op = "LayerNormLinear"
 
     @tells_keywords()
     def __init__(
@@ -65,36 +65,13 @@ class LayerNormLinear(NormParameters, SplitWeights):
                 "LayerNormLinear: argument 'parallel_mode' is 'row', but a norm of rows that are divided over ranks is "
                 "not available in this version; use 'column', or a norm and a Linear."
             )
-        self._setup_parallel(
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            tp_recompute_allgather=tp_recompute_allgather,
-            tp_overlap=tp_overlap,
-            symmetric_ar_type=symmetric_ar_type,
-            parallel_mode=parallel_mode,
-        )
-        self._setup(params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name)
-        self._setup_wgrad("", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
+        self._build_one(locals())
         self.recompute_norm_output = recompute_norm_output
-        self.in_features = in_features
-        self.out_features = out_features
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self.apply_bias = bias and not return_bias
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self.ub_name = ub_name
-        self._declare_norm(
-            "LayerNormLinear",
-            in_features,
-            "in_features",
-            normalization=normalization,
-            eps=eps,
-            zero_centered=zero_centered_gamma,
-        )
-        self._declare_linear(parameters_split, bias=bias, init_method=init_method)
-        self.reset_parameters(defer_init=self.device.type == "meta")
+
+    def _declare_before(self, given: Mapping[str, object]) -> None:
+        declare_norm(self, self.in_features, "in_features", given)
 
     def forward(
         self,
@@ -107,47 +84,26 @@ class LayerNormLinear(NormParameters, SplitWeights):
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """is_first_microbatch and fp8_output as Linear's. return_input (ours beyond the common API): inp is returned
         last as well; a residual branch that goes on from it has its gradient added inside the norm's backward."""
-        refuse("LayerNormLinear", "a gradient that is a quantized tensor", fp8_grad=fp8_grad)
-        if type(inp) is not torch.Tensor:
-            check_tensor("LayerNormLinear", "inp", inp)
-            inp = self._plain(inp)
-        weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
-        quantization, own_weight = self._quantized_product("", weight, is_first_microbatch)
-        if quantization is None:
-            weight = self._plain(weight)
-        try:
-            out, norm_output, h = functional.normalization_linear(
-                inp,
-                self.layer_norm_weight,
-                self.layer_norm_bias,
-                weight,
-                bias if self.apply_bias else None,
-                **self._norm_options(),
-                return_output=self.return_layernorm_output or (quantization is None and self.fp8_calibration),
-                recompute_output=self.recompute_norm_output,
-                return_input=return_input,
-                sink=self._sink("", is_first_microbatch),
-                quantization=quantization,
-                own_weight=own_weight,
-                exchange=None if self.tp_size == 1 else self._exchange(self.parallel_mode, inp),
-            )
-        except ValueError as error:
-            retell(error, "LayerNormLinear", inp, self.in_features, self.weight_names[0], weight)
-            raise
-        if quantization is not None:
-            self._follow(out)
-            out = self._quantized_output(out) if fp8_output else out
-        elif self.fp8_calibration:
-            self._calibrate("", norm_output, weight)
-        results = [out]
-        if self.return_bias:
-            results.append(bias)
-        if self.return_layernorm_output:
-            gathers = self.return_layernorm_output_gathered and self.parallel_mode is not None
-            results.append(self._gathered(norm_output) if gathers else norm_output)
-        if return_input:
-            results.append(h)
-        return tuple(results) if len(results) > 1 else out
+        out, bias, norm_output, h = self._call_one(
+            inp, is_first_microbatch, fp8_output, fp8_grad, return_input=return_input
+        )
+        return self._results(out, bias, norm_output, h if return_input else None)
+
+    def _compute(
+        self, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **call: object
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        calibrating = call["quantization"] is None and self.runtime.quantization.fp8_calibration
+        return functional.normalization_linear(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            weight,
+            bias,
+            **norm_options(self),
+            return_output=self.return_layernorm_output or calibrating,
+            recompute_output=self.recompute_norm_output,
+            **call,
+        )
 
     def extra_repr(self) -> str:
         return (

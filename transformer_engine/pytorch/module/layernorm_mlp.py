@@ -8,10 +8,12 @@ from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
-from transformer_engine.pytorch.module.base import InitMethod, check_choice, default_init
-from transformer_engine.pytorch.module.norm_parameters import NormParameters
-from transformer_engine.pytorch.module.parallel import TensorParallel, divided
+from transformer_engine.pytorch.module.base import InitMethod, check_choice
+from transformer_engine.pytorch.module.linear_family import LinearFamily
+from transformer_engine.pytorch.module.norm_parameters import declare_norm, norm_options
+from transformer_engine.pytorch.module.parallel import divided, exchange_of
 from transformer_engine.pytorch.module.retelling import retell
+from transformer_engine.pytorch.quantization.primary_weights import plain
 
 _LOCAL = (None, None)  # exchanges
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -39,7 +41,7 @@ def activation_parameters(op: str, activation: str, params: Mapping[str, float] 
         raise ValueError(f"{op}: argument 'activation_params' is {dict(params)!r}, wanted numbers.") from None
 
 
-class LayerNormMLP(TensorParallel, NormParameters):
+class LayerNormMLP(LinearFamily):
     """y = act(norm(x) fc1^T + fc1_bias) fc2^T + fc2_bias.
 
     Parameters `layer_norm_weight/_bias`, `fc1_weight/_bias` (twice as wide for gated activations, the half that the
@@ -53,6 +55,7 @@ class LayerNormMLP(TensorParallel, NormParameters):
     fuse_wgrad_accumulation and delay_wgrad_compute as in Linear.
     """
 
+    _op = "LayerNormMLP"
     _products = ("fc1", "fc2")
 
     @tells_keywords()
@@ -97,76 +100,30 @@ class LayerNormMLP(TensorParallel, NormParameters):
         tp_overlap: str = "auto",
     ) -> None:
         super().__init__()
-        self._setup_parallel(
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            tp_recompute_allgather=tp_recompute_allgather,
-            tp_overlap=tp_overlap,
-            symmetric_ar_type=symmetric_ar_type,
-        )
-        self._setup(params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name)
-        self._setup_wgrad("fc2", "fc1", fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute)
+        self._build(given := locals(), "fc2", "fc1")
         self.checkpoint = checkpoint
         self.recompute_norm_output = recompute_norm_output
         check_choice("LayerNormMLP", "save_preactivation", save_preactivation, (None, "fp8"))
         self.save_preactivation = save_preactivation
         self.hidden_size = hidden_size
         check_size("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
-        ffn_hidden_size = divided("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, self.tp_size)
-        self.ffn_hidden_size = ffn_hidden_size
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self.apply_bias = bias and not return_bias
+        self.ffn_hidden_size = divided("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.activation = activation
         self.activation_params = activation_params
         self._activation_values = activation_parameters("LayerNormMLP", activation, activation_params)
         self.set_parallel_mode = set_parallel_mode
-        self._declare_norm(
-            "LayerNormMLP",
-            hidden_size,
-            "hidden_size",
-            normalization=normalization,
-            eps=eps,
-            zero_centered=zero_centered_gamma,
-        )
-        fc1_rows = ffn_hidden_size * (2 if functional.activation_kinds[activation] else 1)
+        declare_norm(self, hidden_size, "hidden_size", given)
+        fc1_rows = self.ffn_hidden_size * (2 if functional.activation_kinds[activation] else 1)
         check_function("LayerNormMLP", "init_method", init_method)
         check_function("LayerNormMLP", "output_layer_init_method", output_layer_init_method)
-        self._declare_product("fc1", fc1_rows, hidden_size, init_method, partition_dim=0)
-        self._declare_product("fc2", hidden_size, ffn_hidden_size, output_layer_init_method, partition_dim=1)
+        column, row = self._modes()
+        self._declare_product({"fc1_": fc1_rows}, hidden_size, init_method, column)
+        self._declare_product({"fc2_": hidden_size}, self.ffn_hidden_size, output_layer_init_method, row)
+        if not bias:
+            self.fc1_bias = self.fc2_bias = None
         self.reset_parameters(defer_init=self.device.type == "meta")
-
-    def _declare_product(
-        self, prefix: str, rows: int, cols: int, init: InitMethod | None, *, partition_dim: int
-    ) -> None:
-        parallel = self.set_parallel_mode
-        self._declare(
-            f"{prefix}_weight",
-            (rows, cols),
-            init or default_init,
-            tensor_model_parallel=parallel,
-            partition_dim=partition_dim if parallel else -1,
-            partition_stride=1,
-            **self._product_tags(),
-        )
-        if self.use_bias:
-            column = parallel and partition_dim == 0
-            on_row = {"sequence_parallel": self.sequence_parallel} if parallel and partition_dim == 1 else {}
-            self._declare(
-                f"{prefix}_bias",
-                (rows,),
-                torch.nn.init.zeros_,
-                tensor_model_parallel=column,
-                partition_dim=0 if column else -1,
-                partition_stride=1,
-                **on_row,
-                **self._product_tags(),
-            )
-        else:
-            setattr(self, f"{prefix}_bias", None)
 
     def _modes(self) -> tuple[str | None, ...]:
         return ("column", "row") if self.set_parallel_mode else (None, None)
@@ -188,16 +145,18 @@ class LayerNormMLP(TensorParallel, NormParameters):
         """
         if type(inp) is not torch.Tensor:
             check_tensor("LayerNormMLP", "inp", inp)
-            inp = self._plain(inp)
-        residual = self._plain(residual)
-        fc1_sink, fc2_sink = self._sink("fc1", is_first_microbatch), self._sink("fc2", is_first_microbatch)
+            inp = plain(inp)
+        residual = plain(residual)
+        runtime, first, quantization = self.runtime, is_first_microbatch, self.runtime.quantization
+        sinks = runtime.sink(self, "fc1", first), runtime.sink(self, "fc2", first)
         fc2_bias = self.fc2_bias if self.apply_bias else None
         fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
-        fc1, fc1_own = self._quantized_product("fc1", fc1_weight, is_first_microbatch)
-        fc2, fc2_own = self._quantized_product("fc2", fc2_weight, is_first_microbatch)
+        fc1, fc1_own = quantization.of_call(self, "fc1", fc1_weight, first)
+        fc2, fc2_own = quantization.of_call(self, "fc2", fc2_weight, first)
         if fc1 is None:
-            fc1_weight, fc2_weight = self._plain(fc1_weight), self._plain(fc2_weight)
+            fc1_weight, fc2_weight = plain(fc1_weight), plain(fc2_weight)
         try:
+            exchanges = _LOCAL if self.tp_size == 1 else tuple(exchange_of(self, mode, inp) for mode in self._modes())
             out, norm_output, h = functional.layernorm_mlp(
                 inp,
                 self.layer_norm_weight,
@@ -209,45 +168,35 @@ class LayerNormMLP(TensorParallel, NormParameters):
                 kind=self.activation,
                 params=self._activation_values,
                 residual=residual,
-                return_output=self.return_layernorm_output or (fc1 is None and self.fp8_calibration),
+                return_output=self.return_layernorm_output or (fc1 is None and quantization.fp8_calibration),
                 recompute_output=self.recompute_norm_output,
                 recompute=self.checkpoint,
                 fp8_pre_activation=self.save_preactivation == "fp8",
-                sinks=(fc1_sink, fc2_sink),
+                sinks=sinks,
                 quantizations=(fc1, fc2),
                 own_weights=(fc1_own, fc2_own),
-                exchanges=_LOCAL if self.tp_size == 1 else tuple(self._exchange(mode, inp) for mode in self._modes()),
-                **self._norm_options(),
+                exchanges=exchanges,
+                **norm_options(self),
             )
         except ValueError as error:
             retell(error, "LayerNormMLP", inp, self.hidden_size, "fc1_weight", fc1_weight)
             raise
         if fc1 is not None:
-            self._follow(out)
-        elif self.fp8_calibration:
+            quantization.follow(out)
+        elif quantization.fp8_calibration:
             self._calibrate_both(norm_output)
-        return self._results(out, norm_output, None if residual is None else h)
+        return self._results(out, self.fc2_bias, norm_output, None if residual is None else h)
 
     @torch.no_grad()
     def _calibrate_both(self, norm_output: torch.Tensor) -> None:
         """The activation, which is not kept, is computed once more, of all the tokens that the second product reads."""
-        weight = self._plain(self.fc1_weight)
-        self._calibrate("fc1", norm_output, weight)
-        exchange = self._exchange(self._modes()[0], norm_output)
+        calibrate = self.runtime.quantization.calibrate
+        weight = plain(self.fc1_weight)
+        calibrate(0, norm_output, weight)
+        exchange = exchange_of(self, self._modes()[0], norm_output)
         pre_activation = functional.linear(norm_output, weight, self.fc1_bias, exchange=exchange)
         activated = functional.activation(pre_activation, self.activation, self._activation_values)
-        self._calibrate("fc2", activated, self._plain(self.fc2_weight))
-
-    def _results(self, out: torch.Tensor, norm_output: torch.Tensor, h: torch.Tensor | None):
-        results = [out]
-        if self.return_bias:
-            results.append(self.fc2_bias)
-        if self.return_layernorm_output:
-            gathers = self.return_layernorm_output_gathered and self.set_parallel_mode
-            results.append(self._gathered(norm_output) if gathers else norm_output)
-        if h is not None:
-            results.append(h)
-        return tuple(results) if len(results) > 1 else out
+        calibrate(1, activated, plain(self.fc2_weight))
 
     def extra_repr(self) -> str:
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -146,48 +146,33 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return start < other_start + other.nbytes and other_start < start + one.untyped_storage().nbytes()
 
 
-class RowUnits(torch.nn.Module):
-    """A module's units: they stay where they are while nothing moves them, and are joined again behind what does."""
+def units_of(module: torch.nn.Module) -> list[RowUnit]:
+    """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
+    ours = module._parameters
+    several = [names for names in module._unit_names() if len(names) > 1]
+    return [RowUnit(module, names) for names in several if all(ours.get(name) is not None for name in names)]
 
-    _products: tuple[str, ...]
-    _tags: dict[str, dict[str, object]]
 
-    def row_units(self) -> list[RowUnit]:
-        """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
-        ours = self._parameters
-        several = [names for names in self._unit_names() if len(names) > 1]
-        return [RowUnit(self, names) for names in several if all(ours.get(name) is not None for name in names)]
+def join_moved(module: torch.nn.Module, before: dict[tuple[str, ...], list[object]]) -> None:
+    """Joins the units that do not lie where they lay before."""
+    for unit in units_of(module):
+        if unit._places() != before.get(unit.names):
+            unit._join()
 
-    def _unit_names(self) -> list[list[str]]:
-        return [names for product in self._products for names in self._product_names(product)]
 
-    @contextmanager
-    def _joining(self) -> Iterator[None]:
-        """Around what may move parameters."""
-        before = {unit.names: unit._places() for unit in self.row_units()}
-        yield
-        self._settle(before)
+@contextmanager
+def joining(module: torch.nn.Module) -> Iterator[None]:
+    """Around what may move a module's parameters: units stay where they are while nothing moves them, and are joined
+    again behind what does."""
+    before = {unit.names: unit._places() for unit in units_of(module)}
+    yield
+    module._settle(before)
 
-    def _settle(self, before: dict[tuple[str, ...], list[object]]) -> None:
-        """Joins the units that do not lie where they lay before."""
-        for unit in self.row_units():
-            if unit._places() != before.get(unit.names):
-                unit._join()
 
-    def _apply(self, fn, recurse=True):
-        with self._joining():
-            super()._apply(fn, recurse)
-        for name, tags in self._tags.items():  # torch may have put other parameters in place
-            parameter = self._parameters.get(name)
-            for tag, value in tags.items() if parameter is not None else ():
-                if not hasattr(parameter, tag):
-                    setattr(parameter, tag, value)
-        return self
-
-    def _renumber(self) -> None:
-        """A copy of a module has units of its own."""
-        numbers: defaultdict[int, int] = defaultdict(lambda: next(_numbers))
-        for tags in self._tags.values():
-            if "row_unit" in tags:
-                number, *rest = tags["row_unit"]
-                tags["row_unit"] = (numbers[number], *rest)
+def renumber(tags: Iterable[dict[str, object]]) -> None:
+    """A copy of a module has units of its own: in the marks of its parameters."""
+    numbers: defaultdict[int, int] = defaultdict(lambda: next(_numbers))
+    for marks in tags:
+        if "row_unit" in marks:
+            number, *rest = marks["row_unit"]
+            marks["row_unit"] = (numbers[number], *rest)

@@ -78,15 +78,11 @@ def recording(op: str, module: torch.nn.Module) -> Iterator[tuple[Recording, _La
 @contextmanager
 def gradients_returned(module: torch.nn.Module) -> Iterator[None]:
     """Weight gradients go to autograd inside, not to main_grad (which need not be there) or to backward_dw()."""
-    parts = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]
-    before = [(m, m.fuse_wgrad_accumulation, m._wgrad_stores) for m in parts]
-    try:
-        for m in parts:
-            m.fuse_wgrad_accumulation, m._wgrad_stores = False, {}
+    with ExitStack() as stack:
+        for part in module.modules():
+            if isinstance(part, TransformerEngineBaseModule):
+                stack.enter_context(part.runtime.divert_gradients())
         yield
-    finally:
-        for m, fused, stores in before:
-            m.fuse_wgrad_accumulation, m._wgrad_stores = fused, stores
 
 
 def run_with_gradients(module: torch.nn.Module, sample: Sequence[object], options: Mapping[str, object]) -> None:

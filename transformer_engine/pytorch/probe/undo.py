@@ -3,16 +3,14 @@ what its modules know about quantization. It copies no parameters: a forward tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
 from transformer_engine.pytorch.distributed.rng import trackers
-from transformer_engine.pytorch.graph.capture_quantization import noted, our_modules
-from transformer_engine.pytorch.quantization.delayed import ScalingState
+from transformer_engine.pytorch.graph.capture_quantization import our_modules
 from transformer_engine.pytorch.quantization.surroundings import STATE
-from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 @contextmanager
@@ -73,34 +71,16 @@ def _quantization_restored(module: torch.nn.Module) -> Iterator[None]:
     """Scales and histories in their memory, which views and graphs know, and kept weights: inside, none is written to.
     No region is told of what runs: its end and its backward would make scales of it."""
     parts, region = our_modules(module), STATE.region
-    put_back = [noted(part) for part in parts]
-    put_back += [_noted_scales(s) for part in parts for s in part.fp8_meta.values() if isinstance(s, ScalingState)]
-    weights = [w for part in parts for w in part.parameters(recurse=False) if isinstance(w, QuantizedTensor)]
-    quantizers = [(weight, weight._quantizer) for weight in weights]
-    for part in parts:
-        part._cached_weights = {}
+    before = [(part.runtime, part.runtime.snapshot(part)) for part in parts]
+    for runtime, _ in before:
+        runtime.weights_anew()
     STATE.region = None
     try:
         yield
     finally:
         STATE.region = region
-        for put in put_back:
-            put()
-        for weight, quantizer in quantizers:
-            weight._quantizer = quantizer
-
-
-def _noted_scales(state: ScalingState) -> Callable[[], None]:
-    remembered = dict(vars(state))
-    copies = [(t, t.clone()) for t in (state.scale, state.amax_history)]
-
-    def put_back() -> None:
-        vars(state).update(remembered)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(t for t, _ in copies)):
-            for t, copy in copies:
-                t.copy_(copy)
-
-    return put_back
+        for runtime, snapshot in before:
+            runtime.restore(snapshot)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def is_forward(role: str) -> bool:
     return not role.startswith("grad_")
 
 
-class ModuleQuantization:
+class ModulePlan:
     """shared: what every product takes, where nothing here has state. Else forward, backward: the scaling states."""
 
     def __init__(

@@ -1,0 +1,238 @@
+"""What Linear, LayerNormLinear and LayerNormMLP are built of: options, weights and biases that may be several
+parameters, division over ranks, and the call of a module with one product. functional/ has what is computed."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
+from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
+from transformer_engine.pytorch.module.parallel import (
+    check_options,
+    check_ranks,
+    divided,
+    exchange_of,
+    gathered,
+    gathered_columns,
+    group_by_name,
+    group_size,
+    keep_group,
+)
+from transformer_engine.pytorch.module.retelling import retell
+from transformer_engine.pytorch.quantization.primary_weights import plain
+
+ParametersSplit = Iterable[str] | Mapping[str, int] | None
+
+
+def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[str, int]:
+    """Name prefix -> rows: {"": rows} without a split, equal parts for a list of names, what a mapping says."""
+    if not parameters_split:
+        return {"": rows}
+    names = list(parameters_split)
+    prefixes = [name.removesuffix("_") + "_" if isinstance(name, str) else None for name in names]
+    if None in prefixes or len(set(prefixes)) < len(prefixes):
+        raise ValueError(f"{op}: argument 'parameters_split' has the names {names!r}, wanted strings that differ.")
+    if isinstance(parameters_split, Mapping):
+        splits = dict(parameters_split)
+        for name, size in splits.items():
+            check_size(op, f"parameters_split[{name!r}]", size)
+    else:
+        if rows % len(names):
+            raise ValueError(
+                f"{op}: argument 'parameters_split' has {len(names)} names, which do not divide out_features {rows}; "
+                "pass a dict of sizes."
+            )
+        splits = {name: rows // len(names) for name in names}
+    if sum(splits.values()) != rows:
+        raise ValueError(
+            f"{op}: argument 'parameters_split' adds up to {sum(splits.values())} rows, wanted out_features {rows}."
+        )
+    return dict(zip(prefixes, splits.values(), strict=True))
+
+
+class LinearFamily(TransformerEngineBaseModule):
+    """A constructor hands its arguments to `_build` by name (`locals()`), and spells them out for those who inspect it.
+
+    A weight or bias of a product may be several parameters, rows of one matrix. A bias that there is none of is an
+    empty tensor beside the weight, for clients that read the attribute (`_absent_names`)."""
+
+    _op: str  # what errors call the module, subclasses of clients too
+    _products = ("",)
+    _absent_names: Sequence[str] = ()
+
+    # ---- construction ----
+
+    def _build(self, given: Mapping[str, object], *products: str, **modes: str | None) -> None:
+        """What all constructors begin with. products: as _setup_wgrad's; modes: parallel_mode, where there is one."""
+        self._setup_parallel(given, **modes)
+        self._setup_linear(given, *products)
+
+    def _setup_parallel(self, given: Mapping[str, object], parallel_mode: str | None = None) -> None:
+        op = type(self).__name__
+        if parallel_mode not in (None, "column", "row"):
+            raise ValueError(f"{op}: argument 'parallel_mode' is {parallel_mode!r}, wanted None, 'column' or 'row'.")
+        options = {name: given[name] for name in ("tp_overlap", "tp_recompute_allgather", "symmetric_ar_type")}
+        check_options(op, **options, row=parallel_mode == "row")
+        self.tp_size = group_size(op, given["tp_group"], given["tp_size"])
+        self.tp_group = given["tp_group"]
+        self.sequence_parallel = self.tp_size > 1 and given["sequence_parallel"]
+        self.parallel_mode = parallel_mode
+        self.tp_recompute_allgather = given["tp_recompute_allgather"]
+        self.tp_overlap = given["tp_overlap"]
+
+    def _build_one(self, given: Mapping[str, object]) -> None:
+        """All of a module with one product; a subclass declares its norm in `_declare_before`."""
+        self._build(given, "", parallel_mode=given["parallel_mode"])
+        self.in_features, self.out_features = given["in_features"], given["out_features"]
+        self.ub_name = given["ub_name"]
+        self._declare_before(given)
+        self._declare_one(given["parameters_split"], given["init_method"])
+        self.reset_parameters(defer_init=self.device.type == "meta")
+
+    def _declare_before(self, given: Mapping[str, object]) -> None:
+        """Parameters that come before the product's."""
+
+    def _declare_one(self, parameters_split: ParametersSplit, init_method: InitMethod | None) -> None:
+        op, parallel_mode = type(self).__name__, self.parallel_mode
+        check_size(op, "in_features", self.in_features)
+        check_size(op, "out_features", self.out_features)
+        check_function(op, "init_method", init_method)
+        splits = split_rows(op, parameters_split, self.out_features)
+        if parallel_mode == "column":  # each part by itself, so that a rank has rows of every one
+            named = {} if "" in splits else {name: f"parameters_split[{name.removesuffix('_')!r}]" for name in splits}
+            splits = {
+                name: divided(op, named.get(name, "out_features"), rows, self.tp_size) for name, rows in splits.items()
+            }
+            self.out_features = sum(splits.values())
+        elif parallel_mode == "row":
+            self.in_features = divided(op, "in_features", self.in_features, self.tp_size)
+        self.weight_names = [prefix + "weight" for prefix in splits]
+        names = [prefix + "bias" for prefix in splits]
+        self.bias_names, self._absent_names = (names, []) if self.use_bias else ([], names)
+        self._declare_product(splits, self.in_features, init_method, parallel_mode)
+
+    def _declare_product(
+        self, splits: Mapping[str, int], columns: int, init_method: InitMethod | None, mode: str | None
+    ) -> None:
+        """splits: prefix of a weight and a bias -> its rows; mode: how they are divided."""
+        rows = sum(splits.values())
+        self._declare_rows(
+            {prefix + "weight": part for prefix, part in splits.items()},
+            (rows, columns),
+            init_method or default_init,
+            tensor_model_parallel=mode is not None,
+            partition_dim={"column": 0, "row": 1, None: -1}[mode],
+            partition_stride=1,
+            **self._product_tags(),
+        )
+        if self.use_bias:
+            on_row = {"sequence_parallel": self.sequence_parallel} if mode == "row" else {}
+            self._declare_rows(
+                {prefix + "bias": part for prefix, part in splits.items()},
+                (rows,),
+                torch.nn.init.zeros_,
+                tensor_model_parallel=mode == "column",
+                partition_dim=0 if mode == "column" else -1,
+                partition_stride=1,
+                **on_row,
+                **self._product_tags(),
+            )
+
+    def _product_names(self, product: str) -> tuple[list[str], list[str]]:
+        return self.weight_names, self.bias_names
+
+    def _settle(self, before) -> None:
+        super()._settle(before)
+        for name in self._absent_names:
+            first = getattr(self, self.weight_names[0])
+            there = self.__dict__.get(name)
+            if there is None or (there.dtype, there.device) != (first.dtype, first.device):
+                self.__dict__[name] = torch.empty(0, dtype=first.dtype, device=first.device)
+
+    # ---- ranks ----
+
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """The group that the module communicates over, where it is divided over ranks.
+
+        Errors: ValueError for a group of another size than the module was made for; it keeps the one it has then. Of
+        one that is not divided every group is taken: nothing is communicated over it."""
+        if self.tp_size > 1 or any(self._modes()):
+            check_ranks(type(self).__name__, tp_group, self.tp_size)
+        self.tp_group = tp_group
+
+    def _keep_group(self, group: object | None) -> None:
+        """Whichever way another group comes, nothing goes on over the one before."""
+        keep_group(self, group)
+        self.runtime.exchanges = {}
+        self.runtime.quantization.agree_over_group(self)
+
+    tp_group = group_by_name.setter(_keep_group)
+
+    def _modes(self) -> tuple[str | None, ...]:
+        """Of each product."""
+        return (self.parallel_mode,)
+
+    def _gathered_columns(self, forward: bool) -> tuple[str, list[int]] | None:
+        return gathered_columns(self, forward)
+
+    # ---- calls ----
+
+    def _joined(self, names: list[str]) -> torch.Tensor | None:
+        parts = [getattr(self, name) for name in names]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        if is_cpu_offload_enabled():
+            mark_not_offload(*parts)  # joined without a copy they are no parameter, nor a view of one that torch knows
+        return functional.noop_cat(parts, names)
+
+    def _call_one(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """A call of a module with one product, which `_compute` is: (output, bias, what the product read, the norm's
+        input)."""
+        op, runtime = self._op, self.runtime
+        if fp8_grad:
+            refuse(op, "a gradient that is a quantized tensor", fp8_grad=fp8_grad)
+        if type(inp) is not torch.Tensor:
+            check_tensor(op, "inp", inp)
+            inp = plain(inp)
+        weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
+        quantization, own_weight = runtime.quantization.of_call(self, "", weight, is_first_microbatch)
+        if quantization is None:
+            weight = plain(weight)
+        try:
+            out, operand, h = self._compute(
+                inp,
+                weight,
+                bias if self.apply_bias else None,
+                sink=runtime.sink(self, "", is_first_microbatch),
+                quantization=quantization,
+                own_weight=own_weight,
+                exchange=None if self.tp_size == 1 else exchange_of(self, self.parallel_mode, inp),
+                **options,
+            )
+        except ValueError as error:
+            retell(error, op, inp, self.in_features, self.weight_names[0], weight)
+            raise
+        if quantization is not None:
+            runtime.quantization.follow(out)
+            out = runtime.quantization.of_output(self, out) if fp8_output else out
+        elif runtime.quantization.fp8_calibration:
+            runtime.quantization.calibrate(0, operand, weight)
+        return out, bias, operand, h
+
+    def _results(
+        self, out: torch.Tensor, bias: torch.Tensor | None, norm_output: torch.Tensor, h: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """Of a module with a norm. h: what else is returned."""
+        results = [out]
+        if self.return_bias:
+            results.append(bias)
+        if self.return_layernorm_output:
+            gathers = self.return_layernorm_output_gathered and any(self._modes())
+            results.append(gathered(self, norm_output) if gathers else norm_output)
+        if h is not None:
+            results.append(h)
+        return tuple(results) if len(results) > 1 else out

@@ -1,0 +1,180 @@
+"""What a module keeps between its calls that is no parameter, no buffer and no option: how it is quantized, with FP8
+copies of its weights, where weight gradients wait, who hears of them, and exchanges with other ranks. Graphs, probes
+and copies of modules ask it (snapshot, restore, forget, divert_gradients). Nothing is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.functional.linear import TracedSink
+from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_sink
+from transformer_engine.pytorch.quantization.module_quantization import ModuleQuantization, Snapshot
+
+# Names that the files of modules have for fields of it and of its quantization. The lower ones are empty there.
+_QUANTIZATION = {
+    "fp8_meta": "meta",
+    "_parameters_recipe": "parameters_recipe",
+    "fp8": "fp8",
+    "fp8_calibration": "fp8_calibration",
+    "_own": "own",
+    "_token": "token",
+    "_seen_region": "seen_region",
+    "_unfollowed": "unfollowed",
+}
+_RUNTIME = {
+    "_wgrad_stores": "stores",
+    "_wgrad_hooks": "hooks",
+    "_wgrad_products": "_described",
+    "_exchanges": "exchanges",
+}
+
+
+class Runtime:
+    """Methods are given the module, which this does not hold, so that nothing lives longer than it.
+
+    stores: of each product whose weight gradients wait for backward_dw(). hooks: what is called behind these.
+    exchanges: with other ranks, by what makes them differ (module/parallel.py)."""
+
+    def __init__(self, products: int) -> None:
+        self.quantization = ModuleQuantization(products)
+        self.stores: dict[str, WeightGradStore] = {}
+        self.hooks: list[Callable[[], object]] = []
+        self.diverted = False
+        self._forget_made()
+
+    def _forget_made(self) -> None:
+        self.exchanges: dict[tuple, _C.GroupExchange] = {}
+        self._described: dict[str, _C.WeightGradProduct] = {}  # made where a product is first asked for
+
+    # ---- for graphs, probes and copies ----
+
+    def snapshot(self, module: torch.nn.Module) -> Snapshot:
+        """What restore() takes: all that the module knows about quantization, the values of its scales with it. Weight
+        gradients that wait are not in it."""
+        return self.quantization.snapshot(module)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """As if the module had not run since: each object is the one that it was, with the values that it had."""
+        self.quantization.restore(snapshot)
+
+    def forget(self) -> None:
+        """What a copy starts from: all that calls make again is gone; the recipe, scales, hooks and whether weight
+        gradients wait stay."""
+        self.quantization.forget()
+        self._forget_made()
+
+    @contextmanager
+    def divert_gradients(self) -> Iterator[None]:
+        """Weight gradients go to autograd inside, not to main_grad (which need not be there) or to backward_dw()."""
+        before = self.stores, self.diverted
+        try:
+            self.stores, self.diverted = {}, True
+            yield
+        finally:
+            self.stores, self.diverted = before
+
+    @contextmanager
+    def hooks_silent(self) -> Iterator[None]:
+        """Inside, backward_dw() calls nobody."""
+        hooks, self.hooks = self.hooks, []
+        try:
+            yield
+        finally:
+            self.hooks = hooks
+
+    def weights_anew(self) -> Callable[[], None]:
+        """Calls quantize weights anew, in memory of their own, until what is returned is called: then copies that they
+        did not make are kept again."""
+        return self.quantization.weights.set_aside()
+
+    def reads(self) -> tuple | None:
+        """Of a module that ran under autocast: what its products read beside the parameters."""
+        quantization = self.quantization
+        if quantization.token is None or not quantization.fp8:
+            return None
+        return quantization.own, dict(quantization.weights.kept)
+
+    # ---- weight gradients that are not simply returned ----
+
+    def sink(
+        self, module: torch.nn.Module, product: str, is_first_microbatch: bool | None
+    ) -> _C.WeightGradSink | WeightGradStore | TracedSink | None:
+        """Where this call's weight gradient of a product goes; None: to autograd."""
+        store = self.stores.get(product)
+        if not (module.fuse_wgrad_accumulation or store) or self.diverted or not torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling():
+            weights = {name: getattr(module, name) for name in module._product_names(product)[0]}
+            if not any(weight.requires_grad for weight in weights.values()):
+                return None
+            # A store is something that the product refuses by name.
+            return store if store is not None else traced_sink(type(module).__name__, weights, is_first_microbatch)
+        described = self._described.get(product)
+        if described is None:
+            described = self._described[product] = _C.WeightGradProduct(*module._product_names(product))
+        return described.sink(module, bool(module.fuse_wgrad_accumulation), is_first_microbatch, store)
+
+    def backward_dw(self, module: torch.nn.Module) -> None:
+        due: list[tuple[WeightGradStore, list[torch.Tensor | None]]] = []
+        for product, store in self.stores.items():
+            weights = [getattr(module, name) for name in module._product_names(product)[0]]
+            oldest = store.oldest()
+            if oldest is not None:
+                due.append((store, oldest.check(weights)))
+            elif any(weight.requires_grad for weight in weights):
+                raise RuntimeError(
+                    f"{type(module).__name__}: backward_dw() was called, but no weight gradient of "
+                    f"'{module._product_names(product)[0][0]}' is left to compute; call it once after each backward() "
+                    "of a step that wanted that gradient."
+                )
+        for store, main_grads in due:
+            store.oldest().compute(main_grads)
+            store.pop()
+        if self.stores:
+            self.call_hooks()
+
+    def call_hooks(self) -> None:
+        for hook in self.hooks:
+            hook()
+
+    # ---- copies and files ----
+
+    def shared(self) -> Runtime:
+        """For another module with the same parameters: it goes on from what there is, by itself."""
+        twin = Runtime.__new__(Runtime)
+        twin.__dict__.update(vars(self))
+        twin.quantization = self.quantization.shared()
+        return twin
+
+    def in_files(self) -> dict[str, object]:
+        """What the file of a module, or a copy of it, has of this: under the module's own names."""
+        twin = self.shared()
+        twin.forget()
+        quantization = twin.quantization
+        quantization.meta = {**quantization.meta, "fp8_group": None}
+        quantization.meta.pop("scales_for_recompute", None)
+        state = {name: getattr(quantization, field) for name, field in _QUANTIZATION.items()}
+        state |= {name: getattr(twin, field) for name, field in _RUNTIME.items()}
+        return state | {"_cached_weights": quantization.weights.kept}
+
+    @classmethod
+    def of_file(cls, state: dict[str, object]) -> Runtime:
+        """That of in_files(), whose names are taken out of `state`."""
+        runtime = cls(0)
+        for names, owner in ((_QUANTIZATION, runtime.quantization), (_RUNTIME, runtime)):
+            for name, field in names.items():
+                if name in state:
+                    setattr(owner, field, state.pop(name))
+        state.pop("_cached_weights", None)
+        return runtime
+
+    def __getstate__(self) -> dict[str, object]:
+        """Of a copy that is made past the module's own, as torch's parametrizations make them."""
+        return self.in_files()
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(vars(Runtime.of_file(dict(state))))
