@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 _LARGEST = (2 - 2.0**-23) * 2.0**127  # float32's
 
@@ -149,6 +149,13 @@ class Recipe:
     """What every recipe can be asked. Recipes compare by value and ignore arguments that they do not know. A field is
     checked whenever it is set."""
 
+    _alignment: ClassVar[int] = 16  # of which number the rows of a product's operand are to be a multiple
+
+    def _scalings(self) -> tuple[str, ...]:
+        """How input, weight and output's gradient are scaled, by the names that quantizers register. A client's class
+        of its own has them scaled as Float8CurrentScaling does."""
+        return ("current",) * 3
+
     def __setattr__(self, name: str, value: object) -> None:
         item = self.__dataclass_fields__.get(name)
         check = None if item is None else item.metadata.get("check")
@@ -237,6 +244,9 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = _flag()
     backward_override: None = _field(None, _one_of(None))
 
+    def _scalings(self) -> tuple[str, ...]:
+        return ("delayed",) * 3
+
 
 @_recipe
 class Float8CurrentScaling(Recipe):
@@ -278,11 +288,16 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = _flag()
     backward_override: str | None = _override()
 
+    def _scalings(self) -> tuple[str, ...]:
+        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        return tuple("block2d" if dim == 2 else "block1d" for dim in dims)
+
 
 @_recipe
 class MXFP8BlockScaling(Recipe):
     """A power-of-two scale for each block of 32; Blackwell's."""
 
+    _alignment = 32
     margin: int = _field(0, _A_MARGIN)
     fp8_format: Format = _field(Format.E4M3, _a_format)
     fp8_dpa: bool = _flag()
@@ -290,11 +305,15 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = _flag()
     backward_override: str | None = _override()
 
+    def _scalings(self) -> tuple[str, ...]:
+        return ("mxfp8",) * 3
+
 
 @_recipe
 class NVFP4BlockScaling(Recipe):
     """Four bits, an E4M3 scale for each block of 16 and a float32 one for the tensor; Blackwell's."""
 
+    _alignment = 128
     disable_rht: bool = _flag()
     disable_stochastic_rounding: bool = _flag()
     disable_2d_quantization: bool = _flag()
@@ -305,6 +324,9 @@ class NVFP4BlockScaling(Recipe):
     fp8_dpa: bool = _flag()
     fp8_mha: bool = _flag()
     backward_override: str | None = _override()
+
+    def _scalings(self) -> tuple[str, ...]:
+        return ("nvfp4",) * 3
 
 
 @_recipe
@@ -317,3 +339,10 @@ class CustomRecipe(Recipe):
     fp8_dpa: bool = _flag()
     fp8_mha: bool = _flag()
     backward_override: str | None = _override()
+
+    def _scalings(self) -> tuple[str, ...]:
+        return ()  # the factory says
+
+    @property
+    def _alignment(self) -> int:
+        return self.quantization_alignment

@@ -6,8 +6,6 @@ import torch
 from transformer_engine.common.recipe import Format, Recipe
 from transformer_engine.pytorch.constants import DType, TE_DType
 
-_ALIGNMENT, _MXFP8_ALIGNMENT, _NVFP4_ALIGNMENT = 16, 32, 128
-
 
 def must_be_a_recipe(op: str, recipe: object) -> None:
     if not isinstance(recipe, Recipe):
@@ -42,8 +40,4 @@ def get_fp8_max(recipe: Recipe, fprop_tensor: bool = True) -> float:
 def get_align_size_for_quantization(recipe: Recipe) -> int:
     """Of which number the rows of a product's operand are to be a multiple. Errors as get_fp8_torch_dtype."""
     _format_of("get_align_size_for_quantization", recipe)
-    if recipe.custom():
-        return recipe.quantization_alignment
-    if recipe.mxfp8():
-        return _MXFP8_ALIGNMENT
-    return _NVFP4_ALIGNMENT if recipe.nvfp4() else _ALIGNMENT
+    return recipe._alignment

@@ -10,23 +10,30 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Format, QParams, Recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.quantization.roles import QuantizerRole
+from transformer_engine.pytorch.tensor.registry import SCALINGS, Wanted
 
 # QuantizeSpec::Kind of csrc/quantize.h; a spec is (kind, e5m2, pow_2_scales, the bits of amax_epsilon).
 NONE, DELAYED, CURRENT, BLOCK_1D, BLOCK_2D = range(5)
 SCALING_OF_KIND = {DELAYED: 0, CURRENT: 0, BLOCK_1D: 1, BLOCK_2D: 2}  # te_scaling
-_NAMES = ("none", "delayed", "current", "block1d", "block2d")
+SCALING_NAMES = ("none", "delayed", "current", "block1d", "block2d")
+_BY_ENGINE = {"none": NONE, "current": CURRENT, "block1d": BLOCK_1D, "block2d": BLOCK_2D}  # without state between steps
 Spec = Sequence[int]
 
 _BACKWARD = {None: 0, "high_precision": 1, "dequantized": 2}  # BackwardReads of csrc/product.h
 DELAYED_SPLITS = (False, True, True)  # float32 accumulation throughout: not in the forward product, in backward
 SLOTS = {"input": 0, "weight": 1, "output": 2, "grad_output": 0, "grad_input": 1}  # of a product, each way
 FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
+# Of Recipe._scalings: an output is quantized as an input, its gradient and the input's as the output's.
+_SCALED_AS = {"input": 0, "weight": 1, "output": 0, "grad_output": 2, "grad_input": 2}
 
 
 def _no(op: str, what: str, advice: str) -> None:
@@ -71,11 +78,19 @@ def stateless_integers(recipe: Recipe) -> list[int]:
     check_recipe(recipe)
     op = type(recipe).__name__
     e5m2 = recipe.fp8_format is Format.HYBRID
-    kinds = [CURRENT, CURRENT, CURRENT]
+    scalings = recipe._scalings()
+    for name in scalings:
+        if name not in _BY_ENGINE:
+            _no(
+                op,
+                f"its '{name}' is quantized in Python, which is not available in this version under torch.compile, and "
+                "for functions that have no module",
+                "keep modules out of the compiled region",
+            )
+    kinds = [_BY_ENGINE[name] for name in scalings]
     splits = [recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad]
     if recipe.float8_block_scaling():
         dims = (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim)
-        kinds = [BLOCK_2D if dim == 2 else BLOCK_1D for dim in dims]
         if sum(dims) > 4:
             _no(
                 op,
@@ -111,6 +126,25 @@ def traced_integers(recipe: Recipe) -> list[int]:
     return stateless_integers(recipe)
 
 
+def by_engine(recipe: Recipe) -> bool:
+    """Whether every tensor is scaled as the engine does it: else quantizers in Python do."""
+    return recipe.delayed() or all(scaling in _BY_ENGINE for scaling in recipe._scalings())
+
+
+def _asked_of_formats(recipe: Recipe, role: QuantizerRole) -> object:
+    """What a factory answers, for a recipe that names its formats: the quantizer that the format registered."""
+    forward = not role.tensor_type.startswith("grad_")
+    scaling = recipe._scalings()[_SCALED_AS[role.tensor_type]]
+    if scaling == "none":
+        return None
+    if scaling == "delayed" or scaling not in SCALINGS:
+        known = sorted({*_BY_ENGINE, *SCALINGS} - {"delayed"})
+        raise ValueError(f"{type(recipe).__name__}: it has a tensor scaled by {scaling!r}, wanted one of {known}.")
+    e5m2 = recipe.fp8_format.value.max_fwd > 448.0 if forward else recipe.fp8_format.value.max_bwd > 448.0
+    fp8_dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
+    return SCALINGS[scaling]._made_for(Wanted(scaling, fp8_dtype, recipe=recipe))
+
+
 def epsilon_of(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<i", bits))[0]
 
@@ -118,7 +152,7 @@ def epsilon_of(bits: int) -> float:
 def native(spec: Spec, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None) -> object:
     """The extension's quantizer of a spec."""
     kind, e5m2, pow_2, bits = spec
-    return _C.Quantizer(_NAMES[kind], bool(e5m2), bool(pow_2), epsilon_of(bits), scale, amax)
+    return _C.Quantizer(SCALING_NAMES[kind], bool(e5m2), bool(pow_2), epsilon_of(bits), scale, amax)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +220,8 @@ def _new_plan(recipe: Recipe) -> Plan:
             )
         e5m2 = int(recipe.fp8_format is Format.HYBRID)
         return Plan(recipe, rule=recipe, specs=((DELAYED, 0, 0, 0), (DELAYED, 0, 0, 0), (DELAYED, e5m2, 0, 0)))
+    if not by_engine(recipe):
+        return Plan(recipe, factory=partial(_asked_of_formats, recipe))
     flat = stateless_integers(recipe)
     specs, splits = (flat[0:4], flat[4:8], flat[8:12]), tuple(bool(flag) for flag in flat[12:15])
     quantization = _C.ProductQuantization(*(native(spec) for spec in specs), *splits, flat[15])

@@ -7,14 +7,10 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization.delayed import Column
-from transformer_engine.pytorch.quantization.products import BLOCK_2D, CURRENT, DELAYED, Spec, epsilon_of
+from transformer_engine.pytorch.quantization.products import DELAYED, SCALING_NAMES, Spec, epsilon_of
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
-from transformer_engine.pytorch.tensor import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Quantizer,
-)
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.registry import SCALINGS, Wanted
 
 
 def delayed_spec(rule: DelayedScaling, *, forward: bool) -> Spec:
@@ -25,21 +21,8 @@ def make_quantizer(spec: Spec, device: torch.device, column: Column | None = Non
     """Python's quantizer of a spec. column: where it is delayed; without one it is there to be compared with."""
     kind, e5m2, pow_2, bits = spec
     dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
-    options = {"amax_epsilon": epsilon_of(bits)}
-    if kind == DELAYED:
-        if column is None:
-            return Float8Quantizer(torch.ones(1), torch.zeros(1), dtype)
-        return Float8Quantizer._of_column(column, dtype)
-    if kind == CURRENT:
-        return Float8CurrentScalingQuantizer(dtype, device, force_pow_2_scales=bool(pow_2), **options)
-    return Float8BlockQuantizer(
-        dtype,
-        rowwise=True,
-        columnwise=True,
-        force_pow_2_scales=bool(pow_2),
-        block_scaling_dim=2 if kind == BLOCK_2D else 1,
-        **options,
-    )
+    wanted = Wanted(SCALING_NAMES[kind], dtype, bool(pow_2), epsilon_of(bits), device, column)
+    return SCALINGS[wanted.scaling]._made_for(wanted)
 
 
 def ask_factory(factory: Callable, role: QuantizerRole) -> Quantizer | DelayedScalingRequest | None:

@@ -13,7 +13,7 @@ from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
 from transformer_engine.pytorch.quantization.formats import get_fp8_te_dtype, must_be_a_recipe
-from transformer_engine.pytorch.quantization.products import plan_of
+from transformer_engine.pytorch.quantization.products import by_engine, plan_of
 from transformer_engine.pytorch.quantization.quantizers import ask_factory, delayed_spec, make_quantizer, only_rule
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
 from transformer_engine.pytorch.tensor import Quantizer
@@ -37,7 +37,7 @@ class RecipeState(ABC):
     ) -> None:
         op = type(self).__name__
         must_be_a_recipe(op, recipe)
-        if not getattr(recipe, self._kind)():
+        if not self._serves(recipe):
             raise ValueError(
                 f"{op}: argument 'recipe' is a {type(recipe).__name__}; RecipeState.create picks its class."
             )
@@ -50,6 +50,10 @@ class RecipeState(ABC):
         self.num_quantizers = int(num_quantizers)
         self.device = resolve_device(device)
 
+    @classmethod
+    def _serves(cls, recipe: Recipe) -> bool:
+        return getattr(recipe, cls._kind)()
+
     @staticmethod
     def create(
         recipe: Recipe, *, mode: str, num_quantizers: int = 1, device: torch.device | str | None = None
@@ -60,7 +64,7 @@ class RecipeState(ABC):
         must_be_a_recipe(op, recipe)
         if recipe.mxfp8() or recipe.nvfp4():
             plan_of(recipe)  # says why not
-        kind = next((kind for kind in _KINDS if getattr(recipe, kind._kind)()), None)
+        kind = next((kind for kind in _KINDS if kind._serves(recipe)), None)
         if kind is None:
             raise ValueError(
                 f"{op}: argument 'recipe' is a {type(recipe).__name__}, wanted one of the recipes' classes."
@@ -136,9 +140,18 @@ class CustomRecipeState(RecipeState):
         ]
 
 
+class _FormatsRecipeState(CustomRecipeState):
+    """Of a recipe that names formats which are quantized in Python: these are asked as a factory is."""
+
+    @classmethod
+    def _serves(cls, recipe: Recipe) -> bool:
+        return not by_engine(recipe)
+
+
 _KINDS = (
     DelayedScalingRecipeState,
     Float8CurrentScalingRecipeState,
     Float8BlockScalingRecipeState,
     CustomRecipeState,
+    _FormatsRecipeState,
 )

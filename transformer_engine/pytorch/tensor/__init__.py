@@ -1,5 +1,8 @@
-"""Quantized tensors and the quantizers that make them. Each format has a file; quantized_tensor.py, storage.py and
-quantizer.py hold what they share. The arithmetic is the engine's."""
+"""Quantized tensors and the quantizers that make them. Each format has a file, which registers it (registry.py);
+quantized_tensor.py, storage.py and quantizer.py hold what they share. The arithmetic is the engine's."""
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from transformer_engine.pytorch._absent import names_without_a_body
 from transformer_engine.pytorch.tensor import grouped_tensor as grouped_tensor
@@ -39,5 +42,8 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage as 
 
 _GROUPED = "grouped tensors are", "keep a list of tensors"
 __getattr__ = names_without_a_body(__name__, {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED})
+
+for _file in iter_modules(__path__):  # a format is there when its file is
+    import_module(f"{__name__}.{_file.name}")
 
 keep_quantized_parameters()

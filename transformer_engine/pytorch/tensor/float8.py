@@ -16,6 +16,7 @@ from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE, PartSp
 from transformer_engine.pytorch.tensor.parts import NOTHING, Part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.registry import Wanted
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
@@ -235,6 +236,7 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer, python_written=False):
         "amax_epsilon": "amax_epsilon",
     }
     _in_files = True
+    _scalings = ("current",)
     _shared_by_copies = ("amax_reduction_group",)
 
     def __init__(
@@ -265,6 +267,11 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer, python_written=False):
         self.amax_epsilon = float(amax_epsilon)
         self.scale = scale
         self.amax = amax
+
+    @classmethod
+    def _made_for(cls, wanted: Wanted) -> "Float8CurrentScalingQuantizer":
+        settings = {"force_pow_2_scales": wanted.power_2_scale, "amax_epsilon": wanted.amax_epsilon}
+        return cls(wanted.fp8_dtype, wanted.device, **settings)
 
     def _is_python(self) -> bool:
         return super()._is_python() or self.with_amax_reduction or self.use_existing_amax or self.scale is not None

@@ -24,6 +24,7 @@ from transformer_engine.pytorch.tensor.layout import (
 from transformer_engine.pytorch.tensor.parts import NOTHING, Part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.registry import Wanted
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _SCALING = {False: engine.BLOCK_1D, True: engine.BLOCK_2D}
@@ -195,6 +196,7 @@ class Float8BlockQuantizer(Quantizer, python_written=False):
         "block_scaling_dim": "block_scaling_dim",
     }
     _in_files = True
+    _scalings = ("block1d", "block2d")
 
     def __init__(
         self,
@@ -217,6 +219,17 @@ class Float8BlockQuantizer(Quantizer, python_written=False):
         self.amax_epsilon = float(amax_epsilon)
         self.force_pow_2_scales = bool(force_pow_2_scales)
         self.block_scaling_dim = block_scaling_dim
+
+    @classmethod
+    def _made_for(cls, wanted: Wanted) -> "Float8BlockQuantizer":
+        return cls(
+            wanted.fp8_dtype,
+            rowwise=True,
+            columnwise=True,
+            force_pow_2_scales=wanted.power_2_scale,
+            amax_epsilon=wanted.amax_epsilon,
+            block_scaling_dim=2 if wanted.scaling == "block2d" else 1,
+        )
 
     def _engine_arguments(self) -> tuple:
         kind = "block1d" if self.block_scaling_dim == 1 else "block2d"

@@ -10,6 +10,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import engine
 from transformer_engine.pytorch.tensor.float8 import Float8TensorStorage, PerTensorQuantizer
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.registry import Wanted
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
@@ -20,6 +21,7 @@ class Float8Quantizer(PerTensorQuantizer, python_written=False):
     have moved."""
 
     _configuration: ClassVar[dict[str, str]] = {"dtype": "fp8_dtype"}
+    _scalings = ("delayed",)
     _column: Any = None  # in a module's scaling state (quantization.delayed.Column)
 
     def __init__(
@@ -41,9 +43,12 @@ class Float8Quantizer(PerTensorQuantizer, python_written=False):
         self._amax: torch.Tensor | None = amax
 
     @classmethod
-    def _of_column(cls, column: Any, fp8_dtype: DType) -> "Float8Quantizer":
-        """The quantizer of a tensor of a module."""
-        result = cls(column.scale, column.amax, fp8_dtype)
+    def _made_for(cls, wanted: Wanted) -> "Float8Quantizer":
+        """The quantizer of a tensor of a module; without a column it is there to be compared with."""
+        column = wanted.column
+        if column is None:
+            return cls(torch.ones(1), torch.zeros(1), wanted.fp8_dtype)
+        result = cls(column.scale, column.amax, wanted.fp8_dtype)
         result._column, result._scale, result._amax = column, None, None
         return result
 

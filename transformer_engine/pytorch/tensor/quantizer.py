@@ -1,19 +1,18 @@
 """The base of quantizers: what makes quantized tensors of one format, and how clients write one in Python. No format's
 arithmetic is here."""
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._absent import refusal
-from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import engine, flattening, layout, packing
 from transformer_engine.pytorch.tensor.arguments import source_of
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
-from transformer_engine.pytorch.tensor.registry import FLOATS, QUANTIZERS
+from transformer_engine.pytorch.tensor.registry import FLOATS, QUANTIZERS, SCALINGS, Wanted
+from transformer_engine.pytorch.tensor.settings import Settings
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 from transformer_engine.pytorch.utils import resolve_device
 
@@ -30,7 +29,7 @@ class _Quantize(torch.autograd.Function):
         return grad.dequantize() if isinstance(grad, QuantizedTensorStorage) else grad, None, None
 
 
-class Quantizer:
+class Quantizer(Settings):
     """Makes quantized tensors of one format. In Python one is written by overriding quantize_impl (and, where its
     tensors take new values, update_quantized).
 
@@ -40,10 +39,7 @@ class Quantizer:
     tensor_class: ClassVar[type | None] = None
     storage_class: ClassVar[type | None] = None
     _python_written: ClassVar[bool] = True  # the engine calls back into Python
-    _configuration: ClassVar[dict[str, str]] = {}  # plain attributes that make the same one again: the arguments
-    _in_files: ClassVar[bool] = False  # its settings are all there is, and files keep them
-
-    _shared_by_copies: ClassVar[tuple[str, ...]] = ()  # attributes that a deepcopy keeps as they are
+    _scalings: ClassVar[tuple[str, ...]] = ()  # what recipes call it: registry.SCALINGS
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage = rowwise
@@ -58,6 +54,8 @@ class Quantizer:
         elif {"quantize", "quantize_impl", "update_quantized", "__call__"} & set(vars(cls)):
             cls._python_written = True
         QUANTIZERS.setdefault(cls.__name__, cls)
+        for scaling in vars(cls).get("_scalings", ()):
+            SCALINGS.setdefault(scaling, cls)
 
     # ---- quantizing ----
 
@@ -274,19 +272,6 @@ class Quantizer:
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Takes note of tensor's range, where the format keeps one between steps."""
 
-    def copy(self) -> "Quantizer":
-        """Another one with the same settings and the same state tensors."""
-        return copy.copy(self)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
-
-    def __deepcopy__(self, memo: dict) -> "Quantizer":
-        memo[id(self)] = result = object.__new__(type(self))
-        for name, value in self.__getstate__().items():
-            setattr(result, name, value if name in self._shared_by_copies else copy.deepcopy(value, memo))
-        return result
-
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         """Any shape is; integers and doubles are not."""
         return inp.dtype in FLOATS
@@ -299,6 +284,11 @@ class Quantizer:
         """Whether quantizing the same values again later gives the same bits: not where a state between steps has
         moved on."""
         return False
+
+    @classmethod
+    def _made_for(cls, wanted: Wanted) -> "Quantizer":
+        """The quantizer that a recipe wants, which names one of its _scalings."""
+        raise NotImplementedError(f"{cls.__name__}: it does not say how recipes make it (_made_for).")
 
     def _get_compatible_recipe(self) -> type | None:
         """The recipe under which modules use this quantizer."""
@@ -320,27 +310,6 @@ class Quantizer:
     def onnx_dequantize(self, tensor: QuantizedTensorStorage) -> torch.Tensor:
         raise refusal(f"{type(self).__name__}.onnx_dequantize", "ONNX export is")
 
-    def _plain(self) -> dict[str, object]:
-        """Settings as plain values: what files keep, and what is compared."""
-        usages = {f"{kind}_usage": getattr(self, f"{kind}_usage") for kind in DATA}
-        settings = {name: getattr(self, name) for name in self._configuration}
-        numbers = {name: int(value) if isinstance(value, DType) else value for name, value in settings.items()}
-        return {"class": type(self).__name__} | numbers | usages
-
-    @classmethod
-    def _from_plain(cls, plain: Mapping[str, object]) -> "Quantizer":
-        """The quantizer of _plain. Errors: ValueError for settings that are none of its own."""
-        own = {*cls._configuration, *(f"{kind}_usage" for kind in DATA)}
-        given = {name: value for name, value in plain.items() if name != "class"}
-        if set(given) != own or not all(isinstance(v, (bool, int, float)) for v in given.values()):
-            raise ValueError(f"{cls.__name__}: its settings are {given!r:.200}, wanted numbers for {sorted(own)}.")
-        usages = {kind: bool(given[f"{kind}_usage"]) for kind in DATA}
-        return cls(**{argument: given[name] for name, argument in cls._configuration.items()}, **usages)
-
-    def _rebuildable(self) -> bool:
-        """Whether _plain says all about it."""
-        return self._in_files and type(self) is QUANTIZERS.get(type(self).__name__)
-
     def _by_ranges(self) -> bool:
         """Whether parts of a tensor can be quantized apart from each other, once the whole's amaxes are known."""
         return False
@@ -357,23 +326,6 @@ class Quantizer:
     def _take_note_of(self, amax: torch.Tensor) -> None:
         """A tensor's amax, found by a quantizer of _recording."""
 
-    def _makes_the_same(self, other: "Quantizer | None", tensor: QuantizedTensorStorage) -> bool:
-        """Whether `tensor`, made by `other` (None: by someone unknown), is of this one's kind: format and scaling."""
-        if self.storage_class is not None:
-            details = {n: v for n, v in self._details().items() if n != "_quantizer"}
-            if not isinstance(tensor, self.storage_class) or any(getattr(tensor, n) != v for n, v in details.items()):
-                return False
-        return other is None or type(other) is type(self)
-
-    def _adopting(self, wanted: "Quantizer") -> "Quantizer":
-        """What its tensor is quantized by from now on, where a recipe wants that: its own settings aside, this one."""
-        if all(getattr(self, name) == getattr(wanted, name) for name in self._configuration):
-            return self
-        result = self.copy()
-        for name in self._configuration:
-            setattr(result, name, getattr(wanted, name))
-        return result
-
     def _held(self, values: torch.Tensor) -> QuantizedTensorStorage:
         """A tensor that holds `values` from now on."""
         return self(values.detach())
@@ -386,8 +338,3 @@ class Quantizer:
 
     def _adopted(self, tensor: QuantizedTensorStorage) -> None:
         """It is tensor's quantizer from now on."""
-
-    def __repr__(self) -> str:
-        settings = [f"{name}={getattr(self, name)!r}" for name in self._configuration]
-        usages = [kind for kind in DATA if getattr(self, f"{kind}_usage")]
-        return f"{type(self).__name__}({', '.join([*settings, f'usages={usages}'])})"
