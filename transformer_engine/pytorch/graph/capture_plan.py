@@ -14,7 +14,7 @@ from transformer_engine.pytorch.graph.weight_flag import WeightFlag
 Hooks = Mapping[str, Mapping[object, Callable[[object], None]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class CapturePlan:
     modules: Sequence[object]
     signatures: Sequence[Signature]  # one for each sample

@@ -2,7 +2,6 @@
 captured; a pass that has it now, because replays come in another order, is marked. Moves and frees nothing."""
 
 import weakref
-from dataclasses import dataclass
 
 import torch
 from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
@@ -10,20 +9,36 @@ from torch._C import _increment_version as increment_version  # torch.autograd.g
 from transformer_engine.pytorch.graph.loans import Loans
 
 
-@dataclass(slots=True, eq=False)
 class Pass:
-    """A captured forward with its backward. Positions are those of the captures, in their order."""
+    """A captured forward with its backward. Positions are those of the captures, in their order.
 
-    label: str
-    made: list[torch.Tensor]  # its results
-    forward_position: int
-    backward_position: int
-    end_position: int  # where what the backward reads is given up; no other pass has the same
-    wgrad_position: int | None  # of its delayed weight gradients, where the order has an entry for them
-    delays: bool  # it has some
-    keeps: bool  # a backward leaves everything as it is, for another one
-    spoilt_by: str | None = None  # what wrote over that which the latest call's backward reads
-    wgrad_spoilt_by: str | None = None  # and which its delayed weight gradients read
+    label: of the callable; made: its results; end_position: where what the backward reads is given up, no other pass
+    has the same; wgrad_position: of its delayed weight gradients, where the order has an entry for them; delays: it has
+    some; keeps: a backward leaves everything as it is, for another one."""
+
+    __slots__ = (
+        *("label", "made", "forward_position", "backward_position", "end_position", "wgrad_position"),
+        *("delays", "keeps", "spoilt_by", "wgrad_spoilt_by"),
+    )
+
+    def __init__(
+        self,
+        label: str,
+        made: list[torch.Tensor],
+        forward_position: int,
+        backward_position: int,
+        end_position: int,
+        wgrad_position: int | None,
+        *,
+        delays: bool,
+        keeps: bool,
+    ) -> None:
+        self.label, self.made = label, made
+        self.forward_position, self.backward_position = forward_position, backward_position
+        self.end_position, self.wgrad_position = end_position, wgrad_position
+        self.delays, self.keeps = delays, keeps
+        self.spoilt_by: str | None = None  # what wrote over that which the latest call's backward reads
+        self.wgrad_spoilt_by: str | None = None  # and which its delayed weight gradients read
 
 
 class Flight:
