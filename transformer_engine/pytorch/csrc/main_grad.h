@@ -69,6 +69,10 @@ class ParameterSink : public WeightGradSink {
 // time, else autograd would copy it. Its values mean nothing, unless `zero`. Without the GIL.
 Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::Device& device, bool zero);
 
+// Sets of Python's that get the ids of weights whose gradients are added to main_grad. Under the GIL.
+void note_accumulations(PyObject* noted);
+void forget_accumulations(PyObject* noted);
+
 // For Python. The GIL is held.
 pybind11::object handle_of(std::shared_ptr<const WeightProduct> product);
 

@@ -1,0 +1,72 @@
+// What main_grad.cpp says to Python and hears from it: attributes of parameters by interned names, the functions that
+// answer, errors passed on. Under the GIL.
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <string>
+
+namespace te_torch::main_grad {
+
+namespace py = pybind11;
+
+inline py::object owned(PyObject* reference) { return py::reinterpret_steal<py::object>(reference); }
+
+// Never freed: a backward may run while the interpreter ends.
+struct Names {
+  PyObject* main_grad = PyUnicode_InternFromString("main_grad");
+  PyObject* get_main_grad = PyUnicode_InternFromString("get_main_grad");
+  PyObject* overwrite = PyUnicode_InternFromString("overwrite_main_grad");
+  PyObject* added = PyUnicode_InternFromString("grad_added_to_main_grad");
+  PyObject* zero_out = PyUnicode_InternFromString("zero_out_wgrad");
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+};
+
+inline const Names& names_of_attributes() {
+  static const auto* names = new Names;
+  return *names;
+}
+
+// What Python answers: errors in words, and what is kept for backward_dw(). Never freed.
+struct Answers {
+  PyObject* check_main_grad;      // (op, name, weight, main_grad), raises where that does not fit
+  PyObject* refuse_computed;      // (op, name), raises
+  PyObject* is_first_microbatch;  // (op, value) -> bool, raises where it is none
+  PyObject* leave;                // (store, parameters, product, with_bias)
+};
+
+inline Answers* answers = nullptr;
+
+inline py::object called(PyObject* function, std::initializer_list<PyObject*> arguments) {
+  std::array<PyObject*, 4> list{};
+  std::copy(arguments.begin(), arguments.end(), list.begin());
+  py::object result = owned(PyObject_Vectorcall(function, list.data(), arguments.size(), nullptr));
+  if (!result) throw_python_error();
+  return result;
+}
+
+// None where there is no such attribute; other errors of a property pass.
+inline py::object attribute(PyObject* object, PyObject* name) {
+  PyObject* found = nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+  const int status = PyObject_GetOptionalAttr(object, name, &found);
+#else
+  const int status = _PyObject_LookupAttr(object, name, &found);
+#endif
+  if (status < 0) throw_python_error();
+  return owned(found);
+}
+
+inline bool is_true(PyObject* object) {
+  const int truth = object == nullptr ? 0 : PyObject_IsTrue(object);
+  if (truth < 0) throw_python_error();
+  return truth != 0;
+}
+
+inline py::object text(const std::string& s) {
+  return owned(PyUnicode_FromStringAndSize(s.data(), static_cast<Py_ssize_t>(s.size())));
+}
+
+}  // namespace te_torch::main_grad
