@@ -90,7 +90,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     (holder->slots.add(args), ...);
     Keeper keeper = Keeper::of_graph(Family::kName);
     variable_list outputs = Family::template forward<Route>(holder->state, keeper, args...);
-    if (recorder::active()) holder->module = recorder::label();
+    if (probe::active()) holder->module = probe::label();
     NamedTensors kept = keeper.take();
     holder->labels = kept.labels();
     ctx->save_for_backward(std::move(kept.tensors()));
@@ -108,7 +108,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const auto holder = ctx->saved_data.at("held").toCapsule();
     const auto& held = static_cast<const Holder&>(*holder);
     const NamedTensors saved(ctx->get_saved_variables(), held.labels);  // may run modules, which set the label
-    const recorder::Label label(held.module);
+    const probe::Label label(held.module);
     variable_list out = Family::template backward<Route>(held.state, Wanted(ctx, held.slots), saved, grads);
     out.resize(held.slots.size());
     return out;

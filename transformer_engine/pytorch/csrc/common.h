@@ -11,7 +11,7 @@
 #include <optional>
 #include <string_view>
 
-#include "recorder.h"
+#include "probe.h"
 
 namespace te_torch {
 
@@ -82,15 +82,15 @@ OptionalTensor autocast(const OptionalTensor& t);
 struct Direct {
   template <auto kFunction, class... Args>
   static auto call(const char* name, Args&&... args) {
-    if (!recorder::active()) return kFunction(args...);
+    if (!probe::active()) return kFunction(args...);
     RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>{});  // a profiler beside the recording names the op too
-    recorder::begin_call();
+    probe::begin_call();
     if constexpr (std::is_void_v<decltype(kFunction(args...))>) {
       kFunction(args...);
-      recorder::end_call(name);
+      probe::end_call(name);
     } else {
       auto result = kFunction(args...);
-      recorder::end_call(name);
+      probe::end_call(name);
       return result;
     }
   }

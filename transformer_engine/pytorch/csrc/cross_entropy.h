@@ -10,7 +10,7 @@
 #include <string_view>
 
 #include "common.h"
-#include "recorder.h"
+#include "probe.h"
 
 namespace te_torch {
 

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "named_tensors.h"
-#include "recorder.h"
+#include "probe.h"
 
 namespace te_torch {
 
@@ -48,7 +48,7 @@ class TE_EXPORT Keeper {
 
   void keep(int name, const at::Tensor& t, const Kept& what, uint8_t part = 0, const LiveRows* live = nullptr) {
     if (!keeps_ || !t.defined()) return;
-    if (op_ != nullptr && recorder::active()) recorder::tell(op_, what, t, true);
+    if (op_ != nullptr && probe::active()) probe::tell(op_, what, t, true);
     if (op_ != nullptr && live != nullptr) announce(t, *live);
     if (op_ != nullptr && live == nullptr && what.tokens) announce_tokens(t);
     kept_.add(name, t, part);
@@ -59,7 +59,7 @@ class TE_EXPORT Keeper {
 
   // What is not kept, because the backward makes it again.
   void made_again(const at::Tensor& t, const Kept& what) const {
-    if (op_ != nullptr && recorder::active()) recorder::tell(op_, what, t, false);
+    if (op_ != nullptr && probe::active()) probe::tell(op_, what, t, false);
   }
 
   NamedTensors take() { return std::move(kept_); }

@@ -63,7 +63,7 @@ WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightParts 
                             bool with_bias) {
   const ProductQuantization* q = stage.quantization.get();
   const Exchange* exchange = stage.exchange.get();
-  const recorder::Because told(why_override(q));
+  const probe::Because told(why_override(q));
   // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
   if (stage.sink && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
   const bool x = exchange != nullptr && exchange->gathers(Pass::kFprop) && !parts.gathered;
@@ -113,7 +113,7 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
   }
   Passing passing;
   if (in.any() && wanted.source) {
-    const recorder::Because told(why_override(q));
+    const probe::Because told(why_override(q));
     WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
     for (Operand& weight : w.weights) {  // a parameter whose FP8 copy served under autocast was not cast
       if (!weight.quantized() && weight.plain.scalar_type() != dtype) weight.plain = weight.plain.to(dtype);

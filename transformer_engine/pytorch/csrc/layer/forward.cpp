@@ -40,7 +40,7 @@ Operand weight_values(const Route& route, const Tensor& parameter, const Operand
 // Of the same shape and size as what is not kept: FP8 data, of which the backward makes 16-bit values, are half of it.
 Tensor unkept(const Operand& operand, const ProductQuantization* q, const Tensor& like) {
   if (!operand.quantized()) return operand.plain;
-  if (!unquantized(q) || !recorder::active()) return operand.fp8.rowwise;
+  if (!unquantized(q) || !probe::active()) return operand.fp8.rowwise;
   return like.new_empty({1}).expand_symint(operand.fp8.rowwise.sym_sizes());
 }
 

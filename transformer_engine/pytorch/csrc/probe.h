@@ -25,7 +25,7 @@ inline constexpr Kept kStatistic{"norm statistic", "the norm's backward reads on
                                  "reading the norm's input once", true};
 inline constexpr Kept kAngles{"rotary angles", "the backward turns the gradient back by them", kCallers};
 
-namespace recorder {
+namespace probe {
 
 TE_EXPORT bool active();
 
@@ -62,5 +62,5 @@ class TE_EXPORT Because {
 void begin_call();
 void end_call(const char* op);
 
-}  // namespace recorder
+}  // namespace probe
 }  // namespace te_torch

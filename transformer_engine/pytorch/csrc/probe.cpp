@@ -1,5 +1,5 @@
-// See recorder.h. One recording at a time in the process: calls of other threads made meanwhile are recorded as well.
-#include "recorder.h"
+// See probe.h. One recording at a time in the process: calls of other threads made meanwhile are recorded as well.
+#include "probe.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -10,7 +10,7 @@
 
 namespace te_torch {
 
-namespace recorder {
+namespace probe {
 
 namespace {
 
@@ -80,11 +80,11 @@ void end_call(const char* op) {
   path_rows.push_back({current_label, op, path, std::move(why)});
 }
 
-}  // namespace recorder
+}  // namespace probe
 
-void register_recorder(pybind11::module_& m) {
+void register_probe(pybind11::module_& m) {
   namespace py = pybind11;
-  using namespace recorder;
+  using namespace probe;
   m.def("start_recording", torch::wrap_pybind_function([] {
           const std::lock_guard<std::mutex> lock(mutex);
           TORCH_CHECK(!active(),
