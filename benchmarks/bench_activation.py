@@ -96,13 +96,13 @@ def run_fp8(bench, dtype, shape):
         return *block_both(dx), *block_columns(y)
 
     def backward(dy, x):
-        return _C.activation_bwd_quantized(
+        return _C.activation_bwd_quantize(
             dy, x, "swiglu", params, quantizer, (True, True), False, quantizer, None, (False, True)
         )
 
     case = Case("3", "swiglu_block", "fp8", shape, "forward", bytes=round(n * (2 * element + 2 * blocks)))
     if bench.wants(case):
-        ours = {"ours": lambda x: _C.activation_fwd_quantized(x, "swiglu", params, quantizer, True, True)}
+        ours = {"ours": lambda x: _C.activation_fwd_quantize(x, "swiglu", params, quantizer, True, True)}
         plain = peers(bench, lambda x: block_both(swiglu(x)), lambda x: block_both(swiglu(x)))
         bench.compare(case, ours | plain, lambda: (bench.randn(rows, 2 * cols, dtype=dtype),))
 

@@ -132,7 +132,7 @@ class Run:
                 continue
 
             def ours(x, r, q=quantizer):
-                return _C.normalization_fwd_quantized(x, r, gamma, beta, EPS, rms, False, q, True, True, False)
+                return _C.normalization_fwd_quantize(x, r, gamma, beta, EPS, rms, False, q, True, True, False)
 
             def unfused(x, r, q=quantizer):
                 return _C.quantize(q, _C.normalization_fwd(x, r, gamma, beta, EPS, rms, False)[0], True, True)

@@ -1,6 +1,6 @@
 # activation straight to FP8: bytes, scales, amaxes and bias gradients equal to those of the activation followed by a
 # quantization, for every kind, scaling, dtype, direction and shape, forward and backward; the registered ops; errors.
-# Mutant: dy for again.tensor() in backward_on_cpu (activation_quantized.cpp) turns test_backward_equals_unfused red.
+# Mutant: dy for again.tensor() in backward_on_cpu (activation_quantize.cpp) turns test_backward_equals_unfused red.
 import itertools
 
 import pytest
@@ -40,7 +40,7 @@ def draw(kind, rows, cols, dtype, device):
 
 def forward_both_ways(x, kind, scaling, directions, device, e5m2):
     fused_by, plain_by = (quantizer(scaling, device, e5m2) for _ in range(2))
-    fused = _C.activation_fwd_quantized(x, kind, [], fused_by, *directions)
+    fused = _C.activation_fwd_quantize(x, kind, [], fused_by, *directions)
     plain = _C.quantize(plain_by, _C.activation_fwd(x, kind, []), *directions)
     what = f"{kind} {scaling} {tuple(x.shape)} {directions}"
     same(fused, plain, what)
@@ -54,7 +54,7 @@ def backward_both_ways(dy, x, kind, scaling, directions, y_scaling, y_directions
     y_by = quantizer(y_scaling, device)
     y_first = _C.quantize(y_by, _C.activation_fwd(x, kind, []), True, False)
     used = y_first.rowwise_scale_inv if y_first.scaling == 0 else None
-    dx, y, dbias = _C.activation_bwd_quantized(dy, x, kind, [], fused_by, directions, True, y_by, used, y_directions)
+    dx, y, dbias = _C.activation_bwd_quantize(dy, x, kind, [], fused_by, directions, True, y_by, used, y_directions)
     plain_dx, plain_y = _C.activation_bwd(dy, x, kind, [], True)
     what = f"{kind} {scaling} {y_scaling} {tuple(x.shape)} {directions} {y_directions}"
     same(dx, _C.quantize(plain_by, plain_dx, *directions), f"dx {what}")
@@ -95,7 +95,7 @@ def test_layouts_and_special_values(scaling, device):
         forward_both_ways(xs, "swiglu", scaling, (True, True), device, False)
         backward_both_ways(dys, xs, "swiglu", scaling, (True, True), "block1d", (False, True), device)
     wide = torch.stack((x, x)).view(2, 13, 10, -1)
-    folded = _C.activation_fwd_quantized(wide, "swiglu", [], quantizer(scaling, device), True, True)
+    folded = _C.activation_fwd_quantize(wide, "swiglu", [], quantizer(scaling, device), True, True)
     same(folded, forward_both_ways(torch.cat((x, x)), "swiglu", scaling, (True, True), device, False), "4-D")
 
 
@@ -103,7 +103,7 @@ def test_parameters_reach_the_formula(device):
     x, _ = draw("clamped_swiglu", 5, 40, torch.float32, device)
     params = [1.5, 0.9, 0.5]
     by = quantizer("block1d", device)
-    fused = _C.activation_fwd_quantized(x, "clamped_swiglu", params, by, True, True)
+    fused = _C.activation_fwd_quantize(x, "clamped_swiglu", params, by, True, True)
     same(fused, _C.quantize(by, _C.activation_fwd(x, "clamped_swiglu", params), True, True), "params")
 
 
@@ -115,8 +115,8 @@ def test_a_quantizer_in_python_gets_the_activation(device):
     x, dy = draw("swiglu", 20, 136, torch.bfloat16, device)
     by, block = _C.Quantizer("python", python=Halving()), _C.Quantizer("block1d")
     y = _C.activation_fwd(x, "swiglu", [])
-    same(_C.activation_fwd_quantized(x, "swiglu", [], by, True, True), _C.quantize(block, y / 2, True, True), "y")
-    dx, again, dbias = _C.activation_bwd_quantized(
+    same(_C.activation_fwd_quantize(x, "swiglu", [], by, True, True), _C.quantize(block, y / 2, True, True), "y")
+    dx, again, dbias = _C.activation_bwd_quantize(
         dy, x, "swiglu", [], by, (True, False), True, block, None, (False, True)
     )
     plain = _C.activation_bwd(dy, x, "swiglu", [], False)[0]
@@ -125,35 +125,19 @@ def test_a_quantizer_in_python_gets_the_activation(device):
     assert_same_bits(dbias, _C.quantize_op(plain, block.spec, False, False, True)[4])
 
 
-def test_opcheck(device):
-    for kind, dtype in (("swiglu", torch.float32), ("gelu", torch.bfloat16)):
-        x, dy = draw(kind, 6, 136, dtype, device)
-        for scaling in SCALINGS[1:]:
-            spec = quantizer(scaling, device).spec
-            for directions in DIRECTIONS:
-                arguments = (x, kind, [], spec, *directions)
-                torch.library.opcheck(torch.ops.te.activation_fwd_quantized.default, arguments)
-            fused = torch.ops.te.activation_fwd_quantized(x, kind, [], spec, True, True)
-            used = fused[1] if scaling == "current" else None
-            for y_directions in ((False, True), (False, False)):
-                y_spec = spec if any(y_directions) else [0, 0, 0, 0]
-                arguments = (dy, x, kind, [], spec, True, True, True, y_spec, used, *y_directions)
-                torch.library.opcheck(torch.ops.te.activation_bwd_quantized.default, arguments)
-
-
 def bad_calls(device):
     x, dy = torch.ones(3, 8, device=device), torch.ones(3, 4, device=device)
     block, current = _C.Quantizer("block1d"), _C.Quantizer("current")
     both = (True, True)
 
     def backward(dy, x, y_by=block, used=None):
-        return _C.activation_bwd_quantized(dy, x, "swiglu", [], block, both, False, y_by, used, both)
+        return _C.activation_bwd_quantize(dy, x, "swiglu", [], block, both, False, y_by, used, both)
 
     return (
-        (lambda: _C.activation_fwd_quantized(x[:, :7], "swiglu", [], block, True, True), ("'x'", "[3, 7]", "even")),
-        (lambda: _C.activation_fwd_quantized(x.int(), "silu", [], block, True, True), ("'x'", "int32", "bfloat16")),
-        (lambda: _C.activation_fwd_quantized(x, "swish", [], block, True, True), ("'kind'", "'swish'")),
-        (lambda: _C.activation_fwd_quantized(x, "silu", [], _C.Quantizer("none"), True, True), ("'quantizer'",)),
+        (lambda: _C.activation_fwd_quantize(x[:, :7], "swiglu", [], block, True, True), ("'x'", "[3, 7]", "even")),
+        (lambda: _C.activation_fwd_quantize(x.int(), "silu", [], block, True, True), ("'x'", "int32", "bfloat16")),
+        (lambda: _C.activation_fwd_quantize(x, "swish", [], block, True, True), ("'kind'", "'swish'")),
+        (lambda: _C.activation_fwd_quantize(x, "silu", [], _C.Quantizer("none"), True, True), ("'quantizer'",)),
         (lambda: backward(dy[:2], x), ("'dy'", "[2, 4]", "[3, 4]")),
         (lambda: backward(dy.half(), x), ("'dy'", "Half", "Float")),
         (lambda: backward(dy, x, current), ("'used_scales'", "no scale")),

@@ -44,7 +44,7 @@ def check(arguments, zero_centered, kind, directions, what="", **options):
     twins = [quantizer_of(kind, device, **options) for _ in range(2)]
     y, h, mean, rstd = _C.normalization_fwd(*arguments, zero_centered)
     want = _C.quantize(twins[0], y, *directions)
-    got, no_y, h_too, mean_too, rstd_too = _C.normalization_fwd_quantized(
+    got, no_y, h_too, mean_too, rstd_too = _C.normalization_fwd_quantize(
         *arguments, zero_centered, twins[1], *directions, False
     )
     assert no_y is None, what
@@ -57,7 +57,7 @@ def check(arguments, zero_centered, kind, directions, what="", **options):
     h = arguments[0] if arguments[1] is None else h
     used = got.rowwise_scale_inv if directions[0] else got.columnwise_scale_inv
     before = None if twins[1].amax is None else twins[1].amax.clone()
-    again = _C.normalization_again_quantized(
+    again = _C.normalization_again_quantize(
         h, arguments[2], arguments[3], mean, rstd, arguments[5], zero_centered, twins[1].spec, used, *directions
     )
     assert_same_quantized(again, want, f"{what} again")
@@ -106,8 +106,8 @@ def test_layouts_do_not_matter(kind, device):
 def test_y_is_there_when_it_is_wanted(kind, device):
     arguments = norm_arguments((20, 48), torch.bfloat16, device, True)
     want, *_ = _C.normalization_fwd(*arguments, False)
-    with_y, y, *_ = _C.normalization_fwd_quantized(*arguments, False, quantizer_of(kind, device), True, True, True)
-    without, *_ = _C.normalization_fwd_quantized(*arguments, False, quantizer_of(kind, device), True, True, False)
+    with_y, y, *_ = _C.normalization_fwd_quantize(*arguments, False, quantizer_of(kind, device), True, True, True)
+    without, *_ = _C.normalization_fwd_quantize(*arguments, False, quantizer_of(kind, device), True, True, False)
     assert_same_bits(y, want)
     assert_same_quantized(with_y, without)
 
@@ -124,37 +124,8 @@ def test_nan_and_inf_are_kept(kind, device):
     x[3, 7], x[129, 0] = torch.nan, torch.inf
     if kind != "delayed":  # whose amax here is no number to compare
         check((x, *rest), False, kind, (True, True))
-    got, *_ = _C.normalization_fwd_quantized(x, *rest, False, quantizer_of(kind, device), True, False, False)
+    got, *_ = _C.normalization_fwd_quantize(x, *rest, False, quantizer_of(kind, device), True, False, False)
     assert (got.rowwise[3] & 0x7F == 0x7F).all()
-
-
-def test_opcheck(device):
-    for kind in ("current", "block1d", "block2d"):
-        for rms in (False, True):
-            arguments = norm_arguments((33, 130), torch.bfloat16, device, rms)
-            spec = quantizer_of(kind, device).spec
-            for with_output in (False, True):
-                call = (*arguments, False, spec, True, True, with_output)
-                torch.library.opcheck(torch.ops.te.normalization_quantize_fwd.default, call)
-            _, h, mean, rstd = _C.normalization_fwd(*arguments, False)
-            used = torch.ones(2, device=device)
-            call = (h, arguments[2], arguments[3], mean, rstd, rms, False, spec, used, True, True)
-            torch.library.opcheck(torch.ops.te.normalization_quantize.default, call)
-
-
-def test_ops_are_the_wrappers(device):
-    for kind in ("current", "block1d", "block2d"):
-        arguments = norm_arguments((33, 130), torch.bfloat16, device, True)
-        quantizer = quantizer_of(kind, device)
-        want, _, h, mean, rstd = _C.normalization_fwd_quantized(*arguments, False, quantizer, True, True, False)
-        made = torch.ops.te.normalization_quantize_fwd(*arguments, False, quantizer.spec, True, True, False)
-        for a, b in zip(made, [getattr(want, f) for f in FIELDS] + [None, h, mean, rstd], strict=True):
-            assert_same_bits(a, b) if b is not None else None
-        again = torch.ops.te.normalization_quantize(
-            h, arguments[2], None, mean, rstd, True, False, quantizer.spec, want.rowwise_scale_inv, True, True
-        )
-        for a, b in zip(again, made):
-            assert_same_bits(a, b)
 
 
 def test_refused_by_name(device):
@@ -162,15 +133,12 @@ def test_refused_by_name(device):
     current = quantizer_of("current", device)
     with refused(ValueError, "quantize", "'quantizer'"):
         none = _C.Quantizer("none", False, False, 0.0)
-        _C.normalization_fwd_quantized(x, residual, gamma, beta, eps, rms, False, none, True, True, False)
+        _C.normalization_fwd_quantize(x, residual, gamma, beta, eps, rms, False, none, True, True, False)
     with refused(ValueError, "normalization", "'gamma'"):
-        _C.normalization_fwd_quantized(x, residual, gamma[:-1], beta, eps, rms, False, current, True, True, False)
+        _C.normalization_fwd_quantize(x, residual, gamma[:-1], beta, eps, rms, False, current, True, True, False)
     _, h, mean, rstd = _C.normalization_fwd(x, residual, gamma, beta, eps, rms, False)
     with refused(ValueError, "quantize", "'used_scales'"):
-        _C.normalization_again_quantized(h, gamma, beta, mean, rstd, rms, False, current.spec, None, True, True)
+        _C.normalization_again_quantize(h, gamma, beta, mean, rstd, rms, False, current.spec, None, True, True)
     with refused(ValueError, "normalization", "'rstd'"):
         used = torch.ones(2, device=device)
-        _C.normalization_again_quantized(h, gamma, beta, mean, rstd[:-1], rms, False, current.spec, used, True, True)
-    with refused(NotImplementedError, "quantize", "'spec'"):
-        delayed = quantizer_of("delayed", device).spec
-        torch.ops.te.normalization_quantize_fwd(x, residual, gamma, beta, eps, rms, False, delayed, True, True, False)
+        _C.normalization_again_quantize(h, gamma, beta, mean, rstd[:-1], rms, False, current.spec, used, True, True)

@@ -50,16 +50,16 @@ struct te_quantize_plan;
 struct te_quantized;
 
 /* y in FP8. One launch. */
-TE_API te_status te_activation_forward_quantized(int kind, te_activation_params params, te_tensor x,
-                                                 const struct te_quantize_plan* plan, const struct te_quantized* out,
-                                                 te_stream stream);
+TE_API te_status te_activation_forward_quantize(int kind, te_activation_params params, te_tensor x,
+                                                const struct te_quantize_plan* plan, const struct te_quantized* out,
+                                                te_stream stream);
 
 /* dx in FP8 (for gated kinds the merged [da | db]) and, where `y` is not NULL, y too, by a plan of its own. One launch;
  * two for a gated kind whose columns are no multiple of 128. */
-TE_API te_status te_activation_backward_quantized(int kind, te_activation_params params, te_tensor dy, te_tensor x,
-                                                  const struct te_quantize_plan* dx_plan, const struct te_quantized* dx,
-                                                  const struct te_quantize_plan* y_plan, const struct te_quantized* y,
-                                                  te_stream stream);
+TE_API te_status te_activation_backward_quantize(int kind, te_activation_params params, te_tensor dy, te_tensor x,
+                                                 const struct te_quantize_plan* dx_plan, const struct te_quantized* dx,
+                                                 const struct te_quantize_plan* y_plan, const struct te_quantized* y,
+                                                 te_stream stream);
 
 /* Parts of y's amax, and of dx's, as te_quantize_amax makes them: the first launch of current scaling. */
 TE_API te_status te_activation_forward_amax(int kind, te_activation_params params, te_tensor x, te_tensor parts,

@@ -24,8 +24,8 @@ class Activation final : public Source {
             bool) const override {
     if (fuses(route, quantizer)) {
       return {{{},
-               Direct::call<activation_fwd_quantized>("te::activation_fwd_quantized", in.x, kind(), params(),
-                                                      *quantizer, directions)},
+               Direct::call<activation_fwd_quantize>("te::activation_fwd_quantize", in.x, kind(), params(), *quantizer,
+                                                     directions)},
               in.x,
               {},
               {},
@@ -44,8 +44,8 @@ class Activation final : public Source {
     TakenBack back;
     if (fuses(route, g.onward) && (!g.wants_operand || fuses(route, g.quantizer))) {
       const QuantizeSpec spec = g.wants_operand ? g.quantizer->spec : QuantizeSpec();
-      std::tie(back.dx.fp8, back.operand.fp8) = Direct::call<activation_bwd_quantized>(
-          "te::activation_bwd_quantized", g.d_operand, saved.input, kind(), params(), *g.onward, g.directions,
+      std::tie(back.dx.fp8, back.operand.fp8) = Direct::call<activation_bwd_quantize>(
+          "te::activation_bwd_quantize", g.d_operand, saved.input, kind(), params(), *g.onward, g.directions,
           g.wants_onward_sums ? &back.dx_sums : nullptr, spec, saved.used_scales, Directions{false, g.wants_operand});
       return back;
     }

@@ -1,6 +1,6 @@
 // A norm as a source: RMSNorm or LayerNorm, of the sum with a residual where there is one.
 #include "normalization.h"
-#include "normalization_quantized.h"
+#include "normalization_quantize.h"
 #include "source.h"
 
 namespace te_torch::layer {
@@ -27,9 +27,9 @@ class Norm final : public Source {
     Made made;
     Tensor summed;
     if (fuses(route, quantizer)) {
-      QuantizedNorm norm = Direct::call<normalization_fwd_quantized>(
-          "te::normalization_quantize_fwd", in.x, in.residual, *in.gamma, in.beta, eps_, rms_, zero_centered_,
-          *quantizer, directions, want_output);
+      QuantizedNorm norm = Direct::call<normalization_fwd_quantize>("te::normalization_fwd_quantize", in.x, in.residual,
+                                                                    *in.gamma, in.beta, eps_, rms_, zero_centered_,
+                                                                    *quantizer, directions, want_output);
       made.operand.fp8 = norm.quantized;
       made.output = norm.y;
       summed = norm.h;
@@ -50,9 +50,9 @@ class Norm final : public Source {
     const OptionalTensor beta = optional(saved.beta);
     if (fuses(route, quantizer)) {
       return {{},
-              Direct::call<normalization_again_quantized>("te::normalization_quantize", saved.input, saved.gamma, beta,
-                                                          saved.mean, saved.rstd, rms_, zero_centered_, quantizer->spec,
-                                                          saved.used_scales, columnwise)};
+              Direct::call<normalization_again_quantize>("te::normalization_again_quantize", saved.input, saved.gamma,
+                                                         beta, saved.mean, saved.rstd, rms_, zero_centered_,
+                                                         quantizer->spec, saved.used_scales, columnwise)};
     }
     const Tensor value = std::get<0>(route.call<normalization_fwd>(
         "te::normalization_fwd", saved.input, OptionalTensor(), saved.gamma, beta, eps_, rms_, zero_centered_));

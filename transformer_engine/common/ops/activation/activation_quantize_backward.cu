@@ -7,8 +7,8 @@
 
 namespace te::activation::cuda {
 
-void forward_quantized(int kind, const Params& params, const te_tensor& x, int64_t cols, const te_quantize_plan& plan,
-                       const te_quantized& out, te_stream stream);
+void forward_quantize(int kind, const Params& params, const te_tensor& x, int64_t cols, const te_quantize_plan& plan,
+                      const te_quantized& out, te_stream stream);
 
 namespace {
 
@@ -109,11 +109,11 @@ bool is_wide(const te_tensor& dy, const te_tensor& x) {
 
 }  // namespace
 
-void backward_quantized(int kind, const Params& params, const te_tensor& dy, const te_tensor& x,
-                        const te_quantize_plan& dx_plan, const te_quantized& dx, const te_quantize_plan& y_plan,
-                        const te_quantized& y, te_stream stream) {
+void backward_quantize(int kind, const Params& params, const te_tensor& dy, const te_tensor& x,
+                       const te_quantize_plan& dx_plan, const te_quantized& dx, const te_quantize_plan& y_plan,
+                       const te_quantized& y, te_stream stream) {
   using quantize::Dest;
-  const char* op = "te_activation_backward_quantized";
+  const char* op = "te_activation_backward_quantize";
   const int64_t rows = dy.rows, cols = dy.cols;
   const bool wide = is_wide(dy, x);
   const bool emits = y.rowwise_scale_inv.data != nullptr || y.columnwise_scale_inv.data != nullptr;
@@ -136,7 +136,7 @@ void backward_quantized(int kind, const Params& params, const te_tensor& dy, con
     });
   });
   const bool apart = 2 * dy.cols == x.cols && cols % quantize::kTile != 0;
-  if (apart && emits) forward_quantized(kind, params, x, cols, y_plan, y, stream);
+  if (apart && emits) forward_quantize(kind, params, x, cols, y_plan, y, stream);
 }
 
 void backward_amax(int kind, const Params& params, const te_tensor& dy, const te_tensor& x, const te_tensor& parts,

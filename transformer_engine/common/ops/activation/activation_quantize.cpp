@@ -9,13 +9,13 @@
 namespace te::activation {
 
 namespace cuda {
-void forward_quantized(int kind, const Params& params, const te_tensor& x, int64_t cols, const te_quantize_plan& plan,
-                       const te_quantized& out, te_stream stream);
+void forward_quantize(int kind, const Params& params, const te_tensor& x, int64_t cols, const te_quantize_plan& plan,
+                      const te_quantized& out, te_stream stream);
 void forward_amax(int kind, const Params& params, const te_tensor& x, int64_t cols, const te_tensor& parts,
                   const te_tensor& noop, te_stream stream);
-void backward_quantized(int kind, const Params& params, const te_tensor& dy, const te_tensor& x,
-                        const te_quantize_plan& dx_plan, const te_quantized& dx, const te_quantize_plan& y_plan,
-                        const te_quantized& y, te_stream stream);
+void backward_quantize(int kind, const Params& params, const te_tensor& dy, const te_tensor& x,
+                       const te_quantize_plan& dx_plan, const te_quantized& dx, const te_quantize_plan& y_plan,
+                       const te_quantized& y, te_stream stream);
 void backward_amax(int kind, const Params& params, const te_tensor& dy, const te_tensor& x, const te_tensor& parts,
                    const te_tensor& noop, te_stream stream);
 }  // namespace cuda
@@ -60,24 +60,24 @@ void backward_on_cpu(int kind, const Params& params, const te_tensor& dy, const 
 
 extern "C" {
 
-te_status te_activation_forward_quantized(int kind, te_activation_params params, te_tensor x,
-                                          const te_quantize_plan* plan, const te_quantized* out, te_stream stream) {
+te_status te_activation_forward_quantize(int kind, te_activation_params params, te_tensor x,
+                                         const te_quantize_plan* plan, const te_quantized* out, te_stream stream) {
   return te::c_guard([&] {
     using namespace te;
-    const char* op = "te_activation_forward_quantized";
+    const char* op = "te_activation_forward_quantize";
     const int64_t cols = activation::check_x(op, kind, params, x);
     quantize::check_quantization(op, *plan, x.rows, cols, x, *out, "out");
     TE_ON_DEVICE_OF(op, x, activation::forward_on_cpu(kind, params, x, cols, *plan, *out),
-                    activation::cuda::forward_quantized(kind, params, x, cols, *plan, *out, stream));
+                    activation::cuda::forward_quantize(kind, params, x, cols, *plan, *out, stream));
   });
 }
 
-te_status te_activation_backward_quantized(int kind, te_activation_params params, te_tensor dy, te_tensor x,
-                                           const te_quantize_plan* dx_plan, const te_quantized* dx,
-                                           const te_quantize_plan* y_plan, const te_quantized* y, te_stream stream) {
+te_status te_activation_backward_quantize(int kind, te_activation_params params, te_tensor dy, te_tensor x,
+                                          const te_quantize_plan* dx_plan, const te_quantized* dx,
+                                          const te_quantize_plan* y_plan, const te_quantized* y, te_stream stream) {
   return te::c_guard([&] {
     using namespace te;
-    const char* op = "te_activation_backward_quantized";
+    const char* op = "te_activation_backward_quantize";
     const int64_t cols = activation::check_x(op, kind, params, x);
     check_as(op, "dy", dy, x.rows, cols, x);
     const bool emits = y != nullptr && y_plan != nullptr;
@@ -85,9 +85,8 @@ te_status te_activation_backward_quantized(int kind, te_activation_params params
     const te_quantized& again = emits ? *y : activation::kNothing;
     quantize::check_quantization(op, *dx_plan, x.rows, x.cols, x, *dx, "dx");
     quantize::check_quantization(op, again_plan, x.rows, cols, x, again, "y");
-    TE_ON_DEVICE_OF(
-        op, x, activation::backward_on_cpu(kind, params, dy, x, *dx_plan, *dx, again_plan, again),
-        activation::cuda::backward_quantized(kind, params, dy, x, *dx_plan, *dx, again_plan, again, stream));
+    TE_ON_DEVICE_OF(op, x, activation::backward_on_cpu(kind, params, dy, x, *dx_plan, *dx, again_plan, again),
+                    activation::cuda::backward_quantize(kind, params, dy, x, *dx_plan, *dx, again_plan, again, stream));
   });
 }
 

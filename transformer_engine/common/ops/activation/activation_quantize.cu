@@ -60,9 +60,9 @@ void with_producer(const char* op, int kind, const Params& params, const te_tens
 
 }  // namespace
 
-void forward_quantized(int kind, const Params& params, const te_tensor& x, int64_t cols, const te_quantize_plan& plan,
-                       const te_quantized& out, te_stream stream) {
-  const char* op = "te_activation_forward_quantized";
+void forward_quantize(int kind, const Params& params, const te_tensor& x, int64_t cols, const te_quantize_plan& plan,
+                      const te_quantized& out, te_stream stream) {
+  const char* op = "te_activation_forward_quantize";
   with_producer(op, kind, params, x, cols, [&](const auto& producer, bool wide) {
     const quantize::Dests<1> dests{{quantize::Dest(plan, out, x.rows, cols)}};
     quantize::launch_quantize(op, producer, dests, x.rows, cols, wide, stream);
