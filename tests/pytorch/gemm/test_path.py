@@ -283,7 +283,7 @@ class Problem(ctypes.Structure):
     _fields_ = (
         [(name, Tensor) for name in ("a", "b", "d", "bias", "aux")]
         + [(name, ctypes.c_int) for name in ("layout", "epilogue", "accumulate", "allow_tf32")]
-        + [(name, Tensor) for name in ("a_scale_inv", "b_scale_inv", "d_scale", "d_amax")]
+        + [(name, Tensor) for name in ("a_scale_inv", "b_scale_inv")]
         + [(name, ctypes.c_int) for name in ("a_scaling", "b_scaling", "fast_accumulation")]
     )
 
@@ -302,7 +302,7 @@ class Engine:
     def call(self, name, a, b, d, layout, accumulate):
         p = Problem(a=self.view(a), b=self.view(b), d=self.view(d), accumulate=accumulate)
         p.layout = ("TN", "NN", "NT").index(layout)
-        for none in ("bias", "aux", "a_scale_inv", "b_scale_inv", "d_scale", "d_amax"):
+        for none in ("bias", "aux", "a_scale_inv", "b_scale_inv"):
             getattr(p, none).device = -1
         rest = (None, ctypes.c_size_t(0), None) if name == "te_gemm" else ()
         assert getattr(self.library, name)(ctypes.byref(p), *rest) == 0, self.library.te_last_error()

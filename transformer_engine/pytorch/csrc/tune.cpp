@@ -87,8 +87,7 @@ void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const std:
   const auto address = [&](size_t i) {
     return i < operands.size() && operands[i].has_value() ? operands[i]->data_ptr() : nullptr;
   };
-  const te_gemm_operands pointers{address(0), address(1), address(2), address(3), address(4),
-                                  address(5), address(6), address(7), address(8)};
+  const te_gemm_operands pointers{address(0), address(1), address(2), address(3), address(4), address(5), address(6)};
   check(te_gemm_try(&key, &choice, &pointers, repeats, workspace.data_ptr(), size_t(workspace.numel()),
                     current_stream(workspace)));
 }

@@ -20,10 +20,9 @@
  *   of 16 bytes; where the matrix is narrower than depth its data beyond are 0. Pairs of dtypes: E4M3 with E4M3 or
  *   E5M2. Scalings: TENSOR with TENSOR (scale_inv [1, 1 or 2]); BLOCK_1D with BLOCK_1D or BLOCK_2D, not BLOCK_2D with
  *   itself; rows are a multiple of 4 where b has BLOCK_1D. Scales lie densely, on 16 bytes.
- *   d: float32, bfloat16, float16, or with TENSOR float8: d = fp8(clamp(product * d_scale)), d_amax = max |product|,
- *   bias included, NaN left aside on the CPU. bias: float16 with a float16 d, bfloat16 otherwise (an FP8 d takes
- *   either). No other epilogue. fast_accumulation keeps sums in the tensor cores, with fewer bits than float32
- *   (TENSOR alone); without it they are added up in float32 in steps of some ten products.
+ *   d: float32, bfloat16 or float16, never FP8. bias: float16 with a float16 d, bfloat16 otherwise. No other epilogue.
+ *   fast_accumulation keeps sums in the tensor cores, with fewer bits than float32 (TENSOR alone); without it they are
+ *   added up in float32 in steps of some ten products.
  * Determinism. The heuristic's first algorithm whose reduction order is fixed, remembered per problem: the same call
  *   gives the same bits. Alignment enters as "16 bytes, or what the pointers and pitches have", so views and fresh
  *   tensors of one shape pick alike. te_gemm_choose() puts another algorithm of fixed order in its place.
@@ -62,8 +61,6 @@ typedef struct te_gemm_problem {
   /* For FP8 operands; data NULL and 0 with others. */
   te_tensor a_scale_inv;
   te_tensor b_scale_inv;
-  te_tensor d_scale; /* float32 [1, 1], read: for an FP8 d */
-  te_tensor d_amax;  /* float32 [1, 1], written: for an FP8 d */
   te_scaling a_scaling;
   te_scaling b_scaling;
   int fast_accumulation;
@@ -77,16 +74,21 @@ TE_API te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t
 
 /* d[rows, cols] = the product of float32 matrices in CPU memory, in one of the layouts above (a and b as they lie
  * there; d += with accumulate, which alone reads d): sgemm without alpha, whose leading dimensions are the pitches, in
- * elements. TN  a [cols, depth], b [rows, depth]    NN  a [depth, cols], b [rows, depth]    NT  a [depth, cols], b
- * [depth, rows] Nothing is empty, d overlaps neither a nor b, and memory beyond d's columns is not to be written. */
+ * elements.
+ *
+ *   TN  a [cols, depth], b [rows, depth]
+ *   NN  a [depth, cols], b [rows, depth]
+ *   NT  a [depth, cols], b [depth, rows]
+ *
+ * Nothing is empty, d overlaps neither a nor b, and memory beyond d's columns is not to be written. */
 typedef void (*te_cpu_gemm_hook)(te_gemm_layout layout, int64_t rows, int64_t cols, int64_t depth, const float* a,
                                  int64_t a_pitch, const float* b, int64_t b_pitch, float* d, int64_t d_pitch,
                                  int accumulate);
 
 /* Lends te_gemm a product for the CPU; NULL restores the plain loop. Every problem on the CPU with something to
  * multiply goes to it, from then on and from any thread, several at once: operands of other dtypes, FP8 ones too, as
- * dense float32 copies; what follows the product (bias, gelu, adding to a d of 16 bits, the rounding, d_amax) is done
- * around it. te_gemm then repeats its bits as far as the hook does. The hook must outlive every later te_gemm and the
+ * dense float32 copies; what follows the product (bias, gelu, adding to a d of 16 bits, the rounding) is done around
+ * it. te_gemm then repeats its bits as far as the hook does. The hook must outlive every later te_gemm and the
  * calls that have begun. One written in C++ may throw: the call fails with TE_RUNTIME_ERROR, and d is unspecified. In a
  * process that imports transformer_engine.pytorch it is LibTorch's product until something else is lent. */
 TE_API void te_set_cpu_gemm(te_cpu_gemm_hook hook);
@@ -153,8 +155,6 @@ typedef struct te_gemm_operands {
   void* aux;
   void* a_scale_inv;
   void* b_scale_inv;
-  void* d_scale;
-  void* d_amax;
 } te_gemm_operands;
 
 /* The product of a key by `choice`, `repeats` times over, for whoever times it. */

@@ -12,10 +12,16 @@
  *   any              reset                                     -> not_offloaded
  *
  * Waits, each of them an event: no call but reset() in a capture waits on the host, and none changes memory that it
- * does not name. PRODUCED  the copy out, for the compute stream that writes the pieces COPIED    the compute stream,
- * for the copy out, before their memory is used again ON_HOST   the copy back, for the copy out ROOM      the copy
- * back, for the compute stream that used its target's memory before RELOADED  the compute stream, for the copy back
- *   SLOT      later copies out, for a copy back that reads the host memory they may be given
+ * does not name.
+ *
+ *             who waits           for what
+ *   PRODUCED  the copy out        the compute stream, which writes the pieces
+ *   COPIED    the compute stream  the copy out, before it uses their memory again
+ *   ON_HOST   the copy back       the copy out
+ *   ROOM      the copy back       the compute stream, which used the target's memory before
+ *   RELOADED  the compute stream  the copy back
+ *   SLOT      later copies out    a copy back that reads the host memory they may be given
+ *
  * Capture. Calls whose stream is being captured become nodes of the graph. What one capture forks it must join before
  *   it ends (join, wait_reload, park or reset); waits across two captures are then left to the order of the graphs, and
  *   memory used inside of one is kept for it (te_offload_release_captured). The arena grows outside of captures alone.

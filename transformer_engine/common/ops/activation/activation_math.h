@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/dtype.h"
+#include "core/gelu.h"
 #include "transformer_engine/activation.h"
 
 namespace te::activation {
@@ -22,11 +23,8 @@ TE_HOST_DEVICE float sigmoid(float x) {
 struct Gelu {
   template <class Exp>
   TE_HOST_DEVICE static ValueAndSlope at(float x) {
-    constexpr float kTwoSqrt2OverPi = 1.59576912f;  // 2 sqrt(2/pi)
-    const float x2 = x * x;
-    const float s = sigmoid<Exp>(kTwoSqrt2OverPi * x * (1.f + 0.044715f * x2));
-    const float du = kTwoSqrt2OverPi * (1.f + 3.f * 0.044715f * x2);
-    return {x * s, s + (s == 0.f || s == 1.f ? 0.f : x * s * (1.f - s) * du)};  // not 0 * Inf far out
+    const auto [value, slope] = gelu<Exp>(x);
+    return {value, slope};
   }
 };
 

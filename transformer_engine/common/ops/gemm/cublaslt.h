@@ -113,10 +113,6 @@ class Descriptor {
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.a_scale_inv.data);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.b_scale_inv.data);
     set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(p.fast_accumulation != 0));
-    if (is_fp8(p.d.dtype)) {
-      set(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, p.d_scale.data);
-      set(CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, p.d_amax.data);
-    }
   }
 
   cublasLtMatmulDesc_t desc_ = nullptr;
@@ -138,17 +134,10 @@ class MatrixLayout {
   cublasLtMatrixLayout_t layout_ = nullptr;
 };
 
-// What is added to: d itself, but nothing is ever added to an FP8 d, and cuBLASLt wants a 16-bit summand beside one.
-inline te_tensor summand_of(const te_gemm_problem& p) {
-  te_tensor c = p.d;
-  if (is_fp8(c.dtype)) c.dtype = p.bias.data != nullptr ? p.bias.dtype : TE_BFLOAT16;
-  return c;
-}
-
 // What te_gemm runs; never changed once made.
 struct Plan {
   cublasLtHandle_t handle;
-  MatrixLayout a, b, c, d;
+  MatrixLayout a, b, d;  // what is added to is d itself
   cublasLtMatmulAlgo_t algo;
   size_t workspace_bytes;
 
@@ -156,9 +145,8 @@ struct Plan {
            te_stream stream) const {
     const float alpha = 1.f;
     const float beta = p.accumulate ? 1.f : 0.f;
-    const void* summand = is_fp8(p.d.dtype) ? nullptr : p.d.data;  // of another dtype, it may not be d's memory
-    check(lt().cublasLtMatmul(handle, descriptor.get(), &alpha, p.a.data, a.get(), p.b.data, b.get(), &beta, summand,
-                              c.get(), p.d.data, d.get(), &algo, workspace, bytes, cudaStream_t(stream)),
+    check(lt().cublasLtMatmul(handle, descriptor.get(), &alpha, p.a.data, a.get(), p.b.data, b.get(), &beta, p.d.data,
+                              d.get(), p.d.data, d.get(), &algo, workspace, bytes, cudaStream_t(stream)),
           "cublasLtMatmul");
   }
 };

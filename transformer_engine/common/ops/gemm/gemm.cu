@@ -22,19 +22,8 @@ void fill(const te_tensor& d, const te_tensor* bias, te_stream stream) {
   check_launch("te_gemm");
 }
 
-void run_empty_fp8(const te_gemm_problem& p, cudaStream_t stream) {
-  if (p.epilogue == TE_GEMM_BIAS && p.d.rows * p.d.cols > 0) {
-    throw Error(TE_NOT_IMPLEMENTED, "te_gemm: an empty product with a bias and an FP8 d; quantize the bias's rows.");
-  }
-  check_cuda(cudaMemsetAsync(p.d_amax.data, 0, sizeof(float), stream), "te_gemm");
-  if (p.d.rows * p.d.cols == 0) return;
-  check_cuda(cudaMemset2DAsync(p.d.data, size_t(p.d.row_pitch), 0, size_t(p.d.cols), size_t(p.d.rows), stream),
-             "te_gemm");
-}
-
 // Nothing to reduce: the product is zero, which cuBLASLt does not take.
 void run_empty(const te_gemm_problem& p, te_stream stream) {
-  if (is_fp8(p.d.dtype)) return run_empty_fp8(p, cudaStream_t(stream));
   const bool has_bias = p.epilogue == TE_GEMM_BIAS;
   const bool gelu = p.epilogue == TE_GEMM_GELU || p.epilogue == TE_GEMM_DGELU;
   const bool bias_has_sums = p.epilogue == TE_GEMM_BGRAD && p.b.rows > 0 && p.b.cols > 0;

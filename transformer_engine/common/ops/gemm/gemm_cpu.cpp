@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/gelu.h"
 #include "core/parallel_for.h"
 #include "ops/gemm/gemm_fp8.h"
 
@@ -26,17 +27,11 @@ void store(const te_tensor& t, int64_t row, int64_t col, float value) {
   });
 }
 
-struct Gelu {
-  float value;
-  float slope;
+struct DoubleExp {
+  static double exp(double x) { return std::exp(x); }
+  static double reciprocal(double x) { return 1. / x; }
 };
-
-Gelu gelu(float x) {
-  const double u = 0.7978845608028654 * (double(x) + 0.044715 * x * x * double(x));
-  const double t = std::tanh(u);
-  const double du = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * double(x));
-  return {float(0.5 * x * (1.0 + t)), float(0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * du)};
-}
+GeluAt<double> gelu(float x) { return te::gelu<DoubleExp>(double(x)); }
 
 // A matrix in float32: where it lies, or as a dense copy.
 struct Floats {
@@ -61,37 +56,24 @@ struct Floats {
   Floats& operator=(const Floats&) = delete;
 };
 
-// What becomes of the sum of one element; returns its magnitude before the rounding.
-float finish(const te_gemm_problem& p, int64_t row, int64_t col, float sum) {
+// What becomes of the sum of one element.
+void finish(const te_gemm_problem& p, int64_t row, int64_t col, float sum) {
   if (p.epilogue == TE_GEMM_BIAS || (p.epilogue == TE_GEMM_GELU && p.bias.data != nullptr)) sum += load(p.bias, 0, col);
   if (p.epilogue == TE_GEMM_GELU) {
     store(p.aux, row, col, sum);
-    sum = gelu(sum).value;
+    sum = float(gelu(sum).value);
   } else if (p.epilogue == TE_GEMM_DGELU) {
-    sum *= gelu(load(p.aux, row, col)).slope;
+    sum *= float(gelu(load(p.aux, row, col)).slope);
   }
-  if (is_fp8(p.d.dtype)) {
-    store_fp8(p.d, row, col, sum * *static_cast<const float*>(p.d_scale.data));
-  } else {
-    store(p.d, row, col, p.accumulate ? load(p.d, row, col) + sum : sum);
-  }
-  return std::fabs(sum);
+  store(p.d, row, col, p.accumulate ? load(p.d, row, col) + sum : sum);
 }
 
 // sum(row, col): the element of the product.
 template <class Sum>
 void finish_all(const te_gemm_problem& p, const Sizes& s, Sum&& sum) {
-  const bool with_amax = is_fp8(p.d.dtype);
-  std::vector<float> amax(with_amax ? size_t(s.rows) : 0, 0.f);
   parallel_for(s.rows, [&](int64_t row) {
-    float most = 0.f;
-    for (int64_t col = 0; col < s.cols; ++col) most = std::fmax(most, finish(p, row, col, sum(row, col)));
-    if (with_amax) amax[size_t(row)] = most;
+    for (int64_t col = 0; col < s.cols; ++col) finish(p, row, col, sum(row, col));
   });
-  if (!with_amax) return;
-  float most = 0.f;
-  for (const float of_row : amax) most = std::fmax(most, of_row);
-  *static_cast<float*>(p.d_amax.data) = most;
 }
 
 void sum_rows_of_b(const te_gemm_problem& p, const Sizes& s) {

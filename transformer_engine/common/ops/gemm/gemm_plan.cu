@@ -45,7 +45,7 @@ te_gemm_problem problem_of(const te_gemm_key& k) {
   p.epilogue = te_gemm_epilogue(k.epilogue);
   p.accumulate = k.accumulate;
   p.allow_tf32 = k.tf32;
-  p.a_scale_inv = p.b_scale_inv = p.d_scale = p.d_amax = absent;
+  p.a_scale_inv = p.b_scale_inv = absent;
   p.a_scaling = te_scaling(k.a_scaling);
   p.b_scaling = te_scaling(k.b_scaling);
   p.fast_accumulation = k.fast_accumulation;
@@ -54,7 +54,6 @@ te_gemm_problem problem_of(const te_gemm_key& k) {
     p.a_scale_inv = scales(scales_of(p.a_scaling, k.cols, k.depth));
     p.b_scale_inv = scales(scales_of(p.b_scaling, k.rows, k.depth));
   }
-  if (is_fp8(p.d.dtype)) p.d_scale = p.d_amax = scales({1, 1});
   return p;
 }
 
@@ -114,13 +113,13 @@ class Preference {
 };
 
 std::vector<cublasLtMatmulHeuristicResult_t> ranked(const te_gemm_problem& p, int most) {
-  const MatrixLayout a(p.a), b(p.b), c(summand_of(p)), d(p.d);
+  const MatrixLayout a(p.a), b(p.b), d(p.d);
   const Preference preference(p);
   const Descriptor descriptor(p);
   std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(most));
   int found = 0;
   const cublasStatus_t status =
-      lt().cublasLtMatmulAlgoGetHeuristic(handle_of(p.a.device), descriptor.get(), a.get(), b.get(), c.get(), d.get(),
+      lt().cublasLtMatmulAlgoGetHeuristic(handle_of(p.a.device), descriptor.get(), a.get(), b.get(), d.get(), d.get(),
                                           preference.get(), most, results.data(), &found);
   if (status != CUBLAS_STATUS_SUCCESS || found == 0) {
     const std::string fp8 = is_fp8(p.a.dtype)
@@ -151,19 +150,19 @@ bool order_is_fixed(const cublasLtMatmulAlgo_t& algo) {
 using PlanPointer = std::unique_ptr<const Plan>;
 
 PlanPointer plan_with(const te_gemm_problem& p, const cublasLtMatmulAlgo_t& algo, size_t workspace_bytes) {
-  return PlanPointer(new Plan{handle_of(p.a.device), MatrixLayout(p.a), MatrixLayout(p.b), MatrixLayout(summand_of(p)),
-                              MatrixLayout(p.d), algo, workspace_bytes});
+  return PlanPointer(
+      new Plan{handle_of(p.a.device), MatrixLayout(p.a), MatrixLayout(p.b), MatrixLayout(p.d), algo, workspace_bytes});
 }
 
 // The choice as a plan, if cuBLASLt takes it for the problem.
 PlanPointer plan_chosen(const char* op, const te_gemm_problem& p, const te_gemm_choice& choice) {
   cublasLtMatmulAlgo_t algo;
   std::memcpy(&algo, choice.algorithm, sizeof algo);
-  const MatrixLayout a(p.a), b(p.b), c(summand_of(p)), d(p.d);
+  const MatrixLayout a(p.a), b(p.b), d(p.d);
   const Descriptor descriptor(p);
   cublasLtMatmulHeuristicResult_t result{};
   const cublasStatus_t status = lt().cublasLtMatmulAlgoCheck(handle_of(p.a.device), descriptor.get(), a.get(), b.get(),
-                                                             c.get(), d.get(), &algo, &result);
+                                                             d.get(), d.get(), &algo, &result);
   if (status != CUBLAS_STATUS_SUCCESS || result.state != CUBLAS_STATUS_SUCCESS || !order_is_fixed(algo)) {
     const cublasStatus_t why = status != CUBLAS_STATUS_SUCCESS ? status : result.state;
     bad_argument(op, "choice",
@@ -282,11 +281,8 @@ void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const te_g
   p.aux.data = operands.aux;
   p.a_scale_inv.data = operands.a_scale_inv;
   p.b_scale_inv.data = operands.b_scale_inv;
-  p.d_scale.data = operands.d_scale;
-  p.d_amax.data = operands.d_amax;
-  const bool scaled = is_fp8(p.a.dtype), scaled_out = is_fp8(p.d.dtype);
-  if (scaled != (operands.a_scale_inv != nullptr) || scaled != (operands.b_scale_inv != nullptr) ||
-      scaled_out != (operands.d_scale != nullptr) || scaled_out != (operands.d_amax != nullptr)) {
+  const bool scaled = is_fp8(p.a.dtype);
+  if (scaled != (operands.a_scale_inv != nullptr) || scaled != (operands.b_scale_inv != nullptr)) {
     bad_argument(op, "operands", "with other scales than the key wants", "those of its FP8 tensors, and no others");
   }
   const te_gemm_key own = key_of(p, sizes_of(p));
