@@ -103,16 +103,14 @@ Matrix<T> product(te_gemm_layout layout, Matrix<T> a, Matrix<T> b, Matrix<T>* bi
 
 // Costs at which small sizes are cut into runs.
 inline te_comm_costs small_costs() {
-  te_comm_costs costs{};
-  costs.flops_per_us = 400;
-  costs.link_bytes_per_us = 40;
-  costs.memory_bytes_per_us = 1000;
-  costs.launch_us = 0.01;
-  costs.hop_us = 0.01;
-  costs.units = 2;
-  costs.tile_rows = 2;
-  costs.tile_cols = 4;
-  return costs;
+  return {.flops_per_us = 400,
+          .link_bytes_per_us = 40,
+          .memory_bytes_per_us = 1000,
+          .launch_us = 0.01,
+          .hop_us = 0.01,
+          .units = 2,
+          .tile_rows = 2,
+          .tile_cols = 4};
 }
 
 // Queued calls hold the tensors that they are given; the matrices must stay.

@@ -29,6 +29,22 @@ te_comm_world_options options_of(int32_t ranks, uint64_t seed) {
   return options;
 }
 
+// A call by both schedules in many orders: each rank gets `rows` rows of what is wanted.
+template <class T>
+void check_seeds(World::Call<T> call, bool by_depth, int64_t rows, const Sharded<T>& want) {
+  const auto ranks = int32_t(want.size());
+  call.weight_by_depth = by_depth;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    World world(options_of(ranks, seed));
+    Sharded<T> out = testing::empty<T>(ranks, rows, want[0].cols);
+    call.schedule = seed % 4 == 0 ? TE_COMM_SERIAL : TE_COMM_CHUNKED;
+    call.out = &out;
+    TE_ASSERT_OK(world.call(call));
+    TE_ASSERT_OK(world.run());
+    ASSERT_TRUE(testing::same_bits(out, want)) << ranks << " ranks of " << rows << " rows, seed " << seed;
+  }
+}
+
 template <class T>
 void check_gather(int32_t ranks, int64_t shard, bool by_depth) {
   const int64_t depth = 6, cols = 5, rows = ranks * shard;
@@ -39,15 +55,7 @@ void check_gather(int32_t ranks, int64_t shard, bool by_depth) {
   for (int32_t r = 0; r < ranks; ++r) {
     want.push_back(testing::product(layout, w[size_t(r)], testing::gathered(x), &bias[size_t(r)]));
   }
-  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    World world(options_of(ranks, seed));
-    Sharded<T> out = testing::empty<T>(ranks, rows, cols);
-    World::Call<T> call{TE_COMM_GATHER_PRODUCT, seed % 4 == 0 ? TE_COMM_SERIAL : TE_COMM_CHUNKED, &x, &w, &bias, &out};
-    call.weight_by_depth = by_depth;
-    TE_ASSERT_OK(world.call(call));
-    TE_ASSERT_OK(world.run());
-    ASSERT_TRUE(testing::same_bits(out, want)) << ranks << " ranks of " << shard << " rows, seed " << seed;
-  }
+  check_seeds<T>({TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, &x, &w, &bias}, by_depth, rows, want);
 }
 
 TEST(CommWorld, GatherProduct) {
@@ -108,15 +116,7 @@ void check_scatter(int32_t ranks, int64_t shard, bool by_depth) {
   if constexpr (std::is_same_v<T, float>) {
     if (!by_depth) expect_unsharded(x, w, bias[0], want);
   }
-  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    World world(options_of(ranks, seed));
-    Sharded<T> out = testing::empty<T>(ranks, shard, cols);
-    World::Call<T> call{TE_COMM_PRODUCT_SCATTER, seed % 4 == 0 ? TE_COMM_SERIAL : TE_COMM_CHUNKED, &x, &w, &bias, &out};
-    call.weight_by_depth = by_depth;
-    TE_ASSERT_OK(world.call(call));
-    TE_ASSERT_OK(world.run());
-    ASSERT_TRUE(testing::same_bits(out, want)) << ranks << " ranks of " << shard << " rows, seed " << seed;
-  }
+  check_seeds<T>({TE_COMM_PRODUCT_SCATTER, TE_COMM_CHUNKED, &x, &w, &bias}, by_depth, shard, want);
 }
 
 TEST(CommWorld, ProductScatter) {

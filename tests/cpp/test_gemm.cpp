@@ -12,29 +12,16 @@
 #include <vector>
 
 #include "device_buffer.h"
+#include "rounding.h"
 
 namespace te {
 namespace {
 
 using testing::Buffer;
+using testing::Rounding;
 
 constexpr te_tensor kAbsent{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
 constexpr double kU = 0x1p-24;
-
-template <class T>
-struct Rounding;
-template <>
-struct Rounding<float> {
-  static constexpr double kRelative = 0x1p-24, kAbsolute = 0x1p-150;
-};
-template <>
-struct Rounding<fp16> {
-  static constexpr double kRelative = 0x1p-11, kAbsolute = 0x1p-25;
-};
-template <>
-struct Rounding<bf16> {
-  static constexpr double kRelative = 0x1p-8, kAbsolute = 0x1p-134;
-};
 
 struct Shape {
   int64_t rows, cols, depth, extra_pitch;

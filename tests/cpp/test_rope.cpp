@@ -15,28 +15,14 @@
 
 #include "device_buffer.h"
 #include "ops/rope/rope_math.h"
+#include "rounding.h"
 
 namespace te {
 namespace {
 
 using testing::Buffer;
+using testing::Rounding;
 using Real = long double;
-
-// Half a unit of the dtype, relative and at the bottom of its range.
-template <class T>
-struct Rounding;
-template <>
-struct Rounding<float> {
-  static constexpr double kRelative = 0x1p-24, kAbsolute = 0x1p-150;
-};
-template <>
-struct Rounding<fp16> {
-  static constexpr double kRelative = 0x1p-11, kAbsolute = 0x1p-25;
-};
-template <>
-struct Rounding<bf16> {
-  static constexpr double kRelative = 0x1p-8, kAbsolute = 0x1p-134;
-};
 
 enum Layout { kSbhd, kBshd, kPacked };  // kPacked: inputs [seq, batch, groups, (g + 2) * head_dim], outputs bshd
 

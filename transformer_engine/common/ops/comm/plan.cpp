@@ -255,16 +255,14 @@ Plan make_plan(const char* op, const te_comm_problem& problem) {
 extern "C" {
 
 te_comm_costs te_comm_costs_h200(void) {
-  te_comm_costs costs{};
-  costs.flops_per_us = 690e6;
-  costs.link_bytes_per_us = 350e3;
-  costs.memory_bytes_per_us = 4100e3;
-  costs.launch_us = 3;
-  costs.hop_us = 5;
-  costs.units = 132;
-  costs.tile_rows = 128;
-  costs.tile_cols = 256;
-  return costs;
+  return {.flops_per_us = 690e6,
+          .link_bytes_per_us = 350e3,
+          .memory_bytes_per_us = 4100e3,
+          .launch_us = 3,
+          .hop_us = 5,
+          .units = 132,
+          .tile_rows = 128,
+          .tile_cols = 256};
 }
 
 te_status te_comm_plan(const te_comm_problem* problem, te_comm_step* steps, int64_t capacity, int64_t* count,
