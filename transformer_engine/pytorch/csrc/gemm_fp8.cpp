@@ -17,13 +17,6 @@ namespace te_torch {
 
 namespace {
 
-constexpr int64_t kBlock = 128;
-
-template <class Int>
-Int blocks_of(Int n) {
-  return (n + (kBlock - 1)) / kBlock;
-}
-
 template <class Int>
 Int rounded_up(Int n, int64_t to) {
   return (n + (to - 1)) / to * to;
@@ -38,8 +31,8 @@ struct Operand {
 
   Operand(const Tensor& data, const Tensor& scale_inv, int64_t code, const char* argument)
       : data(data), scale_inv(scale_inv), scaling(te_scaling(code / 2)), e5m2(code % 2 != 0) {
-    TORCH_CHECK_VALUE(code >= 0 && code < 6, "gemm_fp8: argument '", argument, "_code' is ", code,
-                      ", wanted 2 * scaling + e5m2, 0 to 5.");
+    TORCH_CHECK_VALUE(code >= 0 && code < 2 * te::kScalingCount, "gemm_fp8: argument '", argument, "_code' is ", code,
+                      ", wanted 2 * scaling + e5m2, 0 to ", 2 * te::kScalingCount - 1, ".");
     TORCH_CHECK_VALUE(data.dim() == 2 && data.scalar_type() == at::kByte, "gemm_fp8: argument '", argument, "' is ",
                       data.scalar_type(), " ", data.sym_sizes(), ", wanted Byte [outer, depth].");
     TORCH_CHECK_VALUE(scale_inv.scalar_type() == at::kFloat && scale_inv.device() == data.device(),
@@ -50,13 +43,10 @@ struct Operand {
                         "_scale_inv' has shape ", scale_inv.sym_sizes(), ", wanted one scale, or it and its inverse.");
       return;
     }
-    const bool rows = scaling == TE_SCALING_BLOCK_1D;
-    const c10::SymInt major = blocks_of(rows ? depth() : outer());
-    const c10::SymInt minor = rounded_up(rows ? outer() : blocks_of(depth()), 4);
+    const auto [major, minor] = te::scale_shape(scaling, outer(), depth());
     TORCH_CHECK_VALUE(scale_inv.dim() == 2 && scale_inv.sym_size(0) == major && scale_inv.sym_size(1) == minor,
                       "gemm_fp8: argument '", argument, "_scale_inv' has shape ", scale_inv.sym_sizes(), ", wanted [",
-                      major, ", ", minor, "] for data of ", data.sym_sizes(),
-                      rows ? " in 1 x 128 blocks." : " in 128 x 128 blocks.");
+                      major, ", ", minor, "] for data of ", data.sym_sizes(), " in ", name(), " blocks.");
   }
 
   c10::SymInt outer() const { return data.sym_size(0); }
@@ -65,8 +55,9 @@ struct Operand {
     te_torch::check_memory(data, "gemm_fp8", argument);
     te_torch::check_memory(scale_inv, "gemm_fp8", argument);
   }
-  const char* name() const {
-    return scaling == TE_SCALING_TENSOR ? "per-tensor" : scaling == TE_SCALING_BLOCK_1D ? "1 x 128" : "128 x 128";
+  std::string name() const {
+    const te::ScalingRow& row = te::scaling_row(scaling);
+    return row.whole() ? "per-tensor" : c10::str(row.block_rows, " x ", row.block_cols);
   }
 };
 
@@ -121,11 +112,12 @@ void check_out(const Operand& a, const Operand& b, const Tensor& out) {
 Tensor scales_over(const Operand& o) {
   const int64_t outer = o.data.size(0), depth = o.data.size(1);
   if (o.scaling == TE_SCALING_TENSOR) return o.scale_inv.flatten()[0];
-  if (o.scaling == TE_SCALING_BLOCK_1D) {
-    return o.scale_inv.narrow(1, 0, outer).t().repeat_interleave(kBlock, 1).narrow(1, 0, depth);
-  }
-  const Tensor squares = o.scale_inv.narrow(1, 0, blocks_of(depth)).repeat_interleave(kBlock, 1).narrow(1, 0, depth);
-  return squares.repeat_interleave(kBlock, 0).narrow(0, 0, outer);
+  const te::ScalingRow& row = te::scaling_row(o.scaling);
+  const auto blocks = [](int64_t n, int64_t block) { return (n + block - 1) / block; };
+  const Tensor grid = row.across ? o.scale_inv.narrow(1, 0, blocks(outer, row.block_rows)).t()
+                                 : o.scale_inv.narrow(1, 0, blocks(depth, row.block_cols));
+  const Tensor wide = grid.repeat_interleave(row.block_cols, 1).narrow(1, 0, depth);
+  return row.block_rows == 1 ? wide : wide.repeat_interleave(row.block_rows, 0).narrow(0, 0, outer);
 }
 
 Tensor widened(const Operand& o) {
@@ -161,9 +153,10 @@ struct Padded {
       scales = {keep_scales.data_ptr(), 1, 1, 1, TE_FLOAT32, device()};
       return;
     }
-    const bool short_rows = o.scaling == TE_SCALING_BLOCK_1D && keep_scales.size(1) != rows;
+    const bool along_rows = te::scaling_row(o.scaling).across;  // each row of scales has one for each row of data
+    const bool short_rows = along_rows && keep_scales.size(1) != rows;
     if (odd || short_rows) {
-      const int64_t wide = o.scaling == TE_SCALING_BLOCK_1D ? rows : keep_scales.size(1);
+      const int64_t wide = along_rows ? rows : keep_scales.size(1);
       keep_scales = at::zeros({o.scale_inv.size(0), wide}, o.scale_inv.options());
       keep_scales.narrow(1, 0, o.scale_inv.size(1)).copy_(o.scale_inv);
       copied = true;
@@ -180,7 +173,7 @@ te_gemm_problem problem_of(const Padded& a, const Operand& a_operand, const Padd
   te_gemm_problem p{};
   p.a = a.data;
   p.b = b.data;
-  p.bias = p.aux = p.d_scale = p.d_amax = absent();
+  p.bias = p.aux = absent();
   p.layout = TE_GEMM_TN;
   p.a_scale_inv = a.scales;
   p.b_scale_inv = b.scales;

@@ -146,14 +146,16 @@ Operand rows_of(const Operand& t, const Rows& rows) {
   const Quantized& q = t.fp8;
   Quantized part{q.scaling, q.e5m2, q.rowwise.narrow(0, rows.first, rows.count), q.rowwise_scale_inv, {}, {}};
   const Tensor& scales = q.rowwise_scale_inv;
-  if (q.scaling == TE_SCALING_BLOCK_1D) {  // as a matrix of their own, whose pitch is a multiple of 4
+  const te::ScalingRow& blocks = te::scaling_row(q.scaling);
+  if (blocks.across) {  // as a matrix of their own, whose pitch is a multiple of 4
     part.rowwise_scale_inv = scales.new_zeros({scales.size(0), (rows.count + 3) / 4 * 4});
     part.rowwise_scale_inv.narrow(1, 0, rows.count).copy_(scales.narrow(1, rows.first, rows.count));
-  } else if (q.scaling == TE_SCALING_BLOCK_2D) {
-    constexpr int64_t kBlock = 128;
+  } else if (!blocks.whole()) {
     const int64_t last = rows.first + rows.count;
-    TORCH_INTERNAL_ASSERT(rows.first % kBlock == 0 && (last % kBlock == 0 || last == q.rowwise.size(0)));
-    part.rowwise_scale_inv = scales.narrow(0, rows.first / kBlock, (rows.count + kBlock - 1) / kBlock);
+    TORCH_INTERNAL_ASSERT(rows.first % blocks.block_rows == 0 &&
+                          (last % blocks.block_rows == 0 || last == q.rowwise.size(0)));
+    part.rowwise_scale_inv =
+        scales.narrow(0, rows.first / blocks.block_rows, (rows.count + blocks.block_rows - 1) / blocks.block_rows);
   }
   return {{}, part};
 }

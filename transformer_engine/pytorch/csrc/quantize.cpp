@@ -8,7 +8,6 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
 
 #include "faces.h"
@@ -17,7 +16,7 @@ namespace te_torch {
 
 namespace {
 
-constexpr int64_t kBlock = 128, kRowBytes = 16, kScaleRun = 4;
+constexpr int64_t kBlock = 128, kRowBytes = 16;
 
 template <class Int>
 Int rounded_up(const Int& n, int64_t to) {
@@ -41,17 +40,9 @@ void check_input(const Tensor& x, const Quantizer& quantizer) {
   TORCH_CHECK_VALUE(quantizer.active(), "quantize: argument 'quantizer' is of kind 'none', which quantizes nothing.");
 }
 
-// Of the block scales of a direction whose own rows these are.
-template <class Int>
-std::array<Int, 2> scale_shape(te_scaling scaling, const Int& rows, const Int& cols) {
-  if (scaling == TE_SCALING_BLOCK_1D) return {Int(rounded_up(cols, kBlock) / kBlock), rounded_up(rows, kScaleRun)};
-  const Int blocks = rounded_up(cols, kBlock) / kBlock;
-  return {Int(rounded_up(rows, kBlock) / kBlock), rounded_up(blocks, kScaleRun)};
-}
-
 Tensor empty_scales(te_scaling scaling, int64_t rows, int64_t cols, const at::TensorOptions& like) {
   if (scaling == TE_SCALING_TENSOR) return at::empty({2}, like.dtype(at::kFloat));
-  return at::empty(scale_shape(scaling, rows, cols), like.dtype(at::kFloat));
+  return at::empty(te::scale_shape(scaling, rows, cols), like.dtype(at::kFloat));
 }
 
 te_tensor maybe(const Tensor& t, const char* op, const char* argument) {
@@ -101,8 +92,8 @@ Quantized quantize_in_python(const Quantizer& quantizer, const Tensor& x, Direct
 }  // namespace
 
 te_scaling scaling_of(int64_t number) {
-  TORCH_CHECK_VALUE(number >= TE_SCALING_TENSOR && number <= TE_SCALING_BLOCK_2D, "quantize: argument 'scaling' is ",
-                    number, ", wanted 0 (tensor), 1 (1x128 blocks) or 2 (128x128 blocks).");
+  TORCH_CHECK_VALUE(te::is_scaling(number), "quantize: argument 'scaling' is ", number,
+                    ", wanted 0 (tensor), 1 (1x128 blocks) or 2 (128x128 blocks).");
   return static_cast<te_scaling>(number);
 }
 
@@ -278,6 +269,8 @@ Tensor quantize_amax(const Tensor& x) {
   return at::amax(parts, {1});
 }
 
+namespace {
+
 // An op's results are memory of their own each: the scales that both directions of TENSOR share come twice.
 FiveTensors parts_of(const Quantized& q, const Tensor& dbias, const at::TensorOptions& like) {
   const auto or_empty = [](const Tensor& t, const at::TensorOptions& options) {
@@ -288,6 +281,8 @@ FiveTensors parts_of(const Quantized& q, const Tensor& dbias, const at::TensorOp
   return {or_empty(q.rowwise, bytes), or_empty(q.rowwise_scale_inv, floats), or_empty(q.columnwise, bytes),
           shared ? q.columnwise_scale_inv.clone() : or_empty(q.columnwise_scale_inv, floats), or_empty(dbias, like)};
 }
+
+}  // namespace
 
 FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias) {
   Tensor bias;
@@ -312,6 +307,8 @@ Tensor dequantize_op(const Tensor& data, const Tensor& scale_inv, int64_t scalin
   return dequantize(q, dtype);
 }
 
+namespace {
+
 FiveTensors quantize_meta(const Tensor& x, at::ArrayRef<int64_t> packed, bool rowwise, bool columnwise, bool dbias) {
   const QuantizeSpec spec = stateless_quantizer(packed).spec;
   check_input(x);
@@ -324,13 +321,11 @@ FiveTensors quantize_meta(const Tensor& x, at::ArrayRef<int64_t> packed, bool ro
   const auto scales = [&](bool wanted, const c10::SymInt& r, const c10::SymInt& c) {
     if (!wanted) return at::empty({0}, floats);
     if (spec.scaling() == TE_SCALING_TENSOR) return at::empty({2}, floats);
-    return at::empty_symint(scale_shape(spec.scaling(), r, c), floats);
+    return at::empty_symint(te::scale_shape(spec.scaling(), r, c), floats);
   };
   return {data(rowwise, rows, cols), scales(rowwise, rows, cols), data(columnwise, cols, rows),
           scales(columnwise, cols, rows), dbias ? at::empty_symint({cols}, x.options()) : at::empty({0}, x.options())};
 }
-
-namespace {
 
 FourTensors quantize_again_meta(const Tensor& x, at::ArrayRef<int64_t> spec, const Tensor&, bool rowwise,
                                 bool columnwise) {

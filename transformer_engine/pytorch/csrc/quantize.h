@@ -4,6 +4,7 @@
 
 #include <c10/util/FunctionRef.h>
 #include <transformer_engine/quantize.h>
+#include <transformer_engine/scaling.h>
 
 #include <memory>
 
@@ -11,18 +12,39 @@
 
 namespace te_torch {
 
+// The kinds of quantizers, by their names in Python, and the scaling of what they make. none: as it is. delayed: by a
+// scale that is given. current: by the tensor's own amax. python: by a quantizer written in Python, eager alone.
+// X(enumerator, name, scaling)
+#define TE_QUANTIZER_TABLE(X)      \
+  X(kNone, "none", TENSOR)         \
+  X(kDelayed, "delayed", TENSOR)   \
+  X(kCurrent, "current", TENSOR)   \
+  X(kBlock1d, "block1d", BLOCK_1D) \
+  X(kBlock2d, "block2d", BLOCK_2D) \
+  X(kPython, "python", TENSOR)
+
+struct QuantizerKind {
+  const char* name;
+  te_scaling scaling;
+};
+inline constexpr QuantizerKind kQuantizerKinds[] = {
+#define TE_QUANTIZER_KIND(enumerator, name, scaling) {name, TE_SCALING_##scaling},
+    TE_QUANTIZER_TABLE(TE_QUANTIZER_KIND)
+#undef TE_QUANTIZER_KIND
+};
+
 // How a tensor is quantized, as plain values: what a schema carries.
 struct QuantizeSpec {
-  // none: as it is. delayed: by a scale that is given. current: by the tensor's own amax. blocks: te_scaling's.
-  // python: by a quantizer written in Python, eager alone.
-  enum Kind : int8_t { kNone, kDelayed, kCurrent, kBlock1d, kBlock2d, kPython } kind = kNone;
+  enum Kind : int8_t {
+#define TE_QUANTIZER_ENUMERATOR(enumerator, ...) enumerator,
+    TE_QUANTIZER_TABLE(TE_QUANTIZER_ENUMERATOR)
+#undef TE_QUANTIZER_ENUMERATOR
+  } kind = kNone;
   bool e5m2 = false;
   bool pow_2_scales = false;
   float amax_epsilon = 0;
 
-  te_scaling scaling() const {
-    return kind == kBlock1d ? TE_SCALING_BLOCK_1D : kind == kBlock2d ? TE_SCALING_BLOCK_2D : TE_SCALING_TENSOR;
-  }
+  te_scaling scaling() const { return kQuantizerKinds[kind].scaling; }
   te_dtype dtype() const { return e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3; }
   // Four integers: kind, e5m2, pow_2_scales, the bits of amax_epsilon.
   static constexpr size_t kPacked = 4;
@@ -114,9 +136,7 @@ Quantizer stateless_quantizer(at::ArrayRef<int64_t> spec);
 // Quantizers without state as a registered op, te::quantize: (rowwise, rowwise_scale_inv, columnwise,
 // columnwise_scale_inv, dbias), empty where not wanted.
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-FiveTensors parts_of(const Quantized& q, const Tensor& dbias, const at::TensorOptions& like);
 FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
-FiveTensors quantize_meta(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
 
 // quantize_again likewise, te::quantize_again, for scales of the whole tensor: without dbias.
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;

@@ -45,15 +45,15 @@ void update_scales(const std::vector<Update>& updates) {
                                   current_stream(std::get<0>(updates[0]))));
 }
 
-constexpr const char* kKinds[] = {"none", "delayed", "current", "block1d", "block2d", "python"};
-
 Quantizer make_quantizer(const std::string& kind, bool e5m2, bool pow_2_scales, double amax_epsilon,
                          const OptionalTensor& scale, const OptionalTensor& amax, const pybind11::object& python) {
-  const auto* found = std::find(std::begin(kKinds), std::end(kKinds), kind);
-  TORCH_CHECK_VALUE(found != std::end(kKinds), "Quantizer: argument 'kind' is '", kind,
+  const auto* found = std::find_if(std::begin(kQuantizerKinds), std::end(kQuantizerKinds),
+                                   [&](const QuantizerKind& k) { return kind == k.name; });
+  TORCH_CHECK_VALUE(found != std::end(kQuantizerKinds), "Quantizer: argument 'kind' is '", kind,
                     "', wanted one of none, delayed, current, block1d, block2d, python.");
   Quantizer q;
-  q.spec = {static_cast<QuantizeSpec::Kind>(found - kKinds), e5m2, pow_2_scales, static_cast<float>(amax_epsilon)};
+  q.spec = {static_cast<QuantizeSpec::Kind>(found - kQuantizerKinds), e5m2, pow_2_scales,
+            static_cast<float>(amax_epsilon)};
   q.scale = defined(scale);
   q.amax = defined(amax);
   TORCH_CHECK_VALUE((q.spec.kind == QuantizeSpec::kDelayed) == q.scale.defined(), "Quantizer: argument 'scale' is ",
@@ -77,11 +77,18 @@ Quantized make_quantized(int64_t scaling, bool e5m2, const OptionalTensor& rowwi
 
 void register_quantizer(pybind11::module_& m) {
   namespace py = pybind11;
+  py::list scalings, kinds;
+  for (const te::ScalingRow& s : te::kScalings) {
+    scalings.append(py::make_tuple(s.name, s.block_rows, s.block_cols, s.across, s.words));
+  }
+  for (const QuantizerKind& kind : kQuantizerKinds) kinds.append(py::make_tuple(kind.name, int(kind.scaling)));
+  m.attr("scalings") = py::tuple(scalings);      // TE_SCALING_TABLE, by its numbers
+  m.attr("quantizer_kinds") = py::tuple(kinds);  // TE_QUANTIZER_TABLE: name and number of the scaling
   py::class_<Quantizer>(m, "Quantizer")
       .def(py::init(&make_quantizer), py::arg("kind"), py::arg("e5m2") = false, py::arg("pow_2_scales") = false,
            py::arg("amax_epsilon") = 0.0, py::arg("scale") = py::none(), py::arg("amax") = py::none(),
            py::arg("python") = py::none())
-      .def_property_readonly("kind", [](const Quantizer& q) { return kKinds[q.spec.kind]; })
+      .def_property_readonly("kind", [](const Quantizer& q) { return kQuantizerKinds[q.spec.kind].name; })
       .def_property_readonly("e5m2", [](const Quantizer& q) { return q.spec.e5m2; })
       .def_property_readonly("scale", [](const Quantizer& q) { return optional(q.scale); })
       .def_property_readonly("amax", [](const Quantizer& q) { return optional(q.amax); })

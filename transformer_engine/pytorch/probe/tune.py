@@ -17,6 +17,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.probe.one_run import recording, run_with_gradients, table, tensors_in
+from transformer_engine.pytorch.tensor import layout
 
 FORMAT = "transformer_engine gemm tuning 2"
 LAYOUTS = ("TN", "NN", "NT")
@@ -28,7 +29,7 @@ DTYPES = {3: torch.float32, 4: torch.float16, 5: torch.bfloat16}
 FP8_DTYPES = {6: torch.float8_e4m3fn, 7: torch.float8_e5m2}
 OPERAND_DTYPES = DTYPES | FP8_DTYPES
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
-SCALINGS = ("tensor", "1x128", "128x128")
+SCALINGS = tuple(words for *_, words in _C.scalings)
 
 BATCH_US = 1000.0  # of one timing, so that an event's resolution does not show
 SCREEN_ROUNDS = 3
@@ -145,9 +146,8 @@ class _Scratch:
         return data.normal_(generator=self._generator).to(dtype)[offset:]
 
     def _ones(self, scaling: int, outer: int) -> torch.Tensor:
-        """At least as many scales as the operand has blocks."""
-        blocks = -(-self.key["depth"] // 128)
-        shape = (1, (blocks, outer + 3), (outer // 128 + 1, blocks + 3))[scaling]
+        """Scales of an operand."""
+        shape = (1,) if scaling == layout.TENSOR else layout.scale_shape(scaling, outer, self.key["depth"])
         return torch.ones(shape, device=self.device)
 
     def run(self, choice: bytes, repeats: int = 1) -> None:

@@ -22,9 +22,10 @@ from transformer_engine.pytorch.quantization.roles import QuantizerRole
 from transformer_engine.pytorch.tensor.registry import SCALINGS, Wanted
 
 # QuantizeSpec::Kind of csrc/quantize.h; a spec is (kind, e5m2, pow_2_scales, the bits of amax_epsilon).
-NONE, DELAYED, CURRENT, BLOCK_1D, BLOCK_2D = range(5)
-SCALING_OF_KIND = {DELAYED: 0, CURRENT: 0, BLOCK_1D: 1, BLOCK_2D: 2}  # te_scaling
-SCALING_NAMES = ("none", "delayed", "current", "block1d", "block2d")
+SCALING_NAMES = tuple(name for name, _ in _C.quantizer_kinds)
+NONE, DELAYED, CURRENT, BLOCK_1D, BLOCK_2D = map(
+    SCALING_NAMES.index, ("none", "delayed", "current", "block1d", "block2d")
+)
 _BY_ENGINE = {"none": NONE, "current": CURRENT, "block1d": BLOCK_1D, "block2d": BLOCK_2D}  # without state between steps
 Spec = Sequence[int]
 

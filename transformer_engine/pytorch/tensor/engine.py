@@ -7,8 +7,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.tensor import layout
 
-TENSOR, BLOCK_1D, BLOCK_2D = 0, 1, 2  # te_scaling
-
 _STATELESS = ("current", "block1d", "block2d")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -57,7 +55,7 @@ def quantize(
         )
     made = torch.ops.te.quantize(x, quantizer.spec, rowwise, columnwise, False)
     rows, row_scales, columns, column_scales, _ = made
-    scaling = {"current": TENSOR, "block1d": BLOCK_1D, "block2d": BLOCK_2D}[quantizer.kind]
+    scaling = dict(_C.quantizer_kinds)[quantizer.kind]
     there = [t if wanted else None for t, wanted in ((rows, rowwise), (row_scales, rowwise))]
     there += [t if wanted else None for t, wanted in ((columns, columnwise), (column_scales, columnwise))]
     return _C.Quantized(scaling, quantizer.e5m2, *there)

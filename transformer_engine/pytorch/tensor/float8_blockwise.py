@@ -79,12 +79,12 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     @classmethod
     def _specs(cls, shape: Sequence[int], details: Mapping[str, object]) -> dict[str, PartSpec]:
         rows, cols = layout.fold(shape)
-        scale_shape = layout.scale_shape_2d if details["_is_2D_scaled"] else layout.scale_shape_1d
+        scaling = _SCALING[bool(details["_is_2D_scaled"])]
         return {
             "_rowwise_data": PartSpec(ROWWISE, torch.uint8, tuple(shape)),
             "_columnwise_data": PartSpec(COLUMNWISE, torch.uint8, layout.transposed(shape)),
-            "_rowwise_scale_inv": PartSpec(ROWWISE_SCALE, torch.float32, scale_shape(rows, cols)),
-            "_columnwise_scale_inv": PartSpec(COLUMNWISE_SCALE, torch.float32, scale_shape(cols, rows)),
+            "_rowwise_scale_inv": PartSpec(ROWWISE_SCALE, torch.float32, layout.scale_shape(scaling, rows, cols)),
+            "_columnwise_scale_inv": PartSpec(COLUMNWISE_SCALE, torch.float32, layout.scale_shape(scaling, cols, rows)),
         }
 
     @classmethod

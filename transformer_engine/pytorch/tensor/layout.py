@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch import _C
+
 ROWWISE, COLUMNWISE, ROWWISE_SCALE, COLUMNWISE_SCALE = "rowwise", "columnwise", "rowwise scale", "columnwise scale"
 DATA = (ROWWISE, COLUMNWISE)
 
 PITCH = 16  # a row of data starts on 16 bytes, and a buffer has rows in sixteens: transformer_engine/quantize.h
-BLOCK = 128
+TENSOR, BLOCK_1D, BLOCK_2D = ([s[0] for s in _C.scalings].index(n) for n in ("TENSOR", "BLOCK_1D", "BLOCK_2D"))
+BLOCK = _C.scalings[BLOCK_2D][1]
 SCALES = 4  # block scales are padded to fours
 
 
@@ -49,14 +52,11 @@ def matrix_shape(kind: str, shape: Sequence[int]) -> tuple[int, int]:
     return fold(shape)
 
 
-def scale_shape_1d(rows: int, cols: int) -> tuple[int, int]:
-    """Of 1 x 128 blocks along rows of `cols`."""
-    return math.ceil(cols / BLOCK), round_up(rows, SCALES)
-
-
-def scale_shape_2d(rows: int, cols: int) -> tuple[int, int]:
-    """Of 128 x 128 blocks."""
-    return math.ceil(rows / BLOCK), round_up(math.ceil(cols / BLOCK), SCALES)
+def scale_shape(scaling: int, rows: int, cols: int) -> tuple[int, int]:
+    """Of blocks, for data whose own rows these are: transformer_engine/scaling.h."""
+    _, block_rows, block_cols, across, _ = _C.scalings[scaling]
+    down, along = math.ceil(rows / block_rows), math.ceil(cols / block_cols)
+    return (along, round_up(down, SCALES)) if across else (down, round_up(along, SCALES))
 
 
 def data_bytes(rows: int, cols: int) -> int:

@@ -55,9 +55,21 @@ typedef struct te_tensor {
 /* A cudaStream_t on CUDA; ignored on the CPU. Work is only enqueued: no entry point waits for the device. */
 typedef void* te_stream;
 
-/* How FP8 data is scaled: value = data * scale_inv. Blocks of BLOCK_1D lie along a direction's own rows (1 x 128),
- * those of BLOCK_2D are 128 x 128; what is cut off at an edge is a block of its own. */
-typedef enum te_scaling { TE_SCALING_TENSOR = 0, TE_SCALING_BLOCK_1D = 1, TE_SCALING_BLOCK_2D = 2 } te_scaling;
+/* How FP8 data is scaled: value = data * scale_inv. A scale is the whole tensor's (blocks of 0 x 0), or a block's of so
+ * many of a direction's own rows and columns; what is cut off at an edge is a block of its own. Scales of blocks lie as
+ * the blocks do, or across (a row of them for each column of blocks), and their rows are padded to a multiple of 4.
+ * transformer_engine/quantize.h spells the shapes out; transformer_engine/scaling.h is the table for C++.
+ * X(name, number, block_rows, block_cols, across, words) */
+#define TE_SCALING_TABLE(X)          \
+  X(TENSOR, 0, 0, 0, 0, "tensor")    \
+  X(BLOCK_1D, 1, 1, 128, 1, "1x128") \
+  X(BLOCK_2D, 2, 128, 128, 0, "128x128")
+
+typedef enum te_scaling {
+#define TE_SCALING_ENUMERATOR(name, number, ...) TE_SCALING_##name = number,
+  TE_SCALING_TABLE(TE_SCALING_ENUMERATOR)
+#undef TE_SCALING_ENUMERATOR
+} te_scaling;
 
 /* The message of this thread's last failure; valid until its next te_* call. Never NULL. */
 TE_API const char* te_last_error(void);

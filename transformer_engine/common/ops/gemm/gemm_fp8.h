@@ -1,9 +1,6 @@
-// gemm, FP8: which problems are refused, by name and before any call, and what the plain CPU loop needs to read and
-// write FP8 matrices. Quantizing a matrix is the quantize room's.
+// gemm, FP8: which problems are refused, by name and before any call, and what the plain CPU loop needs to read
+// FP8 matrices. Quantizing a matrix is the quantize room's.
 #pragma once
-
-#include <algorithm>
-#include <cmath>
 
 #include "core/fp8.h"
 #include "ops/gemm/gemm_problem.h"
@@ -43,19 +40,6 @@ inline void check_scales(const char* argument, const te_tensor& scales, te_scali
   }
 }
 
-inline void check_fp8_d(const te_gemm_problem& p) {
-  const char* op = "te_gemm";
-  if (p.a_scaling != TE_SCALING_TENSOR) {
-    not_for_fp8("of scaling ", scaling_name(p.a_scaling), " with an FP8 d: quantize a bfloat16 d instead.");
-  }
-  if (p.accumulate) not_for_fp8("accumulate into float32, float16 or bfloat16, not into an FP8 d.");
-  for (const auto& [name, t] : {std::pair("d_scale", p.d_scale), std::pair("d_amax", p.d_amax)}) {
-    check_shape(op, name, t, 1, 1);
-    if (t.dtype != TE_FLOAT32) bad_argument(op, name, concat("of dtype ", te_dtype_name(t.dtype)), "float32");
-    if (t.device != p.d.device) bad_argument(op, name, concat("on ", device_of(t)), device_of(p.d));
-  }
-}
-
 // All that is FP8's own; extents and epilogue arguments are checked as for other operands.
 inline void check_fp8(const te_gemm_problem& p, const Sizes& s) {
   const char* op = "te_gemm";
@@ -69,7 +53,7 @@ inline void check_fp8(const te_gemm_problem& p, const Sizes& s) {
     not_for_fp8("are both float8_e5m2: at most one of them may be, quantize the other to float8_e4m3.");
   }
   for (const auto& [name, scaling] : {std::pair("a_scaling", p.a_scaling), std::pair("b_scaling", p.b_scaling)}) {
-    if (int(scaling) < TE_SCALING_TENSOR || int(scaling) > TE_SCALING_BLOCK_2D) {
+    if (!is_scaling(int(scaling))) {
       bad_argument(op, name, int(scaling), "a te_scaling");
     }
   }
@@ -95,17 +79,11 @@ inline void check_fp8(const te_gemm_problem& p, const Sizes& s) {
   check_aligned("d", p.d);
   check_scales("a_scale_inv", p.a_scale_inv, p.a_scaling, s.cols, s.depth, p.a);
   check_scales("b_scale_inv", p.b_scale_inv, p.b_scaling, s.rows, s.depth, p.b);
-  if (is_fp8(p.d.dtype)) {
-    check_fp8_d(p);
-  } else {
-    dispatch_float(p.d.dtype, op, "d", [](auto) {});
-  }
+  dispatch_float(p.d.dtype, op, "d", [](auto) {});
 }
 
 inline void check_fp8_bias(const te_gemm_problem& p) {
-  const bool half = p.bias.dtype == TE_FLOAT16, brain = p.bias.dtype == TE_BFLOAT16;
-  const bool fits = is_fp8(p.d.dtype) ? half || brain : p.d.dtype == TE_FLOAT16 ? half : brain;
-  if (fits) return;
+  if (p.bias.dtype == (p.d.dtype == TE_FLOAT16 ? TE_FLOAT16 : TE_BFLOAT16)) return;
   bad_argument(
       "te_gemm", "bias", concat("of dtype ", te_dtype_name(p.bias.dtype)),
       p.d.dtype == TE_FLOAT16 ? "float16 beside FP8 operands and a float16 d" : "bfloat16 beside FP8 operands");
@@ -113,8 +91,7 @@ inline void check_fp8_bias(const te_gemm_problem& p) {
 
 // What only FP8 operands read: given with others it would be ignored in silence.
 inline void refuse_fp8_arguments(const te_gemm_problem& p) {
-  for (const auto& [name, t] : {std::pair("a_scale_inv", p.a_scale_inv), std::pair("b_scale_inv", p.b_scale_inv),
-                                std::pair("d_scale", p.d_scale), std::pair("d_amax", p.d_amax)}) {
+  for (const auto& [name, t] : {std::pair("a_scale_inv", p.a_scale_inv), std::pair("b_scale_inv", p.b_scale_inv)}) {
     if (t.data != nullptr) bad_argument("te_gemm", name, shape_of(t), "none without FP8 tensors");
   }
   if (p.fast_accumulation) bad_argument("te_gemm", "fast_accumulation", 1, "0 without FP8 operands");
@@ -126,31 +103,8 @@ namespace cpu {
 inline float load_fp8(const te_tensor& t, const te_tensor& scales, te_scaling scaling, int64_t row, int64_t col) {
   float value = 0.f;
   dispatch_fp8(t.dtype, "te_gemm", "a", [&](auto type) { value = to_float(row_ptr<decltype(type)>(t, row)[col]); });
-  const int64_t i = scaling == TE_SCALING_BLOCK_1D ? col / 128 : scaling == TE_SCALING_BLOCK_2D ? row / 128 : 0;
-  const int64_t j = scaling == TE_SCALING_BLOCK_1D ? row : scaling == TE_SCALING_BLOCK_2D ? col / 128 : 0;
+  const auto [i, j] = scale_at(scaling, row, col);
   return value * row_ptr<const float>(scales, i)[j];
-}
-
-// To nearest even, saturating; NaN stays NaN. By search, since FP8's bits rise with its magnitudes.
-template <class T>
-T nearest_fp8(float x) {
-  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
-  if (std::isnan(x)) return T{uint8_t(sign | 0x7f)};
-  const float magnitude = std::min(std::fabs(x), kFp8Max<T>);
-  uint8_t above = 0;
-  while (to_float(T{above}) < magnitude) ++above;
-  if (above == 0) return T{sign};
-  const uint8_t below = above - 1;
-  const float up = to_float(T{above}) - magnitude, down = magnitude - to_float(T{below});
-  const uint8_t even = above % 2 == 0 ? above : below;
-  return T{uint8_t(sign | (up < down ? above : down < up ? below : even))};
-}
-
-inline void store_fp8(const te_tensor& t, int64_t row, int64_t col, float value) {
-  dispatch_fp8(t.dtype, "te_gemm", "d", [&](auto type) {
-    using T = decltype(type);
-    row_ptr<T>(t, row)[col] = nearest_fp8<T>(value);
-  });
 }
 
 }  // namespace cpu

@@ -3,6 +3,7 @@
 
 #include "core/tensor.h"
 #include "transformer_engine/gemm.h"
+#include "transformer_engine/scaling.h"
 
 namespace te::gemm {
 
@@ -34,10 +35,7 @@ inline Sizes sizes_of(const te_gemm_problem& p) {
 inline bool is_empty(const Sizes& s) { return s.rows == 0 || s.cols == 0 || s.depth == 0; }
 
 inline const char* scaling_name(te_scaling scaling) {
-  return scaling == TE_SCALING_TENSOR     ? "TENSOR"
-         : scaling == TE_SCALING_BLOCK_1D ? "BLOCK_1D"
-         : scaling == TE_SCALING_BLOCK_2D ? "BLOCK_2D"
-                                          : "unknown";
+  return is_scaling(int(scaling)) ? scaling_row(scaling).name : "unknown";
 }
 
 struct Extent {
@@ -46,11 +44,8 @@ struct Extent {
 
 // The scales of an FP8 operand [outer, depth], as transformer_engine/quantize.h lays them.
 inline Extent scales_of(te_scaling scaling, int64_t outer, int64_t depth) {
-  const auto blocks = [](int64_t n) { return (n + 127) / 128; };
-  const auto padded = [](int64_t n) { return (n + 3) / 4 * 4; };
-  if (scaling == TE_SCALING_BLOCK_1D) return {blocks(depth), padded(outer)};
-  if (scaling == TE_SCALING_BLOCK_2D) return {blocks(outer), padded(blocks(depth))};
-  return {1, 1};
+  const auto [rows, cols] = scale_shape(scaling, outer, depth);
+  return {rows, cols};
 }
 
 Sizes check_problem(const te_gemm_problem& p);  // throws the argument's error

@@ -6,6 +6,7 @@
 #include "core/device.h"
 #include "ops/quantize/fp8.h"
 #include "ops/quantize/store.h"
+#include "transformer_engine/scaling.h"
 
 namespace te::quantize {
 
@@ -28,7 +29,6 @@ void update_scales(const te_scale_update* updates, int32_t count);
 namespace {
 
 int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
-int64_t padded(int64_t n) { return (n + 3) / 4 * 4; }
 
 void check_floats(const char* op, const char* argument, const te_tensor& t, int64_t rows, int64_t cols,
                   const te_tensor& like) {
@@ -40,15 +40,10 @@ void check_floats(const char* op, const char* argument, const te_tensor& t, int6
 void check_scale_inv(const char* op, const std::string& argument, te_scaling scaling, const te_tensor& scale_inv,
                      int64_t rows, int64_t cols, const te_tensor& like) {
   const char* name = argument.c_str();
-  switch (scaling) {
-    case TE_SCALING_TENSOR:
-      return check_floats(op, name, scale_inv, 1, scale_inv.cols == 2 ? 2 : 1, like);
-    case TE_SCALING_BLOCK_1D:
-      return check_floats(op, name, scale_inv, blocks_of(cols), padded(rows), like);
-    case TE_SCALING_BLOCK_2D:
-      return check_floats(op, name, scale_inv, blocks_of(rows), padded(blocks_of(cols)), like);
-  }
-  bad_argument(op, "scaling", int(scaling), "a te_scaling");
+  if (!is_scaling(int(scaling))) bad_argument(op, "scaling", int(scaling), "a te_scaling");
+  const auto [down, along] = scale_shape(scaling, rows, cols);
+  const bool pair = scaling_row(scaling).whole() && scale_inv.cols == 2;
+  check_floats(op, name, scale_inv, down, pair ? 2 : along, like);
 }
 
 // FP8 data of one direction with its scales; `rows` and `cols` are those of the direction.

@@ -9,6 +9,7 @@
 #include "ops/quantize/maxima.h"
 #include "ops/quantize/store.h"
 #include "transformer_engine/quantize.h"
+#include "transformer_engine/scaling.h"
 
 namespace te::quantize {
 
@@ -221,9 +222,8 @@ namespace {
 
 // scale_inv for element (row, col) of one direction, whose own rows these are.
 float scale_inv_at(te_scaling scaling, const te_tensor& scale_inv, int64_t row, int64_t col) {
-  if (scaling == TE_SCALING_TENSOR) return value_at(scale_inv);
-  if (scaling == TE_SCALING_BLOCK_1D) return row_ptr<const float>(scale_inv, col / kBlock)[row];
-  return row_ptr<const float>(scale_inv, row / kBlock)[col / kBlock];
+  const auto [down, along] = scale_at(scaling, row, col);
+  return row_ptr<const float>(scale_inv, down)[along];
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "ops/quantize/fp8.h"
 #include "ops/quantize/maxima.h"
 #include "transformer_engine/quantize.h"
+#include "transformer_engine/scaling.h"
 
 namespace te::quantize {
 
@@ -51,14 +52,11 @@ void check_range(const char* op, const te_quantize_range& range, te_scaling scal
     bad_argument(op, "range", concat("elements ", range.start, " to ", range.start + range.x.cols),
                  concat("some of the ", range.rows * range.cols, " of a matrix [", range.rows, ", ", range.cols, "]"));
   }
-  if (scaling == TE_SCALING_BLOCK_1D) {
-    throw Error(TE_NOT_IMPLEMENTED,
-                concat(op,
-                       ": argument 'scaling' is 1x128 blocks: a weight whose two directions hold different values "
-                       "cannot be quantized in parts; take 128x128 blocks."));
-  }
-  if (scaling != TE_SCALING_TENSOR && scaling != TE_SCALING_BLOCK_2D) {
-    bad_argument(op, "scaling", int(scaling), "a te_scaling");
+  if (!is_scaling(int(scaling))) bad_argument(op, "scaling", int(scaling), "a te_scaling");
+  if (!scaling_row(scaling).same_both_ways()) {
+    throw Error(TE_NOT_IMPLEMENTED, concat(op, ": argument 'scaling' is ", scaling_row(scaling).words,
+                                           " blocks: a weight whose two directions hold different values "
+                                           "cannot be quantized in parts; take 128x128 blocks."));
   }
 }
 
@@ -75,9 +73,8 @@ void check_cast(const char* op, const te_quantize_range& range, const te_quantiz
   if (!(plan.amax_epsilon >= 0.f && std::isfinite(plan.amax_epsilon))) {
     bad_argument(op, "plan.amax_epsilon", plan.amax_epsilon, "a finite number >= 0");
   }
-  const int64_t col_blocks = (blocks_of(range.cols) + 3) / 4 * 4;
-  check_floats(op, "scale_inv", scale_inv, tensor ? 1 : blocks_of(range.rows),
-               tensor ? (scale_inv.cols == 2 ? 2 : 1) : col_blocks, range.x);
+  const auto [down, along] = scale_shape(plan.scaling, range.rows, range.cols);
+  check_floats(op, "scale_inv", scale_inv, down, tensor && scale_inv.cols == 2 ? 2 : along, range.x);
   check_tensor(op, "data", data);
   const bool alone = data.rows == 1 && data.cols == range.x.cols;
   if (!alone) check_shape(op, "data", data, range.rows, range.cols);

@@ -152,7 +152,7 @@ Operand GroupExchange::gathered(const Route& route, const Quantized& mine, bool 
   const Tensor& scales = columnwise ? mine.columnwise_scale_inv : mine.rowwise_scale_inv;
   const c10::SymInt rows = data.sym_size(columnwise ? 1 : 0);  // of this rank
   // Blocks whose scales lie along the rows: those of 1 x 128 rowwise, of 128 x 128 columnwise.
-  const bool along = columnwise == (mine.scaling == TE_SCALING_BLOCK_2D);
+  const bool along = columnwise != te::scaling_row(mine.scaling).across;
   Tensor all = gathered(route, data, gradient), all_scales = scales;
   if (columnwise) all = side_by_side(route, all, parallel_.ranks, rows);
   if (mine.scaling != TE_SCALING_TENSOR) {

@@ -118,6 +118,7 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
 }  // namespace layer
 
 TE_FACES(grouped_linear, faces) {
+  using namespace layer;
   faces.op("grouped_linear" TE_GROUPED_LINEAR ") -> Tensor")
       .chain<Grouped>()
       .python([](const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
