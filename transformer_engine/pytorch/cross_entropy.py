@@ -138,7 +138,7 @@ def fused_linear_cross_entropy(
 
     With reduce_loss the gradients of hidden, weight and bias are made in forward, those that are wanted; backward
     multiplies them by what comes in, unless that is 1, without waiting for the device, and can be done once. Without
-    it, backward computes the logits again, with each token's incoming gradient.
+    it, backward recomputes the logits, with each token's incoming gradient.
 
     weight_grad_dtype: what the chunks' parts of the weight's gradient are added up in: float32, or weight's dtype, in
     half the memory and with a rounding for each chunk (float16 may overflow). The bias's are added up in float32.

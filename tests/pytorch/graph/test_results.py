@@ -234,7 +234,7 @@ def test_a_hook_that_keeps_a_gradient_and_gives_another(device, kept, reuse):
 @every_reuse
 def test_a_gradient_that_waits_while_its_callable_runs_again(device, apart, checkpoint, reuse):
     """A sum of a call and of a checkpoint around another one: between the backward of the former and that of the layer
-    before, the latter is computed again, forward and backward."""
+    before, the latter is recomputed, forward and backward."""
     modules = [torch.nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.float64) for _ in range(2)]
     twins = copy.deepcopy(modules)
 

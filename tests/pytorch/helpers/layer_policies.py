@@ -32,7 +32,7 @@ NOT_ASKED = {
         "test_bad_input_is_named_and_harmless": "a product sees some rows, and names their shape",
         "test_weight_gradients_elsewhere": "it takes a product of one matrix apart",
     },
-    "made_again": {
+    "recomputed": {
         "test_only_what_is_wanted": "it says what is kept",
         "test_packed_pre_activation": "it says what is kept",
         "test_keeps_norm_input_statistics_norm_output_and_weights": "it says what is kept",
@@ -59,6 +59,6 @@ def policy(name):
 
 def install(name):
     """For the whole process. Where rows are cut, CPU products go by the plain loop: its bits do not depend on that."""
-    if name != "made_again":
+    if name != "recomputed":
         _C.set_cpu_products("loop")
     policy(name).install()

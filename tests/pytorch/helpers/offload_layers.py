@@ -92,7 +92,7 @@ class Layer(torch.nn.Module):
     def __init__(self, spec, device, recomputed=False):
         super().__init__()
         self.spec, self.device = spec, device
-        self.recomputed = recomputed or spec.inside is not None  # what it keeps is made again in the backward
+        self.recomputed = recomputed or spec.inside is not None  # what it keeps is recomputed in the backward
         self.expected_bytes = None  # that may leave of what was kept last; None: unknown
         options = {"device": device}
         if spec.kind == "mlp":

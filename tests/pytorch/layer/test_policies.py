@@ -1,5 +1,5 @@
 # Policies of tests/layer below unchanged layers: an exchange that delivers rows in three uneven runs, products over two
-# weights, saved tensors that are made again, live rows. The suites of the modules run under each (qa/L0_unittest);
+# weights, saved tensors that are recomputed, live rows. The suites of the modules run under each (qa/L0_unittest);
 # here is what only they can show. CPU products go by the plain loop, whose bits the rows beside them do not change.
 # Mutants: through() (csrc/layer/exchange.h) giving the product the whole operand, or all rows their first run's range;
 # rows_of (csrc/product.cpp) leaving block scales as they are; keep() (csrc/layer/forward.cpp) keeping what is made
@@ -130,7 +130,7 @@ def test_what_is_not_kept_is_made_again(name, kind, device):
     module = MODULES[name](device=device)
     x, dy = randn(6, 256, device=device), randn(6, 384, device=device)
     kept = _steps(module, x, dy, kind)
-    with installed("made_again") as again:
+    with installed("recomputed") as again:
         again.counts()
         fresh = MODULES[name](device=device)
         fresh.load_state_dict({k: v for k, v in module.state_dict().items() if not k.endswith("_extra_state")})

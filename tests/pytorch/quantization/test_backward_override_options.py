@@ -55,7 +55,7 @@ def pair(family, device, dtype=torch.bfloat16, **options):
     return module, build_like(module, family, device, dtype)
 
 
-# ---- what is computed again ----
+# ---- what is recomputed ----
 
 AGAIN = [
     (norm_linear, {"recompute_norm_output": True}),

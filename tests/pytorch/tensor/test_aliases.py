@@ -248,7 +248,7 @@ def run(module, x, recipe):
 @every_recipe
 @pytest.mark.parametrize("taken", ["in training", "in evaluation", "data"])
 def test_a_gradient_reads_what_was_written_to_an_alias(device, recipe, taken):
-    """The weight drops its columns in evaluation and makes them again in training, whoever holds it."""
+    """The weight drops its columns in evaluation and recomputes them in training, whoever holds it."""
     module, x = held(device, recipe), randn(16, 128, device=device)
     alias = module.weight.detach() if taken == "in training" else None
     with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]()):

@@ -25,9 +25,9 @@ constexpr const char* kOp = "linear_cross_entropy";
 std::atomic<int64_t> chunk_bytes{int64_t{512} << 20};  // tests take less
 constexpr int64_t kRowStep = 128;                      // FP8 blocks end with a chunk
 constexpr Kept kHiddenGradient{"gradient of hidden", "made in forward; the backward hands it out",
-                               "a loss that is not reduced, whose backward computes all again", true};
+                               "a loss that is not reduced, whose backward recomputes all", true};
 constexpr Kept kWeightGradient{"gradient of the weight", "made in forward; the backward hands it out",
-                               "a loss that is not reduced, whose backward computes all again"};
+                               "a loss that is not reduced, whose backward recomputes all"};
 constexpr Kept kHidden{"hidden", "the backward computes chunks of logits from it again", kCallers, true};
 constexpr Kept kTarget{"target", "the backward takes the loss's gradient again", kCallers, true};
 

@@ -43,7 +43,7 @@ class TE_EXPORT Label {
   std::string outer_;
 };
 
-// kept: it is held for backward; else the backward computes it again.
+// kept: it is held for backward; else the backward recomputes it.
 TE_EXPORT void tell(const char* op, const Kept& what, const at::Tensor& tensor, bool kept);
 
 // While it lives, what this thread calls says `why` before what the engine says; null: nothing.

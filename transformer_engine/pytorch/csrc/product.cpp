@@ -121,8 +121,8 @@ Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor&
   return {{}, quantize_dispatched(quantizer->spec, x, directions, dbias)};
 }
 
-Operand operand_again(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
-                      Directions directions) {
+Operand recomputed_operand(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
+                           Directions directions) {
   if (quantizer == nullptr || !quantizer->active()) return {x, {}};
   if (!route.direct()) return {{}, quantize_again_dispatched(quantizer->spec, used_scales, x, directions)};
   if (quantizer->python != nullptr) return operand_of(route, quantizer, x, directions);

@@ -69,8 +69,8 @@ Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor&
                    Tensor* dbias = nullptr);
 
 // The same bits again, by the scales that were used before.
-Operand operand_again(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
-                      Directions directions);
+Operand recomputed_operand(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
+                           Directions directions);
 
 // Sums may stay in the tensor cores where nobody asked for float32 throughout, and scales are of the whole tensor.
 inline bool may_be_fast(const Quantized& a, const Quantized& b, bool split) {

@@ -1,6 +1,6 @@
 // The one door through which a node keeps tensors for its backward: each under a name, with the words that
 // te.memory_plan shows for it, and, where only the device knows how many of its rows are alive, with that counter. What
-// becomes of a tensor that could be made again is decided here too.
+// becomes of a tensor that could be recomputed is decided here too.
 #pragma once
 
 #include <optional>
@@ -21,10 +21,10 @@ struct LiveRows {
 // what it keeps a row of for each token. Sets it, and returns the one before.
 std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter);
 
-// What becomes of a tensor that the backward reads and that can be made again from what is kept in any case.
-enum class Fate : uint8_t { kKept, kMadeAgain };
+// What becomes of a tensor that the backward reads and that can be recomputed from what is kept in any case.
+enum class Fate : uint8_t { kKept, kRecomputed };
 
-// Decides that for every node; `asked` is what the call's options say. One that always makes again is a test.
+// Decides that for every node; `asked` is what the call's options say. One that always recomputes is a test.
 class TE_EXPORT SavedPolicy {
  public:
   SavedPolicy() = default;
@@ -33,7 +33,7 @@ class TE_EXPORT SavedPolicy {
   SavedPolicy& operator=(const SavedPolicy&) = delete;
 
   virtual Fate decide(const Kept& what, Fate asked) const { return asked; }
-  virtual void made_again(const Kept& what) const {}  // said by the backward that does it
+  virtual void recomputed(const Kept& what) const {}  // said by the backward that does it
 };
 
 // A Keeper without a graph keeps nothing; one that collects serves a backward that runs a forward again.
@@ -57,8 +57,8 @@ class TE_EXPORT Keeper {
     if (t.has_value()) keep(name, *t, what);
   }
 
-  // What is not kept, because the backward makes it again.
-  void made_again(const at::Tensor& t, const Kept& what) const {
+  // What is not kept, because the backward recomputes it.
+  void recomputed(const at::Tensor& t, const Kept& what) const {
     if (op_ != nullptr && probe::active()) probe::tell(op_, what, t, false);
   }
 

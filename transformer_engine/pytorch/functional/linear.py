@@ -138,7 +138,7 @@ def normalization_linear(
     Shapes: x, residual, norm output, h [..., in_features]; y [..., out_features].
     quantization, own_weight, exchange: as in linear.
     Saves: h, the norm's statistics and output, gamma, weight; less where gradients are not wanted. recompute_output:
-    not the norm's output, which the backward computes again, to the same bits, at the cost of the norm's forward.
+    not the norm's output, which the backward recomputes, to the same bits, at the cost of the norm's forward.
     """
     args = (x, residual, gamma, beta, weight, bias, eps, rms, zero_centered_gamma, return_output, recompute_output)
     if torch.compiler.is_compiling():
@@ -164,7 +164,7 @@ def activation_linear(
 ) -> torch.Tensor:
     """y = act(x) weight^T + bias, the second half of an MLP. kind and params as in functional.activation.
 
-    Saves: x (the pre-activation) and weight. The activation is not kept: the backward writes it again.
+    Saves: x (the pre-activation) and weight. The activation is not kept: the backward recomputes it.
     """
     if torch.compiler.is_compiling():
         arguments = (x, weight, bias, kind, list(params), _spec(quantization), *_parallel(exchange))
@@ -199,8 +199,8 @@ def layernorm_mlp(
     """activation_linear(normalization_linear(x)) as one node, to the same bits.
 
     Returns (y, norm output, h) as normalization_linear. Saves: h, statistics, the norm's output, the pre-activation and
-    the parameters. recompute: h and the parameters alone, and the backward computes norm, first product and activation
-    again, to the same bits; the second product is not repeated. fp8_pre_activation: the pre-activation as E4M3 in
+    the parameters. recompute: h and the parameters alone, and the backward recomputes norm, first product and
+    activation, to the same bits; the second product is not repeated. fp8_pre_activation: the pre-activation as E4M3 in
     blocks of 1 x 128, and the backward takes the activation and its gradient of that.
     """
     args = (x, residual, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias)

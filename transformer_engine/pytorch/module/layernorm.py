@@ -28,12 +28,4 @@ class LayerNorm(Normalization):
         **kwargs,
     ) -> None:
         super().__init__()
-        self._build(
-            normalized_shape,
-            eps=eps,
-            sequence_parallel=sequence_parallel,
-            params_dtype=params_dtype,
-            zero_centered_gamma=zero_centered_gamma,
-            hidden_size=hidden_size,
-            **kwargs,
-        )
+        self._build(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, **kwargs)

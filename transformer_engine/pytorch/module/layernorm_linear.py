@@ -18,7 +18,7 @@ class LayerNormLinear(LinearFamily):
     with return_bias, then the norm's output with return_layernorm_output; where sequence_parallel divides the tokens,
     with return_layernorm_output_gathered that of all ranks, whose gradients are added up. fuse_wgrad_accumulation and
     delay_wgrad_compute as in Linear. recompute_norm_output (ours beyond the common API): the norm's output is not kept
-    for backward, which computes it again from the norm's input, to the same bits.
+    for backward, which recomputes it from the norm's input, to the same bits.
     """
 
     _op = "LayerNormLinear"

@@ -46,7 +46,7 @@ class LayerNormMLP(LinearFamily):
 
     Parameters `layer_norm_weight/_bias`, `fc1_weight/_bias` (twice as wide for gated activations, the half that the
     activation acts on first), `fc2_weight/_bias`. Kept for backward: the norm's input, statistics and output, and the
-    pre-activation; with checkpoint the norm's input alone, and everything up to the activation is computed again in
+    pre-activation; with checkpoint the norm's input alone, and everything up to the activation is recomputed in
     backward, to the same bits; with recompute_norm_output (ours beyond the common API) all but the norm's output.
     save_preactivation="fp8" (ours too): the pre-activation is kept as E4M3 with a power-of-two scale for each 128 of a
     row, half the memory; the backward takes the activation and its derivative of those values.

@@ -45,7 +45,6 @@ class Normalization(TransformerEngineBaseModule):
     def _build(
         self,
         normalized_shape: NormalizedShape,
-        *,
         eps: float,
         sequence_parallel: bool | None,
         params_dtype: torch.dtype | None,

@@ -62,7 +62,7 @@ class Runtime:
         self.quantization.restore(snapshot)
 
     def forget(self) -> None:
-        """What a copy starts from: all that calls make again is gone; the recipe, scales, hooks and whether weight
+        """What a copy starts from: all that calls recompute is gone; the recipe, scales, hooks and whether weight
         gradients wait stay."""
         self.quantization.forget()
         self._forget_made()

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.saved import observers
 @dataclass(frozen=True)
 class SavedTensor:
     """One storage. status: 'kept'; 'parameter' (one, or its FP8 copy) or 'input' (there in any case); 'offloaded' (in
-    host memory until the backward); 'recomputed' (not kept; the backward computes it again); 'optimizer' (a state that
+    host memory until the backward); 'recomputed' (not kept; the backward recomputes it); 'optimizer' (a state that
     it keeps of a parameter). bytes: the storage's, of a recomputed one what keeping it would take."""
 
     module: str

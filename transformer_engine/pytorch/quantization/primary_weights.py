@@ -57,7 +57,7 @@ def as_product_reads(own: ModulePlan, weight: QuantizedTensor) -> _C.Quantized:
 
 
 def _needs_no_columns(weight: QuantizedTensor) -> bool:
-    """Whether its columnwise data can go where there are no gradients: the next call with them makes them again."""
+    """Whether its columnwise data can go where there are no gradients: the next call with them recomputes them."""
     derived = weight._derivable() and weight.get_usages()[ROWWISE]
     return derived and not (weight._keeps_columnwise or recompute_phase().enabled)
 

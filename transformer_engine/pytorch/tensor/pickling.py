@@ -16,7 +16,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def described(storage: AnyQuantized) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(its parts on memory of their own size, everything else as numbers and names). A columnwise direction that is
-    made of the rowwise one is left out, and made again."""
+    made of the rowwise one is left out, and recomputed."""
     storage._must_hold_data("save")
     usages = storage.get_usages()
     kept = storage._twin()

@@ -1,6 +1,6 @@
 """Writes to some rows of a quantized tensor, through a view of them. Where one scale holds for all rows, what is
 written must fit the scale, or the scale must fit what is written, and the other rows must keep their values; a
-direction that is no view is made again. Nothing here waits for the device."""
+direction that is no view is recomputed. Nothing here waits for the device."""
 
 import math
 from typing import Any

@@ -29,7 +29,7 @@ class Sharding:
         return tuple(getattr(self, name) for name in fields), rest
 
     def fsdp_assign_gathered(self, gathered: tuple[torch.Tensor, ...], rest: dict[str, Any]) -> None:
-        """Takes gathered parts; a direction that is made of them is made again, in its old memory if it has one."""
+        """Takes gathered parts; a direction that is made of them is recomputed, in its old memory if it has one."""
         before = {n: getattr(self, n) for n in self._of_direction(COLUMNWISE)}
         for name in self._parts:
             setattr(self, name, rest.get(name))

@@ -1,6 +1,6 @@
 // activation, CUDA path: one thread per 16-byte vector of the output (one element where rows are not aligned), no
 // shared memory. The work is bound by memory: 6 bytes an element for a gated bf16 forward, 12 for its backward that
-// writes the activation again.
+// recomputes the activation.
 #include "core/device.h"
 #include "ops/activation/activation.cuh"
 #include "ops/quantize/store.cuh"

@@ -38,7 +38,7 @@ struct Gradients {
   WeightGrads weights;
 };
 
-// What a layer's backward has: its saved tensors, and its source's input, which another layer may have made again.
+// What a layer's backward has: its saved tensors, and its source's input, which another layer may have recomputed.
 SourceSaved source_saved(const NamedTensors& saved, size_t number, const Tensor& input) {
   const auto get = [&](SavedName n) -> const Tensor& { return saved[saved_name(number, n)]; };
   return {input.defined() ? input : get(kInput),
@@ -136,7 +136,7 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
   const BackwardReads reads = backward_reads(q);
   const Quantizer* as_before = q != nullptr && reads != BackwardReads::kHighPrecision ? &q->x : nullptr;
   back.quantizer = reads == BackwardReads::kQuantized ? as_before : nullptr;
-  back.wants_operand = wanted.weight && stage.operand == Fate::kMadeAgain;
+  back.wants_operand = wanted.weight && stage.operand == Fate::kRecomputed;
   back.onward = onward.quantizer;
   back.directions = onward.directions;
   back.wants_onward_sums = onward.sums;
@@ -159,15 +159,15 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
       const bool behind = exchange != nullptr && as_before != nullptr &&
                           exchange->quantizing(route, Pass::kFprop, as_before, from.input) == Quantizing::kBehind;
       const Quantizer* now = behind || by_groups ? nullptr : back.quantizer;
-      parts.operand = taken.operand.defined() ? taken.operand : source.make_again(route, from, now);
+      parts.operand = taken.operand.defined() ? taken.operand : source.recompute(route, from, now);
       if (by_groups && as_before != nullptr) {
         const Tensor plain = parts.operand.plain;
         parts.operand = stage.products->quantized_groups(route, Pass::kFprop, plain, kept_directions(q), nullptr);
       } else if (reads == BackwardReads::kDequantized && !behind) {
-        parts.operand = operand_again(route, as_before, from.used_scales, parts.operand.plain, kept_directions(q));
+        parts.operand = recomputed_operand(route, as_before, from.used_scales, parts.operand.plain, kept_directions(q));
       }
     }
-    if (stage.operand == Fate::kMadeAgain) policy.made_again(source.operand_words());
+    if (stage.operand == Fate::kRecomputed) policy.recomputed(source.operand_words());
     out.weights = weight_gradient(route, stage, std::move(parts), dtype, wanted.bias);
   } else if (in.any() && wanted.bias) {
     out.weights.biases = stage.products->bias_gradients(route, in.dy, gradient.dbias);
@@ -182,8 +182,8 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
 
 // A layer's source and product once more, by the scales of the forward: its result, and what the forward would have
 // kept of it.
-std::pair<Tensor, NamedTensors> run_again(const Route& route, Stage stage, size_t number, const NamedTensors& saved,
-                                          Needs needs) {
+std::pair<Tensor, NamedTensors> recompute_layer(const Route& route, Stage stage, size_t number,
+                                                const NamedTensors& saved, Needs needs) {
   const auto get = [&](SavedName n) { return saved.optional(saved_name(number, n)); };
   stage.operand = Fate::kKept;
   if (route.direct() &&
@@ -233,12 +233,12 @@ variable_list Chain::backward(const State& state, const Wanted& wanted, const Na
 
   // What layers made for the next one and did not keep, and what running them again has kept instead.
   c10::SmallVector<Tensor, 2> inputs(layers);
-  c10::SmallVector<NamedTensors, 2> kept_again(layers);
+  c10::SmallVector<NamedTensors, 2> kept_for_recompute(layers);
   for (size_t i = 0; any && i + 1 < layers; ++i) {
-    if (state.stages[i + 1].input != Fate::kMadeAgain) continue;
-    std::tie(inputs[i + 1], kept_again[i]) =
-        run_again(route, state.stages[i], i, saved, {here[i].source, here[i].weight});
-    state.policy->made_again(state.stages[i + 1].source->input_words());
+    if (state.stages[i + 1].input != Fate::kRecomputed) continue;
+    std::tie(inputs[i + 1], kept_for_recompute[i]) =
+        recompute_layer(route, state.stages[i], i, saved, {here[i].source, here[i].weight});
+    state.policy->recomputed(state.stages[i + 1].source->input_words());
   }
 
   variable_list out(state.tensors);
@@ -254,7 +254,7 @@ variable_list Chain::backward(const State& state, const Wanted& wanted, const Na
   for (size_t i = layers; i-- > 0;) {
     if (i + 1 < layers && !here[i + 1].source) break;
     const Stage& stage = state.stages[i];
-    const NamedTensors& table = kept_again[i].size() > 0 ? kept_again[i] : saved;
+    const NamedTensors& table = kept_for_recompute[i].size() > 0 ? kept_for_recompute[i] : saved;
     Tensor& input = inputs[i];
     if (i > 0 && !input.defined()) input = table[saved_name(i, kInput)];
     if (i > 0 && any && grads[0].defined() && stage.input_in_fp8) {

@@ -10,7 +10,7 @@ namespace {
 
 constexpr Kept kQuantizedWeight{"quantized weight", "the input's gradient is taken with it",
                                 "a copy of a parameter: quantizing it again"};
-constexpr Kept kMlpInput{"MLP input", "norm, first product and activation are computed again from it",
+constexpr Kept kMlpInput{"MLP input", "norm, first product and activation are recomputed from it",
                          "the sum or product that made it: te.checkpoint around the layer", true};
 constexpr Kept kGatheredInput{"gathered input", "the weight's gradient is taken with all ranks' rows",
                               "gathering it again; tp_recompute_allgather=False keeps it"};
@@ -44,14 +44,14 @@ Tensor unkept(const Operand& operand, const ProductQuantization* q, const Tensor
   return like.new_empty({1}).expand_symint(operand.fp8.rowwise.sym_sizes());
 }
 
-// What a product reads of an operand that is made again: its scale, where that is of the whole tensor.
+// What a product reads of an operand that is recomputed: its scale, where that is of the whole tensor.
 Tensor used_scales(const Operand& operand) {
   const bool whole = operand.quantized() && operand.fp8.scaling == TE_SCALING_TENSOR;
   return whole ? operand.fp8.rowwise_scale_inv : Tensor();
 }
 
 // Where nothing is made of x, the operand is kept as x in any case.
-bool may_be_made_again(const Stage& stage) {
+bool may_be_recomputed(const Stage& stage) {
   const ProductQuantization* q = stage.quantization.get();
   return !stage.source->keeps_width() || (q != nullptr && !unquantized(q));
 }
@@ -64,9 +64,9 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
   const ProductQuantization* q = stage.quantization.get();
   const Directions read = kept_directions(q);
   const Made& made = out.made;
-  const bool again = needs.weight && stage.operand == Fate::kMadeAgain;
+  const bool again = needs.weight && stage.operand == Fate::kRecomputed;
   const bool input = (needs.source && source.reads_input()) || again;
-  const bool elsewhere = number > 0 && (stage.input == Fate::kMadeAgain || stage.input_in_fp8);
+  const bool elsewhere = number > 0 && (stage.input == Fate::kRecomputed || stage.input_in_fp8);
   const auto name = [&](SavedName n) { return saved_name(number, n); };
   if (input && !elsewhere) keeper.keep(name(kInput), made.input, source.input_words());
   for (const Operand& weight : weights) {
@@ -76,10 +76,10 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
     const Operand& operand = made.operand;
     if (number == 0 || stage.input == Fate::kKept) {  // else it goes with the input, which is named
       for (const Operand& group : operand.groups) {
-        keeper.made_again(unkept(group, q, made.input), words(source.operand_words(), q));
+        keeper.recomputed(unkept(group, q, made.input), words(source.operand_words(), q));
       }
       if (operand.groups.empty()) {
-        keeper.made_again(unkept(operand, q, made.input), words(source.operand_words(), q));
+        keeper.recomputed(unkept(operand, q, made.input), words(source.operand_words(), q));
       }
     }
     if (!unquantized(q)) keeper.keep(name(kUsedScales), used_scales(operand), kScales);
@@ -96,8 +96,8 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
 }
 
 // For a backward that runs source and product again first.
-void keep_to_run_again(const Route& route, Keeper& keeper, const ProductQuantization* q, size_t number,
-                       const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights) {
+void keep_for_recompute(const Route& route, Keeper& keeper, const ProductQuantization* q, size_t number,
+                        const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights) {
   const auto name = [&](SavedName n) { return saved_name(number, n); };
   keeper.keep(name(kInput), out.made.input, kMlpInput);
   keeper.keep(name(kSavedGamma), in.source.gamma, kParameter);
@@ -118,8 +118,8 @@ void keep_for_backward(const Route& route, Keeper& keeper, const Stage& stage, s
                        const LayerOutput& out, at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs,
                        Keeping keeping) {
   const ProductQuantization* q = stage.quantization.get();
-  if (keeping == Keeping::kRunAgain) {
-    keep_to_run_again(route, keeper, q, number, in, out, weights);
+  if (keeping == Keeping::kForRecompute) {
+    keep_for_recompute(route, keeper, q, number, in, out, weights);
   } else if (unquantized(q)) {
     c10::SmallVector<Operand, 1> values;
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -186,7 +186,7 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
     operand = stage.products->quantized_groups(route, Pass::kFprop, Tensor(operand.plain), directions, nullptr);
   }
 
-  const bool columnwise = read.columnwise && (needs.source || keeping == Keeping::kRunAgain);
+  const bool columnwise = read.columnwise && (needs.source || keeping == Keeping::kForRecompute);
   const bool adds_up = exchange != nullptr && exchange->adds_up(Pass::kFprop);
   WeightSet w{{}, adds_up ? at::TensorList() : in.biases};
   for (size_t i = 0; i < in.weights.size(); ++i) {
@@ -219,7 +219,7 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
                  : both     ? exchange->whole(route, Pass::kFprop, values, nullptr, nullptr, {})
                             : exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {});
     } else {
-      keeper.made_again(unkept(arrived, q, x), words(kGatheredInput, q));
+      keeper.recomputed(unkept(arrived, q, x), words(kGatheredInput, q));
     }
   }
   if (both) operand = values;
@@ -259,9 +259,9 @@ variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const
     Stage& stage = state.stages[i];
     if (!stage.exchange) stage.exchange = defaults().exchange;
     if (!stage.products) stage.products = defaults().products;
-    if (stage.source->brings_operand_back()) stage.operand = Fate::kMadeAgain;
+    if (stage.source->brings_operand_back()) stage.operand = Fate::kRecomputed;
     stage.operand = policy.decide(stage.source->operand_words(), stage.operand);
-    if (!may_be_made_again(stage)) stage.operand = Fate::kKept;
+    if (!may_be_recomputed(stage)) stage.operand = Fate::kKept;
     if (i > 0) stage.input = policy.decide(stage.source->input_words(), stage.input);
   }
 
@@ -271,18 +271,18 @@ variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const
   variable_list outputs(1);
   Tensor between = x;  // what the layer reads
   for (size_t i = 0; i < layers; ++i) {
-    const bool first = i == 0, run_again = any && i + 1 < layers && state.stages[i + 1].input == Fate::kMadeAgain;
+    const bool first = i == 0, for_recompute = any && i + 1 < layers && state.stages[i + 1].input == Fate::kRecomputed;
     const SourceInput source{between, first ? residual : none, first ? gamma : none, first ? beta : none};
     const LayerInput in{source, arguments.list(weight_of(i)), arguments.list(bias_of(i)), call.own_weights[i]};
     LayerOutput out = layer_forward(route, state.stages[i], i, keeper, in, needs[i],
-                                    run_again ? Keeping::kRunAgain : Keeping::kNormal, call.return_output);
+                                    for_recompute ? Keeping::kForRecompute : Keeping::kNormal, call.return_output);
     if (first && gamma.has_value()) {
       outputs.push_back(out.made.output);
       if (residual.has_value() || call.return_input) outputs.push_back(std::move(out.made.input));
     }
-    if (run_again) {
-      keeper.made_again(call.return_output ? out.made.output : between, state.stages[i].source->operand_words());
-      keeper.made_again(out.y, state.stages[i + 1].source->input_words());
+    if (for_recompute) {
+      keeper.recomputed(call.return_output ? out.made.output : between, state.stages[i].source->operand_words());
+      keeper.recomputed(out.y, state.stages[i + 1].source->input_words());
     }
     if (i > 0 && any && state.stages[i].input == Fate::kKept && state.stages[i].input_in_fp8) {
       keep_operand(keeper, saved_name(i, kPackedInput), packed_input(route, between), {true, false},

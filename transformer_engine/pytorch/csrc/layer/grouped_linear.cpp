@@ -52,7 +52,7 @@ Call pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList biases
   for (const Tensor& bias : biases) call.arguments.add(bias_of(0), bias);
   Stage& stage = call.stages[0];
   stage.quantization = quantization_of(quantization, "grouped_linear");
-  if (keep_input) stage.operand = Fate::kMadeAgain;  // x is kept as it is, and quantized again
+  if (keep_input) stage.operand = Fate::kRecomputed;  // x is kept as it is, and quantized again
   Grouping grouping{splits.vec(), offsets.value_or(Tensor()), {}, {}, {}};
   if (stage.quantization != nullptr) grouping.quantizations = {stage.quantization};
   stage.products = grouped_products(std::move(grouping));

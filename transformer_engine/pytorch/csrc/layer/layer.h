@@ -18,7 +18,7 @@ struct Stage {
   std::shared_ptr<const Products> products;  // of a call, null: the default's
   Quantization quantization;
   Sink sink;
-  // What becomes of the product's operand (as the options ask; an activation's is always made again).
+  // What becomes of the product's operand (as the options ask; an activation's is always recomputed).
   Fate operand = Fate::kKept;
   // Behind another layer: of what that one made, and whether it is kept as E4M3 in blocks of 1 x 128.
   Fate input = Fate::kKept;
@@ -103,8 +103,8 @@ struct LayerInput {
   at::ArrayRef<Operand> own;  // FP8 copies of the weights, made before; none: the product quantizes them itself
 };
 
-// How a layer's forward keeps what its backward reads. kRunAgain: enough to run source and product once more.
-enum class Keeping : uint8_t { kNormal, kRunAgain };
+// How a layer's forward keeps what its backward reads. kForRecompute: enough to run source and product once more.
+enum class Keeping : uint8_t { kNormal, kForRecompute };
 
 struct LayerOutput {
   Tensor y;

@@ -35,8 +35,8 @@ Call pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor& gam
     second[0] = Parallel::kRow;
     fc2.exchange = exchange_of(second, group, MlpChain::kName);
   }
-  if (recompute_norm_output) fc1.operand = Fate::kMadeAgain;
-  if (recompute) fc2.input = Fate::kMadeAgain;
+  if (recompute_norm_output) fc1.operand = Fate::kRecomputed;
+  if (recompute) fc2.input = Fate::kRecomputed;
   fc2.input_in_fp8 = fp8_pre_activation;
   call.return_output = return_norm_output;
   NamedTensors& arguments = call.arguments;

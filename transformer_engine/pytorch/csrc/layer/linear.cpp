@@ -31,7 +31,7 @@ Call one_layer(SourcePtr source, const Tensor& x, const Tensor& weight, const Op
 Call pack_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool keep_input,
                  at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel, std::string_view group) {
   Call call = one_layer(plain_source(), x, weight, bias, quantization, parallel, group, "linear");
-  if (keep_input) call.stages[0].operand = Fate::kMadeAgain;  // x is kept as it is, and quantized again
+  if (keep_input) call.stages[0].operand = Fate::kRecomputed;  // x is kept as it is, and quantized again
   return call;
 }
 
@@ -45,7 +45,7 @@ Call pack_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& ga
   call.arguments.add(kGamma, gamma);
   call.arguments.add(kBeta, beta);
   call.return_output = return_output;
-  if (recompute_output) call.stages[0].operand = Fate::kMadeAgain;
+  if (recompute_output) call.stages[0].operand = Fate::kRecomputed;
   return call;
 }
 

@@ -34,7 +34,7 @@ struct SourceGradient {
   Tensor d_operand;  // undefined: none has arrived there
   Tensor d_input;    // what has arrived at the source's input from elsewhere: a residual's
   bool wants_gamma = false, wants_beta = false, wants_input = true;
-  // Whether the operand is made again on the way, and by which quantizer.
+  // Whether the operand is recomputed on the way, and by which quantizer.
   bool wants_operand = false;
   const Quantizer* quantizer = nullptr;
   // Of the product that made the source's input: how it reads the gradient. Null where it goes on as it is.
@@ -47,7 +47,7 @@ struct TakenBack {
   Operand dx;
   Tensor dx_sums;  // of dx's columns, where they are wanted and dx was quantized
   Tensor dgamma, dbeta;
-  Operand operand;  // made again, in the direction that a weight's gradient reads
+  Operand operand;  // recomputed, in the direction that a weight's gradient reads
 };
 
 class TE_EXPORT Source {
@@ -63,13 +63,13 @@ class TE_EXPORT Source {
   virtual bool keeps_width() const { return false; }
   // Whether taking a gradient back reads the input.
   virtual bool reads_input() const = 0;
-  // Whether that makes the operand again on the way, at no cost worth a name: it is not kept then.
+  // Whether that recomputes the operand on the way, at no cost worth a name: it is not kept then.
   virtual bool brings_operand_back() const { return false; }
 
   virtual Made make(const Route& route, const SourceInput& in, const Quantizer* quantizer, Directions directions,
                     bool want_output) const = 0;
   // The operand in the direction that a weight's gradient reads, to the same bits.
-  virtual Operand make_again(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const = 0;
+  virtual Operand recompute(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const = 0;
   virtual TakenBack take_back(const Route& route, const SourceSaved& saved, const SourceGradient& gradient) const = 0;
 };
 

@@ -1,4 +1,4 @@
-// An activation as a source. Its backward writes the activation again, so that is never kept.
+// An activation as a source. Its backward recomputes the activation, so that is never kept.
 #include "activation.h"
 #include "source.h"
 
@@ -6,10 +6,10 @@ namespace te_torch::layer {
 
 namespace {
 
-constexpr Kept kPreActivation{"pre-activation", "the activation's backward reads it and writes it again",
+constexpr Kept kPreActivation{"pre-activation", "the activation's backward reads it and recomputes it",
                               "norm and first product: LayerNormMLP(checkpoint=True)", true};
 constexpr Kept kActivation{"activation", "the weight's gradient is taken with it",
-                           "nothing beside the activation's backward, which writes it again: 2 B of 12", true};
+                           "nothing beside the activation's backward, which recomputes it: 2 B of 12", true};
 
 class Activation final : public Source {
  public:
@@ -35,9 +35,9 @@ class Activation final : public Source {
     return {operand_of(route, quantizer, y, directions), in.x, {}, {}, {}};
   }
 
-  Operand make_again(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const override {
+  Operand recompute(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const override {
     const Tensor value = route.call<activation_fwd>("te::activation_fwd", saved.input, kind(), params());
-    return operand_again(route, quantizer, saved.used_scales, value, {false, true});
+    return recomputed_operand(route, quantizer, saved.used_scales, value, {false, true});
   }
 
   TakenBack take_back(const Route& route, const SourceSaved& saved, const SourceGradient& g) const override {
@@ -52,7 +52,7 @@ class Activation final : public Source {
     const auto [dx, y] =
         route.call<activation_bwd>("te::activation_bwd", g.d_operand, saved.input, kind(), params(), g.wants_operand);
     back.dx = operand_of(route, g.onward, dx, g.directions, g.wants_onward_sums ? &back.dx_sums : nullptr);
-    if (g.wants_operand) back.operand = operand_again(route, g.quantizer, saved.used_scales, y, {false, true});
+    if (g.wants_operand) back.operand = recomputed_operand(route, g.quantizer, saved.used_scales, y, {false, true});
     return back;
   }
 

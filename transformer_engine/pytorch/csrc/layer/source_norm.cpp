@@ -45,7 +45,7 @@ class Norm final : public Source {
     return made;
   }
 
-  Operand make_again(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const override {
+  Operand recompute(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const override {
     const Directions columnwise{false, true};
     const OptionalTensor beta = optional(saved.beta);
     if (fuses(route, quantizer)) {
@@ -56,7 +56,7 @@ class Norm final : public Source {
     }
     const Tensor value = std::get<0>(route.call<normalization_fwd>(
         "te::normalization_fwd", saved.input, OptionalTensor(), saved.gamma, beta, eps_, rms_, zero_centered_));
-    return operand_again(route, quantizer, saved.used_scales, value, columnwise);
+    return recomputed_operand(route, quantizer, saved.used_scales, value, columnwise);
   }
 
   TakenBack take_back(const Route& route, const SourceSaved& saved, const SourceGradient& g) const override {

@@ -18,8 +18,8 @@ class Plain final : public Source {
             bool) const override {
     return {operand_of(route, quantizer, in.x, directions), in.x, {}, {}, {}};
   }
-  Operand make_again(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const override {
-    return operand_again(route, quantizer, saved.used_scales, saved.input, {false, true});
+  Operand recompute(const Route& route, const SourceSaved& saved, const Quantizer* quantizer) const override {
+    return recomputed_operand(route, quantizer, saved.used_scales, saved.input, {false, true});
   }
   TakenBack take_back(const Route&, const SourceSaved&, const SourceGradient& gradient) const override {
     return {{gradient.d_operand, {}}, {}, {}, {}, {}};

@@ -1,4 +1,4 @@
-// A policy of saved tensors for tests: whatever can be made again is not kept, and each time it is made is counted.
+// A policy of saved tensors for tests: whatever can be recomputed is not kept, and each time it is made is counted.
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
@@ -14,8 +14,8 @@ std::map<std::string, int> counts;
 
 class MadeAgain final : public te_torch::SavedPolicy {
  public:
-  te_torch::Fate decide(const te_torch::Kept&, te_torch::Fate) const override { return te_torch::Fate::kMadeAgain; }
-  void made_again(const te_torch::Kept& what) const override {
+  te_torch::Fate decide(const te_torch::Kept&, te_torch::Fate) const override { return te_torch::Fate::kRecomputed; }
+  void recomputed(const te_torch::Kept& what) const override {
     const std::lock_guard<std::mutex> lock(mutex);
     ++counts[what.name];
   }
@@ -23,7 +23,7 @@ class MadeAgain final : public te_torch::SavedPolicy {
 
 }  // namespace
 
-PYBIND11_MODULE(made_again, m) {
+PYBIND11_MODULE(recomputed, m) {
   using te_torch::layer::defaults;
   m.def("install", [] { defaults().saved = std::make_shared<MadeAgain>(); });
   m.def("remove", [] { defaults().saved = std::make_shared<te_torch::SavedPolicy>(); });
