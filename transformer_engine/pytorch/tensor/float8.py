@@ -104,7 +104,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         rowwise = engine.matrix_of(ROWWISE, self._data)
         columnwise = engine.matrix_of(COLUMNWISE, self._transpose if self.get_usages()[COLUMNWISE] else None)
         return _C.Quantized(
-            engine.TENSOR,
+            layout.TENSOR,
             self._fp8_dtype is DType.kFloat8E5M2,
             rowwise,
             None if rowwise is None else self._scale_inv,

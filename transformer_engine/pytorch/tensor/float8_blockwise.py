@@ -27,7 +27,7 @@ from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.registry import Wanted
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
-_SCALING = {False: engine.BLOCK_1D, True: engine.BLOCK_2D}
+_SCALING = {False: layout.BLOCK_1D, True: layout.BLOCK_2D}
 
 
 class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):

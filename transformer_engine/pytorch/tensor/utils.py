@@ -89,11 +89,11 @@ class _Weight:
             self.start, self.x = self._checked_master(op, where, master, start)
         self.data = self._checked_data(op, where, shard)
         blocks = [math.ceil(n / layout.BLOCK) for n in self.shape]
-        self.amaxes_shape = blocks if self.scaling == engine.BLOCK_2D else [1]
+        self.amaxes_shape = blocks if self.scaling == layout.BLOCK_2D else [1]
 
     @property
     def scaling(self) -> int:
-        return engine.BLOCK_2D if self.quantizer._built_in().kind == "block2d" else engine.TENSOR
+        return layout.BLOCK_2D if self.quantizer._built_in().kind == "block2d" else layout.TENSOR
 
     @property
     def _scale_field(self) -> str:
