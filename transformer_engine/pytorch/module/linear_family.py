@@ -180,9 +180,12 @@ class LinearFamily(TransformerEngineBaseModule):
     # ---- calls ----
 
     def _joined(self, names: list[str]) -> torch.Tensor | None:
+        if len(names) == 1:
+            found = self._parameters.get(names[0])  # past Module.__getattr__, which takes half a microsecond
+            return getattr(self, names[0]) if found is None else found
         parts = [getattr(self, name) for name in names]
-        if len(parts) < 2:
-            return parts[0] if parts else None
+        if not parts:
+            return None
         if is_cpu_offload_enabled():
             mark_not_offload(*parts)  # joined without a copy they are no parameter, nor a view of one that torch knows
         return functional.noop_cat(parts, names)

@@ -1,4 +1,5 @@
-"""Scales and amax histories as bytes of a checkpoint, and back. Reading trusts nothing: what does not fit is named.
+"""What a module's `_extra_state` holds: scales and amax histories of delayed scaling, as bytes of a checkpoint. Reads
+them back too, and trusts nothing there: what does not fit is named. module_api.py has the methods that torch calls.
 What other versions of the API wrote, which are pickles, te_state.py reads.
 
 Bytes: 8 of magic and version, 4 the length of the header, the header (JSON, padded so that the size depends on the
