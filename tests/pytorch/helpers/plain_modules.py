@@ -338,7 +338,8 @@ def compare(got, near, exact, dtype, tight, what=""):
         if degenerate:
             top = largest
         error, yardstick = (wide(r[name]) - reference for r in (got, near))
-        measures = [("rms", rms, 2, 1), ("largest", lambda t: t.abs().max(), 4, 2)]
+        # The yardstick is one draw as well: with some CPUs' products plain torch's is a good third of ours.
+        measures = [("rms", rms, 3, 1), ("largest", lambda t: t.abs().max(), 4, 2)]
         few = reference.numel() < 16  # their root mean square is as much one draw as their largest is
         for kind, measure, times, roundings in measures[few:]:
             e, y = measure(error), measure(yardstick)
