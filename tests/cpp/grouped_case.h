@@ -193,4 +193,14 @@ double grouped_bound(double want, double magnitude, int64_t terms) {
   return sum * (1 + kRelative) + kRelative * std::fabs(want) + kAbsolute;
 }
 
+template <class T>
+bool is_poison(const T& value) {
+  unsigned char bytes[sizeof(T)];
+  std::memcpy(bytes, &value, sizeof(T));
+  for (const unsigned char byte : bytes) {
+    if (byte != testing::kPoison) return false;
+  }
+  return true;
+}
+
 }  // namespace te::testing
