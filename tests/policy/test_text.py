@@ -1,5 +1,5 @@
 # Rules on the text of the repository: file sizes, words left behind, paths and hosts that belong to one machine,
-# environment variables documented. Mutants: a 601-line file, or reading a variable that no document names, turns
+# environment variables documented. Mutants: a 401-line file, or reading a variable that no document names, turns
 # these red.
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ FOLDERS = [
     ".ci",
 ]
 CODE = {".py", ".cpp", ".cu", ".cuh", ".h", ".cmake", ".sh"}
-LIMIT = 600  # lines; aim at 150, review at 400
+LIMIT = 400  # lines; aim at 150
 
 FILES = sorted(
     p
