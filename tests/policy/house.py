@@ -1,6 +1,6 @@
 # What the structure of the source is, measured from its text: who imports whom, how long files are, which lines stand
-# twice, and the walk of one call. test_house.py holds the figures; `python tests/policy/house.py` prints the walk as it
-# stands in docs/architecture.md, and with --figures the rest.
+# twice, and the walk of one call. test_house.py holds the figures; `python tests/policy/house.py` prints floors and
+# walk as they stand in docs/architecture.md, or with --figures the rest.
 import ast
 import collections
 import itertools
@@ -75,7 +75,9 @@ def imports_in_functions(known):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 for node in ast.walk(function):
-                    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_engine"):
+                    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                    if any(name.startswith("transformer_engine") for name in names):
                         found.append(f"{path.relative_to(REPO)}:{node.lineno}")
     return sorted(set(found))
 

@@ -52,7 +52,7 @@ ALIASES: dict[str, dict[str, str]] = {
 
 def _install(path: str, homes: dict[str, str]) -> None:
     full = f"{_ROOT}.{path}"
-    there = sys.modules.get(full)  # a module with code of its own, which has lost a name to another one
+    there = sys.modules.get(full)  # a file that has moved some of its names elsewhere
     alias = _made(full, homes) if there is None else there
     for home, names in homes.items():
         source = import_module(f"{_ROOT}.{home}")

@@ -41,7 +41,7 @@ class Faces {
     Op& autocast(F* f) {
       return on(c10::DispatchKey::AutocastCPU, f).on(c10::DispatchKey::AutocastCUDA, f);
     }
-    // A chain of layers, whose three faces layer/op_faces.h makes.
+    // A chain of layers, whose faces (composite, autograd, autocast) layer/op_faces.h makes.
     template <class Chain>
     Op& chain() {
       return composite(&Chain::composite).autograd(&Chain::autograd).autocast(&Chain::autocast);

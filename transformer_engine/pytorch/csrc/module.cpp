@@ -8,7 +8,8 @@
 
 #include "common.h"
 
-// One line for each room; its register_<room> is made by TE_FACES (faces.h), or written where there are no ops.
+// One line for each file that registers: register_<name> is made by TE_FACES (faces.h), or written where there are no
+// ops.
 #define TE_ROOMS(X)         \
   X(activation)             \
   X(activation_quantize)    \

@@ -125,10 +125,6 @@ void register_quantizer(pybind11::module_& m) {
             return dequantize_op(data, scale_inv, scaling, e5m2, columnwise, dtype);
           return Dispatched::call<dequantize_op>("te::dequantize", data, scale_inv, scaling, e5m2, columnwise, dtype);
         }));
-  m.def("empty_quantized", [](const Quantizer& quantizer, int64_t rows, int64_t cols, bool rowwise, bool columnwise,
-                              const at::Device& device) {
-    return empty_quantized(quantizer.spec, rows, cols, {rowwise, columnwise}, at::TensorOptions(device));
-  });
   // A view that was made where torch tracks none (inside of __torch_dispatch__) has a version of its own until then.
   m.def("share_version", [](const Tensor& view, const Tensor& base) {
     if (view.is_inference() || base.is_inference()) return;

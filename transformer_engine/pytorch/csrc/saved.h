@@ -1,6 +1,6 @@
 // The one door through which a node keeps tensors for its backward: each under a name, with the words that
-// te.memory_plan shows for it, and, where only the device knows how many of its rows are alive, with that counter. What
-// becomes of a tensor that could be recomputed is decided here too.
+// te.memory_plan shows for it, and, where only the device knows how many of its rows are alive, with that counter. A
+// policy, which only tests replace, may say that more is recomputed than the call's options ask.
 #pragma once
 
 #include <optional>

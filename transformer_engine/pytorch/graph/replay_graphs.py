@@ -6,9 +6,9 @@ from contextlib import nullcontext
 import torch
 from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
-from transformer_engine.pytorch.distributed.recompute import recompute_phase
 from transformer_engine.pytorch.graph.backend import Graph
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
+from transformer_engine.pytorch.recompute_phase import recompute_phase
 
 
 class Replays:

@@ -1,5 +1,5 @@
-"""What a capture must leave as it found it: random states, buffers, gradients, and the flag that says that a capture is
-under way, and quantization state. Everything is put back whether it succeeded or not."""
+"""What a capture must leave as it found it: random states, buffers, gradients, what modules know of quantization, and
+the flag that says that a capture is under way. Everything is put back whether it succeeded or not."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

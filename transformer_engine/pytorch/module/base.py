@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from transformer_engine.pytorch.distributed.userbuffers import (
-    UserBufferQuantizationMode as UserBufferQuantizationMode,  # and these
+    UserBufferQuantizationMode as UserBufferQuantizationMode,  # clients import these three here
 )
 from transformer_engine.pytorch.distributed.userbuffers import destroy_ub as destroy_ub
 from transformer_engine.pytorch.distributed.userbuffers import initialize_ub as initialize_ub

@@ -1,5 +1,5 @@
 """LayerNormMLP: norm, first product, activation, second product, in one autograd node. The activation is not kept.
-What either product keeps for backward, and why, csrc/layer/forward.cpp decides by csrc/saved.h; FP8 copies of the
+What either product keeps for backward, and why, csrc/layer/forward.cpp decides; FP8 copies of the
 weights of fc1 and fc2 between calls are the runtime's (quantization/module_weights.py)."""
 
 from collections.abc import Callable, Iterator, Mapping

@@ -14,13 +14,13 @@
  * Waits, each of them an event: no call but reset() in a capture waits on the host, and none changes memory that it
  * does not name.
  *
- *             who waits           for what
- *   PRODUCED  the copy out        the compute stream, which writes the pieces
- *   COPIED    the compute stream  the copy out, before it uses their memory again
- *   ON_HOST   the copy back       the copy out
- *   ROOM      the copy back       the compute stream, which used the target's memory before
- *   RELOADED  the compute stream  the copy back
- *   SLOT      later copies out    a copy back that reads the host memory they may be given
+ *             made by        who waits           for what
+ *   PRODUCED  start          the copy out        the compute stream, which writes the pieces
+ *   COPIED    release, join  the compute stream  the copy out, before it uses their memory again
+ *   ON_HOST   start_reload   the copy back       the copy out
+ *   ROOM      start_reload   the copy back       the compute stream, which used the target's memory before
+ *   RELOADED  wait_reload    the compute stream  the copy back
+ *   SLOT      reset          later copies out    a copy back that reads the host memory they may be given
  *
  * Capture. Calls whose stream is being captured become nodes of the graph. What one capture forks it must join before
  *   it ends (join, wait_reload, park or reset); waits across two captures are then left to the order of the graphs, and

@@ -14,8 +14,6 @@ inline bool has_scaled_states(const te_adam_plan& plan) {
   return is_scaled(plan.exp_avg) || is_scaled(plan.exp_avg_sq) || plan.master == TE_MASTER_FLOAT16;
 }
 
-inline int64_t norm_chunks(int64_t numel) { return (numel + TE_OPTIMIZER_NORM_CHUNK - 1) / TE_OPTIMIZER_NORM_CHUNK; }
-
 namespace cpu {
 void adam(const te_adam_plan& plan, Tensors tensors, const te_adam_scales* scales, int64_t count);
 void count_step(const te_tensor& step, const te_tensor& noop);

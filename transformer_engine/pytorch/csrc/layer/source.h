@@ -63,7 +63,7 @@ class TE_EXPORT Source {
   virtual bool keeps_width() const { return false; }
   // Whether taking a gradient back reads the input.
   virtual bool reads_input() const = 0;
-  // Whether that recomputes the operand on the way, at no cost worth a name: it is not kept then.
+  // Whether take_back() recomputes the operand on the way, at no cost worth a name: it is not kept then.
   virtual bool brings_operand_back() const { return false; }
 
   virtual Made make(const Route& route, const SourceInput& in, const Quantizer* quantizer, Directions directions,
