@@ -1,5 +1,6 @@
 /* grouped gemm: products of rows that lie in groups, one weight a group, where only the device knows how the rows are
- * split. One launch a dtype of results for up to 238 groups; no host synchronisation, no workspace, capturable.
+ * split. One launch a dtype of results for up to 238 groups (FP8: one for up to 224); no host synchronisation, no
+ * workspace, capturable.
  *
  * Formula, row-major, for each group g with rows [offsets[g], offsets[g + 1]) of x [R, K], y and dy [R, N]:
  *   FPROP  y[rows]  = x[rows] weights[g][N, K]^T + biases[g]
@@ -11,11 +12,32 @@
  *
  * Layouts. Any pitch >= cols, any K, N and R < 2^31, any group size, 0 included, no group on a multiple of anything. On
  *   CUDA, rows, depth_rows and weights are read by TMA: addresses on 16 bytes and pitches of multiples of 16 bytes
- *   (TE_INVALID_ARGUMENT otherwise: copy into such a pitch). Results and biases lie anywhere.
+ *   (TE_INVALID_ARGUMENT otherwise: copy into such a pitch). So are the scales of panels. Results, biases and other
+ *   scales lie anywhere.
  * Dtypes. Operands bfloat16 or float16, on the CPU float32 too, the same for all. result, biases: theirs; results:
- *   theirs or float32, each for itself. float32 operands on CUDA: TE_NOT_IMPLEMENTED.
- * Offsets. What te_grouped_offsets makes. On the CPU others are refused; on CUDA nobody looks, but nothing outside of
- *   the tensors is read or written whatever they are.
+ *   theirs or float32, each for itself. float32 operands on CUDA: TE_NOT_IMPLEMENTED. Or FP8:
+ * FP8 operands, as transformer_engine/quantize.h makes them: value = data * scale_inv, scales float32. rows float8_e4m3
+ *   or float8_e5m2, weights and depth_rows float8_e4m3. The reduced dimension always lies along the data's rows:
+ *     FPROP  rows: x [R, K] rowwise   weights[g]: rowwise [N, K]
+ *     DGRAD  rows: dy [R, N] rowwise  weights[g]: columnwise, so [K, N]
+ *     WGRAD  rows: panels of dy [P N, 128]  depth_rows: panels of x [P K, 128]
+ *   Panels are the columnwise data of grouped rows: a panel has up to 128 rows of one group, group g has
+ *   ceil(n_g / 128) of them, one group's behind another's. Panel p of x is rows [p K, (p + 1) K): for each column its
+ *   128 rows side by side, 0 behind the group's last one; of dy likewise. P is what there is room for; what lies behind
+ *   the last group's last panel is not looked at. N and K are those of the wanted results, which have one shape.
+ *   Scales. TE_SCALING_TENSOR, one for each group: rows_scale_inv and depth_rows_scale_inv [1, groups],
+ *     weights_scale_inv[g] [1, 1] or [1, 2] (the second is not read). TE_SCALING_BLOCK_1D:
+ *     FPROP, DGRAD  rows_scale_inv [ceil(cols of rows / 128), C], C >= R: 1 x 128, that of row r in column r;
+ *                   weights_scale_inv[g] of 128 x 128 (TE_SCALING_BLOCK_2D), as wide as quantize.h lays them
+ *     WGRAD         rows_scale_inv [P, roundup(N, 4)], depth_rows_scale_inv [P, roundup(K, 4)]: one a panel and column
+ *   Dtypes of results. result and results float32, bfloat16 or float16, each of results for itself; biases float16 with
+ *     a float16 result, bfloat16 otherwise.
+ *   Sums. Of each 128 of the depth a partial sum, in the tensor cores; then in float32, blocks in ascending order,
+ *     sum += partial * (scale of rows * scale of the other), or with TENSOR sum += partial and one such factor at the
+ *     end. A partial sum keeps fewer bits than float32 on Hopper. (On the CPU: te_gemm's sums of scaled values.)
+ *   A group's values are those of its rows quantized alone, wherever it lies, so host splits and offsets agree.
+ * Offsets. What te_grouped_offsets makes. On the CPU others are refused, and those of more panels than P; on CUDA
+ *   nobody looks, but nothing outside of the tensors is read or written whatever they are.
  * Tails. Rows of result outside all groups are not written, but for those from offsets[groups] on where zero_tail asks
  *   for zeros. A group without rows: results[g] becomes 0, or stays as it is where it accumulates. Nothing reduced
  *   (K = 0 in FPROP, N = 0 in DGRAD): the bias, or 0. What rows of one group hold, NaN and Inf too, reaches the
@@ -24,8 +46,8 @@
  *   on the other groups, R, where the group lies, or the number of SMs. On CUDA, that is; te_gemm's promise on the CPU.
  * Aliasing. What is written overlaps no input and nothing else that is written.
  * Errors. TE_INVALID_ARGUMENT for shapes, dtypes, devices, alignments, and arguments that the product does not have;
- *   TE_NOT_IMPLEMENTED for float32 on CUDA and for GPUs other than Hopper; TE_RUNTIME_ERROR from CUDA or without a
- *   driver. Nothing is written then.
+ *   TE_NOT_IMPLEMENTED for float32 on CUDA, float8_e5m2 weights and depth_rows, and GPUs other than Hopper;
+ *   TE_RUNTIME_ERROR from CUDA or without a driver. Nothing is written then.
  * Source: the tensor map and wgmma chapters of the PTX ISA 8.x; the formulas are those of a linear layer. */
 #ifndef TRANSFORMER_ENGINE_GROUPED_GEMM_H_
 #define TRANSFORMER_ENGINE_GROUPED_GEMM_H_
@@ -51,6 +73,11 @@ typedef struct te_grouped_gemm_problem {
   const te_tensor* results;  /* WGRAD: [groups] on the host, each [N, K]; data NULL: that group's is not wanted */
   const uint8_t* accumulate; /* WGRAD: [groups] on the host, += where not 0; NULL: = everywhere */
   int zero_tail;             /* FPROP, DGRAD: rows of result from offsets[groups] on become 0; else they stay */
+  /* For FP8 operands; data NULL, NULL and 0 with others. */
+  te_scaling scaling; /* TE_SCALING_TENSOR or TE_SCALING_BLOCK_1D */
+  te_tensor rows_scale_inv;
+  te_tensor depth_rows_scale_inv;     /* WGRAD */
+  const te_tensor* weights_scale_inv; /* FPROP, DGRAD: [groups] on the host */
 } te_grouped_gemm_problem;
 
 TE_API te_status te_grouped_gemm(const te_grouped_gemm_problem* problem, te_stream stream);

@@ -9,12 +9,19 @@
 namespace te::gemm::grouped {
 
 struct Extents {
-  int64_t rows;  // of all groups and the tail
-  int64_t n;     // outputs of a weight
-  int64_t k;     // its inputs
+  int64_t rows;        // of all groups and the tail
+  int64_t n;           // outputs of a weight
+  int64_t k;           // its inputs
+  int64_t panels = 0;  // of FP8 operands of WGRAD: as many as there is room for
 };
 
-Extents check(const te_grouped_gemm_problem& problem);  // throws the argument's error
+// Throw the argument's error.
+Extents check(const te_grouped_gemm_problem& problem);
+Extents check_fp8(const te_grouped_gemm_problem& problem);  // what is FP8's own
+void refuse_fp8_arguments(const te_grouped_gemm_problem& problem);
+
+constexpr int kPanelRows = 128;  // of one group at most, along each column
+TE_HOST_DEVICE int64_t panels_of(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
 
 struct Splits {
   const void* data;
@@ -41,6 +48,7 @@ TE_HOST_DEVICE uint32_t add_count(uint32_t count, int64_t more) {
 
 namespace cpu {
 void run(const te_grouped_gemm_problem& problem, const Extents& extents);
+void run_fp8(const te_grouped_gemm_problem& problem, const Extents& extents);  // the groups' products
 void offsets(const Splits& splits, int32_t* offsets, uint32_t* counters);
 }  // namespace cpu
 

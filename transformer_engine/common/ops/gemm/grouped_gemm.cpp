@@ -6,27 +6,14 @@
 #include <cstring>
 
 #include "core/device.h"
+#include "core/fp8.h"
 #include "ops/gemm/gemm_problem.h"
 #include "ops/gemm/grouped.h"
+#include "ops/gemm/grouped_check.h"
 
 namespace te::gemm::grouped {
 
 namespace {
-
-constexpr const char* kOp = "te_grouped_gemm";
-
-const char* name_of(te_grouped_product product) {
-  return product == TE_GROUPED_FPROP ? "FPROP" : product == TE_GROUPED_DGRAD ? "DGRAD" : "WGRAD";
-}
-
-// `there`: whether the product has the argument; `given`: whether the caller brought it.
-void check_presence(const te_grouped_gemm_problem& p, const char* argument, bool there, bool given) {
-  if (there == given) return;
-  bad_argument(kOp, argument, given ? "given" : "NULL",
-               concat(given ? "NULL" : "a value", " for ", name_of(p.product)));
-}
-
-std::string member(const char* list, int32_t group) { return concat(list, "[", group, "]"); }
 
 void check_weights(const te_grouped_gemm_problem& p, const Extents& e) {
   for (int32_t g = 0; g < p.groups; ++g) {
@@ -55,7 +42,8 @@ Extents check(const te_grouped_gemm_problem& p) {
   if (p.groups < 1) bad_argument(kOp, "groups", p.groups, ">= 1");
   if (p.offsets == nullptr) bad_argument(kOp, "offsets", "NULL", "int32 [groups + 1] on the operands' device");
   check_tensor(kOp, "rows", p.rows);
-  dispatch_float(p.rows.dtype, kOp, "rows", [](auto) {});
+  const bool fp8 = is_fp8(p.rows.dtype);
+  if (!fp8) dispatch_float(p.rows.dtype, kOp, "rows", [](auto) {});
   if (p.rows.rows > INT32_MAX) bad_argument(kOp, "rows", shape_of(p.rows), "fewer than 2^31 rows");
   const bool wgrad = p.product == TE_GROUPED_WGRAD;
   check_presence(p, "weights", !wgrad, p.weights != nullptr);
@@ -64,6 +52,8 @@ Extents check(const te_grouped_gemm_problem& p) {
   if (!wgrad) {
     check_presence(p, "depth_rows", false, p.depth_rows.data != nullptr);
     check_presence(p, "accumulate", false, p.accumulate != nullptr);
+    if (fp8) return check_fp8(p);
+    refuse_fp8_arguments(p);
     const bool fprop = p.product == TE_GROUPED_FPROP;
     const Extents e{p.rows.rows, fprop ? p.result.cols : p.rows.cols, fprop ? p.rows.cols : p.result.cols};
     check_as(kOp, "result", p.result, e.rows, p.result.cols, p.rows);
@@ -72,6 +62,8 @@ Extents check(const te_grouped_gemm_problem& p) {
   }
   check_presence(p, "result", false, p.result.data != nullptr);
   check_presence(p, "zero_tail", false, p.zero_tail != 0);
+  if (fp8) return check_fp8(p);
+  refuse_fp8_arguments(p);
   const Extents e{p.rows.rows, p.rows.cols, p.depth_rows.cols};
   check_as(kOp, "depth_rows", p.depth_rows, e.rows, e.k, p.rows);
   check_results(p, e);
@@ -81,15 +73,6 @@ Extents check(const te_grouped_gemm_problem& p) {
 namespace cpu {
 
 namespace {
-
-te_tensor rows_of(const te_tensor& t, int32_t first, int32_t last) {
-  te_tensor part = t;
-  part.rows = last - first;
-  if (t.data != nullptr) {
-    part.data = static_cast<char*>(t.data) + first * t.row_pitch * int64_t(te_dtype_bytes(t.dtype));
-  }
-  return part;
-}
 
 void check_offsets(const te_grouped_gemm_problem& p, const Extents& e) {
   const auto refuse = [&](int32_t g, const char* wanted) {
@@ -128,14 +111,18 @@ bool is_done(const te_gemm_problem& one) {
   return one.d.data == nullptr || one.d.rows * one.d.cols == 0 || (one.accumulate != 0 && one.b.rows == 0);
 }
 
-}  // namespace
-
-void run(const te_grouped_gemm_problem& p, const Extents& e) {
-  check_offsets(p, e);
+void run_groups(const te_grouped_gemm_problem& p) {
   for (int32_t g = 0; g < p.groups; ++g) {
     const te_gemm_problem one = product_of(p, g);
     if (!is_done(one)) gemm::cpu::run(one, check_problem(one));
   }
+}
+
+}  // namespace
+
+void run(const te_grouped_gemm_problem& p, const Extents& e) {
+  check_offsets(p, e);
+  is_fp8(p.rows.dtype) ? run_fp8(p, e) : run_groups(p);
   if (p.zero_tail == 0) return;
   const te_tensor tail = rows_of(p.result, p.offsets[p.groups], int32_t(e.rows));
   const auto bytes = int64_t(te_dtype_bytes(tail.dtype));

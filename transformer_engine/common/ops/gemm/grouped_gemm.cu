@@ -1,15 +1,15 @@
 // grouped gemm, CUDA path on the host: what TMA can read, and its tensor maps. Offsets are never looked at here. The
 // kernels are in grouped_fprop.cu, grouped_dgrad.cu and grouped_wgrad.cu.
 #include "core/device.h"
+#include "core/fp8.h"
 #include "core/vec.cuh"
 #include "ops/gemm/grouped.h"
+#include "ops/gemm/grouped_check.h"
 #include "ops/gemm/grouped_plan.h"
 
 namespace te::gemm::grouped::cuda {
 
 namespace {
-
-constexpr const char* kOp = "te_grouped_gemm";
 
 // Operands that TMA reads: it has no way of reading others, and a copy is the caller's decision.
 void check_readable(const std::string& argument, const te_tensor& t) {
@@ -21,6 +21,7 @@ void check_readable(const std::string& argument, const te_tensor& t) {
 }
 
 void check_all(const te_grouped_gemm_problem& p, const Extents& e) {
+  if (is_fp8(p.rows.dtype)) throw Error(TE_NOT_IMPLEMENTED, "te_grouped_gemm: FP8 operands on CUDA.");
   if (p.rows.dtype == TE_FLOAT32) {
     throw Error(TE_NOT_IMPLEMENTED,
                 "te_grouped_gemm: float32 operands whose splits are on the device; pass m_splits as a list (host "

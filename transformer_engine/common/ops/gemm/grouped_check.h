@@ -1,0 +1,35 @@
+// What the checks of grouped products of any operands share, and the part of a tensor that a group's rows are.
+#pragma once
+
+#include <string>
+
+#include "core/tensor.h"
+#include "transformer_engine/grouped_gemm.h"
+
+namespace te::gemm::grouped {
+
+inline constexpr const char* kOp = "te_grouped_gemm";
+
+inline const char* name_of(te_grouped_product product) {
+  return product == TE_GROUPED_FPROP ? "FPROP" : product == TE_GROUPED_DGRAD ? "DGRAD" : "WGRAD";
+}
+
+inline std::string member(const char* list, int32_t group) { return concat(list, "[", group, "]"); }
+
+// `there`: whether the product has the argument; `given`: whether the caller brought it.
+inline void check_presence(const te_grouped_gemm_problem& p, const char* argument, bool there, bool given) {
+  if (there == given) return;
+  bad_argument(kOp, argument, given ? "given" : "NULL",
+               concat(given ? "NULL" : "a value", " for ", name_of(p.product)));
+}
+
+inline te_tensor rows_of(const te_tensor& t, int64_t first, int64_t last) {
+  te_tensor part = t;
+  part.rows = last - first;
+  if (t.data != nullptr) {
+    part.data = static_cast<char*>(t.data) + first * t.row_pitch * int64_t(te_dtype_bytes(t.dtype));
+  }
+  return part;
+}
+
+}  // namespace te::gemm::grouped

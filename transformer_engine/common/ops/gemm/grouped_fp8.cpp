@@ -1,0 +1,228 @@
+// grouped gemm of FP8 operands, contract and CPU path: te_gemm's own FP8 product of each group. A group's panels become
+// one matrix for it, as te_quantize makes of the group's rows alone.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "core/fp8.h"
+#include "ops/gemm/gemm_problem.h"
+#include "ops/gemm/grouped.h"
+#include "ops/gemm/grouped_check.h"
+
+namespace te::gemm::grouped {
+
+namespace {
+
+void check_device(const char* argument, const te_tensor& t, const te_tensor& like) {
+  if (t.device != like.device) bad_argument(kOp, argument, concat("on ", device_of(t)), device_of(like));
+}
+
+// The operand that is no gradient.
+void check_e4m3(const char* argument, const te_tensor& t, int64_t rows, int64_t cols, const te_tensor& like) {
+  check_shape(kOp, argument, t, rows, cols);
+  dispatch_fp8(t.dtype, kOp, argument, [](auto) {});
+  check_device(argument, t, like);
+  if (t.dtype == TE_FLOAT8_E5M2) {
+    throw Error(TE_NOT_IMPLEMENTED, concat(kOp, ": ", argument, " of float8_e5m2: rows alone may be."));
+  }
+}
+
+void check_scales(const char* argument, const te_tensor& t, const te_tensor& like) {
+  if (t.dtype != TE_FLOAT32) bad_argument(kOp, argument, concat("of dtype ", te_dtype_name(t.dtype)), "float32");
+  check_device(argument, t, like);
+}
+
+void check_result(const char* argument, const te_tensor& t, int64_t rows, int64_t cols, const te_tensor& like) {
+  check_shape(kOp, argument, t, rows, cols);
+  dispatch_float(t.dtype, kOp, argument, [](auto) {});
+  check_device(argument, t, like);
+}
+
+void check_weight(const te_grouped_gemm_problem& p, int32_t g, int64_t outer, int64_t depth) {
+  check_e4m3(member("weights", g).c_str(), p.weights[g], outer, depth, p.rows);
+  const std::string argument = member("weights_scale_inv", g);
+  const te_tensor& scales = p.weights_scale_inv[g];
+  const bool blocks = p.scaling == TE_SCALING_BLOCK_1D;
+  const gemm::Extent e = scales_of(blocks ? TE_SCALING_BLOCK_2D : TE_SCALING_TENSOR, outer, depth);
+  check_shape(kOp, argument.c_str(), scales, e.rows, !blocks && scales.cols == 2 ? 2 : e.cols);
+  check_scales(argument.c_str(), scales, p.rows);
+  if (e.rows > 1 && scales.row_pitch != scales.cols) {
+    bad_argument(kOp, argument.c_str(), concat("of row pitch ", scales.row_pitch),
+                 concat(scales.cols, ", its columns"));
+  }
+}
+
+void check_bias(const te_grouped_gemm_problem& p, int32_t g, int64_t n) {
+  const std::string argument = member("biases", g);
+  te_tensor like = p.rows;
+  like.dtype = p.result.dtype == TE_FLOAT16 ? TE_FLOAT16 : TE_BFLOAT16;
+  check_as(kOp, argument.c_str(), p.biases[g], 1, n, like);
+}
+
+Extents check_rows(const te_grouped_gemm_problem& p) {
+  const bool fprop = p.product == TE_GROUPED_FPROP;
+  const int64_t outer = p.result.cols, depth = p.rows.cols;
+  const Extents e{p.rows.rows, fprop ? outer : depth, fprop ? depth : outer};
+  check_result("result", p.result, e.rows, outer, p.rows);
+  check_presence(p, "weights_scale_inv", true, p.weights_scale_inv != nullptr);
+  for (int32_t g = 0; g < p.groups; ++g) {
+    check_weight(p, g, outer, depth);
+    if (p.biases != nullptr) check_bias(p, g, e.n);
+  }
+  if (p.scaling == TE_SCALING_TENSOR) {
+    check_shape(kOp, "rows_scale_inv", p.rows_scale_inv, 1, p.groups);
+  } else {
+    const int64_t blocks = scales_of(TE_SCALING_BLOCK_1D, e.rows, depth).rows;
+    check_shape(kOp, "rows_scale_inv", p.rows_scale_inv, blocks, std::max(p.rows_scale_inv.cols, e.rows));
+  }
+  check_scales("rows_scale_inv", p.rows_scale_inv, p.rows);
+  return e;
+}
+
+void check_panels(const te_grouped_gemm_problem& p, const char* argument, const te_tensor& scales, int64_t panels,
+                  int64_t cols) {
+  const bool blocks = p.scaling == TE_SCALING_BLOCK_1D;
+  check_shape(kOp, argument, scales, blocks ? panels : 1, blocks ? (cols + 3) / 4 * 4 : p.groups);
+  check_scales(argument, scales, p.rows);
+}
+
+Extents check_weight_gradients(const te_grouped_gemm_problem& p) {
+  const te_tensor* shape = nullptr;
+  for (int32_t g = 0; g < p.groups; ++g) {
+    const te_tensor& result = p.results[g];
+    if (result.data == nullptr) continue;
+    if (shape == nullptr) shape = &result;
+    check_result(member("results", g).c_str(), result, shape->rows, shape->cols, p.rows);
+  }
+  if (shape == nullptr || shape->rows * shape->cols == 0) return {INT32_MAX, 0, 0};  // nothing to compute
+  const int64_t n = shape->rows, k = shape->cols, panels = p.rows.rows / n;
+  if (p.rows.cols != kPanelRows || p.rows.rows % n != 0) {
+    bad_argument(kOp, "rows", shape_of(p.rows), concat("panels of ", n, " rows and ", kPanelRows, " columns each"));
+  }
+  check_e4m3("depth_rows", p.depth_rows, panels * k, kPanelRows, p.rows);
+  if (p.depth_rows.rows > INT32_MAX) {
+    bad_argument(kOp, "depth_rows", shape_of(p.depth_rows), "fewer than 2^31 rows");
+  }
+  check_panels(p, "rows_scale_inv", p.rows_scale_inv, panels, n);
+  check_panels(p, "depth_rows_scale_inv", p.depth_rows_scale_inv, panels, k);
+  return {std::min<int64_t>(panels * kPanelRows, INT32_MAX), n, k, panels};
+}
+
+}  // namespace
+
+Extents check_fp8(const te_grouped_gemm_problem& p) {
+  if (p.scaling != TE_SCALING_TENSOR && p.scaling != TE_SCALING_BLOCK_1D) {
+    bad_argument(kOp, "scaling", concat(int(p.scaling), " (", scaling_name(p.scaling), ")"),
+                 "TE_SCALING_TENSOR or TE_SCALING_BLOCK_1D, that of rows");
+  }
+  if (p.product != TE_GROUPED_WGRAD) {
+    check_presence(p, "depth_rows_scale_inv", false, p.depth_rows_scale_inv.data != nullptr);
+    return check_rows(p);
+  }
+  check_presence(p, "weights_scale_inv", false, p.weights_scale_inv != nullptr);
+  return check_weight_gradients(p);
+}
+
+void refuse_fp8_arguments(const te_grouped_gemm_problem& p) {
+  const auto refuse = [](const char* argument, bool given) {
+    if (given) bad_argument(kOp, argument, "given", "NULL or 0 without FP8 operands");
+  };
+  refuse("scaling", p.scaling != TE_SCALING_TENSOR);
+  refuse("rows_scale_inv", p.rows_scale_inv.data != nullptr);
+  refuse("depth_rows_scale_inv", p.depth_rows_scale_inv.data != nullptr);
+  refuse("weights_scale_inv", p.weights_scale_inv != nullptr);
+}
+
+namespace cpu {
+
+namespace {
+
+// The scale of one group.
+te_tensor scale_of(const te_tensor& scales, int32_t g) {
+  return {static_cast<float*>(scales.data) + g, 1, 1, 1, TE_FLOAT32, scales.device};
+}
+
+void run_rows(const te_grouped_gemm_problem& p, int32_t g) {
+  const int32_t first = p.offsets[g], last = p.offsets[g + 1];
+  if (first == last || p.result.cols == 0) return;
+  te_gemm_problem one{};
+  one.layout = TE_GEMM_TN;
+  one.a = p.weights[g];
+  one.b = rows_of(p.rows, first, last);
+  one.d = rows_of(p.result, first, last);
+  one.a_scale_inv = p.weights_scale_inv[g];
+  one.b_scaling = p.scaling;
+  if (p.scaling == TE_SCALING_TENSOR) {
+    one.b_scale_inv = scale_of(p.rows_scale_inv, g);
+  } else {
+    one.a_scaling = TE_SCALING_BLOCK_2D;
+    one.b_scale_inv = p.rows_scale_inv;
+    if (one.b.cols > 0) one.b_scale_inv.data = row_ptr<float>(p.rows_scale_inv, 0) + first;
+  }
+  if (p.biases != nullptr) {
+    one.epilogue = TE_GEMM_BIAS;
+    one.bias = p.biases[g];
+  }
+  gemm::cpu::run(one, sizes_of(one));
+}
+
+// The panels of `rows` rows as one matrix [cols, rows], whose columns they hold.
+class Joined {
+ public:
+  Joined(const te_tensor& panels, int64_t first, int64_t cols, int64_t rows) {
+    const int64_t count = (rows + kPanelRows - 1) / kPanelRows, pitch = count * kPanelRows;
+    bytes_.resize(size_t(cols * pitch));
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t col = 0; col < cols; ++col) {
+        std::memcpy(bytes_.data() + col * pitch + i * kPanelRows, row_ptr<uint8_t>(panels, (first + i) * cols + col),
+                    kPanelRows);
+      }
+    }
+    tensor = {bytes_.data(), cols, rows, pitch, panels.dtype, panels.device};
+  }
+  Joined(const Joined&) = delete;
+  Joined& operator=(const Joined&) = delete;
+
+  te_tensor tensor;
+
+ private:
+  std::vector<uint8_t> bytes_;
+};
+
+void run_weight_gradient(const te_grouped_gemm_problem& p, const Extents& e, int32_t g, int64_t panel) {
+  const int64_t rows = p.offsets[g + 1] - p.offsets[g], end = panel + panels_of(rows);
+  te_gemm_problem one{};
+  one.layout = TE_GEMM_TN;
+  one.d = p.results[g];
+  one.accumulate = p.accumulate != nullptr && p.accumulate[g] != 0;
+  if (one.d.data == nullptr || (one.accumulate != 0 && rows == 0)) return;
+  const Joined x(p.depth_rows, panel, e.k, rows), dy(p.rows, panel, e.n, rows);
+  one.a = x.tensor;
+  one.b = dy.tensor;
+  one.a_scaling = one.b_scaling = p.scaling;
+  const bool blocks = p.scaling == TE_SCALING_BLOCK_1D;
+  one.a_scale_inv = blocks ? rows_of(p.depth_rows_scale_inv, panel, end) : scale_of(p.depth_rows_scale_inv, g);
+  one.b_scale_inv = blocks ? rows_of(p.rows_scale_inv, panel, end) : scale_of(p.rows_scale_inv, g);
+  gemm::cpu::run(one, sizes_of(one));
+}
+
+}  // namespace
+
+void run_fp8(const te_grouped_gemm_problem& p, const Extents& e) {
+  if (p.product != TE_GROUPED_WGRAD) {
+    for (int32_t g = 0; g < p.groups; ++g) run_rows(p, g);
+    return;
+  }
+  if (e.n * e.k == 0) return;
+  std::vector<int64_t> before(1, 0);
+  for (int32_t g = 0; g < p.groups; ++g) before.push_back(before.back() + panels_of(p.offsets[g + 1] - p.offsets[g]));
+  if (before.back() > e.panels) {
+    bad_argument(kOp, "offsets", concat("of ", before.back(), " panels"),
+                 concat("no more than the ", e.panels, " of rows"));
+  }
+  for (int32_t g = 0; g < p.groups; ++g) run_weight_gradient(p, e, g, before[size_t(g)]);
+}
+
+}  // namespace cpu
+
+}  // namespace te::gemm::grouped
