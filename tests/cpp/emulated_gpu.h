@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -45,12 +46,12 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 
-// A matrix of 2-byte elements, read in boxes.
+// A matrix of elements of one or two bytes, read in boxes of 128 bytes by `lines`.
 struct alignas(64) CUtensorMap {
-  const uint16_t* data;
+  const unsigned char* data;
   int64_t rows, cols, pitch;
-  int lines;
-  char rest[128 - 36];
+  int lines, element;
+  char rest[128 - 40];
 };
 static_assert(sizeof(CUtensorMap) == 128);
 
@@ -76,9 +77,10 @@ struct Barrier {
   }
 };
 
-// A meeting of `count` fibers.
+// A meeting of `count` fibers, each of which comes once in a round.
 struct Meeting {
   int there = 0, round = 0;
+  std::set<unsigned> who;
 };
 
 struct Fiber {
@@ -132,17 +134,31 @@ class Cluster {
     self().ready = std::move(condition);
     swapcontext(&self().context, &scheduler_);
   }
+  void come_to(Meeting& m, unsigned count) {
+    if (++m.there < int(count)) return;
+    m.there = 0;
+    m.who.clear();
+    ++m.round;
+  }
   void meet_at(Meeting& m, unsigned count) {
     const int round = m.round;
-    if (++m.there == int(count)) {
-      m.there = 0;
-      ++m.round;
-    }
+    come_to(m, count);
     wait([&m, round] { return m.round != round; });
   }
-  void meet(int id, int count) { meet_at(blocks_[rank()].meetings[id], unsigned(count)); }
+  // At a numbered barrier of the block; without waiting for the others.
+  void arrive(int id, int count) {
+    Meeting& m = blocks_[rank()].meetings[id];
+    if (!m.who.insert(threadIdx.x).second) throw std::logic_error("a thread that comes to a barrier twice in a round");
+    come_to(m, unsigned(count));
+  }
+  void meet(int id, int count) {
+    Meeting& m = blocks_[rank()].meetings[id];
+    const int round = m.round;
+    arrive(id, count);
+    wait([&m, round] { return m.round != round; });
+  }
   void meet_block() { meet(0, int(threads_)); }
-  void meet_warp() { meet(kNamedBarriers + int(threadIdx.x / 32), 32); }
+  void meet_warp() { meet_at(blocks_[rank()].meetings[kNamedBarriers + int(threadIdx.x / 32)], 32); }
   void meet_cluster() { meet_at(meeting_, unsigned(fibers_.size())); }
   // By the 32 lanes of a warp: the word of lane `from`.
   uint32_t exchange(uint32_t word, unsigned from) {
@@ -222,6 +238,11 @@ class Cluster {
       if (alive && !moved) throw std::runtime_error("every thread waits and no copy is under way");
     }
     if (!copies_.empty()) throw std::logic_error("a block ended with copies under way");
+    for (const BlockState& b : blocks_) {
+      for (const auto& [id, meeting] : b.meetings) {
+        if (meeting.there != 0) throw std::logic_error("a block ended with a barrier that some had come to");
+      }
+    }
     for (Fiber& f : fibers_) {
       if (f.mma.size() != 1 || !f.mma.front().empty()) throw std::logic_error("a thread ended with sums under way");
     }
@@ -240,20 +261,21 @@ class Cluster {
 
 // Where an operand's element is, by its descriptor; `across` and `depth` count from the descriptor's start. 16-byte
 // pieces of each 128-byte line are exchanged by the line's number modulo 8, which address bits 7 to 9 are.
-inline uint32_t element_address(uint64_t descriptor, bool transposed, int across, int depth) {
+inline uint32_t element_address(uint64_t descriptor, bool transposed, int across, int depth, int bytes = 2) {
   const auto field = [&](int bit) { return uint32_t(descriptor >> bit & 0x3fff) << 4; };
   const uint32_t start = field(0), leading = field(16), stride = field(32);
   if (descriptor >> 62 != 1) throw std::logic_error("a descriptor without 128-byte swizzle");
-  const uint32_t plain = transposed
-                             ? start + uint32_t(across / 64) * leading + uint32_t(depth / 8) * stride +
-                                   uint32_t(depth % 8) * 128 + uint32_t(across % 64) * 2
-                             : start + uint32_t(across / 8) * stride + uint32_t(across % 8) * 128 + uint32_t(depth) * 2;
+  const uint32_t plain =
+      transposed ? start + uint32_t(across / 64) * leading + uint32_t(depth / 8) * stride + uint32_t(depth % 8) * 128 +
+                       uint32_t(across % 64) * 2
+                 : start + uint32_t(across / 8) * stride + uint32_t(across % 8) * 128 + uint32_t(depth * bytes);
   return plain ^ (plain >> 7 & 7) << 4;
 }
 
 }  // namespace te::testing::gpu
 
 inline void __syncthreads() { te::testing::gpu::Cluster::current().meet_block(); }
+inline void __syncwarp() { te::testing::gpu::Cluster::current().meet_warp(); }
 template <class T>
 T __shfl_sync(unsigned, T value, int from) {
   static_assert(sizeof(T) == 4);

@@ -1,7 +1,9 @@
-// The functions of ops/gemm/wgmma.cuh on the emulated cluster of emulated_gpu.h.
+// The functions of ops/gemm/wgmma.cuh and wgmma_fp8.cuh on the emulated cluster of emulated_gpu.h.
 #pragma once
 
 #include "emulated_gpu.h"
+
+#include "core/fp8.h"
 #include "ops/gemm/wgmma_layout.h"
 
 namespace te::gemm::wgmma {
@@ -44,13 +46,18 @@ inline void copy_box_to(unsigned first, unsigned last, void* to, const CUtensorM
   for (unsigned rank = first; rank <= last; ++rank) {
     cluster.later([&cluster, rank, base, full, matrix, at] {
       if (cluster.ended(rank)) throw std::logic_error("a copy to a block that has ended");
+      const int element = matrix.element;
       for (int line = 0; line < matrix.lines; ++line) {
-        for (int col = 0; col < 64; ++col) {
-          const int64_t r = int64_t(at.row) + line, c = int64_t(at.col) + col;
+        for (int byte = 0; byte < 128; byte += element) {
+          const int64_t r = int64_t(at.row) + line, c = int64_t(at.col) + byte / element;
           const bool inside = r >= 0 && r < matrix.rows && c >= 0 && c < matrix.cols;
-          const uint16_t value = inside ? matrix.data[r * matrix.pitch + c] : uint16_t(0);
-          const int piece = (col / 8) ^ (line % 8);
-          std::memcpy(cluster.at(rank, base + uint32_t(line * 128 + piece * 16 + col % 8 * 2)), &value, 2);
+          const int piece = (byte / 16) ^ (line % 8);
+          unsigned char* to = cluster.at(rank, base + uint32_t(line * 128 + piece * 16 + byte % 16));
+          if (inside) {
+            std::memcpy(to, matrix.data + (r * matrix.pitch + c) * element, size_t(element));
+          } else {
+            std::memset(to, 0, size_t(element));
+          }
         }
       }
       testing::gpu::Barrier& b = cluster.barrier(rank, full);
@@ -65,7 +72,26 @@ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* barrier, BoxAt 
 inline void copy_box_to_both(void* to, const CUtensorMap* map, uint64_t* barrier, BoxAt at) {
   copy_box_to(0, 1, to, map, barrier, at);
 }
+// Read and written when it lands.
+inline void copy_bytes(void* to, const void* from, uint64_t* barrier, uint32_t bytes) {
+  Cluster& cluster = Cluster::current();
+  const unsigned rank = cluster_rank();
+  const uint32_t base = shared_address(to), full = shared_address(barrier);
+  if (base % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
+    throw std::logic_error("a copy that is not of 16 bytes");
+  }
+  cluster.later([&cluster, rank, base, full, from, bytes] {
+    if (cluster.ended(rank)) throw std::logic_error("a copy to a block that has ended");
+    std::memcpy(cluster.at(rank, base), from, bytes);
+    testing::gpu::Barrier& b = cluster.barrier(rank, full);
+    b.bytes -= bytes;
+    b.settle();
+  });
+}
 inline void async_fence() {}
+inline void named_arrive(int id, int threads) { Cluster::current().arrive(id, threads); }
+inline float load_scale(const float* scale) { return *scale; }
+inline float product_of(float a, float b) { return std::fma(a, b, -0.f); }  // which no compiler makes part of a sum
 
 inline void mma_fence() {}
 inline void mma_commit() { Cluster::current().self().mma.emplace_back(); }
@@ -81,37 +107,48 @@ void mma_wait() {
 }
 template <int kSlabs, int kFragment>
 void hold(float (&)[kSlabs][kFragment]) {}
+template <int kFragment>
+void hold(float (&)[kFragment]) {}
 
 // This thread's share of 64 rows of results: register 4 j + 2 h + c is row 16 warp + lane / 4 + 8 h, column
-// 8 j + 2 (lane % 4) + c.
-template <class T, Major kLeft, Major kRight, int kFragment>
-void mma(float (&d)[kFragment], uint64_t a, uint64_t b, bool add) {
+// 8 j + 2 (lane % 4) + c. Sums are float32's, in the order of the depth; a GPU's keep fewer bits of FP8 products.
+template <class Left, class Right, int kDepth, int kFragment>
+void multiply(float (&d)[kFragment], uint64_t a, uint64_t b, bool left_across, bool right_across, bool add) {
+  static_assert(sizeof(Left) == sizeof(Right));
   Cluster& cluster = Cluster::current();
   const unsigned rank = cluster.rank();
   const int warp = int(threadIdx.x % 128) / 32, lane = int(threadIdx.x % 32);
   float* sums = d;
-  cluster.self().mma.back().push_back([&cluster, rank, sums, a, b, add, warp, lane] {
-    const auto read = [&](uint64_t descriptor, Major major, int across, int depth) {
-      T value;
-      const bool transposed = major == Major::kAcross;
-      std::memcpy(&value, cluster.at(rank, testing::gpu::element_address(descriptor, transposed, across, depth)), 2);
+  cluster.self().mma.back().push_back([&cluster, rank, sums, a, b, left_across, right_across, add, warp, lane] {
+    const auto read = [&](auto value, uint64_t descriptor, bool across_depth, int across, int depth) {
+      constexpr int kBytes = int(sizeof(value));
+      const uint32_t at = testing::gpu::element_address(descriptor, across_depth, across, depth, kBytes);
+      std::memcpy(&value, cluster.at(rank, at), kBytes);
       return to_float(value);
     };
-    float left[2][16], right[16];
+    float left[2][kDepth], right[kDepth];
     for (int h = 0; h < 2; ++h) {
-      for (int i = 0; i < 16; ++i) left[h][i] = read(a, kLeft, 16 * warp + lane / 4 + 8 * h, i);
+      for (int i = 0; i < kDepth; ++i) left[h][i] = read(Left{}, a, left_across, 16 * warp + lane / 4 + 8 * h, i);
     }
     for (int j = 0; j < kFragment / 4; ++j) {
       for (int c = 0; c < 2; ++c) {
-        for (int i = 0; i < 16; ++i) right[i] = read(b, kRight, 8 * j + 2 * (lane % 4) + c, i);
+        for (int i = 0; i < kDepth; ++i) right[i] = read(Right{}, b, right_across, 8 * j + 2 * (lane % 4) + c, i);
         for (int h = 0; h < 2; ++h) {
           float& sum = sums[4 * j + 2 * h + c];
           if (!add) sum = 0.f;
-          for (int i = 0; i < 16; ++i) sum = std::fma(left[h][i], right[i], sum);
+          for (int i = 0; i < kDepth; ++i) sum = std::fma(left[h][i], right[i], sum);
         }
       }
     }
   });
+}
+template <class T, Major kLeft, Major kRight, int kFragment>
+void mma(float (&d)[kFragment], uint64_t a, uint64_t b, bool add) {
+  multiply<T, T, 16>(d, a, b, kLeft == Major::kAcross, kRight == Major::kAcross, add);
+}
+template <class Left>
+void mma_fp8(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+  multiply<Left, e4m3, 32>(d, a, b, false, false, add);
 }
 
 template <int kRegisters>

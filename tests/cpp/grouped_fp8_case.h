@@ -137,7 +137,7 @@ class Fp8Case {
       s.formula = in_blocks() ? std::fma(partial, scale, s.formula) : s.formula + partial;
       partial = 0.f;
     }
-    if (!in_blocks() && a.depth > 0) s.formula *= scale;
+    if (!in_blocks() && a.depth > 0) s.formula = std::fma(s.formula, scale, -0.f);  // rounded, whatever is added
     return s;
   }
 

@@ -6,8 +6,8 @@
 
 #include <gtest/gtest.h>
 
+#include "emulated_grouped.h"
 #include "grouped_case.h"
-#include "ops/gemm/grouped_kernel.cuh"
 #include "ops/gemm/grouped_plan.h"
 
 namespace te {
@@ -22,34 +22,8 @@ using testing::GroupedCase;
 using testing::GroupedShape;
 using testing::same;
 
-static_assert(gemm::grouped::kSharedBytes <= int(testing::gpu::kSharedBytes), "a Hopper block has 227 KiB");
-
-// Runs a launch's clusters one after the other.
 template <class T>
-struct EmulatedGpu {
-  int multiprocessors;
-  unsigned seed;
-
-  int32_t sms() const { return multiprocessors; }
-  bool wide(const te_tensor& t) const {
-    return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.row_pitch * int64_t(te_dtype_bytes(t.dtype)) % 16 == 0;
-  }
-  CUtensorMap map(const te_tensor& t, int lines) const {
-    CUtensorMap m{};
-    m.data = static_cast<const uint16_t*>(t.data);
-    m.rows = t.rows;
-    m.cols = t.cols;
-    m.pitch = t.row_pitch;
-    m.lines = lines;
-    return m;
-  }
-  template <class Job>
-  void start(const typename Job::Params& params, int32_t blocks) const {
-    for (unsigned i = 0; i < unsigned(blocks); i += gemm::wgmma::kCluster) {
-      testing::gpu::Cluster cluster(gemm::wgmma::kCluster, gemm::wgmma::kThreads, seed + i);
-      cluster.run(i, unsigned(blocks), [&] { gemm::grouped::grouped_kernel<Job>(params); });
-    }
-  }
+struct EmulatedGpu : testing::EmulatedGrouped {
   void fprop(const RowParams& p, int32_t blocks) const { start<RowJob<T, Major::kDepth>>(p, blocks); }
   void dgrad(const RowParams& p, int32_t blocks) const { start<RowJob<T, Major::kAcross>>(p, blocks); }
   void wgrad(const WeightParams& p, bool floats, int32_t blocks) const {
@@ -69,7 +43,7 @@ void compare(te_grouped_product product, const GroupedShape& s, int sms,
   }
   TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
   const gemm::grouped::Extents e{s.rows(), s.n, s.k};
-  ASSERT_NO_THROW(launch_all(got.problem, e, EmulatedGpu<T>{sms, 7})) << name;
+  ASSERT_NO_THROW(launch_all(got.problem, e, EmulatedGpu<T>{{sms, 7}})) << name;
   if (product != TE_GROUPED_WGRAD) {
     EXPECT_TRUE(same(want.row_result().read(), got.row_result().read())) << name;
     EXPECT_TRUE(got.row_result().padding_untouched()) << name;
@@ -162,7 +136,7 @@ TEST(GroupedKernels, StrangersInTheLastBlockOfTheDepth) {
     got.x.fill(got.x_values);
     got.dy.fill(got.dy_values);
     TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
-    gemm::grouped::launch_all(got.problem, {s.rows(), s.n, s.k}, EmulatedGpu<bf16>{3, unsigned(clean)});
+    gemm::grouped::launch_all(got.problem, {s.rows(), s.n, s.k}, EmulatedGpu<bf16>{{3, unsigned(clean)}});
     EXPECT_TRUE(same(want.results[clean]->read(), got.results[clean]->read())) << clean;
   }
 }

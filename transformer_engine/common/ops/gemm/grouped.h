@@ -15,6 +15,8 @@ struct Extents {
   int64_t panels = 0;  // of FP8 operands of WGRAD: as many as there is room for
 };
 
+constexpr int64_t kMostRows = INT32_MAX - 256;  // the last pair of tiles ends within 32 bits
+
 // Throw the argument's error.
 Extents check(const te_grouped_gemm_problem& problem);
 Extents check_fp8(const te_grouped_gemm_problem& problem);  // what is FP8's own

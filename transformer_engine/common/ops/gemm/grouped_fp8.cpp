@@ -94,7 +94,7 @@ Extents check_weight_gradients(const te_grouped_gemm_problem& p) {
     if (shape == nullptr) shape = &result;
     check_result(member("results", g).c_str(), result, shape->rows, shape->cols, p.rows);
   }
-  if (shape == nullptr || shape->rows * shape->cols == 0) return {INT32_MAX, 0, 0};  // nothing to compute
+  if (shape == nullptr || shape->rows * shape->cols == 0) return {kMostRows, 0, 0};  // nothing to compute
   const int64_t n = shape->rows, k = shape->cols, panels = p.rows.rows / n;
   if (p.rows.cols != kPanelRows || p.rows.rows % n != 0) {
     bad_argument(kOp, "rows", shape_of(p.rows), concat("panels of ", n, " rows and ", kPanelRows, " columns each"));
@@ -105,7 +105,7 @@ Extents check_weight_gradients(const te_grouped_gemm_problem& p) {
   }
   check_panels(p, "rows_scale_inv", p.rows_scale_inv, panels, n);
   check_panels(p, "depth_rows_scale_inv", p.depth_rows_scale_inv, panels, k);
-  return {std::min<int64_t>(panels * kPanelRows, INT32_MAX), n, k, panels};
+  return {std::min<int64_t>(panels * kPanelRows, kMostRows), n, k, panels};
 }
 
 }  // namespace

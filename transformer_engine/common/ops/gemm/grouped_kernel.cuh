@@ -12,38 +12,49 @@ namespace te::gemm::grouped {
 // Of 512 registers a lane of each scheduler: what copies needs few, 128 sums and an epilogue need many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
+template <class Job>
 struct Shared {
-  wgmma::Ring ring;
-  RowRange rows[kLaunchGroups];
+  typename Job::Ring ring;
+  RowRange ranges[kLaunchGroups];     // what of the operands is a group's
   int32_t before[kLaunchGroups + 1];  // pairs of tiles before each group; all of them
 };
-constexpr int kSharedBytes = int(sizeof(Shared)) + wgmma::kSharedAlignment;  // wherever the runtime lets it begin
+template <class Job>
+constexpr int kSharedBytes = int(sizeof(Shared<Job>)) + wgmma::kSharedAlignment;  // wherever the runtime lets it begin
 
-// before[g], the pairs of each group, becomes those before it; by the first warp.
-__device__ inline void sum_up(int32_t (&before)[kLaunchGroups + 1], int32_t groups) {
+__device__ __forceinline__ int32_t sum_up_to(int32_t most, int32_t a, int32_t b) { return b < most - a ? a + b : most; }
+
+// before[g], counts of each group, becomes `start` and those before it; no sum exceeds `most`. By the first warp.
+__device__ inline void sum_up(int32_t* before, int32_t groups, int32_t start, int32_t most) {
   const int lane = int(threadIdx.x);
-  int32_t sum = 0;
+  int32_t sum = start;
   for (int32_t first = 0; first < groups; first += 32) {
-    const int32_t group = first + lane, own = group < groups ? before[group] : 0;
-    int32_t up_to = own;
+    const int32_t group = first + lane;
+    int32_t up_to = group < groups ? sum_up_to(most, 0, before[group]) : 0;
     for (int step = 1; step < 32; step *= 2) {
       const int32_t left = __shfl_up_sync(kWholeWarp, up_to, step);
-      if (lane >= step) up_to += left;
+      if (lane >= step) up_to = sum_up_to(most, up_to, left);
     }
-    if (group < groups) before[group] = sum + up_to - own;
-    sum += __shfl_sync(kWholeWarp, up_to, 31);
+    const int32_t left = __shfl_up_sync(kWholeWarp, up_to, 1);
+    if (group < groups) before[group] = sum_up_to(most, sum, lane == 0 ? 0 : left);
+    sum = sum_up_to(most, sum, __shfl_sync(kWholeWarp, up_to, 31));
   }
   if (lane == 0) before[groups] = sum;
 }
 
+__device__ inline void find_rows(RowRange* rows, const Common& common) {
+  for (int32_t g = int32_t(threadIdx.x); g < common.groups; g += wgmma::kThreads) {
+    rows[g] = rows_between(common.offsets[g], common.offsets[g + 1], common.rows);
+  }
+}
+
 // f(group, extent) for each tile of this block.
 template <class Job, class F>
-__device__ __forceinline__ void for_tiles(const Shared& shared, const typename Job::Params& p, int rank, F&& f) {
+__device__ __forceinline__ void for_tiles(const Shared<Job>& shared, const typename Job::Params& p, int rank, F&& f) {
   const int32_t groups = p.common.groups, count = shared.before[groups], cols = Job::col_pairs(p);
   const int32_t clusters = int32_t(gridDim.x) / wgmma::kCluster;
   for (int32_t number = int32_t(blockIdx.x) / wgmma::kCluster; number < count; number += clusters) {
     const PairAt at = pair_at(shared.before, groups, cols, number);
-    f(at.group, Job::extent(p, at, rank, shared.rows[at.group]));
+    f(at.group, Job::extent(p, at, rank, shared.ranges[at.group]));
   }
 }
 
@@ -55,27 +66,29 @@ __device__ __forceinline__ bool has_results(const Extent& e, int consumer) {
 }
 
 template <class Job>
-__device__ __forceinline__ void produce_all(Shared& shared, const typename Job::Params& p, int rank) {
+__device__ __forceinline__ void produce_all(Shared<Job>& shared, const typename Job::Params& p, int rank) {
   wgmma::RingPlace place;
-  for_tiles<Job>(shared, p, rank, [&](int32_t group, const Extent& e) {
-    wgmma::produce<typename Job::Plan>(shared.ring, place, Job::left(p), Job::right(p, group), e, rank);
-  });
+  for_tiles<Job>(shared, p, rank,
+                 [&](int32_t group, const Extent& e) { Job::produce(shared.ring, place, p, group, e, rank); });
 }
 
 template <class Job>
-__device__ __forceinline__ void consume_all(Shared& shared, const typename Job::Params& p, int rank, int consumer) {
+__device__ __forceinline__ void consume_all(Shared<Job>& shared, const typename Job::Params& p, int rank,
+                                            int consumer) {
   using Plan = typename Job::Plan;
   using Tile = typename Plan::Tile;
   wgmma::RingPlace place;
+  Job::open(consumer);
   for_tiles<Job>(shared, p, rank, [&](int32_t group, const Extent& e) {
-    if (!has_results<Plan>(e, consumer)) return wgmma::pass(shared.ring, place, e);
+    if (!has_results<Plan>(e, consumer)) return Job::pass(shared.ring, place, e, consumer);
     float sums[Tile::kSlabs][Tile::kFragment];
-    wgmma::consume<typename Job::Element, Plan>(shared.ring, place, consumer, e, sums);
+    Job::consume(shared.ring, place, p, group, e, consumer, sums);
 #pragma unroll
     for (int slab = 0; slab < Tile::kSlabs; ++slab) {
       Job::finish(p, group, e, consumer * Tile::kConsumerRows + slab * wgmma::kSlabRows, sums[slab]);
     }
   });
+  Job::close(consumer);
 }
 
 template <class Job>
@@ -84,14 +97,14 @@ __global__ void __launch_bounds__(wgmma::kThreads, 1) __cluster_dims__(wgmma::kC
   using namespace wgmma;
   unsigned char* memory = shared_memory();
   const uint32_t past = shared_address(memory) % kSharedAlignment;
-  Shared& shared = *reinterpret_cast<Shared*>(memory + (past == 0 ? 0 : kSharedAlignment - past));
+  auto& shared = *reinterpret_cast<Shared<Job>*>(memory + (past == 0 ? 0 : kSharedAlignment - past));
+  Job::find_ranges(shared.ranges, shared.before, p);
   for (int32_t g = int32_t(threadIdx.x); g < p.common.groups; g += kThreads) {
-    shared.rows[g] = rows_between(p.common.offsets[g], p.common.offsets[g + 1], p.common.rows);
-    shared.before[g] = Job::pairs(p, g, shared.rows[g]);
+    shared.before[g] = Job::pairs(p, g, shared.ranges[g]);
   }
   if (threadIdx.x == 0) shared.ring.open();
   __syncthreads();
-  if (threadIdx.x < 32) sum_up(shared.before, p.common.groups);
+  if (threadIdx.x < 32) sum_up(shared.before, p.common.groups, 0, kMostPairs);
   __syncthreads();
   cluster_meeting();  // the other block's barriers are there
   const int rank = int(cluster_rank());
@@ -107,8 +120,8 @@ __global__ void __launch_bounds__(wgmma::kThreads, 1) __cluster_dims__(wgmma::kC
 }
 
 // Zeros in the result's rows behind the last group; by `threads` threads of each block.
-template <class R>
-__device__ __forceinline__ void zero_tail(const RowParams& p, int thread, int threads) {
+template <class R, class Params>
+__device__ __forceinline__ void zero_tail(const Params& p, int thread, int threads) {
   const int warp = thread / 32, warps = threads / 32;
   const Target<R> target{static_cast<R*>(p.result), p.pitch, p.wide};
   const RowRange tail = rows_between(p.common.offsets[p.common.groups], p.common.rows, p.common.rows);
@@ -121,25 +134,45 @@ __device__ __forceinline__ void zero_tail(const RowParams& p, int thread, int th
   }
 }
 
+// How jobs on 2-byte operands go through a tile.
+template <class Job, class Params, class T, class PlanOf>
+struct PlainLoop {
+  using Ring = wgmma::Ring;
+  using Plan = PlanOf;
+
+  static __device__ void open(int) {}
+  static __device__ void close(int) {}
+  static __device__ void find_ranges(RowRange* rows, int32_t*, const Params& p) { find_rows(rows, p.common); }
+  static __device__ __forceinline__ void produce(Ring& ring, wgmma::RingPlace& place, const Params& p, int32_t group,
+                                                 const Extent& e, int rank) {
+    wgmma::produce<Plan>(ring, place, &p.left, Job::right_map(p, group), e, rank);
+  }
+  static __device__ __forceinline__ void pass(Ring& ring, wgmma::RingPlace& place, const Extent& e, int) {
+    wgmma::pass(ring, place, e);
+  }
+  static __device__ __forceinline__ void consume(Ring& ring, wgmma::RingPlace& place, const Params&, int32_t,
+                                                 const Extent& e, int consumer,
+                                                 float (&sums)[Plan::Tile::kSlabs][Plan::Tile::kFragment]) {
+    wgmma::consume<T, Plan>(ring, place, consumer, e, sums);
+  }
+};
+
 // FPROP: weights [N, K] lie along the depth. DGRAD: across it.
 template <class T, wgmma::Major kWeights>
-struct RowJob {
+struct RowJob : PlainLoop<RowJob<T, kWeights>, RowParams, T, RowPlan<kWeights>> {
   using Params = RowParams;
-  using Element = T;
-  using Plan = RowPlan<kWeights>;
 
   static __device__ int32_t pairs(const Params& p, int32_t, RowRange rows) { return row_product_pairs(rows, p.cols); }
   static __device__ int32_t col_pairs(const Params& p) { return row_product_col_pairs(p.cols); }
   static __device__ Extent extent(const Params& p, PairAt at, int rank, RowRange rows) {
     return row_product_extent(at, rank, rows, p.cols, p.depth);
   }
-  static __device__ const CUtensorMap* left(const Params& p) { return &p.left; }
-  static __device__ const CUtensorMap* right(const Params& p, int32_t group) { return &p.weights[group]; }
+  static __device__ const CUtensorMap* right_map(const Params& p, int32_t group) { return &p.weights[group]; }
   static __device__ void beside(const Params& p, int thread, int threads) {
     if (p.zero_tail) zero_tail<T>(p, thread, threads);
   }
   static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int slab,
-                                                float (&sums)[Plan::Tile::kFragment]) {
+                                                float (&sums)[RowTile::kCols / 2]) {
     const auto* bias = static_cast<const T*>(p.biases[group]);
     if (bias != nullptr) add_bias(bias, e, sums);
     store_16_bit(Target<T>{static_cast<T*>(p.result), p.pitch, p.wide}, e, slab, false, sums);
@@ -147,10 +180,8 @@ struct RowJob {
 };
 
 template <class T, class R>
-struct WeightJob {
+struct WeightJob : PlainLoop<WeightJob<T, R>, WeightParams, T, WeightPlan> {
   using Params = WeightParams;
-  using Element = T;
-  using Plan = WeightPlan;
 
   static __device__ int32_t pairs(const Params& p, int32_t group, RowRange rows) {
     const Params::Result& result = p.results[group];
@@ -160,11 +191,10 @@ struct WeightJob {
   static __device__ Extent extent(const Params& p, PairAt at, int rank, RowRange rows) {
     return weight_gradient_extent(at, rank, rows, p.n, p.k);
   }
-  static __device__ const CUtensorMap* left(const Params& p) { return &p.left; }
-  static __device__ const CUtensorMap* right(const Params& p, int32_t) { return &p.right; }
+  static __device__ const CUtensorMap* right_map(const Params& p, int32_t) { return &p.right; }
   static __device__ void beside(const Params&, int, int) {}
   static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int slab,
-                                                float (&sums)[Plan::Tile::kFragment]) {
+                                                float (&sums)[WeightTile::kCols / 2]) {
     const Params::Result& result = p.results[group];
     const Target<R> target{static_cast<R*>(result.data), result.pitch, result.wide};
     if constexpr (std::is_same_v<R, float>) {

@@ -17,11 +17,12 @@ void start(const typename Job::Params& params, const Launch& launch) {
   const uint64_t bit = uint64_t(1) << (launch.device % 64);
   if ((ready.load(std::memory_order_acquire) & bit) == 0) {
     const RelaxedCapture relaxed;
-    check_cuda(cudaFuncSetAttribute(grouped_kernel<Job>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-               "te_grouped_gemm");
+    check_cuda(
+        cudaFuncSetAttribute(grouped_kernel<Job>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Job>),
+        "te_grouped_gemm");
     ready.fetch_or(bit, std::memory_order_release);
   }
-  grouped_kernel<Job><<<launch.blocks, wgmma::kThreads, kSharedBytes, cudaStream_t(launch.stream)>>>(params);
+  grouped_kernel<Job><<<launch.blocks, wgmma::kThreads, kSharedBytes<Job>, cudaStream_t(launch.stream)>>>(params);
   check_launch("te_grouped_gemm");
 }
 

@@ -23,17 +23,17 @@ CUtensorMap right_map(const Gpu& gpu, const te_tensor& t) {
 // As many blocks as there can be tiles, and no more than run at once; whole clusters.
 template <class Gpu>
 int32_t blocks_of(const Gpu& gpu, int64_t most_pairs) {
-  if (most_pairs > INT32_MAX / 2) {
+  if (most_pairs > kMostPairs) {
     throw Error(TE_NOT_IMPLEMENTED, concat("te_grouped_gemm: ", most_pairs, " pairs of tiles in one launch."));
   }
   const int64_t clusters = std::max(gpu.sms() / wgmma::kCluster, 1);
   return int32_t(std::min(most_pairs, clusters)) * wgmma::kCluster;
 }
 
-// f(first group, groups) for each launch.
+// f(first group, groups) for each launch of `most` groups.
 template <class F>
-void for_launches(int32_t groups, F&& f) {
-  for (int32_t first = 0; first < groups; first += kLaunchGroups) f(first, std::min(kLaunchGroups, groups - first));
+void for_launches(int32_t groups, int most, F&& f) {
+  for (int32_t first = 0; first < groups; first += most) f(first, std::min(most, groups - first));
 }
 
 template <class Gpu>
@@ -49,7 +49,7 @@ void launch_rows(const te_grouped_gemm_problem& p, const Extents& e, const Gpu& 
   params->depth = int32_t(depth);
   params->wide = gpu.wide(p.result);
   if (depth > 0) params->left = left_map<RowPlan<wgmma::Major::kDepth>>(gpu, p.rows);
-  for_launches(p.groups, [&](int32_t first, int32_t groups) {
+  for_launches(p.groups, kLaunchGroups, [&](int32_t first, int32_t groups) {
     for (int32_t g = 0; g < groups; ++g) {
       const te_tensor& weight = p.weights[first + g];
       if (depth > 0) {
@@ -76,7 +76,7 @@ void launch_weights(const te_grouped_gemm_problem& p, const Extents& e, te_dtype
   }
   params.n = int32_t(e.n);
   params.k = int32_t(e.k);
-  for_launches(p.groups, [&](int32_t first, int32_t groups) {
+  for_launches(p.groups, kLaunchGroups, [&](int32_t first, int32_t groups) {
     int32_t wanted = 0;
     for (int32_t g = 0; g < groups; ++g) {
       const te_tensor& result = p.results[first + g];

@@ -10,6 +10,7 @@ namespace te::gemm::grouped {
 
 // A tensor map of 128 bytes and a bias's address for each group fit into 32,764 bytes of kernel parameters.
 constexpr int kLaunchGroups = 238;
+constexpr int32_t kMostPairs = INT32_MAX / 2;  // of tiles, in one launch
 constexpr int kBand = 8;  // row tiles that are walked column by column, so that both operands stay in L2
 
 TE_HOST_DEVICE int32_t tiles_over(int64_t extent, int tile) { return int32_t((extent + tile - 1) / tile); }

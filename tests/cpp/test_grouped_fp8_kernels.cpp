@@ -1,0 +1,213 @@
+// The grouped kernels of FP8 operands on emulated Hopper blocks (emulated_gpu.h), bit for bit: exact operands against
+// the CPU path, any operands against the header's formula in float32, whose order the kernels keep. (Hopper's FP8
+// tensor cores keep fewer bits of a partial sum, so on a GPU the latter is within test_grouped_fp8's bound.) What
+// belongs to no group, scales too, is NaN. Mutants: partial sums that go on from block to block (`true` for `i > 0`),
+// scales of the row beside (`+ 1` on fragment_row), of the block before (load(block) in next()), a release before
+// mma_wait, no take(), boxes of the panel beside.
+#include "emulated_wgmma.h"
+
+#include <gtest/gtest.h>
+
+#include "emulated_grouped.h"
+#include "grouped_fp8_case.h"
+#include "ops/gemm/grouped_fp8_jobs.cuh"
+#include "ops/gemm/grouped_fp8_plan.h"
+
+namespace te {
+namespace {
+
+using gemm::grouped::BlockScales;
+using gemm::grouped::Fp8RowJob;
+using gemm::grouped::Fp8RowParams;
+using gemm::grouped::Fp8WeightJob;
+using gemm::grouped::Fp8WeightParams;
+using gemm::grouped::GroupScale;
+using gemm::grouped::PanelScales;
+using testing::Draw;
+using testing::Fp8Case;
+using testing::GroupedShape;
+using testing::same;
+
+template <class Left>
+struct EmulatedGpu : testing::EmulatedGrouped {
+  te_scaling scaling;
+
+  void fp8_rows(const Fp8RowParams& p, int32_t blocks) const {
+    if (scaling == TE_SCALING_BLOCK_1D) return start<Fp8RowJob<Left, BlockScales>>(p, blocks);
+    start<Fp8RowJob<Left, GroupScale>>(p, blocks);
+  }
+  void fp8_weights(const Fp8WeightParams& p, int32_t blocks) const {
+    if (scaling == TE_SCALING_BLOCK_1D) return start<Fp8WeightJob<Left, PanelScales>>(p, blocks);
+    start<Fp8WeightJob<Left, GroupScale>>(p, blocks);
+  }
+};
+
+template <class Left, class D>
+void launch(Fp8Case<Left, D>& c, int sms, unsigned seed) {
+  const GroupedShape& s = c.shape;
+  gemm::grouped::Extents e{s.rows(), s.n, s.k};
+  if (c.wgrad()) e.rows = c.panels() * 128, e.panels = c.panels();
+  launch_fp8(c.problem, e, EmulatedGpu<Left>{{sms, seed}, c.scaling});
+}
+
+// Rows of groups are to be the formula's; those behind zeros, or as they were.
+template <class Left, class D>
+void check_formula(Fp8Case<Left, D>& c, const std::string& name) {
+  int64_t wrong = 0;
+  const auto differ = [&](D got, D want) { wrong += std::memcmp(&got, &want, sizeof(D)) != 0; };
+  if (!c.wgrad()) {
+    testing::for_rows(c, [&](D got, int32_t g, int64_t i, int64_t col) {
+      if (g < 0) return;
+      const float bias = c.bias_values.empty() ? 0.f : float(c.bias_values[size_t(g)][size_t(col)]);
+      differ(got, from_float<D>(c.sum(g, i, col).formula + bias));
+    });
+  }
+  for (int32_t g = 0; g < c.shape.groups() && c.wgrad(); ++g) {
+    if (c.result_tensors[size_t(g)].data == nullptr) continue;
+    const bool add = c.problem.accumulate != nullptr && c.problem.accumulate[g] != 0;
+    const std::vector<D> got = c.results[size_t(g)]->read();
+    for (size_t i = 0; i < got.size(); ++i) {
+      const float sum = c.sum(g, int64_t(i) / c.shape.k, int64_t(i) % c.shape.k).formula;
+      differ(got[i], from_float<D>(add ? float(c.old_values[size_t(g)][i]) + sum : sum));
+    }
+  }
+  EXPECT_EQ(wrong, 0) << name;
+}
+
+// The same problem by the CPU path and by the kernels; then any operands by the formula.
+template <class Left, class D>
+void compare(te_grouped_product product, te_scaling scaling, const GroupedShape& s, int sms,
+             const std::function<void(Fp8Case<Left, D>&)>& change) {
+  const std::string name = concat(name_of(s, product), testing::scaling_name(scaling), ", ", sms, " multiprocessors");
+  Fp8Case<Left, D> want(TE_DEVICE_CPU, product, scaling, s, Draw::kExact);
+  Fp8Case<Left, D> got(TE_DEVICE_CPU, product, scaling, s, Draw::kExact);
+  Fp8Case<Left, D> any(TE_DEVICE_CPU, product, scaling, s, Draw::kAny);
+  for (Fp8Case<Left, D>* c : {&want, &got, &any}) {
+    if (c->wgrad()) c->fill_results();
+    change(*c);
+  }
+  TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
+  ASSERT_NO_THROW(launch(got, sms, 7)) << name;
+  ASSERT_NO_THROW(launch(any, sms, 11)) << name;
+  check_formula(any, name);
+  if (!got.wgrad()) {
+    EXPECT_TRUE(same(want.result->read(), got.result->read())) << name;
+    EXPECT_TRUE(got.result->padding_untouched()) << name;
+    return;
+  }
+  for (size_t g = 0; g < got.results.size(); ++g) {
+    EXPECT_TRUE(same(want.results[g]->read(), got.results[g]->read())) << name << " group " << g;
+    EXPECT_TRUE(got.results[g]->padding_untouched()) << name << " group " << g;
+  }
+}
+
+const GroupedShape kShapes[] = {{{1}, 0, 1, 1},
+                                {{0}, 3, 16, 16},
+                                {{5, 0, 3}, 0, 17, 33, 3},
+                                {{0, 128, 64, 0}, 5, 24, 272},
+                                {{63, 1, 65, 0, 260}, 7, 136, 130, 1},
+                                {{129, 128}, 140, 257, 140}};
+
+// N = 257, K = 140: of one pair of tiles, one block has no columns.
+TEST(GroupedFp8Kernels, Fprop) {
+  for (const GroupedShape& s : kShapes) {
+    compare<e4m3, bf16>(TE_GROUPED_FPROP, TE_SCALING_BLOCK_1D, s, 2, [](auto& c) {
+      c.with_bias();
+      c.problem.zero_tail = 1;
+    });
+    compare<e4m3, fp16>(TE_GROUPED_FPROP, TE_SCALING_TENSOR, s, 132, [](auto&) {});
+  }
+  compare<e4m3, float>(TE_GROUPED_FPROP, TE_SCALING_BLOCK_1D, {{30, 40}, 3, 300, 330}, 2, [](auto& c) {
+    c.with_bias();
+    c.problem.zero_tail = 1;
+  });
+  compare<e4m3, fp16>(TE_GROUPED_FPROP, TE_SCALING_TENSOR, {{30, 40}, 3, 40, 33}, 2, [](auto& c) { c.with_bias(); });
+}
+
+TEST(GroupedFp8Kernels, Dgrad) {
+  for (const GroupedShape& s : kShapes) {
+    compare<e5m2, bf16>(TE_GROUPED_DGRAD, TE_SCALING_BLOCK_1D, s, 2, [](auto&) {});
+    compare<e4m3, bf16>(TE_GROUPED_DGRAD, TE_SCALING_TENSOR, s, 2, [](auto& c) { c.problem.zero_tail = 1; });
+  }
+}
+
+template <class Left, class D>
+void weight_gradients(te_scaling scaling) {
+  for (const GroupedShape& s : kShapes) {
+    for (const bool add : {false, true}) {
+      std::vector<uint8_t> accumulate(size_t(s.groups()), add);
+      if (s.groups() > 2) accumulate[1] = 1 - accumulate[1];
+      compare<Left, D>(TE_GROUPED_WGRAD, scaling, s, 2, [&](auto& c) {
+        c.problem.accumulate = accumulate.data();
+        if (s.groups() > 3) c.result_tensors[1].data = nullptr;
+      });
+    }
+  }
+}
+
+TEST(GroupedFp8Kernels, WgradInBlocks) { weight_gradients<e5m2, float>(TE_SCALING_BLOCK_1D); }
+TEST(GroupedFp8Kernels, WgradOfOneScale) { weight_gradients<e4m3, bf16>(TE_SCALING_TENSOR); }
+
+TEST(GroupedFp8Kernels, NothingToReduce) {
+  for (const te_scaling scaling : {TE_SCALING_BLOCK_1D, TE_SCALING_TENSOR}) {
+    compare<e4m3, bf16>(TE_GROUPED_FPROP, scaling, {{3, 0, 2}, 2, 9, 0}, 4, [](auto& c) { c.with_bias(); });
+    compare<e4m3, float>(TE_GROUPED_WGRAD, scaling, {{0, 0}, 0, 150, 300}, 4, [](auto&) {});
+  }
+}
+
+// More than 32 blocks of the depth, whose weights' scales are 32 lanes' loads.
+TEST(GroupedFp8Kernels, DeepProducts) {
+  compare<e4m3, float>(TE_GROUPED_FPROP, TE_SCALING_BLOCK_1D, {{5}, 0, 9, 128 * 66 + 5}, 2, [](auto&) {});
+}
+
+// More tiles than stages and than blocks, several bands of row tiles, more groups than a launch takes.
+TEST(GroupedFp8Kernels, LongWalks) {
+  compare<e4m3, bf16>(TE_GROUPED_FPROP, TE_SCALING_BLOCK_1D, {{2200, 0, 300}, 3, 300, 200}, 3, [](auto&) {});
+  compare<e4m3, float>(TE_GROUPED_WGRAD, TE_SCALING_BLOCK_1D, {{70, 1100}, 0, 300, 600}, 2, [](auto&) {});
+  GroupedShape many{{}, 9, 40, 24};
+  for (int32_t g = 0; g < 300; ++g) many.splits.push_back(g % 9 == 0 ? 3 : g == 100 ? 140 : 0);
+  for (const te_scaling scaling : {TE_SCALING_BLOCK_1D, TE_SCALING_TENSOR}) {
+    compare<e4m3, bf16>(TE_GROUPED_FPROP, scaling, many, 4, [](auto& c) { c.problem.zero_tail = 1; });
+    compare<e4m3, float>(TE_GROUPED_WGRAD, scaling, many, 8, [](auto&) {});
+  }
+}
+
+// Offsets that are none read nothing outside of the tensors, and write nothing there.
+TEST(GroupedFp8Kernels, WildOffsets) {
+  const std::vector<int32_t> wrong[] = {{5, 4, 1}, {0, 1 << 30, 1 << 30}, {0, -1, 8}, {1 << 30, 0, 1 << 30}};
+  for (const std::vector<int32_t>& offsets : wrong) {
+    for (const te_grouped_product product : {TE_GROUPED_FPROP, TE_GROUPED_WGRAD}) {
+      Fp8Case<e4m3, float> c(TE_DEVICE_CPU, product, TE_SCALING_BLOCK_1D, {{4, 4}, 1, 16, 24}, Draw::kExact);
+      c.device_offsets->fill(offsets);
+      c.problem.offsets = c.device_offsets->data();
+      ASSERT_NO_THROW(launch(c, 2, 5));
+      EXPECT_TRUE(c.wgrad() ? c.results[0]->padding_untouched() : c.result->padding_untouched());
+    }
+  }
+}
+
+// What NaN a group holds reaches no other.
+TEST(GroupedFp8Kernels, NanStaysInItsGroup) {
+  const GroupedShape s{{33, 140, 1, 64}, 30, 140, 90};
+  for (const te_grouped_product product : {TE_GROUPED_FPROP, TE_GROUPED_DGRAD, TE_GROUPED_WGRAD}) {
+    Fp8Case<e4m3, float> c(TE_DEVICE_CPU, product, TE_SCALING_BLOCK_1D, s, Draw::kAny);
+    const int64_t cols = product == TE_GROUPED_FPROP ? s.k : s.n, pitch = c.problem.rows.row_pitch;
+    auto* bytes = static_cast<uint8_t*>(c.problem.rows.data);
+    const int64_t first = c.wgrad() ? c.panels_before[1] * cols : c.offsets[1];
+    const int64_t last = c.wgrad() ? c.panels_before[2] * cols : c.offsets[2];
+    std::fill(bytes + first * pitch, bytes + last * pitch, uint8_t(0x7f));
+    launch(c, 2, 3);
+    int64_t wrong = 0;
+    if (c.wgrad()) {
+      for (const size_t g : {0, 2, 3}) {
+        for (const float v : c.results[g]->read()) wrong += std::isnan(v);
+      }
+    } else {
+      testing::for_rows(c, [&](float v, int32_t g, int64_t, int64_t) { wrong += g >= 0 && std::isnan(v) != (g == 1); });
+    }
+    EXPECT_EQ(wrong, 0) << name_of(s, product);
+  }
+}
+
+}  // namespace
+}  // namespace te
