@@ -90,6 +90,7 @@ inline void copy_bytes(void* to, const void* from, uint64_t* barrier, uint32_t b
 }
 inline void async_fence() {}
 inline void named_arrive(int id, int threads) { Cluster::current().arrive(id, threads); }
+inline void keep_order() {}
 inline float load_scale(const float* scale) { return *scale; }
 inline float product_of(float a, float b) { return std::fma(a, b, -0.f); }  // which no compiler makes part of a sum
 

@@ -42,6 +42,20 @@ struct Fp8Values {
   float scale(int64_t i, int64_t k) const { return scales[size_t(i * blocks_of(depth) + k / kBlock)]; }
 };
 
+// To nearest even, saturating; by search, since FP8's bits rise with its magnitudes.
+template <class T>
+T nearest_fp8(float x) {
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  const float magnitude = std::min(std::fabs(x), kFp8Max<T>);
+  uint8_t above = 0;
+  while (to_float(T{above}) < magnitude) ++above;
+  if (above == 0) return T{sign};
+  const uint8_t below = above - 1;
+  const float up = to_float(T{above}) - magnitude, down = magnitude - to_float(T{below});
+  const uint8_t even = above % 2 == 0 ? above : below;
+  return T{uint8_t(sign | (up < down ? above : down < up ? below : even))};
+}
+
 template <class T>
 std::vector<T> draw_fp8(int64_t count, Draw draw, unsigned seed) {
   std::mt19937 engine(seed);
@@ -49,7 +63,7 @@ std::vector<T> draw_fp8(int64_t count, Draw draw, unsigned seed) {
   std::vector<T> out;
   for (int64_t i = 0; i < count; ++i) {
     const float x = draw == Draw::kExact ? float(int(engine() % 7) - 3) : normal(engine);
-    out.push_back(gemm::cpu::nearest_fp8<T>(x));
+    out.push_back(nearest_fp8<T>(x));
   }
   return out;
 }

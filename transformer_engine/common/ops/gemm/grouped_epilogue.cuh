@@ -89,11 +89,10 @@ __device__ __forceinline__ void store_16_bit(const Target<R>& target, const Exte
   }
 }
 
-// Float results; = or +=. What is added to is read eight pieces ahead.
-template <int kFragment>
+// Float results; = or +=. What is added to is read some pieces ahead.
+template <int kAhead = 8, int kFragment>
 __device__ __forceinline__ void store_32_bit(const Target<float>& target, const Extent& e, int slab, bool add,
                                              const float (&sums)[kFragment]) {
-  constexpr int kAhead = 8;
   const int lane = int(threadIdx.x) % 32;
   const Line<float> line(target, e, slab, lane % 2);
 #pragma unroll

@@ -19,7 +19,7 @@ template <class R>
 __device__ __forceinline__ void store(const Target<R>& target, const Extent& e, int slab, bool add,
                                       const Fp8Partial& sums) {
   if constexpr (std::is_same_v<R, float>) {
-    store_32_bit(target, e, slab, add, sums);
+    store_32_bit<2>(target, e, slab, add, sums);  // the other slab's sums are there too
   } else {
     store_16_bit(target, e, slab, add, sums);
   }

@@ -30,20 +30,10 @@ class BlockScales {
   static constexpr bool kInStage = false;
 
   __device__ BlockScales(const Ring&, const Fp8RowParams& p, int32_t group, const Extent& e, int consumer)
-      : weights_(p.weight_scales[group] + int64_t(e.col / kFp8Depth) * p.weight_scales_pitch),
-        rows_(p.row_scales),
-        pitch_(p.row_scales_pitch),
-        blocks_(e.blocks) {
-    const int32_t last = p.common.rows - 1;  // those behind the group are not used, nor are these
-    const int64_t first = int64_t(e.row) + consumer * Fp8Tile::kConsumerRows;
-#pragma unroll
-    for (int slab = 0; slab < Fp8Tile::kSlabs; ++slab) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int64_t row = first + slab * wgmma::kSlabRows + wgmma::fragment_row(int(threadIdx.x), h);
-        row_[slab][h] = row < last ? int32_t(row) : last;
-      }
-    }
+      : p_(p),
+        weights_(p.weight_scales[group] + int64_t(e.col / kFp8Depth) * p.weight_scales_pitch),
+        blocks_(e.blocks),
+        row_(e.row + consumer * Fp8Tile::kConsumerRows + wgmma::fragment_row(int(threadIdx.x), 0)) {
     if (blocks_ > 0) load(0);
   }
   __device__ __forceinline__ void next(int block) {
@@ -67,18 +57,21 @@ class BlockScales {
       const int of_lane = block + int(threadIdx.x) % 32;
       weight_ = wgmma::load_scale(weights_ + (of_lane < blocks_ ? of_lane : blocks_ - 1));
     }
-    const float* rows = rows_ + block * pitch_;
+    const float* rows = p_.row_scales + block * p_.row_scales_pitch;
+    const int32_t last = p_.common.rows - 1;  // rows behind the group are not used, nor are their scales
 #pragma unroll
     for (int slab = 0; slab < Fp8Tile::kSlabs; ++slab) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) ahead_[slab][h] = wgmma::load_scale(rows + row_[slab][h]);
+      for (int h = 0; h < 2; ++h) {
+        const int32_t row = row_ + slab * wgmma::kSlabRows + 8 * h;
+        ahead_[slab][h] = wgmma::load_scale(rows + (row < last ? row : last));
+      }
     }
   }
 
-  const float *weights_, *rows_;
-  int64_t pitch_;
-  int32_t blocks_;
-  int32_t row_[Fp8Tile::kSlabs][2];
+  const Fp8RowParams& p_;
+  const float* weights_;
+  int32_t blocks_, row_;  // of the depth; the thread's first row, which ends within 32 bits
   float weight_ = 0.f;
   float ahead_[Fp8Tile::kSlabs][2] = {}, scale_[Fp8Tile::kSlabs][2] = {};
 };
@@ -102,6 +95,7 @@ class PanelScales {
     const float row[2] = {rows[wgmma::fragment_row(thread, 0)], rows[wgmma::fragment_row(thread, 1)]};
 #pragma unroll
     for (int j = 0; j < Fp8Tile::kFragment / 4; ++j) {
+      if (j % 4 == 0) wgmma::keep_order();  // else all scales are loaded at once, into registers that are not there
       const Two col = *reinterpret_cast<const Two*>(cols + wgmma::fragment_col(thread, j));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

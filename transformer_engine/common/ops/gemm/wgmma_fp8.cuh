@@ -24,6 +24,9 @@ __device__ __forceinline__ float load_scale(const float* scale) { return __ldg(s
 // Rounded before anything is added to it.
 __device__ __forceinline__ float product_of(float a, float b) { return __fmul_rn(a, b); }
 
+// Keeps the compiler from moving loads across.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
 template <int kFragment>
 __device__ __forceinline__ void hold(float (&d)[kFragment]) {
 #pragma unroll
