@@ -67,7 +67,7 @@ def test_steps_match_float64(device, dtype, adam_w_mode, bias_correction):
 def test_every_format_of_states_matches_float64(device, exp_avg, exp_avg_sq, master):
     fp8 = torch.uint8 in (exp_avg, exp_avg_sq)
     if fp8 and master is torch.float16:
-        pytest.skip("refused: test_optimizers_errors")
+        pytest.skip("refused: test_errors")
     options = {} if master is None else {"master_weights": True, "master_weight_dtype": master}
     weight = torch.float32 if fp8 and master is None else torch.bfloat16
     optimizer = FusedAdam(

@@ -65,10 +65,10 @@ class LayerNormLinear(LinearFamily):
                 "LayerNormLinear: argument 'parallel_mode' is 'row', but a norm of rows that are divided over ranks is "
                 "not available in this version; use 'column', or a norm and a Linear."
             )
-        self._build_one(locals())
         self.recompute_norm_output = recompute_norm_output
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self._build_one(locals())  # which resets the parameters: options of ours come before
 
     def _declare_before(self, given: Mapping[str, object]) -> None:
         declare_norm(self, self.in_features, "in_features", given)

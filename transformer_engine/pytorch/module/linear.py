@@ -64,8 +64,8 @@ class Linear(LinearFamily):
         tp_overlap: str = "auto",
     ) -> None:
         super().__init__()
-        self._build_one(locals())
         self.save_original_input = save_original_input
+        self._build_one(locals())  # which resets the parameters: options of ours come before
 
     def forward(
         self,
