@@ -328,3 +328,14 @@ def test_main_grads_of_what_is_left_to_eager(device, delay):
         assert_same_step(*found, f"step {seed}")
         for got, want in zip(seen["graph"], seen["eager"], strict=True):
             assert_same_bits(got, want)
+
+
+def test_what_a_capture_made_is_written_once(device):
+    """Attributes of the caller's own may be set on a captured callable. Mutant: slots for its record."""
+    graphed = te.make_graphed_callables(
+        (te.Linear(HIDDEN, HIDDEN, device=device),), ((tokens(device, grad=True),),), _order=[1, -1]
+    )
+    graphed[0].tag = 3
+    assert graphed[0].tag == 3
+    with pytest.raises(AttributeError, match="cannot assign to field 'parameters'"):
+        graphed[0].parameters = []

@@ -146,3 +146,25 @@ def test_deepcopy_and_pickle_are_independent(device):
         with torch.no_grad():
             other.weight.zero_()
     assert_same_bits(module(x), want)
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (te.Linear, ("save_original_input", "in_features", "tp_size")),
+        (te.LayerNormLinear, ("recompute_norm_output", "return_layernorm_output", "out_features")),
+        (te.LayerNormMLP, ("checkpoint", "recompute_norm_output", "return_layernorm_output", "activation")),
+    ],
+    ids=["Linear", "LayerNormLinear", "LayerNormMLP"],
+)
+def test_reset_parameters_of_a_subclass_sees_the_options(cls, names):
+    """The constructor calls it last. Mutant: an option that is set behind _build_one."""
+    seen = []
+
+    class Own(cls):
+        def reset_parameters(self, defer_init=False):
+            seen.append([getattr(self, name) for name in names])
+            super().reset_parameters(defer_init)
+
+    Own(16, 16)
+    assert len(seen) == 1

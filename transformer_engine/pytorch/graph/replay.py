@@ -52,22 +52,9 @@ class _Replay(torch.autograd.Function):
 _replay = super(torch.autograd.Function, _Replay).apply
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
-class Graphed(Replays, Refusals, WeightGrads):
-    """Call it as the callable that it was captured from, with tensors of the same form.
-
-    Three more keywords: is_first_microbatch, as the modules have it; cuda_graph_stream, where to replay (forward and
-    backward) instead of on the current stream, which then waits for cuda_graph_event, one that the captured forward
-    records, or without one for the end of the graph. A backward waits for it where its graph records it again, behind
-    the gradients, else for its end. backward_dw() computes the weight gradients that the latest backward left, on its
-    stream, and the current one waits for all of it; reset() gives the graphs and their memory back, which a captured
-    module that is only dropped keeps until the garbage collector comes: it and they hold each other. One forward, one
-    backward and one backward_dw() at a time: the static tensors hold one pass. Results are views of them, valid until
-    the next call; so is a result that is an argument in eager. Graphs captured together, or into one pool, share
-    memory: their results are valid until the next call of any of them behind the backward; call them in the order of
-    their capture, else a backward raises, and results that nobody goes back from are lost without a word. The graphs
-    read parameters where they were: change them in place.
-    """
+@dataclass(frozen=True, eq=False, repr=False)
+class _Record:
+    """What a capture has made: written once. Whoever holds a captured callable may set attributes of his own on it."""
 
     label: str
     signature: Signature
@@ -92,6 +79,23 @@ class Graphed(Replays, Refusals, WeightGrads):
     place: Pass  # among the captures of the pool
     calls: Calls
     fitness: Fitness
+
+
+class Graphed(_Record, Replays, Refusals, WeightGrads):
+    """Call it as the callable that it was captured from, with tensors of the same form.
+
+    Three more keywords: is_first_microbatch, as the modules have it; cuda_graph_stream, where to replay (forward and
+    backward) instead of on the current stream, which then waits for cuda_graph_event, one that the captured forward
+    records, or without one for the end of the graph. A backward waits for it where its graph records it again, behind
+    the gradients, else for its end. backward_dw() computes the weight gradients that the latest backward left, on its
+    stream, and the current one waits for all of it; reset() gives the graphs and their memory back, which a captured
+    module that is only dropped keeps until the garbage collector comes: it and they hold each other. One forward, one
+    backward and one backward_dw() at a time: the static tensors hold one pass. Results are views of them, valid until
+    the next call; so is a result that is an argument in eager. Graphs captured together, or into one pool, share
+    memory: their results are valid until the next call of any of them behind the backward; call them in the order of
+    their capture, else a backward raises, and results that nobody goes back from are lost without a word. The graphs
+    read parameters where they were: change them in place.
+    """
 
     def __call__(
         self, *args, is_first_microbatch=None, cuda_graph_stream=None, cuda_graph_event=None, **kwargs
