@@ -1,5 +1,6 @@
 """te.GroupedLinear forward and backward (targets.py case 18): host splits in bf16 and FP8 beside its own bf16, and
-device splits beside torch's grouped_mm with the same rows. Flops: 6 R N K over all groups. Routings: even, Zipf's."""
+device splits beside torch's grouped_mm with the same rows. Flops: 6 R N K over all groups. Routings: even, Zipf's.
+`_host`: the host's time of a forward and backward, of groups so small that the device never is what it waits for."""
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ import transformer_engine.pytorch as te
 # experts, rows, N, K
 GPU_SHAPES = ((8, 16384, 28672, 4096), (128, 65536, 1536, 2048))
 CPU_SHAPES = ((4, 512, 256, 192),)
+HOST_ROWS, HOST_WIDTH = 8, 128  # of a group
 
 
 def routing(kind, experts, rows):
@@ -56,7 +58,8 @@ def run(bench, shape, kind):
         return Case("18", name, kind_of_dtype, shape, "forward+backward", flops=6 * rows * n * k)
 
     splits = routing(kind, experts, rows)
-    module = te.GroupedLinear(experts, k, n, bias=False, params_dtype=TORCH_DTYPES[dtype], device=bench.device)
+    options = {"bias": False, "params_dtype": TORCH_DTYPES[dtype]}
+    module = te.GroupedLinear(experts, k, n, device=bench.device, **options)
     host = training_step(Called(module, splits))
     if bench.wants(case("grouped_linear", dtype)):
         peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
@@ -65,6 +68,14 @@ def run(bench, shape, kind):
         there = Called(module, torch.tensor(splits, device=bench.device))
         peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
         bench.compare(case("grouped_linear_device", dtype), {"ours": training_step(there), **peer}, sets)
+    if bench.wants(case("grouped_linear_device_main_grad", dtype)):
+        adding = te.GroupedLinear(experts, k, n, device=bench.device, fuse_wgrad_accumulation=True, **options)
+        for p in adding.parameters():
+            p.main_grad = torch.zeros(p.shape, device=bench.device)
+        there = Called(adding, torch.tensor(splits, device=bench.device))
+        peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
+        bench.compare(case("grouped_linear_device_main_grad", dtype), {"ours": training_step(there), **peer}, sets)
+        del adding, there
     for name, recipe in RECIPES.items():
         one = case(f"grouped_linear_{name}", "fp8")
         if bench.wants(one):
@@ -72,11 +83,34 @@ def run(bench, shape, kind):
             bench.compare(one, {"ours": ours, "own bf16": host}, sets)
 
 
+def run_host(bench, experts):
+    shape = (experts, experts * HOST_ROWS, HOST_WIDTH, HOST_WIDTH)
+    splits = [HOST_ROWS] * experts
+    there = torch.tensor(splits, device=bench.device)
+    for op, where, fused in (("", splits, False), ("_device", there, False), ("_device_main_grad", there, True)):
+        case = Case(
+            "18", f"grouped_linear{op}_host", "bf16", shape, "forward+backward", flops=6 * shape[1] * HOST_WIDTH**2
+        )
+        if not bench.wants(case):
+            continue
+        options = {"bias": False, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
+        module = te.GroupedLinear(experts, HOST_WIDTH, HOST_WIDTH, device=bench.device, **options)
+        for p in module.parameters() if fused else ():
+            p.main_grad = torch.zeros(p.shape, device=bench.device)
+        size = shape[1], HOST_WIDTH
+        bench.compare_host(
+            case,
+            {"ours": training_step(Called(module, where))},
+            lambda size=size: (bench.randn(*size, dtype="bf16", grad=True), bench.randn(*size, dtype="bf16")),
+        )
+
+
 def main():
     bench = Bench(__doc__)
     for shape in GPU_SHAPES if bench.cuda else CPU_SHAPES:
         for kind in ("even", "zipf"):
             run(bench, shape, kind)
+        run_host(bench, shape[0])
     bench.finish()
 
 

@@ -103,8 +103,36 @@ def _moe():
         ("grouped_linear_block", "fp8", large, 900),
         ("grouped_linear", "bf16", many, 450),
         ("grouped_linear_block", "fp8", many, 500),
+        ("grouped_linear_device", "bf16", large, 635),
+        ("grouped_linear_device", "bf16", many, 560),
+        ("grouped_linear_device_main_grad", "bf16", large, 610),
+        ("grouped_linear_device_main_grad", "bf16", many, 440),
+        ("grouped_linear_device_block", "fp8", large, 780),
+        ("grouped_linear_device_block", "fp8", many, 550),
     ):
         yield from _targets("18", op, dtype, experts, step, {"TFLOP/s": rate})
+    for op, direction, bounds in (
+        ("fprop_even", "forward", {f"x {EAGER}": 0.97}),
+        ("dgrad_even", "backward", {f"x {EAGER}": 0.97}),
+        ("fprop_zipf", "forward", {f"x {EAGER}": 1.08}),
+        ("dgrad_zipf", "backward", {f"x {EAGER}": 1.08}),
+    ):
+        for experts in (large, many):
+            yield from _targets("18", f"grouped_{op}", "bf16", experts, direction, bounds)
+    for op, dtype, experts, rate in (
+        ("wgrad_even", "bf16", large, 600),
+        ("wgrad_accumulate_even", "bf16", large, 560),
+        ("wgrad_accumulate_even", "bf16", many, 330),
+        ("dgrad_block_even", "fp8", large, 1040),
+        ("dgrad_block_even", "fp8", many, 980),
+        ("dgrad_block_zipf", "fp8", many, 850),
+        ("wgrad_block_even", "fp8", large, 800),
+    ):
+        yield from _targets("18", f"grouped_{op}", dtype, experts, "backward", {"TFLOP/s": rate})
+    for routing, experts, rate in (("even", large, 1040), ("even", many, 980), ("zipf", many, 850)):
+        yield from _targets("18", f"grouped_fprop_block_{routing}", "fp8", experts, "forward", {"TFLOP/s": rate})
+    for op, bound in (("", 2304), ("_device", 600), ("_device_main_grad", 350)):  # 6 us an expert and product
+        yield from _targets("18", f"grouped_linear{op}_host", "bf16", "128x1024x128x128", step, {"us": bound})
 
 
 def _layer():

@@ -49,6 +49,7 @@ def peak_bytes(run, device):
     memory that tensors left for is not torch's."""
     if device == "cuda":
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what another stream had still to read counts as alive until the allocator looks
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_stats()["requested_bytes.all.current"]
         run()

@@ -69,7 +69,7 @@ def assert_within(actual, reference, bound, what=""):
     """|actual - reference| <= bound for every element. NaN wants NaN, Inf the same Inf. Reports the worst element."""
     assert actual.shape == reference.shape, f"{what}: shape {tuple(actual.shape)}, wanted {tuple(reference.shape)}"
     got, want = wide(actual), wide(reference)
-    limit = torch.as_tensor(bound, dtype=torch.float64).expand(want.shape)
+    limit = torch.as_tensor(bound, dtype=torch.float64, device=want.device).expand(want.shape)
     exact = ~want.isfinite()
     assert limit[~exact].isfinite().all(), f"{what}: a bound that is Inf or NaN admits anything"
     as_it_should = torch.where(exact, (got == want) | (got.isnan() & want.isnan()), (got - want).abs() <= limit)

@@ -51,7 +51,8 @@ def test_it_is_a_loop_of_linears(dtype, recipe, options, on_device, device):
         got, want = step(ours, x, dy, splits, made), step_of_loop(loop, x, dy, SPLITS, made)
         for a, b, what in zip(got, want, ("y", "dx"), strict=True):
             assert_same_bits(a, b, what)
-        assert_same_gradients(ours, loop)
+        # cuBLASLt splits the few rows of such small gradients as it likes, and rounds elsewhere; so do 3 sums.
+        assert_same_gradients(ours, loop, ulps=4 if on_device and device == "cuda" else 0)
 
 
 @pytest.mark.parametrize("cached", [False, True])

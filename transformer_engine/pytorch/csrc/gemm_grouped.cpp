@@ -186,13 +186,17 @@ void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets,
   launch(problem, operands, x);
 }
 
-// dy^T times ones: the sums come from the product's one accumulator an element, in the order of the rows.
+// dy^T times a column of ones: the sums come from the product's one accumulator an element, in the order of the rows.
 std::vector<Tensor> sums_by_kernel(const Tensor& dy, const Tensor& offsets) {
   const int64_t width = kAlignment / int64_t(dy.element_size());
-  const Tensor ones = at::full({dy.size(0), width}, 1, dy.options());
-  const Tensor all = at::empty({offsets.size(0) - 1, dy.size(1), width}, dy.options().dtype(at::kFloat));
-  weights_by_kernel(dy, ones, offsets, all.unbind(0), {});
-  return all.select(2, 0).to(dy.scalar_type()).unbind(0);
+  const Tensor ones = at::full({dy.size(0), width}, 1, dy.options()).narrow(1, 0, 1);
+  std::vector<Tensor> columns, sums;
+  for (int64_t g = 1; g < offsets.size(0); ++g) {
+    sums.push_back(at::empty({dy.size(1)}, dy.options()));
+    columns.push_back(sums.back().unsqueeze(1));
+  }
+  weights_by_kernel(dy, ones, offsets, columns, {});
+  return sums;
 }
 
 // ---- on either ----
@@ -252,7 +256,11 @@ void grouped_wgrad_accumulate_meta(const Tensor& dy, const Tensor& x, const Tens
 
 }  // namespace
 
-Tensor split_counters(const at::Device& device) {
+Tensor split_counters(const at::Device& asked) {
+  // "cuda" is the current device, as everywhere in torch.
+  const at::Device device = asked.has_index() || asked.is_cpu()
+                                ? asked
+                                : c10::impl::VirtualGuardImpl(asked.type()).getDevice();
   static auto* mutex = new std::mutex;
   static auto* all = new std::map<std::pair<at::DeviceType, int>, Tensor>;
   const std::lock_guard<std::mutex> lock(*mutex);
@@ -306,7 +314,7 @@ std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tenso
   const c10::NoGradGuard no_graph;
   std::vector<Tensor> all;
   if (!x.is_cpu()) {
-    all = at::empty({offsets.size(0) - 1, dy.size(1), x.size(1)}, x.options()).unbind(0);
+    for (int64_t g = 1; g < offsets.size(0); ++g) all.push_back(at::empty({dy.size(1), x.size(1)}, x.options()));
     weights_by_kernel(dy, x, offsets, all, {});
     return all;
   }

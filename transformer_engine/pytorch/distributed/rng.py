@@ -83,7 +83,8 @@ class CudaRNGStatesTracker:
             with self._on_cpu(name):
                 yield
             return
-        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        device = torch.cuda.current_device()  # which starts CUDA; before that there are no generators
+        default = torch.cuda.default_generators[device]
         outside = default.graphsafe_get_state()
         default.graphsafe_set_state(generator)  # they share one state now: what is drawn moves it on
         try:
