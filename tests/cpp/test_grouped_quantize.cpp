@@ -1,11 +1,10 @@
 // grouped quantize through the C API, on every device here: data, panels, scales and amaxes equal, byte for byte, to
 // te_quantize of each group alone, for splits drawn and chosen, with NaN everywhere, Inf in one group and in the tail,
 // poisoned memory around every output and whatever nobody may write; errors; the walk of panels and of amax parts.
-// Mutants, each turning BytesOfEachGroupAlone red on the CPU: `out.rowwise_scale_inv.cols = rows` left out (padding
-// over the next group's scales), amax over `p.x` instead of the group's rows, `panel + count` in place of `panel +
-// count++`, no early return for groups with panels (their scales made of no rows). Of grouped_walk.h, turning Walk red:
-// `<` for
-// `<=` in panel_at, `first_tile / step` alone as a part, `end_tile` for `end_tile - 1`.
+// Mutants, each turning BytesOfEachGroupAlone red on the CPU: no `out.rowwise_scale_inv.cols = rows` (padding over the
+// next group's scales), an amax of `p.x` instead of the group's rows, `panel` for `panel + count`, no scale for groups
+// without rows, no padding behind R. Of grouped_walk.h, turning Walk red: `<` for `<=` in panel_at, no `+ group` in
+// first_part, `end_tile` for `end_tile - 1`, a panel less in most_panels.
 #include <gtest/gtest.h>
 
 #include <functional>

@@ -56,6 +56,7 @@ __device__ __forceinline__ void find_groups(const Input<T>& in, Groups& s) {
   __syncthreads();
   int32_t left = __shfl_up_sync(0xffffffffu, sum, 1);
   if (lane == 0) left = 0;
+#pragma unroll 1
   for (int w = 0; w < warp; ++w) left = at_most(left + s.warps[w], in.most);
 #pragma unroll
   for (int i = 0; i < kGroupsOfThread; ++i) {
@@ -75,16 +76,27 @@ struct Panel {
       : row(s.first[group] + in_group * kPanelRows), rows(at_most(s.first[group + 1] - int32_t(row), kPanelRows)) {}
 };
 
+// A thread's values of a panel's tile, 0 where there are none. All rows are on their way at once: groups end within a
+// panel more often than not, so what lies behind the last row is read from there, rather than asked for row by row.
 template <class T>
-__device__ __forceinline__ Source<T> source_of(const Input<T>& in, const Panel& panel) {
-  Source<T> x = in.x;
-  x.x += panel.row * x.row_pitch;
-  return x;
-}
-
-template <class T>
-__device__ __forceinline__ Domain domain_of(const Input<T>& in, const Panel& panel) {
-  return {panel.rows, in.cols, 1, 1, in.wide};
+__device__ __forceinline__ void load_tile(const Input<T>& in, const Panel& panel, const Place& at,
+                                          Vector<T> (&values)[kRows]) {
+  if (!in.wide) {
+    Source<T> x = in.x;
+    x.x += panel.row * x.row_pitch;
+    return for_some_rows<true>(x, Domain{panel.rows, in.cols, 1, 1, false}, at,
+                               [&](int i, const Vector<T>(&row)[1]) { values[i] = row[0]; });
+  }
+  const int rows = at.col() < in.cols ? panel.rows - int(at.row()) : 0;  // `wide`: the thread's columns are all there
+  if (rows > 0) {
+    const T* source = in.x.input(0, panel.row + at.row(), at.col());
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) values[i] = load_packed<T, kColumns>(source + min(i, rows - 1) * in.x.row_pitch);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (i >= rows) values[i] = Vector<T>{};
+  }
 }
 
 // ---- scales ----
@@ -97,11 +109,10 @@ struct BlockScales {
   // Behind the last row of x.
   __device__ __forceinline__ void put_others(const Groups&, const Dest& whole, int32_t, bool) const {
     const te_tensor& scales = whole.rowwise_scale_inv;
-    const int64_t padding = scales.cols - whole.rows;
-    if (scales.data == nullptr || padding == 0) return;
-    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < scales.rows * padding;
-         i += int64_t(gridDim.x) * kThreads) {
-      put_scale(scales, i / padding, whole.rows + i % padding, 0.f);
+    for (int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x; row < scales.rows;
+         row += int64_t(gridDim.x) * kThreads) {
+#pragma unroll 1
+      for (int64_t col = whole.rows; col < scales.cols; ++col) put_scale(scales, row, col, 0.f);
     }
   }
   __device__ __forceinline__ void set(Dest& dest, const Groups&, int32_t, PanelAt, int32_t number,
@@ -187,9 +198,10 @@ __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     const auto number = int32_t(tile / unsigned(tile_cols));
     const PanelAt at = panel_at(groups.before, in.groups, number);
     const Panel panel(groups, at.group, at.in_group);
-    const Dests<1> dests{{dest_of(whole, scales, groups, in.groups, at, number, panel)}};
     const Place place(0, int64_t(tile - unsigned(number) * unsigned(tile_cols)));
-    quantize_tile(source_of(in, panel), dests, domain_of(in, panel), place, shared);
+    Vector<T> values[kRows];
+    load_tile(in, panel, place, values);
+    emit<T>(dest_of(whole, scales, groups, in.groups, at, number, panel), values, place, shared);
     __syncthreads();  // the readers of `shared`
   }
 }
@@ -208,18 +220,12 @@ __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     const int32_t group = panel_at(groups.before, in.groups, tile / tile_cols).group;
     const int32_t group_end = at_most(groups.before[group + 1] * tile_cols, end);
     Vector<T> largest = {};
-    const auto take = [&](int, const Vector<T>(&x)[1]) { take_magnitudes<T>(largest, x[0]); };
     for (; tile < group_end; ++tile) {
       const int32_t number = tile / tile_cols;
-      const Panel panel(groups, group, number - groups.before[group]);
-      const Source<T> source = source_of(in, panel);
-      const Domain domain = domain_of(in, panel);
-      const Place place(0, tile - number * tile_cols);
-      if (is_whole(domain, place)) {
-        for_whole_rows<false>(source, place, take);
-      } else {
-        for_some_rows<false>(source, domain, place, take);
-      }
+      Vector<T> values[kRows];
+      load_tile(in, Panel(groups, group, number - groups.before[group]), Place(0, tile - number * tile_cols), values);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) take_magnitudes<T>(largest, values[i]);
     }
     const float amax = block_max(largest_of<T>(largest), shared);
     if (threadIdx.x == 0) parts[int32_t(blockIdx.x) + group] = amax;
