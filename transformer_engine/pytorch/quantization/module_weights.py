@@ -49,7 +49,6 @@ class KeptWeights:
     ) -> _C.Quantized | None:
         """first: True quantizes and keeps, False takes what is kept. skip: a graph's flag on the device decides
         instead. None where a factory leaves this weight as it is."""
-        index = module._products.index(product)
         # What the product itself would quantize: the cast's bits, not the parameter's.
         dtype = torch.get_autocast_dtype(weight.device.type) if is_autocast(weight) else weight.dtype
         key = (own.plan, weight.shape, weight.device, dtype)
@@ -60,6 +59,7 @@ class KeptWeights:
         recomputing = recompute_phase().recomputing
         if kept is not None and (recomputing or (skip is None and not first)):  # a recomputation reads what there is
             return kept
+        index = module._products.index(product)
         quantizer = own.weight_quantizer(index, AGAIN if recomputing else RECORD if module.training else QUIET)
         if quantizer.kind == "none":
             return None
