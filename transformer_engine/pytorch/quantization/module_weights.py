@@ -38,6 +38,22 @@ class KeptWeights:
     def _join(self, before: dict[str, tuple]) -> None:
         self.kept = {**before, **self.kept}
 
+    def copies_of(
+        self, own: ModulePlan, products: tuple[str, ...], weights: list[torch.Tensor]
+    ) -> list[_C.Quantized] | None:
+        """copy_of() of each with first=False, where all are kept, for modules with hundreds; None: ask one by one."""
+        if is_autocast(weights[0]):
+            return None
+        columnwise = own.plan.reads_columns and (torch.is_grad_enabled() or recompute_phase().enabled)
+        copies = []
+        for product, weight in zip(products, weights, strict=True):
+            key, kept = self.kept.get(product, (None, None))
+            fits = key == (own.plan, weight.shape, weight.device, weight.dtype)
+            if not fits or (columnwise and kept.columnwise is None):
+                return None
+            copies.append(kept)
+        return copies
+
     def copy_of(
         self,
         module: torch.nn.Module,
