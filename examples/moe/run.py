@@ -31,9 +31,8 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 def batch(config: Config, device: torch.device, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and target of a step: the same ones for the same number."""
-    generator = torch.Generator().manual_seed(number)
-    made = (torch.randn(config.tokens, config.hidden, generator=generator, dtype=torch.bfloat16) for _ in range(2))
-    x, target = (t.to(device) for t in made)
+    how = {"generator": torch.Generator(device).manual_seed(number), "dtype": torch.bfloat16, "device": device}
+    x, target = (torch.randn(config.tokens, config.hidden, **how) for _ in range(2))
     return x, target
 
 

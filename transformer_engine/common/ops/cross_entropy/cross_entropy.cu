@@ -5,7 +5,7 @@
 // share an SM and one loads while another computes or stores. Rows beyond 8 x 192 KiB are read twice.
 // Which thread has which columns, and so each sum's order, depends on the row's length and dtype alone: rows that do
 // not start on 16 bytes are taken an element at a time by the same threads. A thread reads in shared memory what it
-// copied there itself. Not yet run on a GPU.
+// copied there itself.
 #include <cooperative_groups.h>
 #include <cuda_pipeline_primitives.h>
 
@@ -28,8 +28,15 @@ constexpr int64_t kEasyBytes = 64 << 10;   // of a row, in each block of a clust
 constexpr int64_t kMostBytes = 192 << 10;  // with all of them
 constexpr int kSlotBytes = 16;
 
+// exp(x) as one multiplication and one instruction: what falls below the normal numbers is 0, which __expf spends three
+// more on. The kernel computes about as long as it reads.
+__device__ __forceinline__ float exp_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
 struct Exp {
-  __device__ __forceinline__ float operator()(float x) const { return __expf(x); }
+  __device__ __forceinline__ float operator()(float x) const { return exp_of(x); }
 };
 
 // A row cut into slots of 16 bytes: `slots` for each block of its cluster, one after another for its threads.
@@ -66,44 +73,84 @@ struct Args {
 template <class T>
 struct Part {
   static constexpr int N = kVec<T>;
-  T* row;
-  int64_t first;  // slot of the row
-  int64_t slots, cols;
-  bool wide;
+  T* data;    // its first column
+  int cols;   // of the row, its own; 0 where it begins behind the row's end
+  int slots;  // with the one that is cut off
+  int whole;  // of them, those to be taken at once
 
-  __device__ __forceinline__ int64_t column(int64_t i) const { return (first + i) * N; }
-  __device__ __forceinline__ bool whole(int64_t i) const { return wide && column(i) + N <= cols; }
-  __device__ __forceinline__ float columns() const { return float(max(int64_t(0), min(cols - first * N, slots * N))); }
+  // Slots from `first` on, at most `most`, of a row of `cols`.
+  __device__ __forceinline__ static Part of(T* row, int64_t first, int64_t most, int64_t cols, bool wide) {
+    const int own = int(max(int64_t(0), min(cols - first * N, most * N)));
+    return {row + first * N, own, (own + N - 1) / N, wide ? own / N : 0};
+  }
 
   // Columns behind the row's end are -Inf, which adds to no maximum and to no sum of exponentials.
-  __device__ __forceinline__ Packed<T, N> load_narrow(int64_t i) const {
+  __device__ __forceinline__ Packed<T, N> load_narrow(int i) const {
     float x[N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = column(i) + j < cols ? to_float(row[column(i) + j]) : -INFINITY;
+    for (int j = 0; j < N; ++j) x[j] = i * N + j < cols ? to_float(data[i * N + j]) : -INFINITY;
     return narrow<T, N>(x);
   }
-  __device__ __forceinline__ void copy_to(Packed<T, N>* slot, int64_t i) const {
-    if (whole(i)) {
-      __pipeline_memcpy_async(slot, row + column(i), sizeof(*slot));
+  __device__ __forceinline__ void copy_to(Packed<T, N>* slot, int i) const {
+    if (i < whole) {
+      __pipeline_memcpy_async(slot, data + i * N, sizeof(*slot));
     } else {
       *slot = load_narrow(i);
     }
   }
-  __device__ __forceinline__ Packed<T, N> load(int64_t i) const {
-    return whole(i) ? load_packed<T, N>(row + column(i)) : load_narrow(i);
+  __device__ __forceinline__ Packed<T, N> load(int i) const {
+    return i < whole ? load_packed<T, N>(data + i * N) : load_narrow(i);
   }
-  __device__ __forceinline__ void store(int64_t i, const float (&y)[N]) const {
-    if (whole(i)) return store_packed<T, N>(row + column(i), narrow<T, N>(y));
+  __device__ __forceinline__ void store(int i, const float (&y)[N]) const {
+    if (i < whole) return store_packed<T, N>(data + i * N, narrow<T, N>(y));
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      if (column(i) + j < cols) row[column(i) + j] = from_float<T>(y[j]);
+      if (i * N + j < cols) data[i * N + j] = from_float<T>(y[j]);
     }
   }
   __device__ __forceinline__ void fill(float value) const {
     float y[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) y[j] = value;
-    for (int64_t i = threadIdx.x; i < slots; i += blockDim.x) store(i, y);
+    for (int i = int(threadIdx.x); i < slots; i += int(blockDim.x)) store(i, y);
+  }
+};
+
+// The largest of slots, NaN left out; two elements at a time where two are in a word.
+template <class T, bool kPairs = sizeof(T) == 2>
+struct Top {
+  static constexpr int N = kVec<T>;
+  float top = -INFINITY;
+  __device__ __forceinline__ void take(const Packed<T, N>& slot) {
+    float x[N];
+    widen<T, N>(slot, x);
+#pragma unroll
+    for (int j = 0; j < N; ++j) top = fmaxf(top, x[j]);
+  }
+  __device__ __forceinline__ float value() const { return top; }
+};
+template <class T>
+struct Top<T, true> {
+  static constexpr int N = kVec<T>;
+  using Pair = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
+  static constexpr uint32_t kNothing = std::is_same_v<T, bf16> ? 0xff80ff80u : 0xfc00fc00u;  // -Inf twice
+  uint32_t top = kNothing;
+  __device__ __forceinline__ void take(const Packed<T, N>& slot) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      Pair a, b;
+      memcpy(&a, &top, 4);
+      memcpy(&b, &slot.v[i], 4);
+      const Pair larger = __hmax2(a, b);
+      memcpy(&top, &larger, 4);
+    }
+  }
+  __device__ __forceinline__ float value() const {
+    Packed<T, 2> both;
+    both.v[0] = top;
+    float x[2];
+    widen<T, 2>(both, x);
+    return fmaxf(x[0], x[1]);
   }
 };
 
@@ -124,24 +171,20 @@ template <class T, class SlotAt>
 __device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smoothing, float* scratch,
                                                   SlotAt&& slot_at) {
   constexpr int N = kVec<T>;
-  float top = -INFINITY;
-  for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
-    float x[N];
-    widen<T, N>(slot_at(i), x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) top = fmaxf(top, x[j]);  // leaves NaN out
-  }
-  top = block_max(top, scratch);
+  const int step = int(blockDim.x);
+  Top<T> largest;
+  for (int i = int(threadIdx.x); i < part.slots; i += step) largest.take(slot_at(i));
+  const float top = block_max(largest.value(), scratch);
   const float origin = origin_of(top);
   float sums[2] = {0.f, 0.f};
-  for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
+  for (int i = int(threadIdx.x); i < part.slots; i += step) {
     float x[N];
     widen<T, N>(slot_at(i), x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) sums[0] += __expf(x[j] - origin);
+    for (int j = 0; j < N; ++j) sums[0] += exp_of(x[j] - origin);
     if (smoothing > 0.f && top != -INFINITY) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) sums[1] += part.column(i) + j < part.cols ? x[j] - top : 0.f;
+      for (int j = 0; j < N; ++j) sums[1] += i * N + j < part.cols ? x[j] - top : 0.f;
     }
   }
   // A block smaller than a warp does not exist, so that these are sums of whole warps.
@@ -156,18 +199,19 @@ __device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smo
   return {top, warp_sum(there ? scratch[kWarp + lane] : 0.f), NAN, warp_sum(there ? scratch[2 * kWarp + lane] : 0.f)};
 }
 
+// own: the target's column of the part, or one that it has not.
 template <class T, class SlotAt>
 __device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own, const Slope& slope, SlotAt&& slot_at) {
   constexpr int N = kVec<T>;
-  for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
+  const int own_slot = own >= 0 && own < part.cols ? int(own) / N : -1;
+  for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) {
     float x[N], y[N];
     widen<T, N>(slot_at(i), x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) y[j] = slope.at(__expf(x[j] - slope.top));
-    const int64_t ahead = own - part.column(i);
-    if (ahead >= 0 && ahead < N) {
+    for (int j = 0; j < N; ++j) y[j] = slope.at(exp_of(x[j] - slope.top));
+    if (i == own_slot) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) y[j] -= j == ahead ? slope.hit : 0.f;
+      for (int j = 0; j < N; ++j) y[j] -= j == int(own) % N ? slope.hit : 0.f;
     }
     part.store(i, y);
   }
@@ -183,8 +227,9 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
   Slot* const slots = reinterpret_cast<Slot*>(shared);
   const int64_t row = blockIdx.x / unsigned(a.cluster);
   const int block = int(blockIdx.x % unsigned(a.cluster));
-  const int64_t all = (a.cols + Part<T>::N - 1) / Part<T>::N, first = block * a.slots;
-  const Part<T> part{a.logits + row * a.pitch, first, max(int64_t(0), min(a.slots, all - first)), a.cols, a.wide};
+  T* const logits = a.logits + row * a.pitch;
+  const int64_t first = block * a.slots;
+  const Part<T> part = Part<T>::of(logits, first, a.slots, a.cols, a.wide);
   const int64_t target = a.target[row];
   const Kind kind = kind_of(target, a.ignore_idx, a.classes);
   const bool speaks = block == 0 && threadIdx.x == 0;  // for the row
@@ -196,16 +241,16 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
   }
   const int64_t own = target - a.first_class;  // column, or outside of the row
   // Before any block of the cluster writes over it: they all wait for this one first.
-  float at_target = speaks && own >= 0 && own < a.cols ? to_float(part.row[own]) : NAN;
+  float at_target = speaks && own >= 0 && own < a.cols ? to_float(logits[own]) : NAN;
 
-  const auto slot_at = [&](int64_t i) {
+  const auto slot_at = [&](int i) {
     if constexpr (kHeld) return slots[i];
     return part.load(i);
   };
   Statistic whole;
   if (a.given == nullptr) {
     if constexpr (kHeld) {
-      for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) part.copy_to(slots + i, i);
+      for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) part.copy_to(slots + i, i);
       __pipeline_commit();
       __pipeline_wait_prior(0);
     }
@@ -216,9 +261,7 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
       cluster.sync();
       whole = merged(
           a.cluster, Exp{}, [&](int i) { return *cluster.map_shared_rank(&mine, i); },
-          [&](int i) {
-            return Part<T>{nullptr, i * a.slots, a.slots, a.cols, false}.columns();
-          });
+          [&](int i) { return float(Part<T>::of(logits, i * a.slots, a.slots, a.cols, false).cols); });
       cluster.barrier_arrive();  // nobody leaves while somebody reads here
     }
     whole.target = at_target;
@@ -233,7 +276,7 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
     if (speaks) a.loss[row] = asked.loss(whole, logf(whole.sum));
     if (a.gradient) {
       const float scale = a.scale != nullptr ? a.scale[row * a.scale_step] : 1.f;
-      write_gradient(part, own, Slope::of(whole, asked, scale), slot_at);
+      write_gradient(part, own - first * Part<T>::N, Slope::of(whole, asked, scale), slot_at);
     }
   }
   if (a.given == nullptr && a.cluster > 1) cg::this_cluster().barrier_wait();
@@ -257,8 +300,16 @@ void launch(const char* op, const Args<T>& args, const Layout& layout, te_stream
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), op);
 }
 
+// Columns are counted in 32 bits.
+void check_cols(const char* op, const char* argument, const te_tensor& t) {
+  if (t.cols <= INT32_MAX - kSlotBytes) return;
+  throw Error(TE_NOT_IMPLEMENTED, concat(op, ": argument '", argument, "' has ", t.cols, " columns, wanted at most ",
+                                         INT32_MAX - kSlotBytes, "; spread them over ranks."));
+}
+
 void run(const char* op, const te_cross_entropy_plan& plan, Statistic* out, te_stream stream) {
   const te_tensor& x = plan.logits;
+  check_cols(op, "plan.logits", x);
   const Layout layout = Layout::of(x.cols, int64_t(te_dtype_bytes(x.dtype)));
   if (x.rows > INT32_MAX / layout.cluster) {
     throw Error(TE_NOT_IMPLEMENTED, concat(op, ": argument 'plan.logits' has ", x.rows, " rows, wanted at most ",
@@ -329,8 +380,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t row = blockIdx.x;
   const float factor = dloss[row * step] * (scale != nullptr ? *scale : 1.f);
   if (factor == 1.f) return;
-  const Part<T> part{grad + row * pitch, 0, (cols + N - 1) / N, cols, wide};
-  for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
+  const Part<T> part = Part<T>::of(grad + row * pitch, 0, (cols + N - 1) / N, cols, wide);
+  for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) {
     float x[N];
     widen<T, N>(part.load(i), x);
 #pragma unroll
@@ -368,6 +419,7 @@ void backward(te_tensor grad, te_tensor dloss, te_tensor scale, te_stream stream
     throw Error(TE_NOT_IMPLEMENTED, concat(kOp, ": argument 'grad' has ", grad.rows, " rows, wanted at most ",
                                            INT32_MAX, "; pass it in parts."));
   }
+  check_cols(kOp, "grad", grad);
   const bool wide = aligned16(grad);
   note_width(wide, true);
   dispatch_float(grad.dtype, kOp, "grad", [&](auto t) {
