@@ -50,14 +50,15 @@ class Run:
             else torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         )
         self.loss = torch.zeros((), device=device)
+        self.gradients_stay = False  # from step to step: then a step's peak has none that its backward makes
         self._static: tuple[torch.Tensor, torch.Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         if stash is not None:
             stash.register(self.model)
 
     def compute(self, x: torch.Tensor, target: torch.Tensor) -> None:
-        """Forward and backward, into new gradients; the loss is left in place."""
-        self.model.zero_grad(set_to_none=True)
+        """Forward and backward, into new gradients or those that stay; the loss is left in place."""
+        self.model.zero_grad(set_to_none=not self.gradients_stay)
         y = self.model(x, self.stash, self.around)
         loss = torch.nn.functional.mse_loss(y.float(), target.float())
         loss.backward()

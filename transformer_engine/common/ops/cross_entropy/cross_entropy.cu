@@ -7,14 +7,11 @@
 // not start on 16 bytes are taken an element at a time by the same threads. A thread reads in shared memory what it
 // copied there itself.
 #include <cooperative_groups.h>
-#include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
 
 #include "core/device.h"
-#include "core/reduce.cuh"
-#include "core/vec.cuh"
-#include "ops/cross_entropy/cross_entropy_math.h"
+#include "ops/cross_entropy/cross_entropy_row.cuh"
 
 namespace te::cross_entropy::cuda {
 
@@ -28,15 +25,8 @@ constexpr int64_t kEasyBytes = 64 << 10;   // of a row, in each block of a clust
 constexpr int64_t kMostBytes = 192 << 10;  // with all of them
 constexpr int kSlotBytes = 16;
 
-// exp(x) as one multiplication and one instruction: what falls below the normal numbers is 0, which __expf spends three
-// more on. The kernel computes about as long as it reads.
-__device__ __forceinline__ float exp_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-  return y;
-}
 struct Exp {
-  __device__ __forceinline__ float operator()(float x) const { return exp_of(x); }
+  __device__ __forceinline__ float operator()(float x) const { return exp2_of(x * kLog2e); }
 };
 
 // A row cut into slots of 16 bytes: `slots` for each block of its cluster, one after another for its threads.
@@ -69,162 +59,12 @@ struct Args {
   bool gradient, wide;
 };
 
-// A block's columns, in slots of N.
-template <class T>
-struct Part {
-  static constexpr int N = kVec<T>;
-  T* data;    // its first column
-  int cols;   // of the row, its own; 0 where it begins behind the row's end
-  int slots;  // with the one that is cut off
-  int whole;  // of them, those to be taken at once
-
-  // Slots from `first` on, at most `most`, of a row of `cols`.
-  __device__ __forceinline__ static Part of(T* row, int64_t first, int64_t most, int64_t cols, bool wide) {
-    const int own = int(max(int64_t(0), min(cols - first * N, most * N)));
-    return {row + first * N, own, (own + N - 1) / N, wide ? own / N : 0};
-  }
-
-  // Columns behind the row's end are -Inf, which adds to no maximum and to no sum of exponentials.
-  __device__ __forceinline__ Packed<T, N> load_narrow(int i) const {
-    float x[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = i * N + j < cols ? to_float(data[i * N + j]) : -INFINITY;
-    return narrow<T, N>(x);
-  }
-  __device__ __forceinline__ void copy_to(Packed<T, N>* slot, int i) const {
-    if (i < whole) {
-      __pipeline_memcpy_async(slot, data + i * N, sizeof(*slot));
-    } else {
-      *slot = load_narrow(i);
-    }
-  }
-  __device__ __forceinline__ Packed<T, N> load(int i) const {
-    return i < whole ? load_packed<T, N>(data + i * N) : load_narrow(i);
-  }
-  __device__ __forceinline__ void store(int i, const float (&y)[N]) const {
-    if (i < whole) return store_packed<T, N>(data + i * N, narrow<T, N>(y));
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      if (i * N + j < cols) data[i * N + j] = from_float<T>(y[j]);
-    }
-  }
-  __device__ __forceinline__ void fill(float value) const {
-    float y[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) y[j] = value;
-    for (int i = int(threadIdx.x); i < slots; i += int(blockDim.x)) store(i, y);
-  }
-};
-
-// The largest of slots, NaN left out; two elements at a time where two are in a word.
-template <class T, bool kPairs = sizeof(T) == 2>
-struct Top {
-  static constexpr int N = kVec<T>;
-  float top = -INFINITY;
-  __device__ __forceinline__ void take(const Packed<T, N>& slot) {
-    float x[N];
-    widen<T, N>(slot, x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) top = fmaxf(top, x[j]);
-  }
-  __device__ __forceinline__ float value() const { return top; }
-};
-template <class T>
-struct Top<T, true> {
-  static constexpr int N = kVec<T>;
-  using Pair = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
-  static constexpr uint32_t kNothing = std::is_same_v<T, bf16> ? 0xff80ff80u : 0xfc00fc00u;  // -Inf twice
-  uint32_t top = kNothing;
-  __device__ __forceinline__ void take(const Packed<T, N>& slot) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      Pair a, b;
-      memcpy(&a, &top, 4);
-      memcpy(&b, &slot.v[i], 4);
-      const Pair larger = __hmax2(a, b);
-      memcpy(&top, &larger, 4);
-    }
-  }
-  __device__ __forceinline__ float value() const {
-    Packed<T, 2> both;
-    both.v[0] = top;
-    float x[2];
-    widen<T, 2>(both, x);
-    return fmaxf(x[0], x[1]);
-  }
-};
-
-__device__ __forceinline__ float block_max(float x, float* scratch) {
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  const int lane = threadIdx.x % kWarp;
-  if (lane == 0) scratch[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  x = lane < int(blockDim.x / kWarp) ? scratch[lane] : -INFINITY;
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  return x;
-}
-
-// What a block's threads know of their columns. slot_at(i): slot i, as it was loaded.
-template <class T, class SlotAt>
-__device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smoothing, float* scratch,
-                                                  SlotAt&& slot_at) {
-  constexpr int N = kVec<T>;
-  const int step = int(blockDim.x);
-  Top<T> largest;
-  for (int i = int(threadIdx.x); i < part.slots; i += step) largest.take(slot_at(i));
-  const float top = block_max(largest.value(), scratch);
-  const float origin = origin_of(top);
-  float sums[2] = {0.f, 0.f};
-  for (int i = int(threadIdx.x); i < part.slots; i += step) {
-    float x[N];
-    widen<T, N>(slot_at(i), x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) sums[0] += exp_of(x[j] - origin);
-    if (smoothing > 0.f && top != -INFINITY) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) sums[1] += i * N + j < part.cols ? x[j] - top : 0.f;
-    }
-  }
-  // A block smaller than a warp does not exist, so that these are sums of whole warps.
-  float total[2] = {warp_sum(sums[0]), warp_sum(sums[1])};
-  const int lane = threadIdx.x % kWarp;
-  if (lane == 0) {
-    scratch[kWarp + threadIdx.x / kWarp] = total[0];
-    scratch[2 * kWarp + threadIdx.x / kWarp] = total[1];
-  }
-  __syncthreads();
-  const bool there = lane < int(blockDim.x / kWarp);
-  return {top, warp_sum(there ? scratch[kWarp + lane] : 0.f), NAN, warp_sum(there ? scratch[2 * kWarp + lane] : 0.f)};
-}
-
-// own: the target's column of the part, or one that it has not.
-template <class T, class SlotAt>
-__device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own, const Slope& slope, SlotAt&& slot_at) {
-  constexpr int N = kVec<T>;
-  const int own_slot = own >= 0 && own < part.cols ? int(own) / N : -1;
-  for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) {
-    float x[N], y[N];
-    widen<T, N>(slot_at(i), x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) y[j] = slope.at(exp_of(x[j] - slope.top));
-    if (i == own_slot) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) y[j] -= j == int(own) % N ? slope.hit : 0.f;
-    }
-    part.store(i, y);
-  }
-}
-
 // A cluster takes a row, block after block of its columns. kHeld: in shared memory, which is dynamic.
 template <class T, bool kHeld>
 __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_constant__ Args<T> a) {
-  using Slot = Packed<T, kVec<T>>;
   extern __shared__ uint4 shared[];
   __shared__ float scratch[3 * kWarp];
   __shared__ Statistic mine;
-  Slot* const slots = reinterpret_cast<Slot*>(shared);
   const int64_t row = blockIdx.x / unsigned(a.cluster);
   const int block = int(blockIdx.x % unsigned(a.cluster));
   T* const logits = a.logits + row * a.pitch;
@@ -243,18 +83,10 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
   // Before any block of the cluster writes over it: they all wait for this one first.
   float at_target = speaks && own >= 0 && own < a.cols ? to_float(logits[own]) : NAN;
 
-  const auto slot_at = [&](int i) {
-    if constexpr (kHeld) return slots[i];
-    return part.load(i);
-  };
+  const std::conditional_t<kHeld, HeldView<T>, ReadView<T>> view(part, shared);
   Statistic whole;
   if (a.given == nullptr) {
-    if constexpr (kHeld) {
-      for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) part.copy_to(slots + i, i);
-      __pipeline_commit();
-      __pipeline_wait_prior(0);
-    }
-    whole = statistic_of(part, a.smoothing, scratch, slot_at);
+    whole = statistic_of(part, a.smoothing, scratch, view);
     if (a.cluster > 1) {
       const cg::cluster_group cluster = cg::this_cluster();
       if (threadIdx.x == 0) mine = whole;
@@ -276,7 +108,7 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
     if (speaks) a.loss[row] = asked.loss(whole, logf(whole.sum));
     if (a.gradient) {
       const float scale = a.scale != nullptr ? a.scale[row * a.scale_step] : 1.f;
-      write_gradient(part, own - first * Part<T>::N, Slope::of(whole, asked, scale), slot_at);
+      write_gradient(part, own - first * Part<T>::N, Slope::of(whole, asked, scale), view);
     }
   }
   if (a.given == nullptr && a.cluster > 1) cg::this_cluster().barrier_wait();
@@ -345,6 +177,8 @@ void run(const char* op, const te_cross_entropy_plan& plan, Statistic* out, te_s
 // One block walks all rows.
 constexpr int kThreads = 1024;
 
+constexpr int kScaleBlocks = 16;  // of an SM: four at a time, and some to even out
+
 template <class T, class F>
 __device__ __forceinline__ T block_sum(int64_t n, F&& f) {
   __shared__ T scratch[kWarp];
@@ -373,20 +207,26 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *mean = sum * *inverse;
 }
 
+// A block for every so many rows: that most have a factor of 1 costs no launch of as many blocks.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads)
-    scale_kernel(T* grad, int64_t pitch, int64_t cols, bool wide, const float* dloss, int step, const float* scale) {
+    scale_kernel(T* grad, int64_t pitch, int64_t rows, int64_t cols, bool wide, const float* dloss, int step,
+                 const float* scale) {
   constexpr int N = kVec<T>;
-  const int64_t row = blockIdx.x;
-  const float factor = dloss[row * step] * (scale != nullptr ? *scale : 1.f);
-  if (factor == 1.f) return;
-  const Part<T> part = Part<T>::of(grad + row * pitch, 0, (cols + N - 1) / N, cols, wide);
-  for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) {
-    float x[N];
-    widen<T, N>(part.load(i), x);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const float factor = dloss[row * step] * (scale != nullptr ? *scale : 1.f);
+    if (factor == 1.f) {
+      if (step == 0) return;
+      continue;
+    }
+    const Part<T> part = Part<T>::of(grad + row * pitch, 0, (cols + N - 1) / N, cols, wide);
+    for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) {
+      float x[N];
+      widen<T, N>(part.load(i), x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = scaled(x[j], factor);
-    part.store(i, x);
+      for (int j = 0; j < N; ++j) x[j] = scaled(x[j], factor);
+      part.store(i, x);
+    }
   }
 }
 
@@ -415,10 +255,6 @@ void mean(te_tensor loss, te_tensor inverse_count, te_tensor mean, te_stream str
 
 void backward(te_tensor grad, te_tensor dloss, te_tensor scale, te_stream stream) {
   constexpr const char* kOp = "te_cross_entropy_backward";
-  if (grad.rows > INT32_MAX) {
-    throw Error(TE_NOT_IMPLEMENTED, concat(kOp, ": argument 'grad' has ", grad.rows, " rows, wanted at most ",
-                                           INT32_MAX, "; pass it in parts."));
-  }
   check_cols(kOp, "grad", grad);
   const bool wide = aligned16(grad);
   note_width(wide, true);
@@ -426,8 +262,10 @@ void backward(te_tensor grad, te_tensor dloss, te_tensor scale, te_stream stream
     using T = decltype(t);
     const int64_t slots = (grad.cols + kVec<T> - 1) / kVec<T>;
     const int threads = int(std::min<int64_t>(kMaxThreads, (slots + kWarp - 1) / kWarp * kWarp));
-    scale_kernel<T><<<unsigned(grad.rows), threads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<T*>(grad.data), grad.row_pitch, grad.cols, wide, static_cast<const float*>(dloss.data),
+    const int64_t blocks =
+        std::min<int64_t>(grad.rows, int64_t(device_properties(grad.device).sm_count) * kScaleBlocks);
+    scale_kernel<T><<<unsigned(blocks), threads, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<T*>(grad.data), grad.row_pitch, grad.rows, grad.cols, wide, static_cast<const float*>(dloss.data),
         dloss.cols == 1 ? 0 : 1, static_cast<const float*>(scale.data));
     check_launch(kOp);
   });
