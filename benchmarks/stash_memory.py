@@ -12,8 +12,8 @@ one comes back while another one leaves (1F1B). The last layer's backward is nex
 
 Measured: the allocator's peak over a forward and backward (on the CPU as torch's profiler hears it) beside the
 parameters' gradients, which stay from step to step, and the pool, less what no group keeps: a step's work beside one
-layer (measured with all kept: of one layer, and for more layers of two), and what a layer keeps outside of its group (of
-three layers less two, at capacity 1). The static rows of one layer and of two are therefore right by design.
+layer (measured with all kept: of one layer, and for more layers of two), and what a layer keeps outside of its group
+(of three layers less two, at capacity 1). The static rows of one layer and of two are therefore right by design.
 
 The second table has Zipf routing and step times, and a third way, eager: the host waits for each layer's counts, and
 every shape is as large as they say. It keeps least; what the allocator reserves for shapes that change, and the waits,

@@ -1,6 +1,7 @@
 # What nvcc makes of the tensor core kernels: no serialised wgmma, no spills, no memory barrier for the whole GPU in a
 # loop over the depth. Mutants: `.release.cluster` in barrier_arrive(), or a product's sums read before mma_wait() in
-# wgmma_mainloop.cuh, turn these red. Skips where there is no nvcc or no cuobjdump.
+# wgmma_mainloop.cuh, turn these red; six blocks per SM in quantize's source.cuh (spills). Skips where nvcc or cuobjdump
+# is not there.
 import importlib.util
 import os
 import re
@@ -32,16 +33,22 @@ def tool(name):
     return str(found)
 
 
+def ptxas(source, cubin):
+    """What it says of a source, compiled into a file."""
+    flags = ["-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+    paths = [f"-I{COMMON}", f"-I{COMMON / 'include'}", "-DTE_WITH_CUDA"]
+    command = [tool("nvcc"), *flags, *paths, "-cubin", "-o", str(cubin), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 @pytest.fixture(scope="module", params=SOURCES, ids=lambda p: p.stem)
 def compiled(request, tmp_path_factory):
     """What ptxas said of a source, and the instructions of each of its kernels."""
-    nvcc, cuobjdump = tool("nvcc"), tool("cuobjdump")
+    cuobjdump = tool("cuobjdump")
     cubin = tmp_path_factory.mktemp("sass") / "kernels.cubin"
-    flags = ["-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]
-    paths = [f"-I{COMMON}", f"-I{COMMON / 'include'}", "-DTE_WITH_CUDA"]
-    command = [nvcc, *flags, *paths, "-cubin", "-o", str(cubin), str(request.param)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    log = ptxas(request.param, cubin)
     sass = subprocess.run([cuobjdump, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
     kernels = {}
     for part in re.split(r"^\s*Function : ", sass, flags=re.M)[1:]:
@@ -49,7 +56,7 @@ def compiled(request, tmp_path_factory):
         # "/*0a30*/  @!P0 SYNCS.ARRIVE.TRANS64 RZ, [UR4], RZ ;": the instruction's name
         found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", body)
         kernels[name] = [instruction for instruction in found if instruction != "NOP"]
-    return done.stderr, kernels, SPILLS.get(request.param.stem, 0)
+    return log, kernels, SPILLS.get(request.param.stem, 0)
 
 
 def test_there_are_kernels():
@@ -79,3 +86,9 @@ def test_loops_over_the_depth_wait_for_nobody_else(compiled):
         barriers = re.findall(r"MEMBAR\S*", text)
         assert text.count("MEETING") == 2, f"{name}: {text.count('MEETING')} meetings of the cluster"
         assert barriers == (["MEMBAR.ALL.CTA"] if "WeightJob" in name and not fp8 else []), f"{name}: {barriers}"
+
+
+def test_grouped_quantize_spills_nothing(tmp_path):
+    log = ptxas(COMMON / "ops/quantize/grouped_quantize.cu", tmp_path / "kernels.cubin")
+    found = [int(size) for size in re.findall(r"(\d+) bytes (?:stack frame|spill \w+)", log)]
+    assert found and max(found) == 0, log

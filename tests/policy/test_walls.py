@@ -27,7 +27,10 @@ PARTS = [
 PORCH = {"ops/quantize/store.cuh", "ops/quantize/store.h", "ops/quantize/fp8.h", "transformer_engine/quantize.h"}
 PORCH_GUESTS = {"activation", "normalization", "optimizer", "permute", "stash"}
 # A room's C API may be in more than one header.
-FURTHER_HEADERS = {"gemm": {"transformer_engine/grouped_gemm.h"}}
+FURTHER_HEADERS = {
+    "gemm": {"transformer_engine/grouped_gemm.h"},
+    "quantize": {"transformer_engine/grouped_quantize.h"},
+}
 # comm calls gemm through its C API.
 C_API_GUESTS = {"comm": {"transformer_engine/gemm.h"}}
 

@@ -47,8 +47,9 @@ def test_against_float64(dtype, device):
     y = torch.ops.te.grouped_fprop(x, weights, biases, offsets)
     dx = torch.ops.te.grouped_dgrad(dy, weights, offsets)
     dweights = torch.ops.te.grouped_wgrad(dy, x, offsets)
-    sums = torch.ops.te.grouped_sums(dy, offsets)
+    sums = torch.ops.te.grouped_sums(dy, offsets, False)
     assert not y[sum(SPLITS) :].any() and not dx[sum(SPLITS) :].any()
+    assert sums.shape == (len(SPLITS), N)
     for i, (a, b) in enumerate(zip(groups(x), groups(dy), strict=True)):
         a, b, w, bias = (wide(t) for t in (a, b, weights[i], biases[i]))
         within(groups(y)[i], a @ w.T + bias, a.abs() @ w.abs().T + bias.abs(), K, dtype, f"y {i}")
@@ -104,7 +105,8 @@ def test_schemas_and_meta(device):
     opcheck(torch.ops.te.grouped_fprop.default, (x, weights, biases, offsets), test_utils=tests)
     opcheck(torch.ops.te.grouped_dgrad.default, (dy, weights, offsets), test_utils=tests)
     opcheck(torch.ops.te.grouped_wgrad.default, (dy, x, offsets), test_utils=tests)
-    opcheck(torch.ops.te.grouped_sums.default, (dy, offsets), test_utils=tests)
+    for as_quantized in (False, True):
+        opcheck(torch.ops.te.grouped_sums.default, (dy, offsets, as_quantized), test_utils=tests)
     opcheck(torch.ops.te.grouped_offsets.default, (torch.tensor(SPLITS, device=device), x), test_utils=tests)
     outs = [torch.zeros(N, K, device=device) for _ in SPLITS]
     opcheck(torch.ops.te.grouped_wgrad_accumulate.default, (dy, x, offsets, outs, [0, 1, 0, 1]), test_utils=tests)

@@ -40,7 +40,7 @@ OPTIONS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_a_loop_of_linears(dtype, recipe, options, on_device, device):
     if on_device and device == "cuda" and (recipe != "none" or dtype is torch.float32):
-        pytest.skip("refused: test_what_the_device_cannot_do_is_refused")
+        pytest.skip("float32 is refused, FP8 is summed otherwise than by cuBLASLt: test_grouped_linear_fp8.py")
     ours, loop = build(device=device, dtype=dtype, **options)
     made = RECIPES[recipe] and RECIPES[recipe]()
     splits = torch.tensor(SPLITS, device=device) if on_device else SPLITS
@@ -276,9 +276,6 @@ def test_what_the_device_cannot_do_is_refused():
     splits = torch.tensor(SPLITS, device="cuda")
     with refused(NotImplementedError, "m_splits"):
         ours(randn(sum(SPLITS), K, device="cuda"), splits)
-    ours, _ = build(device="cuda", dtype=torch.bfloat16)
-    with te.autocast(recipe=R.Float8CurrentScaling()), refused(NotImplementedError, "m_splits", "list"):
-        ours(randn(sum(SPLITS), K, dtype=torch.bfloat16, device="cuda"), splits)
 
 
 # ---- buffers of the caller ----

@@ -7,30 +7,24 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <transformer_engine/grouped_gemm.h>
 #include <map>
 #include <mutex>
 
 #include "faces.h"
 #include "gemm.h"
+#include "gemm_grouped_operands.h"
 #include "linear_core.h"
+#include "quantize.h"
 
 namespace te_torch {
 
 namespace {
 
-constexpr const char* kOp = "grouped_linear";
+using namespace grouped;  // NOLINT: the shared half of this file
 
 void check_matrix(const Tensor& t, const char* argument) {
   check_float(t, kOp, argument);
   TORCH_CHECK_VALUE(t.dim() == 2, kOp, ": argument '", argument, "' has shape ", t.sym_sizes(), ", wanted a matrix.");
-}
-
-void check_offsets(const Tensor& offsets, const Tensor& rows, size_t groups) {
-  TORCH_CHECK_VALUE(offsets.scalar_type() == at::kInt && offsets.dim() == 1 && offsets.is_contiguous() &&
-                        offsets.sym_size(0) == int64_t(groups) + 1 && offsets.device() == rows.device(),
-                    kOp, ": argument 'offsets' is ", offsets.scalar_type(), " ", offsets.sym_sizes(), " on ",
-                    offsets.device(), ", wanted Int [", groups + 1, "] on ", rows.device(), ".");
 }
 
 // width: of the weights' dimension that is reduced. argument: what `rows` is called.
@@ -65,22 +59,7 @@ void check_gradient(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
   check_same(x, dy, kOp, "x");
   TORCH_CHECK_VALUE(dy.sym_size(0) == x.sym_size(0), kOp, ": argument 'dy' has ", dy.sym_size(0), " rows, wanted ",
                     x.sym_size(0), ", x's.");
-  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.sym_size(0) > 1, kOp, ": argument 'offsets' has shape ",
-                    offsets.sym_sizes(), ", wanted [groups + 1].");
-  check_offsets(offsets, x, size_t(offsets.size(0) - 1));
-}
-
-void check_targets(const Tensor& dy, const Tensor& x, at::TensorList outs, at::ArrayRef<int64_t> how, size_t groups) {
-  size_t wanted = 0;
-  for (const int64_t one : how) wanted += one >= 0 ? 1 : 0;
-  TORCH_CHECK_VALUE(how.size() == groups && outs.size() == wanted, kOp, ": arguments 'outs' and 'how' have ",
-                    outs.size(), " and ", how.size(), " entries, wanted ", wanted, " and ", groups, ".");
-  for (const Tensor& out : outs) {
-    TORCH_CHECK_VALUE(out.dim() == 2 && out.sym_size(0) == dy.sym_size(1) && out.sym_size(1) == x.sym_size(1) &&
-                          out.is_contiguous() && out.device() == x.device(),
-                      kOp, ": argument 'outs' has a tensor of shape ", out.sym_sizes(), " on ", out.device(),
-                      ", wanted contiguous [", dy.sym_size(1), ", ", x.sym_size(1), "] on ", x.device(), ".");
-  }
+  check_offsets(offsets, x, groups_of(offsets));
 }
 
 // ---- the CPU ----
@@ -94,59 +73,13 @@ struct HostOffsets {
   Tensor rows(const Tensor& t, size_t g) const { return t.narrow(0, at[g], at[g + 1] - at[g]); }
 };
 
-// ---- CUDA: operands as the kernels read them ----
-
-constexpr int64_t kAlignment = 16;  // bytes, of addresses and of pitches
-
-bool aligned(const Tensor& t) {
-  return t.stride(1) == 1 && t.stride(0) >= t.size(1) && (t.stride(0) * t.element_size()) % kAlignment == 0 &&
-         reinterpret_cast<uintptr_t>(t.data_ptr()) % kAlignment == 0 && !t.is_neg();
-}
-
-// Tensors for the length of one call, those that a kernel cannot read as copies.
-class Operands {
- public:
-  te_tensor add(const Tensor& t, const char* argument) {
-    check_memory(t, kOp, argument);
-    Tensor ready = t;
-    if (!aligned(t) && t.numel() > 0) {
-      const int64_t step = kAlignment / int64_t(t.element_size());
-      ready = at::empty({t.size(0), (t.size(1) + step - 1) / step * step}, t.options()).narrow(1, 0, t.size(1));
-      ready.copy_(t);
-      copied_ += ready.nbytes();
-    }
-    held_.push_back(ready);
-    return {ready.data_ptr(),
-            ready.size(0),
-            ready.size(1),
-            std::max<int64_t>(ready.stride(0), ready.size(1)),
-            dtype_of(ready, kOp, argument),
-            int32_t(ready.get_device())};
-  }
-
-  // Behind the launch, which says what it is; of copies, over that.
-  void note() const {
-    if (copied_ == 0) return;
-    thread_local std::string why;  // the note is read when this is gone
-    why = "copies " + std::to_string(copied_) + " bytes: it reads addresses and row pitches that are multiples of 16";
-    te_note_path("grouped kernel on copies", why.c_str());
-  }
-
- private:
-  std::vector<Tensor> held_;
-  size_t copied_ = 0;
-};
-
-void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like) {
-  check(te_grouped_gemm(&problem, current_stream(like)));
-  operands.note();
-}
+// ---- CUDA ----
 
 // FPROP and DGRAD.
 void rows_by_kernel(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
                     const Tensor& offsets, const Tensor& out, bool zero_tail) {
   Operands operands;
-  std::vector<te_tensor> of_weights, of_biases;
+  std::vector<te_tensor> of_weights;
   te_grouped_gemm_problem problem{};
   problem.product = product;
   problem.groups = int32_t(weights.size());
@@ -154,11 +87,7 @@ void rows_by_kernel(te_grouped_product product, const Tensor& rows, at::TensorLi
   problem.rows = operands.add(rows, product == TE_GROUPED_FPROP ? "x" : "dy");
   problem.depth_rows = absent();
   for (const Tensor& weight : weights) of_weights.push_back(operands.add(weight, "weight"));
-  std::vector<Tensor> dense;
-  for (const Tensor& bias : biases) {
-    dense.push_back(bias.contiguous());
-    of_biases.push_back(view_2d(dense.back(), kOp, "bias"));
-  }
+  const std::vector<te_tensor> of_biases = operands.add_biases(biases);
   problem.weights = of_weights.data();
   problem.biases = biases.empty() ? nullptr : of_biases.data();
   problem.result = view_2d(out, kOp, "out");
@@ -187,15 +116,11 @@ void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets,
 }
 
 // dy^T times a column of ones: the sums come from the product's one accumulator an element, in the order of the rows.
-std::vector<Tensor> sums_by_kernel(const Tensor& dy, const Tensor& offsets) {
-  const int64_t width = kAlignment / int64_t(dy.element_size());
+Tensor sums_by_kernel(const Tensor& dy, const Tensor& offsets) {
+  const int64_t width = 16 / int64_t(dy.element_size());  // rows on 16 bytes
   const Tensor ones = at::full({dy.size(0), width}, 1, dy.options()).narrow(1, 0, 1);
-  std::vector<Tensor> columns, sums;
-  for (int64_t g = 1; g < offsets.size(0); ++g) {
-    sums.push_back(at::empty({dy.size(1)}, dy.options()));
-    columns.push_back(sums.back().unsqueeze(1));
-  }
-  weights_by_kernel(dy, ones, offsets, columns, {});
+  const Tensor sums = at::empty({offsets.size(0) - 1, dy.size(1)}, dy.options());
+  weights_by_kernel(dy, ones, offsets, sums.unsqueeze(2).unbind(0), {});
   return sums;
 }
 
@@ -242,16 +167,14 @@ std::vector<Tensor> grouped_wgrad_meta(const Tensor& dy, const Tensor& x, const 
   for (int64_t g = 1; g < offsets.size(0); ++g) all.push_back(x.new_empty_symint({dy.sym_size(1), x.sym_size(1)}));
   return all;
 }
-std::vector<Tensor> grouped_sums_meta(const Tensor& dy, const Tensor& offsets) {
+Tensor grouped_sums_meta(const Tensor& dy, const Tensor& offsets, bool) {
   check_gradient(dy, dy, offsets);
-  std::vector<Tensor> sums;
-  for (int64_t g = 1; g < offsets.size(0); ++g) sums.push_back(dy.new_empty_symint({dy.sym_size(1)}));
-  return sums;
+  return dy.new_empty_symint({offsets.sym_size(0) - 1, dy.sym_size(1)});
 }
 void grouped_wgrad_accumulate_meta(const Tensor& dy, const Tensor& x, const Tensor& offsets, at::TensorList outs,
                                    at::ArrayRef<int64_t> how) {
   check_gradient(dy, x, offsets);
-  check_targets(dy, x, outs, how, size_t(offsets.size(0) - 1));
+  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, how, groups_of(offsets));
 }
 
 }  // namespace
@@ -322,43 +245,37 @@ std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tenso
   return all;
 }
 
-std::vector<Tensor> grouped_sums(const Tensor& dy, const Tensor& offsets) {
+Tensor grouped_sums(const Tensor& dy, const Tensor& offsets, bool as_quantized) {
   check_gradient(dy, dy, offsets);
   const c10::NoGradGuard no_graph;
   if (!dy.is_cpu()) return sums_by_kernel(dy, offsets);
   const HostOffsets host(offsets);
-  std::vector<Tensor> sums;
-  for (size_t g = 0; g < host.groups; ++g) sums.push_back(host.rows(dy, g).sum(0));
+  const Tensor sums = at::empty({int64_t(host.groups), dy.size(1)}, dy.options());
+  static const Quantizer summing{{QuantizeSpec::kBlock1d, false, false, 0.f}, {}, {}, {}};
+  for (size_t g = 0; g < host.groups; ++g) {
+    Tensor sum;
+    as_quantized ? void(quantize(summing, host.rows(dy, g), {}, &sum)) : void(sum = host.rows(dy, g).sum(0));
+    sums.select(0, int64_t(g)).copy_(sum);
+  }
   return sums;
 }
 
 void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& offsets, at::TensorList outs,
                               at::ArrayRef<int64_t> how) {
   check_gradient(dy, x, offsets);
-  check_targets(dy, x, outs, how, size_t(offsets.size(0) - 1));
+  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, how, groups_of(offsets));
   const c10::NoGradGuard no_graph;
-  std::vector<Tensor> results(how.size());
-  std::vector<uint8_t> accumulate;
-  for (size_t g = 0, next = 0; g < how.size(); ++g) {
-    if (how[g] >= 0) results[g] = outs[next++];
-    accumulate.push_back(how[g] == 0 ? 1 : 0);
-  }
+  const Targets targets(outs, how);
   if (!x.is_cpu()) {
-    for (size_t i = 0; i < outs.size(); ++i) {  // which one launch would write at once
-      for (size_t j = 0; j < i; ++j) {
-        TORCH_CHECK_NOT_IMPLEMENTED(outs[i].numel() == 0 || outs[i].const_data_ptr() != outs[j].const_data_ptr(), kOp,
-                                    ": two groups with one main_grad, whose sizes the device alone knows, are not "
-                                    "available in this version; pass 'm_splits' as a list of integers.");
-      }
-    }
-    weights_by_kernel(dy, x, offsets, results, accumulate);
+    check_apart(outs);
+    weights_by_kernel(dy, x, offsets, targets.results, targets.accumulate);
     for (const Tensor& out : outs) note_written(out);
     return;
   }
   const HostOffsets host(offsets);
   for (size_t g = 0; g < how.size(); ++g) {
-    if (!results[g].defined()) continue;
-    gemm_accumulate(host.rows(x, g), host.rows(dy, g), "NT", results[g], false, how[g] == 1);
+    Tensor out = targets.results[g];
+    if (out.defined()) gemm_accumulate(host.rows(x, g), host.rows(dy, g), "NT", out, false, how[g] == 1);
   }
 }
 
@@ -379,7 +296,9 @@ TE_FACES(gemm_grouped, faces) {
   faces.op("grouped_wgrad(Tensor dy, Tensor x, Tensor offsets) -> Tensor[]")
       .kernel(grouped_wgrad)
       .meta(grouped_wgrad_meta);
-  faces.op("grouped_sums(Tensor dy, Tensor offsets) -> Tensor[]").kernel(grouped_sums).meta(grouped_sums_meta);
+  faces.op("grouped_sums(Tensor dy, Tensor offsets, bool as_quantized) -> Tensor")
+      .kernel(grouped_sums)
+      .meta(grouped_sums_meta);
   faces.op("grouped_wgrad_accumulate(Tensor dy, Tensor x, Tensor offsets, Tensor(a!)[] outs, int[] how) -> ()")
       .kernel(grouped_wgrad_accumulate)
       .meta(grouped_wgrad_accumulate_meta);

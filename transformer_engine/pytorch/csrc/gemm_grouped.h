@@ -24,9 +24,11 @@ void grouped_fprop_into(const Tensor& x, at::TensorList weights, at::TensorList 
                         const Tensor& out);
 void grouped_dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& offsets, const Tensor& out);
 
-// Of each group dy^T x [N, K], and the column sums of dy [N].
+// Of each group dy^T x [N, K].
 std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offsets);
-std::vector<Tensor> grouped_sums(const Tensor& dy, const Tensor& offsets);
+// Of each group the column sums of dy: [groups, N]. as_quantized: in the order in which a quantizer of each group's
+// rows sums them (on CUDA there is one order alone).
+Tensor grouped_sums(const Tensor& dy, const Tensor& offsets, bool as_quantized);
 // dy^T x into one of `outs` for each group whose number in `how` is 0 (+=) or 1 (=); -1 has none.
 void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& offsets, at::TensorList outs,
                               at::ArrayRef<int64_t> how);

@@ -39,9 +39,11 @@ GemmPath by_cublaslt(const GemmCall& c, bool bias_apart) {
 
 }  // namespace
 
+bool cpu_products_by_loop() { return by_loop.load(std::memory_order_relaxed); }
+
 GemmPath gemm_path(const GemmCall& c) {
   const bool fp8 = c.operands == at::kByte;
-  const bool loop = c.on_cpu && by_loop.load(std::memory_order_relaxed);
+  const bool loop = c.on_cpu && cpu_products_by_loop();
   const bool libtorch = c.on_cpu && !loop;
   if (libtorch && !fp8) return {GemmBy::kLibTorch, true, "LibTorch's CPU product", ""};
   if (c.empty && (fp8 || c.into)) return {GemmBy::kNobody, true, "nothing to multiply", ""};

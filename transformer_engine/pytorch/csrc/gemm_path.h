@@ -41,4 +41,6 @@ struct GemmPath {
 
 GemmPath gemm_path(const GemmCall& call);
 
+bool cpu_products_by_loop();  // whether set_cpu_products("loop") is in force
+
 }  // namespace te_torch

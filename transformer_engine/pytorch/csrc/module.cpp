@@ -21,6 +21,7 @@
   X(gemm)                   \
   X(gemm_fp8)               \
   X(gemm_grouped)           \
+  X(gemm_grouped_fp8)       \
   X(gemm_path)              \
   X(group)                  \
   X(grouped_linear)         \
@@ -37,6 +38,7 @@
   X(rope)                   \
   X(normalization)          \
   X(quantize)               \
+  X(quantize_grouped)       \
   X(quantizer)              \
   X(quantize_range)         \
   X(offload)                \

@@ -82,7 +82,8 @@ Quantized quantize_again_dispatched(const QuantizeSpec& spec, const Tensor& used
   return q;
 }
 
-// Quantizers whose state no schema carries; named where such a route meets one.
+}  // namespace
+
 void refuse_state(const Quantizer& quantizer) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !quantizer.active() || quantizer.spec.stateless(),
@@ -90,8 +91,6 @@ void refuse_state(const Quantizer& quantizer) {
       "torch.compile, FakeTensorMode, functorch or with tensor subclasses; use Float8CurrentScaling or "
       "Float8BlockScaling there.");
 }
-
-}  // namespace
 
 Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales) {
   auto again = std::make_shared<ProductQuantization>(q);

@@ -63,6 +63,9 @@ Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales
 // wants a gradient) one that makes column sums, to the same bits as any other, and no data.
 const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions);
 
+// Names a quantizer whose state no schema carries, where such a route meets one.
+void refuse_state(const Quantizer& quantizer);
+
 // x by the quantizer, or as it is where there is none, or where it leaves x alone. dbias: the sums of x's columns,
 // where they are wanted and x was quantized.
 Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor& x, Directions directions,

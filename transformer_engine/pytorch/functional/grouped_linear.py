@@ -44,7 +44,8 @@ def grouped_linear(
     Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features] each.
     Dtypes: as linear. quantizations: one for all groups, or one each (under torch.compile its integers). own_weights:
     the weights' FP8 copies, made before. keep_input: as linear.
-    Errors: ValueError naming the argument; NotImplementedError for float32 on CUDA and for FP8 with offsets on CUDA.
+    Errors: ValueError naming the argument; with offsets on CUDA NotImplementedError for float32, and for quantizations
+    that differ from group to group in more than their state, or are written in Python.
     """
     if torch.compiler.is_compiling():
         if out is not None or dgrad_out is not None:

@@ -169,10 +169,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             if buffer is not None and not torch.compiler.is_compiling():  # refused there
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
         if splits.offsets is not None and inp.is_cuda and STATE.enabled:  # before a quantizer notes anything
-            refuse_recipe(
-                f"{op}: FP8 products of groups whose sizes the GPU alone knows are not available in this version; pass "
-                "'m_splits' as a list of integers."
-            )
+            self._check_dtype(inp)
         weights, biases = ([getattr(self, name) for name in names] for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, is_first_microbatch)
         if not quantizations:
@@ -234,6 +231,13 @@ class GroupedLinear(TransformerEngineBaseModule):
                 "its factory quantize all or none of them, or leave is_first_microbatch at None."
             )
         return quantizations, copies
+
+    def _check_dtype(self, inp: torch.Tensor) -> None:
+        if self._result_dtype(inp) is torch.float32:
+            refuse_recipe(
+                f"{type(self).__name__}: argument 'inp' is float32, and groups whose sizes the GPU alone knows are "
+                "multiplied in bfloat16 and float16; pass such, or 'm_splits' as a list of integers."
+            )
 
     def _check_recipe(self) -> None:
         if self.tp_size > 1 and STATE.enabled and STATE.chosen_recipe().float8_current_scaling():

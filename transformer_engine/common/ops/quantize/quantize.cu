@@ -1,40 +1,13 @@
 // quantize, CUDA path: the producer that reads a tensor (tile.cuh and emit.cuh do the rest), and what goes with it:
 // dequantization, the transpose of bytes, sums of partial column sums, scales between steps. Bound by memory: 3.03
 // bytes an element for bf16 to 1x128 blocks, 4.06 with the transpose.
-#include "ops/quantize/store.cuh"
+#include "ops/quantize/source.cuh"
 #include "ops/quantize/store.h"
 #include "transformer_engine/scaling.h"
 
 namespace te::quantize::cuda {
 
 namespace {
-
-template <class T>
-struct Source {
-  using Type = T;
-  using Row = NoRow;
-  static constexpr int kInputs = 1, kOutputs = 1, kAmaxOutputs = 1, kBatch = kRows;
-  static constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
-  static constexpr bool kStaged = false;
-
-  const T* x;
-  int64_t row_pitch;
-
-  explicit Source(const te_tensor& t) : x(static_cast<const T*>(t.data)), row_pitch(t.row_pitch) {}
-
-  __device__ __forceinline__ const T* input(int, int64_t row, int64_t col) const { return x + row * row_pitch + col; }
-  __device__ __forceinline__ int64_t pitch(int) const { return row_pitch; }
-  __device__ __forceinline__ Row of(int64_t) const { return {}; }
-  __device__ __forceinline__ void compute(const Vector<T> (&in)[1], Row, int64_t, Vector<T> (&out)[1]) const {
-    out[0] = in[0];
-  }
-};
-
-bool is_wide(const te_tensor& x) {
-  const bool aligned = aligned16(x), divides = x.cols % kColumns == 0;
-  note_width(aligned, divides);
-  return aligned && divides;
-}
 
 // ---- dequantization ----
 

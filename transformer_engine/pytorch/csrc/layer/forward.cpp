@@ -82,7 +82,10 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
         keeper.recomputed(unkept(operand, q, made.input), words(source.operand_words(), q));
       }
     }
-    if (!unquantized(q)) keeper.keep(name(kUsedScales), used_scales(operand), kScales);
+    // Groups are quantized again by what made their scales.
+    if (!unquantized(q) && !stage.products->quantizes_groups(q)) {
+      keeper.keep(name(kUsedScales), used_scales(operand), kScales);
+    }
   } else if (gathered.defined()) {
     keep_operand(keeper, name(kWholeOperand), gathered, read, words(kGatheredInput, q));
   } else if (needs.weight) {

@@ -1,7 +1,8 @@
 // grouped_linear: a layer with a weight for each group of rows. Schemas and the Python entry.
 #include "faces.h"
+#include "gemm_path.h"
 #include "op_faces.h"
-#include "products_grouped.h"
+#include "products_device.h"
 
 namespace te_torch {
 
@@ -78,6 +79,13 @@ struct GroupedHandles {
   bool fits_schema() const { return quantizations.size() < 2 && !out.has_value() && !dgrad_out.has_value(); }
 };
 
+// What a CPU holds can be looked at: groups of the device are then groups of the host, cut as the offsets are. In FP8
+// they stay, so that tests on a CPU run what a GPU runs, unless somebody wants other products, or quantizers that the
+// device does not take.
+bool by_host(at::ArrayRef<Quantization> quantizations) {
+  return quantizations.empty() || device_refuses(quantizations) != nullptr || cpu_products_by_loop();
+}
+
 Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                       const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input,
                       const GroupedHandles& handles) {
@@ -91,15 +99,14 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
     Stage& stage = call.stages[0];
     Grouping grouping{
         splits, offsets.value_or(Tensor()), {}, handles.out.value_or(Tensor()), handles.dgrad_out.value_or(Tensor())};
-    // What a CPU holds can be looked at: groups of the device are then groups of the host, cut as the offsets are.
-    if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets})) {
+    grouping.quantizations.assign(handles.quantizations.begin(), handles.quantizations.end());
+    if (!handles.quantizations.empty()) stage.quantization = handles.quantizations[0];
+    if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets}) && by_host(grouping.quantizations)) {
       const int32_t* at = offsets->const_data_ptr<int32_t>();
       grouping.splits.resize(weights.size());
       for (size_t i = 0; i < weights.size(); ++i) grouping.splits[i] = at[i + 1] - at[i];
       grouping.offsets = Tensor();
     }
-    grouping.quantizations.assign(handles.quantizations.begin(), handles.quantizations.end());
-    if (!handles.quantizations.empty()) stage.quantization = handles.quantizations[0];
     stage.products = grouped_products(std::move(grouping));
     stage.sink = handles.sink;
     for (const Quantized& weight : handles.own_weights) call.own_weights[0].push_back({{}, weight});

@@ -1,108 +1,280 @@
 // See products_device.h.
 #include "products_device.h"
 
+#include <algorithm>
+
+#include "gemm_fp8.h"
 #include "gemm_grouped.h"
+#include "gemm_grouped_fp8.h"
+#include "quantize_grouped.h"
 
 namespace te_torch::layer {
 
 namespace {
 
-std::vector<Tensor> sums_of(const Route& route, const Tensor& dy, const Tensor& offsets) {
-  return route.call<grouped_sums>("te::grouped_sums", dy, offsets);
+int64_t code_of(const Quantized& q) { return fp8_code(q.scaling, q.e5m2); }
+
+// Rows as they are, or what rowwise FP8 data mean.
+Tensor plain_rows(const Route& route, const Operand& t, const Tensor& offsets, at::ScalarType dtype) {
+  if (!t.quantized()) return matrix_of(t.plain);
+  TORCH_INTERNAL_ASSERT(t.fp8.rowwise.defined());  // of panels nobody asks that
+  if (t.fp8.scaling != TE_SCALING_TENSOR) return plain_of(route, t, dtype);
+  return grouped_dequantize(t.fp8.rowwise, t.fp8.rowwise_scale_inv, offsets, t.fp8.e5m2, dtype);
+}
+
+Tensor sums_of(const Route& route, const Tensor& dy, const Tensor& offsets, bool as_quantized) {
+  return route.call<grouped_sums>("te::grouped_sums", matrix_of(dy), offsets, as_quantized);
+}
+
+Sums rows_of_sums(const Tensor& sums) {
+  const std::vector<Tensor> rows = sums.unbind(0);
+  return {rows.begin(), rows.end()};
 }
 
 class DeviceWeightProduct final : public WeightProduct {
  public:
-  DeviceWeightProduct(Tensor dy, Tensor x, Tensor offsets) : dy_(std::move(dy)), x_(std::move(x)), offsets_(offsets) {}
+  DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype)
+      : dy_(std::move(gradient.dy)),
+        x_(std::move(x)),
+        dbias_(std::move(gradient.dbias)),
+        offsets_(std::move(offsets)),
+        dtype_(dtype) {}
 
   WeightGrads compute(const Route& route, bool with_bias) const override {
-    const Tensor dy = matrix_of(dy_);
-    const std::vector<Tensor> weights = route.call<grouped_wgrad>("te::grouped_wgrad", dy, matrix_of(x_), offsets_);
-    const std::vector<Tensor> sums = with_bias ? sums_of(route, dy, offsets_) : std::vector<Tensor>(weights.size());
-    return {{weights.begin(), weights.end()}, {sums.begin(), sums.end()}};
+    WeightGrads grads;
+    const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(route) : plain_gradients(route);
+    grads.weights.assign(weights.begin(), weights.end());
+    grads.biases = with_bias ? rows_of_sums(sums(route)) : Sums(weights.size());
+    return grads;
   }
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
-    std::vector<Tensor> outs;
+    std::vector<Tensor> list;
     std::vector<int64_t> how;
     for (const WeightTarget& target : targets) {
       how.push_back(!target.out.defined() ? -1 : target.overwrite ? 1 : 0);
-      if (target.out.defined()) outs.push_back(target.out);
+      if (target.out.defined()) list.push_back(target.out);
     }
-    const Route route = must_dispatch({&dy_}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
-    const Tensor dy = matrix_of(dy_);
-    route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", dy, matrix_of(x_), offsets_,
-                                         at::TensorList(outs), at::ArrayRef<int64_t>(how));
-    return with_bias ? sums_of(route, dy, offsets_) : std::vector<Tensor>();
+    const Tensor& read = dy_.quantized() ? dy_.fp8.columnwise : dy_.plain;
+    const Route route = must_dispatch({&read}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
+    const at::TensorList outs(list);
+    const at::ArrayRef<int64_t> numbers(how);
+    if (in_fp8()) {
+      const Quantized &dy = dy_.fp8, &x = x_.fp8;
+      route.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
+                                               dy.columnwise_scale_inv, code_of(dy), x.columnwise,
+                                               x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
+    } else {
+      route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
+                                           plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
+    }
+    return with_bias ? sums(route).unbind(0) : std::vector<Tensor>();
   }
 
-  std::vector<Tensor> reads() const override { return {dy_, x_}; }
-  at::ScalarType dtype() const override { return x_.scalar_type(); }
+  std::vector<Tensor> reads() const override {
+    std::vector<Tensor> plain;
+    for (const Operand* t : {&dy_, &x_}) {
+      if (!t->quantized()) plain.push_back(t->plain);
+    }
+    return plain;
+  }
+  at::ScalarType dtype() const override { return dtype_; }
   size_t matrices() const override { return size_t(offsets_.size(0) - 1); }
 
  private:
-  Tensor dy_, x_, offsets_;
+  bool in_fp8() const { return dy_.quantized() && x_.quantized(); }
+  Tensor sums(const Route& route) const {
+    return dbias_.defined() ? dbias_ : sums_of(route, dy_.plain, offsets_, false);
+  }
+  std::vector<Tensor> plain_gradients(const Route& route) const {
+    return route.call<grouped_wgrad>("te::grouped_wgrad", plain_rows(route, dy_, offsets_, dtype_),
+                                     plain_rows(route, x_, offsets_, dtype_), offsets_);
+  }
+  std::vector<Tensor> fp8_gradients(const Route& route) const {
+    const Quantized &dy = dy_.fp8, &x = x_.fp8;
+    return route.call<grouped_fp8_wgrad>("te::grouped_fp8_wgrad", dy.columnwise, dy.columnwise_scale_inv, code_of(dy),
+                                         x.columnwise, x.columnwise_scale_inv, code_of(x), offsets_, dtype_);
+  }
+
+  Operand dy_, x_;
+  Tensor dbias_, offsets_;  // dbias: summed already, where dy is FP8 and a bias wants a gradient
+  at::ScalarType dtype_;
+};
+
+// One direction of the weights, as lists of data and of scales.
+struct WeightLists {
+  std::vector<Tensor> data, scales;
+
+  WeightLists(const WeightSet& w, bool columnwise, const Quantized& rows) {
+    const te_scaling wanted = rows.scaling == TE_SCALING_TENSOR ? TE_SCALING_TENSOR : TE_SCALING_BLOCK_2D;
+    data.reserve(w.weights.size());
+    scales.reserve(w.weights.size());
+    for (const Operand& weight : w.weights) {
+      const Fp8Operand one(weight.fp8, columnwise, "weight");
+      TORCH_CHECK_NOT_IMPLEMENTED(weight.fp8.scaling == wanted && !weight.fp8.e5m2,
+                                  "grouped_linear: weights that are not E4M3 in scales of a tensor, or of 128 x 128 "
+                                  "beside rows in blocks, with groups whose sizes the device alone knows are not "
+                                  "available in this version; pass 'm_splits' as a list of integers.");
+      data.push_back(one.data);
+      scales.push_back(one.scale_inv);
+    }
+  }
 };
 
 class DeviceGroups final : public Products {
  public:
   explicit DeviceGroups(Grouping grouping) : grouping_(std::move(grouping)) {}
 
+  const ProductQuantization* quantization(const ProductQuantization* all, size_t i) const override {
+    return grouping_.quantizations.size() < 2 ? all : grouping_.quantizations[i].get();
+  }
+  bool quantizes_groups(const ProductQuantization* all) const override { return all != nullptr; }
+
+  Operand quantized_groups(const Route& route, Pass pass, const Tensor& t, Directions directions,
+                           Tensor* dbias) const override {
+    const auto quantizer_of = [&](const Quantization& q) {
+      return pass == Pass::kFprop ? &q->x : gradient_quantizer(q.get(), directions);
+    };
+    if (quantizer_of(grouping_.quantizations[0]) == nullptr) return {t, {}};
+    if (dbias != nullptr) *dbias = sums_of(route, t, grouping_.offsets, true);
+    if (!directions.rowwise && !directions.columnwise) return {t, {}};
+    const Tensor rows = matrix_of(t);
+    c10::SmallVector<const Quantizer*, 8> quantizers;
+    for (const Quantization& q : grouping_.quantizations) quantizers.push_back(quantizer_of(q));
+    if (route.direct()) {
+      return {{},
+              Direct::call<grouped_quantize>("te::grouped_quantize", at::ArrayRef<const Quantizer*>(quantizers), rows,
+                                             grouping_.offsets, directions)};
+    }
+    const QuantizeSpec& spec = quantizers[0]->spec;
+    refuse_state(*quantizers[0]);
+    std::vector<int64_t> packed;
+    spec.pack(packed);
+    const auto [rowwise, rowwise_scales, panels, panel_scales] =
+        Dispatched::call<grouped_quantize_op>("te::grouped_quantize", rows, grouping_.offsets,
+                                              at::ArrayRef<int64_t>(packed), directions.rowwise, directions.columnwise);
+    Quantized q{spec.scaling(), spec.e5m2, {}, {}, {}, {}};
+    if (directions.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scales;
+    if (directions.columnwise) q.columnwise = panels, q.columnwise_scale_inv = panel_scales;
+    return {{}, q};
+  }
+
   Tensor fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
-    const std::vector<Tensor> weights = plain(w);
-    const Tensor rows = matrix_of(x.plain);
     check_apart(grouping_.out, "out", x);
-    if (grouping_.out.defined()) {
-      Direct::call<grouped_fprop_into>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, grouping_.offsets,
-                                       grouping_.out);
-      return result_in(grouping_.out, like);
+    const Tensor &offsets = grouping_.offsets, &out = grouping_.out;
+    if (x.quantized() && all_quantized(w)) {
+      const WeightLists lists(w, false, x.fp8);
+      const at::TensorList data(lists.data), scales(lists.scales);
+      const Tensor &rows = x.fp8.rowwise, &scale_inv = x.fp8.rowwise_scale_inv;
+      if (!out.defined()) {
+        return with_rows_of(route.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8),
+                                                          data, scales, w.biases, offsets, like.scalar_type()),
+                            like);
+      }
+      Direct::call<grouped_fp8_fprop_into>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
+                                           w.biases, offsets, out);
+      return result_in(out, like);
     }
-    return with_rows_of(
-        route.call<grouped_fprop>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, grouping_.offsets),
-        like);
+    const std::vector<Tensor> weights = plain_weights(route, w, like.scalar_type());
+    const Tensor rows = plain_rows(route, x, offsets, like.scalar_type());
+    if (!out.defined()) {
+      return with_rows_of(
+          route.call<grouped_fprop>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets), like);
+    }
+    Direct::call<grouped_fprop_into>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets, out);
+    return result_in(out, like);
   }
 
   Tensor dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
-    const std::vector<Tensor> weights = plain(w);
-    const Tensor rows = matrix_of(dy.plain);
     check_apart(grouping_.dgrad_out, "dgrad_out", dy);
-    if (grouping_.dgrad_out.defined()) {
-      Direct::call<grouped_dgrad_into>("te::grouped_dgrad", rows, at::TensorList(weights), grouping_.offsets,
-                                       grouping_.dgrad_out);
-      return result_in(grouping_.dgrad_out, like);
+    const Tensor &offsets = grouping_.offsets, &out = grouping_.dgrad_out;
+    if (dy.quantized() && all_quantized(w)) {
+      const WeightLists lists(w, true, dy.fp8);
+      const at::TensorList data(lists.data), scales(lists.scales);
+      const Tensor &rows = dy.fp8.rowwise, &scale_inv = dy.fp8.rowwise_scale_inv;
+      if (!out.defined()) {
+        return with_rows_of(route.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8),
+                                                          data, scales, offsets, like.scalar_type()),
+                            like);
+      }
+      Direct::call<grouped_fp8_dgrad_into>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
+                                           offsets, out);
+      return result_in(out, like);
     }
-    return with_rows_of(
-        route.call<grouped_dgrad>("te::grouped_dgrad", rows, at::TensorList(weights), grouping_.offsets), like);
+    const std::vector<Tensor> weights = plain_weights(route, w, like.scalar_type());
+    const Tensor rows = plain_rows(route, dy, offsets, like.scalar_type());
+    if (!out.defined()) {
+      return with_rows_of(route.call<grouped_dgrad>("te::grouped_dgrad", rows, at::TensorList(weights), offsets), like);
+    }
+    Direct::call<grouped_dgrad_into>("te::grouped_dgrad", rows, at::TensorList(weights), offsets, out);
+    return result_in(out, like);
   }
 
-  std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType,
+  std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType dtype,
                                                 bool) const override {
-    return std::make_shared<DeviceWeightProduct>(std::move(gradient.dy.plain), std::move(x.plain), grouping_.offsets);
+    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype);
   }
 
-  Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor&) const override {
-    const std::vector<Tensor> sums = sums_of(route, matrix_of(dy), grouping_.offsets);
-    return {sums.begin(), sums.end()};
+  Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
+    return rows_of_sums(made.defined() ? made : sums_of(route, dy, grouping_.offsets, false));
   }
 
  private:
-  static std::vector<Tensor> plain(const WeightSet& w) {
+  static bool all_quantized(const WeightSet& w) {
+    return std::all_of(w.weights.begin(), w.weights.end(), [](const Operand& weight) { return weight.quantized(); });
+  }
+  static std::vector<Tensor> plain_weights(const Route& route, const WeightSet& w, at::ScalarType dtype) {
     std::vector<Tensor> weights;
-    for (const Operand& weight : w.weights) weights.push_back(weight.plain);
+    weights.reserve(w.weights.size());
+    for (const Operand& weight : w.weights) weights.push_back(plain_of(route, weight, dtype));
     return weights;
   }
 
   Grouping grouping_;
 };
 
+bool alike(const Quantizer& a, const Quantizer& b) {
+  return a.spec.kind == b.spec.kind && a.spec.e5m2 == b.spec.e5m2 && a.spec.pow_2_scales == b.spec.pow_2_scales &&
+         a.spec.amax_epsilon == b.spec.amax_epsilon;
+}
+
 }  // namespace
 
+const char* device_refuses(at::ArrayRef<Quantization> quantizations) {
+  if (quantizations.empty()) return nullptr;
+  const ProductQuantization& first = *quantizations[0];
+  for (const Quantization& q : quantizations) {
+    if (!alike(q->x, first.x) || !alike(q->weight, first.weight) || !alike(q->dy, first.dy)) {
+      return "quantizers that differ from group to group";
+    }
+  }
+  const auto kind = first.x.spec.kind;
+  if (kind != QuantizeSpec::kDelayed && kind != QuantizeSpec::kCurrent && kind != QuantizeSpec::kBlock1d) {
+    return "inputs that are not quantized by delayed, current or 1 x 128 block scaling";
+  }
+  if (first.backward == BackwardReads::kQuantized && first.dy.spec.kind != kind) {
+    return "gradients that are quantized otherwise than inputs";
+  }
+  if (!first.weight.active() || first.x.spec.e5m2 || first.weight.spec.e5m2)
+    return "weights or inputs that are not E4M3";
+  const bool whole = first.x.spec.scaling() == TE_SCALING_TENSOR;
+  const bool python = first.weight.spec.kind == QuantizeSpec::kPython;
+  if (python || first.weight.spec.scaling() != (whole ? TE_SCALING_TENSOR : TE_SCALING_BLOCK_2D)) {
+    return "weights that are not quantized as wholes, beside inputs in blocks in 128 x 128 ones";
+  }
+  return nullptr;
+}
+
 std::shared_ptr<const Products> device_groups(Grouping grouping) {
-  TORCH_CHECK_NOT_IMPLEMENTED(grouping.quantizations.empty(),
-                              "grouped_linear: FP8 products of groups whose sizes the device alone knows are not "
-                              "available in this version; pass 'm_splits' as a list of integers.");
+  const char* why = device_refuses(grouping.quantizations);
+  TORCH_CHECK_NOT_IMPLEMENTED(why == nullptr,
+                              "grouped_linear: FP8 products of groups whose sizes the device alone knows "
+                              "with ",
+                              why,
+                              " are not available in this version; pass 'm_splits' as a list of "
+                              "integers.");
   return std::make_shared<DeviceGroups>(std::move(grouping));
 }
 

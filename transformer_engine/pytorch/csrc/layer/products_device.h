@@ -1,5 +1,5 @@
-// Products over several weights whose groups of rows the device alone knows: one kernel a product, and no look at how
-// many rows a group has. Plain operands alone.
+// Products over several weights whose groups of rows the device alone knows: one kernel a product, one a quantization,
+// and no look at how many rows a group has. FP8 rows are rowwise data and panels (quantize_grouped.h).
 #pragma once
 
 #include "products_grouped.h"
@@ -7,5 +7,8 @@
 namespace te_torch::layer {
 
 std::shared_ptr<const Products> device_groups(Grouping grouping);
+
+// Why such products do not take groups that are quantized like that; null: they do.
+const char* device_refuses(at::ArrayRef<Quantization> quantizations);
 
 }  // namespace te_torch::layer

@@ -1,0 +1,238 @@
+// grouped quantize, contract and CPU path (the specification): te_quantize's own loop over each panel of each group.
+#include "transformer_engine/grouped_quantize.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/device.h"
+#include "ops/quantize/fp8.h"
+#include "ops/quantize/grouped_walk.h"
+#include "ops/quantize/maxima.h"
+#include "ops/quantize/store.h"
+#include "transformer_engine/quantize.h"
+#include "transformer_engine/scaling.h"
+
+namespace te::quantize::grouped {
+
+namespace cuda {
+void run(const te_grouped_quantize_problem& problem, te_stream stream);
+}  // namespace cuda
+
+namespace {
+
+constexpr const char* kOp = "te_grouped_quantize";
+constexpr te_tensor kAbsent{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
+
+std::string member(const char* list, int32_t group) { return concat(list, "[", group, "]"); }
+
+int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// ---- contract ----
+
+void check_floats(const char* argument, const te_tensor& t, int64_t rows, int64_t cols, const te_tensor& x) {
+  te_tensor like = x;
+  like.dtype = TE_FLOAT32;
+  check_as(kOp, argument, t, rows, cols, like);
+}
+
+void check_data(const char* argument, const te_tensor& t, const te_tensor& x) {
+  if (t.dtype != TE_FLOAT8_E4M3 && t.dtype != TE_FLOAT8_E5M2) {
+    bad_argument(kOp, argument, concat("of dtype ", te_dtype_name(t.dtype)), "float8_e4m3 or float8_e5m2");
+  }
+  if (t.device != x.device) bad_argument(kOp, argument, concat("on ", device_of(t)), device_of(x));
+  if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) {
+    bad_argument(kOp, argument, "at an odd address", "data on a multiple of 16 bytes");
+  }
+}
+
+void check_rowwise(const te_grouped_quantize_problem& p) {
+  const int64_t rows = p.x.rows, cols = p.x.cols;
+  check_shape(kOp, "rowwise", p.rowwise, rows, cols);
+  check_data("rowwise", p.rowwise, p.x);
+  if (p.rowwise.row_pitch % 16 != 0) {
+    bad_argument(kOp, "rowwise", concat("of row pitch ", p.rowwise.row_pitch), "a multiple of 16 bytes");
+  }
+  const auto [down, along] = scale_shape(TE_SCALING_BLOCK_1D, rows, cols);
+  const bool tensor = p.scaling == TE_SCALING_TENSOR;
+  check_floats("rowwise_scale_inv", p.rowwise_scale_inv, tensor ? 1 : down, tensor ? p.groups : along, p.x);
+}
+
+void check_panels(const te_grouped_quantize_problem& p) {
+  const int64_t cols = p.x.cols, most = most_panels(p.x.rows, p.groups);
+  check_shape(kOp, "panels", p.panels, p.panels.rows, kPanelRows);
+  const int64_t panels = cols > 0 ? p.panels.rows / cols : most;
+  if (panels * cols != p.panels.rows || panels < most) {
+    bad_argument(kOp, "panels", shape_of(p.panels),
+                 concat(cols, " rows a panel and ", most, " panels or more, which ", p.groups, " groups of ", p.x.rows,
+                        " rows may need"));
+  }
+  if (p.panels.row_pitch != kPanelRows) {
+    bad_argument(kOp, "panels", concat("of row pitch ", p.panels.row_pitch), kPanelRows);
+  }
+  check_data("panels", p.panels, p.x);
+  const bool tensor = p.scaling == TE_SCALING_TENSOR;
+  const int64_t down = cols > 0 ? panels : p.panels_scale_inv.rows;  // without columns nobody knows P
+  check_floats("panels_scale_inv", p.panels_scale_inv, tensor ? 1 : down, tensor ? p.groups : up(cols, 4), p.x);
+}
+
+void check_scales(const te_grouped_quantize_problem& p) {
+  const bool given = p.scales != nullptr, parts = !is_absent(p.amax_parts);
+  if (p.scaling != TE_SCALING_TENSOR) {
+    const auto refuse = [](const char* argument, bool there) {
+      if (there) bad_argument(kOp, argument, "given", "NULL: block scaling makes its own scales");
+    };
+    refuse("scales", given);
+    refuse("amax_parts", parts);
+    refuse("amaxes", p.amaxes != nullptr);
+    return;
+  }
+  if (given == parts) {
+    bad_argument(kOp, "scales", given ? "given beside amax_parts" : "NULL, as is amax_parts",
+                 "one of them: scales for delayed scaling, amax_parts for current scaling");
+  }
+  if (parts) check_floats("amax_parts", p.amax_parts, 1, TE_GROUPED_QUANTIZE_PARTS + p.groups, p.x);
+  for (int32_t g = 0; given && g < p.groups; ++g) {
+    if (p.scales[g] == nullptr) bad_argument(kOp, member("scales", g).c_str(), "NULL", "a float on x's device");
+  }
+}
+
+void check_offsets(const te_grouped_quantize_problem& p) {
+  const auto refuse = [&](int32_t g, const char* wanted) {
+    bad_argument(kOp, member("offsets", g).c_str(), p.offsets[g], wanted);
+  };
+  if (p.offsets[0] != 0) refuse(0, "0");
+  for (int32_t g = 0; g < p.groups; ++g) {
+    if (p.offsets[g + 1] < p.offsets[g]) refuse(g + 1, "no less than the offset before it");
+  }
+  if (p.offsets[p.groups] > p.x.rows) {
+    refuse(p.groups, "no more than the rows there are (te_grouped_offsets cuts them)");
+  }
+}
+
+void check(const te_grouped_quantize_problem& p) {
+  check_tensor(kOp, "x", p.x);
+  dispatch_float(p.x.dtype, kOp, "x", [](auto) {});
+  if (p.x.rows > INT32_MAX) bad_argument(kOp, "x", shape_of(p.x), "fewer than 2^31 rows");
+  if (p.groups < 1 || p.groups > kMostGroups) {
+    bad_argument(kOp, "groups", p.groups, concat("1 to ", kMostGroups, "; more groups take more calls"));
+  }
+  if (p.offsets == nullptr) bad_argument(kOp, "offsets", "NULL", "int32 [groups + 1] on x's device");
+  if (p.scaling != TE_SCALING_TENSOR && p.scaling != TE_SCALING_BLOCK_1D) {
+    bad_argument(kOp, "scaling", int(p.scaling), "TE_SCALING_TENSOR or TE_SCALING_BLOCK_1D");
+  }
+  if (!(p.amax_epsilon >= 0.f && std::isfinite(p.amax_epsilon))) {
+    bad_argument(kOp, "amax_epsilon", p.amax_epsilon, "a finite number >= 0");
+  }
+  const bool rowwise = !is_absent(p.rowwise), panels = !is_absent(p.panels);
+  if (!rowwise && !panels && p.x.rows * p.x.cols != 0) {
+    bad_argument(kOp, "rowwise", "absent, as is panels", "one of them, or both");
+  }
+  const auto refuse = [](const char* argument, bool there, bool given) {
+    if (!there && given) bad_argument(kOp, argument, "given", "NULL without the data that it belongs to");
+  };
+  refuse("rowwise_scale_inv", rowwise, p.rowwise_scale_inv.data != nullptr);
+  refuse("panels_scale_inv", panels, p.panels_scale_inv.data != nullptr);
+  if (rowwise) check_rowwise(p);
+  if (panels) check_panels(p);
+  if (rowwise && panels && p.rowwise.dtype != p.panels.dtype) {
+    bad_argument(kOp, "panels", concat("of dtype ", te_dtype_name(p.panels.dtype)), te_dtype_name(p.rowwise.dtype));
+  }
+  check_scales(p);
+  if (p.x.device == TE_DEVICE_CPU) check_offsets(p);
+}
+
+}  // namespace
+
+// ---- the CPU path ----
+
+namespace cpu {
+
+namespace {
+
+te_tensor rows_of(const te_tensor& t, int64_t first, int64_t rows) {
+  te_tensor part = t;
+  part.rows = rows;
+  if (t.data != nullptr) {
+    part.data = static_cast<char*>(t.data) + first * t.row_pitch * int64_t(te_dtype_bytes(t.dtype));
+  }
+  return part;
+}
+
+te_tensor one_float(const float* x) { return {const_cast<float*>(x), 1, 1, 1, TE_FLOAT32, TE_DEVICE_CPU}; }
+
+// Element `at` of the scales of TENSOR.
+te_tensor scale_at(const te_tensor& scales, int32_t at) {
+  return scales.data == nullptr ? kAbsent : one_float(row_ptr<const float>(scales, 0) + at);
+}
+
+// Rows [first, first + rows) of x, which are of group g: those of its panel number `panel`, or none.
+te_quantized part_of(const te_grouped_quantize_problem& p, int32_t g, int64_t panel, int64_t first, int64_t rows) {
+  te_quantized out{p.scaling, rows_of(p.rowwise, first, rows), p.panels, p.rowwise_scale_inv, p.panels_scale_inv};
+  if (out.columnwise.data != nullptr) {
+    out.columnwise = rows_of(p.panels, panel * p.x.cols, p.x.cols);
+    out.columnwise.cols = rows;
+  }
+  if (is_absent(p.panels)) out.columnwise.dtype = p.rowwise.dtype;  // which is asked where there is no rowwise memory
+  if (p.scaling == TE_SCALING_TENSOR) {
+    out.rowwise_scale_inv = scale_at(p.rowwise_scale_inv, g);
+    out.columnwise_scale_inv = scale_at(p.panels_scale_inv, g);
+    return out;
+  }
+  if (out.rowwise_scale_inv.data != nullptr) {
+    out.rowwise_scale_inv.data = row_ptr<float>(p.rowwise_scale_inv, 0) + first;
+    out.rowwise_scale_inv.cols = rows;  // nothing behind them: there the next group begins
+  }
+  out.columnwise_scale_inv = rows_of(p.panels_scale_inv, panel, p.panels_scale_inv.data == nullptr ? 0 : 1);
+  return out;
+}
+
+// Returns how many panels the group has.
+int64_t run_group(const te_grouped_quantize_problem& p, int32_t g, int64_t panel) {
+  const int64_t first = p.offsets[g], last = p.offsets[g + 1];
+  te_quantize_plan plan{kAbsent, kAbsent, kAbsent, kAbsent, kAbsent, p.pow_2_scales, p.amax_epsilon};
+  float parts[TE_QUANTIZE_PARTS];
+  if (p.scales != nullptr) plan.scale = one_float(p.scales[g]);
+  if (!is_absent(p.amax_parts)) {
+    plan.amax_parts = {parts, 1, TE_QUANTIZE_PARTS, TE_QUANTIZE_PARTS, TE_FLOAT32, TE_DEVICE_CPU};
+    quantize::cpu::amax(rows_of(p.x, first, last - first), plan.amax_parts, kAbsent);
+  }
+  if (p.amaxes != nullptr && p.amaxes[g] != nullptr) plan.amax = one_float(p.amaxes[g]);
+  int64_t count = 0;
+  for (int64_t row = first; row < last; row += kPanelRows) {
+    const int64_t rows = std::min<int64_t>(kPanelRows, last - row);
+    quantize::cpu::quantize(plan, rows_of(p.x, row, rows), part_of(p, g, panel + count++, row, rows));
+  }
+  if (count > 0 || p.scaling != TE_SCALING_TENSOR) return count;
+  te_quantized scale = part_of(p, g, 0, first, 0);  // of no rows: nothing but its scale
+  scale.rowwise.data = scale.columnwise.data = nullptr;
+  scale.rowwise.row_pitch = scale.columnwise.row_pitch = 0;
+  quantize::cpu::quantize(plan, rows_of(p.x, first, 0), scale);
+  return count;
+}
+
+void run(const te_grouped_quantize_problem& p) {
+  int64_t panel = 0;
+  for (int32_t g = 0; g < p.groups; ++g) panel += run_group(p, g, panel);
+  const te_tensor& scales = p.rowwise_scale_inv;
+  for (int64_t block = 0; p.scaling == TE_SCALING_BLOCK_1D && block < scales.rows; ++block) {
+    std::fill(row_ptr<float>(scales, block) + p.x.rows, row_ptr<float>(scales, block) + scales.cols, 0.f);
+  }
+}
+
+}  // namespace
+
+}  // namespace cpu
+
+}  // namespace te::quantize::grouped
+
+extern "C" {
+
+te_status te_grouped_quantize(const te_grouped_quantize_problem* problem, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te::quantize::grouped;
+    check(*problem);
+    TE_ON_DEVICE_OF(kOp, problem->x, cpu::run(*problem), cuda::run(*problem, stream));
+  });
+}
+
+}  // extern "C"

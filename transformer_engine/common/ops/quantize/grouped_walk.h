@@ -1,0 +1,54 @@
+// Grouped quantize between its contract and the two paths: panels of groups, and which part of amax_parts is whose.
+// Index functions for host and device; computes nothing.
+#pragma once
+
+#include "core/dtype.h"
+#include "transformer_engine/grouped_quantize.h"
+
+namespace te::quantize::grouped {
+
+constexpr int kMostGroups = TE_GROUPED_QUANTIZE_GROUPS;
+constexpr int kPanelRows = 128;
+
+TE_HOST_DEVICE int32_t panels_of(int32_t rows) { return rows > 0 ? (rows - 1) / kPanelRows + 1 : 0; }
+
+// The most that `rows` rows in `groups` groups can have: m groups with a row of their own, the rest 128 at a time.
+TE_HOST_DEVICE int64_t most_panels(int64_t rows, int64_t groups) {
+  const int64_t m = groups < rows ? groups : rows;
+  return (rows - m) / kPanelRows + m;
+}
+
+TE_HOST_DEVICE int32_t clamp_row(int32_t offset, int32_t rows) {
+  return offset < 0 ? 0 : offset > rows ? rows : offset;
+}
+
+struct PanelAt {
+  int32_t group, in_group;  // which of the group's
+};
+
+// Panel `number` of all: before[g] of them come before group g, before[groups] are all.
+TE_HOST_DEVICE PanelAt panel_at(const int32_t* before, int32_t groups, int32_t number) {
+  int32_t low = 0, high = groups - 1;
+  while (low < high) {  // the last group that begins no later: those without panels come before it
+    const int32_t middle = (low + high + 1) / 2;
+    if (before[middle] <= number) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return {low, number - before[low]};
+}
+
+// The amax pass. Tiles are numbered group by group, and each block has a run of them; what block b finds for group g is
+// part b + g: of two pairs that meet, the later has both numbers no lower and one higher.
+struct AmaxRuns {
+  int32_t step;  // tiles a block
+
+  TE_HOST_DEVICE AmaxRuns(int32_t tiles, int32_t blocks) : step(tiles > 0 ? (tiles - 1) / blocks + 1 : 1) {}
+  TE_HOST_DEVICE int32_t first_part(int32_t group, int32_t first_tile) const { return first_tile / step + group; }
+  // Of a group of one tile at least.
+  TE_HOST_DEVICE int32_t last_part(int32_t group, int32_t end_tile) const { return (end_tile - 1) / step + group; }
+};
+
+}  // namespace te::quantize::grouped
