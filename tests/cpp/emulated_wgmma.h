@@ -13,6 +13,10 @@ using testing::gpu::Cluster;
 inline uint32_t shared_address(const void* p) { return Cluster::current().address(p); }
 inline unsigned char* shared_memory() { return Cluster::current().shared(); }
 inline uint32_t cluster_rank() { return Cluster::current().rank(); }
+inline int thread_here() { return int(threadIdx.x); }
+inline void load_now(const void* from, uint32_t (&words)[4], bool live) {
+  if (live) std::memcpy(words, from, sizeof(words));
+}
 inline void cluster_meeting() { Cluster::current().meet_cluster(); }
 
 inline testing::gpu::Barrier& barrier_of(uint64_t* barrier) {
