@@ -130,7 +130,8 @@ struct Fp8WeightJob : Fp8Loop<Fp8WeightJob<Left, Scales>, Fp8WeightParams, Left,
     const Params::Result& result = p.results[group];
     with_result(result.dtype, [&](auto type) {
       using R = decltype(type);
-      store_slab<kFp8Ahead>(Target<R>{static_cast<R*>(result.data), result.pitch, result.wide}, e, slab, result.add, sums);
+      store_slab<kFp8Ahead>(Target<R>{static_cast<R*>(result.data), result.pitch, result.wide}, e, slab, result.add,
+                            sums);
     });
   }
 };

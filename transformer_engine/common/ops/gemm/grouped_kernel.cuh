@@ -29,8 +29,7 @@ struct Notes {
       wgmma::barrier_init(&read[i], wgmma::kConsumers * wgmma::kWarps);
     }
   }
-  __device__ __forceinline__ const Note& write(wgmma::RingPlace& place, int rank, int32_t group,
-                                               const Extent& extent) {
+  __device__ __forceinline__ const Note& write(wgmma::RingPlace& place, int rank, int32_t group, const Extent& extent) {
     const int stage = place.stage();
     wgmma::barrier_wait(&read[stage], place.empty_parity());
     notes[stage] = {group, extent};
@@ -241,7 +240,8 @@ struct WeightJob : PlainLoop<WeightJob<T, R>, WeightParams, T, WeightPlan> {
   static __device__ __forceinline__ void finish(const Params& p, int32_t group, const Extent& e, int slab,
                                                 float (&sums)[WeightTile::kCols / 2]) {
     const Params::Result& result = p.results[group];
-    store_slab(Target<R>{static_cast<R*>(result.data), result.pitch, result.wide}, e, slab, result.add, sums);
+    const Target<R> target{static_cast<R*>(result.data), result.pitch, result.wide};
+    store_slab<8, true>(target, e, slab, result.add, sums);
   }
 };
 

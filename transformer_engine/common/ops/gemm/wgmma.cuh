@@ -63,8 +63,8 @@ __device__ __forceinline__ int thread_here() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
-// 16 bytes, where they are `live`. In the order that they are written in: a compiler would put each load before its use,
-// and the warp would wait for each.
+// 16 bytes, where they are `live`. In the order that they are written in: a compiler would put each load before its
+// use, and the warp would wait for each.
 __device__ __forceinline__ void load_now(const void* from, uint32_t (&words)[4], bool live) {
   asm volatile(
       "{\n"
@@ -74,6 +74,12 @@ __device__ __forceinline__ void load_now(const void* from, uint32_t (&words)[4],
       "}\n"
       : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
       : "l"(from), "r"(int(live)));
+}
+
+// Adds to 16 bytes of floats in memory, and waits for nothing; rounded to nearest, but what is subnormal becomes 0.
+__device__ __forceinline__ void add_to(float* to, const float (&v)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
 }
 
 // ---- the cluster ----
