@@ -15,8 +15,6 @@ __device__ __forceinline__ void with_result(te_dtype dtype, F&& f) {
   if (dtype == TE_FLOAT16) return f(fp16{});
   f(float{});
 }
-constexpr int kFp8Ahead = 4;  // pieces of what is added to: the other slab's sums are there too
-
 // What a job does with the ring. Job::left_at(p, e, block) and right_at: where a block's boxes begin.
 template <class Job, class Params, class Left, class Scales>
 struct Fp8Loop {
@@ -130,8 +128,7 @@ struct Fp8WeightJob : Fp8Loop<Fp8WeightJob<Left, Scales>, Fp8WeightParams, Left,
     const Params::Result& result = p.results[group];
     with_result(result.dtype, [&](auto type) {
       using R = decltype(type);
-      store_slab<kFp8Ahead>(Target<R>{static_cast<R*>(result.data), result.pitch, result.wide}, e, slab, result.add,
-                            sums);
+      store_slab(Target<R>{static_cast<R*>(result.data), result.pitch, result.wide}, e, slab, result.add, sums);
     });
   }
 };
