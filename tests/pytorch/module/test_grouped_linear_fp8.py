@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from grouped_cases import RECIPES, SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
+from offload_cases import small as small  # a fixture
 from plain_fp8 import PlainScales, linear
 from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, refused, rounding, saved_tensors
 
@@ -266,6 +267,29 @@ def test_two_microbatches_in_flight(recipe, device):
     for i in range(4):
         assert_same_bits(getattr(ours, f"weight{i}").main_grad, getattr(other, f"weight{i}").main_grad)
         assert_same_bits(getattr(ours, f"bias{i}").grad, getattr(other, f"bias{i}").grad)
+
+
+@pytest.mark.usefixtures("small")
+@every_recipe
+def test_offloaded(recipe, device):
+    """Panels leave and come back; two layers, of which the first one's do."""
+    layers = [te.GroupedLinear(4, 64, 64, params_dtype=torch.bfloat16, device=device) for _ in range(2)]
+    splits, made = splits_of(SPLITS, device), RECIPES["current" if recipe == "delayed" else recipe]()
+    x = randn(TOTAL, 64, dtype=torch.bfloat16, device=device)
+    results = []
+    for enabled in (False, True):
+        context, sync = te.get_cpu_offload_context(enabled, 1, 2)
+        leaf = x.clone().requires_grad_()
+        y = leaf
+        for layer in layers:
+            layer.zero_grad()
+            with context, te.autocast(recipe=made):
+                y = layer(y, splits)
+            y = sync(y)
+        y.backward(torch.ones_like(y))
+        results.append([y.detach(), leaf.grad, *(p.grad.clone() for layer in layers for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -80,6 +80,8 @@ void rows_by_kernel(te_grouped_product product, const Tensor& rows, at::TensorLi
                     const Tensor& offsets, const Tensor& out, bool zero_tail) {
   Operands operands;
   std::vector<te_tensor> of_weights;
+  of_weights.reserve(weights.size());
+  operands.reserve(1 + weights.size() + biases.size());
   te_grouped_gemm_problem problem{};
   problem.product = product;
   problem.groups = int32_t(weights.size());
@@ -107,6 +109,7 @@ void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets,
   problem.depth_rows = operands.add(x, "x");
   problem.result = absent();
   std::vector<te_tensor> of_results;
+  of_results.reserve(results.size());
   for (const Tensor& result : results) {
     of_results.push_back(result.defined() ? view_2d(result, kOp, "outs") : absent());
   }
@@ -242,6 +245,15 @@ std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tenso
   for (size_t g = 0; g < host.groups; ++g) {
     all.push_back(std::get<0>(linear_wgrad(host.rows(dy, g), host.rows(x, g), false)));
   }
+  return all;
+}
+
+std::vector<Tensor> grouped_wgrad_in_one(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
+  if (x.is_cpu()) return grouped_wgrad(dy, x, offsets);
+  check_gradient(dy, x, offsets);
+  const c10::NoGradGuard no_graph;
+  std::vector<Tensor> all = matrices_in_one(groups_of(offsets), dy.size(1), x.size(1), x.options());
+  weights_by_kernel(dy, x, offsets, all, {});
   return all;
 }
 

@@ -129,6 +129,7 @@ void run_rows(const RowsCall& call, const Tensor& out, bool zero_tail) {
   problem.scaling = call.code.scaling;
   problem.rows_scale_inv = view_2d(call.scale_inv, kOp, "rows_scale_inv");
   std::vector<te_tensor> weights, scales;
+  operands.reserve(1 + call.weights.size() + call.biases.size());
   weights.reserve(call.weights.size());
   scales.reserve(call.weights.size());
   for (size_t g = 0; g < call.weights.size(); ++g) {
@@ -293,6 +294,17 @@ std::vector<Tensor> grouped_fp8_wgrad(const Tensor& dy, const Tensor& dy_scale_i
   call.check();
   check_out_dtype(out_dtype);
   std::vector<Tensor> all = new_results(call, out_dtype);
+  run_panels(call, all, nullptr);
+  return all;
+}
+
+std::vector<Tensor> grouped_fp8_wgrad_in_one(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
+                                             const Tensor& x, const Tensor& x_scale_inv, int64_t x_code,
+                                             const Tensor& offsets, at::ScalarType out_dtype) {
+  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
+  call.check();
+  check_out_dtype(out_dtype);
+  std::vector<Tensor> all = matrices_in_one(call.groups(), dy.size(1), x.size(1), x.options().dtype(out_dtype));
   run_panels(call, all, nullptr);
   return all;
 }

@@ -23,6 +23,7 @@ void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& 
 // Tensors for the length of one call, those that a kernel cannot read (addresses and pitches of 16 bytes) as copies.
 class Operands {
  public:
+  void reserve(size_t tensors) { held_.reserve(tensors); }
   te_tensor add(const Tensor& t, const char* argument);
   te_tensor add_bytes(const Tensor& t, te_dtype dtype, const char* argument);  // an FP8 matrix
   std::vector<te_tensor> add_biases(at::TensorList biases);
@@ -37,6 +38,10 @@ class Operands {
 };
 
 void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like);
+
+// New matrices [rows, cols], one for each group, in one memory: asking for one of each would cost more than the
+// product's launch. Each in its own where they would not all lie on 16 bytes.
+std::vector<Tensor> matrices_in_one(size_t groups, int64_t rows, int64_t cols, const at::TensorOptions& options);
 
 // The weight gradients of a call that adds to, or writes over, its `outs`.
 struct Targets {

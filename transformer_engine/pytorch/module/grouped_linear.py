@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -127,8 +128,9 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _product_names(self, product: str) -> tuple[list[str], list[str]]:
         """Of one group, or of all ("")."""
-        numbers = [product] if product else list(self._products)
-        return [f"weight{i}" for i in numbers], [f"bias{i}" for i in numbers] if self.use_bias else []
+        if product:
+            return [f"weight{product}"], [f"bias{product}"] if self.use_bias else []
+        return list(_names("weight", self._products)), list(_names("bias", self._products)) if self.use_bias else []
 
     def _unit_names(self) -> list[list[str]]:
         return list(self._product_names(""))
@@ -170,10 +172,10 @@ class GroupedLinear(TransformerEngineBaseModule):
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
         if splits.offsets is not None and inp.is_cuda and STATE.enabled:  # before a quantizer notes anything
             self._check_dtype(inp)
-        weights, biases = ([getattr(self, name) for name in names] for names in self._product_names(""))
+        weights, biases = (self._parameters_of(names) for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, is_first_microbatch)
         if not quantizations:
-            weights = [plain(weight) for weight in weights]
+            weights = [weight if type(weight) is torch.nn.Parameter else plain(weight) for weight in weights]
         try:
             result = functional.grouped_linear(
                 inp,
@@ -197,6 +199,14 @@ class GroupedLinear(TransformerEngineBaseModule):
             self._calibrate_groups(inp, weights, splits)
         return (result, biases or None) if self.return_bias else result
 
+    def _parameters_of(self, names: list[str]) -> list[torch.Tensor]:
+        if torch.compiler.is_compiling():
+            return [getattr(self, name) for name in names]
+        found = list(map(self._parameters.get, names))  # there may be hundreds, and a module's __getattr__ takes long
+        if all(p is not None for p in found):
+            return found
+        return [getattr(self, name) for name in names]  # of a parametrization, say
+
     def _result_dtype(self, inp: torch.Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(inp.device.type) if is_autocast(inp) else inp.dtype
 
@@ -209,12 +219,13 @@ class GroupedLinear(TransformerEngineBaseModule):
         quantization = self.runtime.quantization
         if torch.compiler.is_compiling():
             return quantization.of_call(self, "0", weights[0], is_first_microbatch)[0] or [], []
-        first = quantization.of_product(self, "0")
-        if first is None:
+        quantizations = quantization.of_products(self)
+        if not quantizations:
             return [], []
         own = quantization.own
-        shared = own.shared is not None
-        quantizations = [first] if shared else [first, *(quantization.of_product(self, p) for p in self._products[1:])]
+        plainly = is_first_microbatch is None and not STATE.in_capture()
+        if plainly and all(type(weight) is torch.nn.Parameter for weight in weights):
+            return quantizations, []  # of_weight() has nothing of any
         copies = [
             quantization.of_weight(self, product, weight, is_first_microbatch)
             for product, weight in zip(self._products, weights, strict=True)
@@ -311,6 +322,11 @@ class GroupedLinear(TransformerEngineBaseModule):
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}"
         )
+
+
+@functools.cache
+def _names(kind: str, products: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{kind}{i}" for i in products)
 
 
 def _refuse_single(op: str, **asked: bool) -> None:

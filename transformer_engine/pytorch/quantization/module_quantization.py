@@ -186,6 +186,15 @@ class ModuleQuantization(DelayedCalls):
         index = module._products.index(product)
         return own.product(index, RECORD if own.rule is None else self.variant(module, state, own, index))
 
+    def of_products(self, module: torch.nn.Module) -> list[object]:
+        """of_product() of each, in eager mode: one where it serves all, none in high precision."""
+        first = self.of_product(module, module._products[0])
+        own = self.own
+        if first is None or own.shared is not None:
+            return [] if first is None else [first]
+        kind = RECORD if own.rule is None else kind_of_call(module, recompute_phase())
+        return [first, *(own.product(i, kind) for i in range(1, len(module._products)))]
+
     @staticmethod
     def _traced(module: torch.nn.Module, state: State) -> list[int] | None:
         if state.enabled:

@@ -13,8 +13,10 @@ namespace te::gemm::grouped::cuda {
 namespace {
 
 // Operands that TMA reads: it has no way of reading others, and a copy is the caller's decision.
+bool is_readable(const te_tensor& t) { return t.rows * t.cols == 0 || aligned16(t); }
+
 void check_readable(const std::string& argument, const te_tensor& t) {
-  if (t.rows * t.cols == 0 || aligned16(t)) return;
+  if (is_readable(t)) return;
   const auto address = reinterpret_cast<uintptr_t>(t.data);
   const size_t bytes = te_dtype_bytes(t.dtype);
   bad_argument(kOp, argument.c_str(),
@@ -56,7 +58,9 @@ void check_all(const te_grouped_gemm_problem& p, const Extents& e) {
     if (is_fp8(p.rows.dtype)) check_panels(p, e);
     return check_readable("depth_rows", p.depth_rows);
   }
-  for (int32_t g = 0; g < p.groups; ++g) check_readable(concat("weights[", g, "]"), p.weights[g]);
+  for (int32_t g = 0; g < p.groups; ++g) {
+    if (!is_readable(p.weights[g])) check_readable(member("weights", g), p.weights[g]);
+  }
 }
 
 CUtensorMapDataType map_dtype(te_dtype dtype) {
