@@ -1,5 +1,5 @@
-"""te.GroupedLinear forward and backward (targets.py case 18): host splits in bf16 and FP8 beside its own bf16, and
-device splits beside torch's grouped_mm with the same rows. Flops: 6 R N K over all groups. Routings: even, Zipf's.
+"""te.GroupedLinear forward and backward (targets.py case 18): host and device splits, in bf16 beside torch's grouped_mm
+with the same rows, in FP8 beside its own bf16. Flops: 6 R N K over all groups. Routings: even, Zipf's.
 `_host`: the host's time of a forward and backward, of groups so small that the device never is what it waits for."""
 
 import torch
@@ -60,10 +60,9 @@ def run(bench, shape, kind):
     splits = routing(kind, experts, rows)
     options = {"bias": False, "params_dtype": TORCH_DTYPES[dtype]}
     module = te.GroupedLinear(experts, k, n, device=bench.device, **options)
-    host = training_step(Called(module, splits))
     if bench.wants(case("grouped_linear", dtype)):
         peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
-        bench.compare(case("grouped_linear", dtype), {"ours": host, **peer}, sets)
+        bench.compare(case("grouped_linear", dtype), {"ours": training_step(Called(module, splits)), **peer}, sets)
     if bench.wants(case("grouped_linear_device", dtype)):
         there = Called(module, torch.tensor(splits, device=bench.device))
         peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
@@ -76,11 +75,13 @@ def run(bench, shape, kind):
         peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
         bench.compare(case("grouped_linear_device_main_grad", dtype), {"ours": training_step(there), **peer}, sets)
         del adding, there
+    there = torch.tensor(splits, device=bench.device)
     for name, recipe in RECIPES.items():
-        one = case(f"grouped_linear_{name}", "fp8")
-        if bench.wants(one):
-            ours = training_step(Called(module, splits, recipe))
-            bench.compare(one, {"ours": ours, "own bf16": host}, sets)
+        for where, rows_of in (("", splits), ("_device", there)):
+            one = case(f"grouped_linear{where}_{name}", "fp8")
+            if bench.wants(one):
+                ours, plain = (training_step(Called(module, rows_of, how)) for how in (recipe, None))
+                bench.compare(one, {"ours": ours, "own bf16": plain}, sets)
 
 
 def run_host(bench, experts):

@@ -10,10 +10,10 @@ sets: how many groups' originals there are at once. In a stack whose backward fo
 pre_schedule frees the group before where the next one's experts begin; 2, which PagedStash.plan() reckons with, where
 one comes back while another one leaves (1F1B). The last layer's backward is next when it is through: it does not leave.
 
-Measured: the allocator's peak over a forward and backward (on the CPU as torch's profiler hears it) and the pool, less
-what no group keeps: a step's work beside one layer (measured with all kept: of one layer, and for more layers of two),
-and what a layer keeps outside of its group (of three layers less two, at capacity 1). The static rows of one layer and
-of two are therefore right by design.
+Measured: the allocator's peak over a forward and backward (on the CPU as torch's profiler hears it) beside the
+parameters' gradients, which stay from step to step, and the pool, less what no group keeps: a step's work beside one
+layer (measured with all kept: of one layer, and for more layers of two), and what a layer keeps outside of its group
+(of three layers less two, at capacity 1). The static rows of one layer and of two are therefore right by design.
 
 The second table has Zipf routing and step times, and a third way, eager: the host waits for each layer's counts, and
 every shape is as large as they say. It keeps least; what the allocator reserves for shapes that change, and the waits,
@@ -73,6 +73,7 @@ class Grid:
     def run(self, layers, capacity, stash=None, skew="balanced"):
         run = Run(self.config(layers, capacity), self.device, stash)
         run.model.skew(skew)
+        run.gradients_stay = True
         run.data = batch(run.config, self.device, 0)
         run.compute(*run.data)
         if stash is not None:
@@ -86,7 +87,6 @@ class Grid:
         run.compute(*run.data)
 
     def peak_of(self, run):
-        run.model.zero_grad(set_to_none=True)
         gc.collect()
         return peak_bytes(lambda: self.compute(run), self.device)
 

@@ -143,15 +143,15 @@ class Demonstration:
         }
         peaks = {}
         for name, run in runs.items():
+            run.gradients_stay = True
             run.compute(x, target)
             if run.stash is not None:
                 run.stash.reset()
-            run.model.zero_grad(set_to_none=True)
             peaks[name] = peak_bytes(lambda run=run: run.compute(x, target), self.device) / MIB
         plan, worst = exact.plan(), exact.plan(worst=True)
         pool = plan.device_pages * plan.page_bytes / MIB
         moved = offload[0].offload_synchronizer.get_offloaded_total_size_mb()
-        print("memory of a step above its start, MiB:")
+        print("memory of a step above its start, beside its gradients, MiB:")
         print(f"  static    {peaks['static']:8.1f}, of which {plan.static_bytes / MIB:.1f} are what the groups keep")
         print(
             f"  stashed   {peaks['stashed'] + pool:8.1f}, of which {pool:.1f} are the pool; at most "

@@ -108,8 +108,7 @@ class MoEBlock(torch.nn.Module):
         self.norm = te.RMSNorm(config.hidden, params_dtype=torch.bfloat16, device=device)
 
         def weight(*shape: int) -> torch.nn.Parameter:
-            values = torch.randn(shape, dtype=torch.bfloat16) * shape[-2] ** -0.5
-            return torch.nn.Parameter(values.to(device))
+            return torch.nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * shape[-2] ** -0.5)
 
         self.router = weight(config.hidden, config.experts)
         self.gate_up = weight(config.here, config.hidden, 2 * config.ffn)

@@ -31,9 +31,8 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 def batch(config: Config, device: torch.device, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and target of a step: the same ones for the same number."""
-    generator = torch.Generator().manual_seed(number)
-    made = (torch.randn(config.tokens, config.hidden, generator=generator, dtype=torch.bfloat16) for _ in range(2))
-    x, target = (t.to(device) for t in made)
+    how = {"generator": torch.Generator(device).manual_seed(number), "dtype": torch.bfloat16, "device": device}
+    x, target = (torch.randn(config.tokens, config.hidden, **how) for _ in range(2))
     return x, target
 
 
@@ -51,14 +50,15 @@ class Run:
             else torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         )
         self.loss = torch.zeros((), device=device)
+        self.gradients_stay = False  # from step to step: then a step's peak has none that its backward makes
         self._static: tuple[torch.Tensor, torch.Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         if stash is not None:
             stash.register(self.model)
 
     def compute(self, x: torch.Tensor, target: torch.Tensor) -> None:
-        """Forward and backward, into new gradients; the loss is left in place."""
-        self.model.zero_grad(set_to_none=True)
+        """Forward and backward, into new gradients or those that stay; the loss is left in place."""
+        self.model.zero_grad(set_to_none=not self.gradients_stay)
         y = self.model(x, self.stash, self.around)
         loss = torch.nn.functional.mse_loss(y.float(), target.float())
         loss.backward()

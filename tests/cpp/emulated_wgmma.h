@@ -13,6 +13,14 @@ using testing::gpu::Cluster;
 inline uint32_t shared_address(const void* p) { return Cluster::current().address(p); }
 inline unsigned char* shared_memory() { return Cluster::current().shared(); }
 inline uint32_t cluster_rank() { return Cluster::current().rank(); }
+inline int thread_here() { return int(threadIdx.x); }
+inline void load_now(const void* from, uint32_t (&words)[4], bool live) {
+  if (live) std::memcpy(words, from, sizeof(words));
+}
+inline void add_to(float* to, const float (&v)[4]) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) throw std::logic_error("a sum that does not begin on 16 bytes");
+  for (int i = 0; i < 4; ++i) to[i] += v[i];
+}
 inline void cluster_meeting() { Cluster::current().meet_cluster(); }
 
 inline testing::gpu::Barrier& barrier_of(uint64_t* barrier) {

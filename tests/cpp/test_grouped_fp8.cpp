@@ -16,6 +16,7 @@ namespace {
 using testing::Draw;
 using testing::Fp8Case;
 using testing::GroupedShape;
+using testing::is_poison;
 
 constexpr te_scaling kScalings[] = {TE_SCALING_BLOCK_1D, TE_SCALING_TENSOR};
 constexpr te_grouped_product kRowProducts[] = {TE_GROUPED_FPROP, TE_GROUPED_DGRAD};
@@ -33,16 +34,6 @@ class GroupedFp8 : public ::testing::TestWithParam<int32_t> {
 };
 
 INSTANTIATE_TEST_SUITE_P(On, GroupedFp8, ::testing::ValuesIn(testing::devices()), testing::device_name);
-
-template <class T>
-bool is_poison(const T& value) {
-  unsigned char bytes[sizeof(T)];
-  std::memcpy(bytes, &value, sizeof(T));
-  for (const unsigned char byte : bytes) {
-    if (byte != testing::kPoison) return false;
-  }
-  return true;
-}
 
 // Of the sums: on the CPU scaled values are rounded before they are multiplied, which costs a term u each. Hopper's
 // tensor cores cut every term of 33 (32 products and the sum so far) off at 13 bits below the largest; four such

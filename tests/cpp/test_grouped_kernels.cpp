@@ -141,6 +141,13 @@ TEST(GroupedKernels, StrangersInTheLastBlockOfTheDepth) {
   }
 }
 
+// Depths from which on the memory adds, in tiles that are whole and in others, beside a group that is not as deep.
+TEST(GroupedKernels, DeepWgradThatAdds) {
+  const std::vector<uint8_t> accumulate = {1, 1};
+  compare<bf16, float>(TE_GROUPED_WGRAD, {{1000, 70}, 0, 70, 300}, 2,
+                       [&](auto& c) { c.problem.accumulate = accumulate.data(); });
+}
+
 // More tiles than stages and than blocks, several bands of row tiles, more groups than a launch takes.
 TEST(GroupedKernels, LongWalks) {
   compare<bf16, bf16>(TE_GROUPED_FPROP, {{1300, 0, 200}, 3, 300, 72}, 3, [](auto&) {});

@@ -158,12 +158,6 @@ PYTORCH, CSRC, ROOM = "transformer_engine/pytorch", "transformer_engine/pytorch/
 WALK = [
     (f"{PYTORCH}/module/layernorm_mlp.py", "LayerNormMLP.forward", "def forward(", "options, kept weights, sinks"),
     (f"{PYTORCH}/functional/linear.py", "layernorm_mlp", "def layernorm_mlp(", "eager or compiled"),
-    (
-        f"{CSRC}/layer/layernorm_mlp.cpp",
-        "_C.layernorm_mlp",
-        'faces.op("layernorm_mlp" TE_MLP',
-        "two layers as one call",
-    ),
     (f"{CSRC}/layer/op_faces.h", "Op::eager", "static auto eager(", "with autograd or without"),
     (f"{CSRC}/autograd.h", "Node::forward", "static variable_list forward(", "what is saved, and below autograd"),
     (f"{CSRC}/layer/forward.cpp", "Chain::forward", "variable_list Chain::forward(", "layer by layer"),
@@ -177,8 +171,7 @@ WALK = [
 # What a stop calls the next one by, where that is not its own name.
 CALLED = {
     "layernorm_mlp": "functional.layernorm_mlp(",
-    "_C.layernorm_mlp": "_C.layernorm_mlp(",
-    "Op::eager": "Mlp::eager(",
+    "Op::eager": "_C.layernorm_mlp(",  # Op::python of it, by the op's row in layer/layernorm_mlp.cpp
     "Node::forward": "Node<Family, Direct>::run(",
     "Chain::forward": "Family::template forward<Route>(",
     "layer_forward": "layer_forward(",

@@ -3,6 +3,7 @@
 # repeat() for repeat_interleave() there, turn the comparisons red.
 import pytest
 import torch
+from api_names import MODULES
 from module_contract import Tracker, check_signature, saved_shapes
 from plain_modules import attend, compare, run
 from support import DTYPES, assert_same_bits, randn, wide
@@ -221,18 +222,4 @@ def test_recomputation_has_the_same_bits_and_keeps_less(device, mask, dropout):
 
 
 def test_signature():
-    check_signature(
-        te.DotProductAttention,
-        """num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,
-        get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
-        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
-        return_max_logit=False, name=None""",
-        """query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
-        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
-        max_seqlen_kv=None, attn_mask_type=None, window_size=None, bottom_right_diagonal=None, softcap=None,
-        checkpoint_core_attention=False, core_attention_bias_type="no_bias", core_attention_bias=None,
-        alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=False,
-        bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None, score_mod_tensors=None,
-        score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None, qkv_interleave_dim=-3""",
-    )
+    check_signature(te.DotProductAttention, *MODULES["DotProductAttention"])

@@ -2,7 +2,8 @@
 # Mutant: rotating k with q's angles turns test_matches_plain red.
 import pytest
 import torch
-from module_contract import AFTER_MICROBATCH, check_signature
+from api_names import MODULES
+from module_contract import check_signature
 from plain_modules import PlainAttention, angles, as_tuple, check_against_twin, randomize, run
 from support import DTYPES, assert_same_bits, randn, refused
 
@@ -165,17 +166,7 @@ def test_head_width_that_does_not_divide(device):
 def test_signature():
     check_signature(
         te.MultiheadAttention,
-        """hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, layernorm_epsilon=1e-5,
-        init_method=None, output_layer_init_method=None, layer_number=None, attn_mask_type="causal", window_size=None,
-        bottom_right_diagonal=None, tp_group=None, tp_size=1, num_gqa_groups=None, fuse_wgrad_accumulation=False,
-        get_rng_state_tracker=None, sequence_parallel=False, params_dtype=None, return_bias=False,
-        return_layernorm_output=False, input_layernorm=False, attention_type="self", set_parallel_mode=False,
-        fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True, rotary_pos_interleaved=False,
-        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
-        bias=True, normalization="LayerNorm", device="cuda", qkv_format="sbhd", name=None, qk_norm_type=None,
-        qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla\"""",
-        f"""hidden_states, attention_mask=None, encoder_output=None, attn_mask_type=None, window_size=None,
-        bottom_right_diagonal=None, is_first_microbatch=None, {AFTER_MICROBATCH}""",
+        *MODULES["MultiheadAttention"],
         ours_init=("recompute_norm_output", "tp_recompute_allgather", "tp_overlap"),
         ours=("return_input",),
     )

@@ -60,6 +60,23 @@ def test_values_and_gradients(device, dtype, shape, smoothing, reduce):
     assert_within(got, grad, of_grad, "gradient")
 
 
+@pytest.mark.parametrize("shift", [1e4, -1e4, 2.9e6, -4e6, 1e9, -1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_far_from_zero(device, dtype, shift):
+    """Rows around any value: what counts is how far they are from their largest. Mutants: kFar without end, or factor
+    left out (measured_from in cross_entropy_row.cuh)."""
+    logits, target = draw(device, 6, 1000, scale=max(3.0, abs(shift) * 2e-7))
+    logits = (logits + shift).to(dtype)
+    want, x = oracle(logits, target, 0.0, False)
+    leaf = logits.clone().requires_grad_()
+    loss = te.parallel_cross_entropy(leaf * 1, target)
+    (grad,) = torch.autograd.grad(want.sum(), x)
+    of_loss, of_grad = bounds(logits, want, grad, 1.0, device)
+    assert_within(loss, want, of_loss, "loss")
+    (got,) = torch.autograd.grad(loss.sum(), leaf)
+    assert_within(got, grad, of_grad, "gradient")
+
+
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_incoming_gradients(device, dtype, reduce):

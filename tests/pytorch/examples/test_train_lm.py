@@ -9,29 +9,15 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_lm_cases import FILES, TEXT, TINY, metrics, train
+from train_lm_cases import FILES, TINY, metrics, train
 
 import train_lm
 from lm import data
-from lm.config import PRESETS, ExampleError
+from lm.config import ExampleError
 from lm.model import FusedLM, plain_twin
 from transformer_engine.pytorch.cpu_offload import layer as offload_layer
 
-
-@pytest.fixture(autouse=True)
-def tiny_toy(monkeypatch):
-    """The command line's toy preset, tiny; torch's global switches as they were."""
-    monkeypatch.setitem(PRESETS, "toy", TINY)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.py"
-    path.write_bytes(TEXT)
-    return path
+pytestmark = pytest.mark.usefixtures("tiny_toy")
 
 
 def test_it_learns_reports_and_writes_its_files(tmp_path, text, device, capsys):

@@ -22,23 +22,8 @@ from lm.config import PRESETS, ExampleError
 from lm.model import FusedLM
 from lm.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("tiny_toy")
 SCRIPT = Path(train_lm.__file__)
-
-
-@pytest.fixture(autouse=True)
-def tiny_toy(monkeypatch):
-    """The command line's toy preset, tiny; torch's global switches as they were."""
-    monkeypatch.setitem(PRESETS, "toy", TINY)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.py"
-    path.write_bytes(TEXT)
-    return path
 
 
 def digests(folder):

@@ -1,6 +1,9 @@
 # Products of rows in groups below the module: the registered ops that compiled calls and CUDA take,
 # general_grouped_gemm, and padding. Oracles are float64 products of each group alone. Mutants: `narrow` from at[g +
 # 1], the tail not zeroed, `how == 1` read as +=, padding put before a group: each turns tests here red.
+import threading
+from functools import partial
+
 import pytest
 import torch
 from support import DTYPES, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
@@ -232,3 +235,18 @@ def test_padding_names_what_does_not_fit(device):
             module(inp, splits)
     with refused(ValueError, "Fp8Padding", "'align_size'"):
         te.Fp8Padding(4, 0)
+
+
+@pytest.mark.gpu
+def test_a_threads_first_call(device="cuda"):
+    """Of a thread that has called nothing of CUDA yet, as autograd's may be: with memory at hand, nothing before the
+    tensor maps does. Mutant: without cudaSetDevice() in map_of (grouped_gemm.cu)."""
+    _, dy, weights, _, offsets = operands(torch.bfloat16, device)
+    run = partial(torch.ops.te.grouped_dgrad, dy, weights, offsets)
+    want = run()
+    run()  # leaves memory for the next one
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run()))
+    thread.start()
+    thread.join()
+    assert_same_bits(found[0], want)

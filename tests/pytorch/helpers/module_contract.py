@@ -65,10 +65,3 @@ class Tracker:
 
     def set_states(self, states):
         self.state = states["model-parallel-rng"].clone()
-
-
-AFTER_MICROBATCH = """checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None,
-    core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None,
-    cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
-    fast_zero_fill=True, pad_between_seqs=None, thd_attention_policies=None, thd_attention_policy_dispatch="auto",
-    softcap=None"""

@@ -8,7 +8,7 @@ from plain_modules import as_tuple
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 
 RECIPES = {"current": Float8CurrentScaling, "block": Float8BlockScaling}
 WORDS = ("high_precision", "dequantized")
@@ -44,15 +44,15 @@ class Reference:
     def __init__(self, recipe, word):
         self.recipe, self.word = recipe, word
         self.quantization = product(recipe).native  # without an override
-        self.real = {name: getattr(F, name) for name in ("linear", "normalization_linear", "layernorm_mlp")}
+        self.real = {name: getattr(functional, name) for name in ("linear", "normalization_linear", "layernorm_mlp")}
 
     def __enter__(self):
         for name in self.real:
-            setattr(F, name, getattr(self, name))
+            setattr(functional, name, getattr(self, name))
 
     def __exit__(self, *_):
         for name, function in self.real.items():
-            setattr(F, name, function)
+            setattr(functional, name, function)
 
     def linear(self, x, weight, bias=None, *, read=None, exchange=None, **_):
         """read: what the forward's product reads in place of x. Ranks that gather it have one scale for all of it."""
@@ -73,16 +73,16 @@ class Reference:
         """The sum with a residual of zeros is x, and has its gradient added where the fused node has it."""
         norm = {"rms": rms, "eps": eps, "zero_centered_gamma": options.get("zero_centered_gamma", False)}
         residual = torch.zeros_like(x) if residual is None else residual
-        normed, h = F.normalization(x, gamma, beta, residual=residual, **norm)
+        normed, h = functional.normalization(x, gamma, beta, residual=residual, **norm)
         return self.linear(normed, weight, bias, exchange=exchange), normed, h
 
     def layernorm_mlp(self, x, gamma, beta, w1, b1, w2, b2, *, kind, params=(), fp8_pre_activation=False, **options):
         first, second = options.pop("exchanges")
         inner, normed, h = self.normalization_linear(x, gamma, beta, w1, b1, exchange=first, **options)
-        read = F.activation(inner.detach(), kind, params)
+        read = functional.activation(inner.detach(), kind, params)
         if fp8_pre_activation:  # the backward takes activation and slope of E4M3 in blocks of 1 x 128
             inner = _WithValue.apply(inner, meaning(inner, "block"))
-        y = self.linear(F.activation(inner, kind, params), w2, b2, read=read, exchange=second)
+        y = self.linear(functional.activation(inner, kind, params), w2, b2, read=read, exchange=second)
         return y, normed, h
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -200,7 +201,8 @@ def dropped_paths(rank):
         if traced and forks:
             continue
         tracker = te.CudaRNGStatesTracker()
-        tracker.add("model-parallel-rng", 100 + rank)
+        with mock.patch("torch.cuda.is_available", return_value=False):  # layers are on the CPU, and so are its states
+            tracker.add("model-parallel-rng", 100 + rank)
         layer = te.TransformerLayer(
             32, 64, 4, drop_path_rate=0.5, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format=layout,
             set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu",

@@ -191,7 +191,7 @@ class OptionLayer(nn.Module):
         return x + branch
 
 
-def check_options(module, twin, *inputs, ours, plain, tight, what=""):
+def check_options(module, twin, *inputs, ours, plain, tight, what="", rms_factor=2):
     """Outputs and every gradient of module(*inputs, **ours) against twin(*inputs, **plain), as check_against_twin."""
     parameter = next(module.parameters())
     dtype, device = parameter.dtype, parameter.device
@@ -199,4 +199,4 @@ def check_options(module, twin, *inputs, ours, plain, tight, what=""):
     near = run(twin_of(twin, module, dtype, device), *inputs, **plain)
     exact = run(twin_of(twin, module), *(wide(t) for t in inputs), **on_cpu(plain))
     assert sorted(got) == sorted(exact), f"{what}: {list(got)} against {list(exact)}"
-    compare(got, near, exact, dtype, tight, what)
+    compare(got, near, exact, dtype, tight, what, rms_factor)

@@ -7,8 +7,7 @@ import torch
 from fp8_products import RECIPES, product, spelled_out
 from support import assert_same_bits, assert_within, randn, saved_tensors
 
-from transformer_engine.pytorch import _C
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import _C, functional
 
 SHAPES = (((32,), 64, 48), ((2, 3), 16, 32), ((5,), 17, 3), ((1,), 1, 1), ((0,), 16, 16), ((130,), 300, 130))
 
@@ -36,7 +35,7 @@ def assert_sums(got, dy):
 def test_linear(device, recipe, leading, k, n):
     x, weight, bias, dy = leaves(leading, k, n, device)
     p, again = product(recipe, device), product(recipe, device)
-    y = F.linear(x, weight, bias, quantization=p.native)
+    y = functional.linear(x, weight, bias, quantization=p.native)
     got = grads(y, (x, weight, bias), dy)
     want = spelled_out(again, x.detach(), weight.detach(), bias.detach(), dy)
     assert_same_bits(y, want[0])
@@ -51,11 +50,11 @@ def test_linear(device, recipe, leading, k, n):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_only_what_is_wanted(device, recipe):
     x, weight, bias, dy = leaves((32,), 64, 48, device)
-    full = grads(F.linear(x, weight, bias, quantization=product(recipe, device).native), (x, weight, bias), dy)
+    full = grads(functional.linear(x, weight, bias, quantization=product(recipe, device).native), (x, weight, bias), dy)
     for wanted in range(1, 8):
         inputs = [t.detach().requires_grad_(bool(wanted >> i & 1)) for i, t in enumerate((x, weight, bias))]
         with saved_tensors() as kept:
-            y = F.linear(*inputs, quantization=product(recipe, device).native)
+            y = functional.linear(*inputs, quantization=product(recipe, device).native)
         sizes = [t.numel() for t in kept if t.dtype == torch.uint8]
         assert sizes == [weight.numel()] * inputs[0].requires_grad + [x.numel()] * inputs[1].requires_grad
         assert all(t.dtype in (torch.uint8, torch.float32) for t in kept), "nothing is kept twice"
@@ -68,12 +67,12 @@ def test_only_what_is_wanted(device, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_own_weight_and_kept_input(device, recipe):
     x, weight, bias, dy = leaves((32,), 64, 48, device)
-    want_y = F.linear(x, weight, bias, quantization=product(recipe, device).native)
+    want_y = functional.linear(x, weight, bias, quantization=product(recipe, device).native)
     want = grads(want_y, (x, weight, bias), dy)
     p = product(recipe, device)
     own = _C.quantize(p.quantizers["weight"], weight.detach(), True, True)
     with saved_tensors() as kept:
-        y = F.linear(x, weight, bias, quantization=p.native, own_weight=own, keep_input=True)
+        y = functional.linear(x, weight, bias, quantization=p.native, own_weight=own, keep_input=True)
     assert own.columnwise.data_ptr() in [t.data_ptr() for t in kept]
     assert x.data_ptr() in [t.data_ptr() for t in kept]
     assert_same_bits(y, want_y)
@@ -90,11 +89,11 @@ def test_normalization_linear(device, recipe, rms, recompute):
     beta = None if rms else randn(64, dtype=torch.bfloat16, device=device, requires_grad=True)
     residual = randn(34, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     inputs = [t for t in (x, gamma, beta, residual, weight, bias) if t is not None]
-    norm = F.normalization(x, gamma, beta, rms=rms, residual=residual)
-    want_y = F.linear(norm[0], weight, bias, quantization=product(recipe, device).native)
+    norm = functional.normalization(x, gamma, beta, rms=rms, residual=residual)
+    want_y = functional.linear(norm[0], weight, bias, quantization=product(recipe, device).native)
     want = torch.autograd.grad((want_y, norm[1]), inputs, (dy, residual.detach()))
     for return_output in (True, False):
-        y, out, h = F.normalization_linear(
+        y, out, h = functional.normalization_linear(
             x,
             gamma,
             beta,
@@ -114,7 +113,7 @@ def test_normalization_linear(device, recipe, rms, recompute):
 
 
 def mlp_leaves(device, kind, rows=34, hidden=32, ffn=48):
-    gated = F.activation_kinds[kind]
+    gated = functional.activation_kinds[kind]
     half = torch.bfloat16
     x = randn(rows, hidden, dtype=half, device=device, requires_grad=True)
     gamma = randn(hidden, dtype=half, device=device, requires_grad=True)
@@ -128,7 +127,9 @@ def mlp_leaves(device, kind, rows=34, hidden=32, ffn=48):
 def mlp(inputs, kind, products, **options):
     x, gamma, fc1, bias1, fc2, bias2 = inputs
     natives = tuple(p and p.native for p in products)
-    out = F.layernorm_mlp(x, gamma, None, fc1, bias1, fc2, bias2, rms=True, kind=kind, quantizations=natives, **options)
+    out = functional.layernorm_mlp(
+        x, gamma, None, fc1, bias1, fc2, bias2, rms=True, kind=kind, quantizations=natives, **options
+    )
     return out[0]
 
 
@@ -138,8 +139,8 @@ def test_layernorm_mlp(device, recipe, kind):
     inputs, dy = mlp_leaves(device, kind)
     x, gamma, fc1, bias1, fc2, bias2 = inputs
     first, second = product(recipe, device), product(recipe, device, scale=7.0)
-    pre, _, _ = F.normalization_linear(x, gamma, None, fc1, bias1, rms=True, quantization=first.native)
-    want_y = F.activation_linear(pre, fc2, bias2, kind=kind, quantization=second.native)
+    pre, _, _ = functional.normalization_linear(x, gamma, None, fc1, bias1, rms=True, quantization=first.native)
+    want_y = functional.activation_linear(pre, fc2, bias2, kind=kind, quantization=second.native)
     want = grads(want_y, inputs, dy)
     for options in ({}, {"recompute": True}, {"recompute_output": True}, {"return_output": False}):
         products = product(recipe, device), product(recipe, device, scale=7.0)
@@ -190,7 +191,7 @@ def test_packed_pre_activation_of_any_dimensions(device, leading, recompute):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weight_gradients_elsewhere(device, recipe):
     x, weight, bias, dy = leaves((32,), 64, 48, device)
-    want = grads(F.linear(x, weight, bias, quantization=product(recipe, device).native), (weight, bias), dy)
+    want = grads(functional.linear(x, weight, bias, quantization=product(recipe, device).native), (weight, bias), dy)
     main = torch.ones(48, 64, device=device)
     left = []
 
@@ -198,7 +199,7 @@ def test_weight_gradients_elsewhere(device, recipe):
         left.append((work, with_bias))
         return None, None
 
-    F.linear(x, weight, bias, quantization=product(recipe, device).native, sink=sink).backward(dy)
+    functional.linear(x, weight, bias, quantization=product(recipe, device).native, sink=sink).backward(dy)
     ((work, with_bias),) = left
     assert with_bias and work.reads == [] and work.dtype == torch.bfloat16
     dweight, dbias = work.compute(True)
@@ -224,7 +225,7 @@ def test_compile(device, recipe):
     products = product(recipe, device), product(recipe, device)
 
     def compiled(x, gamma, fc1, bias1, fc2, bias2):
-        return F.layernorm_mlp(
+        return functional.layernorm_mlp(
             x, gamma, None, fc1, bias1, fc2, bias2, rms=True, kind="swiglu", quantizations=(spec, spec)
         )[0]
 
@@ -240,11 +241,11 @@ def test_bad_input(device):
     x, weight, bias, _ = leaves((32,), 64, 48, device)
     native = product("current", device).native
     with pytest.raises(ValueError, match=r"'x' has shape .*63.*wanted a last dimension of 64"):
-        F.linear(x[:, :63], weight, bias, quantization=native)
+        functional.linear(x[:, :63], weight, bias, quantization=native)
     with pytest.raises(ValueError, match="'weight' has dtype Float"):
-        F.linear(x, weight.float(), bias, quantization=native)
+        functional.linear(x, weight.float(), bias, quantization=native)
     with pytest.raises(ValueError, match="'bias' has shape"):
-        F.linear(x, weight, bias[:3], quantization=native)
+        functional.linear(x, weight, bias[:3], quantization=native)
     with pytest.raises(NotImplementedError, match=r"delayed scaling .* torch\.compile"):
         torch.ops.te.linear(x, weight, bias, False, product("delayed", device).spec)
     with pytest.raises(ValueError, match="'quantization' has 3 integers"):

@@ -107,7 +107,7 @@ def test_two_weights_are_two_linears(kind, rows, bias, frozen, device, by_loop):
     ys, dxs, dws = [], [], []
     for i, part in enumerate((slice(0, cut), slice(cut, rows))):
         one = x[part].clone().requires_grad_()
-        out = _C.linear(one, weights[i], biases[i] if bias else None, False, None, _quantization(kind), None, None)
+        out = _C.linear(one, weights[i], biases[i] if bias else None, False, (None, _quantization(kind), None, None))
         mine = [t for t in (weights[i], *biases[i : i + 1]) if t.requires_grad]
         dx, *rest = torch.autograd.grad(out, [one, *mine], dy[part])
         ys.append(out), dxs.append(dx), dws.append(rest)

@@ -3,6 +3,7 @@
 # test_matches_plain red.
 import pytest
 import torch
+from api_names import MODULES
 from module_contract import check_signature, refusals, saved_shapes
 from plain_modules import PlainLayerNormLinear, check_against_twin, randomize, run, twin_of
 from support import DTYPES, UNIT_ROUNDOFF, assert_same_bits, randn, refused
@@ -215,13 +216,7 @@ def test_bad_arguments(options, words):
 def test_signature():
     check_signature(
         te.LayerNormLinear,
-        """in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
-        tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization="LayerNorm",
-        return_bias=False, params_dtype=None, parallel_mode=None, return_layernorm_output=False,
-        return_layernorm_output_gathered=False, parameters_split=None, zero_centered_gamma=False, device="cuda",
-        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
-        ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None""",
-        "inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False",
+        *MODULES["LayerNormLinear"],
         ours_init=("recompute_norm_output", "tp_recompute_allgather", "tp_overlap"),
         ours=("return_input",),
     )

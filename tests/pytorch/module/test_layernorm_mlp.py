@@ -3,6 +3,7 @@
 # turns test_never_keeps_the_activation red.
 import pytest
 import torch
+from api_names import MODULES
 from module_contract import check_signature, refusals, saved_shapes
 from plain_modules import GATED, PlainMLP, check_against_twin, randomize, run
 from support import DTYPES, assert_same_bits, randn, refused, saved_tensors
@@ -315,14 +316,7 @@ def test_bad_residual(residual, words):
 def test_signature():
     check_signature(
         te.LayerNormMLP,
-        """hidden_size, ffn_hidden_size, eps=1e-5, sequence_parallel=False, return_bias=False,
-        get_rng_state_tracker=None, tp_group=None, tp_size=1, init_method=None, bias=True, normalization="LayerNorm",
-        activation="gelu", activation_params=None, output_layer_init_method=None, fuse_wgrad_accumulation=False,
-        params_dtype=None, return_layernorm_output=False, return_layernorm_output_gathered=False, seq_length=None,
-        micro_batch_size=None, set_parallel_mode=False, zero_centered_gamma=False, device="cuda", ub_overlap_ag=False,
-        name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
-        delay_wgrad_compute=False, symmetric_ar_type=None, checkpoint=False""",
-        "inp, is_first_microbatch=None",
+        *MODULES["LayerNormMLP"],
         ours_init=("recompute_norm_output", "save_preactivation", "tp_recompute_allgather", "tp_overlap"),
         ours=("residual",),
     )

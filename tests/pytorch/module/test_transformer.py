@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from module_contract import AFTER_MICROBATCH, Tracker, check_signature, saved_shapes
+from api_names import MODULES
+from module_contract import Tracker, check_signature, saved_shapes
 from plain_modules import PlainLayer, angles, check_against_twin, randomize, run
 from support import DTYPES, assert_same_bits, randn, refused, wide
 
@@ -244,21 +245,7 @@ def test_main_grads_of_the_whole_layer(device):
 def test_signature():
     check_signature(
         te.TransformerLayer,
-        """hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
-        hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None, layer_number=None,
-        kv_channels=None, self_attn_mask_type="causal", window_size=None, bottom_right_diagonal=None,
-        enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, tp_group=None,
-        tp_size=1, params_dtype=None, get_rng_state_tracker=None, fuse_wgrad_accumulation=False, seq_length=None,
-        micro_batch_size=None, sequence_parallel=False, apply_residual_connection_post_layernorm=False,
-        output_layernorm=False, parallel_attention_mlp=False, layer_type="encoder", drop_path_rate=0.0,
-        set_parallel_mode=False, fuse_qkv_params=False, rotary_pos_interleaved=False, zero_centered_gamma=False,
-        qkv_weight_interleaved=True, ub_tp_comm_overlap=False, ub_overlap_ag=True, ub_overlap_rs=True,
-        ub_overlap_rs_dgrad=False, ub_bulk_dgrad=True, ub_bulk_wgrad=True, bias=True, activation="gelu",
-        activation_params=None, normalization="LayerNorm", device="cuda", attn_input_format="sbhd", name=None,
-        qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type="vanilla\"""",
-        f"""hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None,
-        bottom_right_diagonal=None, encoder_output=None, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
-        enc_dec_window_size=None, enc_dec_bottom_right_diagonal=None, is_first_microbatch=None, {AFTER_MICROBATCH}""",
+        *MODULES["TransformerLayer"],
         ours_init=("recompute_norm_output", "tp_recompute_allgather", "tp_overlap"),
     )
 

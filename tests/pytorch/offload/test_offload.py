@@ -7,7 +7,7 @@ from offload_cases import small  # noqa: F401
 from support import assert_same_bits, randn, refused
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.cpu_offload import (
     OffloadableLayerState,
     PinnedMemoryError,
@@ -33,14 +33,14 @@ def away_and_back(state, tensors):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_packed_tensors_come_back(sizes, dtype, device):
     tensors = [(torch.randn(n) * 50).to(dtype).to(device) for n in sizes]
-    packed = F.offload_pack(tensors)
-    assert packed.numel() == F.offload_packed_bytes(tensors)
+    packed = functional.offload_pack(tensors)
+    assert packed.numel() == functional.offload_packed_bytes(tensors)
     offset = 0
     for t in tensors:
         assert_same_bits(packed[offset : offset + t.nbytes], t.view(torch.uint8))
         offset += (t.nbytes + 255) // 256 * 256
     back = [torch.empty_like(t) for t in tensors]
-    F.offload_unpack(packed, back)
+    functional.offload_unpack(packed, back)
     for t, b in zip(tensors, back, strict=True):
         assert_same_bits(b, t)
 
@@ -48,11 +48,11 @@ def test_packed_tensors_come_back(sizes, dtype, device):
 def test_packing_names_what_is_wrong(device):
     t = torch.ones(8, 8, device=device)
     with refused(ValueError, "offload_pack", "contiguous"):
-        F.offload_pack([t.T])
+        functional.offload_pack([t.T])
     with refused(ValueError, "offload_pack", "packed", 256):
-        F.offload_pack([t], torch.empty(255, dtype=torch.uint8, device=device))
+        functional.offload_pack([t], torch.empty(255, dtype=torch.uint8, device=device))
     with refused(ValueError, "offload_unpack", "packed"):
-        F.offload_unpack(torch.empty(256, device=device), [t])
+        functional.offload_unpack(torch.empty(256, device=device), [t])
 
 
 def test_views_come_back_as_they_were(small, device):  # noqa: F811

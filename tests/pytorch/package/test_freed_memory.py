@@ -7,7 +7,7 @@ from support import randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 E4M3 = te.DType.kFloat8E4M3
@@ -81,9 +81,13 @@ def test_plain_operands(device):
         module(a)
     free(out)
     with refused(ValueError, "'out'", "[32, 32]", "memory has been freed"):
-        F.gemm_accumulate(a, b, "NT", out)
+        functional.gemm_accumulate(a, b, "NT", out)
     free(a)
-    for call in (lambda: F.gemm(a, b), lambda: F.activation(a, "gelu"), lambda: te.RMSNorm(32, device=device)(a)):
+    for call in (
+        lambda: functional.gemm(a, b),
+        lambda: functional.activation(a, "gelu"),
+        lambda: te.RMSNorm(32, device=device)(a),
+    ):
         with refused(ValueError, "memory has been freed"):
             call()
 

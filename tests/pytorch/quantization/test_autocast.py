@@ -10,7 +10,7 @@ from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 DTYPE = torch.bfloat16
@@ -80,7 +80,7 @@ def test_products_by_hand(device):
         out = torch.ones(48, 16, device=device)
         te.cpp_extensions.general_gemm(left, right, out_dtype=torch.float32, out=out, accumulate=True)
         return (
-            F.gemm(a, b, layout="TN")[0],
+            functional.gemm(a, b, layout="TN")[0],
             te.cpp_extensions.general_gemm(left, right, out_dtype=torch.float32)[0],
             out,
         )

@@ -37,7 +37,7 @@ from support import addresses, assert_same_bits
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe
-from transformer_engine.pytorch import functional as F
+from transformer_engine.pytorch import functional
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
@@ -160,7 +160,7 @@ def test_a_kept_weight_that_is_older_than_the_parameter(device, options, word, r
     got = step(older, x, recipe, word, is_first_microbatch=False)
     read = older.weight.detach() if word == "high_precision" else meaning(old, recipe, weight=True)
     given = x.detach().clone().requires_grad_()
-    wanted = results(older, given, F.linear(given, read.requires_grad_()))
+    wanted = results(older, given, functional.linear(given, read.requires_grad_()))
     assert_same_bits(got["input"], wanted["input"])
 
 

@@ -57,6 +57,9 @@ def run(recipe, device, quantized=False):
 def test_a_scaling_belongs_to_who_registered_it():
     assert {SCALINGS[name] for name in (IN, WEIGHT, GRAD)} == {MyQuantizer}
     assert SCALINGS["current"] is te.Float8CurrentScalingQuantizer
+    with refused(ValueError, "Another", repr(GRAD), "MyQuantizer"):
+        type("Another", (te.Float8CurrentScalingQuantizer,), {"_scalings": (GRAD,)})
+    assert SCALINGS[GRAD] is MyQuantizer
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["", "weights"])

@@ -49,6 +49,11 @@ Tensor rows_of(const Tensor& t);
 // PyTorch's current stream on t's device, taken device-generically so that no CUDA library is linked.
 te_stream current_stream(const Tensor& t);
 
+// "cuda" is the current device, as everywhere in torch.
+inline at::Device indexed(const at::Device& device) {
+  return device.is_cpu() || device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
 // Names the op and the argument when `t` is not on `like`'s device or not of its dtype.
 void check_same(const Tensor& t, const Tensor& like, const char* op, const char* argument);
 

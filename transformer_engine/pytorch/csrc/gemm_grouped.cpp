@@ -183,9 +183,7 @@ void grouped_wgrad_accumulate_meta(const Tensor& dy, const Tensor& x, const Tens
 }  // namespace
 
 Tensor split_counters(const at::Device& asked) {
-  // "cuda" is the current device, as everywhere in torch.
-  const at::Device device =
-      asked.has_index() || asked.is_cpu() ? asked : c10::impl::VirtualGuardImpl(asked.type()).getDevice();
+  const at::Device device = indexed(asked);
   static auto* mutex = new std::mutex;
   static auto* all = new std::map<std::pair<at::DeviceType, int>, Tensor>;
   const std::lock_guard<std::mutex> lock(*mutex);

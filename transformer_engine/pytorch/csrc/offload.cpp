@@ -65,8 +65,7 @@ void check_packed(const std::vector<Tensor>& tensors, const std::vector<te_offlo
 
 }  // namespace
 
-OffloadEngine::OffloadEngine(const at::Device& device, te_offload_options options) : device_(device) {
-  if (!device.is_cpu() && !device.has_index()) device_ = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+OffloadEngine::OffloadEngine(const at::Device& device, te_offload_options options) : device_(indexed(device)) {
   options.device = ordinal(device_);
   check(te_offload_engine_create(options, &engine_));
 }

@@ -86,7 +86,7 @@ Quantized quantize_again_dispatched(const QuantizeSpec& spec, const Tensor& used
 
 void refuse_state(const Quantizer& quantizer) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      quantizer.spec.kind != QuantizeSpec::kDelayed && quantizer.spec.kind != QuantizeSpec::kPython,
+      !quantizer.active() || quantizer.spec.stateless(),
       "quantize: delayed scaling and quantizers written in Python work on plain tensors in eager mode, not under "
       "torch.compile, FakeTensorMode, functorch or with tensor subclasses; use Float8CurrentScaling or "
       "Float8BlockScaling there.");

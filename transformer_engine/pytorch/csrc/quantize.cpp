@@ -117,7 +117,7 @@ QuantizeSpec QuantizeSpec::unpack(at::ArrayRef<int64_t> values) {
 Quantizer stateless_quantizer(at::ArrayRef<int64_t> packed) {
   const QuantizeSpec spec = QuantizeSpec::unpack(packed);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      spec.kind == QuantizeSpec::kCurrent || spec.kind == QuantizeSpec::kBlock1d || spec.kind == QuantizeSpec::kBlock2d,
+      spec.stateless(),
       "quantize: argument 'spec' is of a kind that a registered op does not take: wanted current, block1d or block2d; "
       "delayed scaling and quantizers written in Python run in eager mode alone.");
   return {spec, {}, {}, {}};

@@ -14,21 +14,22 @@ namespace te_torch {
 
 // The kinds of quantizers, by their names in Python, and the scaling of what they make. none: as it is. delayed: by a
 // scale that is given. current: by the tensor's own amax. python: by a quantizer written in Python, eager alone.
-// X(enumerator, name, scaling)
-#define TE_QUANTIZER_TABLE(X)      \
-  X(kNone, "none", TENSOR)         \
-  X(kDelayed, "delayed", TENSOR)   \
-  X(kCurrent, "current", TENSOR)   \
-  X(kBlock1d, "block1d", BLOCK_1D) \
-  X(kBlock2d, "block2d", BLOCK_2D) \
-  X(kPython, "python", TENSOR)
+// X(enumerator, name, scaling, stateless: the integers of a spec say all of it, so a schema can carry it)
+#define TE_QUANTIZER_TABLE(X)            \
+  X(kNone, "none", TENSOR, false)        \
+  X(kDelayed, "delayed", TENSOR, false)  \
+  X(kCurrent, "current", TENSOR, true)   \
+  X(kBlock1d, "block1d", BLOCK_1D, true) \
+  X(kBlock2d, "block2d", BLOCK_2D, true) \
+  X(kPython, "python", TENSOR, false)
 
 struct QuantizerKind {
   const char* name;
   te_scaling scaling;
+  bool stateless;
 };
 inline constexpr QuantizerKind kQuantizerKinds[] = {
-#define TE_QUANTIZER_KIND(enumerator, name, scaling) {name, TE_SCALING_##scaling},
+#define TE_QUANTIZER_KIND(enumerator, name, scaling, stateless) {name, TE_SCALING_##scaling, stateless},
     TE_QUANTIZER_TABLE(TE_QUANTIZER_KIND)
 #undef TE_QUANTIZER_KIND
 };
@@ -45,6 +46,7 @@ struct QuantizeSpec {
   float amax_epsilon = 0;
 
   te_scaling scaling() const { return kQuantizerKinds[kind].scaling; }
+  bool stateless() const { return kQuantizerKinds[kind].stateless; }
   te_dtype dtype() const { return e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3; }
   // Four integers: kind, e5m2, pow_2_scales, the bits of amax_epsilon.
   static constexpr size_t kPacked = 4;

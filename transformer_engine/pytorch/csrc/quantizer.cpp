@@ -81,9 +81,11 @@ void register_quantizer(pybind11::module_& m) {
   for (const te::ScalingRow& s : te::kScalings) {
     scalings.append(py::make_tuple(s.name, s.block_rows, s.block_cols, s.across, s.words));
   }
-  for (const QuantizerKind& kind : kQuantizerKinds) kinds.append(py::make_tuple(kind.name, int(kind.scaling)));
+  for (const QuantizerKind& kind : kQuantizerKinds) {
+    kinds.append(py::make_tuple(kind.name, int(kind.scaling), kind.stateless));
+  }
   m.attr("scalings") = py::tuple(scalings);      // TE_SCALING_TABLE, by its numbers
-  m.attr("quantizer_kinds") = py::tuple(kinds);  // TE_QUANTIZER_TABLE: name and number of the scaling
+  m.attr("quantizer_kinds") = py::tuple(kinds);  // TE_QUANTIZER_TABLE: name, number of the scaling, stateless
   py::class_<Quantizer>(m, "Quantizer")
       .def(py::init(&make_quantizer), py::arg("kind"), py::arg("e5m2") = false, py::arg("pow_2_scales") = false,
            py::arg("amax_epsilon") = 0.0, py::arg("scale") = py::none(), py::arg("amax") = py::none(),

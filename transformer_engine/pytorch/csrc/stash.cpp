@@ -38,14 +38,14 @@ Tensor bytes_of(const at::Device& device, size_t count, bool zeros) {
 
 class StashPool {
  public:
-  StashPool(const at::Device& device, te_stash_options options, int64_t stream) : device_(device) {
-    options.device = device.is_cpu() ? TE_DEVICE_CPU : int32_t(device.index());
+  StashPool(const at::Device& device, te_stash_options options, int64_t stream) : device_(indexed(device)) {
+    options.device = device_.is_cpu() ? TE_DEVICE_CPU : int32_t(device_.index());
     page_bytes_ = options.page_bytes;
     const size_t control = te_stash_control_bytes(options);
     if (control != 0) {  // else create() says what is wrong
       const size_t pages = te_stash_pages_bytes(options);
-      control_ = bytes_of(device, control, true);
-      pages_ = bytes_of(device, pages, false);
+      control_ = bytes_of(device_, control, true);
+      pages_ = bytes_of(device_, pages, false);
       options.control = control_.data_ptr();
       options.pages = pages == 0 ? nullptr : pages_.data_ptr();
     }

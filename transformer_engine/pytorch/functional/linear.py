@@ -108,7 +108,7 @@ def linear(
     if torch.compiler.is_compiling():
         arguments = (x, weight, bias, keep_input, _spec(quantization), *_parallel(exchange))
         return _traced("linear", torch.ops.te.linear, arguments, (weight, sink))
-    return _C.linear(x, weight, bias, keep_input, sink, quantization, own_weight, exchange)
+    return _C.linear(x, weight, bias, keep_input, (sink, quantization, own_weight, exchange))
 
 
 def normalization_linear(
@@ -147,7 +147,7 @@ def normalization_linear(
         y, norm_output, h = _traced("normalization_linear", op, arguments, (weight, sink))
         # The compiler fuses the residual's gradient by itself.
         return y, norm_output, x if return_input and residual is None else h
-    return _C.normalization_linear(*args, return_input, sink, quantization, own_weight, exchange)
+    return _C.normalization_linear(*args, return_input, (sink, quantization, own_weight, exchange))
 
 
 def activation_linear(
@@ -169,7 +169,7 @@ def activation_linear(
     if torch.compiler.is_compiling():
         arguments = (x, weight, bias, kind, list(params), _spec(quantization), *_parallel(exchange))
         return _traced("activation_linear", torch.ops.te.activation_linear, arguments, (weight, sink))
-    return _C.activation_linear(x, weight, bias, kind, list(params), sink, quantization, own_weight, exchange)
+    return _C.activation_linear(x, weight, bias, kind, list(params), (sink, quantization, own_weight, exchange))
 
 
 def layernorm_mlp(
@@ -210,7 +210,7 @@ def layernorm_mlp(
         arguments = (*args, *options, *kept, *map(_spec, quantizations), *_parallel(exchanges[0]))
         products = zip((fc1_weight, fc2_weight), sinks, strict=True)
         return _traced("layernorm_mlp", torch.ops.te.layernorm_mlp, arguments, *products)
-    return _C.layernorm_mlp(*args, *options, *kept, *sinks, *quantizations, *own_weights, *exchanges)
+    return _C.layernorm_mlp(*args, *options, *kept, *zip(sinks, quantizations, own_weights, exchanges))
 
 
 def noop_cat(parts: Sequence[torch.Tensor], names: Sequence[str] = ()) -> torch.Tensor:

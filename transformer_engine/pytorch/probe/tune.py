@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ SCALINGS = tuple(words for *_, words in _C.scalings)
 BATCH_US = 1000.0  # of one timing, so that an event's resolution does not show
 SCREEN_ROUNDS = 3
 FINALISTS = 5
-FINAL_ROUNDS = 15
+FINAL_ROUNDS = 15  # one below a multiple of four, so that the quartiles are times that were measured
 MARGIN = 0.01  # a smaller gain, or one within the quartiles, is noise: the heuristic's algorithm stays
 
 
@@ -189,13 +188,15 @@ def _tune_one(key: dict[str, int], most: int) -> Tuned:
         screened = []
         for choice in choices:
             scratch.run(choice)
-            screened.append((statistics.median(scratch.sample(choice, repeats) for _ in range(SCREEN_ROUNDS)), choice))
+            samples = sorted(scratch.sample(choice, repeats) for _ in range(SCREEN_ROUNDS))
+            screened.append((samples[SCREEN_ROUNDS // 2], choice))
         finalists = [first] + [c for _, c in sorted(screened, key=lambda s: s[0])[:FINALISTS] if c != first]
         times: dict[bytes, list[float]] = {choice: [] for choice in finalists}
         for turn in range(FINAL_ROUNDS):
             for choice in finalists[:: -1 if turn % 2 else 1]:
                 times[choice].append(scratch.sample(choice, repeats))
-        p25, p50, p75 = ({c: statistics.quantiles(t, n=4)[i] for c, t in times.items()} for i in range(3))
+        quartiles = [(FINAL_ROUNDS + 1) * i // 4 - 1 for i in (1, 2, 3)]
+        p25, p50, p75 = ({c: sorted(t)[i] for c, t in times.items()} for i in quartiles)
         faster = [c for c in finalists if p50[c] * (1 + MARGIN) < p50[first] and p75[c] < p25[first]]
         faster = [c for c in sorted(faster, key=p50.get) if scratch.repeats_its_bits(c)]
         chosen = faster[0] if faster else first

@@ -19,14 +19,13 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import refuse
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
+from transformer_engine.pytorch.tensor.engine import STATELESS
 from transformer_engine.pytorch.tensor.registry import SCALINGS, Wanted
 
 # QuantizeSpec::Kind of csrc/quantize.h; a spec is (kind, e5m2, pow_2_scales, the bits of amax_epsilon).
-SCALING_NAMES = tuple(name for name, _ in _C.quantizer_kinds)
-NONE, DELAYED, CURRENT, BLOCK_1D, BLOCK_2D = map(
-    SCALING_NAMES.index, ("none", "delayed", "current", "block1d", "block2d")
-)
-_BY_ENGINE = {"none": NONE, "current": CURRENT, "block1d": BLOCK_1D, "block2d": BLOCK_2D}  # without state between steps
+SCALING_NAMES = tuple(name for name, *_ in _C.quantizer_kinds)
+NONE, DELAYED = map(SCALING_NAMES.index, ("none", "delayed"))
+_BY_ENGINE = {"none": NONE, **STATELESS}
 Spec = Sequence[int]
 
 _BACKWARD = {None: 0, "high_precision": 1, "dequantized": 2}  # BackwardReads of csrc/product.h

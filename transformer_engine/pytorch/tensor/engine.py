@@ -7,7 +7,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.tensor import layout
 
-_STATELESS = ("current", "block1d", "block2d")
+# Quantizers of the engine that keep nothing between steps: {name: number}.
+STATELESS = {name: number for number, (name, _, stateless) in enumerate(_C.quantizer_kinds) if stateless}
+_SCALINGS = {name: scaling for name, scaling, _ in _C.quantizer_kinds}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -49,16 +51,15 @@ def quantize(
     x = x.view(1) if x.dim() == 0 else x
     if is_plain(x):
         return _C.quantize(quantizer, x, rowwise, columnwise, noop, out, amax)
-    if quantizer.kind not in _STATELESS or amax is not None:
+    if quantizer.kind not in STATELESS or amax is not None:
         raise NotImplementedError(
             f"quantize: scaling that keeps a state ({quantizer.kind}) cannot be traced; quantize outside torch.compile."
         )
     made = torch.ops.te.quantize(x, quantizer.spec, rowwise, columnwise, False)
     rows, row_scales, columns, column_scales, _ = made
-    scaling = dict(_C.quantizer_kinds)[quantizer.kind]
     there = [t if wanted else None for t, wanted in ((rows, rowwise), (row_scales, rowwise))]
     there += [t if wanted else None for t, wanted in ((columns, columnwise), (column_scales, columnwise))]
-    return _C.Quantized(scaling, quantizer.e5m2, *there)
+    return _C.Quantized(_SCALINGS[quantizer.kind], quantizer.e5m2, *there)
 
 
 def dequantize(quantized: "_C.Quantized", dtype: torch.dtype) -> torch.Tensor:

@@ -55,7 +55,11 @@ class Quantizer(Settings):
             cls._python_written = True
         QUANTIZERS.setdefault(cls.__name__, cls)
         for scaling in vars(cls).get("_scalings", ()):
-            SCALINGS.setdefault(scaling, cls)
+            if SCALINGS.setdefault(scaling, cls) is not cls:
+                raise ValueError(
+                    f"{cls.__name__}: its _scalings have {scaling!r}, which {SCALINGS[scaling].__name__} has "
+                    "registered; wanted a name of its own."
+                )
 
     # ---- quantizing ----
 

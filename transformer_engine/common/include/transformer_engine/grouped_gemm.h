@@ -7,8 +7,9 @@
  *   DGRAD  dx[rows] = dy[rows] weights[g][N, K]
  *   WGRAD  results[g][N, K] = dy[rows]^T x[rows], or += where accumulate[g] is not 0
  * Sums in float32, in the order of the reduced dimension; the bias, or what is added to, is added in float32 before the
- * one rounding. (On the CPU the sums are te_gemm's, one group after the other: those of what te_set_cpu_gemm was lent,
- * else the plain loop's.)
+ * one rounding. Where a group of WGRAD has more than 960 rows, the memory may add to float32 results on CUDA: what is
+ * subnormal of that one addition counts as 0. (On the CPU the sums are te_gemm's, one group after the other: those of
+ * what te_set_cpu_gemm was lent, else the plain loop's.)
  *
  * Layouts. Any pitch >= cols, any K, N and R < 2^31, any group size, 0 included, no group on a multiple of anything. On
  *   CUDA, rows, depth_rows and weights are read by TMA: addresses on 16 bytes and pitches of multiples of 16 bytes

@@ -20,56 +20,53 @@ struct CpuExp {
   static float reciprocal(float x) { return 1.f / x; }
 };
 
-void forward(int kind, const Params& params, const te_tensor& x, const te_tensor& y) {
-  dispatch(kind, [&](auto functor) {
-    using Op = decltype(functor);
-    dispatch_float(x.dtype, "te_activation_forward", "x", [&](auto element) {
-      using T = decltype(element);
-      parallel_rows(y.rows, y.cols, [&](int64_t first_row, int64_t last_row) {
-        float a_buffer[kChunk], b_buffer[kChunk], out[kChunk];
+// Calls body<Op, T>(row, c, n) for columns [c, c + n) of every row of a result of rows x cols: Op is the functor of
+// `kind`, T the type of x's dtype. Rows run in parallel, the chunks of a row in order.
+template <class Body>
+void each_chunk(const char* op, int kind, const te_tensor& x, int64_t rows, int64_t cols, const Body& body) {
+  dispatch(kind, [&]<class Op>(Op) {
+    dispatch_float(x.dtype, op, "x", [&]<class T>(T) {
+      parallel_rows(rows, cols, [&](int64_t first_row, int64_t last_row) {
         for (int64_t row = first_row; row < last_row; ++row) {
-          const T* x_row = row_ptr<const T>(x, row);
-          for_chunks(y.cols, [&](int64_t c, int64_t n) {
-            const float* a = load_chunk(x_row + c, a_buffer, n);
-            const float* b = Op::kGated ? load_chunk(x_row + y.cols + c, b_buffer, n) : a;
-            for (int64_t i = 0; i < n; ++i) out[i] = Op::template forward<CpuExp>(a[i], b[i], params);
-            store_chunk(row_ptr<T>(y, row) + c, out, n);
-          });
+          for_chunks(cols, [&](int64_t c, int64_t n) { body.template operator()<Op, T>(row, c, n); });
         }
       });
     });
   });
 }
 
+void forward(int kind, const Params& params, const te_tensor& x, const te_tensor& y) {
+  const auto chunk = [&]<class Op, class T>(int64_t row, int64_t c, int64_t n) {
+    float a_buffer[kChunk], b_buffer[kChunk], out[kChunk];
+    const T* x_row = row_ptr<const T>(x, row);
+    const float* a = load_chunk(x_row + c, a_buffer, n);
+    const float* b = Op::kGated ? load_chunk(x_row + y.cols + c, b_buffer, n) : a;
+    for (int64_t i = 0; i < n; ++i) out[i] = Op::template forward<CpuExp>(a[i], b[i], params);
+    store_chunk(row_ptr<T>(y, row) + c, out, n);
+  };
+  each_chunk("te_activation_forward", kind, x, y.rows, y.cols, chunk);
+}
+
 void backward(int kind, const Params& params, const te_tensor& dy, const te_tensor& x, const te_tensor& dx,
               const te_tensor& y) {
-  dispatch(kind, [&](auto functor) {
-    using Op = decltype(functor);
-    dispatch_float(x.dtype, "te_activation_backward", "x", [&](auto element) {
-      using T = decltype(element);
-      parallel_rows(dy.rows, dy.cols, [&](int64_t first_row, int64_t last_row) {
-        float dy_buffer[kChunk], a_buffer[kChunk], b_buffer[kChunk], da[kChunk], db[kChunk], out[kChunk];
-        for (int64_t row = first_row; row < last_row; ++row) {
-          const T* x_row = row_ptr<const T>(x, row);
-          T* dx_row = row_ptr<T>(dx, row);
-          for_chunks(dy.cols, [&](int64_t c, int64_t n) {
-            const float* g = load_chunk(row_ptr<const T>(dy, row) + c, dy_buffer, n);
-            const float* a = load_chunk(x_row + c, a_buffer, n);
-            const float* b = Op::kGated ? load_chunk(x_row + dy.cols + c, b_buffer, n) : a;
-            for (int64_t i = 0; i < n; ++i) {
-              const Gradients r = Op::template backward<CpuExp>(g[i], a[i], b[i], params);
-              da[i] = r.da;
-              db[i] = r.db;
-              out[i] = r.y;
-            }
-            store_chunk(dx_row + c, da, n);
-            if (Op::kGated) store_chunk(dx_row + dy.cols + c, db, n);
-            if (y.data != nullptr) store_chunk(row_ptr<T>(y, row) + c, out, n);
-          });
-        }
-      });
-    });
-  });
+  const auto chunk = [&]<class Op, class T>(int64_t row, int64_t c, int64_t n) {
+    float dy_buffer[kChunk], a_buffer[kChunk], b_buffer[kChunk], da[kChunk], db[kChunk], out[kChunk];
+    const T* x_row = row_ptr<const T>(x, row);
+    T* dx_row = row_ptr<T>(dx, row);
+    const float* g = load_chunk(row_ptr<const T>(dy, row) + c, dy_buffer, n);
+    const float* a = load_chunk(x_row + c, a_buffer, n);
+    const float* b = Op::kGated ? load_chunk(x_row + dy.cols + c, b_buffer, n) : a;
+    for (int64_t i = 0; i < n; ++i) {
+      const Gradients r = Op::template backward<CpuExp>(g[i], a[i], b[i], params);
+      da[i] = r.da;
+      db[i] = r.db;
+      out[i] = r.y;
+    }
+    store_chunk(dx_row + c, da, n);
+    if (Op::kGated) store_chunk(dx_row + dy.cols + c, db, n);
+    if (y.data != nullptr) store_chunk(row_ptr<T>(y, row) + c, out, n);
+  };
+  each_chunk("te_activation_backward", kind, x, dy.rows, dy.cols, chunk);
 }
 
 }  // namespace cpu

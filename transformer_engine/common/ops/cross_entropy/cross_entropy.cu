@@ -5,16 +5,13 @@
 // share an SM and one loads while another computes or stores. Rows beyond 8 x 192 KiB are read twice.
 // Which thread has which columns, and so each sum's order, depends on the row's length and dtype alone: rows that do
 // not start on 16 bytes are taken an element at a time by the same threads. A thread reads in shared memory what it
-// copied there itself. Not yet run on a GPU.
+// copied there itself.
 #include <cooperative_groups.h>
-#include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
 
 #include "core/device.h"
-#include "core/reduce.cuh"
-#include "core/vec.cuh"
-#include "ops/cross_entropy/cross_entropy_math.h"
+#include "ops/cross_entropy/cross_entropy_row.cuh"
 
 namespace te::cross_entropy::cuda {
 
@@ -29,7 +26,7 @@ constexpr int64_t kMostBytes = 192 << 10;  // with all of them
 constexpr int kSlotBytes = 16;
 
 struct Exp {
-  __device__ __forceinline__ float operator()(float x) const { return __expf(x); }
+  __device__ __forceinline__ float operator()(float x) const { return exp2_of(x * kLog2e); }
 };
 
 // A row cut into slots of 16 bytes: `slots` for each block of its cluster, one after another for its threads.
@@ -62,129 +59,17 @@ struct Args {
   bool gradient, wide;
 };
 
-// A block's columns, in slots of N.
-template <class T>
-struct Part {
-  static constexpr int N = kVec<T>;
-  T* row;
-  int64_t first;  // slot of the row
-  int64_t slots, cols;
-  bool wide;
-
-  __device__ __forceinline__ int64_t column(int64_t i) const { return (first + i) * N; }
-  __device__ __forceinline__ bool whole(int64_t i) const { return wide && column(i) + N <= cols; }
-  __device__ __forceinline__ float columns() const { return float(max(int64_t(0), min(cols - first * N, slots * N))); }
-
-  // Columns behind the row's end are -Inf, which adds to no maximum and to no sum of exponentials.
-  __device__ __forceinline__ Packed<T, N> load_narrow(int64_t i) const {
-    float x[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = column(i) + j < cols ? to_float(row[column(i) + j]) : -INFINITY;
-    return narrow<T, N>(x);
-  }
-  __device__ __forceinline__ void copy_to(Packed<T, N>* slot, int64_t i) const {
-    if (whole(i)) {
-      __pipeline_memcpy_async(slot, row + column(i), sizeof(*slot));
-    } else {
-      *slot = load_narrow(i);
-    }
-  }
-  __device__ __forceinline__ Packed<T, N> load(int64_t i) const {
-    return whole(i) ? load_packed<T, N>(row + column(i)) : load_narrow(i);
-  }
-  __device__ __forceinline__ void store(int64_t i, const float (&y)[N]) const {
-    if (whole(i)) return store_packed<T, N>(row + column(i), narrow<T, N>(y));
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      if (column(i) + j < cols) row[column(i) + j] = from_float<T>(y[j]);
-    }
-  }
-  __device__ __forceinline__ void fill(float value) const {
-    float y[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) y[j] = value;
-    for (int64_t i = threadIdx.x; i < slots; i += blockDim.x) store(i, y);
-  }
-};
-
-__device__ __forceinline__ float block_max(float x, float* scratch) {
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  const int lane = threadIdx.x % kWarp;
-  if (lane == 0) scratch[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  x = lane < int(blockDim.x / kWarp) ? scratch[lane] : -INFINITY;
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  return x;
-}
-
-// What a block's threads know of their columns. slot_at(i): slot i, as it was loaded.
-template <class T, class SlotAt>
-__device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smoothing, float* scratch,
-                                                  SlotAt&& slot_at) {
-  constexpr int N = kVec<T>;
-  float top = -INFINITY;
-  for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
-    float x[N];
-    widen<T, N>(slot_at(i), x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) top = fmaxf(top, x[j]);  // leaves NaN out
-  }
-  top = block_max(top, scratch);
-  const float origin = origin_of(top);
-  float sums[2] = {0.f, 0.f};
-  for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
-    float x[N];
-    widen<T, N>(slot_at(i), x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) sums[0] += __expf(x[j] - origin);
-    if (smoothing > 0.f && top != -INFINITY) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) sums[1] += part.column(i) + j < part.cols ? x[j] - top : 0.f;
-    }
-  }
-  // A block smaller than a warp does not exist, so that these are sums of whole warps.
-  float total[2] = {warp_sum(sums[0]), warp_sum(sums[1])};
-  const int lane = threadIdx.x % kWarp;
-  if (lane == 0) {
-    scratch[kWarp + threadIdx.x / kWarp] = total[0];
-    scratch[2 * kWarp + threadIdx.x / kWarp] = total[1];
-  }
-  __syncthreads();
-  const bool there = lane < int(blockDim.x / kWarp);
-  return {top, warp_sum(there ? scratch[kWarp + lane] : 0.f), NAN, warp_sum(there ? scratch[2 * kWarp + lane] : 0.f)};
-}
-
-template <class T, class SlotAt>
-__device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own, const Slope& slope, SlotAt&& slot_at) {
-  constexpr int N = kVec<T>;
-  for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
-    float x[N], y[N];
-    widen<T, N>(slot_at(i), x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) y[j] = slope.at(__expf(x[j] - slope.top));
-    const int64_t ahead = own - part.column(i);
-    if (ahead >= 0 && ahead < N) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) y[j] -= j == ahead ? slope.hit : 0.f;
-    }
-    part.store(i, y);
-  }
-}
-
 // A cluster takes a row, block after block of its columns. kHeld: in shared memory, which is dynamic.
 template <class T, bool kHeld>
 __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_constant__ Args<T> a) {
-  using Slot = Packed<T, kVec<T>>;
   extern __shared__ uint4 shared[];
   __shared__ float scratch[3 * kWarp];
   __shared__ Statistic mine;
-  Slot* const slots = reinterpret_cast<Slot*>(shared);
   const int64_t row = blockIdx.x / unsigned(a.cluster);
   const int block = int(blockIdx.x % unsigned(a.cluster));
-  const int64_t all = (a.cols + Part<T>::N - 1) / Part<T>::N, first = block * a.slots;
-  const Part<T> part{a.logits + row * a.pitch, first, max(int64_t(0), min(a.slots, all - first)), a.cols, a.wide};
+  T* const logits = a.logits + row * a.pitch;
+  const int64_t first = block * a.slots;
+  const Part<T> part = Part<T>::of(logits, first, a.slots, a.cols, a.wide);
   const int64_t target = a.target[row];
   const Kind kind = kind_of(target, a.ignore_idx, a.classes);
   const bool speaks = block == 0 && threadIdx.x == 0;  // for the row
@@ -196,29 +81,19 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
   }
   const int64_t own = target - a.first_class;  // column, or outside of the row
   // Before any block of the cluster writes over it: they all wait for this one first.
-  float at_target = speaks && own >= 0 && own < a.cols ? to_float(part.row[own]) : NAN;
+  float at_target = speaks && own >= 0 && own < a.cols ? to_float(logits[own]) : NAN;
 
-  const auto slot_at = [&](int64_t i) {
-    if constexpr (kHeld) return slots[i];
-    return part.load(i);
-  };
+  const std::conditional_t<kHeld, HeldView<T>, ReadView<T>> view(part, shared);
   Statistic whole;
   if (a.given == nullptr) {
-    if constexpr (kHeld) {
-      for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) part.copy_to(slots + i, i);
-      __pipeline_commit();
-      __pipeline_wait_prior(0);
-    }
-    whole = statistic_of(part, a.smoothing, scratch, slot_at);
+    whole = statistic_of(part, a.smoothing, scratch, view);
     if (a.cluster > 1) {
       const cg::cluster_group cluster = cg::this_cluster();
       if (threadIdx.x == 0) mine = whole;
       cluster.sync();
       whole = merged(
           a.cluster, Exp{}, [&](int i) { return *cluster.map_shared_rank(&mine, i); },
-          [&](int i) {
-            return Part<T>{nullptr, i * a.slots, a.slots, a.cols, false}.columns();
-          });
+          [&](int i) { return float(Part<T>::of(logits, i * a.slots, a.slots, a.cols, false).cols); });
       cluster.barrier_arrive();  // nobody leaves while somebody reads here
     }
     whole.target = at_target;
@@ -233,7 +108,7 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
     if (speaks) a.loss[row] = asked.loss(whole, logf(whole.sum));
     if (a.gradient) {
       const float scale = a.scale != nullptr ? a.scale[row * a.scale_step] : 1.f;
-      write_gradient(part, own, Slope::of(whole, asked, scale), slot_at);
+      write_gradient(part, own - first * Part<T>::N, Slope::of(whole, asked, scale), view);
     }
   }
   if (a.given == nullptr && a.cluster > 1) cg::this_cluster().barrier_wait();
@@ -257,8 +132,16 @@ void launch(const char* op, const Args<T>& args, const Layout& layout, te_stream
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), op);
 }
 
+// Columns are counted in 32 bits.
+void check_cols(const char* op, const char* argument, const te_tensor& t) {
+  if (t.cols <= INT32_MAX - kSlotBytes) return;
+  throw Error(TE_NOT_IMPLEMENTED, concat(op, ": argument '", argument, "' has ", t.cols, " columns, wanted at most ",
+                                         INT32_MAX - kSlotBytes, "; spread them over ranks."));
+}
+
 void run(const char* op, const te_cross_entropy_plan& plan, Statistic* out, te_stream stream) {
   const te_tensor& x = plan.logits;
+  check_cols(op, "plan.logits", x);
   const Layout layout = Layout::of(x.cols, int64_t(te_dtype_bytes(x.dtype)));
   if (x.rows > INT32_MAX / layout.cluster) {
     throw Error(TE_NOT_IMPLEMENTED, concat(op, ": argument 'plan.logits' has ", x.rows, " rows, wanted at most ",
@@ -294,6 +177,8 @@ void run(const char* op, const te_cross_entropy_plan& plan, Statistic* out, te_s
 // One block walks all rows.
 constexpr int kThreads = 1024;
 
+constexpr int kScaleBlocks = 16;  // of an SM: four at a time, and some to even out
+
 template <class T, class F>
 __device__ __forceinline__ T block_sum(int64_t n, F&& f) {
   __shared__ T scratch[kWarp];
@@ -322,20 +207,26 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *mean = sum * *inverse;
 }
 
+// A block for every so many rows: that most have a factor of 1 costs no launch of as many blocks.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads)
-    scale_kernel(T* grad, int64_t pitch, int64_t cols, bool wide, const float* dloss, int step, const float* scale) {
+    scale_kernel(T* grad, int64_t pitch, int64_t rows, int64_t cols, bool wide, const float* dloss, int step,
+                 const float* scale) {
   constexpr int N = kVec<T>;
-  const int64_t row = blockIdx.x;
-  const float factor = dloss[row * step] * (scale != nullptr ? *scale : 1.f);
-  if (factor == 1.f) return;
-  const Part<T> part{grad + row * pitch, 0, (cols + N - 1) / N, cols, wide};
-  for (int64_t i = threadIdx.x; i < part.slots; i += blockDim.x) {
-    float x[N];
-    widen<T, N>(part.load(i), x);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const float factor = dloss[row * step] * (scale != nullptr ? *scale : 1.f);
+    if (factor == 1.f) {
+      if (step == 0) return;
+      continue;
+    }
+    const Part<T> part = Part<T>::of(grad + row * pitch, 0, (cols + N - 1) / N, cols, wide);
+    for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) {
+      float x[N];
+      widen<T, N>(part.load(i), x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = scaled(x[j], factor);
-    part.store(i, x);
+      for (int j = 0; j < N; ++j) x[j] = scaled(x[j], factor);
+      part.store(i, x);
+    }
   }
 }
 
@@ -364,18 +255,17 @@ void mean(te_tensor loss, te_tensor inverse_count, te_tensor mean, te_stream str
 
 void backward(te_tensor grad, te_tensor dloss, te_tensor scale, te_stream stream) {
   constexpr const char* kOp = "te_cross_entropy_backward";
-  if (grad.rows > INT32_MAX) {
-    throw Error(TE_NOT_IMPLEMENTED, concat(kOp, ": argument 'grad' has ", grad.rows, " rows, wanted at most ",
-                                           INT32_MAX, "; pass it in parts."));
-  }
+  check_cols(kOp, "grad", grad);
   const bool wide = aligned16(grad);
   note_width(wide, true);
   dispatch_float(grad.dtype, kOp, "grad", [&](auto t) {
     using T = decltype(t);
     const int64_t slots = (grad.cols + kVec<T> - 1) / kVec<T>;
     const int threads = int(std::min<int64_t>(kMaxThreads, (slots + kWarp - 1) / kWarp * kWarp));
-    scale_kernel<T><<<unsigned(grad.rows), threads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<T*>(grad.data), grad.row_pitch, grad.cols, wide, static_cast<const float*>(dloss.data),
+    const int64_t blocks =
+        std::min<int64_t>(grad.rows, int64_t(device_properties(grad.device).sm_count) * kScaleBlocks);
+    scale_kernel<T><<<unsigned(blocks), threads, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<T*>(grad.data), grad.row_pitch, grad.rows, grad.cols, wide, static_cast<const float*>(dloss.data),
         dloss.cols == 1 ? 0 : 1, static_cast<const float*>(scale.data));
     check_launch(kOp);
   });

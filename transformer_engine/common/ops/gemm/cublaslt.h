@@ -53,9 +53,15 @@ inline cudaDataType_t cuda_type(int32_t dtype) {
 }
 
 inline cublasLtMatmulMatrixScale_t scale_mode_of(te_scaling scaling) {
-  return scaling == TE_SCALING_TENSOR     ? CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F
-         : scaling == TE_SCALING_BLOCK_1D ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
-                                          : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+  switch (scaling) {
+    case TE_SCALING_TENSOR:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    case TE_SCALING_BLOCK_1D:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case TE_SCALING_BLOCK_2D:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+  }
+  bad_argument("te_gemm", "scaling", int(scaling), "a te_scaling");
 }
 
 inline cublasLtEpilogue_t epilogue_of(const te_gemm_problem& p) {

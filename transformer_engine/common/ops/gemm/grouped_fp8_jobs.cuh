@@ -15,16 +15,6 @@ __device__ __forceinline__ void with_result(te_dtype dtype, F&& f) {
   if (dtype == TE_FLOAT16) return f(fp16{});
   f(float{});
 }
-template <class R>
-__device__ __forceinline__ void store(const Target<R>& target, const Extent& e, int slab, bool add,
-                                      const Fp8Partial& sums) {
-  if constexpr (std::is_same_v<R, float>) {
-    store_32_bit<2>(target, e, slab, add, sums);  // the other slab's sums are there too
-  } else {
-    store_16_bit(target, e, slab, add, sums);
-  }
-}
-
 // What a job does with the ring. Job::left_at(p, e, block) and right_at: where a block's boxes begin.
 template <class Job, class Params, class Left, class Scales>
 struct Fp8Loop {
@@ -84,7 +74,7 @@ struct Fp8RowJob : Fp8Loop<Fp8RowJob<Left, Scales>, Fp8RowParams, Left, Scales> 
       using B = std::conditional_t<std::is_same_v<R, fp16>, fp16, bf16>;
       const auto* bias = static_cast<const B*>(p.biases[group]);
       if (bias != nullptr) add_bias(bias, e, sums);
-      store(Target<R>{static_cast<R*>(p.result), p.pitch, p.wide}, e, slab, false, sums);
+      store_slab(Target<R>{static_cast<R*>(p.result), p.pitch, p.wide}, e, slab, false, sums);
     });
   }
 };
@@ -138,7 +128,7 @@ struct Fp8WeightJob : Fp8Loop<Fp8WeightJob<Left, Scales>, Fp8WeightParams, Left,
     const Params::Result& result = p.results[group];
     with_result(result.dtype, [&](auto type) {
       using R = decltype(type);
-      store(Target<R>{static_cast<R*>(result.data), result.pitch, result.wide}, e, slab, result.add, sums);
+      store_slab(Target<R>{static_cast<R*>(result.data), result.pitch, result.wide}, e, slab, result.add, sums);
     });
   }
 };

@@ -30,10 +30,13 @@ class BlockScales {
   static constexpr bool kInStage = false;
 
   __device__ BlockScales(const Ring&, const Fp8RowParams& p, int32_t group, const Extent& e, int consumer)
-      : p_(p),
-        weights_(p.weight_scales[group] + int64_t(e.col / kFp8Depth) * p.weight_scales_pitch),
-        blocks_(e.blocks),
-        row_(e.row + consumer * Fp8Tile::kConsumerRows + wgmma::fragment_row(int(threadIdx.x), 0)) {
+      : pitch_(p.row_scales_pitch), blocks_(e.blocks) {
+    const int thread = wgmma::thread_here(), lane = thread % 32;
+    weights_ = p.weight_scales[group] + int64_t(e.col / kFp8Depth) * p.weight_scales_pitch + lane;
+    weights_left_ = e.blocks - lane;
+    const int32_t row = e.row + consumer * Fp8Tile::kConsumerRows + wgmma::fragment_row(thread, 0);
+    rows_ = p.row_scales + row;
+    left_ = p.common.rows - row;
     if (blocks_ > 0) load(0);
   }
   __device__ __forceinline__ void next(int block) {
@@ -43,6 +46,7 @@ class BlockScales {
 #pragma unroll
       for (int h = 0; h < 2; ++h) scale_[slab][h] = ahead_[slab][h] * weight;
     }
+    wgmma::hold(scale_);  // before the next loads, which else take registers of their own
     if (block + 1 < blocks_) load(block + 1);
   }
   __device__ __forceinline__ void promote(int, int slab, const Fp8Partial& partial, Fp8Partial& sums) const {
@@ -54,24 +58,24 @@ class BlockScales {
  private:
   __device__ __forceinline__ void load(int block) {
     if (block % 32 == 0) {
-      const int of_lane = block + int(threadIdx.x) % 32;
-      weight_ = wgmma::load_scale(weights_ + (of_lane < blocks_ ? of_lane : blocks_ - 1));
+      if (weights_left_ > 0) weight_ = wgmma::load_scale(weights_);
+      weights_ += 32;
+      weights_left_ -= 32;
     }
-    const float* rows = p_.row_scales + block * p_.row_scales_pitch;
-    const int32_t last = p_.common.rows - 1;  // rows behind the group are not used, nor are their scales
 #pragma unroll
     for (int slab = 0; slab < Fp8Tile::kSlabs; ++slab) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int32_t row = row_ + slab * wgmma::kSlabRows + 8 * h;
-        ahead_[slab][h] = wgmma::load_scale(rows + (row < last ? row : last));
+        const int row = slab * wgmma::kSlabRows + 8 * h;
+        if (row < left_) ahead_[slab][h] = wgmma::load_scale(rows_ + row);  // behind the last one nobody uses it
       }
     }
+    rows_ += pitch_;
   }
 
-  const Fp8RowParams& p_;
-  const float* weights_;
-  int32_t blocks_, row_;  // of the depth; the thread's first row, which ends within 32 bits
+  const float *weights_, *rows_;  // what this lane loads next; of its rows, that of the first
+  int64_t pitch_;
+  int32_t blocks_, weights_left_, left_;  // of the depth, from weights_ on; rows from the thread's first on
   float weight_ = 0.f;
   float ahead_[Fp8Tile::kSlabs][2] = {}, scale_[Fp8Tile::kSlabs][2] = {};
 };
@@ -106,33 +110,31 @@ class PanelScales {
   __device__ __forceinline__ void finish(Fp8Sums&) const {}
 
   // What a tile has of a panel's scales, for the producer: whole pieces of 16 bytes, as the scales' rows are padded.
+  // Kept nowhere, since a producer has few registers.
   class Copies {
    public:
-    __device__ Copies(Ring& ring, const Fp8WeightParams& p, const Extent& e)
-        : ring_(ring),
-          left_(p.left_scales.data + e.depth * p.left_scales.pitch + e.row),
-          right_(p.right_scales.data + e.depth * p.right_scales.pitch + e.col),
-          left_pitch_(p.left_scales.pitch),
-          right_pitch_(p.right_scales.pitch),
-          left_bytes_(bytes_of(e.row_end - e.row, Fp8Tile::kRows)),
-          right_bytes_(bytes_of(e.col_end - e.col, Fp8Tile::kCols)) {}
-    __device__ uint32_t bytes() const { return left_bytes_ + right_bytes_; }
-    __device__ void copy(int stage, int block) const {
-      float* to = ring_.scales[stage];
-      uint64_t* full = &ring_.full[stage];
-      if (left_bytes_ > 0) wgmma::copy_bytes(to, left_ + block * left_pitch_, full, left_bytes_);
-      if (right_bytes_ > 0) wgmma::copy_bytes(to + Fp8Tile::kRows, right_ + block * right_pitch_, full, right_bytes_);
+    __device__ Copies(Ring& ring, const Fp8WeightParams& p, const Extent& e) : ring_(ring), p_(p), e_(e) {}
+    __device__ __forceinline__ uint32_t bytes() const { return left_bytes() + right_bytes(); }
+    __device__ __forceinline__ void copy(int stage, int block) const {
+      copy_row(ring_.scales[stage], p_.left_scales, block, e_.row, left_bytes(), stage);
+      copy_row(ring_.scales[stage] + Fp8Tile::kRows, p_.right_scales, block, e_.col, right_bytes(), stage);
     }
 
    private:
-    static __device__ uint32_t bytes_of(int32_t left, int most) {
+    __device__ __forceinline__ uint32_t left_bytes() const { return bytes_of(e_.row_end - e_.row, Fp8Tile::kRows); }
+    __device__ __forceinline__ uint32_t right_bytes() const { return bytes_of(e_.col_end - e_.col, Fp8Tile::kCols); }
+    __device__ __forceinline__ void copy_row(float* to, const Fp8WeightParams::Scales& scales, int block, int32_t col,
+                                             uint32_t bytes, int stage) const {
+      if (bytes == 0) return;
+      wgmma::copy_bytes(to, scales.data + (e_.depth + block) * scales.pitch + col, &ring_.full[stage], bytes);
+    }
+    static __device__ __forceinline__ uint32_t bytes_of(int32_t left, int most) {
       return left <= 0 ? 0u : left >= most ? uint32_t(most) * 4u : uint32_t(left + 3) / 4u * 16u;
     }
 
     Ring& ring_;
-    const float *left_, *right_;
-    int64_t left_pitch_, right_pitch_;
-    uint32_t left_bytes_, right_bytes_;
+    const Fp8WeightParams& p_;
+    const Extent& e_;
   };
 
  private:

@@ -80,9 +80,15 @@ CUtensorMap encoded(const te_tensor& t, uint32_t lines) {
   const cuuint64_t strides[1] = {cuuint64_t(pitch)};
   const cuuint32_t box[2] = {cuuint32_t(wgmma::kLine / bytes), lines}, steps[2] = {1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, map_dtype(t.dtype), 2, t.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto make = [&] {
+    return encode(&map, map_dtype(t.dtype), 2, t.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = make();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has called nothing of the runtime yet, as autograd's
+    check_cuda(cudaSetDevice(t.device), "te_grouped_gemm: cudaSetDevice");
+    result = make();
+  }
   if (result != CUDA_SUCCESS) {
     throw Error(TE_RUNTIME_ERROR, concat("te_grouped_gemm: cuTensorMapEncodeTiled of a ", shape_of(t), " of row pitch ",
                                          t.row_pitch, ": CUDA error ", int(result)));

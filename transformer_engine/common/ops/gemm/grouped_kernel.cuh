@@ -12,9 +12,47 @@ namespace te::gemm::grouped {
 // Of 512 registers a lane of each scheduler: what copies needs few, 128 sums and an epilogue need many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
+// What a block's producer, which walks its tiles, lets the consumers know of them, some tiles ahead of the copies: they
+// need not search, nor keep what they can look up. A ring as that of the stages.
+struct Notes {
+  struct Note {
+    int32_t group;  // negative: no tile is left
+    Extent extent;
+  };
+  Note notes[wgmma::kStages];
+  uint64_t written[wgmma::kStages];
+  uint64_t read[wgmma::kStages];
+
+  __device__ void open() {
+    for (int i = 0; i < wgmma::kStages; ++i) {
+      wgmma::barrier_init(&written[i], 1);
+      wgmma::barrier_init(&read[i], wgmma::kConsumers * wgmma::kWarps);
+    }
+  }
+  __device__ __forceinline__ const Note& write(wgmma::RingPlace& place, int rank, int32_t group, const Extent& extent) {
+    const int stage = place.stage();
+    wgmma::barrier_wait(&read[stage], place.empty_parity());
+    notes[stage] = {group, extent};
+    wgmma::barrier_arrive(&written[stage], uint32_t(rank));
+    place.advance();
+    return notes[stage];
+  }
+  __device__ __forceinline__ const Note& wait(const wgmma::RingPlace& place) {
+    wgmma::barrier_wait(&written[place.stage()], place.full_parity());
+    return notes[place.stage()];
+  }
+  // By all lanes of a warp that looks at the note no more.
+  __device__ __forceinline__ void release(wgmma::RingPlace& place, int rank) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) wgmma::barrier_arrive(&read[place.stage()], uint32_t(rank));
+    place.advance();
+  }
+};
+
 template <class Job>
 struct Shared {
   typename Job::Ring ring;
+  Notes notes;
   RowRange ranges[kLaunchGroups];     // what of the operands is a group's
   int32_t before[kLaunchGroups + 1];  // pairs of tiles before each group; all of them
 };
@@ -47,17 +85,6 @@ __device__ inline void find_rows(RowRange* rows, const Common& common) {
   }
 }
 
-// f(group, extent) for each tile of this block.
-template <class Job, class F>
-__device__ __forceinline__ void for_tiles(const Shared<Job>& shared, const typename Job::Params& p, int rank, F&& f) {
-  const int32_t groups = p.common.groups, count = shared.before[groups], cols = Job::col_pairs(p);
-  const int32_t clusters = int32_t(gridDim.x) / wgmma::kCluster;
-  for (int32_t number = int32_t(blockIdx.x) / wgmma::kCluster; number < count; number += clusters) {
-    const PairAt at = pair_at(shared.before, groups, cols, number);
-    f(at.group, Job::extent(p, at, rank, shared.ranges[at.group]));
-  }
-}
-
 // Whether a consumer has results of a tile. One that clears lines for the other, too, has them if that one has.
 template <class Plan>
 __device__ __forceinline__ bool has_results(const Extent& e, int consumer) {
@@ -67,9 +94,16 @@ __device__ __forceinline__ bool has_results(const Extent& e, int consumer) {
 
 template <class Job>
 __device__ __forceinline__ void produce_all(Shared<Job>& shared, const typename Job::Params& p, int rank) {
-  wgmma::RingPlace place;
-  for_tiles<Job>(shared, p, rank,
-                 [&](int32_t group, const Extent& e) { Job::produce(shared.ring, place, p, group, e, rank); });
+  const int32_t groups = p.common.groups, count = shared.before[groups], cols = Job::col_pairs(p);
+  const int32_t clusters = int32_t(gridDim.x) / wgmma::kCluster;
+  wgmma::RingPlace place, note;
+  for (int32_t number = int32_t(blockIdx.x) / wgmma::kCluster; number < count; number += clusters) {
+    const PairAt at = pair_at(shared.before, groups, cols, number);
+    const Extent e = Job::extent(p, at, rank, shared.ranges[at.group]);
+    const Notes::Note& written = shared.notes.write(note, rank, at.group, e);
+    Job::produce(shared.ring, place, p, at.group, written.extent, rank);  // who has few registers
+  }
+  shared.notes.write(note, rank, -1, {});
 }
 
 template <class Job>
@@ -77,17 +111,24 @@ __device__ __forceinline__ void consume_all(Shared<Job>& shared, const typename 
                                             int consumer) {
   using Plan = typename Job::Plan;
   using Tile = typename Plan::Tile;
-  wgmma::RingPlace place;
+  wgmma::RingPlace place, seen;
   Job::open(consumer);
-  for_tiles<Job>(shared, p, rank, [&](int32_t group, const Extent& e) {
-    if (!has_results<Plan>(e, consumer)) return Job::pass(shared.ring, place, e, consumer);
-    float sums[Tile::kSlabs][Tile::kFragment];
-    Job::consume(shared.ring, place, p, group, e, consumer, sums);
+  while (true) {
+    const Notes::Note& note = shared.notes.wait(seen);
+    if (note.group < 0) break;
+    if (!has_results<Plan>(note.extent, consumer)) {
+      Job::pass(shared.ring, place, note.extent, consumer);
+    } else {
+      float sums[Tile::kSlabs][Tile::kFragment];
+      Job::consume(shared.ring, place, p, note.group, note.extent, consumer, sums);
+      const Notes::Note now = note;  // looked up again, so that it needs no registers beside the sums
 #pragma unroll
-    for (int slab = 0; slab < Tile::kSlabs; ++slab) {
-      Job::finish(p, group, e, consumer * Tile::kConsumerRows + slab * wgmma::kSlabRows, sums[slab]);
+      for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+        Job::finish(p, now.group, now.extent, consumer * Tile::kConsumerRows + slab * wgmma::kSlabRows, sums[slab]);
+      }
     }
-  });
+    shared.notes.release(seen, rank);
+  }
   Job::close(consumer);
 }
 
@@ -102,7 +143,10 @@ __global__ void __launch_bounds__(wgmma::kThreads, 1) __cluster_dims__(wgmma::kC
   for (int32_t g = int32_t(threadIdx.x); g < p.common.groups; g += kThreads) {
     shared.before[g] = Job::pairs(p, g, shared.ranges[g]);
   }
-  if (threadIdx.x == 0) shared.ring.open();
+  if (threadIdx.x == 0) {
+    shared.notes.open();
+    shared.ring.open();
+  }
   __syncthreads();
   if (threadIdx.x < 32) sum_up(shared.before, p.common.groups, 0, kMostPairs);
   __syncthreads();
@@ -175,7 +219,7 @@ struct RowJob : PlainLoop<RowJob<T, kWeights>, RowParams, T, RowPlan<kWeights>> 
                                                 float (&sums)[RowTile::kCols / 2]) {
     const auto* bias = static_cast<const T*>(p.biases[group]);
     if (bias != nullptr) add_bias(bias, e, sums);
-    store_16_bit(Target<T>{static_cast<T*>(p.result), p.pitch, p.wide}, e, slab, false, sums);
+    store_slab(Target<T>{static_cast<T*>(p.result), p.pitch, p.wide}, e, slab, false, sums);
   }
 };
 
@@ -197,11 +241,7 @@ struct WeightJob : PlainLoop<WeightJob<T, R>, WeightParams, T, WeightPlan> {
                                                 float (&sums)[WeightTile::kCols / 2]) {
     const Params::Result& result = p.results[group];
     const Target<R> target{static_cast<R*>(result.data), result.pitch, result.wide};
-    if constexpr (std::is_same_v<R, float>) {
-      store_32_bit(target, e, slab, result.add, sums);
-    } else {
-      store_16_bit(target, e, slab, result.add, sums);
-    }
+    store_slab<8, true>(target, e, slab, result.add, sums);
   }
 };
 

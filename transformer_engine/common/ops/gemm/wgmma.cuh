@@ -54,6 +54,34 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ---- threads and global memory ----
+
+// threadIdx.x, which the compiler asks for anew here: what follows from it alone would otherwise be kept in registers
+// all through a kernel, or in local memory.
+__device__ __forceinline__ int thread_here() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+// 16 bytes, where they are `live`. In the order that they are written in: a compiler would put each load before its
+// use, and the warp would wait for each.
+__device__ __forceinline__ void load_now(const void* from, uint32_t (&words)[4], bool live) {
+  asm volatile(
+      "{\n"
+      ".reg .pred live;\n"
+      "setp.ne.b32 live, %5, 0;\n"
+      "@live ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+      : "l"(from), "r"(int(live)));
+}
+
+// Adds to 16 bytes of floats in memory, and waits for nothing; rounded to nearest, but what is subnormal becomes 0.
+__device__ __forceinline__ void add_to(float* to, const float (&v)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+
 // ---- the cluster ----
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -70,7 +98,7 @@ __device__ __forceinline__ void cluster_meeting() {
 }
 
 __device__ __forceinline__ unsigned char* shared_memory() {
-  extern __shared__ unsigned char memory[];
+  extern __shared__ __align__(kSharedAlignment) unsigned char memory[];
   return memory;
 }
 

@@ -117,12 +117,12 @@ TE_HOST_DEVICE void take_pairs(int lane, uint32_t (&v)[4], const uint32_t (&in)[
 
 TE_HOST_DEVICE int pairs_col(int lane, int four) { return 32 * four + 8 * (lane % 4); }
 
-// Of float results, a lane has two columns of both of its rows (h = 0, 1); after one exchange with lane ^ 1 it has four
-// columns of row h = lane % 2, from column 4 (lane % 4 / 2) of the 8 on.
+// Of float results, a lane has two columns of each of two neighbouring 8-column pieces; after one exchange with
+// lane ^ 1 it has four columns of piece `lane % 2`. So four lanes store 64 bytes of a row side by side.
 TE_HOST_DEVICE void give_floats(int lane, const float (&v)[4], float (&out)[2]) {
-  const int h = 1 - lane % 2;
-  out[0] = h ? v[2] : v[0];
-  out[1] = h ? v[3] : v[1];
+  const bool other = lane % 2 == 0;
+  out[0] = other ? v[2] : v[0];
+  out[1] = other ? v[3] : v[1];
 }
 TE_HOST_DEVICE void take_floats(int lane, float (&v)[4], const float (&in)[2]) {
   if (lane % 2 != 0) {
@@ -133,7 +133,7 @@ TE_HOST_DEVICE void take_floats(int lane, float (&v)[4], const float (&in)[2]) {
     v[3] = in[1];
   }
 }
-TE_HOST_DEVICE int floats_col(int lane, int j) { return 8 * j + lane % 4 / 2 * 4; }
+TE_HOST_DEVICE int floats_col(int lane, int two) { return 16 * two + lane % 2 * 8 + lane % 4 / 2 * 4; }
 
 // ---- 16 bytes of a result's row ----
 
@@ -161,14 +161,15 @@ TE_HOST_DEVICE R of_piece(const uint32_t (&words)[4], int i) {
   }
 }
 
+template <class R>
+TE_HOST_DEVICE void store_whole_piece(R* to, const uint32_t (&words)[4]) {
+  *reinterpret_cast<Piece*>(to) = Piece{{words[0], words[1], words[2], words[3]}};
+}
 // The first `count` elements of a piece, which may be more than it has or less than one; `wide` where 16 bytes may be
 // moved at once.
 template <class R>
 TE_HOST_DEVICE void store_piece(R* to, const uint32_t (&words)[4], int64_t count, bool wide) {
-  if (wide && count >= kPiece<R>) {
-    *reinterpret_cast<Piece*>(to) = Piece{{words[0], words[1], words[2], words[3]}};
-    return;
-  }
+  if (wide && count >= kPiece<R>) return store_whole_piece(to, words);
   for (int i = 0; i < kPiece<R>; ++i) {
     if (i < count) to[i] = of_piece<R>(words, i);
   }
@@ -189,16 +190,12 @@ TE_HOST_DEVICE void load_piece(const R* from, uint32_t (&words)[4], int64_t coun
 // ---- the ring of stages ----
 // Full and empty barriers complete once a round; a producer finds fresh empty barriers as if they had completed.
 struct RingPlace {
-  int stage = 0;
-  uint32_t round = 0;
-  TE_HOST_DEVICE uint32_t full_parity() const { return round & 1u; }
-  TE_HOST_DEVICE uint32_t empty_parity() const { return (round & 1u) ^ 1u; }
-  TE_HOST_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      ++round;
-    }
-  }
+  uint32_t step = 0;
+  static_assert((kStages & (kStages - 1)) == 0, "steps may wrap around");
+  TE_HOST_DEVICE int stage() const { return int(step % kStages); }
+  TE_HOST_DEVICE uint32_t full_parity() const { return step / kStages & 1u; }
+  TE_HOST_DEVICE uint32_t empty_parity() const { return full_parity() ^ 1u; }
+  TE_HOST_DEVICE void advance() { ++step; }
 };
 
 }  // namespace te::gemm::wgmma

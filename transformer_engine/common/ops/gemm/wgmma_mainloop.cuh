@@ -59,8 +59,9 @@ __device__ __forceinline__ void copy_part(unsigned char* tile, const CUtensorMap
 template <class Plan, class Extent>
 __device__ __forceinline__ void produce(Ring& ring, RingPlace& place, const CUtensorMap* left, const CUtensorMap* right,
                                         const Extent& e, int rank) {
+#pragma unroll 1  // each stage for itself takes registers that a producer does not have
   for (int block = 0; block < e.blocks; ++block) {
-    const int stage = place.stage, depth = e.depth + block * kTileDepth;
+    const int stage = place.stage(), depth = e.depth + block * kTileDepth;
     unsigned char* tiles = ring.stages[stage];
     barrier_wait(&ring.empty[stage], place.empty_parity());
     barrier_expect(&ring.full[stage], kStageBytes);  // its own and what the other block brings
@@ -91,8 +92,8 @@ __device__ __forceinline__ void clear_foreign_lines(unsigned char* tiles, int co
 template <class Extent>
 __device__ __forceinline__ void pass(Ring& ring, RingPlace& place, const Extent& e) {
   for (int block = 0; block < e.blocks; ++block) {
-    barrier_wait(&ring.full[place.stage], place.full_parity());
-    ring.release(place.stage);
+    barrier_wait(&ring.full[place.stage()], place.full_parity());
+    ring.release(place.stage());
     place.advance();
   }
 }
@@ -110,7 +111,7 @@ __device__ __forceinline__ void consume(Ring& ring, RingPlace& place, int consum
   }
   int last = -1;  // the stage that the tensor cores may still be reading
   for (int block = 0; block < e.blocks; ++block) {
-    const int stage = place.stage;
+    const int stage = place.stage();
     unsigned char* tiles = ring.stages[stage];
     barrier_wait(&ring.full[stage], place.full_parity());
     if constexpr (Plan::kForeignDepth) {

@@ -3,6 +3,7 @@
 // bytes an element for bf16 to 1x128 blocks, 4.06 with the transpose.
 #include "ops/quantize/source.cuh"
 #include "ops/quantize/store.h"
+#include "transformer_engine/scaling.h"
 
 namespace te::quantize::cuda {
 
@@ -20,9 +21,8 @@ struct Decoder {
 
   // Of 16 elements from (row, col) on, or of one; rows and columns are the direction's own.
   __device__ __forceinline__ float scale_at(int64_t row, int64_t col) const {
-    if (scaling == TE_SCALING_TENSOR) return *scale_inv;
-    if (scaling == TE_SCALING_BLOCK_1D) return scale_inv[col / kBlock * scale_pitch + row];
-    return scale_inv[row / kBlock * scale_pitch + col / kBlock];
+    const auto [down, along] = te::scale_at(scaling, row, col);
+    return scale_inv[down * scale_pitch + along];
   }
 };
 

@@ -68,24 +68,7 @@ TE_FACES(layernorm_mlp, faces) {
   using namespace layer;
   faces.op("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
       .chain<Mlp>()
-      .python([](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
-                 const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2, const OptionalTensor& bias2,
-                 double eps, bool rms, bool zero_centered_gamma, const std::string& kind,
-                 const std::vector<double>& params, bool return_norm_output, bool recompute_norm_output, bool recompute,
-                 bool fp8_pre_activation, const Sink& sink1, const Sink& sink2,
-                 const std::shared_ptr<ProductQuantization>& quantization1,
-                 const std::shared_ptr<ProductQuantization>& quantization2, const Quantized* own1,
-                 const Quantized* own2, const GivenExchange& exchange1, const GivenExchange& exchange2) {
-        const EagerHandles fc1{sink1, quantization1, own1, exchange1}, fc2{sink2, quantization2, own2, exchange2};
-        const auto extra = [&](Call& call) {
-          const bool first = fc1.add_to(call, 0), second = fc2.add_to(call, 1);
-          return first || second;
-        };
-        return Mlp::eager("te::layernorm_mlp", extra, x, residual, gamma, beta, weight1, bias1, weight2, bias2, eps,
-                          rms, zero_centered_gamma, std::string_view(kind), at::ArrayRef<double>(params),
-                          return_norm_output, recompute_norm_output, recompute, fp8_pre_activation, fc1, fc2,
-                          EagerParallel{exchange1}, group_of(exchange1));
-      });
+      .python(Mlp::python("te::layernorm_mlp"));
   faces.op("layernorm_mlp.main_grad" TE_MLP TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)")
       .chain<MlpMainGrad>();
 }

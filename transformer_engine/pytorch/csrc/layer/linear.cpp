@@ -78,32 +78,21 @@ using ActivationLinearMainGrad = MainGradOp<LinearChain, &pack_activation, &one>
 
 TE_FACES(linear, faces) {
   using namespace layer;
-  using GivenQuantization = std::shared_ptr<ProductQuantization>;
-  using GivenWeight = const Quantized*;
-  faces.op("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor")
-      .chain<Linear>()
-      .python([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool keep_input, const Sink& sink,
-                 const GivenQuantization& quantization, GivenWeight own_weight, const GivenExchange& exchange) {
-        const EagerHandles handles{sink, quantization, own_weight, exchange};
-        const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
-        return Linear::eager("te::linear", extra, x, weight, bias, keep_input, handles, EagerParallel{exchange},
-                             group_of(exchange));
-      });
+  faces.op("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor").chain<Linear>().python(Linear::python("te::linear"));
   faces.op("linear.main_grad" TE_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor").chain<LinearMainGrad>();
   faces.op("normalization_linear" TE_NORM_LINEAR TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
       .chain<NormLinear>()
       .python([](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
                  const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
-                 bool return_output, bool recompute_output, bool return_input, const Sink& sink,
-                 const GivenQuantization& quantization, GivenWeight own_weight, const GivenExchange& exchange) {
-        const EagerHandles handles{sink, quantization, own_weight, exchange};
+                 bool return_output, bool recompute_output, bool return_input, const EagerHandles& handles) {
+        const EagerParallel parallel{handles.exchange};
         const auto extra = [&](Call& call) {
           call.return_input = return_input;
           return handles.add_to(call, 0);
         };
         auto results = NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight, bias, eps,
-                                         rms, zero_centered_gamma, return_output, recompute_output, handles,
-                                         EagerParallel{exchange}, group_of(exchange));
+                                         rms, zero_centered_gamma, return_output, recompute_output, handles, parallel,
+                                         parallel.group());
         // The schema has no alias of x among its results, so the dispatched route leaves this one empty.
         Tensor& h = std::get<2>(results);
         if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
@@ -113,15 +102,7 @@ TE_FACES(linear, faces) {
       .chain<NormLinearMainGrad>();
   faces.op("activation_linear" TE_ACTIVATION_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor")
       .chain<ActivationLinear>()
-      .python([](const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const std::string& kind,
-                 const std::vector<double>& params, const Sink& sink, const GivenQuantization& quantization,
-                 GivenWeight own_weight, const GivenExchange& exchange) {
-        const EagerHandles handles{sink, quantization, own_weight, exchange};
-        const auto extra = [&](Call& call) { return handles.add_to(call, 0); };
-        return ActivationLinear::eager("te::activation_linear", extra, x, weight, bias, std::string_view(kind),
-                                       at::ArrayRef<double>(params), handles, EagerParallel{exchange},
-                                       group_of(exchange));
-      });
+      .python(ActivationLinear::python("te::activation_linear"));
   faces.op("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor")
       .chain<ActivationLinearMainGrad>();
 }

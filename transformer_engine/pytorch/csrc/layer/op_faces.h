@@ -4,6 +4,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "exchange_group.h"
 #include "layer.h"
@@ -12,7 +13,7 @@ namespace te_torch::layer {
 
 using GivenExchange = std::shared_ptr<GroupExchange>;
 
-// What eager Python hands over for each layer: in place of the schema's integers, and beside them.
+// What eager Python hands over for each layer, as a tuple: in place of the schema's integers, and beside them.
 struct EagerHandles {
   Sink sink;
   Quantization quantization;    // with its state
@@ -35,10 +36,8 @@ struct EagerHandles {
 struct EagerParallel {
   const GivenExchange& first;
   std::vector<int64_t> spec() const { return first != nullptr ? first->parallel().pack() : std::vector<int64_t>(); }
+  std::string_view group() const { return first != nullptr ? std::string_view(first->group()) : std::string_view(); }
 };
-inline std::string_view group_of(const GivenExchange& exchange) {
-  return exchange != nullptr ? std::string_view(exchange->group()) : std::string_view();
-}
 
 // (y, norm output, x + residual); the last is empty where there was none to return.
 inline std::tuple<Tensor, Tensor, Tensor> three_outputs(const variable_list& outputs, const Call& call) {
@@ -108,6 +107,12 @@ decltype(auto) for_pack(const T& argument) {
     return (argument);
   }
 }
+
+// How Python hands over an argument of a schema.
+template <class T>
+using FromPython =
+    std::conditional_t<std::is_same_v<T, at::ArrayRef<int64_t>>, EagerHandles,
+                       std::conditional_t<std::is_same_v<T, at::ArrayRef<double>>, std::vector<double>, T>>;
 }  // namespace detail
 
 // kPack turns the schema's arguments into a Call; kUnpack(outputs, call) turns the node's outputs into the op's.
@@ -155,6 +160,29 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
     }
     return kUnpack(graph ? Node<Family, Direct>::run(tensors_of(call), call) : run_inference<Direct>(call), call);
   }
+
+  // What Python calls by the op's name: eager() with the schema's arguments, EagerHandles in place of each
+  // quantization's integers; the exchanges', which are the last two, are in the handles.
+  static auto python(const char* name) { return python(name, std::make_index_sequence<sizeof...(Args) - 2>()); }
+
+ private:
+  template <size_t... kPlaces>
+  static auto python(const char* name, std::index_sequence<kPlaces...>) {
+    return [name](const detail::FromPython<std::tuple_element_t<kPlaces, std::tuple<Args...>>>&... given) {
+      c10::SmallVector<const EagerHandles*, 2> layers;
+      const auto note = [&]<class T>(const T& argument) {
+        if constexpr (std::is_same_v<T, EagerHandles>) layers.push_back(&argument);
+      };
+      (note(given), ...);
+      const auto extra = [&](Call& call) {
+        bool beyond_schema = false;
+        for (size_t i = 0; i < layers.size(); ++i) beyond_schema |= layers[i]->add_to(call, i);
+        return beyond_schema;
+      };
+      const EagerParallel parallel{layers[0]->exchange};
+      return eager(name, extra, given..., parallel, parallel.group());
+    };
+  }
 };
 
 #define TE_PARALLEL "int[] parallel, str group"  // of a schema
@@ -195,3 +223,23 @@ struct MainGradOp<Family, kPack, kUnpack, Call (*)(Args...)> {
 };
 
 }  // namespace te_torch::layer
+
+// From a tuple, whose members' order is the struct's.
+template <>
+struct pybind11::detail::type_caster<te_torch::layer::EagerHandles> {
+  PYBIND11_TYPE_CASTER(te_torch::layer::EagerHandles, const_name("tuple"));
+  bool load(handle source, bool convert) {
+    if (!PyTuple_CheckExact(source.ptr()) || PyTuple_GET_SIZE(source.ptr()) != 4) return false;
+    make_caster<te_torch::Sink> sink;
+    make_caster<std::shared_ptr<te_torch::ProductQuantization>> quantization;
+    make_caster<const te_torch::Quantized*> own_weight;
+    make_caster<te_torch::layer::GivenExchange> exchange;
+    Py_ssize_t next = 0;
+    const auto load = [&](auto& caster) { return caster.load(PyTuple_GET_ITEM(source.ptr(), next++), convert); };
+    if (!(load(sink) && load(quantization) && load(own_weight) && load(exchange))) return false;
+    value = {cast_op<const te_torch::Sink&>(sink),
+             cast_op<const std::shared_ptr<te_torch::ProductQuantization>&>(quantization),
+             cast_op<const te_torch::Quantized*>(own_weight), cast_op<const te_torch::layer::GivenExchange&>(exchange)};
+    return true;
+  }
+};

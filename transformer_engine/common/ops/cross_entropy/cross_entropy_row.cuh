@@ -1,0 +1,232 @@
+// What a block does with its columns of a row: loads them, finds their maximum and the sum of their exponentials, and
+// writes the gradient over them. For cross_entropy.cu alone.
+#pragma once
+
+#include <cuda_pipeline_primitives.h>
+
+#include "core/device.h"
+#include "core/reduce.cuh"
+#include "core/vec.cuh"
+#include "ops/cross_entropy/cross_entropy_math.h"
+
+namespace te::cross_entropy::cuda {
+
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// 2^x in one instruction: what falls below the normal numbers is 0, which exp2f spends three more on. The kernel
+// computes about as long as it reads.
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// f(exponent, factor): exp(x - top) is factor times 2 to the power of exponent(x). Near 0 exponents are measured from a
+// whole number close to top log2(e), which needs one multiplication and addition, rounded once; farther away there is
+// none as close.
+template <class F>
+__device__ __forceinline__ void measured_from(float top, F&& f) {
+  constexpr float kFar = 1 << 22;
+  const float origin = rintf(top * kLog2e);
+  if (fabsf(origin) < kFar) {
+    f([=](float x) { return fmaf(x, kLog2e, -origin); }, exp2_of(fmaf(-top, kLog2e, origin)));
+  } else {
+    f([=](float x) { return (x - top) * kLog2e; }, 1.f);
+  }
+}
+
+// A block's columns, in slots of N.
+template <class T>
+struct Part {
+  static constexpr int N = kVec<T>;
+  T* data;    // its first column
+  int cols;   // of the row, its own; 0 where it begins behind the row's end
+  int slots;  // with the one that is cut off
+  int whole;  // of them, those to be taken at once
+
+  // Slots from `first` on, at most `most`, of a row of `cols`.
+  __device__ __forceinline__ static Part of(T* row, int64_t first, int64_t most, int64_t cols, bool wide) {
+    const int own = int(max(int64_t(0), min(cols - first * N, most * N)));
+    return {row + first * N, own, (own + N - 1) / N, wide ? own / N : 0};
+  }
+
+  // Columns behind the row's end are -Inf, which adds to no maximum and to no sum of exponentials.
+  __device__ __forceinline__ Packed<T, N> load_narrow(int i) const {
+    float x[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = i * N + j < cols ? to_float(data[i * N + j]) : -INFINITY;
+    return narrow<T, N>(x);
+  }
+  __device__ __forceinline__ void copy_to(Packed<T, N>* slot, int i) const {
+    if (i < whole) {
+      __pipeline_memcpy_async(slot, data + i * N, sizeof(*slot));
+    } else {
+      *slot = load_narrow(i);
+    }
+  }
+  __device__ __forceinline__ Packed<T, N> load(int i) const {
+    return i < whole ? load_packed<T, N>(data + i * N) : load_narrow(i);
+  }
+  __device__ __forceinline__ void store(int i, const float (&y)[N]) const {
+    if (i < whole) return store_packed<T, N>(data + i * N, narrow<T, N>(y));
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (i * N + j < cols) data[i * N + j] = from_float<T>(y[j]);
+    }
+  }
+  __device__ __forceinline__ void fill(float value) const {
+    float y[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) y[j] = value;
+    for (int i = int(threadIdx.x); i < slots; i += int(blockDim.x)) store(i, y);
+  }
+};
+
+// The largest of slots, NaN left out; two elements at a time where two are in a word.
+template <class T, bool kPairs = sizeof(T) == 2>
+struct Top {
+  static constexpr int N = kVec<T>;
+  float top = -INFINITY;
+  __device__ __forceinline__ void take(const Packed<T, N>& slot) {
+    float x[N];
+    widen<T, N>(slot, x);
+#pragma unroll
+    for (int j = 0; j < N; ++j) top = fmaxf(top, x[j]);
+  }
+  __device__ __forceinline__ float value() const { return top; }
+};
+template <class T>
+struct Top<T, true> {
+  static constexpr int N = kVec<T>;
+  using Pair = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
+  static constexpr uint32_t kNothing = std::is_same_v<T, bf16> ? 0xff80ff80u : 0xfc00fc00u;  // -Inf twice
+  uint32_t top = kNothing;
+  __device__ __forceinline__ void take(const Packed<T, N>& slot) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      Pair a, b;
+      memcpy(&a, &top, 4);
+      memcpy(&b, &slot.v[i], 4);
+      const Pair larger = __hmax2(a, b);
+      memcpy(&top, &larger, 4);
+    }
+  }
+  __device__ __forceinline__ float value() const {
+    Packed<T, 2> both;
+    both.v[0] = top;
+    float x[2];
+    widen<T, 2>(both, x);
+    return fmaxf(x[0], x[1]);
+  }
+};
+
+__device__ __forceinline__ float block_max(float x, float* scratch) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0) scratch[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = lane < int(blockDim.x / kWarp) ? scratch[lane] : -INFINITY;
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  return x;
+}
+
+// What a block's threads know of their columns. view[i]: slot i, as it was loaded.
+template <class T, class View>
+__device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smoothing, float* scratch,
+                                                  const View& view) {
+  constexpr int N = kVec<T>;
+  const int step = int(blockDim.x);
+  Top<T> largest;
+  int i = int(threadIdx.x);
+  view.wait_for_half();
+  for (; i < view.half(); i += step) largest.take(view[i]);
+  view.wait_for_all();
+  for (; i < part.slots; i += step) largest.take(view[i]);
+  const float top = block_max(largest.value(), scratch);
+  float sums[2] = {0.f, 0.f};
+  measured_from(origin_of(top), [&](auto&& exponent, float factor) {
+    for (int i = int(threadIdx.x); i < part.slots; i += step) {
+      float x[N];
+      widen<T, N>(view[i], x);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sums[0] += exp2_of(exponent(x[j]));
+      if (smoothing > 0.f && top != -INFINITY) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) sums[1] += i * N + j < part.cols ? x[j] - top : 0.f;
+      }
+    }
+    sums[0] *= factor;
+  });
+  // A block smaller than a warp does not exist, so that these are sums of whole warps.
+  float total[2] = {warp_sum(sums[0]), warp_sum(sums[1])};
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0) {
+    scratch[kWarp + threadIdx.x / kWarp] = total[0];
+    scratch[2 * kWarp + threadIdx.x / kWarp] = total[1];
+  }
+  __syncthreads();
+  const bool there = lane < int(blockDim.x / kWarp);
+  return {top, warp_sum(there ? scratch[kWarp + lane] : 0.f), NAN, warp_sum(there ? scratch[2 * kWarp + lane] : 0.f)};
+}
+
+// own: the target's column of the part, or one that it has not.
+template <class T, class View>
+__device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own, const Slope& slope, const View& view) {
+  constexpr int N = kVec<T>;
+  const int own_slot = own >= 0 && own < part.cols ? int(own) / N : -1;
+  measured_from(slope.top, [&](auto&& exponent, float factor) {
+    const float weight = slope.weight * factor;
+    for (int i = int(threadIdx.x); i < part.slots; i += int(blockDim.x)) {
+      float x[N], y[N];
+      widen<T, N>(view[i], x);
+#pragma unroll
+      for (int j = 0; j < N; ++j) y[j] = fmaf(exp2_of(exponent(x[j])), weight, -slope.base);
+      if (i == own_slot) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) y[j] -= j == int(own) % N ? slope.hit : 0.f;
+      }
+      part.store(i, y);
+    }
+  });
+}
+
+// A block's slots in shared memory, on their way there in two halves; a thread waits for those it copied.
+template <class T>
+struct HeldView {
+  using Slot = Packed<T, kVec<T>>;
+  Slot* slots;
+  int halfway;
+
+  __device__ HeldView(const Part<T>& part, void* memory) : slots(static_cast<Slot*>(memory)) {
+    const int step = int(blockDim.x);
+    halfway = (part.slots / step + 1) / 2 * step;
+    int i = int(threadIdx.x);
+    for (; i < half(); i += step) part.copy_to(slots + i, i);
+    __pipeline_commit();
+    for (; i < part.slots; i += step) part.copy_to(slots + i, i);
+    __pipeline_commit();
+  }
+  __device__ __forceinline__ int half() const { return halfway; }
+  __device__ __forceinline__ void wait_for_half() const { __pipeline_wait_prior(1); }
+  __device__ __forceinline__ void wait_for_all() const { __pipeline_wait_prior(0); }
+  __device__ __forceinline__ Slot operator[](int i) const { return slots[i]; }
+};
+
+// Or read where they are, each time.
+template <class T>
+struct ReadView {
+  const Part<T>& part;
+  __device__ ReadView(const Part<T>& of, void*) : part(of) {}
+  __device__ __forceinline__ int half() const { return 0; }
+  __device__ __forceinline__ void wait_for_half() const {}
+  __device__ __forceinline__ void wait_for_all() const {}
+  __device__ __forceinline__ Packed<T, kVec<T>> operator[](int i) const { return part.load(i); }
+};
+
+}  // namespace
+
+}  // namespace te::cross_entropy::cuda
