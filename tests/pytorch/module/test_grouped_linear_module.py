@@ -254,6 +254,21 @@ def test_memory_plan_says_what_hooks_see(device):
         assert (plan.kept_bytes > 0) == (recipe is not None)
 
 
+def test_kept_weights_are_made_anew_where_what_is_kept_does_not_serve(device):
+    """Without columns, which a backward reads; and of another dtype."""
+    ours, _ = build(device=device, dtype=torch.bfloat16)
+    splits, made = torch.tensor(SPLITS, device=device), R.Float8BlockScaling()
+    for dtype in (torch.bfloat16, torch.float16):
+        ours.to(dtype)
+        x, dy = (randn(sum(SPLITS), width, dtype=dtype, device=device) for width in (K, N))
+        with torch.no_grad(), te.autocast(recipe=made):
+            ours(x, splits, is_first_microbatch=True)
+        want = step(copy.deepcopy(ours), x, dy, splits, made)
+        got = step(ours, x, dy, None, made, call=lambda x: ours(x, splits, is_first_microbatch=False))
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b)
+
+
 # ---- bad input ----
 
 

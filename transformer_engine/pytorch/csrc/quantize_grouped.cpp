@@ -21,6 +21,7 @@ using grouped::groups_of;
 
 constexpr const char* kGrouped = "grouped_quantize";
 constexpr int64_t kPanel = 128, kRowBytes = 16;
+static_assert(kMostQuantizedGroups == TE_GROUPED_QUANTIZE_GROUPS);
 
 template <class Int>
 Int rounded_up(const Int& n, int64_t to) {

@@ -6,6 +6,8 @@
 
 namespace te_torch {
 
+inline constexpr size_t kMostQuantizedGroups = 1024;  // of a launch: TE_GROUPED_QUANTIZE_GROUPS
+
 // Of x [R, K]: rowwise data as ever, and, for columnwise, panels [P, K, 128], up to 128 rows of one group each. Scales
 // of TENSOR are [1, groups]; of blocks rowwise those of one matrix, columnwise [P, roundup(K, 4)]. Rows of nobody,
 // their scales, and panels behind the last group's hold anything. quantizers: one for all groups, or one for each;

@@ -15,6 +15,7 @@ from transformer_engine.pytorch._absent import absent
 from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.compiling import refuse as refuse_recipe
+from transformer_engine.pytorch.cpu_offload.context import is_cpu_offload_enabled
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
 from transformer_engine.pytorch.module.kept_input import keeps_input
@@ -223,9 +224,13 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not quantizations:
             return [], []
         own = quantization.own
-        plainly = is_first_microbatch is None and not STATE.in_capture()
-        if plainly and all(type(weight) is torch.nn.Parameter for weight in weights):
-            return quantizations, []  # of_weight() has nothing of any
+        if not STATE.in_capture() and all(type(weight) is torch.nn.Parameter for weight in weights):
+            if is_first_microbatch is None:
+                return quantizations, []  # of_weight() has nothing of any
+            if is_first_microbatch is False and not is_cpu_offload_enabled():  # nothing to be marked
+                kept = quantization.weights.copies_of(own, self._products, weights)
+                if kept is not None:
+                    return quantizations, kept
         copies = [
             quantization.of_weight(self, product, weight, is_first_microbatch)
             for product, weight in zip(self._products, weights, strict=True)

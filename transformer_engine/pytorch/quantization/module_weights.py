@@ -38,6 +38,22 @@ class KeptWeights:
     def _join(self, before: dict[str, tuple]) -> None:
         self.kept = {**before, **self.kept}
 
+    def copies_of(
+        self, own: ModulePlan, products: tuple[str, ...], weights: list[torch.Tensor]
+    ) -> list[_C.Quantized] | None:
+        """copy_of() of each with first=False, where all are kept, for modules with hundreds; None: ask one by one."""
+        if is_autocast(weights[0]):
+            return None
+        columnwise = own.plan.reads_columns and (torch.is_grad_enabled() or recompute_phase().enabled)
+        copies = []
+        for product, weight in zip(products, weights, strict=True):
+            key, kept = self.kept.get(product, (None, None))
+            fits = key == (own.plan, weight.shape, weight.device, weight.dtype)
+            if not fits or (columnwise and kept.columnwise is None):
+                return None
+            copies.append(kept)
+        return copies
+
     def copy_of(
         self,
         module: torch.nn.Module,
@@ -49,7 +65,6 @@ class KeptWeights:
     ) -> _C.Quantized | None:
         """first: True quantizes and keeps, False takes what is kept. skip: a graph's flag on the device decides
         instead. None where a factory leaves this weight as it is."""
-        index = module._products.index(product)
         # What the product itself would quantize: the cast's bits, not the parameter's.
         dtype = torch.get_autocast_dtype(weight.device.type) if is_autocast(weight) else weight.dtype
         key = (own.plan, weight.shape, weight.device, dtype)
@@ -60,6 +75,7 @@ class KeptWeights:
         recomputing = recompute_phase().recomputing
         if kept is not None and (recomputing or (skip is None and not first)):  # a recomputation reads what there is
             return kept
+        index = module._products.index(product)
         quantizer = own.weight_quantizer(index, AGAIN if recomputing else RECORD if module.training else QUIET)
         if quantizer.kind == "none":
             return None

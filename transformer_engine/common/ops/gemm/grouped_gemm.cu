@@ -1,5 +1,7 @@
 // grouped gemm, CUDA path on the host: what TMA can read, and its tensor maps. Offsets are never looked at here. The
 // kernels are in grouped_fprop.cu, grouped_dgrad.cu and grouped_wgrad.cu, those of FP8 operands in grouped_fp8_*.cu.
+#include <vector>
+
 #include "core/device.h"
 #include "core/fp8.h"
 #include "core/vec.cuh"
@@ -69,7 +71,7 @@ CUtensorMapDataType map_dtype(te_dtype dtype) {
 }
 
 // A matrix as boxes of 128 bytes and `lines` rows, swizzled, zeros beyond its end.
-CUtensorMap map_of(const te_tensor& t, uint32_t lines) {
+CUtensorMap encoded(const te_tensor& t, uint32_t lines) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode = reinterpret_cast<Encode>(library_symbol("cuda", "cuTensorMapEncodeTiled"));
   const cuuint64_t sizes[2] = {cuuint64_t(t.cols), cuuint64_t(t.rows)};
@@ -92,6 +94,54 @@ CUtensorMap map_of(const te_tensor& t, uint32_t lines) {
                                          t.row_pitch, ": CUDA error ", int(result)));
   }
   return map;
+}
+
+// The maps that a thread has made. A map says nothing but what it was made of, weights stay where they are from step to
+// step, and looking one up takes a fraction of the driver's call: there are hundreds in a launch.
+class Maps {
+ public:
+  CUtensorMap of(const te_tensor& t, uint32_t lines) {
+    if (entries_.empty()) entries_.resize(kEntries);
+    const Key key{t.data, t.rows, t.cols, t.row_pitch, t.dtype, lines};
+    Entry& entry = entries_[place_of(key)];
+    if (!(entry.key == key)) {
+      entry.map = encoded(t, lines);
+      entry.key = key;
+    }
+    return entry.map;
+  }
+
+ private:
+  static constexpr size_t kEntries = size_t(1) << 14;  // FPROP and DGRAD of 64 layers of 128 weights
+
+  struct Key {
+    const void* data = nullptr;
+    int64_t rows = 0, cols = 0, pitch = 0;
+    te_dtype dtype = TE_FLOAT32;
+    uint32_t lines = 0;  // of an entry that is free
+
+    bool operator==(const Key& o) const {
+      return data == o.data && rows == o.rows && cols == o.cols && pitch == o.pitch && dtype == o.dtype &&
+             lines == o.lines;
+    }
+  };
+  struct Entry {
+    Key key;
+    CUtensorMap map;
+  };
+
+  // Keys that meet here drive one another out, which costs time and nothing else.
+  static size_t place_of(const Key& key) {
+    const uint64_t mixed = ((reinterpret_cast<uintptr_t>(key.data) >> 4) + key.lines) * 0x9E3779B97F4A7C15u;
+    return size_t(mixed >> 50);
+  }
+
+  std::vector<Entry> entries_;
+};
+
+CUtensorMap map_of(const te_tensor& t, uint32_t lines) {
+  thread_local Maps maps;
+  return maps.of(t, lines);
 }
 
 struct Gpu {

@@ -82,8 +82,8 @@ struct GroupedHandles {
 // What a CPU holds can be looked at: groups of the device are then groups of the host, cut as the offsets are. In FP8
 // they stay, so that tests on a CPU run what a GPU runs, unless somebody wants other products, or quantizers that the
 // device does not take.
-bool by_host(at::ArrayRef<Quantization> quantizations) {
-  return quantizations.empty() || device_refuses(quantizations) != nullptr || cpu_products_by_loop();
+bool by_host(at::ArrayRef<Quantization> quantizations, size_t groups) {
+  return quantizations.empty() || device_refuses(quantizations, groups) != nullptr || cpu_products_by_loop();
 }
 
 Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
@@ -101,7 +101,8 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
         splits, offsets.value_or(Tensor()), {}, handles.out.value_or(Tensor()), handles.dgrad_out.value_or(Tensor())};
     grouping.quantizations.assign(handles.quantizations.begin(), handles.quantizations.end());
     if (!handles.quantizations.empty()) stage.quantization = handles.quantizations[0];
-    if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets}) && by_host(grouping.quantizations)) {
+    if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets}) &&
+        by_host(grouping.quantizations, weights.size())) {
       const int32_t* at = offsets->const_data_ptr<int32_t>();
       grouping.splits.resize(weights.size());
       for (size_t i = 0; i < weights.size(); ++i) grouping.splits[i] = at[i + 1] - at[i];

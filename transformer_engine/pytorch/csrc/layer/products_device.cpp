@@ -248,8 +248,9 @@ bool alike(const Quantizer& a, const Quantizer& b) {
 
 }  // namespace
 
-const char* device_refuses(at::ArrayRef<Quantization> quantizations) {
+const char* device_refuses(at::ArrayRef<Quantization> quantizations, size_t groups) {
   if (quantizations.empty()) return nullptr;
+  if (groups > kMostQuantizedGroups) return "more than 1024 groups";
   const ProductQuantization& first = *quantizations[0];
   for (const Quantization& q : quantizations) {
     if (!alike(q->x, first.x) || !alike(q->weight, first.weight) || !alike(q->dy, first.dy)) {
@@ -274,7 +275,8 @@ const char* device_refuses(at::ArrayRef<Quantization> quantizations) {
 }
 
 std::shared_ptr<const Products> device_groups(Grouping grouping) {
-  const char* why = device_refuses(grouping.quantizations);
+  const size_t starts = grouping.offsets.dim() == 1 ? size_t(grouping.offsets.size(0)) : 0;  // else refused by products
+  const char* why = device_refuses(grouping.quantizations, starts > 0 ? starts - 1 : 0);
   TORCH_CHECK_NOT_IMPLEMENTED(why == nullptr,
                               "grouped_linear: FP8 products of groups whose sizes the device alone knows "
                               "with ",

@@ -9,6 +9,6 @@ namespace te_torch::layer {
 std::shared_ptr<const Products> device_groups(Grouping grouping);
 
 // Why such products do not take groups that are quantized like that; null: they do.
-const char* device_refuses(at::ArrayRef<Quantization> quantizations);
+const char* device_refuses(at::ArrayRef<Quantization> quantizations, size_t groups);
 
 }  // namespace te_torch::layer
