@@ -46,7 +46,6 @@
  * Determinism. Each element is one accumulator's and has one writer: its bits depend on its group's operands alone, not
  *   on the other groups, R, where the group lies, or the number of SMs. On CUDA, that is; te_gemm's promise on the CPU.
  * Aliasing. What is written overlaps no input and nothing else that is written.
- * FP8 on CUDA has been run in the tests' emulator of a GPU alone, on no GPU yet.
  * Errors. TE_INVALID_ARGUMENT for shapes, dtypes, devices, alignments, and arguments that the product does not have;
  *   TE_NOT_IMPLEMENTED for float32 on CUDA, float8_e5m2 weights and depth_rows, and GPUs other than Hopper;
  *   TE_RUNTIME_ERROR from CUDA or without a driver. Nothing is written then.
