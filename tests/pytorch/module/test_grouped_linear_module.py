@@ -269,6 +269,19 @@ def test_kept_weights_are_made_anew_where_what_is_kept_does_not_serve(device):
             assert_same_bits(a, b)
 
 
+def test_more_groups_than_one_launch_quantizes(device):
+    groups, options = 1030, {"params_dtype": torch.bfloat16, "bias": False, "device": device}
+    ours = te.GroupedLinear(groups, 16, 16, **options)
+    x = randn(groups, 16, dtype=torch.bfloat16, device=device)
+    splits = torch.ones(groups, dtype=torch.int32, device=device)
+    with te.autocast(recipe=R.Float8CurrentScaling()):
+        if device == "cuda":
+            with refused(NotImplementedError, "1024 groups", "m_splits", "list"):
+                ours(x, splits)
+        else:
+            assert_same_bits(ours(x, splits), ours(x, [1] * groups))
+
+
 # ---- bad input ----
 
 
