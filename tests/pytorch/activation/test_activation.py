@@ -1,10 +1,11 @@
 # activation, the functional op: values and gradients of every kind against float64 formulas, and what holds for each of
-# them (layouts, re-emission, compile, autocast, what is saved, errors). ORACLE is the one place to add a kind to.
+# them (layouts, re-emission, compile, autocast, what is saved, errors). A new kind is added to activation_oracles.py.
 # Mutant: swap da and db in Gated::backward (activation_math.h) and test_gradients_match_the_oracle turns red.
 import math
 
 import pytest
 import torch
+from activation_oracles import ORACLE
 from support import (
     DTYPES,
     U32,
@@ -25,28 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import activation, activation_kinds
 
-# y of each kind from float64 operands: (t, sigmoid) for plain kinds, (a, b, sigmoid) for gated ones. The sigmoid is
-# handed in because the error bound needs to know its argument; call it once.
-
-
-def gelu(t, sigmoid):
-    return t * sigmoid(2 * math.sqrt(2 / math.pi) * (t + 0.044715 * t**3))
-
-
-ORACLE = {
-    "gelu": gelu,
-    "geglu": lambda a, b, sigmoid: gelu(a, sigmoid) * b,
-    "glu": lambda a, b, sigmoid: sigmoid(a) * b,
-    "qgelu": lambda t, sigmoid: t * sigmoid(1.702 * t),
-    "qgeglu": lambda a, b, sigmoid: a * sigmoid(1.702 * a) * b,
-    "relu": lambda t, sigmoid: t.relu(),
-    "reglu": lambda a, b, sigmoid: a.relu() * b,
-    "srelu": lambda t, sigmoid: t.relu() ** 2,
-    "sreglu": lambda a, b, sigmoid: a.relu() ** 2 * b,
-    "silu": lambda t, sigmoid: t * sigmoid(t),
-    "swiglu": lambda a, b, sigmoid: a * sigmoid(a) * b,
-    "clamped_swiglu": lambda a, b, sigmoid: a.clamp(max=7) * sigmoid(1.702 * a.clamp(max=7)) * (b.clamp(-7, 7) + 1),
-}
 KINDS = sorted(ORACLE)
 
 # Output shapes: no rows, no columns, one element, odd (elementwise access on the GPU), one dimension, three, aligned.

@@ -20,7 +20,7 @@ CONSTRUCTOR = {
     "zero_centered_gamma": "The norm's weight is stored less one and starts at zero.",
     "bias": "Whether the products have biases.",
     "return_bias": "The bias is not added but returned, behind the result.",
-    "activation": "One of the twelve, gated ones included: `transformer_engine.pytorch.functional.activation_kinds`.",
+    "activation": "One of `transformer_engine.pytorch.functional.activation_kinds`, gated ones included.",
     "activation_params": "`limit`, `alpha`, `glu_linear_offset` of `clamped_swiglu`; no other has any.",
     "init_method": "Called with each weight; default normal of standard deviation 0.023.",
     "output_layer_init_method": "The same for the product that writes the result; the same default.",

@@ -5,35 +5,30 @@ import copy
 
 import torch
 import torch.nn.functional as tnf
+from activation_oracles import GATED, ORACLE
 from support import UNIT_ROUNDOFF, wide
 from torch import nn
 
-PLAIN_ACTIVATIONS = {
+# torch's own, which round once; the other kinds round as their oracle is written.
+TORCHS_OWN = {
     "gelu": lambda x: tnf.gelu(x, approximate="tanh"),
     "geglu": lambda x: tnf.gelu(x, approximate="tanh"),
-    "glu": torch.sigmoid,
-    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "qgeglu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": torch.relu,
-    "reglu": torch.relu,
-    "srelu": lambda x: torch.relu(x) ** 2,
-    "sreglu": lambda x: torch.relu(x) ** 2,
     "silu": tnf.silu,
     "swiglu": tnf.silu,
 }
-GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
 
 def activate(x, kind, params=None):
+    parts = x.chunk(2, dim=-1) if kind in GATED else (x,)
     if kind == "clamped_swiglu":
         p = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, **(params or {})}
-        a, b = x.chunk(2, dim=-1)
+        a, b = parts
         a = a.clamp(max=p["limit"])
         return a * torch.sigmoid(p["alpha"] * a) * (b.clamp(-p["limit"], p["limit"]) + p["glu_linear_offset"])
-    if kind in GATED:
-        a, b = x.chunk(2, dim=-1)
-        return PLAIN_ACTIVATIONS[kind](a) * b
-    return PLAIN_ACTIVATIONS[kind](x)
+    if kind in TORCHS_OWN:
+        y = TORCHS_OWN[kind](parts[0])
+        return y * parts[1] if kind in GATED else y
+    return ORACLE[kind](*parts, torch.sigmoid)
 
 
 def angles(seq, dim, *, interleaved=False, base=10000.0, stretch=1.0):

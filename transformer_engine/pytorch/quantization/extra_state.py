@@ -1,6 +1,6 @@
 """What a module's `_extra_state` holds: scales and amax histories of delayed scaling, as bytes of a checkpoint. Reads
 them back too, and trusts nothing there: what does not fit is named. module_api.py has the methods that torch calls.
-What other versions of the API wrote, which are pickles, te_state.py reads.
+te_state.py has the pickles: it reads those of other versions of the API, and writes GroupedLinear's.
 
 Bytes: 8 of magic and version, 4 the length of the header, the header (JSON, padded so that the size depends on the
 histories' shapes alone), then float32, little endian: forward scale, forward history, backward scale, backward history.

@@ -1,6 +1,6 @@
 """`_extra_state` as Transformer Engine writes it: a pickle of {recipe, extra_fp8_variables, scale_fwd,
 amax_history_fwd, scale_bwd, amax_history_bwd}, or a file of torch.save of that without the recipe. It is read as plain
-data, never run."""
+data, never run. GroupedLinear writes the pickle, as clients take its state apart; all others extra_state.py's bytes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class TE_EXPORT Source {
 
   virtual const Kept& input_words() const = 0;
   virtual const Kept& operand_words() const = 0;
-  // Whether the operand is as wide as x, so that a product can look at x before anything is made of it.
+  // Whether the operand is x itself: a product can look at x first, and nothing is saved by making it again.
   virtual bool keeps_width() const { return false; }
   // Whether taking a gradient back reads the input.
   virtual bool reads_input() const = 0;
