@@ -26,7 +26,7 @@ def our_modules(module: object) -> list[TransformerEngineBaseModule]:
 
 
 def _scaling_states(part: TransformerEngineBaseModule) -> list:
-    return [part.fp8_meta.get(key) for key in DIRECTIONS]
+    return [part.runtime.scaling_states().get(key) for key in DIRECTIONS]
 
 
 def _parts(op: str, modules: Iterable[object]) -> list[TransformerEngineBaseModule]:

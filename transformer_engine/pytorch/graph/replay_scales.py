@@ -36,11 +36,11 @@ class Scales:
         # A module's memory of scales, the state that it has there, and its tensors: what the graph reads.
         self.known: list[tuple[dict, str, ScalingState, torch.Tensor, torch.Tensor]] = []
         self._groups = [(one.inside, one.group) for one in noted]
-        for meta in (part.fp8_meta for part in self.parts):
+        for meta in (part.runtime.scaling_states() for part in self.parts):
             for key in DIRECTIONS:
                 state = meta[key]
                 self.known.append((meta, key, state, state.amax_history, state.scale))
-        self.states = [part.fp8_meta["scaling_fwd"] for part in self.parts]
+        self.states = [part.runtime.scaling_states()["scaling_fwd"] for part in self.parts]
         # Where the forward records amaxes, and how many there are in each.
         self.rows = [state.amax_history[0] for state in self.states]
         self.widths = [row.numel() for row in self.rows]
@@ -56,7 +56,7 @@ class Scales:
         self.backward: dict[int, tuple] = {}
         for part, (inside, group) in zip(self.parts, self._groups):
             for key, table in zip(DIRECTIONS, (self.forward, self.backward)):
-                state = part.fp8_meta[key]
+                state = part.runtime.scaling_states()[key]
                 table[id(state)] = weakref.ref(state), group if inside else around
 
     # ---- at a replay ----
@@ -133,7 +133,7 @@ class Scales:
                 self._refuse(meta)
 
     def _refuse(self, meta: dict) -> None:
-        part = next(part for part in self.parts if part.fp8_meta is meta)
+        part = next(part for part in self.parts if part.runtime.scaling_states() is meta)
         raise RuntimeError(
             f"{self.label}: a {type(part).__name__} has other scales than when it was captured (another recipe or "
             "history length, a move), and the graph knows the old ones; capture again."

@@ -91,6 +91,10 @@ class Runtime:
         did not make are kept again."""
         return self.quantization.weights.set_aside()
 
+    def scaling_states(self) -> dict:
+        """The module's fp8_meta: its scaling states by direction, and the same dict as long as it has them."""
+        return self.quantization.meta
+
     def reads(self) -> tuple | None:
         """Of a module that ran under autocast: what its products read beside the parameters."""
         quantization = self.quantization
