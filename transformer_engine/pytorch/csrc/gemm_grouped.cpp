@@ -248,15 +248,6 @@ std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tenso
   return all;
 }
 
-std::vector<Tensor> grouped_wgrad_in_one(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
-  if (x.is_cpu()) return grouped_wgrad(dy, x, offsets);
-  check_gradient(dy, x, offsets);
-  const c10::NoGradGuard no_graph;
-  std::vector<Tensor> all = matrices_in_one(groups_of(offsets), dy.size(1), x.size(1), x.options());
-  weights_by_kernel(dy, x, offsets, all, {});
-  return all;
-}
-
 Tensor grouped_sums(const Tensor& dy, const Tensor& offsets, bool as_quantized) {
   check_gradient(dy, dy, offsets);
   const c10::NoGradGuard no_graph;

@@ -298,17 +298,6 @@ std::vector<Tensor> grouped_fp8_wgrad(const Tensor& dy, const Tensor& dy_scale_i
   return all;
 }
 
-std::vector<Tensor> grouped_fp8_wgrad_in_one(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
-                                             const Tensor& x, const Tensor& x_scale_inv, int64_t x_code,
-                                             const Tensor& offsets, at::ScalarType out_dtype) {
-  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
-  call.check();
-  check_out_dtype(out_dtype);
-  std::vector<Tensor> all = matrices_in_one(call.groups(), dy.size(1), x.size(1), x.options().dtype(out_dtype));
-  run_panels(call, all, nullptr);
-  return all;
-}
-
 void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                   const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets, at::TensorList outs,
                                   at::ArrayRef<int64_t> how) {

@@ -2,7 +2,6 @@
 #include "gemm_grouped_operands.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/TensorImpl.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
@@ -89,25 +88,6 @@ void Operands::note() const {
 void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like) {
   check(te_grouped_gemm(&problem, current_stream(like)));
   if (!like.is_cpu()) operands.note();
-}
-
-std::vector<Tensor> matrices_in_one(size_t groups, int64_t rows, int64_t cols, const at::TensorOptions& options) {
-  std::vector<Tensor> all;
-  all.reserve(groups);
-  const int64_t size = rows * cols;
-  if (size * int64_t(options.dtype().itemsize()) % kAlignment != 0) {
-    for (size_t g = 0; g < groups; ++g) all.push_back(at::empty({rows, cols}, options));
-    return all;
-  }
-  const Tensor memory = at::empty({int64_t(groups), rows, cols}, options);
-  for (size_t g = 0; g < groups; ++g) {  // no views, which autograd would follow: nobody has the whole
-    all.push_back(
-        at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory.storage()), memory.key_set(), memory.dtype()));
-    c10::TensorImpl* one = all.back().unsafeGetTensorImpl();
-    one->set_sizes_contiguous({rows, cols});
-    one->set_storage_offset(int64_t(g) * size);
-  }
-  return all;
 }
 
 Targets::Targets(at::TensorList outs, at::ArrayRef<int64_t> how) : results(how.size()) {

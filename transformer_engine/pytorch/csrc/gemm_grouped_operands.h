@@ -39,10 +39,6 @@ class Operands {
 
 void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like);
 
-// New matrices [rows, cols], one for each group, in one memory: asking for one of each would cost more than the
-// product's launch. Each in its own where they would not all lie on 16 bytes.
-std::vector<Tensor> matrices_in_one(size_t groups, int64_t rows, int64_t cols, const at::TensorOptions& options);
-
 // The weight gradients of a call that adds to, or writes over, its `outs`.
 struct Targets {
   std::vector<Tensor> results;  // one for each group; undefined ones are not wanted

@@ -131,7 +131,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         """Of one group, or of all ("")."""
         if product:
             return [f"weight{product}"], [f"bias{product}"] if self.use_bias else []
-        return list(_names("weight", self._products)), list(_names("bias", self._products)) if self.use_bias else []
+        names = _names if torch.compiler.is_compiling() else _kept_names  # a cache, of which Dynamo warns
+        return list(names("weight", self._products)), list(names("bias", self._products)) if self.use_bias else []
 
     def _unit_names(self) -> list[list[str]]:
         return list(self._product_names(""))
@@ -329,9 +330,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         )
 
 
-@functools.cache
 def _names(kind: str, products: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{kind}{i}" for i in products)
+
+
+_kept_names = functools.cache(_names)
 
 
 def _refuse_single(op: str, **asked: bool) -> None:

@@ -87,19 +87,13 @@ class DeviceWeightProduct final : public WeightProduct {
     return dbias_.defined() ? dbias_ : sums_of(route, dy_.plain, offsets_, false);
   }
   std::vector<Tensor> plain_gradients(const Route& route) const {
-    const Tensor dy = plain_rows(route, dy_, offsets_, dtype_), x = plain_rows(route, x_, offsets_, dtype_);
-    return route.direct() ? Direct::call<grouped_wgrad_in_one>("te::grouped_wgrad", dy, x, offsets_)
-                          : Dispatched::call<grouped_wgrad>("te::grouped_wgrad", dy, x, offsets_);
+    return route.call<grouped_wgrad>("te::grouped_wgrad", plain_rows(route, dy_, offsets_, dtype_),
+                                     plain_rows(route, x_, offsets_, dtype_), offsets_);
   }
   std::vector<Tensor> fp8_gradients(const Route& route) const {
     const Quantized &dy = dy_.fp8, &x = x_.fp8;
-    const Tensor &ours = dy.columnwise, &scales = dy.columnwise_scale_inv;
-    return route.direct()
-               ? Direct::call<grouped_fp8_wgrad_in_one>("te::grouped_fp8_wgrad", ours, scales, code_of(dy),
-                                                        x.columnwise, x.columnwise_scale_inv, code_of(x), offsets_,
-                                                        dtype_)
-               : Dispatched::call<grouped_fp8_wgrad>("te::grouped_fp8_wgrad", ours, scales, code_of(dy), x.columnwise,
-                                                     x.columnwise_scale_inv, code_of(x), offsets_, dtype_);
+    return route.call<grouped_fp8_wgrad>("te::grouped_fp8_wgrad", dy.columnwise, dy.columnwise_scale_inv, code_of(dy),
+                                         x.columnwise, x.columnwise_scale_inv, code_of(x), offsets_, dtype_);
   }
 
   Operand dy_, x_;
