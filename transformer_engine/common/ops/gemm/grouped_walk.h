@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/search.h"
 #include "ops/gemm/wgmma_layout.h"
 
 namespace te::gemm::grouped {
@@ -53,19 +54,11 @@ struct PairAt {
 // Pair of tiles `number` of all, of which before[g] come before group g and before[groups] are all; groups in their
 // order.
 TE_HOST_DEVICE PairAt pair_at(const int32_t* before, int32_t groups, int32_t cols, int32_t number) {
-  int32_t low = 0, high = groups - 1;
-  while (low < high) {  // the last group that begins no later: those without tiles come before it
-    const int32_t middle = (low + high + 1) / 2;
-    if (before[middle] <= number) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const int32_t in_group = number - before[low], rows = (before[low + 1] - before[low]) / cols;
+  const int32_t group = run_of(before, groups, number);
+  const int32_t in_group = number - before[group], rows = (before[group + 1] - before[group]) / cols;
   const int32_t band = in_group / (kBand * cols), in_band = in_group - band * kBand * cols;
   const int32_t left = rows - band * kBand, height = left < kBand ? left : kBand;
-  return {low, band * kBand + in_band % height, in_band / height};
+  return {group, band * kBand + in_band % height, in_band / height};
 }
 
 // What one tile of a pair reads and writes. One of a pair at an edge may have no results: row or col is beyond the end.

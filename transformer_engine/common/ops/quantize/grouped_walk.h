@@ -2,7 +2,7 @@
 // Index functions for host and device; computes nothing.
 #pragma once
 
-#include "core/dtype.h"
+#include "core/search.h"
 #include "transformer_engine/grouped_quantize.h"
 
 namespace te::quantize::grouped {
@@ -28,16 +28,8 @@ struct PanelAt {
 
 // Panel `number` of all: before[g] of them come before group g, before[groups] are all.
 TE_HOST_DEVICE PanelAt panel_at(const int32_t* before, int32_t groups, int32_t number) {
-  int32_t low = 0, high = groups - 1;
-  while (low < high) {  // the last group that begins no later: those without panels come before it
-    const int32_t middle = (low + high + 1) / 2;
-    if (before[middle] <= number) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return {low, number - before[low]};
+  const int32_t group = run_of(before, groups, number);
+  return {group, number - before[group]};
 }
 
 // The amax pass. Tiles are numbered group by group, and each block has a run of them; what block b finds for group g is
