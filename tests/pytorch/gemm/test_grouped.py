@@ -133,6 +133,11 @@ def test_bad_operands_are_named(device):
         (("'x'", str(K)), lambda: ops.grouped_fprop(dy, weights, biases, offsets)),
         (("'dy'", "rows"), lambda: ops.grouped_wgrad(dy[:-1], x, offsets)),
         (("'outs'", "'how'"), lambda: ops.grouped_wgrad_accumulate(dy, x, offsets, [], [0, 0, 0, 0])),
+        (("'how' has 7", "-1"), lambda: ops.grouped_wgrad_accumulate(dy, x, offsets, weights, [0, 7, 0, 0])),
+        (
+            ("'offsets'", "strides", "contiguous"),
+            lambda: ops.grouped_dgrad(dy, weights, offsets.repeat_interleave(2)[::2]),
+        ),
         (("'m_splits'",), lambda: ops.grouped_offsets(torch.ones(2, device=device), x)),
     ):
         with refused(ValueError, "grouped_linear", *words):

@@ -108,11 +108,7 @@ void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets,
   problem.rows = operands.add(dy, "dy");
   problem.depth_rows = operands.add(x, "x");
   problem.result = absent();
-  std::vector<te_tensor> of_results;
-  of_results.reserve(results.size());
-  for (const Tensor& result : results) {
-    of_results.push_back(result.defined() ? view_2d(result, kOp, "outs") : absent());
-  }
+  const std::vector<te_tensor> of_results = views_of_results(results);
   problem.results = of_results.data();
   problem.accumulate = accumulate.empty() ? nullptr : accumulate.data();
   launch(problem, operands, x);

@@ -213,11 +213,7 @@ void run_panels(const PanelsCall& call, const std::vector<Tensor>& results, cons
   problem.rows_scale_inv = view_2d(call.dy_scale_inv, kOp, "dy_scale_inv");
   problem.depth_rows_scale_inv = view_2d(call.x_scale_inv, kOp, "x_scale_inv");
   problem.result = absent();
-  std::vector<te_tensor> of_results;
-  of_results.reserve(results.size());
-  for (const Tensor& result : results) {
-    of_results.push_back(result.defined() ? view_2d(result, kOp, "outs") : absent());
-  }
+  const std::vector<te_tensor> of_results = views_of_results(results);
   problem.results = of_results.data();
   problem.accumulate = accumulate;
   launch(problem, operands, call.x);

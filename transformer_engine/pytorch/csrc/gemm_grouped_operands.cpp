@@ -29,8 +29,9 @@ te_tensor view_of(const Tensor& t, te_dtype dtype) {
 void check_offsets(const Tensor& offsets, const Tensor& rows, size_t groups) {
   TORCH_CHECK_VALUE(offsets.scalar_type() == at::kInt && offsets.dim() == 1 && offsets.is_contiguous() &&
                         offsets.sym_size(0) == int64_t(groups) + 1 && offsets.device() == rows.device(),
-                    kOp, ": argument 'offsets' is ", offsets.scalar_type(), " ", offsets.sym_sizes(), " on ",
-                    offsets.device(), ", wanted Int [", groups + 1, "] on ", rows.device(), ".");
+                    kOp, ": argument 'offsets' is ", offsets.scalar_type(), " ", offsets.sym_sizes(), " of strides ",
+                    offsets.sym_strides(), " on ", offsets.device(), ", wanted contiguous Int [", groups + 1, "] on ",
+                    rows.device(), ".");
 }
 
 size_t groups_of(const Tensor& offsets) {
@@ -42,7 +43,10 @@ size_t groups_of(const Tensor& offsets) {
 void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& k, at::TensorList outs,
                    at::ArrayRef<int64_t> how, size_t groups) {
   size_t wanted = 0;
-  for (const int64_t one : how) wanted += one >= 0 ? 1 : 0;
+  for (const int64_t one : how) {
+    TORCH_CHECK_VALUE(one >= -1 && one <= 1, kOp, ": argument 'how' has ", one, ", wanted 0 (+=), 1 (=) or -1 (none).");
+    wanted += one >= 0 ? 1 : 0;
+  }
   TORCH_CHECK_VALUE(how.size() == groups && outs.size() == wanted, kOp, ": arguments 'outs' and 'how' have ",
                     outs.size(), " and ", how.size(), " entries, wanted ", wanted, " and ", groups, ".");
   for (const Tensor& out : outs) {
@@ -83,6 +87,13 @@ void Operands::note() const {
   thread_local std::string why;  // the note is read when this is gone
   why = "copies " + std::to_string(copied_) + " bytes: it reads addresses and row pitches that are multiples of 16";
   te_note_path("grouped kernel on copies", why.c_str());
+}
+
+std::vector<te_tensor> views_of_results(const std::vector<Tensor>& results) {
+  std::vector<te_tensor> views;
+  views.reserve(results.size());
+  for (const Tensor& result : results) views.push_back(result.defined() ? view_2d(result, kOp, "outs") : absent());
+  return views;
 }
 
 void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like) {

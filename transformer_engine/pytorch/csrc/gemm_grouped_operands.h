@@ -37,6 +37,9 @@ class Operands {
   size_t copied_ = 0;
 };
 
+// One for each group, absent where a result is undefined: that group's is not wanted.
+std::vector<te_tensor> views_of_results(const std::vector<Tensor>& results);
+
 void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like);
 
 // The weight gradients of a call that adds to, or writes over, its `outs`.
