@@ -85,11 +85,14 @@ __device__ __forceinline__ void wait_written() { asm volatile("cp.async.bulk.wai
 
 }  // namespace ptx
 
-// `count` tiles, by the first warp: its lanes work out the jobs of 32 tiles at once (job_of(i): a page's id has to be
-// read, a cell found by division), its first lane moves them. Returns when all is written.
-template <class JobOf>
-__device__ __forceinline__ void copy_bulk(Pipe& pipe, unsigned char* stages, int count, JobOf&& job_of) {
+// `count` tiles, by the first warp: its lanes work out the jobs of 32 tiles at once, its first lane moves them. A job
+// comes in two steps, 32 tiles apart: find(i) reads what it needs of memory, a page's id, which is there when
+// job_of(found) asks for it. Returns when all is written.
+template <class Find, class JobOf>
+__device__ __forceinline__ void copy_bulk(Pipe& pipe, unsigned char* stages, int count, Find&& find, JobOf&& job_of) {
   const int lane = int(threadIdx.x);
+  decltype(find(0)) found{};
+  if (lane < count) found = find(lane);
   if (lane == 0) {
     for (int stage = 0; stage < kStages; ++stage) ptx::init_barrier(&pipe.full[stage]);
     ptx::fence_barriers();
@@ -99,7 +102,8 @@ __device__ __forceinline__ void copy_bulk(Pipe& pipe, unsigned char* stages, int
   for (int i = 0; i < count + kAhead; ++i) {
     if (i % kBulkThreads == 0 && i < count) {
       __syncwarp();  // the first lane is here: it needs no job older than kAhead tiles
-      if (i + lane < count) pipe.jobs[(i + lane) % kJobs] = job_of(i + lane);
+      if (i + lane < count) pipe.jobs[(i + lane) % kJobs] = job_of(found);
+      if (i + kBulkThreads + lane < count) found = find(i + kBulkThreads + lane);
       __syncwarp();
     }
     if (lane != 0) continue;

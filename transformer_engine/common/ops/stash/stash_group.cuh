@@ -13,6 +13,7 @@ struct Group {
   Tiles tiles;
   int32_t state;
   int64_t device_pages;  // of the group
+  Room room;
   Take take;
   Give give;
   Pipe pipe;
