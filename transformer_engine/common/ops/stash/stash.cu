@@ -47,7 +47,7 @@ __device__ __forceinline__ void move(const Pool& pool, const Table& table, Group
       if (!by_bulk(table.members[tile.member])) return Piece{};
       return Piece{member_at(table, tile), tile.in_page, id_at(tile.page), uint32_t(tile.bytes) & ~15u};
     };
-    copy_bulk(group.pipe, stages, share.count(before[table.count]), find, [&](const Piece& piece) {
+    copy_bulk(group.pipes, stages, share.count(before[table.count]), find, [&](const Piece& piece) {
       unsigned char* page = pool.page(share.tier == 1, piece.page) + piece.in_page;
       return Job{kStore ? piece.member : page, kStore ? page : piece.member, piece.bytes};
     });
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                  int64_t loads, int device_blocks) {
   __shared__ Group group;
   const int lane = int(threadIdx.x);
-  if (lane < kBulkThreads) {
+  if (lane < kWarp) {
     const Room room = Room::of(pool, *entry, loads);
     uint32_t flags = 0;
     if (lane < table.count) {
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     load_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry, bool keep,
                 int64_t load, int device_blocks) {
   __shared__ Group group;
-  if (threadIdx.x == kBulkThreads) group.give = keep ? Give{} : plan_give(pool, *entry, load);
+  if (threadIdx.x == kWarp) group.give = keep ? Give{} : plan_give(pool, *entry, load);
   find_group(pool, table, entry, group);
   const Share share(device_blocks);
   write_beside([&](int first, int step) { write_ids(pool, group.give, *entry, first, step); });
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     evict_kernel(const __grid_constant__ Pool pool, Entry* entry, int64_t low_water, int64_t load) {
   extern __shared__ __align__(128) unsigned char stages[];
   __shared__ Move moved;
-  __shared__ Pipe pipe;
+  __shared__ Pipe pipes[kPipes];
   if (threadIdx.x == 0) moved = plan_evict(pool, *entry, low_water, load);
   __syncthreads();
   if (threadIdx.x < kBulkThreads) {
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (bytes <= 0) return Leaving{};
       return Leaving{entry->map()[page], taken(pool, moved.to, page), in_page, uint32_t(bytes)};
     };
-    copy_bulk(pipe, stages, Share(0).count(moved.to.host_pages * cells), find, [&](const Leaving& piece) {
+    copy_bulk(pipes, stages, Share(0).count(moved.to.host_pages * cells), find, [&](const Leaving& piece) {
       return Job{pool.page(false, piece.from) + piece.in_page, pool.page(true, piece.to) + piece.in_page, piece.bytes};
     });
   }
