@@ -57,9 +57,10 @@ struct Decisions {
     stash::Layout layout{};
     layout.counts[0] = pages * kPage;
     stash::place(table, layout);
-    const stash::Take take = stash::plan_store(pool, entries[size_t(e)].entry, layout.starts[1], 0, loads);
+    const stash::Room room = stash::Room::of(pool, entries[size_t(e)].entry, loads);
+    const stash::Take take = stash::plan_store(pool, room, layout.starts[1], 0);
     stash::write_map(pool, take, entries[size_t(e)].entry, 0, 1);
-    stash::finish_store(pool, take, table, layout, e, loads, entries[size_t(e)].entry);
+    stash::finish_store(pool, room, take, table, layout, e, loads, entries[size_t(e)].entry);
   }
   void load(int e, int64_t number) {
     stash::Entry& entry = entries[size_t(e)].entry;

@@ -26,19 +26,30 @@ __device__ __forceinline__ unsigned char* member_at(const Table& table, const Ti
   return static_cast<unsigned char*>(table.members[tile.member].data) + tile.in_member;
 }
 
-// This block's tiles, where page(tile) says the page's bytes are: out of the members, or into them.
-template <bool kStore, class PageAt>
+// What a bulk copy takes of a tile: member's bytes, page's id and bytes.
+struct Piece {
+  unsigned char* member;
+  int64_t in_page;
+  int32_t page;
+  uint32_t bytes;
+};
+
+// This block's tiles, where id_at(page) is the id of a page of the group: out of the members, or into them.
+template <bool kStore, class IdAt>
 __device__ __forceinline__ void move(const Pool& pool, const Table& table, Group& group, const Share& share,
-                                     PageAt&& page_at) {
+                                     IdAt&& id_at) {
   extern __shared__ __align__(128) unsigned char stages[];
   const int64_t* before = group.tiles.before[share.tier];
   if (threadIdx.x < kBulkThreads) {
-    copy_bulk(group.pipe, stages, share.count(before[table.count]), [&](int i) {
+    const auto find = [&](int i) {
       const int64_t index = share.first + int64_t(i) * share.step;
       const Tile tile = tile_at(table, group.layout, pool.grid, group.tiles, share.tier, index);
-      if (!by_bulk(table.members[tile.member]) || tile.bytes < 16) return Job{nullptr, nullptr, 0};
-      unsigned char *member = member_at(table, tile), *page = page_at(tile.page) + tile.in_page;
-      return Job{kStore ? member : page, kStore ? page : member, uint32_t(tile.bytes) & ~15u};
+      if (!by_bulk(table.members[tile.member])) return Piece{};
+      return Piece{member_at(table, tile), tile.in_page, id_at(tile.page), uint32_t(tile.bytes) & ~15u};
+    };
+    copy_bulk(group.pipes, stages, share.count(before[table.count]), find, [&](const Piece& piece) {
+      unsigned char* page = pool.page(share.tier == 1, piece.page) + piece.in_page;
+      return Job{kStore ? piece.member : page, kStore ? page : piece.member, piece.bytes};
     });
     return;
   }
@@ -51,10 +62,18 @@ __device__ __forceinline__ void move(const Pool& pool, const Table& table, Group
     for (int64_t index = from + (share.first + m) % share.step; index < before[m + 1]; index += share.step) {
       const Tile tile = tile_of(table, group.layout, pool.grid, group.tiles, share.tier, m, index);
       const int64_t done = bulk ? tile.bytes & ~int64_t(15) : 0;
-      unsigned char *member = member_at(table, tile) + done, *page = page_at(tile.page) + tile.in_page + done;
+      unsigned char* member = member_at(table, tile) + done;
+      unsigned char* page = pool.page(share.tier == 1, id_at(tile.page)) + tile.in_page + done;
       copy_by_hand(kStore ? page : member, kStore ? member : page, tile.bytes - done, thread);
     }
   }
+}
+
+// write(first, step): what the first block's other warps write of the lists, while pages are copied. Nobody reads it
+// before the last block has said so.
+template <class Write>
+__device__ __forceinline__ void write_beside(Write&& write) {
+  if (blockIdx.x == 0 && threadIdx.x >= kBulkThreads) write(int(threadIdx.x) - kBulkThreads, kHandThreads);
 }
 
 // This block's share of `bytes`, which the other warps fill.
@@ -91,7 +110,6 @@ __device__ void poison(const Pool& pool, const Entry* entry, int64_t first, int6
 __device__ void give_back(const Pool& pool, const Give& give, Entry* entry, int64_t load, uint32_t flags, bool keep) {
   poison(pool, entry, 0, give.device_pages);
   poison(pool, entry, entry->head.pages - entry->head.host_pages, give.host_pages);
-  write_ids(pool, give, *entry, threadIdx.x, blockDim.x);
   if (threadIdx.x != 0) return;
   raise(pool.control->report, give.flags | flags, entry->head.number);
   finish_give(pool, give, load);
@@ -108,7 +126,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                  int64_t loads, int device_blocks) {
   __shared__ Group group;
   const int lane = int(threadIdx.x);
-  if (lane < kBulkThreads) {
+  if (lane < kWarp) {
+    const Room room = Room::of(pool, *entry, loads);
     uint32_t flags = 0;
     if (lane < table.count) {
       const te_stash_member& member = table.members[lane];
@@ -118,7 +137,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     if (lane == 0) {
       place(table, group.layout);
-      group.take = plan_store(pool, *entry, group.layout.starts[table.count], flags, loads);
+      group.room = room;
+      group.take = plan_store(pool, room, group.layout.starts[table.count], flags);
       group.device_pages = group.take.device_pages;
       const bool ends = group.take.state == TE_STASH_STATE_LOST && pool.trap != 0;
       if (ends && blockIdx.x == 0) end_process(number, group.take.pages);
@@ -129,23 +149,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const Take& take = group.take;
   if (take.state == TE_STASH_STATE_STORED) {
-    move<true>(pool, table, group, Share(device_blocks),
-               [&](int64_t page) { return pool.page(page >= take.device_pages, taken(pool, take, page)); });
+    write_beside([&](int first, int step) { write_map(pool, take, *entry, first, step); });
+    move<true>(pool, table, group, Share(device_blocks), [&](int64_t page) { return taken(pool, take, page); });
   }
-  if (!is_last(entry)) return;
-  write_map(pool, take, *entry, threadIdx.x, blockDim.x);
-  if (threadIdx.x == 0) finish_store(pool, take, table, group.layout, number, loads, *entry);
+  if (is_last(entry) && threadIdx.x == 0)
+    finish_store(pool, group.room, take, table, group.layout, number, loads, *entry);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     load_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry, bool keep,
                 int64_t load, int device_blocks) {
   __shared__ Group group;
-  if (threadIdx.x == kBulkThreads) group.give = keep ? Give{} : plan_give(pool, *entry, load);
+  if (threadIdx.x == kWarp) group.give = keep ? Give{} : plan_give(pool, *entry, load);
   find_group(pool, table, entry, group);
   const Share share(device_blocks);
+  write_beside([&](int first, int step) { write_ids(pool, group.give, *entry, first, step); });
   if (group.state == TE_STASH_STATE_STORED) {
-    move<false>(pool, table, group, share, [&](int64_t page) { return page_of(pool, *entry, page); });
+    move<false>(pool, table, group, share, [&](int64_t page) { return entry->map()[page]; });
   }
   fill_members(table, group, share);
   if (!is_last(entry)) return;
@@ -156,26 +176,36 @@ __global__ void __launch_bounds__(kThreads) drop_kernel(const __grid_constant__ 
   __shared__ Give give;
   if (threadIdx.x == 0) give = plan_give(pool, *entry, load);
   __syncthreads();
+  write_ids(pool, give, *entry, threadIdx.x, blockDim.x);
   give_back(pool, give, entry, load, 0, false);
 }
+
+// What a bulk copy takes of a page that leaves for the host.
+struct Leaving {
+  int32_t from, to;
+  int64_t in_page;
+  uint32_t bytes;
+};
 
 __global__ void __launch_bounds__(kThreads, 1)
     evict_kernel(const __grid_constant__ Pool pool, Entry* entry, int64_t low_water, int64_t load) {
   extern __shared__ __align__(128) unsigned char stages[];
   __shared__ Move moved;
-  __shared__ Pipe pipe;
+  __shared__ Pipe pipes[kPipes];
   if (threadIdx.x == 0) moved = plan_evict(pool, *entry, low_water, load);
   __syncthreads();
   if (threadIdx.x < kBulkThreads) {
     const int64_t cells = pool.grid.page_cells;
-    copy_bulk(pipe, stages, Share(0).count(moved.to.host_pages * cells), [&](int i) {
+    const auto find = [&](int i) {
       const int64_t cell = int64_t(blockIdx.x) + int64_t(i) * gridDim.x;
-      const int64_t page = cell / cells, in_page = (cell - page * cells) * kTile;
+      const int64_t page = pool.grid.page_of_cell(cell), in_page = (cell - page * cells) * kTile;
       const int64_t left = entry->head.stream_bytes - page * pool.grid.page_bytes - in_page;
       const int64_t bytes = least(least(kTile, pool.grid.page_bytes - in_page), left);
-      if (bytes <= 0) return Job{nullptr, nullptr, 0};
-      return Job{page_of(pool, *entry, page) + in_page, pool.page(true, taken(pool, moved.to, page)) + in_page,
-                 uint32_t(bytes)};
+      if (bytes <= 0) return Leaving{};
+      return Leaving{entry->map()[page], taken(pool, moved.to, page), in_page, uint32_t(bytes)};
+    };
+    copy_bulk(pipes, stages, Share(0).count(moved.to.host_pages * cells), find, [&](const Leaving& piece) {
+      return Job{pool.page(false, piece.from) + piece.in_page, pool.page(true, piece.to) + piece.in_page, piece.bytes};
     });
   }
   if (!is_last(entry)) return;

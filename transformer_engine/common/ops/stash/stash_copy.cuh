@@ -1,18 +1,24 @@
-// How a block moves bytes: bulk copies through shared memory, driven by one warp; and what these cannot do (ragged
-// ends, members on odd addresses, tails), by the block's other warps. Knows no pages.
+// How a block moves bytes: bulk copies through shared memory, driven by its first warps; and what these cannot do
+// (ragged ends, members on odd addresses, tails), by the others. Knows no pages.
 #pragma once
 
 #include "core/device.h"
+#include "core/reduce.cuh"
 #include "ops/stash/stash_layout.h"
 
 namespace te::stash {
 
 constexpr int kThreads = 256;
-constexpr int kBulkThreads = 32;                       // the first warp
+// Warps that drive copies, each its share of the tiles: one alone takes longer to start a tile, by instructions that
+// wait for one another, than 48 blocks' share of the memory's speed takes to move it (0.82 of a copy in place of 0.86
+// at 256 MiB; tiles of half the size halve it). More tiles on their way in are slower: 0.78 with 4 of 6, or with 3 x 2
+// of 4.
+constexpr int kPipes = 2;
+constexpr int kBulkThreads = kPipes * kWarp;
 constexpr int kHandThreads = kThreads - kBulkThreads;  // the others
-constexpr int kStages = 12, kAhead = 6;                // tiles in shared memory; of them, on their way in
-constexpr int kStageBytes = kStages * int(kTile);
-constexpr int kJobs = 64;  // a power of 2, two warps' worth: those of the next 32 tiles, and some of the last ones
+constexpr int kStages = 6, kAhead = 3;                 // tiles of a warp in shared memory; of them, on their way in
+constexpr int kStageBytes = kPipes * kStages * int(kTile);
+constexpr int kJobs = 2 * kWarp;  // a power of 2: those of the next 32 tiles, and some of the last ones
 
 // One bulk copy. Addresses and bytes are multiples of 16; no bytes: nothing to do.
 struct Job {
@@ -85,11 +91,18 @@ __device__ __forceinline__ void wait_written() { asm volatile("cp.async.bulk.wai
 
 }  // namespace ptx
 
-// `count` tiles, by the first warp: its lanes work out the jobs of 32 tiles at once (job_of(i): a page's id has to be
-// read, a cell found by division), its first lane moves them. Returns when all is written.
-template <class JobOf>
-__device__ __forceinline__ void copy_bulk(Pipe& pipe, unsigned char* stages, int count, JobOf&& job_of) {
-  const int lane = int(threadIdx.x);
+// `count` tiles, by the first warps in turn: a warp's lanes work out the jobs of 32 tiles at once, its first lane moves
+// them. A job comes in two steps, 32 tiles apart: find(i) reads what it needs of memory, a page's id, which is there
+// when job_of(found) asks for it. Returns when all is written.
+template <class Find, class JobOf>
+__device__ __forceinline__ void copy_bulk(Pipe (&pipes)[kPipes], unsigned char* stages, int tiles, Find&& find,
+                                          JobOf&& job_of) {
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+  const int count = (tiles + kPipes - 1 - warp) / kPipes;
+  Pipe& pipe = pipes[warp];
+  stages += warp * kStages * kTile;
+  decltype(find(0)) found{};
+  if (lane < count) found = find(lane * kPipes + warp);
   if (lane == 0) {
     for (int stage = 0; stage < kStages; ++stage) ptx::init_barrier(&pipe.full[stage]);
     ptx::fence_barriers();
@@ -97,9 +110,10 @@ __device__ __forceinline__ void copy_bulk(Pipe& pipe, unsigned char* stages, int
   int in = 0, out = 0;
   uint32_t parity = 0;
   for (int i = 0; i < count + kAhead; ++i) {
-    if (i % kBulkThreads == 0 && i < count) {
+    if (i % kWarp == 0 && i < count) {
       __syncwarp();  // the first lane is here: it needs no job older than kAhead tiles
-      if (i + lane < count) pipe.jobs[(i + lane) % kJobs] = job_of(i + lane);
+      if (i + lane < count) pipe.jobs[(i + lane) % kJobs] = job_of(found);
+      if (i + kWarp + lane < count) found = find((i + kWarp + lane) * kPipes + warp);
       __syncwarp();
     }
     if (lane != 0) continue;

@@ -90,7 +90,8 @@ void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, i
     layout.counts[m] = alive(read_counter(table.members[m]), table.members[m].most, flags);
   }
   place(table, layout);
-  const Take take = plan_store(pool, entry, layout.starts[table.count], flags, loads);
+  const Room room = Room::of(pool, entry, loads);
+  const Take take = plan_store(pool, room, layout.starts[table.count], flags);
   if (take.state == TE_STASH_STATE_LOST && pool.trap != 0) {
     std::fprintf(stderr, TE_STASH_NO_ROOM, static_cast<long long>(number), static_cast<long long>(take.pages));
     std::abort();
@@ -102,7 +103,7 @@ void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, i
     });
     write_map(pool, take, entry, 0, 1);
   }
-  finish_store(pool, take, table, layout, number, loads, entry);
+  finish_store(pool, room, take, table, layout, number, loads, entry);
   if (pool.debug == 0 || take.state != TE_STASH_STATE_STORED) return;
   entry.head.checksum = checksum(pool, table, layout, [&](const Tile& tile) { return member_at(table, tile); });
 }

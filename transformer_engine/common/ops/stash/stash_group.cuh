@@ -13,9 +13,10 @@ struct Group {
   Tiles tiles;
   int32_t state;
   int64_t device_pages;  // of the group
+  Room room;
   Take take;
   Give give;
-  Pipe pipe;
+  Pipe pipes[kPipes];
 };
 
 // Blocks of one tier and this one's place among them.
@@ -58,7 +59,7 @@ __device__ void cut(const Pool& pool, const Table& table, Group& group) {
 // What a load finds; by all threads.
 __device__ void find_group(const Pool& pool, const Table& table, const Entry* entry, Group& group) {
   const int lane = int(threadIdx.x);
-  if (lane < kBulkThreads) {
+  if (lane < kWarp) {
     if (lane < table.count) group.layout.counts[lane] = entry->head.counts[lane];
     __syncwarp();
     if (lane == 0) {

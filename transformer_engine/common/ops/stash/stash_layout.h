@@ -58,11 +58,13 @@ TE_HOST_DEVICE void place(const Table& table, Layout& layout) {
   for (int m = 0; m < table.count; ++m) layout.starts[m + 1] = layout.starts[m] + aligned(live_bytes(table, layout, m));
 }
 
-// Pages of a stream are cut into cells of kTile bytes, the last one of a page into what is left.
+// Pages of a stream are cut into cells of kTile bytes, the last one of a page into what is left. Cells are counted in
+// 32 bits, of which 64 TiB are short; a GPU divides 64 bits in a hundred instructions.
 struct Grid {
   int64_t page_bytes;
   int64_t page_cells;
 
+  TE_HOST_DEVICE int64_t page_of_cell(int64_t cell) const { return uint32_t(cell) / uint32_t(page_cells); }
   TE_HOST_DEVICE int64_t cell_at(int64_t byte) const {
     const int64_t page = byte / page_bytes;
     return page * page_cells + (byte - page * page_bytes) / kTile;
@@ -107,7 +109,7 @@ TE_HOST_DEVICE Tile tile_of(const Table& table, const Layout& layout, const Grid
                             int m, int64_t index) {
   const int64_t device = tiles.before[0][m + 1] - tiles.before[0][m];
   const int64_t cell = tiles.first_cell[m] + (tier == 0 ? 0 : device) + index - tiles.before[tier][m];
-  const int64_t page = cell / grid.page_cells, in_page = (cell - page * grid.page_cells) * kTile;
+  const int64_t page = grid.page_of_cell(cell), in_page = (cell - page * grid.page_cells) * kTile;
   const int64_t cell_start = page * grid.page_bytes + in_page;
   const int64_t cell_end = cell_start + least(kTile, grid.page_bytes - in_page);
   const int64_t start = layout.starts[m], end = start + live_bytes(table, layout, m);

@@ -88,14 +88,18 @@ TE_HOST_DEVICE void raise(te_stash_report& report, uint32_t flags, int64_t numbe
 #endif
 }
 
-TE_HOST_DEVICE void lift(int64_t& peak, int64_t value) {
-  if (value > peak) peak = value;
+TE_HOST_DEVICE void lift(int64_t& peak, int64_t was, int64_t value) {
+  if (value > was) peak = value;
 }
 
 // ---- taking ----
 
+// Here and below, what memory holds is read first and compared or written then: a thread of a GPU waits once for what
+// it reads in a row, and once for each read that stands behind a write or a branch.
 TE_HOST_DEVICE bool holds(const Pool& pool, const Entry& entry) {
-  return entry.head.state != TE_STASH_STATE_EMPTY && entry.generation == pool.control->report.step + 1;
+  const int32_t state = entry.head.state;
+  const int64_t generation = entry.generation, step = pool.control->report.step;
+  return state != TE_STASH_STATE_EMPTY && generation == step + 1;
 }
 
 // A position in a ring that has gone round.
@@ -112,18 +116,27 @@ struct Take {
   int64_t device_at, host_at;        // of the first one, in the lists
 };
 
-TE_HOST_DEVICE Take plan_store(const Pool& pool, const Entry& entry, int64_t stream_bytes, uint32_t flags,
-                               int64_t loads) {
-  const Control& control = *pool.control;
+// What a store finds, before it knows its counts.
+struct Room {
+  int64_t device_head, device_free, host_head, host_free;
+  bool held;  // the entry holds something
+
+  TE_HOST_DEVICE static Room of(const Pool& pool, const Entry& entry, int64_t loads) {
+    const Control& control = *pool.control;
+    return {control.device.head, control.device.free(loads), control.host.head, control.host.free(loads),
+            holds(pool, entry)};
+  }
+};
+
+TE_HOST_DEVICE Take plan_store(const Pool& pool, const Room& room, int64_t stream_bytes, uint32_t flags) {
   Take take{TE_STASH_STATE_EMPTY, flags, stream_bytes, 0, 0, 0, 0, 0};
-  if (holds(pool, entry)) {
+  if (room.held) {
     take.flags |= TE_STASH_EMPTY;
     return take;
   }
   take.pages = ceil_div(stream_bytes, pool.grid.page_bytes);
-  const int64_t device_free = control.device.free(loads);
-  const int64_t device = least(take.pages, device_free), host = take.pages - device;
-  if (host > control.host.free(loads)) {
+  const int64_t device = least(take.pages, room.device_free), host = take.pages - device;
+  if (host > room.host_free) {
     take.state = TE_STASH_STATE_LOST;
     take.flags |= TE_STASH_LOST;
     return take;
@@ -131,10 +144,10 @@ TE_HOST_DEVICE Take plan_store(const Pool& pool, const Entry& entry, int64_t str
   take.state = TE_STASH_STATE_STORED;
   take.device_pages = device;
   take.host_pages = host;
-  take.host_at = ring_at(control.host.head, pool.host_pages);
-  take.device_at = pool.policy == TE_STASH_RING    ? ring_at(control.device.head, pool.device_pages)
-                   : pool.policy == TE_STASH_STACK ? device_free - 1
-                                                   : pool.device_pages - device_free;
+  take.host_at = ring_at(room.host_head, pool.host_pages);
+  take.device_at = pool.policy == TE_STASH_RING    ? ring_at(room.device_head, pool.device_pages)
+                   : pool.policy == TE_STASH_STACK ? room.device_free - 1
+                                                   : pool.device_pages - room.device_free;
   return take;
 }
 
@@ -152,46 +165,51 @@ TE_HOST_DEVICE void write_map(const Pool& pool, const Take& take, Entry& entry, 
   for (int64_t i = first; i < take.device_pages + take.host_pages; i += step) entry.map()[i] = taken(pool, take, i);
 }
 
-TE_HOST_DEVICE void finish_store(const Pool& pool, const Take& take, const Table& table, const Layout& layout,
-                                 int64_t number, int64_t loads, Entry& entry) {
+TE_HOST_DEVICE void finish_store(const Pool& pool, const Room& room, const Take& take, const Table& table,
+                                 const Layout& layout, int64_t number, int64_t loads, Entry& entry) {
   Control& control = *pool.control;
   te_stash_report& report = control.report;
+  if (take.state == TE_STASH_STATE_EMPTY) return raise(report, take.flags, number);
+  const te_stash_report was = report;
+  const int64_t demand = control.demand.head + take.pages, met = control.demand.tail(loads);
   raise(report, take.flags, number);
-  if (take.state == TE_STASH_STATE_EMPTY) return;
   te_stash_entry& head = entry.head;
   head.state = take.state;
   head.members = table.count;
   head.number = number;
   head.stream_bytes = take.stream_bytes;
-  head.live_bytes = 0;
   head.pages = take.pages;
   head.host_pages = take.host_pages;
   head.checksum = 0;
+  int64_t live = 0;
   for (int m = 0; m < table.count; ++m) {
     head.counts[m] = layout.counts[m];
-    head.live_bytes += live_bytes(table, layout, m);
+    live += live_bytes(table, layout, m);
   }
-  entry.generation = report.step + 1;
+  head.live_bytes = live;
+  entry.generation = was.step + 1;
   entry.checked = 0;
   entry.fresh = 1;
-  ++report.groups;
-  control.demand.head += take.pages;
-  lift(report.demand, control.demand.head - control.demand.tail(loads));
+  report.groups = was.groups + 1;
+  control.demand.head = demand;
+  lift(report.demand, was.demand, demand - met);
   if (take.state == TE_STASH_STATE_LOST) {
-    ++report.lost_groups;
+    report.lost_groups = was.lost_groups + 1;
     return;
   }
-  report.live_bytes += head.live_bytes;
-  report.stream_bytes += take.stream_bytes;
-  report.taken_bytes += take.pages * pool.grid.page_bytes;
-  if (take.host_pages != 0) report.spilled_bytes += take.stream_bytes - take.device_pages * pool.grid.page_bytes;
-  control.device.head += take.device_pages;
-  control.host.head += take.host_pages;
+  report.live_bytes = was.live_bytes + live;
+  report.stream_bytes = was.stream_bytes + take.stream_bytes;
+  report.taken_bytes = was.taken_bytes + take.pages * pool.grid.page_bytes;
+  if (take.host_pages != 0) {
+    report.spilled_bytes = was.spilled_bytes + take.stream_bytes - take.device_pages * pool.grid.page_bytes;
+  }
+  control.device.head = room.device_head + take.device_pages;
+  control.host.head = room.host_head + take.host_pages;
   add(report.device_in_use, take.device_pages);
   add(report.host_in_use, take.host_pages);
   // As the order of calls has it, whatever a load beside this store has given back meanwhile.
-  lift(report.device_peak, pool.device_pages - control.device.free(loads));
-  lift(report.host_peak, pool.host_pages - control.host.free(loads));
+  lift(report.device_peak, was.device_peak, pool.device_pages - room.device_free + take.device_pages);
+  lift(report.host_peak, was.host_peak, pool.host_pages - room.host_free + take.host_pages);
 }
 
 // What a load finds, whose layout has the entry's counts: sizes of another group are as good as nothing. Of nothing,
@@ -250,15 +268,13 @@ TE_HOST_DEVICE void write_ids(const Pool& pool, const Give& give, const Entry& e
 }
 
 // Load number `load` is over: what calls behind it find free.
-TE_HOST_DEVICE void publish(Tier& tier, int64_t load, int64_t given) {
-  tier.tails[(load + 1) % kLoads] = tier.tail(load) + given;
-}
-
 TE_HOST_DEVICE void finish_give(const Pool& pool, const Give& give, int64_t load) {
   Control& control = *pool.control;
-  publish(control.device, load, give.device_pages);
-  publish(control.host, load, give.host_pages);
-  publish(control.demand, load, give.pages);
+  const int64_t device = control.device.tail(load), host = control.host.tail(load), demand = control.demand.tail(load);
+  const int64_t next = (load + 1) % kLoads;
+  control.device.tails[next] = device + give.device_pages;
+  control.host.tails[next] = host + give.host_pages;
+  control.demand.tails[next] = demand + give.pages;
   add(control.report.device_in_use, -give.device_pages);
   add(control.report.host_in_use, -give.host_pages);
 }
@@ -298,7 +314,7 @@ TE_HOST_DEVICE void finish_evict(const Pool& pool, const Move& move, int64_t loa
   pool.control->host.head += pages;
   report.evicted_pages += pages;
   add(report.host_in_use, pages);
-  lift(report.host_peak, pool.host_pages - pool.control->host.free(load + 1));
+  lift(report.host_peak, report.host_peak, pool.host_pages - pool.control->host.free(load + 1));
 }
 
 // ---- a step starts ----
