@@ -1,7 +1,6 @@
 # quantize, lists of matrices at once: bytes, scales, transposes and amaxes of each as _C.quantize makes them of it
 # alone; special values of one reach no other; one buffer for all; lists that no one call takes; the flag. Mutants: one
-# quantizer for all in run(), or rows of the first matrix, (quantize_list.cpp); a bulk buffer whose rows are not zeroed
-# behind the last one (empty_data, quantize.cpp).
+# quantizer for all in run(), or parts that share a version (quantize_list.cpp).
 import itertools
 
 import pytest

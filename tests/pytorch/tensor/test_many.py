@@ -1,5 +1,5 @@
 # quantize_all: many quantized tensors take new values as each one's quantize_() gives them, those alike by one call.
-# Mutants: a key without the usages (_kind), `_overlap` that finds none; a batch that ends behind its first weight
+# Mutants: rows of a tensor taken for a tensor (_kind), a missing _written(); a batch that ends behind its first weight
 # (adam_step.py) turns test_a_step_of_many_weights red.
 import copy
 
@@ -44,12 +44,12 @@ def test_as_each_alone(kind, device):
     values[1][0, 0] = torch.nan
     for flag in (None, torch.ones(1, device=device), torch.zeros(1, device=device)):
         values = [value * 2 for value in values]
-        versions = [[part._version for part in t._tensors().values()] for t in ours]
+        versions = [[part._version for part in (t, *t._tensors().values())] for t in ours]
         quantize_all(ours, values, noop_flag=flag)
         for one, twin, value, before in zip(ours, twins, values, versions, strict=True):
             twin.quantize_(value, noop_flag=flag)
             same(one, twin)
-            assert all(p._version > v for p, v in zip(one._tensors().values(), before, strict=True))
+            assert all(p._version > v for p, v in zip((one, *one._tensors().values()), before, strict=True))
 
 
 # Parts of one memory, rows of another tensor, one tensor twice: in order, so that the last one's values stay.
