@@ -84,7 +84,8 @@ def test_loops_over_the_depth_wait_for_nobody_else(compiled):
         assert barriers == (["MEMBAR.ALL.CTA"] if "WeightJob" in name and not fp8 else []), f"{name}: {barriers}"
 
 
-def test_grouped_quantize_spills_nothing(tmp_path):
-    log = ptxas(COMMON / "ops/quantize/grouped_quantize.cu", tmp_path / "kernels.cubin")
+@pytest.mark.parametrize("source", ["grouped_quantize", "quantize_list"])
+def test_quantizing_many_spills_nothing(source, tmp_path):
+    log = ptxas(COMMON / f"ops/quantize/{source}.cu", tmp_path / "kernels.cubin")
     found = [int(size) for size in re.findall(r"(\d+) bytes (?:stack frame|spill \w+)", log)]
     assert found and max(found) == 0, log

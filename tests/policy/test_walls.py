@@ -29,7 +29,7 @@ PORCH_GUESTS = {"activation", "normalization", "optimizer", "permute", "stash"}
 # A room's C API may be in more than one header.
 FURTHER_HEADERS = {
     "gemm": {"transformer_engine/grouped_gemm.h"},
-    "quantize": {"transformer_engine/grouped_quantize.h"},
+    "quantize": {"transformer_engine/grouped_quantize.h", "transformer_engine/quantize_list.h"},
 }
 # comm calls gemm through its C API.
 C_API_GUESTS = {"comm": {"transformer_engine/gemm.h"}}

@@ -1,8 +1,12 @@
-"""What is refused while torch.compile traces: in its own words, first. Decides nothing."""
+"""What torch.compile and other tracers meet: refusals in their own words, first, and how a module makes what outlives
+a call that is traced. Decides nothing."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 
 @functools.cache
@@ -26,6 +30,32 @@ def refuse_traced(message: str, kind: type = NotImplementedError) -> None:
 
 # What torch.compiler.assume_constant_result does, but that imports all of Dynamo to do it.
 refuse_traced._dynamo_marked_constant = True
+
+
+def differs(size: int, wanted: int) -> bool:
+    """Whether they do. Where torch.compile will know the size in a run alone (it follows from values, as
+    torch.bincount's does), it is taken as wanted from here on, and a run in which it is not raises."""
+    if not torch.compiler.is_compiling():
+        return size != wanted
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports all of sympy
+
+    if guard_or_false(size != wanted):
+        return True
+    torch._check(size == wanted)
+    return False
+
+
+def in_a_mode() -> bool:
+    """Whether what is made now may be a tracer's: FakeTensorMode's or its like's, or a transform's of torch.func."""
+    return is_in_torch_dispatch_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """For tensors that outlive the call: made as outside of inference mode, of FakeTensorMode and its like, and of
+    torch.func's transforms, whose tensors are nothing behind them."""
+    with torch.inference_mode(False), _disable_current_modes(), torch._C._DisableFuncTorch():
+        yield
 
 
 def refuse(message: str, kind: type = NotImplementedError) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import outside_of_modes
 from transformer_engine.pytorch.utils import resolve_device
 
 
@@ -53,7 +54,8 @@ def count_splits(op: str, device: torch.device) -> None:
             f"{op}: its first call with sizes of groups on {device} is inside of a CUDA graph's capture; run it once "
             "before."
         )
-    _C.split_counters(device)
+    with outside_of_modes():
+        _C.split_counters(device)
     _counting.add(device)
 
 

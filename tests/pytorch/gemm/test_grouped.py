@@ -144,6 +144,18 @@ def test_bad_operands_are_named(device):
             call()
 
 
+# By dtype before anything is written: on the real device and by the Meta function alike.
+def test_gradients_of_another_dtype_are_refused(device):
+    x, dy, _, _, offsets = operands(torch.bfloat16, device)
+    for dtype in (torch.float16, torch.int32, torch.float64):
+        outs = [torch.full((N, K), 3.0, device=device) for _ in range(2)]
+        outs[1] = outs[1].to(dtype)
+        for on in (lambda t: t, lambda t: t.to("meta")):
+            with refused(ValueError, "grouped_linear", "'outs'", "dtype", "Float or BFloat16"):
+                torch.ops.te.grouped_wgrad_accumulate(on(dy), on(x), on(offsets), [on(t) for t in outs], [0, -1, -1, 1])
+        assert all((out == 3).all() for out in outs)
+
+
 # ---- general_grouped_gemm ----
 
 

@@ -187,3 +187,18 @@ def test_bad_operands_are_named(recipe, device):
     ):
         with refused(ValueError, "grouped_linear", *words):
             call()
+
+
+# By dtype before anything is written: on the real device and by the Meta function alike.
+@recipes
+def test_gradients_of_another_dtype_are_refused(recipe, device):
+    c = case(recipe, device)
+    for dtype in (torch.int32, torch.float64, torch.uint8):
+        outs = [torch.full((N, K), 3.0, device=device) for _ in range(2)]
+        outs[1] = outs[1].to(dtype)
+        for on in (lambda t: t, lambda t: t.to("meta")):
+            given = [on(out) for out in outs]
+            operands = [on(t) if isinstance(t, torch.Tensor) else t for t in panels(c)]
+            with refused(ValueError, "grouped_linear", "'outs'", "dtype", "Float, Half or BFloat16"):
+                torch.ops.te.grouped_fp8_wgrad_accumulate(*operands, given, [0, -1, -1, 1])
+        assert all((out == 3).all() for out in outs)

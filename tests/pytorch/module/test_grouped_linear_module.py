@@ -178,6 +178,27 @@ def test_compiled(on_device, options, recipe, device):
             assert_same_bits(getattr(ours, f"weight{i}").main_grad, getattr(twin, f"weight{i}").main_grad)
 
 
+# Sizes that a compiled graph knows in a run alone, as routers count them: taken as one for each group, and refused in
+# the run where they are more.
+@pytest.mark.parametrize("recipe", ["none", "current", "block"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_with_the_count_of_sizes(recipe, dynamic, device):
+    ours, _ = build(device=device, dtype=torch.bfloat16)
+    made = RECIPES[recipe] and RECIPES[recipe]()
+    x, ids = randn(9, K, dtype=torch.bfloat16, device=device), torch.tensor([0, 0, 1, 1, 1, 3, 3, 3, 3], device=device)
+
+    def counted(x, ids):
+        with te.autocast(enabled=made is not None, recipe=made):
+            return ours(x, torch.bincount(ids, minlength=4))
+
+    compiled = torch.compile(counted, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for _ in range(2):
+        assert_same_bits(compiled(x, ids), counted(x, ids))
+        ids = ids.flip(0).sub(3).abs()
+    with pytest.raises(Exception, match=r"\[7\].*wanted contiguous Int \[5\]"):
+        compiled(x, torch.arange(9, device=device).clamp(max=5))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_graphed_with_splits_that_change(recipe, device):
     dtype = torch.bfloat16

@@ -49,7 +49,16 @@ void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& 
   }
   TORCH_CHECK_VALUE(how.size() == groups && outs.size() == wanted, kOp, ": arguments 'outs' and 'how' have ",
                     outs.size(), " and ", how.size(), " entries, wanted ", wanted, " and ", groups, ".");
+  const at::ScalarType dtype = rows.scalar_type();
+  const bool fp8 = dtype == at::kByte;
   for (const Tensor& out : outs) {
+    const at::ScalarType its = out.scalar_type();
+    const bool fits = its == at::kFloat || (fp8 ? its == at::kHalf || its == at::kBFloat16 : its == dtype);
+    TORCH_CHECK_VALUE(fits, kOp, ": argument 'outs' has a tensor of dtype ", its, ", wanted Float",
+                      fp8                   ? ", Half or BFloat16"
+                      : dtype == at::kFloat ? ""
+                                            : c10::str(" or ", dtype),
+                      ".");
     TORCH_CHECK_VALUE(out.dim() == 2 && out.sym_size(0) == n && out.sym_size(1) == k && out.is_contiguous() &&
                           out.device() == rows.device(),
                       kOp, ": argument 'outs' has a tensor of shape ", out.sym_sizes(), " on ", out.device(),

@@ -16,7 +16,8 @@ inline constexpr const char* kOp = "grouped_linear";
 void check_offsets(const Tensor& offsets, const Tensor& rows, size_t groups);
 // How many groups offsets are of; named where they are of none.
 size_t groups_of(const Tensor& offsets);
-// Where weight gradients [n, k] go: one of `outs` for each of `how` that is not negative.
+// Where weight gradients [n, k] go: one of `outs` for each of `how` that is not negative; of float32 or rows' dtype, of
+// FP8 rows any float.
 void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& k, at::TensorList outs,
                    at::ArrayRef<int64_t> how, size_t groups);
 

@@ -39,6 +39,7 @@
   X(normalization)          \
   X(quantize)               \
   X(quantize_grouped)       \
+  X(quantize_list)          \
   X(quantizer)              \
   X(quantize_range)         \
   X(offload)                \

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "gemm_fp8.h"
+#include "quantize_list.h"
 
 namespace te_torch {
 
@@ -118,6 +119,19 @@ Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor&
   }
   refuse_state(*quantizer);
   return {{}, quantize_dispatched(quantizer->spec, x, directions, dbias)};
+}
+
+c10::SmallVector<Operand, 1> operands_of(const Route& route, at::ArrayRef<const Quantizer*> quantizers,
+                                         at::TensorList xs, Directions directions) {
+  c10::SmallVector<Operand, 1> operands;
+  if (route.direct() && takes_list(quantizers, xs)) {
+    for (Quantized& q : Direct::call<quantize_list>("te::quantize", quantizers, xs, directions)) {
+      operands.push_back({{}, std::move(q)});
+    }
+    return operands;
+  }
+  for (size_t i = 0; i < xs.size(); ++i) operands.push_back(operand_of(route, quantizers[i], xs[i], directions));
+  return operands;
 }
 
 Operand recomputed_operand(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,

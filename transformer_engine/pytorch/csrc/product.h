@@ -71,6 +71,10 @@ void refuse_state(const Quantizer& quantizer);
 Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor& x, Directions directions,
                    Tensor* dbias = nullptr);
 
+// operand_of() of each, by as few launches as there may be.
+c10::SmallVector<Operand, 1> operands_of(const Route& route, at::ArrayRef<const Quantizer*> quantizers,
+                                         at::TensorList xs, Directions directions);
+
 // The same bits again, by the scales that were used before.
 Operand recomputed_operand(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
                            Directions directions);

@@ -30,6 +30,15 @@ Int folded_rows(c10::ArrayRef<Int> sizes) {
   return rows;
 }
 
+// Views of a buffer, `step` elements apart.
+std::vector<Tensor> parts_of(const Tensor& all, size_t count, at::IntArrayRef sizes, at::IntArrayRef strides,
+                             int64_t step) {
+  std::vector<Tensor> parts;
+  parts.reserve(count);
+  for (size_t i = 0; i < count; ++i) parts.push_back(at::as_strided(all, sizes, strides, int64_t(i) * step));
+  return parts;
+}
+
 void check_input(const Tensor& x) {
   check_float(x, "quantize", "x");
   TORCH_CHECK_VALUE(x.dim() >= 1, "quantize: argument 'x' has no dimensions, wanted at least one.");
@@ -40,9 +49,27 @@ void check_input(const Tensor& x, const Quantizer& quantizer) {
   TORCH_CHECK_VALUE(quantizer.active(), "quantize: argument 'quantizer' is of kind 'none', which quantizes nothing.");
 }
 
-Tensor empty_scales(te_scaling scaling, int64_t rows, int64_t cols, const at::TensorOptions& like) {
-  if (scaling == TE_SCALING_TENSOR) return at::empty({2}, like.dtype(at::kFloat));
-  return at::empty(te::scale_shape(scaling, rows, cols), like.dtype(at::kFloat));
+// Of `count` matrices, in one buffer. Those of TENSOR lie on 16 bytes, as all others do.
+std::vector<Tensor> empty_scales(size_t count, te_scaling scaling, int64_t rows, int64_t cols,
+                                 const at::TensorOptions& like) {
+  const bool whole = scaling == TE_SCALING_TENSOR;
+  const auto options = like.dtype(at::kFloat);
+  if (count == 1 && whole) return {at::empty({2}, options)};
+  const auto [down, along] = te::scale_shape(scaling, rows, cols);
+  if (count == 1) return {at::empty({down, along}, options)};
+  const int64_t step = whole ? 4 : down * along;
+  return whole ? parts_of(at::empty({int64_t(count), step}, options), count, {2}, {1}, step)
+               : parts_of(at::empty({int64_t(count), step}, options), count, {down, along},
+                          {std::max<int64_t>(along, 1), 1}, step);
+}
+
+// FP8 data of `count` matrices, in one buffer: see empty_fp8_data.
+std::vector<Tensor> empty_data(size_t count, int64_t rows, int64_t cols, const at::TensorOptions& like) {
+  const int64_t pitch = rounded_up(cols, kRowBytes), all_rows = rounded_up(rows, kRowBytes), n = int64_t(count);
+  const Tensor data = at::empty({n * all_rows, pitch}, like.dtype(at::kByte));
+  if (all_rows > rows) data.view({n, all_rows, pitch}).narrow(1, rows, all_rows - rows).zero_();
+  if (count == 1 && all_rows == rows && pitch == cols) return {data};
+  return parts_of(data, count, {rows, cols}, {std::max<int64_t>(pitch, 1), 1}, all_rows * pitch);
 }
 
 te_tensor maybe(const Tensor& t, const char* op, const char* argument) {
@@ -124,29 +151,35 @@ Quantizer stateless_quantizer(at::ArrayRef<int64_t> packed) {
 }
 
 Tensor empty_fp8_data(int64_t rows, int64_t cols, const at::TensorOptions& like) {
-  const auto options = like.dtype(at::kByte);
-  const int64_t pitch = rounded_up(cols, kRowBytes), all_rows = rounded_up(rows, kRowBytes);
-  Tensor data = at::empty({all_rows, pitch}, options);
-  if (all_rows == rows && pitch == cols) return data;
-  if (all_rows > rows) data.narrow(0, rows, all_rows - rows).zero_();
-  return at::as_strided(data, {rows, cols}, {std::max<int64_t>(pitch, 1), 1});
+  return empty_data(1, rows, cols, like)[0];
+}
+
+std::vector<Quantized> empty_quantized_list(size_t count, const QuantizeSpec& spec, int64_t rows, int64_t cols,
+                                            Directions directions, const at::TensorOptions& like) {
+  const te_scaling scaling = spec.scaling();
+  std::vector<Quantized> list(count);
+  for (Quantized& q : list) q.scaling = scaling, q.e5m2 = spec.e5m2;
+  const auto take = [&](std::vector<Tensor> parts, Tensor Quantized::*field) {
+    for (size_t i = 0; i < count; ++i) list[i].*field = std::move(parts[i]);
+  };
+  if (directions.rowwise) {
+    take(empty_data(count, rows, cols, like), &Quantized::rowwise);
+    take(empty_scales(count, scaling, rows, cols, like), &Quantized::rowwise_scale_inv);
+  }
+  if (directions.columnwise) {
+    take(empty_data(count, cols, rows, like), &Quantized::columnwise);
+    if (scaling == TE_SCALING_TENSOR && directions.rowwise) {
+      for (Quantized& q : list) q.columnwise_scale_inv = q.rowwise_scale_inv;
+    } else {
+      take(empty_scales(count, scaling, cols, rows, like), &Quantized::columnwise_scale_inv);
+    }
+  }
+  return list;
 }
 
 Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
                           const at::TensorOptions& like) {
-  Quantized q;
-  q.scaling = spec.scaling();
-  q.e5m2 = spec.e5m2;
-  if (directions.rowwise) {
-    q.rowwise = empty_fp8_data(rows, cols, like);
-    q.rowwise_scale_inv = empty_scales(q.scaling, rows, cols, like);
-  }
-  if (directions.columnwise) {
-    q.columnwise = empty_fp8_data(cols, rows, like);
-    const bool shared = q.scaling == TE_SCALING_TENSOR && directions.rowwise;
-    q.columnwise_scale_inv = shared ? q.rowwise_scale_inv : empty_scales(q.scaling, cols, rows, like);
-  }
-  return q;
+  return std::move(empty_quantized_list(1, spec, rows, cols, directions, like)[0]);
 }
 
 te_tensor bytes_view(const Tensor& t, te_dtype dtype, const char* op, const char* argument) {
@@ -272,7 +305,7 @@ Tensor quantize_amax(const Tensor& x) {
 namespace {
 
 // An op's results are memory of their own each: the scales that both directions of TENSOR share come twice.
-FiveTensors parts_of(const Quantized& q, const Tensor& dbias, const at::TensorOptions& like) {
+FiveTensors results_of(const Quantized& q, const Tensor& dbias, const at::TensorOptions& like) {
   const auto or_empty = [](const Tensor& t, const at::TensorOptions& options) {
     return t.defined() ? t : at::empty({0}, options);
   };
@@ -287,13 +320,13 @@ FiveTensors parts_of(const Quantized& q, const Tensor& dbias, const at::TensorOp
 FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias) {
   Tensor bias;
   const Quantized q = quantize(stateless_quantizer(spec), x, {rowwise, columnwise}, dbias ? &bias : nullptr);
-  return parts_of(q, bias, x.options());
+  return results_of(q, bias, x.options());
 }
 
 FourTensors quantize_again_op(const Tensor& x, at::ArrayRef<int64_t> spec, const Tensor& used_scales, bool rowwise,
                               bool columnwise) {
   const Quantized q = quantize_again(stateless_quantizer(spec).spec, used_scales, x, {rowwise, columnwise});
-  const auto [row, row_scale, column, column_scale, none] = parts_of(q, {}, x.options());
+  const auto [row, row_scale, column, column_scale, none] = results_of(q, {}, x.options());
   return {row, row_scale, column, column_scale};
 }
 

@@ -47,6 +47,7 @@ struct QuantizeSpec {
 
   te_scaling scaling() const { return kQuantizerKinds[kind].scaling; }
   bool stateless() const { return kQuantizerKinds[kind].stateless; }
+  bool operator==(const QuantizeSpec&) const = default;
   te_dtype dtype() const { return e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3; }
   // Four integers: kind, e5m2, pow_2_scales, the bits of amax_epsilon.
   static constexpr size_t kPacked = 4;
@@ -88,6 +89,10 @@ Tensor empty_fp8_data(int64_t rows, int64_t cols, const at::TensorOptions& like)
 // Such data for the directions of a [rows, cols] matrix, [rows, cols] and [cols, rows], and their scales.
 Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
                           const at::TensorOptions& like);
+
+// The same of many that are alike: one buffer for all data of a direction, one for its scales.
+std::vector<Quantized> empty_quantized_list(size_t count, const QuantizeSpec& spec, int64_t rows, int64_t cols,
+                                            Directions directions, const at::TensorOptions& like);
 
 // The C API's view of it.
 te_quantized view_of(const Quantized& q, const char* op, const char* argument);

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch.compiling import differs
 from transformer_engine.pytorch.verdict import count_splits
 
 
@@ -35,7 +36,7 @@ def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Spli
     if not isinstance(m_splits, torch.Tensor):
         return Splits(_checked(op, whole_numbers(op, m_splits, groups), inp))
     integers = m_splits.dtype in (torch.int32, torch.int64) and m_splits.layout is torch.strided
-    if not integers or m_splits.dim() != 1 or m_splits.shape[0] != groups:
+    if not integers or m_splits.dim() != 1 or differs(m_splits.shape[0], groups):
         raise ValueError(
             f"{op}: argument 'm_splits' is a {m_splits.dtype} tensor of shape {list(m_splits.shape)}, wanted "
             f"torch.int32 or torch.int64 [{groups}]."

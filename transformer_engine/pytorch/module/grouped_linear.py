@@ -15,7 +15,6 @@ from transformer_engine.pytorch._absent import absent
 from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch._keywords import tells_keywords
 from transformer_engine.pytorch.compiling import refuse as refuse_recipe
-from transformer_engine.pytorch.cpu_offload.context import is_cpu_offload_enabled
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
 from transformer_engine.pytorch.module.kept_input import keeps_input
@@ -188,7 +187,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 sink=self.runtime.sink(self, "", is_first_microbatch),
                 quantizations=quantizations,
                 own_weights=own_weights,
-                keep_input=keeps_input(self, bool(quantizations)),
+                keep_input=keeps_input(self, len(quantizations) > 0),
                 out=out,
                 dgrad_out=dgrad_out,
             )
@@ -225,22 +224,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not quantizations:
             return [], []
         own = quantization.own
-        if not STATE.in_capture() and all(type(weight) is torch.nn.Parameter for weight in weights):
-            if is_first_microbatch is None:
-                return quantizations, []  # of_weight() has nothing of any
-            if is_first_microbatch is False and not is_cpu_offload_enabled():  # nothing to be marked
-                kept = quantization.weights.copies_of(own, self._products, weights)
-                if kept is not None:
-                    return quantizations, kept
-        copies = [
-            quantization.of_weight(self, product, weight, is_first_microbatch)
-            for product, weight in zip(self._products, weights, strict=True)
-        ]
+        plain_ones = all(type(weight) is torch.nn.Parameter for weight in weights)
+        if is_first_microbatch is None and plain_ones and not STATE.in_capture():
+            return quantizations, []  # of_weights() has nothing of any
+        copies = quantization.of_weights(self, weights, is_first_microbatch)
         if not any(copy is not None for copy in copies):
             return quantizations, []
-        for i, weight in enumerate(weights):
-            if copies[i] is None:  # beside weights that are held in FP8: it is quantized as they are
-                copies[i] = quantization.weights.copy_of(self, own, self._products[i], weight, True, None)
+        due = {product: i for i, product in enumerate(self._products) if copies[i] is None}
+        if due:  # beside weights that are held in FP8: they are quantized as these are
+            made = quantization.weights.copies_of(self, own, due, [weights[i] for i in due.values()], True, None)
+            for i, copy in zip(due.values(), made, strict=True):
+                copies[i] = copy
         if any(copy is None for copy in copies):
             raise NotImplementedError(
                 f"{type(self).__name__}: a recipe that quantizes the weights of some groups and not of others, with "

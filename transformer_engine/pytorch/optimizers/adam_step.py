@@ -3,7 +3,7 @@ Parameters that are plain tensors are looked at by the extension alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,9 @@ from transformer_engine.pytorch.functional import optimizer_count_step
 from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, put_on_device
 from transformer_engine.pytorch.optimizers.adam_states import MASTER, State
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor, QuantizedTensor, engine, layout
+from transformer_engine.pytorch.tensor.many import quantize_all
+
+_ROUNDED_BYTES = 64 << 20  # of masters that are rounded to their weights' dtype at a time
 
 
 class Adam(Protocol):
@@ -197,9 +200,10 @@ class Step:
             self._run_group(group, lists)
         for weight in self.in_pass:
             _complete(weight)
-        for weight, values in self.requantized:
-            flag = None if self.found_inf is None else self.found_inf.to(weight.device, torch.float32).view(1)
-            weight.quantize_(values.to(weight.dtype), noop_flag=flag)
+        for some in _batches(self.requantized):
+            flag = None if self.found_inf is None else self.found_inf.to(some[0].weight.device, torch.float32).view(1)
+            values = [one.values.to(one.weight.dtype) for one in some]
+            quantize_all([one.weight for one in some], values, noop_flag=flag)
 
     def _run_group(self, group: dict[str, Any], lists: list[_C.AdamLists]) -> None:
         o = self.optimizer
@@ -216,6 +220,21 @@ class Step:
         modes = (o.adam_w_mode, bool(group["bias_correction"]))
         for each in lists:
             each.run(*numbers, *modes, noop, lr_tensor, step_tensor, inv_scale, None)
+
+
+def _batches(requantized: list[_Requantized]) -> Iterator[list[_Requantized]]:
+    """In their order, of one device each: rounded values of all at once would be as large as the model."""
+    some: list[_Requantized] = []
+    held = 0
+    for one in requantized:
+        size = one.values.numel() * one.weight.dtype.itemsize
+        if some and (held + size > _ROUNDED_BYTES or one.weight.device != some[0].weight.device):
+            yield some
+            some, held = [], 0
+        some.append(one)
+        held += size
+    if some:
+        yield some
 
 
 def _written_in_pass(weight: QuantizedTensor) -> tuple | None:

@@ -11,6 +11,7 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import outside_of_modes
 
 _FLOAT = torch.finfo(torch.float32)
 
@@ -90,8 +91,9 @@ class ScalingState:
     def _view(self, name: str, of: torch.Tensor, column: int) -> torch.Tensor:
         found = self._views.get((name, column))
         if found is None or found[0] is not of:
-            row = of if of.dim() == 1 else of[0]
-            found = self._views[name, column] = of, row[column : column + 1]
+            with outside_of_modes():
+                row = of if of.dim() == 1 else of[0]
+                found = self._views[name, column] = of, row[column : column + 1]
         return found[1]
 
     # ---- weights that are held in FP8 alone ----
@@ -143,7 +145,8 @@ class ScalingState:
     def used(self) -> torch.Tensor:
         """A copy of the scales as they are until the next update; one for all who ask in between."""
         if self._used is None:
-            self._used = self.scale.detach().clone()
+            with outside_of_modes():
+                self._used = self.scale.detach().clone()
         return self._used
 
     def changed(self) -> None:

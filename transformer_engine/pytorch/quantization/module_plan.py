@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import outside_of_modes
 from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
 from transformer_engine.pytorch.quantization.products import (
     BACKWARD_SLOTS,
@@ -112,7 +113,8 @@ class ModulePlan:
         column = (FORWARD_SLOTS if forward else BACKWARD_SLOTS) * index + SLOTS[role]
         scales = self._again if forward and variant == AGAIN else state.scale
         quiet = variant == QUIET or (forward and variant == AGAIN)
-        return native(source, scales[column : column + 1], None if quiet else state.amax_of(column))
+        with outside_of_modes():
+            return native(source, scales[column : column + 1], None if quiet else state.amax_of(column))
 
     def product(self, index: int, variant: int) -> object:
         """_C.ProductQuantization of a product."""

@@ -6,21 +6,20 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import refuse
-from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
+from transformer_engine.pytorch.compiling import outside_of_modes, refuse
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.module_delayed import DelayedCalls, kind_of_call
 from transformer_engine.pytorch.quantization.module_plan import RECORD, ModulePlan
-from transformer_engine.pytorch.quantization.module_weights import KeptWeights
+from transformer_engine.pytorch.quantization.module_weights import KeptWeights, WeightCalls
 from transformer_engine.pytorch.quantization.primary_weights import (
     adopt_primary_weight,
-    as_product_reads,
     check_primary_weight,
     keep_high_precision,
     primary_weights,
@@ -40,8 +39,17 @@ def _under_compile() -> bool:
     return torch.compiler.is_compiling()
 
 
+def _first_weight(module: torch.nn.Module) -> torch.Tensor:
+    return getattr(module, module._product_names(module._products[0])[0][0])
+
+
 def _weight_device(module: torch.nn.Module) -> torch.device:
-    return getattr(module, module._product_names(module._products[0])[0][0]).device
+    return _first_weight(module).device
+
+
+def _is_real(weight: torch.Tensor) -> bool:
+    """Or it was made by a tracer, and all that belongs to it is to be so too."""
+    return type(weight) in (torch.Tensor, torch.nn.Parameter) or isinstance(weight, QuantizedTensor)
 
 
 def roles_of(module: torch.nn.Module) -> list[dict[str, QuantizerRole]]:
@@ -79,7 +87,7 @@ class Snapshot:
     quantizers: list[tuple[QuantizedTensor, Quantizer | None]]
 
 
-class ModuleQuantization(DelayedCalls):
+class ModuleQuantization(DelayedCalls, WeightCalls):
     """Methods are given the module, which this does not hold: `_products` and `_product_names()` say what it computes.
 
     fp8, fp8_calibration: whether the last forward ran so. meta: what clients know as fp8_meta. own: the recipe's plan
@@ -206,36 +214,6 @@ class ModuleQuantization(DelayedCalls):
             )
         return None
 
-    def of_weight(
-        self, module: torch.nn.Module, product: str, weight: torch.Tensor, is_first_microbatch: bool | None
-    ) -> _C.Quantized | None:
-        """The weight as the product reads it, or None where the product quantizes it itself.
-
-        is_first_microbatch: True quantizes and keeps, False takes what was kept, None does neither. In a graph's
-        capture its flag (set_skip_fp8_weight_update_tensor), where there is one, decides instead, in the kernel."""
-        state = STATE
-        if not state.enabled:
-            return None
-        if isinstance(weight, QuantizedTensor):
-            return _stays(self._of_primary_weight(module, product, weight))
-        skip = state.skip_weight_update if state.in_capture() else None
-        if (is_first_microbatch is None and skip is None) or torch.compiler.is_compiling():
-            return None
-        if isinstance(is_first_microbatch, torch.Tensor) or is_first_microbatch not in (None, True, False):
-            raise ValueError(
-                f"{type(module).__name__}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, "
-                "False or None."
-            )
-        kept = self.weights.copy_of(module, self.own, product, weight, is_first_microbatch, skip)
-        return None if kept is None else _stays(kept)
-
-    def _of_primary_weight(self, module: torch.nn.Module, product: str, weight: QuantizedTensor) -> _C.Quantized:
-        own, index = self.own, module._products.index(product)
-        if weight._quantizer is not own.weights.get(index, self):  # another one since the recipe was entered
-            check_primary_weight(type(module).__name__, own, index, weight, self.parameters_recipe)
-            adopt_primary_weight(own, index, weight)
-        return as_product_reads(own, weight)
-
     def of_output(self, module: torch.nn.Module, output: torch.Tensor) -> QuantizedTensor:
         """By the output's quantizer, differentiable."""
         if torch.compiler.is_compiling():
@@ -273,7 +251,8 @@ class ModuleQuantization(DelayedCalls):
             )
         own = self.own
         if own is None or own.plan is not plan or (own.rule is not None and own.device != _weight_device(module)):
-            self._adopt(module, state, plan)
+            with outside_of_modes() if _is_real(_first_weight(module)) else nullcontext():
+                self._adopt(module, state, plan)
         self.meta.update(
             fp8_checkpoint=True, recipe=state.chosen_recipe(), fp8_group=state.group, num_gemms=len(module._products)
         )
@@ -390,10 +369,3 @@ class ModuleQuantization(DelayedCalls):
         else:
             own.resize(own.rule.amax_history_len)
         return own
-
-
-def _stays(weight: _C.Quantized) -> _C.Quantized:
-    """The module holds it whatever a graph saves: that it leaves for the CPU would give nothing back."""
-    if is_cpu_offload_enabled():
-        mark_not_offload(weight.rowwise, weight.columnwise)
-    return weight

@@ -11,6 +11,7 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import outside_of_modes
 from transformer_engine.pytorch.quantization.module_plan import ModulePlan
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.recompute_phase import recompute_phase
@@ -46,7 +47,8 @@ def as_product_reads(own: ModulePlan, weight: QuantizedTensor) -> _C.Quantized:
     handle = weight._native()
     if torch.is_grad_enabled() and own.plan.reads_columns:
         if handle.columnwise is None:
-            weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+            with outside_of_modes():
+                weight.update_usage(rowwise_usage=True, columnwise_usage=True)
             handle = weight._native()
         if STATE.in_capture():  # replays read and write this memory
             weight._keeps_columnwise = True

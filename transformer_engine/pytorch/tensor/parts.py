@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.compiling import in_a_mode
 from transformer_engine.pytorch.tensor import layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 
@@ -124,11 +125,11 @@ class Parts:
 
     def _native(self) -> "_C.Quantized":
         """The engine's handle, of the same memory: what modules pass on. Kept while the parts stay, unless one of them
-        had to be copied because its rows do not start on 16 bytes."""
+        had to be copied because its rows do not start on 16 bytes, or may be a tracer's."""
         handle = self.__dict__.get("_handle")
         if handle is None:
             handle = self._make_native()
-            if self._is_pitched():
+            if self._is_pitched() and not in_a_mode():
                 self.__dict__["_handle"] = handle
         return handle
 

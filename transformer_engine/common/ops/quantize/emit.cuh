@@ -98,20 +98,6 @@ __device__ __forceinline__ void put_columns(const float (&x)[kColumns], Shared& 
 
 // ---- bytes ----
 
-// Predicated, for a branch around each of many stores costs more than the store.
-__device__ __forceinline__ void store_if(bool wanted, uint8_t* target, uint2 x) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2};}" ::"l"(
-                   __cvta_generic_to_global(target)),
-               "r"(x.x), "r"(x.y), "r"(unsigned(wanted))
-               : "memory");
-}
-__device__ __forceinline__ void store_if(bool wanted, uint8_t* target, uint4 x) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4};}" ::"l"(
-                   __cvta_generic_to_global(target)),
-               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(unsigned(wanted))
-               : "memory");
-}
-
 __device__ __forceinline__ int within_tile(int64_t n) { return n < 0 ? 0 : n > kTile ? kTile : int(n); }
 
 // The rows of a thread: their place in the rowwise data, and how many there are.

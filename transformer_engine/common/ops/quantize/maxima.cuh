@@ -5,6 +5,9 @@
 #include "core/reduce.cuh"
 #include "core/vec.cuh"
 #include "ops/quantize/fp8.h"
+#if !defined(TE_EMULATED_GPU)  // else a test's functions of the same names are in scope
+#include "ops/quantize/ptx.cuh"
+#endif
 
 namespace te::quantize {
 
@@ -19,19 +22,6 @@ template <class T>
 using Vector = Packed<T, kColumns>;
 
 // ---- values in their own dtype ----
-
-// The larger magnitude of each of two pairs. Its sign is no one's: clear_signs takes it off. Of a NaN and a number it
-// is the number.
-template <class T>
-__device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
-  uint32_t larger;
-  if constexpr (std::is_same_v<T, bf16>) {
-    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  } else {
-    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  }
-  return larger;
-}
 
 constexpr uint32_t kMagnitudes = 0x7fff7fffu;
 

@@ -149,10 +149,7 @@ template <class T>
 __device__ __forceinline__ void copy_async(Vector<T>& shared, const T* global) {
 #pragma unroll
   for (int part = 0; part < int(sizeof(shared) / 16); ++part) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     unsigned(__cvta_generic_to_shared(reinterpret_cast<uint4*>(&shared) + part))),
-                 "l"(__cvta_generic_to_global(reinterpret_cast<const uint4*>(global) + part))
-                 : "memory");
+    copy_async_16(reinterpret_cast<uint4*>(&shared) + part, reinterpret_cast<const uint4*>(global) + part);
   }
 }
 
@@ -167,7 +164,7 @@ __device__ __forceinline__ void fill_whole(const Producer& producer, const Place
 #pragma unroll
     for (int i = 0; i < kRows; ++i) copy_async(slots.at(k, i), source + i * producer.pitch(k));
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");  // this thread's own, which nobody else reads
+  wait_for_copies();  // this thread's own, which nobody else reads
 #pragma unroll 2
   for (int i = 0; i < kRows; ++i) {
     Vector<T> in[kInputs], out[kOutputs];
@@ -244,20 +241,40 @@ __global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
   // Behind an amax pass the last tiles come first: their inputs may still be in the L2.
   const unsigned tile = dests.of[0].amax_parts != nullptr ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const Place at(tile / unsigned(domain.tile_cols), tile % unsigned(domain.tile_cols));
-  extern __shared__ uint4 dynamic[];
   if constexpr (kSharedInSlots<Producer>) {
-    const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
+    const Slots<T> slots{static_cast<Vector<T>*>(dynamic_shared())};
     quantize_tile_staged(producer, dests, domain, at, slots,
                          *reinterpret_cast<Shared*>(slots.plane(Producer::kOutputs)));
   } else {
     __shared__ Shared shared;
     if constexpr (Producer::kStaged) {
-      const Slots<T> slots{reinterpret_cast<Vector<T>*>(dynamic)};
+      const Slots<T> slots{static_cast<Vector<T>*>(dynamic_shared())};
       quantize_tile_staged(producer, dests, domain, at, slots, shared);
     } else {
       quantize_tile(producer, dests, domain, at, shared);
     }
   }
+}
+
+// The largest magnitude of tiles first, first + step, ..., for all threads of the block.
+template <class Producer>
+__device__ __forceinline__ float amax_of_tiles(const Producer& producer, const Domain& domain, int64_t first,
+                                               int64_t step, Shared& shared) {
+  using T = typename Producer::Type;
+  Vector<T> largest = {};
+  const auto take = [&](int, const Vector<T>(&out)[Producer::kOutputs]) {
+#pragma unroll
+    for (int k = 0; k < Producer::kAmaxOutputs; ++k) take_magnitudes<T>(largest, out[k]);
+  };
+  for (int64_t tile = first; tile < domain.tile_rows * domain.tile_cols; tile += step) {
+    const Place at(tile / domain.tile_cols, tile % domain.tile_cols);
+    if (is_whole(domain, at)) {
+      for_whole_rows<false>(producer, at, take);
+    } else {
+      for_some_rows<false>(producer, domain, at, take);
+    }
+  }
+  return block_max(largest_of<T>(largest), shared);
 }
 
 template <class Producer>
@@ -266,21 +283,7 @@ __global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
                 int n_parts, const float* noop) {
   __shared__ Shared shared;
   if (is_set(noop)) return;
-  using T = typename Producer::Type;
-  Vector<T> largest = {};
-  const auto take = [&](int, const Vector<T>(&out)[Producer::kOutputs]) {
-#pragma unroll
-    for (int k = 0; k < Producer::kAmaxOutputs; ++k) take_magnitudes<T>(largest, out[k]);
-  };
-  for (int64_t tile = blockIdx.x; tile < domain.tile_rows * domain.tile_cols; tile += gridDim.x) {
-    const Place at(tile / domain.tile_cols, tile % domain.tile_cols);
-    if (is_whole(domain, at)) {
-      for_whole_rows<false>(producer, at, take);
-    } else {
-      for_some_rows<false>(producer, domain, at, take);
-    }
-  }
-  const float amax = block_max(largest_of<T>(largest), shared);
+  const float amax = amax_of_tiles(producer, domain, blockIdx.x, gridDim.x, shared);
   if (threadIdx.x == 0) parts[blockIdx.x] = amax;
   if (blockIdx.x > 0) return;
   for (int part = int(gridDim.x + threadIdx.x); part < n_parts; part += kThreads) parts[part] = 0.f;
@@ -308,6 +311,8 @@ Domain domain_of(int64_t rows, int64_t cols, bool wide, const Dests<kOutputs>& d
   return {rows, cols, tiles_of(last_row), tile_cols < 1 ? 1 : tile_cols, wide};
 }
 
+#if !defined(TE_EMULATED_GPU)  // nothing is launched there
+
 template <class Producer>
 void launch_quantize(const char* op, const Producer& producer, const Dests<Producer::kOutputs>& dests, int64_t rows,
                      int64_t cols, bool wide, te_stream stream) {
@@ -329,5 +334,7 @@ void launch_amax(const char* op, const Producer& producer, int64_t rows, int64_t
       producer, domain, static_cast<float*>(parts.data), int(parts.cols), static_cast<const float*>(noop.data));
   check_launch(op);
 }
+
+#endif
 
 }  // namespace te::quantize

@@ -192,10 +192,15 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   const bool columnwise = read.columnwise && (needs.source || keeping == Keeping::kForRecompute);
   const bool adds_up = exchange != nullptr && exchange->adds_up(Pass::kFprop);
   WeightSet w{{}, adds_up ? at::TensorList() : in.biases};
-  for (size_t i = 0; i < in.weights.size(); ++i) {
-    const ProductQuantization* its = stage.products->quantization(q, i);
-    const Quantizer* quantizer = its != nullptr ? &its->weight : nullptr;
-    w.weights.push_back(own ? in.own[i] : operand_of(route, quantizer, in.weights[i], {true, columnwise}));
+  if (own) {
+    w.weights.assign(in.own.begin(), in.own.end());
+  } else {
+    c10::SmallVector<const Quantizer*, 1> quantizers;
+    for (size_t i = 0; i < in.weights.size(); ++i) {
+      const ProductQuantization* its = stage.products->quantization(q, i);
+      quantizers.push_back(its != nullptr ? &its->weight : nullptr);
+    }
+    w.weights = operands_of(route, quantizers, in.weights, {true, columnwise});
   }
   const bool split = q == nullptr || q->split_fprop;
   const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {

@@ -235,10 +235,7 @@ class DeviceGroups final : public Products {
   Grouping grouping_;
 };
 
-bool alike(const Quantizer& a, const Quantizer& b) {
-  return a.spec.kind == b.spec.kind && a.spec.e5m2 == b.spec.e5m2 && a.spec.pow_2_scales == b.spec.pow_2_scales &&
-         a.spec.amax_epsilon == b.spec.amax_epsilon;
-}
+bool alike(const Quantizer& a, const Quantizer& b) { return a.spec == b.spec; }
 
 }  // namespace
 

@@ -1,0 +1,112 @@
+// What the quantize room's kernels ask of the hardware (ops/quantize/ptx.cuh, CUDA's intrinsics), on the emulated
+// blocks of emulated_gpu.h: the kernels' own source runs on the host, one block after the other. Include it before
+// them.
+#pragma once
+
+#include "emulated_gpu.h"
+
+#include "ops/quantize/fp8.h"
+
+// One block runs at a time, so what is static in a kernel is the block's; it begins as the last block left it.
+#undef __shared__
+#define __shared__ static
+#define __noinline__
+
+inline EmulatedIndex blockDim;
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct __half2 {
+  te::fp16 x, y;
+};
+struct __nv_bfloat162 {
+  te::bf16 x, y;
+};
+
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float __uint_as_float(uint32_t x) { return te::detail::float_of(x); }
+inline uint32_t __float_as_uint(float x) { return te::detail::bits_of(x); }
+inline float2 __half22float2(__half2 x) { return {te::to_float(x.x), te::to_float(x.y)}; }
+inline __half2 __floats2half2_rn(float x, float y) {
+  return {te::from_float<te::fp16>(x), te::from_float<te::fp16>(y)};
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {te::from_float<te::bf16>(x), te::from_float<te::bf16>(y)};
+}
+inline size_t __cvta_generic_to_global(const void* p) { return reinterpret_cast<size_t>(p); }
+
+// Byte i of the result is the byte of y:x, x lowest, that nibble i of `which` names.
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
+  const uint64_t both = uint64_t(y) << 32 | x;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) out |= uint32_t(both >> (which >> (4 * i) & 7u) * 8 & 0xffu) << (8 * i);
+  return out;
+}
+inline uint32_t __reduce_max_sync(unsigned mask, uint32_t x) {
+  for (int step = 16; step > 0; step /= 2) x = std::max(x, __shfl_xor_sync(mask, x, step));
+  return x;
+}
+inline unsigned atomicMax(unsigned* at, unsigned x) {
+  const unsigned before = *at;
+  *at = std::max(before, x);
+  return before;
+}
+using std::max;
+using std::min;
+
+namespace te::quantize {
+
+// PTX: max.xorsign.abs without .NaN; of two NaN a NaN.
+template <class T>
+uint32_t larger_pair(uint32_t a, uint32_t b) {
+  const uint32_t infinity = std::is_same_v<T, bf16> ? 0x7f80 : 0x7c00;
+  const auto larger = [&](uint32_t x, uint32_t y) {
+    const uint32_t sign = (x ^ y) & 0x8000, left = x & 0x7fff, right = y & 0x7fff;
+    if (left > infinity && right > infinity) return uint32_t(0x7fff);
+    return sign | (left > infinity ? right : right > infinity ? left : std::max(left, right));
+  };
+  return larger(a & 0xffff, b & 0xffff) | larger(a >> 16, b >> 16) << 16;
+}
+
+template <class Word>
+void store_if(bool wanted, uint8_t* target, Word x) {
+  if (!wanted) return;
+  if (reinterpret_cast<uintptr_t>(target) % sizeof(Word) != 0) throw std::logic_error("a store at an odd address");
+  std::memcpy(target, &x, sizeof(Word));
+}
+
+inline void copy_async_16(void* shared, const void* global) { std::memcpy(shared, global, 16); }
+inline void wait_for_copies() {}
+inline void* dynamic_shared() { return testing::gpu::Cluster::current().shared(); }
+
+template <bool kE5m2>
+uint32_t to_fp8_word(float a, float b, float c, float d) {
+  return to_fp8<kE5m2>(a) | to_fp8<kE5m2>(b) << 8 | to_fp8<kE5m2>(c) << 16 | to_fp8<kE5m2>(d) << 24;
+}
+
+}  // namespace te::quantize
+
+namespace te::testing {
+
+// kernel() in every thread of `blocks` blocks, in an order that is not theirs.
+inline void run_blocks(unsigned blocks, unsigned threads, unsigned seed, const std::function<void()>& kernel) {
+  std::vector<unsigned> order(blocks);
+  for (unsigned i = 0; i < blocks; ++i) order[i] = i;
+  std::mt19937 random(seed);
+  std::shuffle(order.begin(), order.end(), random);
+  for (const unsigned block : order) {
+    gpu::Cluster cluster(1, threads, seed + block);
+    cluster.run(block, blocks, kernel);
+  }
+}
+
+}  // namespace te::testing

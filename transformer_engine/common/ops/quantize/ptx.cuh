@@ -1,0 +1,52 @@
+// What the kernels of this room ask of the hardware in its own words (inline PTX), so that a test can say the same for
+// the host and run the kernels themselves. No format and no scale is known here.
+#pragma once
+
+#include <type_traits>
+
+#include "core/dtype.h"
+
+namespace te::quantize {
+
+// The larger magnitude of each of two pairs. Its sign is no one's: a mask (kMagnitudes) takes it off. Of a NaN and a
+// number it is the number.
+template <class T>
+__device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  }
+  return larger;
+}
+
+// Predicated, for a branch around each of many stores costs more than the store.
+__device__ __forceinline__ void store_if(bool wanted, uint8_t* target, uint2 x) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2};}" ::"l"(
+                   __cvta_generic_to_global(target)),
+               "r"(x.x), "r"(x.y), "r"(unsigned(wanted))
+               : "memory");
+}
+__device__ __forceinline__ void store_if(bool wanted, uint8_t* target, uint4 x) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4};}" ::"l"(
+                   __cvta_generic_to_global(target)),
+               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(unsigned(wanted))
+               : "memory");
+}
+
+// 16 bytes from global to shared memory without registers, and this thread's wait for all that it asked for.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(shared))),
+               "l"(__cvta_generic_to_global(global))
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Shared memory whose size the launch says.
+__device__ __forceinline__ void* dynamic_shared() {
+  extern __shared__ uint4 dynamic[];
+  return dynamic;
+}
+
+}  // namespace te::quantize

@@ -1,0 +1,149 @@
+// See quantize_list.h. Scales and bytes are made by the engine.
+#include "quantize_list.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <transformer_engine/quantize_list.h>
+
+namespace te_torch {
+
+namespace {
+
+constexpr const char* kOp = "quantize";
+
+bool alike(const te_tensor& a, const te_tensor& b) {
+  return a.rows == b.rows && a.cols == b.cols && a.row_pitch == b.row_pitch && a.dtype == b.dtype &&
+         a.device == b.device && (a.data == nullptr) == (b.data == nullptr);
+}
+
+bool alike(const te_quantized& a, const te_quantized& b) {
+  return a.scaling == b.scaling && alike(a.rowwise, b.rowwise) && alike(a.columnwise, b.columnwise) &&
+         alike(a.rowwise_scale_inv, b.rowwise_scale_inv) && alike(a.columnwise_scale_inv, b.columnwise_scale_inv);
+}
+
+// Matrices of which takes_list() is true.
+void run(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs, at::ArrayRef<te_quantized> outs,
+         const Tensor& noop) {
+  const QuantizeSpec& spec = quantizers[0]->spec;
+  const size_t count = xs.size();
+  std::vector<Tensor> rows;
+  std::vector<te_tensor> views;
+  std::vector<const float*> scales;
+  std::vector<float*> amaxes;
+  views.reserve(count);
+  rows.reserve(count);
+  for (const Tensor& x : xs) views.push_back(view_2d(rows.emplace_back(rows_of(x)), kOp, "x"));
+  te_quantize_list_problem problem{};
+  problem.count = int32_t(count);
+  problem.xs = views.data();
+  problem.outs = outs.data();
+  problem.noop = noop.defined() ? view_2d(noop, kOp, "noop") : absent();
+  problem.pow_2_scales = spec.pow_2_scales;
+  problem.amax_epsilon = spec.amax_epsilon;
+  problem.amax_parts = absent();
+  Tensor parts;
+  if (spec.kind == QuantizeSpec::kCurrent) {
+    parts = at::empty({int64_t(count), TE_QUANTIZE_LIST_PARTS}, xs[0].options().dtype(at::kFloat));
+    problem.amax_parts = view_2d(parts, kOp, "amax_parts");
+  }
+  if (spec.scaling() == TE_SCALING_TENSOR) {
+    bool any = false;
+    for (const Quantizer* one : quantizers) {
+      if (spec.kind == QuantizeSpec::kDelayed) scales.push_back(one->scale.const_data_ptr<float>());
+      amaxes.push_back(one->amax.defined() ? one->amax.mutable_data_ptr<float>() : nullptr);
+      any = any || one->amax.defined();
+    }
+    problem.scales = scales.empty() ? nullptr : scales.data();
+    problem.amaxes = any ? amaxes.data() : nullptr;
+  }
+  check(te_quantize_list(&problem, current_stream(xs[0])));
+}
+
+bool state_fits(const Quantizer& quantizer, const Tensor& x) {
+  const auto fits = [&](const Tensor& t) {
+    return !t.defined() || (t.numel() == 1 && t.scalar_type() == at::kFloat && t.device() == x.device());
+  };
+  return fits(quantizer.scale) && fits(quantizer.amax);
+}
+
+}  // namespace
+
+bool takes_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs) {
+  if (xs.size() < 2 || quantizers.size() != xs.size()) return false;
+  for (size_t i = 0; i < xs.size(); ++i) {
+    if (quantizers[i] == nullptr || !(quantizers[i]->spec == quantizers[0]->spec)) return false;
+    const Tensor& x = xs[i];
+    if (x.dim() != 2 || !x.sizes().equals(xs[0].sizes()) || !x.strides().equals(xs[0].strides()) ||
+        x.scalar_type() != xs[0].scalar_type() || x.device() != xs[0].device() || !state_fits(*quantizers[i], x)) {
+      return false;
+    }
+    if (x.is_neg()) return false;  // copied, to another pitch
+  }
+  const auto kind = quantizers[0]->spec.kind;
+  return kind != QuantizeSpec::kNone && kind != QuantizeSpec::kPython;
+}
+
+std::vector<Quantized> quantize_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs,
+                                     Directions directions) {
+  std::vector<Quantized> made;
+  if (!takes_list(quantizers, xs)) {
+    for (size_t i = 0; i < xs.size(); ++i) made.push_back(quantize(*quantizers[i], xs[i], directions));
+    return made;
+  }
+  check_float(xs[0], kOp, "x");
+  const at::AutoDispatchBelowADInplaceOrView apart;  // parts of one buffer, but each of a version of its own
+  made =
+      empty_quantized_list(xs.size(), quantizers[0]->spec, xs[0].size(0), xs[0].size(1), directions, xs[0].options());
+  std::vector<te_quantized> views;
+  views.reserve(made.size());
+  for (const Quantized& one : made) views.push_back(view_of(one, kOp, "out"));
+  run(quantizers, xs, views, {});
+  return made;
+}
+
+void quantize_list_into(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs, at::ArrayRef<Quantized> outs,
+                        const Tensor& noop) {
+  std::vector<te_quantized> views;
+  views.reserve(outs.size());
+  bool one_call = takes_list(quantizers, xs);
+  for (const Quantized& out : outs) {
+    views.push_back(view_of(out, kOp, "out"));
+    one_call = one_call && alike(views.back(), views[0]);
+  }
+  if (!one_call) {
+    for (size_t i = 0; i < xs.size(); ++i) quantize_into(*quantizers[i], xs[i], outs[i], noop, {});
+    return;
+  }
+  run(quantizers, xs, views, noop);
+  for (const Quantized& out : outs) {
+    for (const Tensor* t : {&out.rowwise, &out.rowwise_scale_inv, &out.columnwise, &out.columnwise_scale_inv}) {
+      note_written(*t);
+    }
+  }
+}
+
+void register_quantize_list(pybind11::module_& m) {
+  namespace py = pybind11;
+  m.def("quantize_list",
+        torch::wrap_pybind_function_no_gil([](const std::vector<const Quantizer*>& quantizers,
+                                              const std::vector<Tensor>& xs, bool rowwise, bool columnwise) {
+          TORCH_CHECK_VALUE(quantizers.size() == xs.size(), "quantize_list: argument 'quantizers' has ",
+                            quantizers.size(), " entries, wanted ", xs.size(), ", one for each matrix.");
+          return quantize_list(quantizers, xs, {rowwise, columnwise});
+        }),
+        py::arg("quantizers"), py::arg("xs"), py::arg("rowwise"), py::arg("columnwise"));
+  m.def("quantize_list_into",
+        torch::wrap_pybind_function_no_gil([](const std::vector<const Quantizer*>& quantizers,
+                                              const std::vector<Tensor>& xs, const std::vector<Quantized>& outs,
+                                              const OptionalTensor& noop) {
+          TORCH_CHECK_VALUE(quantizers.size() == xs.size() && outs.size() == xs.size(),
+                            "quantize_list_into: arguments 'quantizers' and 'outs' have ", quantizers.size(), " and ",
+                            outs.size(), " entries, wanted ", xs.size(), ", one for each matrix.");
+          quantize_list_into(quantizers, xs, outs, noop.value_or(Tensor()));
+        }),
+        py::arg("quantizers"), py::arg("xs"), py::arg("outs"), py::arg("noop") = py::none());
+}
+
+}  // namespace te_torch
