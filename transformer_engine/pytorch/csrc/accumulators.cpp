@@ -1,6 +1,7 @@
-// The nodes that add to .grad of leaves, for Python: whose gradients the backward that runs is not asked for, and
-// leaves that get new nodes for a while.
-#include <torch/csrc/autograd/function.h>
+// See accumulators.h; and for Python: whose gradients the backward that runs is not asked for, and leaves that get new
+// nodes for a while.
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/Exceptions.h>
@@ -13,6 +14,7 @@ namespace te_torch {
 namespace {
 
 namespace impl = torch::autograd::impl;
+using torch::autograd::variable_list;
 
 // A node belongs to the stream on which it was made, and a backward that is captured would make that stream wait.
 class FreshAccumulators {
@@ -39,7 +41,47 @@ class FreshAccumulators {
   std::vector<std::shared_ptr<torch::autograd::Node>> nodes_;
 };
 
+// Whether this node is a leaf's, and the engine would do nothing for it but call it.
+bool is_plain_leaf(const std::shared_ptr<torch::autograd::Node>& node, const c10::Stream& stream) {
+  // Another graph, or one more edge of this one, that waits for it; DDP and others, who hold it for its hooks.
+  if (node.use_count() != 1 || typeid(*node) != typeid(torch::autograd::AccumulateGrad)) return false;
+  return node->pre_hooks().empty() && node->post_hooks().empty() && node->tensor_pre_hooks().empty() &&
+         node->tensor_post_acc_grad_hooks() == nullptr && node->input_metadata(0).stream() == stream;
+}
+
+// Whether the engine has nothing to check or to convert.
+bool fits(const Tensor& gradient, const torch::autograd::InputMetadata& wanted) {
+  return gradient.layout() == at::kStrided && gradient.scalar_type() == wanted.grad_dtype() &&
+         gradient.device() == wanted.device() && !wanted.is_tensor_subclass() && !wanted.is_nested_tensor() &&
+         wanted.is_same_shape(gradient);
+}
+
 }  // namespace
+
+std::vector<std::shared_ptr<torch::autograd::Node>> give_to_leaves(at::ArrayRef<Tensor*> gradients) {
+  std::vector<std::shared_ptr<torch::autograd::Node>> through;
+  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+  const bool all_asked = asked != nullptr && asked->empty() && !torch::autograd::get_current_graph_task_keep_graph();
+  const auto node = torch::autograd::get_current_node();
+  if (!all_asked || node == nullptr || !node->post_hooks().empty() || torch::autograd::AnomalyMode::is_enabled()) {
+    return through;
+  }
+  const c10::Stream stream = node->input_metadata(0).stream();
+  TORCH_INTERNAL_ASSERT(gradients.size() == node->num_outputs());
+  bool engine_has_one = false;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    torch::autograd::Edge& edge = node->next_edges()[i];
+    if (!edge.is_valid() || !is_plain_leaf(edge.function, stream)) continue;
+    if (gradients[i]->defined() && !fits(*gradients[i], edge.function->input_metadata(0))) continue;
+    if (!std::exchange(engine_has_one, true)) continue;
+    through.push_back(std::move(edge.function));
+    if (!gradients[i]->defined()) continue;
+    variable_list one(1);
+    one[0] = std::move(*gradients[i]);  // the only reference: it becomes .grad as it is
+    (*through.back())(std::move(one));
+  }
+  return through;
+}
 
 // torch.autograd.grad(), backward(inputs=), as a node of C++ asks by needs_input_grad(): Python's flag of that name
 // knows the forward alone. Leaves by number; none outside of a backward, or in one that asks for all gradients.

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
+#include "accumulators.h"
 #include "common.h"
 #include "saved.h"
 
@@ -61,12 +62,14 @@ template <class State>
 struct Held : torch::CustomClassHolder {
   State state;
   Slots slots;
-  NamedTensors::Labels labels;  // of the saved tensors
-  std::string module;           // that called, while somebody records
+  NamedTensors::Labels labels;                                  // of the saved tensors
+  std::string module;                                           // that called, while somebody records
+  std::vector<std::shared_ptr<torch::autograd::Node>> through;  // leaves' that the engine was not told of
 };
 
 // Family:
 //   static constexpr const char* kName;
+//   static constexpr bool kManyLeaves;         there or not: arguments may be hundreds of leaves
 //   struct State;                              plain values, no tensors
 //   template <class Route> static variable_list forward(State&, Keeper&, const Args&...);
 //   template <class Route> static variable_list backward(const State&, const Wanted&, const NamedTensors& saved,
@@ -106,12 +109,23 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
         "gradient of a gradient is needed.");
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto holder = ctx->saved_data.at("held").toCapsule();
-    const auto& held = static_cast<const Holder&>(*holder);
+    auto& held = static_cast<Holder&>(*holder);
     const NamedTensors saved(ctx->get_saved_variables(), held.labels);  // may run modules, which set the label
     const probe::Label label(held.module);
     variable_list out = Family::template backward<Route>(held.state, Wanted(ctx, held.slots), saved, grads);
     out.resize(held.slots.size());
+    if constexpr (requires { Family::kManyLeaves; } && std::is_same_v<Route, Direct>) give(held, out);
     return out;
+  }
+
+ private:
+  static void give(Holder& held, variable_list& out) {
+    std::vector<Tensor*> of_edges;
+    of_edges.reserve(out.size());
+    for (size_t slot = 0; slot < out.size(); ++slot) {
+      if (held.slots.edge(slot) >= 0) of_edges.push_back(&out[slot]);
+    }
+    held.through = give_to_leaves(of_edges);
   }
 };
 

@@ -170,6 +170,29 @@ Tensor gemm_accumulate_meta(const Tensor& a, const Tensor& b, std::string_view l
 
 }  // namespace
 
+namespace {
+
+Tensor new_workspace(size_t bytes, const Tensor& like) {
+  return at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte));
+}
+
+thread_local OneWorkspace* innermost = nullptr;
+
+}  // namespace
+
+OneWorkspace::OneWorkspace() : outer_(std::exchange(innermost, this)) {}
+
+OneWorkspace::~OneWorkspace() { innermost = outer_; }
+
+const Tensor& OneWorkspace::at_least(size_t bytes, te_stream stream, const Tensor& like) {
+  const bool serves = memory_.defined() && stream_ == stream && memory_.device() == like.device();
+  if (!serves || memory_.nbytes() < bytes) {
+    memory_ = new_workspace(bytes, like);
+    stream_ = stream;
+  }
+  return memory_;
+}
+
 void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like) {
   if (path.by == GemmBy::kCpuLoop) {
     check(te_gemm_by_loop(&problem));
@@ -179,17 +202,19 @@ void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like
   tuning::meet(problem);
   size_t bytes = 0;
   check(te_gemm_workspace(&problem, &bytes));
+  const te_stream stream = current_stream(like);
   // From the caching allocator for each call: a cached workspace would be raced on by side streams, and one born in a
   // graph capture would live in the graph's pool.
-  const Tensor workspace =
-      bytes > 0 ? at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte)) : Tensor();
-  check(te_gemm(&problem, bytes > 0 ? workspace.data_ptr() : nullptr, bytes, current_stream(like)));
+  const Tensor workspace = bytes == 0             ? Tensor()
+                           : innermost != nullptr ? innermost->at_least(bytes, stream, like)
+                                                  : new_workspace(bytes, like);
+  check(te_gemm(&problem, bytes > 0 ? workspace.data_ptr() : nullptr, bytes, stream));
   path.note();
 }
 
 namespace {
 
-// into: where d is to be; undefined: anywhere.
+// into: where d is to be; undefined: anywhere. An extra that there is none of is undefined.
 std::tuple<Tensor, Tensor> gemm_at(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name,
                                    std::string_view epilogue_name, const OptionalTensor& bias_in,
                                    const OptionalTensor& aux_in, std::optional<at::ScalarType> out_dtype_in,
@@ -224,7 +249,7 @@ std::tuple<Tensor, Tensor> gemm_at(const Tensor& a_in, const Tensor& b_in, std::
   problem.d = view_2d(d, "gemm", "d");
   problem.bias = view_2d(bias, "gemm", "bias");
   problem.aux = view_2d(aux, "gemm", "aux");
-  Tensor extra = at::empty({0}, a.options());
+  Tensor extra;
   if (epilogue == TE_GEMM_GELU) {
     extra = at::empty({rows, cols}, d.options());
     problem.aux = view_2d(extra, "gemm", "aux");
@@ -241,7 +266,8 @@ std::tuple<Tensor, Tensor> gemm_at(const Tensor& a_in, const Tensor& b_in, std::
 std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_view layout, std::string_view epilogue,
                                 const OptionalTensor& bias, const OptionalTensor& aux,
                                 std::optional<at::ScalarType> out_dtype) {
-  return gemm_at(a, b, layout, epilogue, bias, aux, out_dtype, {});
+  auto [d, extra] = gemm_at(a, b, layout, epilogue, bias, aux, out_dtype, {});
+  return {std::move(d), extra.defined() ? std::move(extra) : at::empty({0}, a.options())};
 }
 
 void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias, const Tensor& d) {

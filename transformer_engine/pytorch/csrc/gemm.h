@@ -22,6 +22,24 @@ void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const 
 Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,
                        bool overwrite);
 
+// While it lives, this thread's products on one stream, which run one behind the other, share a workspace: hundreds of
+// small ones would spend their time on taking and giving back theirs.
+class OneWorkspace {
+ public:
+  OneWorkspace();
+  ~OneWorkspace();
+  OneWorkspace(const OneWorkspace&) = delete;
+  OneWorkspace& operator=(const OneWorkspace&) = delete;
+
+ private:
+  friend void run_gemm(const GemmPath&, te_gemm_problem&, const Tensor&);
+  const Tensor& at_least(size_t bytes, te_stream stream, const Tensor& like);
+
+  OneWorkspace* outer_;
+  Tensor memory_;
+  te_stream stream_ = nullptr;
+};
+
 // The engine's product by path.by: te_gemm_by_loop, or te_gemm on CUDA, on `like`'s current stream, with a workspace
 // from ATen.
 void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like);

@@ -97,8 +97,8 @@ void rows_by_kernel(te_grouped_product product, const Tensor& rows, at::TensorLi
   launch(problem, operands, rows);
 }
 
-// results: one for each group; undefined ones are not wanted.
-void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets, const std::vector<Tensor>& results,
+// results: one for each group; absent ones are not wanted.
+void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets, const std::vector<te_tensor>& results,
                        const std::vector<uint8_t>& accumulate) {
   Operands operands;
   te_grouped_gemm_problem problem{};
@@ -108,8 +108,7 @@ void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets,
   problem.rows = operands.add(dy, "dy");
   problem.depth_rows = operands.add(x, "x");
   problem.result = absent();
-  const std::vector<te_tensor> of_results = views_of_results(results);
-  problem.results = of_results.data();
+  problem.results = results.data();
   problem.accumulate = accumulate.empty() ? nullptr : accumulate.data();
   launch(problem, operands, x);
 }
@@ -119,7 +118,13 @@ Tensor sums_by_kernel(const Tensor& dy, const Tensor& offsets) {
   const int64_t width = 16 / int64_t(dy.element_size());  // rows on 16 bytes
   const Tensor ones = at::full({dy.size(0), width}, 1, dy.options()).narrow(1, 0, 1);
   const Tensor sums = at::empty({offsets.size(0) - 1, dy.size(1)}, dy.options());
-  weights_by_kernel(dy, ones, offsets, sums.unsqueeze(2).unbind(0), {});
+  te_tensor column = view_2d(sums.view({-1, 1}), kOp, "sums");
+  column.rows = dy.size(1);
+  std::vector<te_tensor> results(size_t(sums.size(0)), column);
+  for (size_t g = 0; g < results.size() && column.data != nullptr; ++g) {
+    results[g].data = static_cast<char*>(column.data) + int64_t(g) * column.rows * int64_t(sums.element_size());
+  }
+  weights_by_kernel(dy, ones, offsets, results, {});
   return sums;
 }
 
@@ -233,8 +238,9 @@ std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tenso
   const c10::NoGradGuard no_graph;
   std::vector<Tensor> all;
   if (!x.is_cpu()) {
-    for (int64_t g = 1; g < offsets.size(0); ++g) all.push_back(at::empty({dy.size(1), x.size(1)}, x.options()));
-    weights_by_kernel(dy, x, offsets, all, {});
+    all.resize(groups_of(offsets));
+    for (Tensor& one : all) one = at::empty({dy.size(1), x.size(1)}, x.options());
+    weights_by_kernel(dy, x, offsets, views_of_results(all), {});
     return all;
   }
   const HostOffsets host(offsets);
@@ -267,7 +273,7 @@ void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& o
   const Targets targets(outs, how);
   if (!x.is_cpu()) {
     check_apart(outs);
-    weights_by_kernel(dy, x, offsets, targets.results, targets.accumulate);
+    weights_by_kernel(dy, x, offsets, views_of_results(targets.results), targets.accumulate);
     for (const Tensor& out : outs) note_written(out);
     return;
   }

@@ -72,7 +72,8 @@ Tensor MatrixProduct::accumulate_rows(const Route& route, Tensor& out, int64_t f
                    : gemm_fp8_accumulate<Dispatched>(x.fp8, true, part, true, out, overwrite, fast);
     return with_bias ? column_sums(route, first, rows) : Tensor();
   }
-  const Tensor a = plain_of(route, x, dtype_), b = plain_of(route, dy, dtype_).narrow(-1, first, rows);
+  const Tensor a = plain_of(route, x, dtype_), all = plain_of(route, dy, dtype_);
+  const Tensor b = first == 0 && rows == all.size(-1) ? all : all.narrow(-1, first, rows);
   const bool sum = with_bias && !dbias.defined();
   const Tensor sums = route.direct() ? gemm_accumulate(a, b, "NT", out, sum, overwrite)
                                      : Dispatched::call<gemm_accumulate>("te::gemm_accumulate", a, b,

@@ -62,7 +62,7 @@ def whole_numbers(op: str, m_splits: object, groups: int) -> list[int]:
         ) from None
     if len(counts) != groups:
         raise ValueError(f"{op}: argument 'm_splits' has {len(counts)} numbers, wanted {groups}, one for each group.")
-    if any(count < 0 for count in counts):
+    if min(counts) < 0:
         raise ValueError(f"{op}: argument 'm_splits' is {counts}, wanted numbers of rows, none of them negative.")
     return counts
 

@@ -175,7 +175,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             self._check_dtype(inp)
         weights, biases = (self._parameters_of(names) for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, is_first_microbatch)
-        if not quantizations:
+        if not quantizations and (torch.compiler.is_compiling() or not _are_parameters(weights)):
             weights = [weight if type(weight) is torch.nn.Parameter else plain(weight) for weight in weights]
         try:
             result = functional.grouped_linear(
@@ -204,7 +204,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if torch.compiler.is_compiling():
             return [getattr(self, name) for name in names]
         found = list(map(self._parameters.get, names))  # there may be hundreds, and a module's __getattr__ takes long
-        if all(p is not None for p in found):
+        if type(None) not in set(map(type, found)):
             return found
         return [getattr(self, name) for name in names]  # of a parametrization, say
 
@@ -224,8 +224,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not quantizations:
             return [], []
         own = quantization.own
-        plain_ones = all(type(weight) is torch.nn.Parameter for weight in weights)
-        if is_first_microbatch is None and plain_ones and not STATE.in_capture():
+        if is_first_microbatch is None and _are_parameters(weights) and not STATE.in_capture():
             return quantizations, []  # of_weights() has nothing of any
         copies = quantization.of_weights(self, weights, is_first_microbatch)
         if not any(copy is not None for copy in copies):
@@ -329,6 +328,11 @@ def _names(kind: str, products: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _kept_names = functools.cache(_names)
+
+
+def _are_parameters(tensors: list[torch.Tensor]) -> bool:
+    """Whether they are plain parameters: no subclass, nothing computed. Asked of hundreds in each call."""
+    return set(map(type, tensors)) == {torch.nn.Parameter}
 
 
 def _refuse_single(op: str, **asked: bool) -> None:

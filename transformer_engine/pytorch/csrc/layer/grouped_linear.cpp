@@ -12,6 +12,7 @@ namespace {
 
 struct GroupedChain : Chain {
   static constexpr const char* kName = "grouped_linear";
+  static constexpr bool kManyLeaves = true;
 };
 
 c10::SymInt rows_in(const Tensor& x) {

@@ -5,6 +5,7 @@
 
 #include "gemm_fp8.h"
 #include "linear_core.h"
+#include "rows_view.h"
 
 namespace te_torch::layer {
 
@@ -65,6 +66,22 @@ Tensor with_rows_of(const Tensor& matrix, const Tensor& like) {
   c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
   shape.back() = matrix.sym_size(-1);
   return matrix.sym_sizes() == c10::SymIntArrayRef(shape) ? matrix : matrix.view_symint(shape);
+}
+
+Tensor rows_of_matrix(const Route& route, const Tensor& matrix, const Rows& rows) {
+  return route.direct() ? rows_view(matrix, rows.first, rows.count) : matrix.narrow(0, rows.first, rows.count);
+}
+
+Sums each_row(const Route& route, const Tensor& matrix) {
+  Sums rows;
+  if (!route.direct()) {
+    const std::vector<Tensor> all = matrix.unbind(0);
+    rows.assign(all.begin(), all.end());
+    return rows;
+  }
+  rows.reserve(size_t(matrix.size(0)));
+  for (int64_t i = 0; i < matrix.size(0); ++i) rows.push_back(row_view(matrix, i));
+  return rows;
 }
 
 Sums Products::bias_gradients(const Route&, const Tensor& dy, const Tensor& made) const {

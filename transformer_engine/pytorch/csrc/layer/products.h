@@ -29,6 +29,9 @@ using Sums = c10::SmallVector<Tensor, 1>;  // one for each bias
 Tensor column_sums(const Tensor& dy);
 Tensor matrix_of(const Tensor& t);                              // leading dimensions folded
 Tensor with_rows_of(const Tensor& matrix, const Tensor& like);  // with like's leading dimensions
+// Some rows of a matrix, and all of them one by one.
+Tensor rows_of_matrix(const Route& route, const Tensor& matrix, const Rows& rows);
+Sums each_row(const Route& route, const Tensor& matrix);
 
 // The products of one matrix. into: where the result goes, [rows, features] of like's dtype, by the direct route alone;
 // undefined: a new one, with like's leading dimensions.

@@ -26,11 +26,6 @@ Tensor sums_of(const Route& route, const Tensor& dy, const Tensor& offsets, bool
   return route.call<grouped_sums>("te::grouped_sums", matrix_of(dy), offsets, as_quantized);
 }
 
-Sums rows_of_sums(const Tensor& sums) {
-  const std::vector<Tensor> rows = sums.unbind(0);
-  return {rows.begin(), rows.end()};
-}
-
 class DeviceWeightProduct final : public WeightProduct {
  public:
   DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype)
@@ -44,7 +39,7 @@ class DeviceWeightProduct final : public WeightProduct {
     WeightGrads grads;
     const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(route) : plain_gradients(route);
     grads.weights.assign(weights.begin(), weights.end());
-    grads.biases = with_bias ? rows_of_sums(sums(route)) : Sums(weights.size());
+    grads.biases = with_bias ? each_row(route, sums(route)) : Sums(weights.size());
     return grads;
   }
 
@@ -68,7 +63,9 @@ class DeviceWeightProduct final : public WeightProduct {
       route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
                                            plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
     }
-    return with_bias ? sums(route).unbind(0) : std::vector<Tensor>();
+    if (!with_bias) return {};
+    const Sums rows = each_row(route, sums(route));
+    return {rows.begin(), rows.end()};
   }
 
   std::vector<Tensor> reads() const override {
@@ -218,7 +215,7 @@ class DeviceGroups final : public Products {
   }
 
   Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
-    return rows_of_sums(made.defined() ? made : sums_of(route, dy, grouping_.offsets, false));
+    return each_row(route, made.defined() ? made : sums_of(route, dy, grouping_.offsets, false));
   }
 
  private:

@@ -6,6 +6,7 @@
 #include <ATen/ops/stack.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "gemm.h"
 #include "products_device.h"
 
 namespace te_torch::layer {
@@ -26,6 +27,7 @@ class GroupedWeightProduct final : public WeightProduct {
 
   WeightGrads compute(const Route& route, bool with_bias) const override {
     WeightGrads all;
+    OneWorkspace for_all;
     for (const MatrixProduct& product : products_) {
       WeightGrads one = product.compute(route, with_bias);
       all.weights.push_back(std::move(one.weights[0]));
@@ -37,6 +39,7 @@ class GroupedWeightProduct final : public WeightProduct {
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
     TORCH_INTERNAL_ASSERT(targets.size() == products_.size());
     std::vector<Tensor> sums;
+    OneWorkspace for_all;
     for (size_t i = 0; i < products_.size(); ++i) {
       const std::vector<Tensor> one = products_[i].accumulate(targets.slice(i, 1), with_bias);
       sums.insert(sums.end(), one.begin(), one.end());
@@ -78,26 +81,25 @@ class HostGroups final : public Products {
       const ProductQuantization* q = quantization(grouping_.quantizations[0].get(), i);
       const Quantizer* quantizer = pass == Pass::kFprop ? &q->x : gradient_quantizer(q, directions);
       Tensor* sum = dbias != nullptr ? &sums[i] : nullptr;
-      all.groups.push_back(operand_of(route, quantizer, part_of(rows, i), directions, sum));
+      all.groups.push_back(operand_of(route, quantizer, part_of(route, rows, i), directions, sum));
       if (!all.groups.back().quantized()) follow(all.groups.back().plain, t);
       any = any || all.groups.back().quantized();
       summed = summed || sums[i].defined();
     }
     if (summed) {  // by all, where some groups are plain
       for (size_t i = 0; i < groups_.size(); ++i) {
-        if (!sums[i].defined()) sums[i] = column_sums(part_of(rows, i));
+        if (!sums[i].defined()) sums[i] = column_sums(part_of(route, rows, i));
       }
       *dbias = at::stack(sums);
     }
     return any ? all : Operand{t, {}};
   }
 
-  Sums bias_gradients(const Route&, const Tensor& dy, const Tensor& made) const override {
+  Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
+    if (made.defined()) return each_row(route, made);
     Sums sums;
-    const Tensor rows = made.defined() ? Tensor() : matrix_of(dy);
-    for (size_t i = 0; i < groups_.size(); ++i) {
-      sums.push_back(made.defined() ? made.select(0, int64_t(i)) : column_sums(part_of(rows, i)));
-    }
+    const Tensor rows = matrix_of(dy);
+    for (size_t i = 0; i < groups_.size(); ++i) sums.push_back(column_sums(part_of(route, rows, i)));
     return sums;
   }
 
@@ -117,7 +119,7 @@ class HostGroups final : public Products {
     return over_groups(route, dy, like, columns_in(w.weights[0]), grouping_.dgrad_out, "dgrad_out", product);
   }
 
-  std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType dtype,
+  std::shared_ptr<WeightProduct> weight_product(const Route& route, Gradient gradient, Operand x, at::ScalarType dtype,
                                                 bool split) const override {
     std::vector<Tensor> reads;
     for (const Operand* t : {&gradient.dy, &x}) {
@@ -127,10 +129,11 @@ class HostGroups final : public Products {
       }
     }
     const Operand dy = folded(gradient.dy), rows = folded(x);
+    Sums sums = gradient.dbias.defined() ? each_row(route, gradient.dbias) : Sums(groups_.size());
     std::vector<MatrixProduct> products;
+    products.reserve(groups_.size());
     for (size_t i = 0; i < groups_.size(); ++i) {
-      Tensor dbias = gradient.dbias.defined() ? gradient.dbias.select(0, int64_t(i)) : Tensor();
-      products.emplace_back(part_of(dy, i), part_of(rows, i), std::move(dbias), dtype, split);
+      products.emplace_back(part_of(route, dy, i), part_of(route, rows, i), std::move(sums[i]), dtype, split);
     }
     return std::make_shared<GroupedWeightProduct>(std::move(products), std::move(reads), dtype);
   }
@@ -148,11 +151,13 @@ class HostGroups final : public Products {
     return t.groups.empty() && !t.quantized() ? Operand{matrix_of(t.plain), {}} : t;
   }
 
-  Tensor part_of(const Tensor& rows, size_t i) const { return rows.narrow(0, groups_[i].first, groups_[i].count); }
+  Tensor part_of(const Route& route, const Tensor& rows, size_t i) const {
+    return rows_of_matrix(route, rows, groups_[i]);
+  }
   // Of one whose plain rows are a matrix. A group alone was kept without being one of several.
-  Operand part_of(const Operand& t, size_t i) const {
+  Operand part_of(const Route& route, const Operand& t, size_t i) const {
     if (!t.groups.empty()) return t.groups[i];
-    return t.quantized() ? t : Operand{part_of(t.plain, i), {}};
+    return t.quantized() ? t : Operand{part_of(route, t.plain, i), {}};
   }
 
   // product(operand, group, like, into) of each group: [rows, last].
@@ -165,7 +170,9 @@ class HostGroups final : public Products {
     check_apart(given, argument, t);
     if (!route.direct()) {  // results are not written into, where somebody traces
       std::vector<Tensor> parts;
-      for (size_t i = 0; i < groups_.size(); ++i) parts.push_back(product(part_of(rows, i), i, part_of(all, i), {}));
+      for (size_t i = 0; i < groups_.size(); ++i) {
+        parts.push_back(product(part_of(route, rows, i), i, part_of(route, all, i), {}));
+      }
       parts.push_back(like.new_zeros_symint({beyond, last}));
       return with_rows_of(at::cat(parts), like);
     }
@@ -174,7 +181,10 @@ class HostGroups final : public Products {
       d = like.new_empty_symint({all.sym_size(0), last});
       d.narrow_symint(0, total_, beyond).zero_();
     }
-    for (size_t i = 0; i < groups_.size(); ++i) product(part_of(rows, i), i, part_of(all, i), part_of(d, i));
+    OneWorkspace for_all;
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      product(part_of(route, rows, i), i, part_of(route, all, i), part_of(route, d, i));
+    }
     return given.defined() ? result_in(given, like) : with_rows_of(d, like);
   }
 
