@@ -55,10 +55,15 @@ class Groups:
             stream=stream_of(bench),
         )
         self.memory = [[t.view(-1).view(torch.uint8) for t in tensors] for tensors in self.tensors]
-        regions = [(i, 0, 2 * self.live, 2 * w, 1) for i, w in enumerate(WIDTHS)]
-        self.groups = [
-            _C.StashGroup(self.pool, memory, regions, [self.counter] * len(WIDTHS), KEEP) for memory in self.memory
-        ]
+        self.groups = [_C.StashGroup(self.pool, self.handle(memory), KEEP) for memory in self.memory]
+
+    def handle(self, memory):
+        handle = _C.StashHandle("group")
+        for bytes_of, width in zip(memory, WIDTHS, strict=True):
+            piece = _C.StashPiece(bytes_of)
+            piece.add(0, 2 * self.live, 2 * width, self.counter, 1)
+            handle.add(piece)
+        return handle
 
     def store(self, *_):
         """All of them; then the pool is as it was before."""

@@ -98,9 +98,9 @@ class LateGroup:
 
     lanes = None
 
-    def __init__(self, native, pieces, *rest):
-        self.pool, self.real = native, _C.StashGroup(native.real, pieces, *rest)
-        self.pieces, self.forgotten = pieces, False
+    def __init__(self, native, handle, tail):
+        self.pool, self.real = native, _C.StashGroup(native.real, handle, tail)
+        self.pieces, self.forgotten = [piece.memory for piece in handle.pieces], False
 
     def __getattr__(self, name):
         return getattr(self.real, name)

@@ -12,7 +12,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream
 from transformer_engine.pytorch.cpu_offload.leaving import note_leaving
 from transformer_engine.pytorch.saved import Client, Saved, Taken, pop_saved
-from transformer_engine.pytorch.saved.storages import has_storage
+from transformer_engine.pytorch.saved.marks import has_storage
 
 MIN_ELEMENTS = 256 * 1024  # a smaller tensor stays where it is, unless it lies in the memory of one that leaves
 
@@ -112,7 +112,7 @@ class OffloadableLayerState(Client):
     @property
     def wanted(self) -> bool:
         """Whether something saved here is still to be read."""
-        return len(self._memory) > 0
+        return bool(self.taken)
 
     @property
     def empty(self) -> bool:
@@ -124,7 +124,7 @@ class OffloadableLayerState(Client):
         return "not_offloaded" if self._layer is None else self._layer.state
 
     def __repr__(self) -> str:
-        return f"OffloadableLayerState({self.state}, {len(self._memory)} storages, {self.bytes} bytes offloaded)"
+        return f"OffloadableLayerState({self.state}, {len(self.taken)} storages, {self.bytes} bytes offloaded)"
 
     # ---- forward ----
 
@@ -217,7 +217,7 @@ class OffloadableLayerState(Client):
         for memory in self.taken:
             memory.give_up("was given up by release_all_memory()")
             memory.piece = None
-        self._memory.clear()
+        self.forget()
         self._marks.clear()
         self._pieces, self.stayed = 0, False
         if self._layer is not None:
