@@ -55,7 +55,8 @@ class Groups:
             stream=stream_of(bench),
         )
         self.memory = [[t.view(-1).view(torch.uint8) for t in tensors] for tensors in self.tensors]
-        self.groups = [_C.StashGroup(self.pool, self.handle(memory), KEEP) for memory in self.memory]
+        self.handles = [self.handle(memory) for memory in self.memory]
+        self.groups = [_C.StashGroup(self.pool, handle, KEEP) for handle in self.handles]
 
     def handle(self, memory):
         handle = _C.StashHandle("group")
@@ -74,8 +75,8 @@ class Groups:
 
     def load(self, *_):
         stream = stream_of(self.bench)
-        for group, memory in zip(self.groups, self.memory, strict=True):
-            group.load(memory, True, stream)
+        for group, handle in zip(self.groups, self.handles, strict=True):
+            group.load(handle, True, stream)
 
     def hold(self):
         for number, group in enumerate(self.groups):
@@ -99,6 +100,7 @@ class Groups:
         if self.bench.cuda:
             torch.cuda.synchronize(self.bench.device)
         self.groups.clear()
+        self.handles.clear()
         self.pool.close()
         self.memory.clear()
         self.tensors.clear()

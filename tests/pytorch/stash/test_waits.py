@@ -134,9 +134,10 @@ def own_store(stash, t, lanes):
     handle.add(piece)
     handle.store(stash.pool_now())
     point = handle._stored
-    group, targets = handle._group, handle._group.targets()
-    handle._pool.lanes.wait(handle._pool.load(group, targets, False, point, "a"))
-    return torch.equal(targets[0].view(8, 64), value)
+    group = handle._group
+    group.bring(handle)
+    handle._pool.lanes.wait(handle._pool.load(group, handle, False, point))
+    return torch.equal(handle.pieces[0].memory.view(8, 64), value)
 
 
 def evict_behind_a_load(stash, t, lanes):

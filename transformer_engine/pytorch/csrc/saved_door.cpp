@@ -34,7 +34,7 @@ std::string name_of(at::ScalarType dtype) {
 
 // ---- Taken ----
 
-Taken::Taken(const Tensor& t) : tensor_(detached(t)), key_(key_of(t)), bytes_(int64_t(t.storage().nbytes())) {}
+Taken::Taken(const Tensor& t) : storage_(t.storage()), key_(key_of(t)), bytes_(int64_t(storage_.nbytes())) {}
 
 void Taken::add(const Offered& offered) {
   if (!there()) return;
@@ -47,8 +47,7 @@ void Taken::add(const Offered& offered) {
 Tensor Taken::back_as(const Saved& saved) {
   if (there()) check();
   if (!written_.empty()) refuse(saved.dtype, saved.sizes, written_);
-  const Tensor whole = there() ? tensor_ : restore();
-  return tensor_over(whole.storage(), saved.dtype, saved.offset, saved.sizes, saved.strides);
+  return tensor_over(there() ? storage_ : restore(), saved.dtype, saved.offset, saved.sizes, saved.strides);
 }
 
 std::vector<std::pair<uint32_t, uint32_t>> Taken::watched() const {
@@ -71,12 +70,12 @@ void Taken::check() {
     if (written_.empty() && counter.current_version() != version)
       written_ = changed(counter.current_version(), version);
   }
-  if (written_.empty() && there() && int64_t(tensor_.storage().nbytes()) != bytes_) written_ = resized(bytes_);
+  if (written_.empty() && there() && int64_t(storage_.nbytes()) != bytes_) written_ = resized(bytes_);
 }
 
 void Taken::let_go() {
   check();
-  tensor_.reset();
+  storage_ = c10::Storage();
   watched_.clear();
   saved_.clear();
 }

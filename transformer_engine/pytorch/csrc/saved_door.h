@@ -72,13 +72,13 @@ class Taken {
 
   virtual void add(const Offered& offered);  // one more saved tensor lies in it
   virtual void fetch() {}                    // a backward is about to read it: the client may start to bring it back
-  // A tensor over as many bytes as the storage had, with what was in them. Asked for behind let_go() alone, once for
-  // each saved tensor and backward.
-  virtual Tensor restore() = 0;
+  // As many bytes as the storage had, with what was in them. Asked for behind let_go() alone, once for each saved
+  // tensor and backward.
+  virtual c10::Storage restore() = 0;
   virtual Tensor back_as(const Saved& saved);  // the memory as a saved tensor lay in it
 
-  bool there() const { return tensor_.defined(); }
-  const Tensor& tensor() const { return tensor_; }
+  bool there() const { return bool(storage_); }
+  const c10::Storage& storage() const { return storage_; }
   const c10::StorageImpl* key() const { return key_; }
   int64_t bytes() const { return bytes_; }
   const std::string& written() const { return written_; }
@@ -91,7 +91,7 @@ class Taken {
   void let_go();        // the client has a copy that is complete: the device memory is not ours any more
 
  private:
-  Tensor tensor_;
+  c10::Storage storage_;
   const c10::StorageImpl* key_;
   int64_t bytes_;
   std::vector<pybind11::object> saved_;  // weak references to tensors, which may be marked until they have left

@@ -38,10 +38,10 @@ class PyTaken : public Taken {
   void fetch() override {
     if (const py::function said = override_of("fetch")) said();
   }
-  Tensor restore() override {
+  c10::Storage restore() override {
     const py::function said = override_of("restore");
     if (!said) not_said(py::cast(this), "restore");
-    return py::cast<Tensor>(said());
+    return py::cast<Tensor>(said()).storage();
   }
   Tensor back_as(const Saved& saved) override {
     const py::function said = override_of("back_as");
@@ -150,7 +150,8 @@ void register_saved_python(py::module_& m) {
            })
       .def_property_readonly("tensor",
                              [](const Taken& self) -> std::optional<Tensor> {
-                               return self.there() ? std::optional<Tensor>(self.tensor()) : std::nullopt;
+                               if (!self.there()) return std::nullopt;
+                               return bytes_over(self.storage(), 0, int64_t(self.storage().nbytes()));
                              })
       .def_property_readonly("key", [](const Taken& self) { return reinterpret_cast<uintptr_t>(self.key()); })
       .def_property_readonly("bytes", &Taken::bytes)

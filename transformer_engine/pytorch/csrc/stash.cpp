@@ -106,19 +106,17 @@ class StashGroup {
  public:
   // The handle's pieces: bytes on the pool's device.
   StashGroup(std::shared_ptr<StashPool> pool, const StashHandle& handle, int32_t tail) : pool_(std::move(pool)) {
-    std::vector<Tensor> memories;
     for (const auto& piece : handle.pieces) {
       for (const StashRegion& r : piece->regions) {
-        places_.emplace_back(memories.size(), r.offset);
+        places_.emplace_back(sizes_.size(), r.offset);
         te_stash_member& member = members_.emplace_back(member_of(r.rows, r.row_bytes, r.unit_rows, tail));
         member.counter = r.counter.data_ptr();
         member.counter_bytes = int32_t(r.counter.element_size());
         counters_.push_back(r.counter);
       }
       sizes_.push_back(piece->bytes);
-      memories.push_back(piece->memory);
     }
-    place(memories);
+    place(handle);
     check(te_stash_most_pages(members_.data(), int32_t(members_.size()), pool_->page_bytes(), &most_pages_));
     entry_ = pool_->take_entry(most_pages_);
   }
@@ -141,15 +139,17 @@ class StashGroup {
     }
   }
   // Memory for load(), of the sizes that were stored, on the current stream.
-  std::vector<Tensor> targets() const {
+  void bring(StashHandle& handle) const {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto options = at::TensorOptions().dtype(at::kByte).device(pool_->device());
-    std::vector<Tensor> pieces;
-    for (const int64_t size : sizes_) pieces.push_back(at::empty({size}, options));
-    return pieces;
+    for (size_t i = 0; i < sizes_.size(); ++i) {
+      StashPiece& piece = *handle.pieces.at(i);
+      piece.storage = at::empty({sizes_[i]}, options).storage();
+      piece.start = 0;
+    }
   }
-  void load(const std::vector<Tensor>& pieces, bool keep, int64_t stream) {
-    place(pieces);
+  void load(const StashHandle& handle, bool keep, int64_t stream) {
+    place(handle);
     check(te_stash_load(pool_->get(), members_.data(), int32_t(members_.size()), entry_.data_ptr(), keep,
                         as_stream(stream)));
     stored_ = keep;
@@ -183,11 +183,10 @@ class StashGroup {
   int64_t most_pages() const { return most_pages_; }
 
  private:
-  void place(const std::vector<Tensor>& pieces) {
+  void place(const StashHandle& handle) {
     for (size_t i = 0; i < members_.size(); ++i) {
       const auto [piece, offset] = places_[i];
-      const bool empty = members_[i].most == 0;
-      members_[i].data = empty ? nullptr : static_cast<char*>(pieces.at(piece).data_ptr()) + offset;
+      members_[i].data = members_[i].most == 0 ? nullptr : handle.pieces.at(piece)->data() + offset;
     }
   }
 
@@ -247,9 +246,9 @@ void register_stash(py::module_& m) {
       })))
       .def("store", wrapped([](StashGroup& g, int64_t number, int64_t stream) { g.store(number, stream); }))
       .def("forget_members", wrapped([](StashGroup& g) { g.forget_members(); }))
-      .def("targets", wrapped([](const StashGroup& g) { return g.targets(); }))
-      .def("load", wrapped([](StashGroup& g, const std::vector<Tensor>& pieces, bool keep, int64_t stream) {
-             g.load(pieces, keep, stream);
+      .def("bring", wrapped([](const StashGroup& g, StashHandle& handle) { g.bring(handle); }))
+      .def("load", wrapped([](StashGroup& g, const StashHandle& handle, bool keep, int64_t stream) {
+             g.load(handle, keep, stream);
            }))
       .def("drop", wrapped([](StashGroup& g, int64_t stream) { g.drop(stream); }))
       .def("evict", wrapped([](StashGroup& g, int64_t low, int64_t stream) { g.evict(low, stream); }))

@@ -33,7 +33,7 @@ bool changed(const StashRegion& region) { return region.counter._version() != re
 bool StashHandle::has_members() {
   bool found = false;
   for (size_t i = pieces.size(); i-- > 0;) {
-    if (!pieces[i]->memory.defined()) {
+    if (!pieces[i]->storage) {
       pieces.erase(pieces.begin() + std::ptrdiff_t(i));
     } else {
       found |= !pieces[i]->regions.empty();
@@ -52,7 +52,7 @@ void StashHandle::check_counters() const {
 }
 
 void StashHandle::free_originals() {
-  for (const auto& piece : pieces) piece->memory.reset();
+  for (const auto& piece : pieces) piece->storage = c10::Storage();
   for (const auto& ref : taken) {
     if (const auto stashed = ref.lock()) stashed->let_go();
   }
@@ -60,12 +60,8 @@ void StashHandle::free_originals() {
   state = StashState::kAway;
 }
 
-void StashHandle::bring(const std::vector<Tensor>& memories) {
-  for (size_t i = 0; i < pieces.size(); ++i) pieces[i]->memory = memories.at(i);
-}
-
 void StashHandle::park() {
-  for (const auto& piece : pieces) piece->memory.reset();
+  for (const auto& piece : pieces) piece->storage = c10::Storage();
   state = StashState::kAway;
 }
 
@@ -78,13 +74,11 @@ void StashHandle::give_up() {
 // ---- Stashed ----
 
 Stashed::Stashed(std::shared_ptr<StashMembers> group, const Tensor& t)
-    : Taken(t),
-      group_(std::move(group)),
-      piece_(std::make_shared<StashPiece>(bytes_over(t.storage(), 0, int64_t(t.storage().nbytes())))) {}
+    : Taken(t), group_(std::move(group)), piece_(std::make_shared<StashPiece>(storage(), 0, bytes())) {}
 
 Stashed::~Stashed() {
   const StashState state = group_->handle().state;
-  if (state == StashState::kKept || state == StashState::kBack) piece_->memory.reset();
+  if (state == StashState::kKept || state == StashState::kBack) piece_->storage = c10::Storage();
   group_->dropped();
 }
 
@@ -101,9 +95,9 @@ void Stashed::fetch() {
   handle.attr("step").attr("wanted")(handle);
 }
 
-Tensor Stashed::restore() {
+c10::Storage Stashed::restore() {
   fetch();
-  if (piece_->memory.defined()) return piece_->memory;
+  if (piece_->storage) return piece_->storage;
   const py::object refusal = group_->python_handle().attr("refusal")("its backward");
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(refusal.ptr())), refusal.ptr());
   throw py::error_already_set();
@@ -231,7 +225,10 @@ void register_stash_members(py::module_& m) {
       .def_readonly("unit_rows", &StashRegion::unit_rows)
       .def_readonly("counter", &StashRegion::counter);
   py::class_<StashPiece, std::shared_ptr<StashPiece>>(m, "StashPiece")
-      .def(py::init<Tensor>(), py::arg("memory"))
+      .def(py::init([](const Tensor& memory) {
+             return std::make_shared<StashPiece>(memory.storage(), memory.storage_offset(), memory.numel());
+           }),
+           py::arg("memory"), "bytes")
       .def(
           "add",
           [](StashPiece& p, int64_t offset, int64_t rows, int64_t row_bytes, const Tensor& counter, int64_t unit_rows) {
@@ -241,10 +238,14 @@ void register_stash_members(py::module_& m) {
       .def_readonly("regions", &StashPiece::regions)
       .def_property(
           "memory",
-          [](const StashPiece& p) {
-            return p.memory.defined() ? std::optional<Tensor>(p.memory) : std::optional<Tensor>();
+          [](const StashPiece& p) -> std::optional<Tensor> {
+            if (!p.storage) return std::nullopt;
+            return bytes_over(p.storage, p.start, p.bytes);
           },
-          [](StashPiece& p, std::optional<Tensor> memory) { p.memory = memory.value_or(Tensor()); });
+          [](StashPiece& p, const Tensor& memory) {
+            p.storage = memory.storage();
+            p.start = memory.storage_offset();
+          });
   py::class_<StashHandle, std::shared_ptr<StashHandle>>(m, "StashHandle")
       .def(py::init<py::object>(), py::arg("name"))
       .def_readonly("name", &StashHandle::name)
@@ -269,7 +270,6 @@ void register_stash_members(py::module_& m) {
       .def("has_members", &StashHandle::has_members)
       .def("check_counters", &StashHandle::check_counters)
       .def("free_originals", &StashHandle::free_originals)
-      .def("bring", &StashHandle::bring)
       .def("park", &StashHandle::park)
       .def("give_up", &StashHandle::give_up);
   py::class_<StashMembers, Client, std::shared_ptr<StashMembers>>(m, "StashMembers")

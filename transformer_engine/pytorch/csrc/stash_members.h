@@ -22,10 +22,13 @@ struct StashRegion {
 
 // Memory of which regions are stashed: the original until it is freed, then what came back.
 struct StashPiece {
-  explicit StashPiece(Tensor whole) : memory(std::move(whole)), bytes(memory.numel()) {}
+  StashPiece(c10::Storage memory, int64_t first, int64_t count)
+      : storage(std::move(memory)), start(first), bytes(count) {}
 
-  Tensor memory;  // uint8, one dimension; undefined while it is away
-  int64_t bytes;
+  char* data() const { return static_cast<char*>(storage.mutable_data()) + start; }
+
+  c10::Storage storage;  // null while it is away
+  int64_t start, bytes;  // in it
   std::vector<StashRegion> regions;
 };
 
@@ -46,7 +49,6 @@ class StashHandle {
   bool has_members();           // drops pieces that nobody wants any more; whether a region is left
   void check_counters() const;  // raises where one was changed since it was said
   void free_originals();        // behind the copy
-  void bring(const std::vector<Tensor>& memories);
   void park();
   void give_up();
 
@@ -97,7 +99,7 @@ class Stashed : public Taken {
 
   void add(const Offered& offered) override;
   void fetch() override;  // what nobody has brought back is brought back now
-  Tensor restore() override;
+  c10::Storage restore() override;
 
   bool kept() const;
   const std::shared_ptr<StashPiece>& piece() const { return piece_; }

@@ -69,9 +69,8 @@ class Handle(_C.StashHandle):
         self.free()
         if self.state != "away":
             return
-        targets = self._group.targets()
-        self.bring(targets)
-        self._back = self._pool.load(self._group, targets, keep, self._stored, self.name)
+        self._group.bring(self)
+        self._back = self._pool.load(self._group, self, keep, self._stored)
         self.state = "coming"
 
     def finish_load(self) -> None:

@@ -43,11 +43,9 @@ class Pool:
         self.stored_groups += 1
         return group, self._stored
 
-    def load(
-        self, group: _C.StashGroup, pieces: list[torch.Tensor], keep: bool, stored: Point, what: Hashable
-    ) -> Point:
-        """Starts to copy them back, into memory that the current stream may have used before."""
-        return self._load(partial(group.load, pieces, keep), stored, f"load {what}")
+    def load(self, group: _C.StashGroup, handle: _C.StashHandle, keep: bool, stored: Point) -> Point:
+        """Starts to copy them back, into the memory of its pieces, which the current stream may have used before."""
+        return self._load(partial(group.load, handle, keep), stored, f"load {handle.name}")
 
     def drop(self, group: _C.StashGroup, stored: Point, what: Hashable) -> Point:
         """Its pages are given back unread."""
