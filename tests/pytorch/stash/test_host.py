@@ -11,6 +11,7 @@ from stash_cases import count, made, report
 from transformer_engine.pytorch import saved as door
 
 GROUPS, ROWS, WIDTH = 9, 16, 8
+MOST = {True: (41, 25), False: (28, 20)}  # scheduled: (forward, backward); three more than CPython 3.12 counts
 
 
 class Keeps(torch.autograd.Function):
@@ -56,8 +57,9 @@ def counted(tensors, scheduled, stash_options):
     kept = [[torch.ones(ROWS, WIDTH) for _ in range(tensors)] for _ in range(GROUPS)]
     for t in (t for group in kept for t in group):
         door.mark_pageable(t, counter)
-    y, plain_forward = calls(forward, x, kept, counter, None, scheduled)
-    _, plain_backward = calls(y.backward, torch.ones_like(y))
+    for _ in range(2):  # what torch loads when it is used first is not counted
+        y, plain_forward = calls(forward, x, kept, counter, None, scheduled)
+        _, plain_backward = calls(y.backward, torch.ones_like(y))
     with made("cpu", **stash_options) as stash:
         for _ in range(3):  # the last one is the one that counts: its order is known, and it has a pool
             stash.reset()
@@ -78,6 +80,3 @@ def test_python_calls_of_a_group(scheduled, options):
 
 def test_a_tensor_more_is_no_call_more():
     assert counted(1, True, {}) == counted(8, True, {})
-
-
-MOST = {True: (45, 25), False: (30, 22)}  # scheduled: (forward, backward)

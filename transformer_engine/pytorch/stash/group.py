@@ -18,6 +18,8 @@ Stashed = _C.Stashed  # a storage that saved tensors of one group lie in
 class Group:
     """`with stash.group(name, counts):`, once."""
 
+    __slots__ = ("_hooks", "_members", "_open", "_step", "handle", "name", "stash", "tail")
+
     def __init__(self, stash: Stash, name: Hashable, counts: torch.Tensor | None, tail: str) -> None:
         self.stash, self.name, self.tail = stash, name, tail
         self.handle: Handle | None = None

@@ -32,12 +32,13 @@ class Lanes:
         self.device = device
         self._at_once = device.type == "cpu"
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._nows: dict[str, Point] = {}
         self.log: list[tuple] | None = None
 
     def now(self, what: str) -> Point:
         """What the current stream has been given so far."""
         if self._at_once:
-            return Point(COMPUTE, None, what)
+            return self._nows.get(what) or self._nows.setdefault(what, Point(COMPUTE, None, what))
         return self._point(COMPUTE, torch.cuda.current_stream(self.device), what)
 
     def run(self, lane: str, work: Callable[[int], None], what: str, behind: list[Point]) -> Point:

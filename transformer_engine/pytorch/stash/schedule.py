@@ -54,12 +54,8 @@ class Schedule:
         """What comes by next, in the caller's names; None: not known, or nothing."""
         if not self.known or self.position >= len(self.entries):
             return None
-        return self._in_names(self.entries[self.position])
-
-    def turns(self, entry: Entry) -> bool:
-        """Whether the backward of what `entry` was the forward of is next."""
-        following = self.next
-        return following is not None and following[1:] == entry[1:] and not following.forward
+        entry = self.entries[self.position]
+        return entry if self._numbered is None else self._in_names(entry)
 
     def ahead(self) -> list[Entry]:
         """What comes by from here on, in the caller's names."""

@@ -100,7 +100,8 @@ class Step:
         pool = self.stash.pool_now()
         if pool is None or not handle.has_pieces:
             return
-        self.free_leaving()
+        if self._leaving is not None:
+            self.free_leaving()
         handle.store(pool)
         if handle.state == "stored":
             self.names.append(handle.name)
@@ -176,9 +177,12 @@ class Step:
         self.measure(handle)
         if self.records:
             self.trace.append(visit.entry)
-        if not schedule.turns(visit.entry):  # else its own backward is next: it is kept
+        following = schedule.next
+        turns = following is not None and not following.forward
+        if not turns or following[1:] != handle.key:  # else its own backward is next: it is kept
             self.start(handle)
-        self.load_ahead()
+        if turns:
+            self.load_ahead()
         return visit
 
     def before_backward(self, visit: Visit) -> None:
