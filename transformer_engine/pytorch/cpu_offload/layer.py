@@ -70,14 +70,14 @@ class Memory(Taken):
 
     def fetch(self) -> None:
         """What nobody has brought back yet is brought back now."""
-        if self.tensor is None and not self.written and self.layer.state == "offload_finished":
+        if self.away and self.layer.state == "offload_finished":
             self.layer.start_reload()
 
     def back_as(self, saved: Saved) -> torch.Tensor:
         self.layer.popped = True
-        if self.tensor is not None or self.written:
+        if not self.away:
             return super().back_as(saved)
-        return self.layer._layer.pop(self.piece, saved.dtype, saved.offset, saved.shape, saved.strides)
+        return self.layer._layer.pop(self.piece, saved)
 
     def __del__(self) -> None:
         if self.piece is not None:

@@ -78,6 +78,7 @@ class Taken {
   virtual Tensor back_as(const Saved& saved);  // the memory as a saved tensor lay in it
 
   bool there() const { return bool(storage_); }
+  bool away() const { return !there() && written_.empty(); }  // the client's copy is what can be read
   const c10::Storage& storage() const { return storage_; }
   const c10::StorageImpl* key() const { return key_; }
   int64_t bytes() const { return bytes_; }

@@ -24,41 +24,58 @@ namespace {
   throw py::error_already_set();
 }
 
-class PyTaken : public Taken {
+// The object that Python knows a derived instance by, and its methods: those that Python does not say are bound below.
+class Derived {
+ protected:
+  template <class Base>
+  PyObject* self(const Base* base) const {
+    if (self_ == nullptr) self_ = py::cast(base, py::return_value_policy::reference).ptr();  // which lives as long
+    return self_;
+  }
+  template <class Base, class... Arguments>
+  py::object call(const Base* base, const py::str& method, const Arguments&... arguments) const {
+    PyObject* found = PyObject_CallMethodObjArgs(self(base), method.ptr(), arguments.ptr()..., nullptr);
+    if (found == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(found);
+  }
+
+ private:
+  mutable PyObject* self_ = nullptr;
+};
+
+const py::str& name_of_method(const char* name) { return *new py::str(name); }
+
+class PyTaken : public Taken, private Derived {
  public:
   using Taken::Taken;
 
   void add(const Offered& offered) override {
-    if (const py::function said = override_of("add")) {
-      said(py::handle(offered.object));
-    } else {
-      Taken::add(offered);
-    }
+    static const py::str& name = name_of_method("add");
+    call<Taken>(this, name, py::handle(offered.object));
   }
   void fetch() override {
-    if (const py::function said = override_of("fetch")) said();
+    static const py::str& name = name_of_method("fetch");
+    call<Taken>(this, name);
   }
   c10::Storage restore() override {
-    const py::function said = override_of("restore");
-    if (!said) not_said(py::cast(this), "restore");
-    return py::cast<Tensor>(said()).storage();
+    static const py::str& name = name_of_method("restore");
+    return py::cast<Tensor>(call<Taken>(this, name)).storage();
   }
   Tensor back_as(const Saved& saved) override {
-    const py::function said = override_of("back_as");
-    return said ? py::cast<Tensor>(said(&saved)) : Taken::back_as(saved);
+    static const py::str& name = name_of_method("back_as");
+    return py::cast<Tensor>(call<Taken>(this, name, py::cast(saved, py::return_value_policy::reference)));
   }
-
- private:
-  py::function override_of(const char* name) const { return py::get_override(static_cast<const Taken*>(this), name); }
 };
 
-class PyClient : public Client {
+class PyClient : public Client, private Derived {
  public:
-  bool takes() const override { return py::cast<bool>(py::cast(this).attr("takes")); }
+  bool takes() const override {
+    static const py::str& name = name_of_method("takes");
+    return py::cast<bool>(py::getattr(self<Client>(this), name));
+  }
   std::shared_ptr<Taken> take(const Offered& offered) override {
-    const py::function said = py::get_override(static_cast<const Client*>(this), "take");
-    if (!said) not_said(py::cast(this), "take");
-    const py::object taken = said(py::handle(offered.object));
+    static const py::str& name = name_of_method("take");
+    const py::object taken = call<Client>(this, name, py::handle(offered.object));
     if (taken.is_none()) return nullptr;
     return {held_object(taken.ptr()), py::cast<Taken*>(taken)};  // the object of Python, whole
   }
@@ -157,6 +174,7 @@ void register_saved_python(py::module_& m) {
       .def_property_readonly("bytes", &Taken::bytes)
       .def_property_readonly("watched", &Taken::watched)
       .def_property_readonly("written", &Taken::written)
+      .def_property_readonly("away", &Taken::away)
       .def_property_readonly("stays", &Taken::marked);
   taken.attr("status") = "kept";
   taken.attr("back") = "";

@@ -88,7 +88,7 @@ void Stashed::add(const Offered& offered) {
 }
 
 void Stashed::fetch() {
-  if (there() || !written().empty()) return;
+  if (!away()) return;
   const StashState state = group_->handle().state;
   if (state != StashState::kStored && state != StashState::kAway && state != StashState::kComing) return;
   const py::object& handle = group_->python_handle();
