@@ -55,10 +55,16 @@ class Groups:
             stream=stream_of(bench),
         )
         self.memory = [[t.view(-1).view(torch.uint8) for t in tensors] for tensors in self.tensors]
-        regions = [(i, 0, 2 * self.live, 2 * w, 1) for i, w in enumerate(WIDTHS)]
-        self.groups = [
-            _C.StashGroup(self.pool, memory, regions, [self.counter] * len(WIDTHS), KEEP) for memory in self.memory
-        ]
+        self.handles = [self.handle(memory) for memory in self.memory]
+        self.groups = [_C.StashGroup(self.pool, handle, KEEP) for handle in self.handles]
+
+    def handle(self, memory):
+        handle = _C.StashHandle("group")
+        for bytes_of, width in zip(memory, WIDTHS, strict=True):
+            piece = _C.StashPiece(bytes_of)
+            piece.add(0, 2 * self.live, 2 * width, self.counter, 1)
+            handle.add(piece)
+        return handle
 
     def store(self, *_):
         """All of them; then the pool is as it was before."""
@@ -69,8 +75,8 @@ class Groups:
 
     def load(self, *_):
         stream = stream_of(self.bench)
-        for group, memory in zip(self.groups, self.memory, strict=True):
-            group.load(memory, True, stream)
+        for group, handle in zip(self.groups, self.handles, strict=True):
+            group.load(handle, True, stream)
 
     def hold(self):
         for number, group in enumerate(self.groups):
@@ -94,6 +100,7 @@ class Groups:
         if self.bench.cuda:
             torch.cuda.synchronize(self.bench.device)
         self.groups.clear()
+        self.handles.clear()
         self.pool.close()
         self.memory.clear()
         self.tensors.clear()

@@ -98,9 +98,9 @@ class LateGroup:
 
     lanes = None
 
-    def __init__(self, native, pieces, *rest):
-        self.pool, self.real = native, _C.StashGroup(native.real, pieces, *rest)
-        self.pieces, self.forgotten = pieces, False
+    def __init__(self, native, handle, tail):
+        self.pool, self.real = native, _C.StashGroup(native.real, handle, tail)
+        self.pieces, self.forgotten = [piece.memory for piece in handle.pieces], False
 
     def __getattr__(self, name):
         return getattr(self.real, name)
@@ -126,11 +126,17 @@ class LateGroup:
         for piece in self.pieces:  # which are free for anybody, and not copied yet
             piece.fill_(GARBAGE)
 
-    def load(self, pieces, keep, stream):
-        self.real.load(pieces, keep, stream)
+    def bring(self, handle):
+        self.real.bring(handle)
+        self.targets = _C.StashHandle(handle.name)  # which are there until the load has run, whatever the handle does
+        for piece in handle.pieces:
+            self.targets.add(_C.StashPiece(piece.memory))
+
+    def load(self, handle, keep, stream):
+        self.real.load(self.targets, keep, stream)
         if self.lanes().early:
-            for piece in pieces:
-                piece.fill_(GARBAGE)
+            for piece in self.targets.pieces:
+                piece.memory.fill_(GARBAGE)
 
     def evict(self, low, stream):
         self.real.evict(low, stream)

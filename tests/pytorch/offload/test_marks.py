@@ -1,7 +1,7 @@
 # What is marked stays, whoever marked it: by mark_not_offload() or by the attribute alone, on the tensor, on what it is
 # a view of, on a view that is saved beside it, on a quantized tensor or a part of it, at any time until it has left.
-# Mutants: no look at the attribute (is_marked in saved/marks.py), at the base (there), at a mark that came after
-# the tensor was saved (Taken.stays in saved/standing.py), and none that is handed to parts (tensor/fields.py) turn
+# Mutants: no look at the attribute (is_marked in csrc/saved_marks.cpp), at the base (there), at a mark that came after
+# the tensor was saved (Taken::marked in csrc/saved_door.cpp), and none that is handed to parts (tensor/fields.py) turn
 # these red.
 import io
 
@@ -224,7 +224,7 @@ def test_a_mark_on_what_sync_returns(when, how, device):
             HOW[how](y)
         if call is not None:
             call(0)
-    memory = list(manual.layer_states[0]._memory.values())
+    memory = manual.layer_states[0].taken
     held = [m for m in memory if m.tensor is not None and m.tensor.data_ptr() == y.data_ptr()]
     assert len(held) == (when != "when it has left")
     assert_same_bits(torch.autograd.grad(y.sum(), x)[0], expected)

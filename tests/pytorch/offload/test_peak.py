@@ -139,7 +139,7 @@ def test_weights_that_are_joined_stay(make, small, device):  # noqa: F811
     context, sync = te.get_cpu_offload_context(True, 1, 2)
     with context:
         y = layer(x)
-    memory = list(context.offload_synchronizer.current_layer()._memory.values())
+    memory = context.offload_synchronizer.current_layer().taken
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     leaving = [m for m in memory if m.leaves and not m.stays]
     assert leaving

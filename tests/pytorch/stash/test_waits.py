@@ -12,7 +12,7 @@ from support import randn
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash import pool as pool_module
-from transformer_engine.pytorch.stash.pieces import Piece, Region
+from transformer_engine.pytorch.stash.pieces import Piece
 
 CPU = "cpu"
 
@@ -130,13 +130,14 @@ def own_store(stash, t, lanes):
     one, value = count(8, CPU), t[0].clone()
     handle = stash.step.handle("a", "zero")
     piece = Piece(t[0].view(-1))
-    piece.regions.append(Region(0, 8, 64, one, 1, one._version))
-    handle.pieces.append(piece)
+    piece.add(0, 8, 64, one, 1)
+    handle.add(piece)
     handle.store(stash.pool_now())
     point = handle._stored
-    group, targets = handle._group, handle._group.targets()
-    handle._pool.lanes.wait(handle._pool.load(group, targets, False, point, "a"))
-    return torch.equal(targets[0].view(8, 64), value)
+    group = handle._group
+    group.bring(handle)
+    handle._pool.lanes.wait(handle._pool.load(group, handle, False, point))
+    return torch.equal(handle.pieces[0].memory.view(8, 64), value)
 
 
 def evict_behind_a_load(stash, t, lanes):

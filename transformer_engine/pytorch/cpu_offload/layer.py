@@ -12,7 +12,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream
 from transformer_engine.pytorch.cpu_offload.leaving import note_leaving
 from transformer_engine.pytorch.saved import Client, Saved, Taken, pop_saved
-from transformer_engine.pytorch.saved.storages import has_storage
+from transformer_engine.pytorch.saved.marks import has_storage
 
 MIN_ELEMENTS = 256 * 1024  # a smaller tensor stays where it is, unless it lies in the memory of one that leaves
 
@@ -70,14 +70,14 @@ class Memory(Taken):
 
     def fetch(self) -> None:
         """What nobody has brought back yet is brought back now."""
-        if self.tensor is None and not self.written and self.layer.state == "offload_finished":
+        if self.away and self.layer.state == "offload_finished":
             self.layer.start_reload()
 
     def back_as(self, saved: Saved) -> torch.Tensor:
         self.layer.popped = True
-        if self.tensor is not None or self.written:
+        if not self.away:
             return super().back_as(saved)
-        return self.layer._layer.pop(self.piece, saved.dtype, saved.offset, saved.shape, saved.strides)
+        return self.layer._layer.pop(self.piece, saved)
 
     def __del__(self) -> None:
         if self.piece is not None:
@@ -112,7 +112,7 @@ class OffloadableLayerState(Client):
     @property
     def wanted(self) -> bool:
         """Whether something saved here is still to be read."""
-        return len(self._memory) > 0
+        return bool(self.taken)
 
     @property
     def empty(self) -> bool:
@@ -124,7 +124,7 @@ class OffloadableLayerState(Client):
         return "not_offloaded" if self._layer is None else self._layer.state
 
     def __repr__(self) -> str:
-        return f"OffloadableLayerState({self.state}, {len(self._memory)} storages, {self.bytes} bytes offloaded)"
+        return f"OffloadableLayerState({self.state}, {len(self.taken)} storages, {self.bytes} bytes offloaded)"
 
     # ---- forward ----
 
@@ -217,7 +217,7 @@ class OffloadableLayerState(Client):
         for memory in self.taken:
             memory.give_up("was given up by release_all_memory()")
             memory.piece = None
-        self._memory.clear()
+        self.forget()
         self._marks.clear()
         self._pieces, self.stayed = 0, False
         if self._layer is not None:

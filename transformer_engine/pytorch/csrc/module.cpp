@@ -32,7 +32,9 @@
   X(noop_cat)               \
   X(probe)                  \
   X(product)                \
-  X(saved)                  \
+  X(saved_marks)            \
+  X(saved_python)           \
+  X(saved_rows)             \
   X(weight_product)         \
   X(main_grad)              \
   X(rope)                   \
@@ -45,6 +47,8 @@
   X(offload)                \
   X(optimizer)              \
   X(stash)                  \
+  X(stash_members)          \
+  X(stash_pass)             \
   X(optimizer_step)         \
   X(normalization_quantize) \
   X(tune)                   \

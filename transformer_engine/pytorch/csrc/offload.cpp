@@ -9,6 +9,8 @@
 
 #include <unordered_set>
 
+#include "saved_door.h"
+
 namespace te_torch {
 
 namespace {
@@ -267,9 +269,8 @@ void register_offload(pybind11::module_& m) {
       .def("release", wrapped([](OffloadLayer& l) { l.release(); }))
       .def("start_reload", wrapped([](OffloadLayer& l) { l.start_reload(); }))
       .def("wait_reload", wrapped([](OffloadLayer& l) { l.wait_reload(); }))
-      .def("pop", wrapped([](OffloadLayer& l, int64_t piece, at::ScalarType dtype, int64_t offset,
-                             const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
-             return l.pop(piece, dtype, offset, sizes, strides);
+      .def("pop", wrapped([](OffloadLayer& l, int64_t piece, const Saved& saved) {
+             return l.pop(piece, saved.dtype, saved.offset, saved.sizes, saved.strides);
            }))
       .def("drop", wrapped([](OffloadLayer& l, int64_t piece) { l.drop(piece); }))
       .def("park", wrapped([](OffloadLayer& l) { l.park(); }))

@@ -1,7 +1,5 @@
-// See saved.h; and the announced rows for Python's saved-tensor hooks.
+// See saved.h.
 #include "saved.h"
-
-#include <torch/csrc/utils/pybind.h>
 
 #include <utility>
 
@@ -43,15 +41,6 @@ const LiveRows* AnnouncedRows::of(const at::Tensor& t) {
     if (entry.tensor == t.unsafeGetTensorImpl()) return &entry.live;
   }
   return nullptr;
-}
-
-void register_saved(pybind11::module_& m) {
-  namespace py = pybind11;
-  m.def("set_live_tokens", &set_live_tokens);
-  m.def("announced_rows", [](const at::Tensor& t) -> py::object {
-    const LiveRows* live = AnnouncedRows::of(t);
-    return live == nullptr ? py::object(py::none()) : py::make_tuple(live->counter, live->unit_rows);
-  });
 }
 
 }  // namespace te_torch

@@ -11,11 +11,11 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "common.h"
+#include "stash_members.h"
 
 namespace te_torch {
 
@@ -92,9 +92,6 @@ class StashPool {
   std::map<int64_t, std::vector<Tensor>> entries_;
 };
 
-// Rows of row_bytes in a piece of memory, from `offset` on, of which counter * unit_rows are alive.
-using Region = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;  // piece, offset, rows, row_bytes, unit_rows
-
 te_stash_member member_of(int64_t rows, int64_t row_bytes, int64_t unit_rows, int32_t tail) {
   te_stash_member member{};
   member.tail = tail;
@@ -107,18 +104,19 @@ te_stash_member member_of(int64_t rows, int64_t row_bytes, int64_t unit_rows, in
 // What one layer keeps, from its store to the load that empties it. Holds members and counters until it was stored.
 class StashGroup {
  public:
-  // pieces: bytes on the pool's device. A counter for each region.
-  StashGroup(std::shared_ptr<StashPool> pool, const std::vector<Tensor>& pieces, std::vector<Region> regions,
-             std::vector<Tensor> counters, int32_t tail)
-      : pool_(std::move(pool)), regions_(std::move(regions)), counters_(std::move(counters)) {
-    for (size_t i = 0; i < regions_.size(); ++i) {
-      const auto [piece, offset, rows, row_bytes, unit_rows] = regions_[i];
-      members_.push_back(member_of(rows, row_bytes, unit_rows, tail));
-      members_[i].counter = counters_[i].data_ptr();
-      members_[i].counter_bytes = int32_t(counters_[i].element_size());
+  // The handle's pieces: bytes on the pool's device.
+  StashGroup(std::shared_ptr<StashPool> pool, const StashHandle& handle, int32_t tail) : pool_(std::move(pool)) {
+    for (const auto& piece : handle.pieces) {
+      for (const StashRegion& r : piece->regions) {
+        places_.emplace_back(sizes_.size(), r.offset);
+        te_stash_member& member = members_.emplace_back(member_of(r.rows, r.row_bytes, r.unit_rows, tail));
+        member.counter = r.counter.data_ptr();
+        member.counter_bytes = int32_t(r.counter.element_size());
+        counters_.push_back(r.counter);
+      }
+      sizes_.push_back(piece->bytes);
     }
-    place(pieces);
-    for (const Tensor& piece : pieces) sizes_.push_back(piece.numel());
+    place(handle);
     check(te_stash_most_pages(members_.data(), int32_t(members_.size()), pool_->page_bytes(), &most_pages_));
     entry_ = pool_->take_entry(most_pages_);
   }
@@ -141,15 +139,17 @@ class StashGroup {
     }
   }
   // Memory for load(), of the sizes that were stored, on the current stream.
-  std::vector<Tensor> targets() const {
+  void bring(StashHandle& handle) const {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto options = at::TensorOptions().dtype(at::kByte).device(pool_->device());
-    std::vector<Tensor> pieces;
-    for (const int64_t size : sizes_) pieces.push_back(at::empty({size}, options));
-    return pieces;
+    for (size_t i = 0; i < sizes_.size(); ++i) {
+      StashPiece& piece = *handle.pieces.at(i);
+      piece.storage = at::empty({sizes_[i]}, options).storage();
+      piece.start = 0;
+    }
   }
-  void load(const std::vector<Tensor>& pieces, bool keep, int64_t stream) {
-    place(pieces);
+  void load(const StashHandle& handle, bool keep, int64_t stream) {
+    place(handle);
     check(te_stash_load(pool_->get(), members_.data(), int32_t(members_.size()), entry_.data_ptr(), keep,
                         as_stream(stream)));
     stored_ = keep;
@@ -183,16 +183,15 @@ class StashGroup {
   int64_t most_pages() const { return most_pages_; }
 
  private:
-  void place(const std::vector<Tensor>& pieces) {
+  void place(const StashHandle& handle) {
     for (size_t i = 0; i < members_.size(); ++i) {
-      const auto piece = size_t(std::get<0>(regions_[i]));
-      const bool empty = members_[i].most == 0;
-      members_[i].data = empty ? nullptr : static_cast<char*>(pieces.at(piece).data_ptr()) + std::get<1>(regions_[i]);
+      const auto [piece, offset] = places_[i];
+      members_[i].data = members_[i].most == 0 ? nullptr : handle.pieces.at(piece)->data() + offset;
     }
   }
 
   std::shared_ptr<StashPool> pool_;
-  std::vector<Region> regions_;
+  std::vector<std::pair<size_t, int64_t>> places_;  // of members: in which piece, at which byte of it
   std::vector<Tensor> counters_;
   std::vector<int64_t> sizes_;  // of pieces
   std::vector<te_stash_member> members_;
@@ -242,16 +241,14 @@ void register_stash(py::module_& m) {
            }))
       .def("close", wrapped([](StashPool& p) { p.close(); }));
   py::class_<StashGroup>(m, "StashGroup")
-      .def(py::init(wrapped([](std::shared_ptr<StashPool> pool, const std::vector<Tensor>& pieces,
-                               std::vector<Region> regions, std::vector<Tensor> counters, int64_t tail) {
-        return std::make_unique<StashGroup>(std::move(pool), pieces, std::move(regions), std::move(counters),
-                                            int32_t(tail));
+      .def(py::init(wrapped([](std::shared_ptr<StashPool> pool, const StashHandle& handle, int64_t tail) {
+        return std::make_unique<StashGroup>(std::move(pool), handle, int32_t(tail));
       })))
       .def("store", wrapped([](StashGroup& g, int64_t number, int64_t stream) { g.store(number, stream); }))
       .def("forget_members", wrapped([](StashGroup& g) { g.forget_members(); }))
-      .def("targets", wrapped([](const StashGroup& g) { return g.targets(); }))
-      .def("load", wrapped([](StashGroup& g, const std::vector<Tensor>& pieces, bool keep, int64_t stream) {
-             g.load(pieces, keep, stream);
+      .def("bring", wrapped([](const StashGroup& g, StashHandle& handle) { g.bring(handle); }))
+      .def("load", wrapped([](StashGroup& g, const StashHandle& handle, bool keep, int64_t stream) {
+             g.load(handle, keep, stream);
            }))
       .def("drop", wrapped([](StashGroup& g, int64_t stream) { g.drop(stream); }))
       .def("evict", wrapped([](StashGroup& g, int64_t low, int64_t stream) { g.evict(low, stream); }))

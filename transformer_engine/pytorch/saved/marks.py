@@ -5,10 +5,11 @@ from collections.abc import Iterable
 
 import torch
 
-from transformer_engine.pytorch.saved.storages import Storages, has_storage
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.tensor.fields import MARK
 
-_stay = Storages()
+has_storage = _C.has_storage  # whether there is memory that may be moved, and told from other memory
+is_marked = _C.is_marked  # whether it carries the mark, or what it is a view of does
 
 
 def taken_apart(tensor: object) -> tuple[list[torch.Tensor | None], object]:
@@ -40,9 +41,7 @@ def checked(op: str, tensors: tuple) -> list[torch.Tensor]:
 
 def keep(tensors: Iterable[torch.Tensor]) -> None:
     """Their memory stays from now on."""
-    for t in tensors:
-        if has_storage(t):
-            _stay.put(t.untyped_storage())
+    _C.keep_storages(list(tensors))
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:
@@ -54,16 +53,3 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
         if t is not None:
             setattr(t, MARK, True)
     keep(found)
-
-
-def is_marked(t: object) -> bool:
-    """Whether it carries the mark, or what it is a view of does."""
-    if getattr(t, MARK, False):
-        return True
-    base = getattr(t, "_base", None)
-    return base is not None and bool(getattr(base, MARK, False))
-
-
-def stays(cdata: int) -> bool:
-    """Whether the storage at this address was marked."""
-    return _stay.get(cdata) is not None

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 
 from transformer_engine.pytorch.stash.handle import Handle
-from transformer_engine.pytorch.stash.pieces import Piece, Region, bytes_of, span_of
+from transformer_engine.pytorch.stash.pieces import Piece, own_bytes
 from transformer_engine.pytorch.stash.step import Stash
 
 
@@ -21,12 +21,9 @@ def stash(
         )
     handle = stash.step.handle(name, tail)
     for tensor, counter in counted:
-        piece = Piece(bytes_of(tensor, *_extent(tensor)))
-        rows = tensor.shape[0]
-        piece.regions.append(
-            Region(0, rows, tensor.nbytes // rows if rows else 0, counter, unit_rows, counter._version)
-        )
-        handle.pieces.append(piece)
+        piece, rows = Piece(own_bytes(tensor)), tensor.shape[0]
+        piece.add(0, rows, tensor.nbytes // rows if rows else 0, counter, unit_rows)
+        handle.add(piece)
     handle.like = [(tensor.dtype, tensor.shape) for tensor, _ in counted]
     stash.step.measure(handle)
     stash.step.note(handle, store=True)
@@ -40,17 +37,12 @@ def stash(
 
 def _copied(tensor: torch.Tensor, counter: torch.Tensor, unit_rows: int, tail: str) -> torch.Tensor:
     """Its bytes, with the tail that a reload would write; the host knows no count."""
-    copy = bytes_of(tensor, *_extent(tensor)).clone()
+    copy = own_bytes(tensor).clone()
     if tail != "keep" and copy.numel():
         rows = copy.view(tensor.shape[0], -1)
         behind = torch.arange(len(rows), device=rows.device) >= counter.reshape(()).to(torch.int64) * unit_rows
         rows.masked_fill_(behind[:, None], 0)
     return copy
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    start, end = span_of(tensor)
-    return start, end - start
 
 
 def reload(stash: Stash, handle: Handle, keep: bool) -> list[torch.Tensor]:

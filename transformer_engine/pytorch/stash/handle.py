@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Protocol
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash.lanes import Point
-from transformer_engine.pytorch.stash.pieces import Piece
 from transformer_engine.pytorch.stash.pool import Pool
 
 
@@ -22,44 +22,37 @@ class Owner(Protocol):
     def dropped(self, handle: Handle) -> None: ...
 
 
-class Handle:
-    """States: kept (nothing was copied), stored (its copy is under way or done, the originals are there), away, coming
-    (its copy back is under way), back, gone."""
+class Handle(_C.StashHandle):
+    """Its state and its pieces are what each tensor asks for (csrc/stash_members.h). States: kept (nothing was copied),
+    stored (its copy is under way or done, the originals are there), away, coming (its copy back is under way), back,
+    gone."""
+
+    scheduled = evicted = noted = False
+    like: list[tuple[torch.dtype, torch.Size]] | None = None  # of the tensors that a caller handed over
+    _pool: Pool | None = None
+    _group: _C.StashGroup | None = None
+    _stored: Point | None = None
+    _back: Point | None = None
 
     def __init__(self, name: Hashable, key: Hashable, tail: str, step: Owner) -> None:
-        self.name, self.key, self.tail, self.step = name, key, tail, step
-        self.state = "kept"
-        self.pieces: list[Piece] = []
-        self.freed: list[Callable[[], None]] = []  # told when the originals are given up
-        self.scheduled = self.evicted = self.noted = False
-        self.like: list[tuple[torch.dtype, torch.Size]] | None = None  # of the tensors that a caller handed over
-        self._pool: Pool | None = None
-        self._group = None
-        self._stored: Point | None = None
-        self._back: Point | None = None
+        super().__init__(name)
+        self.key, self.tail, self.step = key, tail, step
 
     def __repr__(self) -> str:
         return f"Handle({self.name!r}, {self.state}, {len(self.pieces)} pieces)"
 
     def __del__(self) -> None:
         """Groups are told when nobody wants them any more; a caller's handle is what is wanted."""
-        if getattr(self, "like", None) is not None and self.state in ("kept", "stored", "away"):
+        if self.like is not None and self.state in ("kept", "stored", "away"):
             self.step.dropped(self)
 
     def store(self, pool: Pool) -> None:
         """Its copy starts, behind what the current stream has been given."""
-        if self.state != "kept":
+        if self.state != "kept" or not self.has_members():
             return
-        self.pieces = [p for p in self.pieces if p.memory is not None]  # else wanted by nobody any more
-        regions = [
-            (i, r.offset, r.rows, r.row_bytes, r.unit_rows) for i, p in enumerate(self.pieces) for r in p.regions
-        ]
-        if not regions:
-            return
-        self._check_counters()
-        counters = [r.counter for p in self.pieces for r in p.regions]
+        self.check_counters()
         self._pool = pool
-        self._group, self._stored = pool.store([p.memory for p in self.pieces], regions, counters, self.tail, self.name)
+        self._group, self._stored = pool.store(self)
         self.state = "stored"
 
     def free(self) -> None:
@@ -67,24 +60,17 @@ class Handle:
         if self.state != "stored":
             return
         self._pool.lanes.wait(self._stored)
-        self._check_counters()
+        self.check_counters()
         self._group.forget_members()
-        for piece in self.pieces:
-            piece.memory = None
-        for tell in self.freed:
-            tell()
-        self.freed.clear()
-        self.state = "away"
+        self.free_originals()
 
     def start_load(self, keep: bool = False) -> None:
         """Its copy back starts, into memory of the current stream."""
         self.free()
         if self.state != "away":
             return
-        targets = self._group.targets()
-        for piece, memory in zip(self.pieces, targets, strict=True):
-            piece.memory = memory
-        self._back = self._pool.load(self._group, targets, keep, self._stored, self.name)
+        self._group.bring(self)
+        self._back = self._pool.load(self._group, self, keep, self._stored)
         self.state = "coming"
 
     def finish_load(self) -> None:
@@ -93,12 +79,6 @@ class Handle:
         if self.state == "coming":
             self._pool.lanes.wait(self._back)
             self.state = "back"
-
-    def park(self) -> None:
-        """What came back is somebody else's; the pages are still there."""
-        for piece in self.pieces:
-            piece.memory = None
-        self.state = "away"
 
     def evict(self, low_water: int) -> None:
         """Its pages move to the host where fewer than low_water are free."""
@@ -119,15 +99,7 @@ class Handle:
             "back, or a reset() or close() did. Reload it once, keep=True for more, before the next reset()."
         )
 
-    def _check_counters(self) -> None:
-        for piece in self.pieces:
-            for r in piece.regions:
-                if r.counter._version != r.version:
-                    raise RuntimeError(
-                        f"PagedStash: the counter of a tensor of group {self.name!r} was changed in place while the "
-                        "group was leaving: its rows are counted then. Give each group a counter of its own."
-                    )
-
     def give_up(self) -> None:
         """It is over, and the pool knows."""
-        self.pieces, self.freed, self._group, self.state = [], [], None, "gone"
+        super().give_up()
+        self._group = None

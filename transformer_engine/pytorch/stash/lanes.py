@@ -30,20 +30,24 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._at_once = device.type == "cpu"
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._nows: dict[str, Point] = {}
         self.log: list[tuple] | None = None
 
     def now(self, what: str) -> Point:
         """What the current stream has been given so far."""
-        return self._point(COMPUTE, None if self.device.type == "cpu" else torch.cuda.current_stream(self.device), what)
+        if self._at_once:
+            return self._nows.get(what) or self._nows.setdefault(what, Point(COMPUTE, None, what))
+        return self._point(COMPUTE, torch.cuda.current_stream(self.device), what)
 
     def run(self, lane: str, work: Callable[[int], None], what: str, behind: list[Point]) -> Point:
         """work(stream) behind these points."""
         if self.log is not None:
             self.log.append((lane, what, tuple(p.what for p in behind)))
-        if self.device.type == "cpu":
+        if self._at_once:
             work(0)
-            return self._point(lane, None, what)
+            return Point(lane, None, what)
         stream = self._streams.get(lane)
         if stream is None:
             stream = self._streams[lane] = torch.cuda.Stream(self.device)
@@ -63,9 +67,8 @@ class Lanes:
 
     def current(self) -> int:
         """The current stream, as work takes it."""
-        return 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
+        return 0 if self._at_once else torch.cuda.current_stream(self.device).cuda_stream
 
-    def _point(self, lane: str, stream: torch.cuda.Stream | None, what: str) -> Point:
-        if stream is None:
-            return Point(lane, None, what)
+    @staticmethod
+    def _point(lane: str, stream: torch.cuda.Stream, what: str) -> Point:
         return Point(lane, stream.record_event(), what, stream_captures())

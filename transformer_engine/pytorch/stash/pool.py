@@ -4,6 +4,7 @@ something is stashed and what of it comes back are the manager's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 
@@ -30,30 +31,21 @@ class Pool:
     def gate(self) -> torch.Tensor:
         return self.native.gate
 
-    def store(
-        self,
-        pieces: list[torch.Tensor],
-        regions: list[tuple[int, int, int, int, int]],
-        counters: list[torch.Tensor],
-        tail: str,
-        what: Hashable,
-    ) -> tuple[_C.StashGroup, Point]:
-        """Starts to copy the pieces' regions (piece, offset, rows, row_bytes, unit_rows), of which counter * unit_rows
-        rows are alive, behind what the current stream has been given. They stay as they are until the point."""
-        group = _C.StashGroup(self.native, pieces, regions, counters, TAILS[tail])
+    def store(self, handle: _C.StashHandle) -> tuple[_C.StashGroup, Point]:
+        """Starts to copy the regions of its pieces, of which counter * unit_rows rows are alive, behind what the
+        current stream has been given. They stay as they are until the point."""
+        group = _C.StashGroup(self.native, handle, TAILS[handle.tail])
         behind = [self.lanes.now("produced"), self._started]
         if self._loaded is not None:
             behind.append(self._loaded)
-        number = self.stored_groups
-        self._stored = self.lanes.run(STORE, lambda stream: group.store(number, stream), f"store {what}", behind)
+        work = partial(group.store, self.stored_groups)
+        self._stored = self.lanes.run(STORE, work, f"store {handle.name}", behind)
         self.stored_groups += 1
         return group, self._stored
 
-    def load(
-        self, group: _C.StashGroup, pieces: list[torch.Tensor], keep: bool, stored: Point, what: Hashable
-    ) -> Point:
-        """Starts to copy them back, into memory that the current stream may have used before."""
-        return self._load(lambda stream: group.load(pieces, keep, stream), stored, f"load {what}")
+    def load(self, group: _C.StashGroup, handle: _C.StashHandle, keep: bool, stored: Point) -> Point:
+        """Starts to copy them back, into the memory of its pieces, which the current stream may have used before."""
+        return self._load(partial(group.load, handle, keep), stored, f"load {handle.name}")
 
     def drop(self, group: _C.StashGroup, stored: Point, what: Hashable) -> Point:
         """Its pages are given back unread."""
@@ -69,7 +61,7 @@ class Pool:
     def evict(self, group: _C.StashGroup, low_water: int, what: Hashable) -> None:
         """Its pages move to the host where few are free: behind every call before it, before those behind it."""
         behind = [point for point in (self._loaded, self._stored) if point is not None]
-        point = self.lanes.run(STORE, lambda stream: group.evict(low_water, stream), f"evict {what}", behind)
+        point = self.lanes.run(STORE, partial(group.evict, low_water), f"evict {what}", behind)
         self._stored = self._loaded = point
 
     def join(self) -> None:

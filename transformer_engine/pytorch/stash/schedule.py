@@ -20,7 +20,7 @@ class Entry(NamedTuple):
 
     @property
     def turned(self) -> Entry:
-        return self._replace(forward=not self.forward)
+        return Entry(not self.forward, self.name, self.microbatch)
 
     def __str__(self) -> str:
         return f"the {'forward' if self.forward else 'backward'} of group {self.name!r}, microbatch {self.microbatch}"
@@ -54,7 +54,8 @@ class Schedule:
         """What comes by next, in the caller's names; None: not known, or nothing."""
         if not self.known or self.position >= len(self.entries):
             return None
-        return self._in_names(self.entries[self.position])
+        entry = self.entries[self.position]
+        return entry if self._numbered is None else self._in_names(entry)
 
     def ahead(self) -> list[Entry]:
         """What comes by from here on, in the caller's names."""
@@ -81,7 +82,8 @@ class Schedule:
             self.entries.append(entry)
             return
         wanted = self.entries[self.position] if self.position < len(self.entries) else None
-        if wanted is None or not self._is(wanted, entry):
+        same = wanted == entry if self._numbered is None or wanted is None else self._is_numbered(wanted, entry)
+        if not same:
             self._at = self.position
             said = "the step is over" if wanted is None else f"wanted {self._in_names(wanted)}"
             raise RuntimeError(
@@ -93,9 +95,7 @@ class Schedule:
 
     _at = 0
 
-    def _is(self, wanted: Entry, entry: Entry) -> bool:
-        if self._numbered is None:
-            return wanted == entry
+    def _is_numbered(self, wanted: Entry, entry: Entry) -> bool:
         free = entry.name not in self._numbered and wanted.name not in self._numbered.values()
         if wanted.forward and entry.forward and free:
             self._numbered[entry.name] = wanted.name

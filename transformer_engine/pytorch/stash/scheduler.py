@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.saved import is_recorded
-from transformer_engine.pytorch.stash.step import Stash, Step, Visit
-
-
-class _Pre(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, step: Step) -> torch.Tensor:
-        ctx.step = step
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.step.load_ahead()
-        return grad, None
-
-
-class _Post(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y: torch.Tensor, step: Step, visit: Visit) -> torch.Tensor:
-        ctx.step, ctx.visit = step, visit
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.step.before_backward(ctx.visit)
-        return grad, None, None
+from transformer_engine.pytorch.stash.step import Stash
 
 
 def pre(stash: Stash, x: torch.Tensor) -> torch.Tensor:
     if not is_recorded():
         return x
-    stash.step.before_forward()
-    return _Pre.apply(x, stash.step) if x.requires_grad else x
+    step = stash.step
+    step.before_forward()
+    return _C.stash_pass(x, step.load_ahead) if x.requires_grad else x
 
 
 def post(stash: Stash, y: torch.Tensor) -> torch.Tensor:
     if not is_recorded():
         return y
+    step = stash.step
     if not y.requires_grad:  # nothing behind it has a backward
-        stash.step.visit = None
+        step.visit = None
         return y
-    return _Post.apply(y, stash.step, stash.step.after_forward())
+    return _C.stash_pass(y, partial(step.before_backward, step.after_forward()))

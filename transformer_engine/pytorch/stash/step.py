@@ -30,9 +30,8 @@ class Stash(Protocol):
 class Visit:
     """What lies between one pre_schedule and its post_schedule: the group, and its entry from then on."""
 
-    def __init__(self) -> None:
-        self.handle: Handle | None = None
-        self.entry: Entry | None = None
+    handle: Handle | None = None
+    entry: Entry | None = None
 
 
 class Step:
@@ -48,12 +47,13 @@ class Step:
         self.names: list[Hashable] = []  # of stores, by number
         self._microbatches: dict[Hashable, int] = {}
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._scheduled: weakref.WeakValueDictionary[Hashable, Handle] = weakref.WeakValueDictionary()  # by their entry
+        self._scheduled: dict[Hashable, Handle] = {}  # by their entry
         self._leaving: Handle | None = None  # its originals are there still
 
     def over(self) -> None:
         """The next step has started: nothing of this one comes back."""
         self._leaving = None
+        self._scheduled.clear()
         for handle in list(self._handles):
             if handle.state not in ("kept", "back"):
                 handle.give_up()
@@ -98,18 +98,20 @@ class Step:
     def start(self, handle: Handle) -> None:
         """The group leaves, if there is anywhere to go yet."""
         pool = self.stash.pool_now()
-        if pool is None or not handle.pieces:
+        if pool is None or not handle.has_pieces:
             return
-        self.free_leaving()
+        if self._leaving is not None:
+            self.free_leaving()
         handle.store(pool)
         if handle.state == "stored":
             self.names.append(handle.name)
             self._leaving = handle
-            self._evict_farthest(pool)
+            if self.stash.low_water and self.stash.schedule.known:
+                self._evict_farthest(pool)
 
     def measure(self, handle: Handle) -> None:
-        self.counted |= bool(handle.pieces)
-        if self.records and handle.pieces:
+        self.counted |= handle.has_pieces
+        if self.records and handle.has_pieces:
             self.sizes[handle.key] = Size.of(handle.pieces)
 
     @property
@@ -145,7 +147,7 @@ class Step:
 
     def note(self, handle: Handle, store: bool) -> None:
         """Schedulers note their entries instead."""
-        if self.records and not handle.scheduled and handle.noted != store and (handle.pieces or not store):
+        if self.records and not handle.scheduled and handle.noted != store and (handle.has_pieces or not store):
             handle.noted = store
             self.trace.append(Operation(store, handle.key))
 
@@ -168,15 +170,19 @@ class Step:
             )
         handle = visit.handle
         handle.scheduled = True
-        visit.entry = self.stash.schedule.forward(handle.name)
+        schedule = self.stash.schedule
+        visit.entry = schedule.forward(handle.name)
         handle.key = visit.entry[1:]
         self._scheduled[handle.key] = handle
         self.measure(handle)
         if self.records:
             self.trace.append(visit.entry)
-        if self.stash.schedule.next != visit.entry.turned:  # else its own backward is next: it is kept
+        following = schedule.next
+        turns = following is not None and not following.forward
+        if not turns or following[1:] != handle.key:  # else its own backward is next: it is kept
             self.start(handle)
-        self.load_ahead()
+        if turns:
+            self.load_ahead()
         return visit
 
     def before_backward(self, visit: Visit) -> None:
@@ -201,8 +207,6 @@ class Step:
         """Where few device pages would be free by the counts of the recorded step, the group whose backward is farthest
         goes to the host; the device, which has the real counts, may let it be."""
         pages, low = self.stash.recorded_pages, self.stash.low_water
-        if not low or not self.stash.schedule.known:
-            return
         away = {k: h for k, h in self._scheduled.items() if h.state in ("stored", "away") and not h.evicted}
         free = pool.options["device_pages"] - sum(pages.get(key, 0) for key in away)
         for entry in reversed(self.stash.schedule.ahead()):
