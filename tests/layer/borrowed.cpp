@@ -79,6 +79,12 @@ PYBIND11_MODULE(borrowed, m) {
     mode = how;
     te_torch::layer::defaults().exchange = std::make_shared<Exchange>();
   });
+  m.def("two_at_once", [](const Tensor& like) {
+    Leases leases;
+    const Tensor one = leases.take(like.sizes(), like.options(), "tests", SlotKind::kValues).tensor();
+    const Tensor other = leases.take(like.sizes(), like.options(), "tests", SlotKind::kValues).tensor();
+    return one.is_alias_of(other);
+  });
   m.def("remove", [] {
     te_torch::layer::defaults().exchange.reset();
     buffer.reset();

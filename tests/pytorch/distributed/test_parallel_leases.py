@@ -1,10 +1,10 @@
 # What divided layers gather for one call lies in memory on lease: it goes back with the call, and the next one
-# overwrites it. Mutants: a recomputed layer that keeps what is on lease (keeps in csrc/layer/forward.cpp always false),
-# a slot given back while it is read (Leases inside of GatheredProduct::gathered), one that is taken twice (first slot
-# in lease.cpp without a look at `leased`), turn these red.
+# overwrites it. Mutants: layers that keep what is on lease (csrc/layer/forward.cpp, `keeps`), with the doors or without
+# them; a slot given back while it is read (Leases inside of GatheredProduct::gathered); memory that is handed on while
+# somebody has a view of it (lease.cpp, `shared`), turn these red.
 import parallel_lease_workers as workers
 import pytest
-from ranks import on_ranks
+from ranks import here, on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def found():
     """Of every worker, what each of two ranks brings."""
-    ranks = on_ranks(workers.everything, device="cpu")
+    ranks = on_ranks(workers.everything)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
@@ -26,6 +26,7 @@ def test_as_much_for_two_layers_as_for_sixteen(found):
     tokens = 2 * workers.TOKENS * workers.BATCH
     largest = tokens * max(workers.HIDDEN, workers.WIDE) * 4
     for sizes in found["sizes"]:
+        assert sizes.pop("let go") == [(0, 0, 0)]
         for what, (few, many) in sizes.items():
             assert few == many, what
             bytes_, slots, leased = few
@@ -33,6 +34,8 @@ def test_as_much_for_two_layers_as_for_sixteen(found):
 
 
 def test_what_keeping_costs_at_the_peak(found):
-    """layers x (t - 1) / t x M x K x e, within a twentieth."""
+    """layers x (t - 1) / t x M x K x e, within a twentieth. On CUDA benchmarks/bench_parallel.py measures it."""
+    if here().type == "cuda":
+        pytest.skip("the CPU's allocator is watched here")
     for costs in found["peaks"]:
         assert 0.95 <= costs[16] <= 1.05, costs

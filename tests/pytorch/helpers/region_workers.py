@@ -161,8 +161,9 @@ def symmetric_modules(rank):
         plain, module = (built(name, sequence_parallel=sequence, **o) for o in ({}, {"symmetric_ar_type": kind}))
         wanted, found = results(plain), results(module)
         ways = [results(copy.deepcopy(module)), results(pickle.loads(pickle.dumps(module)))]
-        torch._dynamo.reset()
-        ways.append(results(module, torch.compile(module, backend="aot_eager", fullgraph=True)))
+        if name == "row" and not sequence:
+            torch._dynamo.reset()
+            ways.append(results(module, torch.compile(module, backend="aot_eager", fullgraph=True)))
         close = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(wanted, found))
         same = all(torch.equal(a, b) for way in ways for a, b in zip(found, way))
         adds = any(row.op == "group_symmetric_sum" for row in te.explain(module, x).rows)

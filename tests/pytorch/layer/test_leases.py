@@ -1,7 +1,7 @@
 # Memory on lease below unchanged layers (tests/layer/borrowed.cpp; one process): what a call has gathered goes back
 # with that call, and what would outlive it is refused at its door. "shared" is the mutant kept as a test: what is there
 # without leases. By hand: a Keeper, a node or weight_gradient() (csrc/layer/backward.cpp) that lets such a tensor pass,
-# a slot that is given back before its product is made (Leases inside of GroupExchange::begin), turn these red.
+# a first slot that is taken without a look at `leased` (lease.cpp), turn these red.
 import contextlib
 
 import pytest
@@ -107,6 +107,11 @@ def test_what_a_call_raises_gives_back(device):
         assert leased() == 0
         y.sum().backward()
     assert leased() == 0 and x.grad.isfinite().all() and module.weight.grad.isfinite().all()
+
+
+def test_a_slot_is_taken_once(device):
+    assert not policy("borrowed").two_at_once(randn(8, 32, device=device))
+    assert _C.lease_usage("tests") == (2 * 8 * 32 * 4, 2, 0)
 
 
 def test_memory_is_let_go(device):

@@ -11,6 +11,7 @@
 #include <transformer_engine/comm.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
@@ -74,9 +75,10 @@ class Arena {
     // Who still has a view of what a call had on lease keeps it, as it is.
     const bool shared = memory && memory.use_count() > 1;
     if (shared) ++given_up_;
-    if (shared || !memory || int64_t(memory.nbytes()) < bytes) {
+    const int64_t before = memory ? int64_t(memory.nbytes()) : 0;
+    if (shared || !memory || before < bytes) {
       memory = {};  // first, so that there is room
-      memory = new_memory(bytes, options);
+      memory = new_memory(std::max(bytes, before), options);
     }
     found->leased = true;
     return found;
