@@ -4,7 +4,9 @@
 # somebody has a view of it (lease.cpp, `shared`), turn these red.
 import parallel_lease_workers as workers
 import pytest
+import torch.distributed as dist
 from ranks import here, on_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytestmark = pytest.mark.dist
 
@@ -33,9 +35,14 @@ def test_as_much_for_two_layers_as_for_sixteen(found):
             assert leased == 0 and 0 < slots <= 6 and bytes_ <= 2 * (largest + largest), (what, few)
 
 
-def test_what_keeping_costs_at_the_peak(found):
-    """layers x (t - 1) / t x M x K x e, within a twentieth. On CUDA benchmarks/bench_parallel.py measures it."""
+def test_what_keeping_costs_at_the_peak():
+    """layers x (t - 1) / t x M x K x e, within a twentieth: of one process whose group only looks like two, so that no
+    thread of a backend holds memory. On CUDA benchmarks/bench_parallel.py measures it."""
     if here().type == "cuda":
         pytest.skip("the CPU's allocator is watched here")
-    for costs in found["peaks"]:
-        assert 0.95 <= costs[16] <= 1.05, costs
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        costs = workers.peaks(0)
+    finally:
+        dist.destroy_process_group()
+    assert all(0.95 <= cost <= 1.05 for cost in costs.values()), costs
