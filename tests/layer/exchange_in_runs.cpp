@@ -81,12 +81,12 @@ class InRuns final : public layer::Transfer {
 class Exchange final : public layer::Exchange {
  public:
   std::unique_ptr<layer::Transfer> begin(const Route& route, layer::Pass, const Operand& mine, const Tensor& like,
-                                         const Quantizer*, Directions, const OptionalTensor&) const override {
+                                         const Quantizer*, Directions, const OptionalTensor&, Leases*) const override {
     const bool refused = mine.plain.defined() && mine.plain.dim() == 0;  // by the product, in its words
     return route.direct() && !refused ? std::make_unique<InRuns>(mine, like) : nullptr;
   }
-  Operand whole(const Route&, layer::Pass, const Operand& mine, const Quantizer*, const layer::Transfer*,
-                const Tensor&) const override {
+  Operand whole(const Route&, layer::Pass, const Operand& mine, const Quantizer*, const layer::Transfer*, const Tensor&,
+                Leases*) const override {
     return mine;
   }
 };

@@ -167,6 +167,7 @@ def test_opcheck(tmp_path):
         opcheck(ops.group_gather_again.default, (x, dy, group, 1))
         opcheck(ops.group_exchange.default, (x, group, 1))
         opcheck(ops.group_sum.default, (x, group, 1))
+        opcheck(ops.group_symmetric_sum.default, (x, group, 1, 1))
         x, weight, wide, gamma, bias = (
             torch.randn(*sizes, requires_grad=True, **on) for sizes in ((4, 16), (16, 16), (32, 16), (16,), (16,))
         )

@@ -31,6 +31,12 @@ def test_on_two_ranks():
             assert told[0] == words[0] and all(word in told[1] for word in ("symmetric_all_reduce", *words[1:])), told
 
 
+@pytest.mark.dist
+def test_of_modules():
+    for wrong in on_ranks(region_workers.symmetric_modules):
+        assert not wrong, "\n".join(wrong[:5])
+
+
 def test_alone_it_is_the_input():
     x = torch.randn(3)
     for kind in ("one_shot", "two_shot"):

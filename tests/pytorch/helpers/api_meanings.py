@@ -44,7 +44,7 @@ CONSTRUCTOR = {
     "checkpoint": "Keep the norm's input alone; the backward runs the rest again, to the same bits.",
     "return_layernorm_output": "The norm's output is returned as well.",
     "return_layernorm_output_gathered": "That of all ranks, where tokens are divided.",
-    "symmetric_ar_type": "All-reduces through symmetric memory.",
+    "symmetric_ar_type": "`one_shot`, `two_shot`: kernels over symmetric memory (CUDA) add up a row's forward output.",
     "seq_length": "Length that divided hidden states are checked against, where given.",
     "micro_batch_size": HINT,
     "name": "A label. " + HINT,

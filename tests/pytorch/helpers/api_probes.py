@@ -125,7 +125,7 @@ INIT = {
     "device": options("device", "cpu", torch.device("cpu")),
     "ub_name": options("ub_name", "fc1"),
     "name": options("name", "a label"),
-    "symmetric_ar_type": options("symmetric_ar_type", "two_shot"),
+    "symmetric_ar_type": options("symmetric_ar_type", "one_shot", "two_shot", "multimem_all_reduce"),
     "eps": options("eps", 1e-6),
     "layernorm_epsilon": options("layernorm_epsilon", 1e-6),
     "normalization": options("normalization", "RMSNorm"),

@@ -1,11 +1,16 @@
 # What distributed/test_regions.py runs on each rank: the collectives that autograd knows, and what they refuse. A
 # worker returns what its test compares.
+import copy
+import itertools
+import pickle
+
 import torch
 import torch.distributed as dist
 from rank_workers import of_rank
 from ranks import here
 from support import saved_tensors
 
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed as d
 
 ROWS, WIDTH = 4, 3  # of each rank's input
@@ -126,6 +131,48 @@ def compiled(rank):
             grads = torch.autograd.grad(y, x, of_rank(5 + rank, *y.shape)) if name in REGIONS else ()
             results.append([y.detach(), *grads])
         wrong += [name for one, two in zip(*results, strict=True) if not torch.equal(one, two)]
+    return wrong
+
+
+def symmetric_modules(rank):
+    """Modules with symmetric_ar_type: where it adds up a row's output, the bits of symmetric_all_reduce; and everywhere
+    else those of a module without. On the CPU both are the group's sum. Returns what differs."""
+    wrong, shared = [], {"tp_group": dist.group.WORLD, "device": here()}
+    x = of_rank(rank, 6, 16).to(here())
+
+    def built(name, **options):
+        torch.manual_seed(3)
+        if name == "mlp":
+            return te.LayerNormMLP(16, 32, set_parallel_mode=True, **shared, **options)
+        if name == "norm":
+            return te.LayerNormLinear(16, 32, parallel_mode="column", **shared, **options)
+        return te.Linear(32 if name == "row" else 16, 32, parallel_mode=name, **shared, **options)
+
+    def results(module, call=None):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = (module if call is None else call)(leaf)
+        y.backward(torch.cos(y.detach()))
+        return [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+    for name, kind, sequence in itertools.product(
+        ("row", "column", "norm", "mlp"), ("one_shot", "two_shot"), (False, True)
+    ):
+        plain, module = (built(name, sequence_parallel=sequence, **o) for o in ({}, {"symmetric_ar_type": kind}))
+        wanted, found = results(plain), results(module)
+        ways = [results(copy.deepcopy(module)), results(pickle.loads(pickle.dumps(module)))]
+        if name == "row" and not sequence:
+            torch._dynamo.reset()
+            ways.append(results(module, torch.compile(module, backend="aot_eager", fullgraph=True)))
+        close = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(wanted, found))
+        same = all(torch.equal(a, b) for way in ways for a, b in zip(found, way))
+        adds = any(row.op == "group_symmetric_sum" for row in te.explain(module, x).rows)
+        if not close or not same or adds != (name in ("row", "mlp") and not sequence):
+            wrong.append(f"{name} {kind} sequence {sequence}: close {close}, same {same}, symmetric {adds}")
+    row = built("row", symmetric_ar_type="one_shot")
+    part = torch.nn.functional.linear(x, row.weight).detach()
+    total, _ = d.symmetric_all_reduce(part, all_reduce_type="one_shot")
+    wrong += [] if torch.allclose(row(x), total + row.bias, atol=1e-5) else ["one_shot of a module"]
     return wrong
 
 

@@ -271,7 +271,7 @@ def test_recomputing_compiles(device, option):
 
 REFUSED = {
     "tp_overlap": "chunked",
-    "symmetric_ar_type": "one_shot",
+    "symmetric_ar_type": "multimem_all_reduce",
 }
 
 

@@ -93,6 +93,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     (holder->slots.add(args), ...);
     Keeper keeper = Keeper::of_graph(Family::kName);
     variable_list outputs = Family::template forward<Route>(holder->state, keeper, args...);
+    for (const Tensor& output : outputs) refuse_leased(output, Family::kName, "an output");
     if (probe::active()) holder->module = probe::label();
     NamedTensors kept = keeper.take();
     holder->labels = kept.labels();
@@ -113,6 +114,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const NamedTensors saved(ctx->get_saved_variables(), held.labels);  // may run modules, which set the label
     const probe::Label label(held.module);
     variable_list out = Family::template backward<Route>(held.state, Wanted(ctx, held.slots), saved, grads);
+    for (const Tensor& gradient : out) refuse_leased(gradient, Family::kName, "a gradient");
     out.resize(held.slots.size());
     if constexpr (requires { Family::kManyLeaves; } && std::is_same_v<Route, Direct>) give(held, out);
     return out;

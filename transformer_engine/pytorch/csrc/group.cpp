@@ -4,8 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <torch/csrc/utils/pybind.h>
+
 #include "agreement.h"
 #include "faces.h"
+#include "held_object.h"
 
 namespace te_torch {
 
@@ -71,14 +74,70 @@ Tensor group_exchange_meta(const Tensor& t, std::string_view, int64_t ranks) {
 
 Tensor group_sum_meta(const Tensor& t, std::string_view, int64_t) { return t.new_empty_symint(t.sym_sizes()); }
 
-Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char* op) {
+// Memory for what is received: the caller's own, or on lease. The ranks have agreed by now.
+class Received {
+ public:
+  Received(at::IntArrayRef sizes, const Tensor& like, std::string_view group, Leases* leases, SlotKind kind)
+      : lease_(leases != nullptr ? &leases->take(sizes, like.options(), group, kind) : nullptr),
+        tensor_(lease_ != nullptr ? lease_->tensor() : at::empty(sizes, like.options())) {}
+
+  Tensor& tensor() { return tensor_; }
+  template <class Start>
+  void by(Start&& start) {
+    if (tensor_.numel() == 0) return;
+    if (lease_ != nullptr) lease_->expect();
+    finish(start());
+    if (lease_ != nullptr) lease_->arrived();
+  }
+
+ private:
+  Lease* lease_;
+  Tensor tensor_;
+};
+
+// Python's function (tensor, group, ranks, kind) -> sum.
+std::shared_ptr<PyObject>& symmetric_sum() {
+  static auto* const function = new std::shared_ptr<PyObject>;
+  return *function;
+}
+
+void check_symmetric(int64_t kind) {
+  TORCH_CHECK_VALUE(kind == 1 || kind == 2, "group_symmetric_sum: argument 'kind' is ", kind,
+                    ", wanted 1 (one_shot) or 2 (two_shot).");
+}
+
+Tensor group_symmetric_sum_meta(const Tensor& t, std::string_view, int64_t, int64_t kind) {
+  check_symmetric(kind);
+  return t.new_empty_symint(t.sym_sizes());
+}
+
+Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char* op, Leases* leases, SlotKind kind) {
   check_tensor(t, ranks, op);
   const auto group = group_named(name, ranks);
-  Tensor in = t.contiguous(), out = at::empty_symint(with_first(t, t.sym_size(0) * ranks), t.options());
+  Tensor in = t.contiguous();
   note();
   check_agreement(*group, in, op);
-  if (out.numel() > 0) finish(group->_allgather_base(out, in, at_once<c10d::AllgatherOptions>()));
-  return out;
+  auto sizes = in.sizes().vec();
+  sizes[0] *= ranks;
+  Received all(sizes, in, name, leases, kind);
+  all.by([&] { return group->_allgather_base(all.tensor(), in, at_once<c10d::AllgatherOptions>()); });
+  return all.tensor();
+}
+
+Tensor exchange(const Tensor& t, std::string_view name, int64_t ranks, Leases* leases) {
+  check_divides(t, ranks, "group_exchange");
+  const auto group = group_named(name, ranks);
+  Tensor in = t.contiguous();
+  note();
+  check_agreement(*group, in, "group_exchange");
+  auto sizes = in.sizes().vec();
+  sizes[0] /= ranks;
+  sizes.insert(sizes.begin(), ranks);
+  Received parts(sizes, in, name, leases, SlotKind::kInbox);
+  std::vector<int64_t> whole;  // empty: equal parts
+  Tensor flat = parts.tensor().view(in.sizes());
+  parts.by([&] { return group->alltoall_base(flat, in, whole, whole, at_once<c10d::AllToAllOptions>()); });
+  return parts.tensor();
 }
 
 }  // namespace
@@ -101,25 +160,24 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_
 }
 
 Tensor group_gather(const Tensor& t, std::string_view group, int64_t ranks) {
-  return gather(t, group, ranks, "group_gather");
+  return gather(t, group, ranks, "group_gather", nullptr, SlotKind::kValues);
 }
 
 Tensor group_gather_again(const Tensor& t, const Tensor&, std::string_view group, int64_t ranks) {
-  return gather(t, group, ranks, "group_gather_again");
+  return gather(t, group, ranks, "group_gather_again", nullptr, SlotKind::kValues);
 }
 
-Tensor group_exchange(const Tensor& t, std::string_view name, int64_t ranks) {
-  check_divides(t, ranks, "group_exchange");
-  const auto group = group_named(name, ranks);
-  Tensor in = t.contiguous(), out = at::empty_like(in);
-  note();
-  check_agreement(*group, in, "group_exchange");
-  std::vector<int64_t> whole;  // empty: equal parts
-  if (out.numel() > 0) finish(group->alltoall_base(out, in, whole, whole, at_once<c10d::AllToAllOptions>()));
-  auto shape = out.sizes().vec();
-  shape[0] /= ranks;
-  shape.insert(shape.begin(), ranks);
-  return out.view(shape);
+Tensor group_gather_leased(const Tensor& t, std::string_view group, int64_t ranks, bool again, Leases& leases,
+                           SlotKind kind) {
+  return gather(t, group, ranks, again ? "group_gather_again" : "group_gather", &leases, kind);
+}
+
+Tensor group_exchange(const Tensor& t, std::string_view group, int64_t ranks) {
+  return exchange(t, group, ranks, nullptr);
+}
+
+Tensor group_exchange_leased(const Tensor& t, std::string_view group, int64_t ranks, Leases& leases) {
+  return exchange(t, group, ranks, &leases);
 }
 
 c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view name, int64_t ranks, bool aside) {
@@ -136,6 +194,28 @@ Tensor group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
   finish(begin_group_sum(out, name, ranks, false));
   return out;
 }
+
+Tensor group_symmetric_sum(const Tensor& t, std::string_view group, int64_t ranks, int64_t kind) {
+  check_symmetric(kind);
+  if (t.is_cpu()) {
+    const Tensor out = t.clone(at::MemoryFormat::Contiguous);
+    const auto found = group_named(group, ranks);
+    te_note_path("process group, serial", "kernels over symmetric memory are CUDA's");
+    check_agreement(*found, t, "group_symmetric_sum");
+    std::vector<Tensor> tensors{out};
+    if (t.numel() > 0) finish(found->allreduce(tensors, at_once<c10d::AllreduceOptions>()));
+    return out;
+  }
+  group_named(group, ranks);
+  te_note_path(kind == 1 ? "symmetric memory, one_shot" : "symmetric memory, two_shot", "");
+  if (t.numel() == 0) return at::empty_like(t);
+  const pybind11::gil_scoped_acquire gil;
+  TORCH_CHECK(symmetric_sum() != nullptr, "group_symmetric_sum: nobody has lent the kernels over symmetric memory.");
+  const pybind11::object sum = pybind11::handle(symmetric_sum().get())(t, std::string(group), ranks, kind);
+  return sum.cast<Tensor>();
+}
+
+void lend_symmetric_sum(PyObject* function) { symmetric_sum() = held_object(function); }
 
 void group_amax(const Tensor& amax, const Tensor& x, std::string_view name, int64_t ranks) {
   const auto group = group_named(name, ranks);
@@ -154,6 +234,9 @@ TE_FACES(group, faces) {
       .meta(group_gather_again_meta);
   faces.op("group_exchange(Tensor t, str group, int ranks) -> Tensor").kernel(group_exchange).meta(group_exchange_meta);
   faces.op("group_sum(Tensor t, str group, int ranks) -> Tensor").kernel(group_sum).meta(group_sum_meta);
+  faces.op("group_symmetric_sum(Tensor t, str group, int ranks, int kind) -> Tensor")
+      .kernel(group_symmetric_sum)
+      .meta(group_symmetric_sum_meta);
 }
 
 }  // namespace te_torch

@@ -26,6 +26,7 @@
   X(group)                  \
   X(grouped_linear)         \
   X(layernorm_mlp)          \
+  X(lease)                  \
   X(linear)                 \
   X(linear_core)            \
   X(linear_cross_entropy)   \

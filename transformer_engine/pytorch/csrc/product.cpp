@@ -183,6 +183,14 @@ uint8_t part_of(const Quantized& q, Part part) {
 
 }  // namespace
 
+void refuse_leased(const Operand& t, const char* op) {
+  for (const Tensor* part :
+       {&t.plain, &t.fp8.rowwise, &t.fp8.columnwise, &t.fp8.rowwise_scale_inv, &t.fp8.columnwise_scale_inv}) {
+    refuse_leased(*part, op, "what is stored of it");
+  }
+  for (const Operand& group : t.groups) refuse_leased(group, op);
+}
+
 void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what) {
   for (const Operand& group : t.groups) keep_operand(keeper, name, group, directions, what);
   if (!t.quantized()) {

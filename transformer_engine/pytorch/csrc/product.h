@@ -90,6 +90,9 @@ Tensor plain_of(const Route& route, const Operand& t, at::ScalarType dtype);
 // and end with a block.
 TE_EXPORT Operand rows_of(const Operand& t, const Rows& rows);
 
+// As refuse_leased of what it has.
+void refuse_leased(const Operand& t, const char* op);
+
 // An operand through the saved-tensor door, under one name: itself, or data and scales in these directions.
 void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what);
 Operand kept_operand(const NamedTensors& saved, int name);  // the one under the name; several are its groups

@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "lease.h"
 #include "named_tensors.h"
 #include "probe.h"
 
@@ -48,6 +49,7 @@ class TE_EXPORT Keeper {
 
   void keep(int name, const at::Tensor& t, const Kept& what, uint8_t part = 0, const LiveRows* live = nullptr) {
     if (!keeps_ || !t.defined()) return;
+    refuse_leased(t, op_ != nullptr ? op_ : "recompute", what.name);
     if (op_ != nullptr && probe::active()) probe::tell(op_, what, t, true);
     if (op_ != nullptr && live != nullptr) announce(t, *live);
     if (op_ != nullptr && live == nullptr && what.tokens) announce_tokens(t);

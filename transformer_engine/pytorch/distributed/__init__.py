@@ -43,6 +43,8 @@ from transformer_engine.pytorch.distributed.sharded_state import (
     tensor_parallel_state_dict as tensor_parallel_state_dict,
 )
 from transformer_engine.pytorch.distributed.symmetric import symmetric_all_reduce as symmetric_all_reduce
+from transformer_engine.pytorch.distributed.usage import CommUsage as CommUsage
+from transformer_engine.pytorch.distributed.usage import comm_usage as comm_usage
 from transformer_engine.pytorch.recompute_phase import activation_recompute_forward as activation_recompute_forward
 from transformer_engine.pytorch.recompute_phase import (
     in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,

@@ -151,3 +151,21 @@ def add_up_gradient(parameter: torch.Tensor, group: str, ranks: int) -> torch.Te
     """As copy_to_tensor_model_parallel_region, for modules: the group by its name, under torch.compile too, and no
     question whether the ranks agree."""
     return _AddUp.apply(parameter, group, ranks)
+
+
+class _GatherByName(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return torch.ops.te.group_gather(rows, group, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        parts = torch.ops.te.group_exchange(grad.contiguous(), ctx.group, ctx.ranks)
+        return torch.ops.te.comm_ordered_sum(parts, None), None, None
+
+
+def gather_by_name(rows: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    """As gather_from_sequence_parallel_region, for modules: the group by its name, under torch.compile too. Gradients
+    are added up in the order of the ranks, in float32, and rounded once."""
+    return _GatherByName.apply(rows, group, ranks)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.groups import check_agreement, check_device, check_plain, ranks_of
 from transformer_engine.pytorch.distributed.work import Work
 
@@ -62,6 +63,16 @@ def symmetric_all_reduce(
         return _by_kernels(inp, group, ranks, all_reduce_type), Work() if async_op else None
 
 
+def _of_modules(inp: torch.Tensor, group: str, ranks: int, kind: int) -> torch.Tensor:
+    """The sum of a row layer with symmetric_ar_type (csrc/group.cpp calls it, for tensors that are not on the CPU)."""
+    found = dist.distributed_c10d._resolve_process_group(group)
+    with torch.no_grad():
+        return _by_kernels(inp, found, ranks, _TYPES[kind - 1])
+
+
+_C.set_symmetric_sum(_of_modules)
+
+
 def _by_kernels(inp: torch.Tensor, group: dist.ProcessGroup, ranks: int, kind: str) -> torch.Tensor:
     if inp.device.type != "cuda" or inp.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
@@ -83,6 +94,11 @@ def _shared(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     key = group, inp.device, inp.dtype
     found = _staging.get(key)
     if found is None or found.numel() < count:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{_OP}: argument 'inp' needs {count} elements of memory that all ranks see, which cannot be made while"
+                " a graph is captured; run the same call once before the capture."
+            )
         _forget_destroyed()
         found = _staging[key] = _rendezvous(1 << (count - 1).bit_length(), inp, group)
     return found[:count]

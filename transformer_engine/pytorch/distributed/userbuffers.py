@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch import _C
+
 _OP = "initialize_ub"
 _BACKENDS = (None, "gloo", "nccl", "mpi")
 
@@ -106,6 +108,8 @@ def _configurations(given: object, modes: int) -> list[Mapping[str, Mapping[str,
 
 
 def destroy_ub() -> None:
-    """Forgets what initialize_ub was told; nothing where it was not called."""
+    """Forgets what initialize_ub was told, and frees the memory in which layers receive, as far as no call has it. What
+    a call wants behind that is allocated again."""
     global _reserved
     _reserved = None
+    _C.let_go_of_leases()

@@ -81,6 +81,7 @@ class LinearFamily(TransformerEngineBaseModule):
         self.parallel_mode = parallel_mode
         self.tp_recompute_allgather = given["tp_recompute_allgather"]
         self.tp_overlap = given["tp_overlap"]
+        self.symmetric_ar_type = given["symmetric_ar_type"]
 
     def _build_one(self, given: Mapping[str, object]) -> None:
         """All of a module with one product; a subclass declares its norm in `_declare_before`."""

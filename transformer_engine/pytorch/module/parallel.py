@@ -9,12 +9,14 @@ import torch.distributed as dist
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.distributed.groups import ranks_of
-from transformer_engine.pytorch.distributed.regions import gather_from_sequence_parallel_region
+from transformer_engine.pytorch.distributed.regions import gather_by_name
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 
 _MODES = {"column": 1, "row": 2}
+# What adds up a row's output without sequence parallelism: the group, or kernels over symmetric memory.
+_SUMS = {None: 0, "one_shot": 1, "two_shot": 2}
 _ARRIVED = 2  # beside a recompute of 0 and 1: csrc/layer/exchange_group.h
 
 
@@ -67,10 +69,10 @@ def check_options(
         raise ValueError(
             f"{op}: argument 'symmetric_ar_type' is {symmetric_ar_type!r}, wanted None, 'one_shot' or 'two_shot'."
         )
-    if symmetric_ar_type is not None:
+    if symmetric_ar_type == "multimem_all_reduce":
         raise NotImplementedError(
-            f"{op}: argument 'symmetric_ar_type' is {symmetric_ar_type!r}, but all-reduces through symmetric memory "
-            "are not available in this version; leave it at None."
+            f"{op}: argument 'symmetric_ar_type' is {symmetric_ar_type!r}, but multicast reductions are not available "
+            "in this version; use 'one_shot', 'two_shot' or None."
         )
 
 
@@ -114,23 +116,28 @@ def exchange_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) ->
     # The first one keeps nothing, whatever it says, and has to say the same: neither gathers more in order to keep.
     recompute = _ARRIVED if recompute_phase().enabled else int(module.tp_recompute_allgather)
     if torch.compiler.is_compiling():
-        spec = [_MODES[mode], int(module.sequence_parallel), recompute, module.tp_size]
+        spec = [_MODES[mode], int(module.sequence_parallel), recompute, module.tp_size, _sum_of(module, mode)]
         return Parallel(spec, _named_group(module, inp.device.type))
     exchanges = module.runtime.exchanges
-    key = mode, recompute, module.sequence_parallel, inp.device.type
+    key = mode, recompute, module.sequence_parallel, inp.device.type, _sum_of(module, mode)
     found = exchanges.get(key)
     if found is None:
         name = _named_group(module, inp.device.type)
-        found = _C.GroupExchange(_MODES[mode], module.sequence_parallel, recompute, module.tp_size, name)
+        options = _MODES[mode], module.sequence_parallel, recompute, module.tp_size, name, _sum_of(module, mode)
+        found = _C.GroupExchange(*options)
         exchanges[key] = found
     return found
+
+
+def _sum_of(module: torch.nn.Module, mode: str) -> int:
+    return _SUMS[getattr(module, "symmetric_ar_type", None)] if mode == "row" and not module.sequence_parallel else 0
 
 
 def gathered(module: torch.nn.Module, norm_output: torch.Tensor) -> torch.Tensor:
     """Of all ranks, where tokens are divided: what return_layernorm_output_gathered is."""
     if not module.sequence_parallel:
         return norm_output
-    return gather_from_sequence_parallel_region(norm_output, module.tp_group)
+    return gather_by_name(norm_output, _named_group(module, norm_output.device.type), module.tp_size)
 
 
 def _named_group(module: torch.nn.Module, device: str) -> str:

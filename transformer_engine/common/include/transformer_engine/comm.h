@@ -53,6 +53,10 @@ TE_API te_status te_comm_ordered_sum(const te_tensor* partials, int32_t count, t
  * overlaps. One launch. */
 TE_API te_status te_comm_interleave(const te_tensor* shards, int32_t count, te_tensor out, te_stream stream);
 
+/* *captured: 1 while `stream`, a CUDA one, is being captured, else 0. Memory that collectives write is a graph's own
+ * then, and nobody else's. Errors: TE_INVALID_ARGUMENT where `captured` is NULL, TE_NOT_IMPLEMENTED in a CPU build. */
+TE_API te_status te_comm_is_captured(te_stream stream, int32_t* captured);
+
 typedef enum te_comm_op { TE_COMM_GATHER_PRODUCT = 0, TE_COMM_PRODUCT_SCATTER = 1 } te_comm_op;
 
 /* AUTO: chunked where that is predicted to be faster, else serial. */

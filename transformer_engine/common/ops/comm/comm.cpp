@@ -120,4 +120,17 @@ te_status te_comm_interleave(const te_tensor* shards, int32_t count, te_tensor o
   });
 }
 
+te_status te_comm_is_captured(te_stream stream, int32_t* captured) {
+  return te::c_guard([&] {
+    const char* op = "te_comm_is_captured";
+    if (captured == nullptr) te::bad_argument(op, "captured", "NULL", "a place for the result");
+#if defined(TE_WITH_CUDA)
+    *captured = te::comm::cuda::is_captured(stream) ? 1 : 0;
+#else
+    (void)stream;
+    te::no_cuda(op);
+#endif
+  });
+}
+
 }  // extern "C"

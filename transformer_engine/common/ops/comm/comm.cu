@@ -141,4 +141,10 @@ void interleave(const te_tensor* tensors, int32_t count, const te_tensor& out, t
   check_launch("te_comm_interleave");
 }
 
+bool is_captured(te_stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "te_comm_is_captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 }  // namespace te::comm::cuda

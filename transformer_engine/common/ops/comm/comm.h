@@ -16,6 +16,7 @@ namespace cuda {
 void ordered_sum(const te_tensor* partials, int32_t count, const te_tensor& bias, const te_tensor& out,
                  te_stream stream);
 void interleave(const te_tensor* shards, int32_t count, const te_tensor& out, te_stream stream);
+bool is_captured(te_stream stream);
 }  // namespace cuda
 
 }  // namespace te::comm

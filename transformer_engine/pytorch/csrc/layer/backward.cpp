@@ -66,6 +66,9 @@ WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightParts 
   const probe::Because told(why_override(q));
   // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
   if (stage.sink && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
+  if (stage.sink) {
+    for (const Operand* read : {&parts.gradient.dy, &parts.operand}) refuse_leased(*read, "weight gradient");
+  }
   const bool x = exchange != nullptr && exchange->gathers(Pass::kFprop) && !parts.gathered;
   const bool dy = exchange != nullptr && exchange->gathers(Pass::kDgrad);
   if (x || dy) {
@@ -111,6 +114,7 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
     const bool all_rows = exchange != nullptr && exchange->gathers(Pass::kDgrad);
     if (all_rows && wanted.bias && !gradient.dbias.defined()) gradient.dbias = column_sums(in.dy);
   }
+  Leases leases;  // of the gradient as it arrives, which both products read
   Passing passing;
   if (in.any() && wanted.source) {
     const probe::Because told(why_override(q));
@@ -122,10 +126,10 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
       return stage.products->dgrad(route, part, rows, w, like, q == nullptr || q->split_dgrad);
     };
     const Tensor& like = in.dy.defined() ? in.dy : in.like;
-    std::unique_ptr<Transfer> transfer =
-        exchange != nullptr
-            ? exchange->begin(route, Pass::kDgrad, gradient.dy, like, parts.behind, directions, OptionalTensor())
-            : nullptr;
+    std::unique_ptr<Transfer> transfer = exchange != nullptr
+                                             ? exchange->begin(route, Pass::kDgrad, gradient.dy, like, parts.behind,
+                                                               directions, OptionalTensor(), &leases)
+                                             : nullptr;
     passing = through(std::move(transfer), gradient.dy, like, product);
     parts.arrived = passing.transfer.get();
   }

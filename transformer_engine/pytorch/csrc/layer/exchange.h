@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "lease.h"
 #include "product.h"
 
 namespace te_torch::layer {
@@ -52,7 +53,8 @@ class TE_EXPORT Exchange {
   // Of fprop: the size of its operand's dimension 0 whose result has `rows` there.
   virtual c10::SymInt rows_before(const c10::SymInt& rows) const { return rows; }
   // Whether what the forward has gathered of its operand is kept for the backward, which gathers it again otherwise.
-  virtual bool keeps_gathered(const Operand& mine) const { return false; }
+  // quantized: what would be kept comes in FP8.
+  virtual bool keeps_gathered(bool quantized) const { return false; }
   virtual Quantizing quantizing(const Route&, Pass, const Quantizer*, const Tensor& x) const {
     return Quantizing::kBefore;
   }
@@ -63,15 +65,16 @@ class TE_EXPORT Exchange {
 
   // `mine` is what this process has; `like` has its leading dimensions and the dtype of the result. behind: quantizes
   // what has arrived in `directions`; null: it comes as it was sent. bias: of a pass that adds up. Null: all is here
-  // and stays here; in a call that is traced (route) rows do not arrive one behind the other.
+  // and stays here; in a call that is traced (route) rows do not arrive one behind the other. leases: of the call of a
+  // node's forward or backward that reads what arrives, and that goes on without it; null where somebody keeps it.
   virtual std::unique_ptr<Transfer> begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
-                                          const Quantizer* behind, Directions directions,
-                                          const OptionalTensor& bias) const = 0;
+                                          const Quantizer* behind, Directions directions, const OptionalTensor& bias,
+                                          Leases* leases) const = 0;
   // All rows of what the product of this pass reads, for the product of a weight's gradient, which reads both; of an
   // FP8 operand columnwise, or rowwise where it has that alone. done: of the same pass, in the same call, or null.
-  // gradient: what the backward came with; undefined in a forward.
+  // gradient: what the backward came with; undefined in a forward. leases: as of begin().
   virtual Operand whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
-                        const Transfer* done, const Tensor& gradient) const = 0;
+                        const Transfer* done, const Tensor& gradient, Leases* leases) const = 0;
 };
 
 // A product's result on its way.

@@ -62,9 +62,16 @@ class GroupTransfer final : public Transfer {
     result_ = result;
     if (!adds_up_) return;
     if (parallel_.sequence) {
+      const std::string_view name(group_);
+      Leases leases;  // the sum is what goes on
       const Tensor partials =
-          route_.call<group_exchange>("te::group_exchange", result, std::string_view(group_), parallel_.ranks);
+          route_.direct()
+              ? Direct::call<group_exchange_leased>("te::group_exchange", result, name, parallel_.ranks, leases)
+              : Dispatched::call<group_exchange>("te::group_exchange", result, name, parallel_.ranks);
       result_ = route_.call<comm_ordered_sum>("te::comm_ordered_sum", partials, bias_);
+    } else if (parallel_.sum != 0 && parallel_.mode == Parallel::kRow) {
+      result_ = route_.call<group_symmetric_sum>("te::group_symmetric_sum", result, std::string_view(group_),
+                                                 parallel_.ranks, parallel_.sum);
     } else if (route_.direct()) {
       result_ = result.contiguous();
       // Behind a column's input gradient comes its weight's; behind a row's output nothing.
@@ -136,28 +143,36 @@ Operand GroupExchange::quantized(const Quantizer& quantizer, const Tensor& x, Di
   return {{}, Direct::call<quantize_into>("te::quantize", quantizer, x, out, Tensor(), amax)};
 }
 
-Tensor GroupExchange::gathered(const Route& route, const Tensor& t, const Tensor& gradient,
-                               const Quantizer* behind) const {
+Tensor GroupExchange::gathered(const Route& route, const Tensor& t, const Tensor& gradient, Leases* leases,
+                               SlotKind kind, const Quantizer* behind) const {
   const std::string_view name(group_);
   const GatherOfValues told(behind != nullptr ? why_values(*behind) : nullptr);
+  if (leases != nullptr && route.direct()) {
+    const bool again = gradient.defined();
+    return Direct::call<group_gather_leased>(again ? "te::group_gather_again" : "te::group_gather", t, name,
+                                             parallel_.ranks, again, *leases, kind);
+  }
   if (gradient.defined()) {
     return route.call<group_gather_again>("te::group_gather_again", t, gradient, name, parallel_.ranks);
   }
   return route.call<group_gather>("te::group_gather", t, name, parallel_.ranks);
 }
 
-Operand GroupExchange::gathered(const Route& route, const Quantized& mine, bool columnwise,
-                                const Tensor& gradient) const {
+Operand GroupExchange::gathered(const Route& route, const Quantized& mine, bool columnwise, const Tensor& gradient,
+                                Leases* leases) const {
   const Tensor& data = columnwise ? mine.columnwise : mine.rowwise;
   const Tensor& scales = columnwise ? mine.columnwise_scale_inv : mine.rowwise_scale_inv;
   const c10::SymInt rows = data.sym_size(columnwise ? 1 : 0);  // of this rank
   // Blocks whose scales lie along the rows: those of 1 x 128 rowwise, of 128 x 128 columnwise.
   const bool along = columnwise != te::scaling_row(mine.scaling).across;
-  Tensor all = gathered(route, data, gradient), all_scales = scales;
+  Leases own;  // of what is put together in memory of its own
+  Tensor all =
+      gathered(route, data, gradient, columnwise ? &own : leases, columnwise ? SlotKind::kColumns : SlotKind::kValues);
+  Tensor all_scales = scales;
   if (columnwise) all = side_by_side(route, all, parallel_.ranks, rows);
   if (mine.scaling != TE_SCALING_TENSOR) {
     TORCH_INTERNAL_ASSERT(rows % kBlock == 0);
-    all_scales = gathered(route, scales, gradient);
+    all_scales = gathered(route, scales, gradient, along ? &own : leases, SlotKind::kScales);
     const c10::SymInt n = columnwise ? rows / kBlock : rows;
     if (along) all_scales = side_by_side(route, all_scales, parallel_.ranks, n);
   }
@@ -169,33 +184,37 @@ Operand GroupExchange::gathered(const Route& route, const Quantized& mine, bool 
 
 std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
                                                const Quantizer* behind, Directions directions,
-                                               const OptionalTensor& bias) const {
+                                               const OptionalTensor& bias, Leases* leases) const {
   if (!gathers(pass) && !adds_up(pass)) return nullptr;
   if (!gathers(pass)) return std::make_unique<GroupTransfer>(route, *this, true, mine, like, bias);
-  Operand arrived =
-      mine.quantized() ? gathered(route, mine.fp8, false, {}) : Operand{gathered(route, mine.plain, {}, behind), {}};
+  Operand arrived = mine.quantized() ? gathered(route, mine.fp8, false, {}, leases)
+                                     : Operand{gathered(route, mine.plain, {}, leases, SlotKind::kValues, behind), {}};
   if (behind != nullptr && !arrived.quantized()) arrived = operand_of(route, behind, arrived.plain, directions);
   const Tensor all = rows_like(like, like.sym_size(0) * parallel_.ranks);
   return std::make_unique<GroupTransfer>(route, *this, false, std::move(arrived), all, bias);
 }
 
 Operand GroupExchange::whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
-                             const Transfer* done, const Tensor& gradient) const {
+                             const Transfer* done, const Tensor& gradient, Leases* leases) const {
   if (!gathers(pass)) return mine;
-  if (mine.quantized()) return gathered(route, mine.fp8, mine.fp8.columnwise.defined(), gradient);
+  if (mine.quantized()) return gathered(route, mine.fp8, mine.fp8.columnwise.defined(), gradient, leases);
   if (done != nullptr) return done->operand();
-  const Tensor all = gathered(route, mine.plain, gradient, behind);
+  const Tensor all = gathered(route, mine.plain, gradient, leases, SlotKind::kValues, behind);
   return behind != nullptr ? operand_of(route, behind, all, {false, true}) : Operand{all, {}};
 }
 
 std::shared_ptr<const Exchange> exchange_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op) {
   if (packed.empty()) return nullptr;
-  TORCH_CHECK_VALUE(
-      packed.size() == Parallel::kPacked && (packed[0] == Parallel::kColumn || packed[0] == Parallel::kRow) &&
-          packed[2] >= Parallel::kGathered && packed[2] <= Parallel::kArrived,
-      op, ": argument 'parallel' is ", packed,
-      ", wanted nothing, or four integers: 1 (column) or 2 (row), sequence, recompute (0, 1 or 2), ranks.");
-  const Parallel parallel{Parallel::Mode(packed[0]), packed[1] != 0, Parallel::Keeps(packed[2]), packed[3]};
+  TORCH_CHECK_VALUE((packed.size() == Parallel::kPacked || packed.size() + 1 == Parallel::kPacked) &&
+                        (packed[0] == Parallel::kColumn || packed[0] == Parallel::kRow) &&
+                        packed[2] >= Parallel::kGathered && packed[2] <= Parallel::kArrived && packed.back() >= 0 &&
+                        (packed.size() < Parallel::kPacked || packed.back() <= 2),
+                    op, ": argument 'parallel' is ", packed,
+                    ", wanted nothing, or integers: 1 (column) or 2 (row), sequence, recompute (0, 1 or 2), ranks, and "
+                    "for a row whose "
+                    "output is added up 0 (the group), 1 (one_shot) or 2 (two_shot).");
+  const int64_t sum = packed.size() == Parallel::kPacked ? packed[4] : 0;
+  const Parallel parallel{Parallel::Mode(packed[0]), packed[1] != 0, Parallel::Keeps(packed[2]), packed[3], sum};
   return std::make_shared<GroupExchange>(parallel, std::string(group));
 }
 
@@ -207,15 +226,18 @@ void register_exchange_group(pybind11::module_& m) {
   namespace py = pybind11;
   using namespace layer;
   py::class_<GroupExchange, std::shared_ptr<GroupExchange>>(m, "GroupExchange")
-      .def(py::init([](int64_t mode, bool sequence, int64_t recompute, int64_t ranks, const std::string& group) {
-             const std::vector<int64_t> packed{mode, sequence, recompute, ranks};
+      .def(py::init([](int64_t mode, bool sequence, int64_t recompute, int64_t ranks, const std::string& group,
+                       int64_t sum) {
+             const std::vector<int64_t> packed{mode, sequence, recompute, ranks, sum};
              exchange_of(packed, group, "GroupExchange");
              return std::make_shared<GroupExchange>(
-                 Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute), ranks}, group);
+                 Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute), ranks, sum}, group);
            }),
-           py::arg("mode"), py::arg("sequence"), py::arg("recompute"), py::arg("ranks"), py::arg("group"))
+           py::arg("mode"), py::arg("sequence"), py::arg("recompute"), py::arg("ranks"), py::arg("group"),
+           py::arg("sum") = 0)
       .def_property_readonly("spec", [](const GroupExchange& e) { return e.parallel().pack(); })
       .def_property_readonly("group", &GroupExchange::group);
+  m.def("set_symmetric_sum", [](const py::function& function) { lend_symmetric_sum(function.ptr()); });
 }
 
 }  // namespace te_torch

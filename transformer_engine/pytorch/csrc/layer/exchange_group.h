@@ -19,9 +19,11 @@ struct Parallel {
   // product anyway, and not what would be gathered to be kept (FP8 in the other direction): for a checkpoint's runs.
   enum Keeps : int64_t { kGathered, kNothing, kArrived } keeps = kGathered;
   int64_t ranks = 1;
+  // What adds up a row's output that is not scattered: the group (0), or kernels over symmetric memory.
+  int64_t sum = 0;
 
-  static constexpr size_t kPacked = 4;
-  std::vector<int64_t> pack() const { return {mode, sequence, keeps, ranks}; }
+  static constexpr size_t kPacked = 5;
+  std::vector<int64_t> pack() const { return {mode, sequence, keeps, ranks, sum}; }
 };
 
 class GroupExchange final : public Exchange {
@@ -37,21 +39,23 @@ class GroupExchange final : public Exchange {
   }
   bool adds_up(Pass pass) const override { return pass == (column() ? Pass::kDgrad : Pass::kFprop); }
   c10::SymInt rows_before(const c10::SymInt& rows) const override;
-  bool keeps_gathered(const Operand& mine) const override {
-    return parallel_.keeps == Parallel::kGathered || (parallel_.keeps == Parallel::kArrived && !mine.quantized());
+  bool keeps_gathered(bool quantized) const override {
+    return parallel_.keeps == Parallel::kGathered || (parallel_.keeps == Parallel::kArrived && !quantized);
   }
   Quantizing quantizing(const Route& route, Pass pass, const Quantizer* quantizer, const Tensor& x) const override;
   Operand quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const override;
   std::unique_ptr<Transfer> begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
-                                  const Quantizer* behind, Directions directions,
-                                  const OptionalTensor& bias) const override;
+                                  const Quantizer* behind, Directions directions, const OptionalTensor& bias,
+                                  Leases* leases) const override;
   Operand whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind, const Transfer* done,
-                const Tensor& gradient) const override;
+                const Tensor& gradient, Leases* leases) const override;
 
  private:
   bool column() const { return parallel_.mode == Parallel::kColumn; }
-  Tensor gathered(const Route& route, const Tensor& t, const Tensor& gradient, const Quantizer* behind = nullptr) const;
-  Operand gathered(const Route& route, const Quantized& mine, bool columnwise, const Tensor& gradient) const;
+  Tensor gathered(const Route& route, const Tensor& t, const Tensor& gradient, Leases* leases, SlotKind kind,
+                  const Quantizer* behind = nullptr) const;
+  Operand gathered(const Route& route, const Quantized& mine, bool columnwise, const Tensor& gradient,
+                   Leases* leases) const;
 
   Parallel parallel_;
   std::string group_;

@@ -214,18 +214,23 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   }
   const Quantizer* behind = how == Quantizing::kBehind ? quantizer : nullptr;
   const OptionalTensor bias = adds_up && !in.biases.empty() ? OptionalTensor(in.biases[0]) : OptionalTensor();
+  // The backward reads what the product has read, and nothing else would be gathered to be kept.
+  const bool as_it_came = backward_reads(q) == BackwardReads::kDequantized;
+  const bool quantized = !as_it_came && (operand.quantized() || (both && behind != nullptr));
+  const bool reads_gathered = keep_operand && exchange->gathers(Pass::kFprop);
+  // What a backward keeps for itself alone is kept as it came.
+  const bool keeps = reads_gathered && (exchange->keeps_gathered(quantized) || !keeper.serves_a_graph());
+  Leases leases;  // until the product is there
   const Passing passing =
-      through(exchange->begin(route, Pass::kFprop, operand, x, behind, directions, bias), operand, x, product);
+      through(exchange->begin(route, Pass::kFprop, operand, x, behind, directions, bias, keeps ? nullptr : &leases),
+              operand, x, product);
   Operand gathered;
-  if (passing.transfer != nullptr && keep_operand && exchange->gathers(Pass::kFprop)) {
+  if (passing.transfer != nullptr && reads_gathered) {
     const Operand& arrived = passing.transfer->operand();
-    // The backward reads what the product has read, and nothing else would be gathered to be kept.
-    const bool as_it_came = backward_reads(q) == BackwardReads::kDequantized;
-    // What a backward keeps for itself alone is kept as it came.
-    if (exchange->keeps_gathered(as_it_came ? Operand() : both ? arrived : operand) || !keeper.serves_a_graph()) {
+    if (keeps) {
       gathered = as_it_came ? arrived
-                 : both     ? exchange->whole(route, Pass::kFprop, values, nullptr, nullptr, {})
-                            : exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {});
+                 : both     ? exchange->whole(route, Pass::kFprop, values, nullptr, nullptr, {}, nullptr)
+                        : exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {}, nullptr);
     } else {
       keeper.recomputed(unkept(arrived, q, x), words(kGatheredInput, q));
     }

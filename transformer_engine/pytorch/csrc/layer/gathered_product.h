@@ -40,7 +40,8 @@ class GatheredProduct final : public WeightProduct {
   at::ScalarType dtype() const override { return dtype_; }
 
  private:
-  std::shared_ptr<WeightProduct> gathered(const Route& route) const;
+  // leases: of the call that computes it.
+  std::shared_ptr<WeightProduct> gathered(const Route& route, Leases& leases) const;
 
   std::shared_ptr<const Exchange> exchange_;
   std::shared_ptr<const Products> products_;

@@ -1,0 +1,21 @@
+# What goes wrong, or lies across, while divided layers are at work, on gloo ranks. Mutants: a sum of gradients that is
+# written behind the backward's end, a backward that gathers into what its caller has, slots without a group in their
+# name, turn these red.
+import parallel_fault_workers as workers
+import pytest
+from ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Of every worker, what each of two ranks brings."""
+    ranks = on_ranks(workers.everything, device="cpu")
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize("worker", [worker.__name__ for worker in workers.WORKERS])
+def test_nothing_is_wrong(found, worker):
+    for wrong in found[worker]:
+        assert not wrong, wrong[:5]

@@ -1,0 +1,27 @@
+"""What tensor parallelism holds for receiving: the slots that calls have on lease (csrc/lease.h)."""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.groups import ranks_of
+
+
+class CommUsage(NamedTuple):
+    """bytes: of all slots; slots: how many there are; leased: how many of them a call has just now."""
+
+    bytes: int
+    slots: int
+    leased: int
+
+
+def comm_usage(group: dist.ProcessGroup | None = None) -> CommUsage:
+    """The slots in which layers over `group` (None: the default one) receive what they gather and add up.
+
+    They grow to the largest call and do not depend on the number of layers; te.destroy_ub() frees those that nobody
+    has. Errors: TypeError for what is no group, RuntimeError for one that was destroyed.
+    """
+    if ranks_of("comm_usage", "group", group) == 1:
+        return CommUsage(0, 0, 0)
+    return CommUsage(*_C.lease_usage((dist.group.WORLD if group is None else group).group_name))
