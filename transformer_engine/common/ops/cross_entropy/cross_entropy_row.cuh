@@ -23,13 +23,15 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 
-// f(exponent, factor): exp(x - top) is factor times 2 to the power of exponent(x). Near 0 exponents are measured from a
-// whole number close to top log2(e), which needs one multiplication and addition, rounded once; farther away there is
-// none as close.
+// Near 0 exponents are measured from a whole number close to top log2(e), which needs one multiplication and addition,
+// rounded once; farther away there is none as close.
+constexpr float kFar = 1 << 22;
+__device__ __forceinline__ float near_origin(float top) { return rintf(top * kLog2e); }
+
+// f(exponent, factor): exp(x - top) is factor times 2 to the power of exponent(x).
 template <class F>
 __device__ __forceinline__ void measured_from(float top, F&& f) {
-  constexpr float kFar = 1 << 22;
-  const float origin = rintf(top * kLog2e);
+  const float origin = near_origin(top);
   if (fabsf(origin) < kFar) {
     f([=](float x) { return fmaf(x, kLog2e, -origin); }, exp2_of(fmaf(-top, kLog2e, origin)));
   } else {
@@ -122,6 +124,29 @@ struct Top<T, true> {
   }
 };
 
+// A thread's sum of exponentials while its columns come in, measured from the largest so far.
+struct Running {
+  float origin = -kFar, sum = 0.f;
+
+  template <int N>
+  __device__ __forceinline__ void take(const float (&x)[N], float top) {
+    const float higher = near_origin(top);
+    if (higher > origin) {
+      sum *= exp2_of(origin - higher);
+      origin = higher;
+    }
+    float sums[2] = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < N; ++j) sums[j % 2] += exp2_of(fmaf(x[j], kLog2e, -origin));
+    sum += sums[0] + sums[1];
+  }
+  // Measured from `top`, which no column was above. Only where that is near.
+  __device__ __forceinline__ float from(float top) const {
+    const float whole = near_origin(top);
+    return sum * exp2_of(origin - whole) * exp2_of(fmaf(-top, kLog2e, whole));
+  }
+};
+
 __device__ __forceinline__ float block_max(float x, float* scratch) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
@@ -134,33 +159,46 @@ __device__ __forceinline__ float block_max(float x, float* scratch) {
   return x;
 }
 
-// What a block's threads know of their columns. view[i]: slot i, as it was loaded.
+// What a block's threads know of their columns, which are summed up as they come in; once more where exponents are far
+// from 0, or where the mean of all logits is asked for. view[i]: slot i, as it was loaded.
 template <class T, class View>
 __device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smoothing, float* scratch,
                                                   const View& view) {
   constexpr int N = kVec<T>;
   const int step = int(blockDim.x);
-  Top<T> largest;
+  float largest = -INFINITY;
+  Running running;
   int i = int(threadIdx.x);
-  view.wait_for_half();
-  for (; i < view.half(); i += step) largest.take(view[i]);
-  view.wait_for_all();
-  for (; i < part.slots; i += step) largest.take(view[i]);
-  const float top = block_max(largest.value(), scratch);
-  float sums[2] = {0.f, 0.f};
-  measured_from(origin_of(top), [&](auto&& exponent, float factor) {
-    for (int i = int(threadIdx.x); i < part.slots; i += step) {
+  view.in_parts([&](int end) {
+    for (; i < end; i += step) {
+      const Packed<T, N> slot = view[i];
       float x[N];
-      widen<T, N>(view[i], x);
-#pragma unroll
-      for (int j = 0; j < N; ++j) sums[0] += exp2_of(exponent(x[j]));
-      if (smoothing > 0.f && top != -INFINITY) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) sums[1] += i * N + j < part.cols ? x[j] - top : 0.f;
-      }
+      Top<T> top;
+      widen<T, N>(slot, x);
+      top.take(slot);
+      largest = fmaxf(largest, top.value());
+      if (smoothing == 0.f) running.take(x, top.value());
     }
-    sums[0] *= factor;
   });
+  const float top = block_max(largest, scratch), origin = origin_of(top);
+  float sums[2] = {0.f, 0.f};
+  if (smoothing == 0.f && fabsf(near_origin(origin)) < kFar) {
+    sums[0] = running.from(origin);
+  } else {
+    measured_from(origin, [&](auto&& exponent, float factor) {
+      for (int i = int(threadIdx.x); i < part.slots; i += step) {
+        float x[N];
+        widen<T, N>(view[i], x);
+#pragma unroll
+        for (int j = 0; j < N; ++j) sums[0] += exp2_of(exponent(x[j]));
+        if (smoothing > 0.f && top != -INFINITY) {
+#pragma unroll
+          for (int j = 0; j < N; ++j) sums[1] += i * N + j < part.cols ? x[j] - top : 0.f;
+        }
+      }
+      sums[0] *= factor;
+    });
+  }
   // A block smaller than a warp does not exist, so that these are sums of whole warps.
   float total[2] = {warp_sum(sums[0]), warp_sum(sums[1])};
   const int lane = threadIdx.x % kWarp;
@@ -194,25 +232,35 @@ __device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own,
   });
 }
 
-// A block's slots in shared memory, on their way there in two halves; a thread waits for those it copied.
+// A block's slots in shared memory, on their way there in four parts; a thread waits for those it copied.
 template <class T>
 struct HeldView {
   using Slot = Packed<T, kVec<T>>;
   Slot* slots;
-  int halfway;
+  int quarter, end;
 
-  __device__ HeldView(const Part<T>& part, void* memory) : slots(static_cast<Slot*>(memory)) {
+  __device__ HeldView(const Part<T>& part, void* memory) : slots(static_cast<Slot*>(memory)), end(part.slots) {
     const int step = int(blockDim.x);
-    halfway = (part.slots / step + 1) / 2 * step;
+    quarter = (part.slots / step + 4) / 4 * step;
     int i = int(threadIdx.x);
-    for (; i < half(); i += step) part.copy_to(slots + i, i);
-    __pipeline_commit();
-    for (; i < part.slots; i += step) part.copy_to(slots + i, i);
-    __pipeline_commit();
+#pragma unroll
+    for (int p = 1; p <= 4; ++p) {
+      for (; i < min(p * quarter, end); i += step) part.copy_to(slots + i, i);
+      __pipeline_commit();
+    }
   }
-  __device__ __forceinline__ int half() const { return halfway; }
-  __device__ __forceinline__ void wait_for_half() const { __pipeline_wait_prior(1); }
-  __device__ __forceinline__ void wait_for_all() const { __pipeline_wait_prior(0); }
+  // take(first slot behind the part), when a part is there.
+  template <class Take>
+  __device__ __forceinline__ void in_parts(Take&& take) const {
+    __pipeline_wait_prior(3);
+    take(min(quarter, end));
+    __pipeline_wait_prior(2);
+    take(min(2 * quarter, end));
+    __pipeline_wait_prior(1);
+    take(min(3 * quarter, end));
+    __pipeline_wait_prior(0);
+    take(end);
+  }
   __device__ __forceinline__ Slot operator[](int i) const { return slots[i]; }
 };
 
@@ -221,9 +269,10 @@ template <class T>
 struct ReadView {
   const Part<T>& part;
   __device__ ReadView(const Part<T>& of, void*) : part(of) {}
-  __device__ __forceinline__ int half() const { return 0; }
-  __device__ __forceinline__ void wait_for_half() const {}
-  __device__ __forceinline__ void wait_for_all() const {}
+  template <class Take>
+  __device__ __forceinline__ void in_parts(Take&& take) const {
+    take(part.slots);
+  }
   __device__ __forceinline__ Packed<T, kVec<T>> operator[](int i) const { return part.load(i); }
 };
 
