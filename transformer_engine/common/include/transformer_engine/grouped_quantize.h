@@ -28,7 +28,6 @@
  *   What rows of one group hold, NaN and Inf too, reaches the data and scales of no other.
  * Determinism. Bit-equal on the CPU and on CUDA, and the same whatever else the call holds.
  * Aliasing. No output overlaps an input or another output, but for the scales of TENSOR.
- * The kernels have not run on a GPU yet.
  * Errors. TE_INVALID_ARGUMENT for shapes, dtypes, devices, pitches, addresses, other scalings, and arguments that the
  *   scaling does not have; nothing is written then. */
 #ifndef TRANSFORMER_ENGINE_GROUPED_QUANTIZE_H_
