@@ -266,6 +266,22 @@ def test_what_changes_between_calls_is_noticed(change, fused, on_device, device)
             assert_same_gradients(ours, loop)
 
 
+def test_a_backward_that_failed_on_the_way_to_leaves_is_not_run_again(case):
+    module, x, dy, splits = case
+    y = module(x, splits)
+    refuses = list(module.parameters())[-1]
+    refuses.grad = torch.zeros(1, dtype=refuses.dtype, device=refuses.device).expand(refuses.shape)
+    with pytest.raises(RuntimeError, match="written-to tensor"):
+        y.backward(dy)
+    with pytest.raises(RuntimeError, match=r"second time|grouped_linear: .* run forward again"):
+        y.backward(dy)
+    module.zero_grad()
+    x.grad = None
+    want = expected(module, x, dy, splits)
+    module(x, splits).backward(dy)
+    assert_all_same(gradients(module), want)
+
+
 def python_calls(module, x, dy, splits):
     """Calls of functions, Python's and builtin ones, in a forward and backward on this thread."""
     count = 0

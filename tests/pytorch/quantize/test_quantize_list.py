@@ -125,6 +125,8 @@ def test_lists_that_no_one_call_takes(device):
         _C.quantize_list(same_kind[:1], [x, x], True, True)
     with refused(ValueError, "quantize_list_into", "'outs'", "2"):
         _C.quantize_list_into(same_kind, [x, x], [])
+    with refused(ValueError, "quantize_list", "'quantizers'", "None at 1"):
+        _C.quantize_list([same_kind[0], None], [x, x], True, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

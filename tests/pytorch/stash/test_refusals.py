@@ -284,3 +284,32 @@ def test_writes_in_place(when, device):
                 y.sum().backward()
         del y, t
         whole()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+def test_a_short_counter_is_read_when_its_tensor_is_saved(dtype, device):
+    """The engine reads a copy of it, one for each value."""
+    counter = torch.tensor([2], dtype=dtype, device=device)
+    weights = [torch.ones(8, 64, device=device, requires_grad=True) for _ in range(2)]
+    with made(device) as stash:
+        with stash.group("a"):
+            results = []
+            for live, weight in zip((2, 6), weights, strict=True):
+                counter.fill_(live)
+                t = torch.ones(8, 64, device=device)
+                door.mark_pageable(t, counter)
+                results.append(weight * t)
+                del t
+        with stash.group("b"):
+            pass
+        sum(results).sum().backward()
+        for live, weight in zip((2, 6), weights, strict=True):
+            assert weight.grad[:, 0].tolist() == [1.0] * live + [0.0] * (8 - live)
+
+
+def test_a_group_that_torch_takes_no_hooks_for(device):
+    with made(device) as stash:
+        none, one = torch.autograd.graph.disable_saved_tensors_hooks("none here"), count(3, device)
+        with none, pytest.raises(RuntimeError, match="none here"), stash.group("a", one):
+            pass
+        Whole(stash, device)(record=True)

@@ -87,10 +87,15 @@ float* chunk_target(T*, float* buffer) {
 inline void store_chunk(float* target, const float* values, int64_t n) {
   if (target != values) std::copy(values, values + n, target);
 }
+// GCC says of some callers, by what else is compiled in, that a buffer of which n values are written may be read as a
+// whole.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 template <class T>
 void store_chunk(T* target, const float* values, int64_t n) {
   detail::narrow(target, values, n);
 }
+#pragma GCC diagnostic pop
 
 // body(first, n) over [0, cols) in chunks.
 template <class Body>

@@ -58,13 +58,12 @@ bool fits(const Tensor& gradient, const torch::autograd::InputMetadata& wanted) 
 
 }  // namespace
 
-std::vector<std::shared_ptr<torch::autograd::Node>> give_to_leaves(at::ArrayRef<Tensor*> gradients) {
-  std::vector<std::shared_ptr<torch::autograd::Node>> through;
+void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<std::shared_ptr<torch::autograd::Node>>& through) {
   const auto* asked = torch::autograd::get_current_graph_task_exec_info();
   const bool all_asked = asked != nullptr && asked->empty() && !torch::autograd::get_current_graph_task_keep_graph();
   const auto node = torch::autograd::get_current_node();
   if (!all_asked || node == nullptr || !node->post_hooks().empty() || torch::autograd::AnomalyMode::is_enabled()) {
-    return through;
+    return;
   }
   const c10::Stream stream = node->input_metadata(0).stream();
   TORCH_INTERNAL_ASSERT(gradients.size() == node->num_outputs());
@@ -80,7 +79,6 @@ std::vector<std::shared_ptr<torch::autograd::Node>> give_to_leaves(at::ArrayRef<
     one[0] = std::move(*gradients[i]);  // the only reference: it becomes .grad as it is
     (*through.back())(std::move(one));
   }
-  return through;
 }
 
 // torch.autograd.grad(), backward(inputs=), as a node of C++ asks by needs_input_grad(): Python's flag of that name

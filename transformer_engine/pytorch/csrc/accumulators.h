@@ -14,9 +14,10 @@ std::vector<size_t> unwanted(const std::vector<Tensor>& leaves);
 
 // At the end of a node's backward, of the gradients of its edges: what belongs to leaves is added to .grad at once, by
 // the nodes that do so in any case, and the engine, which takes longer for each of them than they do, is told of no
-// gradient and no edge. So wherever nobody could tell: the graph is not kept, all gradients are asked for, a leaf has
-// no hooks, the same stream, and no user but this node. One leaf is the engine's, which waits for the streams of those
-// that it knows. Returns the nodes that are through, which have to live as long as the graph.
-std::vector<std::shared_ptr<torch::autograd::Node>> give_to_leaves(at::ArrayRef<Tensor*> gradients);
+// gradient and no edge. So wherever nobody would mind: the graph is not kept, all gradients are asked for, a leaf has
+// no hooks, the same stream, and no user but this node, whose next_functions are gone behind it. One leaf is the
+// engine's, which waits for the streams of those that it knows. through: gets the nodes that are through, one that
+// throws as well; they have to live as long as the graph.
+void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<std::shared_ptr<torch::autograd::Node>>& through);
 
 }  // namespace te_torch

@@ -111,6 +111,9 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto holder = ctx->saved_data.at("held").toCapsule();
     auto& held = static_cast<Holder&>(*holder);
+    TORCH_CHECK(held.through.empty(), Family::kName,
+                ": a backward through this graph failed while it added gradients to .grad, and some of the graph is "
+                "gone; run forward again.");
     const NamedTensors saved(ctx->get_saved_variables(), held.labels);  // may run modules, which set the label
     const probe::Label label(held.module);
     variable_list out = Family::template backward<Route>(held.state, Wanted(ctx, held.slots), saved, grads);
@@ -127,7 +130,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     for (size_t slot = 0; slot < out.size(); ++slot) {
       if (held.slots.edge(slot) >= 0) of_edges.push_back(&out[slot]);
     }
-    held.through = give_to_leaves(of_edges);
+    give_to_leaves(of_edges, held.through);
   }
 };
 

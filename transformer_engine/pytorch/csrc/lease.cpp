@@ -74,7 +74,6 @@ class Arena {
     c10::Storage& memory = found->memory;
     // Who still has a view of what a call had on lease keeps it, as it is.
     const bool shared = memory && memory.use_count() > 1;
-    if (shared) ++given_up_;
     const int64_t before = memory ? int64_t(memory.nbytes()) : 0;
     if (shared || !memory || before < bytes) {
       memory = {};  // first, so that there is room
@@ -117,8 +116,6 @@ class Arena {
     return total;
   }
 
-  int64_t given_up() const { return given_up_; }
-
  private:
   std::vector<std::shared_ptr<Slot>>& slots_of(Key key) {
     for (auto& [known, slots] : kinds_) {
@@ -136,7 +133,6 @@ class Arena {
 
   std::mutex mutex_;
   std::vector<std::pair<Key, std::vector<std::shared_ptr<Slot>>>> kinds_;
-  std::atomic<int64_t> given_up_{0};
 };
 
 Arena& arena() {
@@ -218,10 +214,12 @@ void refuse_leased(const Tensor& t, const char* op, const char* what) {
 void register_lease(pybind11::module_& m) {
   namespace py = pybind11;
   m.def("lease_usage", [](const std::string& group) {
-    const auto found = arena().usage(group);
+    const auto found = [&] {
+      const py::gil_scoped_release released;  // who has the arena may be waiting for the GIL
+      return arena().usage(group);
+    }();
     return py::make_tuple(found.bytes, found.slots, found.leased);
   });
-  m.def("leases_given_up", [] { return arena().given_up(); });
   m.def(
       "let_go_of_leases", [] { arena().let_go(); }, py::call_guard<py::gil_scoped_release>());
   m.def("poison_leases", [](bool on) { return poison.exchange(on); });

@@ -7,6 +7,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <transformer_engine/quantize_list.h>
 
+#include <algorithm>
+
 namespace te_torch {
 
 namespace {
@@ -66,6 +68,14 @@ bool state_fits(const Quantizer& quantizer, const Tensor& x) {
     return !t.defined() || (t.numel() == 1 && t.scalar_type() == at::kFloat && t.device() == x.device());
   };
   return fits(quantizer.scale) && fits(quantizer.amax);
+}
+
+void check_quantizers(const char* op, const std::vector<const Quantizer*>& quantizers, size_t wanted) {
+  TORCH_CHECK_VALUE(quantizers.size() == wanted, op, ": argument 'quantizers' has ", quantizers.size(),
+                    " entries, wanted ", wanted, ", one for each matrix.");
+  const auto none = std::find(quantizers.begin(), quantizers.end(), nullptr);
+  TORCH_CHECK_VALUE(none == quantizers.end(), op, ": argument 'quantizers' has None at ", none - quantizers.begin(),
+                    ", wanted a quantizer for each matrix.");
 }
 
 }  // namespace
@@ -129,8 +139,7 @@ void register_quantize_list(pybind11::module_& m) {
   m.def("quantize_list",
         torch::wrap_pybind_function_no_gil([](const std::vector<const Quantizer*>& quantizers,
                                               const std::vector<Tensor>& xs, bool rowwise, bool columnwise) {
-          TORCH_CHECK_VALUE(quantizers.size() == xs.size(), "quantize_list: argument 'quantizers' has ",
-                            quantizers.size(), " entries, wanted ", xs.size(), ", one for each matrix.");
+          check_quantizers("quantize_list", quantizers, xs.size());
           return quantize_list(quantizers, xs, {rowwise, columnwise});
         }),
         py::arg("quantizers"), py::arg("xs"), py::arg("rowwise"), py::arg("columnwise"));
@@ -138,9 +147,9 @@ void register_quantize_list(pybind11::module_& m) {
         torch::wrap_pybind_function_no_gil([](const std::vector<const Quantizer*>& quantizers,
                                               const std::vector<Tensor>& xs, const std::vector<Quantized>& outs,
                                               const OptionalTensor& noop) {
-          TORCH_CHECK_VALUE(quantizers.size() == xs.size() && outs.size() == xs.size(),
-                            "quantize_list_into: arguments 'quantizers' and 'outs' have ", quantizers.size(), " and ",
-                            outs.size(), " entries, wanted ", xs.size(), ", one for each matrix.");
+          check_quantizers("quantize_list_into", quantizers, xs.size());
+          TORCH_CHECK_VALUE(outs.size() == xs.size(), "quantize_list_into: argument 'outs' has ", outs.size(),
+                            " entries, wanted ", xs.size(), ", one for each matrix.");
           quantize_list_into(quantizers, xs, outs, noop.value_or(Tensor()));
         }),
         py::arg("quantizers"), py::arg("xs"), py::arg("outs"), py::arg("noop") = py::none());

@@ -101,9 +101,9 @@ namespace {
 
 // Whether the object is a parameter: torch's own class, or what says that it is one.
 bool is_parameter_itself(PyObject* object) {
-  if (!is_plain(object)) return PyObject_IsInstance(object, ParameterClass) == 1;
+  if (!is_plain(object)) return truth_of(PyObject_IsInstance(object, ParameterClass));
   static const auto* const name = new py::str("_is_param");
-  return PyObject_IsTrue(attribute_or_none(object, name->ptr()).ptr()) == 1;
+  return truth_of(PyObject_IsTrue(attribute_or_none(object, name->ptr()).ptr()));
 }
 
 bool is_parameter(PyObject* object) {

@@ -164,6 +164,12 @@ struct PythonDoor {
 };
 PythonDoor& python_door();
 
+// What a question to Python came to; its error is thrown.
+inline bool truth_of(int answer) {
+  if (answer < 0) throw pybind11::error_already_set();
+  return answer != 0;
+}
+
 // None where there is none: an AttributeError is not made first, which would cost more than the rest.
 inline pybind11::object attribute_or_none(PyObject* object, PyObject* name) {
   PyObject* found = nullptr;

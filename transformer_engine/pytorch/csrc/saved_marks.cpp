@@ -17,7 +17,7 @@ Storages<bool>& marked_storages() {
 
 bool carries_mark(PyObject* object) {
   const py::object said = attribute_or_none(object, python_door().mark.ptr());
-  return !said.is_none() && PyObject_IsTrue(said.ptr()) == 1;
+  return !said.is_none() && truth_of(PyObject_IsTrue(said.ptr()));
 }
 
 }  // namespace

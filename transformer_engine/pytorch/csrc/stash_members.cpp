@@ -6,6 +6,7 @@
 
 #include <array>
 #include <string>
+#include <utility>
 
 namespace te_torch {
 
@@ -24,7 +25,10 @@ std::pair<int64_t, int64_t> span_of(const Tensor& t) {
   return {start, start + (last + 1) * int64_t(t.element_size())};
 }
 
-bool changed(const StashRegion& region) { return region.counter._version() != region.version; }
+// Tensors of inference mode have none, and nobody asks whether they change.
+uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : uint32_t(t._version()); }
+
+bool changed(const StashRegion& region) { return version_of(region.counter) != region.version; }
 
 }  // namespace
 
@@ -52,12 +56,11 @@ void StashHandle::check_counters() const {
 }
 
 void StashHandle::free_originals() {
-  for (const auto& piece : pieces) piece->storage = c10::Storage();
-  for (const auto& ref : taken) {
+  const auto gone = std::exchange(taken, {});  // what is let go may come back here
+  park();
+  for (const auto& ref : gone) {
     if (const auto stashed = ref.lock()) stashed->let_go();
   }
-  taken.clear();
-  state = StashState::kAway;
 }
 
 void StashHandle::park() {
@@ -181,8 +184,11 @@ void StashMembers::place(StashPiece& piece, const Offered& offered) {
   check_rows(t, live);
   Tensor counter = live.counter;
   if (counter.scalar_type() == at::kChar || counter.scalar_type() == at::kShort) {  // which the engine does not read
-    Tensor& wide = wide_[counter.data_ptr()];
-    if (!wide.defined()) wide = counter.to(at::kInt);
+    auto& [narrow, wide] = wide_[{counter.data_ptr(), version_of(counter)}];
+    if (!wide.defined()) {
+      narrow = counter;
+      wide = counter.to(at::kInt);
+    }
     counter = wide;
   }
   const int64_t rows = t.size(0), row_bytes = int64_t(t.nbytes()) / rows;
@@ -204,7 +210,7 @@ void StashMembers::place(StashPiece& piece, const Offered& offered) {
     refuse("more than ", TE_STASH_MOST_MEMBERS,
            " tensors whose rows are counted, wanted at most as many; open a second group for the others.");
   }
-  piece.regions.push_back({start, rows, row_bytes, live.unit_rows, counter, counter._version()});
+  piece.regions.push_back({start, rows, row_bytes, live.unit_rows, counter, version_of(counter)});
 }
 
 void StashMembers::dropped() {
@@ -232,7 +238,7 @@ void register_stash_members(py::module_& m) {
       .def(
           "add",
           [](StashPiece& p, int64_t offset, int64_t rows, int64_t row_bytes, const Tensor& counter, int64_t unit_rows) {
-            p.regions.push_back({offset, rows, row_bytes, unit_rows, counter, counter._version()});
+            p.regions.push_back({offset, rows, row_bytes, unit_rows, counter, version_of(counter)});
           })
       .def_readonly("bytes", &StashPiece::bytes)
       .def_readonly("regions", &StashPiece::regions)

@@ -88,7 +88,8 @@ class StashMembers : public Client, public std::enable_shared_from_this<StashMem
   bool open_ = false;
   std::optional<int64_t> rows_;  // of the tensors that our nodes count by `counts`
   int64_t members_ = 0, wanted_ = 0;
-  std::map<const void*, Tensor> wide_;  // copies of counters that the engine does not read
+  // Copies of counters that the engine does not read, by address and version, and the counters, which hold addresses.
+  std::map<std::pair<const void*, uint32_t>, std::pair<Tensor, Tensor>> wide_;
 };
 
 // A storage that saved tensors of one group lie in.

@@ -85,7 +85,8 @@ class KeptWeights:
         with torch.no_grad(), torch.inference_mode(False):
             values = {i: weights[i].detach().to(keys[i][-1]) for i in due}
             made = _C.quantize_list([quantizers[i] for i in anew], [values[i] for i in anew], True, columnwise)
-            _write([quantizers[i] for i in again], [values[i] for i in again], [copies[i] for i in again], skip)
+            if again:
+                _write([quantizers[i] for i in again], [values[i] for i in again], [copies[i] for i in again], skip)
         for i, one in zip(anew, made, strict=True):
             self.kept[due[i]] = keys[i], one
             copies[i] = one

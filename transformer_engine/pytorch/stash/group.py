@@ -34,9 +34,14 @@ class Group:
         if is_recorded():
             self._step = self.stash.step
             self.handle = self._step.open(self.name, self.tail)
-            self._open = True
             self._members.open(self.handle)
-            self._hooks.push()
+            try:
+                self._hooks.push()  # refused where torch takes no hooks
+            except BaseException:
+                self._members.close()
+                self._step.exit(self.handle, True)
+                raise
+            self._open = True
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -5,14 +5,15 @@
  * Formula. For each i, what te_quantize makes of xs[i] alone, byte for byte and scale for scale, in outs[i]; TENSOR by
  *   scales[i] (delayed scaling), and then *amaxes[i] = max(*amaxes[i], max |xs[i]|); or, with amax_parts, by what
  *   te_quantize_amax finds of xs[i] (current scaling), and then *amaxes[i] is that. Just one of scales and amax_parts
- * is there. Neither a value nor a scale of one matrix reaches another. Alike. All xs have one shape, dtype, pitch and
- * device; all outs one scaling, one dtype, the same directions, and in each direction one pitch of data and one shape
- * and pitch of scales. Shapes, layouts, scales, dtypes, determinism, aliasing: those of te_quantize (quantize.h). 0
- * rows, 0 columns and 0 matrices are allowed. No two matrices' outputs overlap. noop: where it holds anything but 0,
- * nothing at all is written. The kernels have not run on a GPU yet. Errors. TE_INVALID_ARGUMENT for what te_quantize
- * refuses, for matrices that are not alike, and for arguments that the scaling does not have; the matrix is named by
- * its number; nothing is written then. Source: te_quantize's own tiles (ops/quantize/tile.cuh, emit.cuh); written here,
- * from the formula alone. */
+ *   is there. Neither a value nor a scale of one matrix reaches another.
+ * Alike. All xs have one shape, dtype, pitch and device; all outs one scaling, one dtype, the same directions, and in
+ *   each direction one pitch of data and one shape and pitch of scales.
+ * Shapes, layouts, scales, dtypes, determinism, aliasing: those of te_quantize (quantize.h). 0 rows, 0 columns and 0
+ *   matrices are allowed. No two matrices' outputs overlap.
+ * noop: where it holds anything but 0, nothing at all is written.
+ * Errors. TE_INVALID_ARGUMENT for what te_quantize refuses, for matrices that are not alike, and for arguments that the
+ *   scaling does not have; the matrix is named by its number; nothing is written then.
+ * Source: te_quantize's own tiles (ops/quantize/tile.cuh, emit.cuh); written here, from the formula alone. */
 #ifndef TRANSFORMER_ENGINE_QUANTIZE_LIST_H_
 #define TRANSFORMER_ENGINE_QUANTIZE_LIST_H_
 
