@@ -1,6 +1,7 @@
 # Runs a function in several processes, on one thread each, and brings back to the CPU what each of them returns: over
-# gloo on the CPU, and with TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own. The functions stand in
-# files of their own (..._workers.py): a spawned process has to be able to import them.
+# gloo on the CPU, and with TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own. NCCL refuses two ranks
+# on one device; TE_TEST_BACKEND=gloo beside it has gloo carry the CUDA tensors of any number of ranks on the first one.
+# The functions stand in files of their own (..._workers.py): a spawned process has to be able to import them.
 import datetime
 import os
 import tempfile
@@ -13,11 +14,21 @@ import torch.multiprocessing as mp
 
 # Neither uses multicast, which not every machine lets a process have.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# Torch's symmetric memory between processes that share a device.
+_ONE_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 _here = None  # of a rank
 
 
 def on_cuda():
     return os.environ.get("TE_TEST_DEVICE") == "cuda"
+
+
+def share_a_device():
+    """Whether ranks on CUDA are all on the first device, over gloo."""
+    chosen = os.environ.get("TE_TEST_BACKEND", "nccl")
+    if chosen not in ("gloo", "nccl"):
+        raise ValueError(f"TE_TEST_BACKEND={chosen!r}: wanted gloo or nccl")
+    return chosen == "gloo"
 
 
 def here():
@@ -27,12 +38,12 @@ def here():
 
 def backends(device):
     """Of a process group whose tensors are on `device`, which asks on the CPU what its ranks say."""
-    return "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
+    return "gloo" if torch.device(device).type == "cpu" or share_a_device() else "cpu:gloo,cuda:nccl"
 
 
 def _main(rank, ranks, folder, worker, args, device):
     global _here
-    _here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    _here = torch.device("cpu") if device == "cpu" else torch.device(device, 0 if share_a_device() else rank)
     os.environ["LOCAL_RANK"] = str(rank)  # as torchrun says it
     torch.set_num_threads(1)
     wait = datetime.timedelta(minutes=5)  # for ranks that wait for each other in vain: not torch's half an hour
@@ -61,18 +72,29 @@ def _main(rank, ranks, folder, worker, args, device):
 
 
 def at_most(ranks):
-    """So many ranks, or on CUDA no more than there are devices; two at least."""
-    return max(2, min(ranks, torch.cuda.device_count())) if on_cuda() else ranks
+    """So many ranks, or on CUDA devices of their own no more than there are; two at least."""
+    return max(2, min(ranks, torch.cuda.device_count())) if on_cuda() and not share_a_device() else ranks
 
 
 def must_have_devices(ranks):
-    """Skips a test that wants more ranks than there are CUDA devices; says the rest what a rank's environment has."""
+    """Skips a test that wants more ranks than there are CUDA devices for them; says the rest what a rank's environment
+    has."""
     found = torch.cuda.device_count()
-    if found < ranks:
+    if share_a_device():
+        os.environ.update(_ONE_DEVICE)
+    elif found < ranks:
         import pytest
 
-        pytest.skip(f"needs {ranks} CUDA devices, one for each rank; there are {found}")
+        pytest.skip(f"needs {ranks} CUDA devices, one for each rank; there are {found} (TE_TEST_BACKEND=gloo: one)")
     os.environ.update(_NO_MULTICAST)
+
+
+def must_be_captured():
+    """Skips a test whose collectives are captured."""
+    if share_a_device():
+        import pytest
+
+        pytest.skip("gloo cannot be captured in a CUDA graph")
 
 
 def on_ranks(worker, *args, ranks=2, device=None):
