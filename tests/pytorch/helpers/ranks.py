@@ -36,14 +36,15 @@ def here():
     return _here or torch.device("cuda:0" if on_cuda() else "cpu")
 
 
-def backends(device):
+def backends(device, shared=None):
     """Of a process group whose tensors are on `device`, which asks on the CPU what its ranks say."""
-    return "gloo" if torch.device(device).type == "cpu" or share_a_device() else "cpu:gloo,cuda:nccl"
+    shared = share_a_device() if shared is None else shared
+    return "gloo" if torch.device(device).type == "cpu" or shared else "cpu:gloo,cuda:nccl"
 
 
-def _main(rank, ranks, folder, worker, args, device):
+def _main(rank, ranks, folder, worker, args, device, shared):
     global _here
-    _here = torch.device("cpu") if device == "cpu" else torch.device(device, 0 if share_a_device() else rank)
+    _here = torch.device("cpu") if device == "cpu" else torch.device(device, 0 if shared else rank)
     os.environ["LOCAL_RANK"] = str(rank)  # as torchrun says it
     torch.set_num_threads(1)
     wait = datetime.timedelta(minutes=5)  # for ranks that wait for each other in vain: not torch's half an hour
@@ -53,7 +54,7 @@ def _main(rank, ranks, folder, worker, args, device):
         wait = datetime.timedelta(minutes=2)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     try:
-        dist.init_process_group(backends(device), store=store, rank=rank, world_size=ranks, timeout=wait)
+        dist.init_process_group(backends(device, shared), store=store, rank=rank, world_size=ranks, timeout=wait)
         torch.manual_seed(1234)
         torch.save(worker(rank, *args), Path(folder) / f"result{rank}")
         if device == "cuda":
@@ -76,11 +77,11 @@ def at_most(ranks):
     return max(2, min(ranks, torch.cuda.device_count())) if on_cuda() and not share_a_device() else ranks
 
 
-def must_have_devices(ranks):
+def must_have_devices(ranks, shared=None):
     """Skips a test that wants more ranks than there are CUDA devices for them; says the rest what a rank's environment
     has."""
     found = torch.cuda.device_count()
-    if share_a_device():
+    if share_a_device() if shared is None else shared:
         os.environ.update(_ONE_DEVICE)
     elif found < ranks:
         import pytest
@@ -97,17 +98,19 @@ def must_be_captured():
         pytest.skip("gloo cannot be captured in a CUDA graph")
 
 
-def on_ranks(worker, *args, ranks=2, device=None):
+def on_ranks(worker, *args, ranks=2, device=None, shared=None):
     """[worker(rank, *args) of each rank]; what ranks raise is raised here, with their tracebacks. device: cpu or cuda,
-    for workers that know one alone. Started again where gloo could not connect the processes of a new group and nothing
-    else went wrong, which happens now and then on a machine under load."""
+    for workers that know one alone. shared: whether they share one CUDA device, by default as TE_TEST_BACKEND says.
+    Started again where gloo could not connect the processes of a new group and nothing else went wrong, which happens
+    now and then on a machine under load."""
     device = device or here().type
+    shared = share_a_device() if shared is None else shared
     if device == "cuda":
-        must_have_devices(ranks)
+        must_have_devices(ranks, shared)
     for last in (False, False, True):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                mp.spawn(_main, args=(ranks, folder, worker, args, device), nprocs=ranks)
+                mp.spawn(_main, args=(ranks, folder, worker, args, device, shared), nprocs=ranks)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
                 told = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
                 unconnected = any("connectFullMesh failed" in text for text in told)
@@ -116,3 +119,15 @@ def on_ranks(worker, *args, ranks=2, device=None):
             else:
                 paths = [Path(folder) / f"result{rank}" for rank in range(ranks)]
                 return [torch.load(path, weights_only=False, map_location="cpu") for path in paths]
+
+
+def found_by(worker, device=None):
+    """A module's fixture: what each of two ranks brings, by the names in the dictionary that worker(rank) returns."""
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def found():
+        ranks = on_ranks(worker, device=device)
+        return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+    return found
