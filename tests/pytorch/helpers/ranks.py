@@ -3,6 +3,7 @@
 # on one device; TE_TEST_BACKEND=gloo beside it has gloo carry the CUDA tensors of any number of ranks on the first one.
 # The functions stand in files of their own (..._workers.py): a spawned process has to be able to import them.
 import datetime
+import faulthandler
 import os
 import tempfile
 import traceback
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 
 # Neither uses multicast, which not every machine lets a process have.
@@ -42,16 +44,29 @@ def backends(device, shared=None):
     return "gloo" if torch.device(device).type == "cpu" or shared else "cpu:gloo,cuda:nccl"
 
 
+def _gathered_by_gloo(tensor, gather_dim, group, tag=""):
+    """What DTensor and FSDP2 put tensors together by: torch's gloo has no such gather of CUDA tensors, and ends the
+    process (their addresses are read on the host). This one it has."""
+    name = funcol._resolve_group_name(group, tag)
+    group = dist.distributed_c10d._resolve_process_group(name)
+    whole = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(whole, tensor, group=group)
+    return torch.cat(whole.chunk(group.size()), gather_dim) if gather_dim else whole
+
+
 def _main(rank, ranks, folder, worker, args, device, shared):
     global _here
     _here = torch.device("cpu") if device == "cpu" else torch.device(device, 0 if shared else rank)
     os.environ["LOCAL_RANK"] = str(rank)  # as torchrun says it
+    faulthandler.enable()
     torch.set_num_threads(1)
     wait = datetime.timedelta(minutes=5)  # for ranks that wait for each other in vain: not torch's half an hour
     if device == "cuda":
         torch.cuda.set_device(_here)
         torch.use_deterministic_algorithms(True, warn_only=True)  # what nobody writes is NaN, as in conftest.py
         wait = datetime.timedelta(minutes=2)
+        if shared:
+            funcol.all_gather_tensor = _gathered_by_gloo
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     try:
         dist.init_process_group(backends(device, shared), store=store, rank=rank, world_size=ranks, timeout=wait)

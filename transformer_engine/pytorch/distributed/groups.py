@@ -112,3 +112,9 @@ def check_divides(op: str, inp: torch.Tensor, ranks: int) -> None:
         raise ValueError(
             f"{op}: argument 'inp' has {inp.shape[0]} rows, wanted a multiple of the group's {ranks} ranks; pad it."
         )
+
+
+def gathered_traced(rows: torch.Tensor, group: object | None) -> torch.Tensor:
+    """Every rank's rows, while torch.compile traces."""
+    group = dist.group.WORLD if group is None else group
+    return torch.ops.te.group_gather(rows.contiguous(), group.group_name, group.size())

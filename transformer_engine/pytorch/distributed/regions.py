@@ -12,16 +12,18 @@ from transformer_engine.pytorch.distributed.groups import (
     check_device,
     check_divides,
     check_plain,
+    gathered_traced,
     ranks_of,
 )
 
 # Traced, a collective that writes into a tensor loses the gradient behind it without a word; those of
 # dist._functional_collectives do not. torch.compile imports them: here they would be a sixth of the package's import.
+# Their gather ends the process over gloo on CUDA (it reads device addresses on the host): gathered_traced does not.
 
 
 def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return dist._functional_collectives.all_gather_tensor(rows.contiguous(), 0, group)
+        return gathered_traced(rows, group)
     out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
     dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
     return out
