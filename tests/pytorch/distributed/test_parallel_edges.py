@@ -4,10 +4,10 @@
 import parallel_edge_workers as workers
 import pytest
 import torch
-from ranks import found_by
+from ranks import found_by, over_gloo
 
 pytestmark = pytest.mark.dist
-found = found_by(workers.everything, device="cpu")
+found = found_by(workers.everything, device=over_gloo())
 
 
 def test_ranks_that_disagree_hear_of_it(found):

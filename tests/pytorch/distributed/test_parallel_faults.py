@@ -3,10 +3,10 @@
 # name, turn these red.
 import parallel_fault_workers as workers
 import pytest
-from ranks import found_by
+from ranks import found_by, over_gloo
 
 pytestmark = pytest.mark.dist
-found = found_by(workers.everything, device="cpu")
+found = found_by(workers.everything, device=over_gloo())
 
 
 @pytest.mark.parametrize("worker", [worker.__name__ for worker in workers.WORKERS])

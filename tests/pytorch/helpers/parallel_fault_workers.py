@@ -9,6 +9,7 @@ from parallel_edge_workers import said
 from parallel_lease_workers import drawn, interleaved, mlps, pairs, same, usage
 from parallel_modules import RECIPES
 from parallel_rare_workers import layer, width
+from ranks import here, making_tensors_here
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
@@ -146,7 +147,7 @@ def two_groups_at_once(rank):
 def undivided_mlp(rank):
     """A LayerNormMLP with tp_size has a part of its hidden units in any case; without set_parallel_mode the caller adds
     up, and nothing is communicated."""
-    module = te.LayerNormMLP(32, 64, tp_size=2, device="cpu")
+    module = te.LayerNormMLP(32, 64, tp_size=2, device=here())
     before = usage()
     y = module(torch.randn(4, 32, requires_grad=True))
     y.sum().backward()
@@ -161,4 +162,5 @@ WORKERS = (
 
 def everything(rank):
     """One start of the ranks for all of them."""
-    return {worker.__name__: worker(rank) for worker in WORKERS}
+    with making_tensors_here():
+        return {worker.__name__: worker(rank) for worker in WORKERS}

@@ -2,6 +2,7 @@
 # gloo on the CPU, and with TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own. NCCL refuses two ranks
 # on one device; TE_TEST_BACKEND=gloo beside it has gloo carry the CUDA tensors of any number of ranks on the first one.
 # The functions stand in files of their own (..._workers.py): a spawned process has to be able to import them.
+import contextlib
 import datetime
 import faulthandler
 import os
@@ -36,6 +37,16 @@ def share_a_device():
 def here():
     """The device of this process: of a rank its own, of the test that compares what they bring the first."""
     return _here or torch.device("cuda:0" if on_cuda() else "cpu")
+
+
+def over_gloo():
+    """The device of ranks that gloo alone serves: refusals of ranks that disagree, groups of every kind."""
+    return "cuda" if on_cuda() and share_a_device() else "cpu"
+
+
+def making_tensors_here():
+    """Around a worker that says no device: what it makes is on this rank's."""
+    return contextlib.nullcontext() if here().type == "cpu" else here()
 
 
 def backends(device, shared=None):
