@@ -103,8 +103,8 @@ def gather_from_sequence_parallel_region(inp: torch.Tensor, group: object | None
 
     Shapes: inp [n, ...] -> [ranks * n, ...]; in a group of 1 inp itself, as in all of these.
     Errors, as in all of these: TypeError and ValueError for an inp that is no plain tensor or is on a device that the
-    group has no backend for, RuntimeError for a group that has been destroyed; on the CPU, the same ValueError on every
-    rank where shapes or dtypes differ between them.
+    group has no backend for, RuntimeError for a group that has been destroyed; on the CPU and over gloo, the same
+    ValueError on every rank where shapes or dtypes differ between them.
     """
     return _run("gather_from_sequence_parallel_region", "gather", inp, group)
 
