@@ -192,7 +192,14 @@ def raised(rank):
 
 
 def peak(step):
-    """The most bytes that the CPU's allocator had out at once in step(), beyond what was out before."""
+    """The most bytes that the allocator had out at once in step(), beyond what was out before."""
+    if here().type == "cuda":
+        step()  # workspaces
+        _C.let_go_of_leases()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as seen:
