@@ -5,6 +5,7 @@
 import contextlib
 import datetime
 import faulthandler
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -19,6 +20,12 @@ import torch.multiprocessing as mp
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # Torch's symmetric memory between processes that share a device.
 _ONE_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+# What the server of processes on the CPU imports, once, before it forks them.
+_IMPORTED = (
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "transformer_engine.pytorch",
+)  # fmt: skip
+multiprocessing.set_forkserver_preload(list(_IMPORTED))
 _here = None  # of a rank
 
 
@@ -65,8 +72,9 @@ def _gathered_by_gloo(tensor, gather_dim, group, tag=""):
     return torch.cat(whole.chunk(group.size()), gather_dim) if gather_dim else whole
 
 
-def _main(rank, ranks, folder, worker, args, device, shared):
+def _main(rank, environment, ranks, folder, worker, args, device, shared):
     global _here
+    os.environ.update(environment)  # that of the test: the server's is older
     _here = torch.device("cpu") if device == "cpu" else torch.device(device, 0 if shared else rank)
     os.environ["LOCAL_RANK"] = str(rank)  # as torchrun says it
     faulthandler.enable()
@@ -136,7 +144,10 @@ def on_ranks(worker, *args, ranks=2, device=None, shared=None):
     for last in (False, False, True):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                mp.spawn(_main, args=(ranks, folder, worker, args, device, shared), nprocs=ranks)
+                given = dict(os.environ), ranks, folder, worker, args, device, shared
+                # What all of them import takes longer than what most of them do. A process that has CUDA cannot fork.
+                how = "spawn" if device == "cuda" else "forkserver"
+                mp.start_processes(_main, args=given, nprocs=ranks, start_method=how)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
                 told = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
                 unconnected = any("connectFullMesh failed" in text for text in told)
