@@ -137,7 +137,7 @@ def called_sinks(rank):
         found = []
 
         def in_parts(product, with_bias, found=found):
-            grad = torch.full((16, 32), torch.nan)
+            grad = torch.full((16, 32), torch.nan, device=here())  # in autograd's thread
             sums = [product.accumulate(grad[a:b], a, b - a, with_bias, True) for a, b in ((0, 6), (6, 16))]
             found.append(grad)
             return grad, torch.cat(sums)

@@ -123,7 +123,10 @@ def nothing_outlives(rank):
 
 
 def two_groups_at_once(rank):
-    """Two threads, each over a group of its own."""
+    """Two threads, each over a group of its own. Not on CUDA, where one thread of autograd's runs both backwards, and
+    gloo has it wait for what the other rank's does not get to."""
+    if here().type == "cuda":
+        return []
     wrong, everyone = [], list(range(dist.get_world_size()))
     groups = [dist.new_group(everyone) for _ in range(2)]
     stacks, xs = [pairs(3, tp_group=group) for group in groups], [drawn(rank, 2), drawn(rank + 7, 2)]
