@@ -46,11 +46,6 @@ def here():
     return _here or torch.device("cuda:0" if on_cuda() else "cpu")
 
 
-def over_gloo():
-    """The device of ranks that gloo alone serves: refusals of ranks that disagree, groups of every kind."""
-    return "cuda" if on_cuda() and share_a_device() else "cpu"
-
-
 def making_tensors_here():
     """Around a worker that says no device: what it makes is on this rank's."""
     return contextlib.nullcontext() if here().type == "cpu" else here()
