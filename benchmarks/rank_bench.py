@@ -22,15 +22,19 @@ class RankBench(Bench):
     def __init__(self, description):
         if "LOCAL_RANK" not in os.environ:
             sys.exit("start it by `torchrun --nproc-per-node=2`: it measures several ranks")
-        local = int(os.environ["LOCAL_RANK"])
+        devices, local = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+        # Ranks that share a device, whom NCCL refuses: of what they show memory is a figure, time is none.
+        shared = 0 < devices < int(os.environ["LOCAL_WORLD_SIZE"])
+        local = local % devices if devices else local
         super().__init__(description, device=f"cuda:{local}" if torch.cuda.is_available() else None)
         if self.cuda:
             self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
         # gloo on the CPU beside NCCL: for barriers, and for what the ranks have measured.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda and not shared else "gloo")
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self._path = self._path.with_name(f"{self._path.stem}x{self.ranks}.csv")
+        where = "on1" if self.cuda and shared else ""
+        self._path = self._path.with_name(f"{self._path.stem}x{self.ranks}{where}.csv")
         self.trace = self._path.with_name(f"parallel_memory_{self._path.name}")
         self.rounds = ROUNDS[self.device.type]
 

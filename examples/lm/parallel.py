@@ -174,8 +174,10 @@ def joined(config: Config, device: torch.device) -> Iterator[Ranks]:
     """This process's place among those that torchrun has started, or the caller; the first one speaks for all."""
     started, ours = dist.is_initialized(), False
     if not started and dist.is_torchelastic_launched():
-        # gloo on the CPU beside NCCL: the way of checkpoints and of Ctrl-C.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        # gloo on the CPU beside NCCL: the way of checkpoints and of Ctrl-C. NCCL refuses processes that share a device,
+        # whose tensors gloo carries too.
+        shared = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo")
         started = ours = True
     size, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
     if size != config.tp:

@@ -4,16 +4,10 @@
 import parallel_attention_workers as workers
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import found_by, on_ranks
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Of every worker, what each of two ranks brings."""
-    ranks = on_ranks(workers.everything)
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+found = found_by(workers.everything)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,10 @@
 import parallel_edge_workers as workers
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import found_by
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Of every worker, what each of two ranks brings."""
-    ranks = on_ranks(workers.everything, device="cpu")
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+found = found_by(workers.everything, device="cpu")
 
 
 def test_ranks_that_disagree_hear_of_it(found):

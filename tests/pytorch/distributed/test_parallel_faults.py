@@ -3,16 +3,10 @@
 # name, turn these red.
 import parallel_fault_workers as workers
 import pytest
-from ranks import on_ranks
+from ranks import found_by
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Of every worker, what each of two ranks brings."""
-    ranks = on_ranks(workers.everything, device="cpu")
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+found = found_by(workers.everything, device="cpu")
 
 
 @pytest.mark.parametrize("worker", [worker.__name__ for worker in workers.WORKERS])

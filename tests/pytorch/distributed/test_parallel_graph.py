@@ -3,17 +3,20 @@
 # not take what comes in (fill in graph/buffers.py) turns these red.
 import parallel_graph_workers as workers
 import pytest
-from ranks import on_ranks
+from ranks import must_be_captured, on_ranks
 
 pytestmark = pytest.mark.dist
 
 
 def test_replays_have_the_bits_of_eager_steps(device):
+    if device == "cuda":
+        must_be_captured()
     for wrong in on_ranks(workers.replays, device=device):
         assert not wrong, "\n".join(wrong[:5])
 
 
 @pytest.mark.gpu
 def test_a_whole_step_in_one_graph():
+    must_be_captured()
     for wrong in on_ranks(workers.whole_steps, device="cuda"):
         assert not wrong, "\n".join(wrong[:5])

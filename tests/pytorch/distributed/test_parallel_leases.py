@@ -1,24 +1,45 @@
 # What divided layers gather for one call lies in memory on lease: it goes back with the call, and the next one
 # overwrites it. Mutants: layers that keep what is on lease (csrc/layer/forward.cpp, `keeps`), with the doors or without
 # them; a slot given back while it is read (Leases inside of GatheredProduct::gathered); memory that is handed on while
-# somebody has a view of it (lease.cpp, `shared`), turn these red.
+# somebody has a view of it (lease.cpp, `shared`), or that is filled with NaN then; slots that groups share (Key), turn
+# these red.
+import contextlib
+
 import parallel_lease_workers as workers
 import pytest
 import torch.distributed as dist
-from ranks import here, on_ranks
+from ranks import found_by
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import transformer_engine.pytorch as te
+
 pytestmark = pytest.mark.dist
+found = found_by(workers.everything)
 
 
-@pytest.fixture(scope="module")
-def found():
-    """Of every worker, what each of two ranks brings."""
-    ranks = on_ranks(workers.everything)
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+@contextlib.contextmanager
+def looking_like_two():
+    """One process whose groups only look like two ranks: what they gather is their own, twice."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("worker", ["stacked", "held", "raised"])
+def test_each_group_has_slots_of_its_own():
+    with looking_like_two():
+        used, groups = [], [dist.new_group([0, 1]) for _ in range(2)]
+        for group in groups:
+            workers.interleaved(workers.pairs(1, tp_group=group), workers.drawn(0, 1))
+            used.append([te.distributed.comm_usage(g) for g in groups])
+        (first, nothing), (first_then, second) = used
+        assert first.slots and first.bytes and nothing.slots == 0
+        assert first_then == first == second
+    te.destroy_ub()
+
+
+@pytest.mark.parametrize("worker", ["stacked", "held", "planned", "raised"])
 def test_nothing_is_wrong(found, worker):
     for wrong in found[worker]:
         assert not wrong, "\n".join(wrong[:5])
@@ -37,12 +58,7 @@ def test_as_much_for_two_layers_as_for_sixteen(found):
 
 def test_what_keeping_costs_at_the_peak():
     """layers x (t - 1) / t x M x K x e, within a twentieth: of one process whose group only looks like two, so that no
-    thread of a backend holds memory. On CUDA benchmarks/bench_parallel.py measures it."""
-    if here().type == "cuda":
-        pytest.skip("the CPU's allocator is watched here")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    thread of a backend holds memory."""
+    with looking_like_two():
         costs = workers.peaks(0)
-    finally:
-        dist.destroy_process_group()
     assert all(0.95 <= cost <= 1.05 for cost in costs.values()), costs

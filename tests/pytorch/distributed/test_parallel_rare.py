@@ -2,16 +2,10 @@
 # in place, products of a delayed gradient that name nothing they read, an exchange kept under the mode alone.
 import parallel_rare_workers as workers
 import pytest
-from ranks import on_ranks
+from ranks import found_by
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Of every worker, what each of two ranks brings."""
-    ranks = on_ranks(workers.everything, device="cpu")
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+found = found_by(workers.everything, device="cpu")
 
 
 @pytest.mark.parametrize("worker", [worker.__name__ for worker in workers.WORKERS])

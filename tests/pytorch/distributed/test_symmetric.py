@@ -10,10 +10,17 @@ from support import assert_same_bits, refused
 
 from transformer_engine.pytorch.distributed import symmetric_all_reduce
 
+# On devices as the suites have them, and in any case where there is a CUDA device on that one, which the ranks share.
+PLACES = [
+    pytest.param({}, id="as all suites"),
+    pytest.param({"device": "cuda", "shared": True}, id="one CUDA device", marks=pytest.mark.gpu),
+]
+
 
 @pytest.mark.dist
-def test_on_two_ranks():
-    results = on_ranks(region_workers.symmetric)
+@pytest.mark.parametrize("places", PLACES)
+def test_on_two_ranks(places):
+    results = on_ranks(region_workers.symmetric, **places)
     total = of_rank(0, 4, 3) + of_rank(1, 4, 3)
     many = sum(of_rank(30 + rank, *region_workers.MANY) for rank in range(2))
     assert results[0]["refused"] == results[1]["refused"]
@@ -32,8 +39,9 @@ def test_on_two_ranks():
 
 
 @pytest.mark.dist
-def test_of_modules():
-    for wrong in on_ranks(region_workers.symmetric_modules):
+@pytest.mark.parametrize("places", PLACES)
+def test_of_modules(places):
+    for wrong in on_ranks(region_workers.symmetric_modules, **places):
         assert not wrong, "\n".join(wrong[:5])
 
 

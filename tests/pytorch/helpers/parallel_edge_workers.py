@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from parallel_cases import collectives
 from parallel_modules import own_quantizer
+from ranks import here, making_tensors_here
 from torch.distributed.device_mesh import init_device_mesh
 
 import transformer_engine.pytorch as te
@@ -20,7 +21,7 @@ RECIPES = {"current": Float8CurrentScaling, "block": Float8BlockScaling, "delaye
 
 
 def column(**options):
-    shared = {"sequence_parallel": True, "tp_group": dist.group.WORLD, "device": "cpu"}
+    shared = {"sequence_parallel": True, "tp_group": dist.group.WORLD, "device": here()}
     return te.Linear(32, 32, parallel_mode="column", **{**shared, **options})
 
 
@@ -59,7 +60,7 @@ def disagreeing(rank):
 
     found.append(("backward", said(backward), call(other).shape == (256, 16)))
     x = torch.randn(128, 32)
-    norm = te.LayerNorm(32, sequence_parallel=True, device="cpu")
+    norm = te.LayerNorm(32, sequence_parallel=True, device=here())
     norm(x).sum().backward()
     for function in (
         te.distributed.gather_from_sequence_parallel_region,
@@ -76,7 +77,7 @@ def devices_and_groups(rank):
     world, meta = dist.group.WORLD, column(device="meta")
     alone = [dist.new_group([member]) for member in range(dist.get_world_size())]
     norm = te.LayerNormMLP(
-        32, 64, set_parallel_mode=True, tp_group=world, device="cpu", return_layernorm_output=True,
+        32, 64, set_parallel_mode=True, tp_group=world, device=here(), return_layernorm_output=True,
         return_layernorm_output_gathered=True,
     )  # fmt: skip
     gone = dist.new_group([0, 1])
@@ -86,13 +87,13 @@ def devices_and_groups(rank):
         "whole": norm(torch.randn(4, 32))[1].shape == (4, 32),
         "meta": said(lambda: meta(torch.randn(4, 32, device="meta"))),
         "not in it": said(lambda: column(tp_group=alone[1 - rank])),
-        "no group": said(lambda: column(tp_group=init_device_mesh("cpu", (2,)))),
+        "no group": said(lambda: column(tp_group=init_device_mesh(here().type, (2,)))),
         "destroyed": said(lambda: column(tp_group=gone)),
     }
 
 
 def mlp(**options):
-    shared = {"set_parallel_mode": True, "sequence_parallel": True, "tp_group": dist.group.WORLD, "device": "cpu"}
+    shared = {"set_parallel_mode": True, "sequence_parallel": True, "tp_group": dist.group.WORLD, "device": here()}
     return te.LayerNormMLP(32, 64, **{**shared, **options})
 
 
@@ -120,7 +121,7 @@ def no_tokens(rank):
 def without_dimensions(rank):
     """What modules say of an input whose only dimension are features, where the first one is to be tokens."""
     norm = te.LayerNormLinear(
-        32, 32, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu"
+        32, 32, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device=here()
     )
     return [said(lambda module=module: module(torch.randn(32))) for module in (mlp(), norm, column())]
 
@@ -136,7 +137,7 @@ def called_sinks(rank):
         found = []
 
         def in_parts(product, with_bias, found=found):
-            grad = torch.full((16, 32), torch.nan)
+            grad = torch.full((16, 32), torch.nan, device=here())  # in autograd's thread
             sums = [product.accumulate(grad[a:b], a, b - a, with_bias, True) for a, b in ((0, 6), (6, 16))]
             found.append(grad)
             return grad, torch.cat(sums)
@@ -201,11 +202,12 @@ def dropped_paths(rank):
         if traced and forks:
             continue
         tracker = te.CudaRNGStatesTracker()
-        with mock.patch("torch.cuda.is_available", return_value=False):  # layers are on the CPU, and so are its states
+        there = here().type == "cuda"  # a tracker's states are where layers are
+        with mock.patch("torch.cuda.is_available", return_value=there):
             tracker.add("model-parallel-rng", 100 + rank)
         layer = te.TransformerLayer(
             32, 64, 4, drop_path_rate=0.5, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format=layout,
-            set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu",
+            set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD, device=here(),
             get_rng_state_tracker=None if traced else functools.partial(itself, tracker),
         )  # fmt: skip
         with torch.no_grad():
@@ -229,16 +231,9 @@ def itself(thing):
 
 def everything(rank):
     """One start of the ranks for all of them."""
-    return {
-        worker.__name__: worker(rank)
-        for worker in (
-            disagreeing,
-            no_tokens,
-            without_dimensions,
-            called_sinks,
-            gathers_of_checkpoints,
-            explained,
-            dropped_paths,
-            devices_and_groups,
-        )
-    }
+    workers = (
+        disagreeing, no_tokens, without_dimensions, called_sinks, gathers_of_checkpoints, explained, dropped_paths,
+        devices_and_groups,
+    )  # fmt: skip
+    with making_tensors_here():
+        return {worker.__name__: worker(rank) for worker in workers}

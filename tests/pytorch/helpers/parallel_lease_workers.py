@@ -125,16 +125,39 @@ def keeping(role):
 
 
 def held(rank):
-    """What somebody has a view of stays as it was: the next call has other memory."""
-    module, recipe = pairs(3), CustomRecipe(keeping)
-    Keeping.seen.clear()
-    for x in drawn(rank, 3):
-        interleaved(module, [x], recipe)
-    gathered = [(t, copy) for t, copy in Keeping.seen if _C.on_lease(t)]
-    wrong = [] if gathered else ["nothing on lease was seen"]
-    if not all(torch.equal(t, copy) for t, copy in gathered):
-        wrong.append("what is held was overwritten")
-    gathered.clear(), Keeping.seen.clear()
+    """What somebody has a view of stays as it was: the next call has other memory, and NaN goes where nobody looks."""
+    module, recipe, wrong = pairs(3), CustomRecipe(keeping), []
+    for poison in (False, True):
+        Keeping.seen.clear()
+        before = _C.poison_leases(poison)
+        for x in drawn(rank, 3):
+            interleaved(module, [x], recipe)
+        _C.poison_leases(before)
+        gathered = [(t, copy) for t, copy in Keeping.seen if _C.on_lease(t)]
+        wrong += [] if gathered else [f"poison {poison}: nothing on lease was seen"]
+        if not all(torch.equal(t, copy) for t, copy in gathered):
+            wrong.append(f"poison {poison}: what is held was overwritten")
+        gathered.clear(), Keeping.seen.clear()
+    return wrong
+
+
+def planned(rank):
+    """te.memory_plan shows the slots that are there, and what the backward gathers again beside what is kept."""
+    module, wrong = torch.nn.Sequential(*pairs(2), *mlps(1)), []
+    (x,) = drawn(rank, 1)
+    te.destroy_ub()
+    interleaved(module, [x])
+    plan = te.memory_plan(module, x)
+    (arena,) = [row for row in plan.rows if row.status == "arena"]
+    if arena.bytes != usage().bytes or f"slots on lease: {usage().slots}" != arena.name or not arena.bytes:
+        wrong.append(f"{arena}, {usage()}")
+    wrong += [] if f"arena {arena.bytes:,} B" in str(plan) else [str(plan)]
+    whole = dist.get_world_size() * x.nbytes
+    again = [row.bytes for row in plan.rows if row.status == "recomputed" and row.name == "gathered input"]
+    wrong += [] if again == [whole] * 3 else [f"gathered again: {again}, {whole} each"]
+    te.destroy_ub()
+    local = te.memory_plan(te.Linear(HIDDEN, HIDDEN, device=here()), x)
+    wrong += [f"{local}: an arena"] if local.bytes_of("arena") else []
     return wrong
 
 
@@ -169,7 +192,14 @@ def raised(rank):
 
 
 def peak(step):
-    """The most bytes that the CPU's allocator had out at once in step(), beyond what was out before."""
+    """The most bytes that the allocator had out at once in step(), beyond what was out before."""
+    if here().type == "cuda":
+        step()  # workspaces
+        _C.let_go_of_leases()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as seen:
@@ -180,9 +210,10 @@ def peak(step):
 
 
 def peaks(rank):
-    """layers -> what keeping costs at the peak of a step of two microbatches, over what it is said to."""
+    """layers -> what keeping costs at the peak of a step of two microbatches, over what it is said to. On CUDA of more
+    layers: whether one gathered tensor for the moment falls on either peak depends on who computes."""
     found, ranks = {}, dist.get_world_size()
-    for layers in (4, 16):
+    for layers in (4, 16) if here().type == "cpu" else (32, 64):
         seen = {}
         for recompute in (True, False):
             module, xs = pairs(layers, recompute, bias=False), drawn(rank, 2, 512)
@@ -203,4 +234,4 @@ def peaks(rank):
 
 def everything(rank):
     """One start of the ranks for all of them."""
-    return {worker.__name__: worker(rank) for worker in (stacked, sizes, held, raised)}
+    return {worker.__name__: worker(rank) for worker in (stacked, sizes, held, planned, raised)}

@@ -1,7 +1,11 @@
 # Runs a function in several processes, on one thread each, and brings back to the CPU what each of them returns: over
-# gloo on the CPU, and with TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own. The functions stand in
-# files of their own (..._workers.py): a spawned process has to be able to import them.
+# gloo on the CPU, and with TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own. NCCL refuses two ranks
+# on one device; TE_TEST_BACKEND=gloo beside it has gloo carry the CUDA tensors of any number of ranks on the first one.
+# The functions stand in files of their own (..._workers.py): a spawned process has to be able to import them.
+import contextlib
 import datetime
+import faulthandler
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -9,10 +13,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 
 # Neither uses multicast, which not every machine lets a process have.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# Torch's symmetric memory between processes that share a device.
+_ONE_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+# What the server of processes on the CPU imports, once, before it forks them.
+_IMPORTED = (
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "transformer_engine.pytorch",
+)  # fmt: skip
+multiprocessing.set_forkserver_preload(list(_IMPORTED))
 _here = None  # of a rank
 
 
@@ -20,29 +33,57 @@ def on_cuda():
     return os.environ.get("TE_TEST_DEVICE") == "cuda"
 
 
+def share_a_device():
+    """Whether ranks on CUDA are all on the first device, over gloo."""
+    chosen = os.environ.get("TE_TEST_BACKEND", "nccl")
+    if chosen not in ("gloo", "nccl"):
+        raise ValueError(f"TE_TEST_BACKEND={chosen!r}: wanted gloo or nccl")
+    return chosen == "gloo"
+
+
 def here():
     """The device of this process: of a rank its own, of the test that compares what they bring the first."""
     return _here or torch.device("cuda:0" if on_cuda() else "cpu")
 
 
-def backends(device):
+def making_tensors_here():
+    """Around a worker that says no device: what it makes is on this rank's."""
+    return contextlib.nullcontext() if here().type == "cpu" else here()
+
+
+def backends(device, shared=None):
     """Of a process group whose tensors are on `device`, which asks on the CPU what its ranks say."""
-    return "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
+    shared = share_a_device() if shared is None else shared
+    return "gloo" if torch.device(device).type == "cpu" or shared else "cpu:gloo,cuda:nccl"
 
 
-def _main(rank, ranks, folder, worker, args, device):
+def _gathered_by_gloo(tensor, gather_dim, group, tag=""):
+    """What DTensor and FSDP2 put tensors together by: torch's gloo has no such gather of CUDA tensors, and ends the
+    process (their addresses are read on the host). This one it has."""
+    name = funcol._resolve_group_name(group, tag)
+    group = dist.distributed_c10d._resolve_process_group(name)
+    whole = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(whole, tensor, group=group)
+    return torch.cat(whole.chunk(group.size()), gather_dim) if gather_dim else whole
+
+
+def _main(rank, environment, ranks, folder, worker, args, device, shared):
     global _here
-    _here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    os.environ.update(environment)  # that of the test: the server's is older
+    _here = torch.device("cpu") if device == "cpu" else torch.device(device, 0 if shared else rank)
     os.environ["LOCAL_RANK"] = str(rank)  # as torchrun says it
+    faulthandler.enable()
     torch.set_num_threads(1)
     wait = datetime.timedelta(minutes=5)  # for ranks that wait for each other in vain: not torch's half an hour
     if device == "cuda":
         torch.cuda.set_device(_here)
         torch.use_deterministic_algorithms(True, warn_only=True)  # what nobody writes is NaN, as in conftest.py
         wait = datetime.timedelta(minutes=2)
+        if shared:
+            funcol.all_gather_tensor = _gathered_by_gloo
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     try:
-        dist.init_process_group(backends(device), store=store, rank=rank, world_size=ranks, timeout=wait)
+        dist.init_process_group(backends(device, shared), store=store, rank=rank, world_size=ranks, timeout=wait)
         torch.manual_seed(1234)
         torch.save(worker(rank, *args), Path(folder) / f"result{rank}")
         if device == "cuda":
@@ -61,31 +102,47 @@ def _main(rank, ranks, folder, worker, args, device):
 
 
 def at_most(ranks):
-    """So many ranks, or on CUDA no more than there are devices; two at least."""
-    return max(2, min(ranks, torch.cuda.device_count())) if on_cuda() else ranks
+    """So many ranks, or on CUDA devices of their own no more than there are; two at least."""
+    return max(2, min(ranks, torch.cuda.device_count())) if on_cuda() and not share_a_device() else ranks
 
 
-def must_have_devices(ranks):
-    """Skips a test that wants more ranks than there are CUDA devices; says the rest what a rank's environment has."""
+def must_have_devices(ranks, shared=None):
+    """Skips a test that wants more ranks than there are CUDA devices for them; says the rest what a rank's environment
+    has."""
     found = torch.cuda.device_count()
-    if found < ranks:
+    if share_a_device() if shared is None else shared:
+        os.environ.update(_ONE_DEVICE)
+    elif found < ranks:
         import pytest
 
-        pytest.skip(f"needs {ranks} CUDA devices, one for each rank; there are {found}")
+        pytest.skip(f"needs {ranks} CUDA devices, one for each rank; there are {found} (TE_TEST_BACKEND=gloo: one)")
     os.environ.update(_NO_MULTICAST)
 
 
-def on_ranks(worker, *args, ranks=2, device=None):
+def must_be_captured():
+    """Skips a test whose collectives are captured."""
+    if share_a_device():
+        import pytest
+
+        pytest.skip("gloo cannot be captured in a CUDA graph")
+
+
+def on_ranks(worker, *args, ranks=2, device=None, shared=None):
     """[worker(rank, *args) of each rank]; what ranks raise is raised here, with their tracebacks. device: cpu or cuda,
-    for workers that know one alone. Started again where gloo could not connect the processes of a new group and nothing
-    else went wrong, which happens now and then on a machine under load."""
+    for workers that know one alone. shared: whether they share one CUDA device, by default as TE_TEST_BACKEND says.
+    Started again where gloo could not connect the processes of a new group and nothing else went wrong, which happens
+    now and then on a machine under load."""
     device = device or here().type
+    shared = share_a_device() if shared is None else shared
     if device == "cuda":
-        must_have_devices(ranks)
+        must_have_devices(ranks, shared)
     for last in (False, False, True):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                mp.spawn(_main, args=(ranks, folder, worker, args, device), nprocs=ranks)
+                given = dict(os.environ), ranks, folder, worker, args, device, shared
+                # What all of them import takes longer than what most of them do. A process that has CUDA cannot fork.
+                how = "spawn" if device == "cuda" else "forkserver"
+                mp.start_processes(_main, args=given, nprocs=ranks, start_method=how)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
                 told = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
                 unconnected = any("connectFullMesh failed" in text for text in told)
@@ -94,3 +151,15 @@ def on_ranks(worker, *args, ranks=2, device=None):
             else:
                 paths = [Path(folder) / f"result{rank}" for rank in range(ranks)]
                 return [torch.load(path, weights_only=False, map_location="cpu") for path in paths]
+
+
+def found_by(worker, device=None):
+    """A module's fixture: what each of two ranks brings, by the names in the dictionary that worker(rank) returns."""
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def found():
+        ranks = on_ranks(worker, device=device)
+        return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+    return found

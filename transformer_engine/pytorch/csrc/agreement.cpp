@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+#include <transformer_engine/comm.h>
 
 #include <algorithm>
 #include <cstring>
@@ -33,6 +34,13 @@ Said read(const int64_t* numbers) {
   return {name, numbers[kHow], at::ScalarType(numbers[kDtype]), {sizes, sizes + numbers[kDim]}};
 }
 
+bool by_gloo(c10d::ProcessGroup& group, c10::DeviceType type) {
+  for (const at::Device& device : group.getDeviceTypes()) {
+    if (device.type() == type) return group.getBackend(type)->getBackendName() == "gloo";
+  }
+  return false;
+}
+
 }  // namespace
 
 std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine) {
@@ -48,7 +56,15 @@ std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine) {
 }
 
 void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op) {
-  if (!t.is_cpu()) return;
+  if (!t.is_cpu()) {
+    if (!by_gloo(group, t.device().type())) return;
+    int32_t captured = 0;
+    check(te_comm_is_captured(current_stream(t), &captured));
+    TORCH_CHECK(captured == 0, op, ": the process group '", group.getGroupName(),
+                "' communicates by gloo, which cannot be captured in a graph; make a group of nccl for ", t.device(),
+                ", or leave the layer out of the capture.");
+    if (!by_gloo(group, c10::kCPU)) return;
+  }
   const std::vector<Said> every = every_rank_says(group, {op, 0, t.scalar_type(), t.sizes().vec()});
   if (std::all_of(every.begin(), every.end(), [&](const Said& said) { return said == every[0]; })) return;
   std::ostringstream words;

@@ -1,4 +1,4 @@
-// What the ranks of a group say before they send: on the CPU a rank that brings something else to a collective ends the
+// What the ranks of a group say before they send: over gloo a rank that brings something else to a collective ends the
 // other processes, or hangs them. All questions have one form, so that ranks in different places understand each other.
 #pragma once
 
@@ -24,7 +24,8 @@ struct Said {
 std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine);
 
 // Raises the same ValueError on every rank where they bring different tensors, or are in different operations. On other
-// devices than the CPU nothing is asked: that takes longer than many a collective there.
+// devices than the CPU nothing is asked but over gloo: that takes longer than many a collective there. RuntimeError
+// where gloo would be captured in a graph.
 void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op);
 
 }  // namespace te_torch

@@ -62,24 +62,35 @@ bool is_there(const std::string& group) {
 class Arena {
  public:
   std::shared_ptr<Slot> take(Key key, int64_t bytes, const at::TensorOptions& options) {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    std::vector<std::shared_ptr<Slot>>& slots = slots_of(std::move(key));
     std::shared_ptr<Slot> found;
-    for (const auto& slot : slots) {
-      if (slot->leased) continue;
-      found = slot;
-      break;
+    c10::Storage memory;
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      std::vector<std::shared_ptr<Slot>>& slots = slots_of(std::move(key));
+      for (const auto& slot : slots) {
+        if (slot->leased) continue;
+        found = slot;
+        break;
+      }
+      if (found == nullptr) found = slots.emplace_back(std::make_shared<Slot>());
+      found->leased = true;
+      memory = std::move(found->memory);
     }
-    if (found == nullptr) found = slots.emplace_back(std::make_shared<Slot>());
-    c10::Storage& memory = found->memory;
-    // Who still has a view of what a call had on lease keeps it, as it is.
-    const bool shared = memory && memory.use_count() > 1;
-    const int64_t before = memory ? int64_t(memory.nbytes()) : 0;
-    if (shared || !memory || before < bytes) {
-      memory = {};  // first, so that there is room
-      memory = new_memory(std::max(bytes, before), options);
+    // Nobody waits for the allocator: what has no memory meanwhile is this call's.
+    try {
+      // Who still has a view of what a call had on lease keeps it, as it is.
+      const bool shared = memory && memory.use_count() > 1;
+      const int64_t before = memory ? int64_t(memory.nbytes()) : 0;
+      if (shared || !memory || before < bytes) {
+        memory = {};  // first, so that there is room
+        memory = new_memory(std::max(bytes, before), options);
+      }
+    } catch (...) {
+      give_back(*found, false);
+      throw;
     }
-    found->leased = true;
+    const std::lock_guard<std::mutex> guard(mutex_);
+    found->memory = std::move(memory);
     return found;
   }
 
@@ -176,18 +187,19 @@ Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::strin
 }
 
 Lease::~Lease() {
-  if (slot_ == nullptr) return;  // moved from
+  const bool filled = sound_ && fills() && tensor_.numel() > 0;
+  const at::TensorOptions options = tensor_.options().dtype(at::kByte);
+  tensor_.reset();
   try {
-    if (sound_ && fills() && tensor_.numel() > 0) {
+    if (filled && slot_->memory.use_count() == 1) {  // what others have a view of is theirs, as it is
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      at::empty({0}, tensor_.options().dtype(at::kByte))
+      at::empty({0}, options)
           .set_(c10::Storage(slot_->memory), 0, {int64_t(slot_->memory.nbytes())}, {1})
           .fill_(kPoison);
     }
   } catch (...) {  // of a stream that has failed
     sound_ = false;
   }
-  tensor_.reset();
   if (slot_->lasting) arena().give_back(*slot_, sound_);
 }
 

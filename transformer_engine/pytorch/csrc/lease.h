@@ -6,9 +6,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <deque>
 #include <memory>
 #include <string_view>
-#include <vector>
 
 #include "probe.h"
 
@@ -23,10 +23,8 @@ struct Slot;
 class TE_EXPORT Lease {
  public:
   Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind);
-  Lease(Lease&& other) noexcept = default;
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
-  Lease& operator=(Lease&&) = delete;
   ~Lease();
 
   const at::Tensor& tensor() const { return tensor_; }
@@ -35,7 +33,7 @@ class TE_EXPORT Lease {
   void arrived() { sound_ = true; }
 
  private:
-  std::shared_ptr<Slot> slot_;  // null behind a move
+  std::shared_ptr<Slot> slot_;
   at::Tensor tensor_;
   bool sound_ = true;
 };
@@ -49,7 +47,7 @@ class TE_EXPORT Leases {
   Lease& take(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind);
 
  private:
-  std::vector<Lease> list_;
+  std::deque<Lease> list_;  // whose references last while it grows
 };
 
 // Whether its memory is a slot's, whatever view of it t is.

@@ -9,6 +9,7 @@ from transformer_engine.pytorch.distributed.groups import (
     check_device,
     check_divides,
     check_plain,
+    gathered_traced,
     ranks_of,
 )
 from transformer_engine.pytorch.distributed.quantized import gather_quantized
@@ -87,6 +88,9 @@ def gather_along_first_dim(
     out = _out(op, "output_tensor", output_tensor, inp, ranks * inp.shape[0])
     if ranks == 1:
         return out.copy_(inp), None
+    if torch.compiler.is_compiling() and not async_op:
+        whole = gathered_traced(inp, process_group)
+        return (whole if output_tensor is None else out.copy_(whole)), None
     return out, dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group, async_op=async_op)
 
 

@@ -1,5 +1,5 @@
-"""What a collective asks of its group before it starts: that it is alive, that it reaches the tensor's device, and on
-the CPU that every rank brings the same. Nothing is sent here but that question."""
+"""What a collective asks of its group before it starts: that it is alive, that it reaches the tensor's device, and over
+gloo that every rank brings the same. Nothing is sent here but that question."""
 
 import zlib
 from typing import NamedTuple
@@ -83,11 +83,13 @@ def every_rank_says(op: str, how: str, dtype: torch.dtype, sizes: list[int], gro
 
 
 def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str = "") -> None:
-    """On the CPU, raises the same ValueError on every rank where the ranks bring tensors of different shapes or dtypes,
-    are in different functions or treat them differently (`how`): what they would exchange has no meaning then, or never
-    ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes longer than many a
-    collective there."""
-    if inp.device.type != "cpu" or torch.compiler.is_compiling():  # traced, there is nothing to ask yet
+    """On the CPU and over gloo, raises the same ValueError on every rank where the ranks bring tensors of different
+    shapes or dtypes, are in different functions or treat them differently (`how`): what they would exchange has no
+    meaning then, or never ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes
+    longer than many a collective there."""
+    if torch.compiler.is_compiling():  # traced, there is nothing to ask yet
+        return
+    if inp.device.type != "cpu" and _backends(group).get(inp.device.type) != "gloo":
         return
     every = every_rank_says(op, how, inp.dtype, list(inp.shape), group)
     if all(said == every[0] for said in every):
@@ -110,3 +112,9 @@ def check_divides(op: str, inp: torch.Tensor, ranks: int) -> None:
         raise ValueError(
             f"{op}: argument 'inp' has {inp.shape[0]} rows, wanted a multiple of the group's {ranks} ranks; pad it."
         )
+
+
+def gathered_traced(rows: torch.Tensor, group: object | None) -> torch.Tensor:
+    """Every rank's rows, while torch.compile traces."""
+    group = dist.group.WORLD if group is None else group
+    return torch.ops.te.group_gather(rows.contiguous(), group.group_name, group.size())

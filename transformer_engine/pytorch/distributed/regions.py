@@ -12,16 +12,18 @@ from transformer_engine.pytorch.distributed.groups import (
     check_device,
     check_divides,
     check_plain,
+    gathered_traced,
     ranks_of,
 )
 
 # Traced, a collective that writes into a tensor loses the gradient behind it without a word; those of
 # dist._functional_collectives do not. torch.compile imports them: here they would be a sixth of the package's import.
+# Their gather ends the process over gloo on CUDA (it reads device addresses on the host): gathered_traced does not.
 
 
 def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return dist._functional_collectives.all_gather_tensor(rows.contiguous(), 0, group)
+        return gathered_traced(rows, group)
     out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
     dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
     return out
@@ -101,8 +103,8 @@ def gather_from_sequence_parallel_region(inp: torch.Tensor, group: object | None
 
     Shapes: inp [n, ...] -> [ranks * n, ...]; in a group of 1 inp itself, as in all of these.
     Errors, as in all of these: TypeError and ValueError for an inp that is no plain tensor or is on a device that the
-    group has no backend for, RuntimeError for a group that has been destroyed; on the CPU, the same ValueError on every
-    rank where shapes or dtypes differ between them.
+    group has no backend for, RuntimeError for a group that has been destroyed; on the CPU and over gloo, the same
+    ValueError on every rank where shapes or dtypes differ between them.
     """
     return _run("gather_from_sequence_parallel_region", "gather", inp, group)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.optimizers.adam_states import local_of
 from transformer_engine.pytorch.probe.one_run import gradients_returned, nodes_behind, recording, table, tensors_in
 from transformer_engine.pytorch.saved import observers
@@ -17,7 +18,8 @@ from transformer_engine.pytorch.saved import observers
 class SavedTensor:
     """One storage. status: 'kept'; 'parameter' (one, or its FP8 copy) or 'input' (there in any case); 'offloaded' (in
     host memory until the backward); 'recomputed' (not kept; the backward recomputes it); 'optimizer' (a state that
-    it keeps of a parameter). bytes: the storage's, of a recomputed one what keeping it would take."""
+    it keeps of a parameter); 'arena' (where layers over a group receive: distributed.comm_usage counts it, and it does
+    not grow with the number of layers). bytes: the storage's, of a recomputed one what keeping it would take."""
 
     module: str
     op: str
@@ -49,7 +51,7 @@ class MemoryPlan:
             (r.module, r.op, r.name, "x".join(map(str, r.shape)) or "-", r.dtype, r.bytes, r.status, r.why, r.recompute)
             for r in self.rows
         ]
-        known = ("kept", "offloaded", "recomputed", "parameter", "input", "optimizer")
+        known = ("kept", "offloaded", "recomputed", "parameter", "input", "optimizer", "arena")
         statuses = dict.fromkeys((*known, *(row.status for row in self.rows)))
         totals = ", ".join(f"{status} {self.bytes_of(status):,} B" for status in statuses)
         columns = ("module", "op", "tensor", "shape", "dtype", "bytes", "status", "why", "recomputing it costs")
@@ -196,7 +198,21 @@ def memory_plan(
         if not told
     ]
     states = [] if optimizer is None else _states(module, optimizer)
-    return MemoryPlan([*rows.values(), *again, *states])
+    return MemoryPlan([*rows.values(), *again, *states, *_arenas(module)])
+
+
+def _arenas(module: torch.nn.Module) -> list[SavedTensor]:
+    """What is there now to receive in, for each group that the module's layers are divided over."""
+    rows: dict[str, SavedTensor] = {}
+    for label, owner in module.named_modules():
+        group = getattr(owner, "_tp_group_name", None)
+        if group is None or group in rows:
+            continue
+        size, slots, _ = _C.lease_usage(group)
+        why = f"calls over the group '{group}' receive in them"
+        words = (label, "tensor parallel", f"slots on lease: {slots}", (size,), "uint8", size, "arena", why)
+        rows[group] = SavedTensor(*words, "te.destroy_ub() frees what no call has")
+    return [row for row in rows.values() if row.bytes]
 
 
 def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[SavedTensor]:

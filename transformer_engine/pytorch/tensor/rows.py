@@ -32,7 +32,8 @@ class Rows:
             self._rows_of = (whole, first + (0 if self._rows_of is None else self._rows_of[1]))
 
     def _write_quantized_rows(self, src: "Rows") -> None:
-        src = src._twin()
+        near = src.device == self.device
+        src = src._twin() if near else src._like(src._copied(self.device), src.size())
         src.update_usage(rowwise_usage=True)
         with torch.no_grad():
             self._write_rows(src, src._dequantize(torch.float32))
