@@ -82,9 +82,9 @@ def test_the_farthest_groups_are_evicted(device):
                     stash.mark_pageable(y, counter)
                     y = layer(y)
                 y = stash.post_schedule(y)
-            handles = sorted(stash.step._handles, key=lambda handle: handle.name)
+            handles = sorted(stash.step.handles, key=lambda handle: handle.name)
             on_host = [
-                h.name for h in handles if h.state != "kept" and h._group.read(stash.lanes.current())["host_pages"]
+                h.name for h in handles if h.state != "kept" and h.group.read(stash.lanes.current())["host_pages"]
             ]
             y.sum().backward()
         assert on_host == [0, 1]
