@@ -179,6 +179,52 @@ def test_what_is_marked_stays(device):
         (y.sum() + z.sum()).backward()
 
 
+@pytest.mark.parametrize("state", ["kept", "back"])
+def test_memory_that_nobody_wants_goes_back_alone(state, device):
+    """A tensor's memory is there as long as its node wants it, and no longer: not until the group is over."""
+    counter = count(17, device)
+    with made(device, device_pages=None if state == "kept" else 4096) as stash:
+        given = randn(ROWS, HIDDEN, device=device, requires_grad=True)
+        with stash.group("a"):
+            a, b = given * 1, given * 2
+            for t in (a, b):
+                door.mark_pageable(t, counter)
+            y, z = a.sin(), b.sin()
+        del a, b, t
+        (handle,) = stash.step.handles
+        assert [piece.memory is None for piece in handle.pieces] == [False, False]
+        stash.step.free_leaving()
+        y[:17].sum().backward(inputs=[given])
+        assert handle.state == state
+        assert [piece.memory is None for piece in handle.pieces] == [True, False]
+        z[:17].sum().backward(inputs=[given])
+        assert [piece.memory is None for piece in handle.pieces] in ([], [True, True])
+
+
+def test_counts_are_said_inside_of_a_group_alone(device):
+    """Behind it our nodes announce what was announced before it: nothing."""
+    counter, layer = count(17, device), te.Linear(HIDDEN, HIDDEN, device=device)
+
+    class Asks(door.Client):
+        takes = True
+
+        def __init__(self):
+            super().__init__()
+            self.found = []
+
+        def take(self, tensor):
+            self.found.append(door.live_rows(tensor))
+
+    with made(device) as stash:
+        inside, behind = Asks(), Asks()
+        with stash.group("a", counter), door.Hooks(inside):
+            layer(randn(ROWS, HIDDEN, device=device, requires_grad=True) * 1)
+        with door.Hooks(behind):
+            layer(randn(ROWS, HIDDEN, device=device, requires_grad=True) * 1)
+        assert any(rows is not None and rows[0] is counter for rows in inside.found)
+        assert behind.found and not any(behind.found)
+
+
 def test_the_memory_plan(device):
     layers, counter = ours("gelu", device), count(17, device)
     with made(device) as stash:
