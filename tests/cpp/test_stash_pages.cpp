@@ -255,7 +255,7 @@ class Trace {
     }
 #if defined(TE_WITH_CUDA)  // behind the store before it, for which nobody waits
     const auto count = int32_t(live);
-    cuda_ok(cudaMemcpyAsync(counter_.data(), &count, sizeof(count), cudaMemcpyHostToDevice, nullptr));
+    testing::cuda_ok(cudaMemcpyAsync(counter_.data(), &count, sizeof(count), cudaMemcpyHostToDevice, nullptr));
 #endif
   }
 
