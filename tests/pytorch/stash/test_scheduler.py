@@ -1,6 +1,6 @@
 # The schedulers' duties one by one, by the log of what was given to the lanes; pipelines of one rank, recorded and from
 # _order, whose peak is the one that the plan replays; and generated orders of forwards and backwards. Mutants: a group
-# that leaves although its own backward is next (schedule.next in Step.after_forward), no load ahead, behind a forward
+# that leaves although its own backward is next (next() in StashStep::after_forward()), no load ahead, behind a forward
 # or a backward, one for a forward that is next, originals that are freed a group later (free_leaving), an entry that is
 # not noted, peak pages of all groups at once (happened in plan.py), a handle by its group's name alone: each turns
 # tests red.
