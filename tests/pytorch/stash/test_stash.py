@@ -3,6 +3,7 @@
 # reload. Mutants: originals that are held instead of copied (no clone in explicit.py before there is a pool), a count
 # that is ignored (unit_rows left out of stash_member_of()), targets at another member's place (offset left out of
 # StashGroup::place()), keep that is not passed on (StashCalls::load()): each turns tests red.
+import copy
 import gc
 import weakref
 
@@ -222,6 +223,13 @@ def test_a_handle_that_nobody_wants_gives_its_pages_back(device):
         assert report(stash)["device_in_use"] == 0
         stash.reset()
         assert stash.verdict(wait=True).ok
+
+
+def test_a_copied_model_shares_its_stash(device):
+    with made(device) as stash:
+        handle = stash.stash("a", [filled(50, 16, torch.uint8, device)], count(20, device))
+        assert copy.deepcopy({"stash": stash})["stash"] is stash
+        assert stash.reload(handle)[0].shape == (50, 16)
 
 
 def test_memory_goes_back(device):

@@ -75,6 +75,10 @@ class PagedStash(_C.StashCore):
         self._captured = False
         self._snapshot = Snapshot()
 
+    def __deepcopy__(self, memo: dict) -> PagedStash:
+        """Itself: a copied model shares it, as it shares its groups' steps."""
+        return self
+
     # ---- groups ----
 
     def mark_pageable(self, tensor: torch.Tensor, counter: torch.Tensor, unit_rows: int = 1) -> None:
