@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                  int64_t loads, int device_blocks) {
   __shared__ Group group;
   const int lane = int(threadIdx.x);
-  const Room room = Room::of(pool, *entry, loads);
   if (lane < kWarp) {
+    const Room room = Room::of(pool, *entry, loads);
     uint32_t flags = 0;
     if (lane < table.count) {
       const te_stash_member& member = table.members[lane];
@@ -145,25 +145,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncwarp();
     cut(pool, table, group);
-  } else {  // which pages come first depends on no count
-    Take first{};
-    first.device_pages = room.device_free;
-    first.device_at = first_device(pool, room);
-    read_ids(group, first.device_pages, [&](int64_t i) { return taken(pool, first, i); });
   }
   __syncthreads();
   const Take& take = group.take;
   if (take.state == TE_STASH_STATE_STORED) {
     write_beside([&](int first, int step) { write_map(pool, take, *entry, first, step); });
-    move<true>(pool, table, group, Share(device_blocks), [&](int64_t page) {
-      return page < least(take.device_pages, kIds) ? group.ids[page] : taken(pool, take, page);
-    });
+    move<true>(pool, table, group, Share(device_blocks), [&](int64_t page) { return taken(pool, take, page); });
   }
-  constexpr int kFinishes = kThreads - 1;  // a thread that drives no copies: it reads while they run
-  Before before{};
-  if (threadIdx.x == kFinishes) before = Before::of(pool, loads);
-  if (is_last(entry) && threadIdx.x == kFinishes) {
-    finish_store(pool, group.room, before, take, table, group.layout, number, *entry);
+  if (is_last(entry) && threadIdx.x == 0) {
+    finish_store(pool, group.room, Before::of(pool, loads), take, table, group.layout, number, *entry);
   }
 }
 

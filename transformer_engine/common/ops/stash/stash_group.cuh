@@ -7,7 +7,7 @@ namespace te::stash::cuda {
 
 namespace {
 
-constexpr int kIds = 256;  // pages of a group whose ids are read while its counts are
+constexpr int kIds = 256;  // pages of a group whose ids a load reads while it reads counts
 
 // What a block knows of its group, in shared memory.
 struct Group {

@@ -133,12 +133,6 @@ struct Room {
   }
 };
 
-// Where the first device page is that a store takes, whatever its counts.
-TE_HOST_DEVICE int64_t first_device(const Pool& pool, const Room& room) {
-  if (pool.policy == TE_STASH_RING) return ring_at(room.device_head, pool.device_pages);
-  return pool.policy == TE_STASH_STACK ? room.device_free - 1 : pool.device_pages - room.device_free;
-}
-
 TE_HOST_DEVICE Take plan_store(const Pool& pool, const Room& room, int64_t stream_bytes, uint32_t flags) {
   Take take{TE_STASH_STATE_EMPTY, flags, stream_bytes, 0, 0, 0, 0, 0};
   if (room.held) {
@@ -156,7 +150,9 @@ TE_HOST_DEVICE Take plan_store(const Pool& pool, const Room& room, int64_t strea
   take.device_pages = device;
   take.host_pages = host;
   take.host_at = ring_at(room.host_head, pool.host_pages);
-  take.device_at = first_device(pool, room);
+  take.device_at = pool.policy == TE_STASH_RING    ? ring_at(room.device_head, pool.device_pages)
+                   : pool.policy == TE_STASH_STACK ? room.device_free - 1
+                                                   : pool.device_pages - room.device_free;
   return take;
 }
 
@@ -174,7 +170,7 @@ TE_HOST_DEVICE void write_map(const Pool& pool, const Take& take, Entry& entry, 
   for (int64_t i = first; i < take.device_pages + take.host_pages; i += step) entry.map()[i] = taken(pool, take, i);
 }
 
-// What a store adds to. Nobody else changes these numbers while it runs, so that they may be read at any time of it.
+// What a store adds to.
 struct Before {
   te_stash_report report;
   int64_t demand, met;
