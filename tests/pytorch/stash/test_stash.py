@@ -225,6 +225,17 @@ def test_a_handle_that_nobody_wants_gives_its_pages_back(device):
         assert stash.verdict(wait=True).ok
 
 
+def test_what_a_pool_takes_beside_its_pages(device):
+    """A thousandth: lists of ids, the report, and an entry for each group with the ids of its pages."""
+    page_bytes, pages = 524288, 64
+    with made(device, page_bytes=page_bytes, device_pages=pages) as stash:
+        t, counter = torch.zeros(4096, 1024, dtype=torch.uint8, device=device), count(4096, device)
+        handles = [stash.stash(i, [t], counter) for i in range(8)]
+        assert all(handle.group.most_pages == 8 for handle in handles) and report(stash)["device_in_use"] == pages
+        lists = stash._pool.native.bytes - pages * page_bytes
+        assert 0 < lists + 8 * (256 + 128) <= pages * page_bytes / 1000
+
+
 def test_a_copied_model_shares_its_stash(device):
     with made(device) as stash:
         handle = stash.stash("a", [filled(50, 16, torch.uint8, device)], count(20, device))
