@@ -60,7 +60,7 @@ struct Decisions {
     const stash::Room room = stash::Room::of(pool, entries[size_t(e)].entry, loads);
     const stash::Take take = stash::plan_store(pool, room, layout.starts[1], 0);
     stash::write_map(pool, take, entries[size_t(e)].entry, 0, 1);
-    stash::finish_store(pool, room, take, table, layout, e, loads, entries[size_t(e)].entry);
+    stash::finish_store(pool, room, stash::Before::of(pool, loads), take, table, layout, e, entries[size_t(e)].entry);
   }
   void load(int e, int64_t number) {
     stash::Entry& entry = entries[size_t(e)].entry;

@@ -4,8 +4,6 @@
 import dataclasses
 from collections.abc import Callable
 
-from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.stash import pool as pool_module
 from transformer_engine.pytorch.stash.lanes import COMPUTE, Lanes, Point
 
 GARBAGE = 0x5A
@@ -13,10 +11,13 @@ GARBAGE = 0x5A
 
 @dataclasses.dataclass
 class Task:
-    """after: tasks that it has to be behind. clock: what of the current stream's work it is behind."""
+    """after: tasks that it has to be behind. clock: what of the current stream's work it is behind. memory: of its
+    pieces, which is there until it has run, as a device reads and writes what was freed."""
 
     what: str
     work: Callable[[int], None]
+    pieces: list
+    memory: list
     after: list["Task"]
     clock: int
     early: bool
@@ -29,9 +30,28 @@ class Task:
         for task in self.after:
             task.run(lanes)
         lanes.ran.append(self.what)
-        lanes.early = self.early
+        if self.what.startswith("store"):
+            self._store()
+        else:
+            self.work(0)
+        if self.what.startswith("load") and self.early:  # what it wrote is written over
+            self._fill()
+        self.memory = None
+
+    def _store(self):
+        """A store that runs early finds other values than those that are made meanwhile; one that runs behind the
+        freeing of its members, those of who has the memory then."""
+        values = [memory.clone() for memory in self.memory]
+        if self.early or any(piece.memory is None for piece in self.pieces):
+            self._fill()
         self.work(0)
-        lanes.early = False
+        if self.early:
+            for memory, value in zip(self.memory, values, strict=True):
+                memory.copy_(value)
+
+    def _fill(self):
+        for memory in self.memory:
+            memory.fill_(GARBAGE)
 
 
 class LateLanes(Lanes):
@@ -40,7 +60,7 @@ class LateLanes(Lanes):
 
     def __init__(self, device, left_out=None, hurry=None):
         super().__init__(device)
-        self.hurry, self.left_out, self.left, self.ran, self.early, self.clock = hurry, left_out, 0, [], False, 0
+        self.hurry, self.left_out, self.left, self.ran, self.clock = hurry, left_out, 0, [], 0
         self.tasks, self.newest = [], {}
 
     def _ignored(self, who, point):
@@ -54,13 +74,14 @@ class LateLanes(Lanes):
 
     def run(self, lane, work, what, behind):
         kept = [point for point in behind if not self._ignored(what, point)]
-        after = [point.event for point in kept if isinstance(point.event, Task)]
-        clocks = [point.event for point in kept if point.lane == COMPUTE] + [task.clock for task in after]
+        after = [point.mark for point in kept if isinstance(point.mark, Task)]
+        clocks = [point.mark for point in kept if point.lane == COMPUTE] + [task.clock for task in after]
         if lane in self.newest:
             after.append(self.newest[lane])
             clocks.append(self.newest[lane].clock)
         clock = max(clocks, default=-1)
-        task = Task(what, work, after, clock, clock < self.clock)
+        memory = [piece.memory for piece in work.pieces if piece.memory is not None]
+        task = Task(what, work, work.pieces, memory, after, clock, clock < self.clock)
         self.clock += 1  # what the current stream does from here on
         self.tasks.append(task)
         self.newest[lane] = task
@@ -69,8 +90,8 @@ class LateLanes(Lanes):
         return Point(lane, task, what)
 
     def wait(self, point):
-        if not self._ignored("compute", point) and isinstance(point.event, Task):
-            point.event.run(self)
+        if not self._ignored("compute", point) and isinstance(point.mark, Task):
+            point.mark.run(self)
 
     def flush(self):
         for task in self.tasks:
@@ -78,89 +99,8 @@ class LateLanes(Lanes):
         self.tasks.clear()
 
 
-class LatePool:
-    """The host's part of a call happens when it is made, and not when it runs."""
-
-    def __init__(self, device, **options):
-        self.real, self.evicted = _C.StashPool(device, **options), False
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-
-    @property
-    def load_waits(self):
-        return self.evicted or self.real.load_waits
-
-
-class LateGroup:
-    """Holds its members until its store has run, as a device reads what was freed. A store that runs early finds other
-    values than those that are made meanwhile; what a load that runs early wrote is written over."""
-
-    lanes = None
-
-    def __init__(self, native, handle, tail):
-        self.pool, self.real = native, _C.StashGroup(native.real, handle, tail)
-        self.pieces, self.forgotten = [piece.memory for piece in handle.pieces], False
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-
-    def store(self, number, stream):
-        values = [piece.clone() for piece in self.pieces]
-        if self.lanes().early:
-            for piece in self.pieces:
-                piece.fill_(GARBAGE)
-        self.real.store(number, stream)
-        if self.lanes().early:
-            for piece, value in zip(self.pieces, values, strict=True):
-                piece.copy_(value)
-        self.pieces = None
-        if self.forgotten:
-            self.real.forget_members()
-
-    def forget_members(self):
-        self.forgotten = True
-        if self.pieces is None:
-            self.real.forget_members()
-            return
-        for piece in self.pieces:  # which are free for anybody, and not copied yet
-            piece.fill_(GARBAGE)
-
-    def bring(self, handle):
-        self.real.bring(handle)
-        self.targets = _C.StashHandle(handle.name)  # which are there until the load has run, whatever the handle does
-        for piece in handle.pieces:
-            self.targets.add(_C.StashPiece(piece.memory))
-
-    def load(self, handle, keep, stream):
-        self.real.load(self.targets, keep, stream)
-        if self.lanes().early:
-            for piece in self.targets.pieces:
-                piece.memory.fill_(GARBAGE)
-
-    def evict(self, low, stream):
-        self.real.evict(low, stream)
-
-
-class _Late:
-    StashPool, StashGroup = LatePool, LateGroup
-
-
-def late_lanes(monkeypatch):
-    """(stash, left_out, hurry) -> lanes: gives a stash without a pool such lanes."""
-    monkeypatch.setattr(pool_module, "_C", _Late)
-
-    def give(stash, left_out=None, hurry=None):
-        stash.lanes = lanes = LateLanes(stash.device, left_out, hurry)
-        monkeypatch.setattr(LateGroup, "lanes", staticmethod(lambda: lanes))
-        evict = pool_module.Pool.evict
-
-        def noted(self, *args):
-            if isinstance(self.native, LatePool):
-                self.native.evicted = True
-            evict(self, *args)
-
-        monkeypatch.setattr(pool_module.Pool, "evict", noted)
-        return lanes
-
-    return give
+def late_lanes(stash, left_out=None, hurry=None):
+    """Gives a stash without a pool such lanes."""
+    lanes = LateLanes(stash.device, left_out, hurry)
+    stash.lanes = lanes
+    return lanes

@@ -152,6 +152,17 @@ def test_backward_before_anything_has_left(device):
     assert states(context.offload_synchronizer) == ["not_offloaded"] * 6
 
 
+def test_a_layer_that_torch_takes_no_hooks_for(device):
+    layers, x = stack(4, device), randn(8, 16, device=device)
+    expected = step(layers, [x])
+    context, sync = te.get_cpu_offload_context(True, 2, 4)
+    none = torch.autograd.graph.disable_saved_tensors_hooks("none here")
+    with none, pytest.raises(RuntimeError, match="none here"), context:
+        pass
+    assert not context.offload_synchronizer.layer_open and not context.inside_context
+    same(step(layers, [x], context, sync), expected)  # and what comes next is the first layer
+
+
 def test_an_exception_in_a_layer(device):
     layers, x = stack(4, device), randn(8, 16, device=device)
     expected = step(layers, [x])

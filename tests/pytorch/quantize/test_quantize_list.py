@@ -129,6 +129,20 @@ def test_lists_that_no_one_call_takes(device):
         _C.quantize_list([same_kind[0], None], [x, x], True, True)
 
 
+# A state that a matrix alone is refused for is none of a list's: it would be read past its end, or as another dtype.
+@pytest.mark.parametrize("where", ["scale", "amax"])
+@pytest.mark.parametrize("wrong", [torch.ones(2), torch.ones(1, dtype=torch.float64)])
+def test_states_that_do_not_fit(wrong, where, device):
+    x = draw(16, 32, FLOATS, device)
+    state = {name: torch.ones(1, device=device) for name in ("scale", "amax")} | {where: wrong.to(device)}
+    odd = _C.Quantizer("delayed", False, **state)
+    with pytest.raises(ValueError) as alone:
+        _C.quantize(odd, x, True, True)
+    with pytest.raises(ValueError) as of_list:
+        _C.quantize_list([quantizer("delayed", device), odd], [x, x], True, True)
+    assert str(of_list.value) == str(alone.value) and where in str(alone.value)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_into_what_there_is_unless_a_flag_says_no(kind, device):
     old, new = (values(3, (17, 48), torch.bfloat16, device)[:1] * 3 for _ in range(2))

@@ -1,8 +1,9 @@
 # Groups: gradients through pages are the bits of a run that keeps everything, for modules of ours, whose nodes say
 # themselves what they keep by tokens, and for torch's own operations that declare their tensors. In every step what the
 # groups let go is overwritten before the backward, and the bytes taken are those of the live rows. Mutants: no tail
-# (TAILS["keep"] for all in pool.py), originals that are held (no let_go), a region from its piece's start, a shared
-# storage that is taken once for two groups, members of a dropped group left in the pool: each turns tests red.
+# (TE_STASH_TAIL_KEEP for all in stash_front.cpp), originals that are held (no let_go), a region from its piece's start,
+# a shared storage that is taken once for two groups, members of a dropped group left in the pool, ~Stashed that leaves
+# its piece the memory, live counts that a group leaves behind (no close()): each turns tests red.
 import gc
 import weakref
 
@@ -82,9 +83,9 @@ def test_the_farthest_groups_are_evicted(device):
                     stash.mark_pageable(y, counter)
                     y = layer(y)
                 y = stash.post_schedule(y)
-            handles = sorted(stash.step._handles, key=lambda handle: handle.name)
+            handles = sorted(stash.step.handles, key=lambda handle: handle.name)
             on_host = [
-                h.name for h in handles if h.state != "kept" and h._group.read(stash.lanes.current())["host_pages"]
+                h.name for h in handles if h.state != "kept" and h.group.read(stash.lanes.current())["host_pages"]
             ]
             y.sum().backward()
         assert on_host == [0, 1]
@@ -177,6 +178,52 @@ def test_what_is_marked_stays(device):
         stash.step.free_leaving()
         assert report(stash)["live_bytes"] == 17 * HIDDEN * 4
         (y.sum() + z.sum()).backward()
+
+
+@pytest.mark.parametrize("state", ["kept", "back"])
+def test_memory_that_nobody_wants_goes_back_alone(state, device):
+    """A tensor's memory is there as long as its node wants it, and no longer: not until the group is over."""
+    counter = count(17, device)
+    with made(device, device_pages=None if state == "kept" else 4096) as stash:
+        given = randn(ROWS, HIDDEN, device=device, requires_grad=True)
+        with stash.group("a"):
+            a, b = given * 1, given * 2
+            for t in (a, b):
+                door.mark_pageable(t, counter)
+            y, z = a.sin(), b.sin()
+        del a, b, t
+        (handle,) = stash.step.handles
+        assert [piece.memory is None for piece in handle.pieces] == [False, False]
+        stash.step.free_leaving()
+        y[:17].sum().backward(inputs=[given])
+        assert handle.state == state
+        assert [piece.memory is None for piece in handle.pieces] == [True, False]
+        z[:17].sum().backward(inputs=[given])
+        assert [piece.memory is None for piece in handle.pieces] in ([], [True, True])
+
+
+def test_counts_are_said_inside_of_a_group_alone(device):
+    """Behind it our nodes announce what was announced before it: nothing."""
+    counter, layer = count(17, device), te.Linear(HIDDEN, HIDDEN, device=device)
+
+    class Asks(door.Client):
+        takes = True
+
+        def __init__(self):
+            super().__init__()
+            self.found = []
+
+        def take(self, tensor):
+            self.found.append(door.live_rows(tensor))
+
+    with made(device) as stash:
+        inside, behind = Asks(), Asks()
+        with stash.group("a", counter), door.Hooks(inside):
+            layer(randn(ROWS, HIDDEN, device=device, requires_grad=True) * 1)
+        with door.Hooks(behind):
+            layer(randn(ROWS, HIDDEN, device=device, requires_grad=True) * 1)
+        assert any(rows is not None and rows[0] is counter for rows in inside.found)
+        assert behind.found and not any(behind.found)
 
 
 def test_the_memory_plan(device):

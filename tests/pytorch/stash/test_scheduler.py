@@ -1,6 +1,6 @@
 # The schedulers' duties one by one, by the log of what was given to the lanes; pipelines of one rank, recorded and from
 # _order, whose peak is the one that the plan replays; and generated orders of forwards and backwards. Mutants: a group
-# that leaves although its own backward is next (schedule.next in Step.after_forward), no load ahead, behind a forward
+# that leaves although its own backward is next (next() in StashStep::after_forward()), no load ahead, behind a forward
 # or a backward, one for a forward that is next, originals that are freed a group later (free_leaving), an entry that is
 # not noted, peak pages of all groups at once (happened in plan.py), a handle by its group's name alone: each turns
 # tests red.
@@ -70,7 +70,7 @@ def test_pre_forward_frees_its_originals(device):
     with made(device) as stash:
         x = randn(ROWS, WIDTH, device=device, requires_grad=True)
         y = layer(x, stash, 0, count(20, device), [])
-        handle = next(iter(stash.step._handles))
+        handle = next(iter(stash.step.handles))
         assert handle.state == "stored" and handle.pieces[0].memory is not None
         stash.pre_schedule(y)
         assert handle.state == "away" and handle.pieces[0].memory is None
@@ -103,7 +103,7 @@ def test_post_backward_waits_for_the_stash_and_frees(device):
         x = randn(ROWS, WIDTH, device=device, requires_grad=True)
         first = layer(x, stash, "a", count(20, device), [])
         layer_out = layer(x, stash, "b", count(20, device), [])
-        handle = next(h for h in stash.step._handles if h.name == "b")
+        handle = next(h for h in stash.step.handles if h.name == "b")
         assert handle.state == "stored"
         stash.lanes.log = log = []
         first.sum().backward()
@@ -242,7 +242,7 @@ def test_generated_orders(order, live, pool, scheduled):
 def test_a_handle_behind_a_group_does_not_keep_its_originals(device):
     with made(device) as stash:
         y = layer(randn(ROWS, WIDTH, device=device, requires_grad=True), stash, "a", count(20, device), [])
-        group = next(h for h in stash.step._handles if h.name == "a")
+        group = next(h for h in stash.step.handles if h.name == "a")
         handle = stash.stash("b", [randn(ROWS, WIDTH, device=device)], count(20, device))
         assert group.state == handle.state == "away" and group.pieces[0].memory is None
         y.sum().backward()

@@ -1,8 +1,9 @@
 # Handles: tensors go into pages by their live rows and come back bit for bit, whatever they are and however many of
 # their rows are alive. The bytes taken are asserted to be the live ones, and the originals are overwritten before the
 # reload. Mutants: originals that are held instead of copied (no clone in explicit.py before there is a pool), a count
-# that is ignored (unit_rows left out of Member in handle.py), targets at another member's place (offset left out of
-# Piece.members), keep that is not passed on (pool.load): each turns tests red.
+# that is ignored (unit_rows left out of stash_member_of()), targets at another member's place (offset left out of
+# StashGroup::place()), keep that is not passed on (StashCalls::load()): each turns tests red.
+import copy
 import gc
 import weakref
 
@@ -222,6 +223,24 @@ def test_a_handle_that_nobody_wants_gives_its_pages_back(device):
         assert report(stash)["device_in_use"] == 0
         stash.reset()
         assert stash.verdict(wait=True).ok
+
+
+def test_what_a_pool_takes_beside_its_pages(device):
+    """A thousandth: lists of ids, the report, and an entry for each group with the ids of its pages."""
+    page_bytes, pages = 524288, 64
+    with made(device, page_bytes=page_bytes, device_pages=pages) as stash:
+        t, counter = torch.zeros(4096, 1024, dtype=torch.uint8, device=device), count(4096, device)
+        handles = [stash.stash(i, [t], counter) for i in range(8)]
+        assert all(handle.group.most_pages == 8 for handle in handles) and report(stash)["device_in_use"] == pages
+        lists = stash._pool.native.bytes - pages * page_bytes
+        assert 0 < lists + 8 * (256 + 128) <= pages * page_bytes / 1000
+
+
+def test_a_copied_model_shares_its_stash(device):
+    with made(device) as stash:
+        handle = stash.stash("a", [filled(50, 16, torch.uint8, device)], count(20, device))
+        assert copy.deepcopy({"stash": stash})["stash"] is stash
+        assert stash.reload(handle)[0].shape == (50, 16)
 
 
 def test_memory_goes_back(device):

@@ -1,7 +1,7 @@
 # Steps that go another way than the last one, that fail, or that turn out bad: an outcome with a name each, and the
-# next step is whole. Mutants: a step that failed taken for a schedule (whole in step.py), a pool's first report taken
-# for the last one's (one Mailbox for all pools), a verdict that rerun() tells again, a warning for a layer that is
-# kept: each turns tests red.
+# next step is whole. Mutants: a step that failed taken for a schedule (is_whole in step.py), a pool's first report
+# taken for the last one's (one Mailbox for all pools), a verdict that rerun() tells again, a warning for a layer that
+# is kept: each turns tests red.
 import gc
 import subprocess
 import sys

@@ -10,30 +10,23 @@ from stash_lanes import late_lanes
 from stash_pipelines import PIPELINES, chunks_in_order
 from support import randn
 
-from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.stash import pool as pool_module
 from transformer_engine.pytorch.stash.pieces import Piece
 
 CPU = "cpu"
-
-
-@pytest.fixture
-def late(monkeypatch):
-    return late_lanes(monkeypatch)
 
 
 def whole(results):
     return [None if r is None else r.view(torch.uint8).tolist() for r in results]
 
 
-def pipeline(name, late, left_out=None, hurry=None, **options):
+def pipeline(name, left_out=None, hurry=None, **options):
     """Whether two steps of a pipeline had the right bits, the right maps and a clean report."""
     order, layers = PIPELINES[name]
     counters = [count(4 + 5 * i % 23, CPU) for i in range(max(order) * layers)]
     expected = whole(chunks_in_order(order, layers, counters, CPU))
     right, maps = True, []
     with made(CPU, close=False, **options) as stash:
-        lanes = late(stash, left_out, hurry)
+        lanes = late_lanes(stash, left_out, hurry)
         try:
             for _ in range(2):
                 found = whole(chunks_in_order(order, layers, counters, CPU, stash))
@@ -56,11 +49,10 @@ SPILLS = {"policy": "stack", "device_pages": 9, "host_pages": 400}
 EVICTS = {"policy": "ring", "device_pages": 24, "host_pages": 400, "low_water": 12}
 
 
-def at_once(name, monkeypatch, **options):
+def at_once(name, **options):
     """Numbers of the same steps on lanes that run at once."""
     order, layers = PIPELINES[name]
     counters = [count(4 + 5 * i % 23, CPU) for i in range(max(order) * layers)]
-    monkeypatch.setattr(pool_module, "_C", _C)
     found = []
     with made(CPU, **options) as stash:
         for _ in range(2):
@@ -77,9 +69,9 @@ def shown(numbers):
 @pytest.mark.parametrize("hurry", [None, "load", "store", "evict"])
 @pytest.mark.parametrize("options", [RING, STACK, SPILLS, EVICTS], ids=["ring", "stack", "spills", "evicts"])
 @pytest.mark.parametrize("name", ["1F1B rank 0", "interleaved"])
-def test_pipelines_on_late_lanes(name, options, hurry, late, monkeypatch):
-    right, numbers = pipeline(name, late, hurry=hurry, **options)
-    assert right and numbers == at_once(name, monkeypatch, **options)
+def test_pipelines_on_late_lanes(name, options, hurry):
+    right, numbers = pipeline(name, hurry=hurry, **options)
+    assert right and numbers == at_once(name, **options)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +84,15 @@ def test_pipelines_on_late_lanes(name, options, hurry, late, monkeypatch):
         ("load", "store", SPILLS, "load"),
     ],
 )
-def test_a_wait_that_is_left_out_of_a_pipeline(who, whom, options, hurry, late, monkeypatch):
-    right, numbers = pipeline("1F1B rank 0", late, (who, whom), hurry, **options)
-    assert not right or numbers != at_once("1F1B rank 0", monkeypatch, **options)
+def test_a_wait_that_is_left_out_of_a_pipeline(who, whom, options, hurry):
+    right, numbers = pipeline("1F1B rank 0", (who, whom), hurry, **options)
+    assert not right or numbers != at_once("1F1B rank 0", **options)
 
 
-def explicit(late, left_out, act, hurry=None, **options):
+def explicit(left_out, act, hurry=None, **options):
     """act(stash, tensors, lanes): what it returns is to be True, with a clean report."""
     with made(CPU, close=False, page_bytes=128, **{"device_pages": 64, **options}) as stash:
-        lanes = late(stash, left_out, hurry)
+        lanes = late_lanes(stash, left_out, hurry)
         t = [filled(8, 64, torch.uint8, CPU, seed=i) for i in range(4)]
         try:
             right = act(stash, t, lanes)
@@ -128,15 +120,15 @@ def ahead_then_store(stash, t, lanes):
 def own_store(stash, t, lanes):
     """Its load is behind its store, though nobody has waited for that."""
     one, value = count(8, CPU), t[0].clone()
-    handle = stash.step.handle("a", "zero")
+    handle = stash.step.handle("a")
     piece = Piece(t[0].view(-1))
     piece.add(0, 8, 64, one, 1)
     handle.add(piece)
-    handle.store(stash.pool_now())
-    point = handle._stored
-    group = handle._group
-    group.bring(handle)
-    handle._pool.lanes.wait(handle._pool.load(group, handle, False, point))
+    pool = stash.pool_now()
+    handle.store(pool)
+    handle.group.bring(handle)
+    pool.load(handle, False)
+    lanes.wait(handle.back)
     return torch.equal(handle.pieces[0].memory.view(8, 64), value)
 
 
@@ -236,6 +228,6 @@ CASES = {
 
 @pytest.mark.parametrize("left_out", [False, True], ids=["waits", "left out"])
 @pytest.mark.parametrize("case", CASES)
-def test_waits(case, left_out, late):
+def test_waits(case, left_out):
     act, wait, options = CASES[case]
-    assert explicit(late, wait if left_out else None, act, **options) == (not left_out)
+    assert explicit(wait if left_out else None, act, **options) == (not left_out)

@@ -88,7 +88,11 @@ class OffloadContext(Shared, ContextDecorator):
             synchronizer = self.offload_synchronizer
             synchronizer.enter_layer()
             if synchronizer.wants_tensors(synchronizer.number):
-                hooks = Hooks(synchronizer.current_layer()).__enter__()
+                try:
+                    hooks = Hooks(synchronizer.current_layer()).__enter__()
+                except BaseException:  # torch takes no hooks here
+                    synchronizer.forget_step()
+                    raise
         self._entered.append((works, hooks, _here.synchronizer))
         _here.depth += works
         if works:

@@ -47,9 +47,13 @@
   X(quantize_range)         \
   X(offload)                \
   X(optimizer)              \
+  X(stash_lanes)            \
+  X(stash_handle)           \
   X(stash)                  \
   X(stash_members)          \
-  X(stash_pass)             \
+  X(stash_schedule)         \
+  X(stash_step)             \
+  X(stash_front)            \
   X(optimizer_step)         \
   X(normalization_quantize) \
   X(tune)                   \

@@ -182,6 +182,15 @@ inline pybind11::object attribute_or_none(PyObject* object, PyObject* name) {
   return found == nullptr ? pybind11::none() : pybind11::reinterpret_steal<pybind11::object>(found);
 }
 
+// Whether what runs here is recorded for a backward and kept until then, so that a client may take of it: not without
+// gradients, in a backward, or inside of a checkpoint.
+bool is_recorded();
+
+// A client as the innermost hooks of torch (_C.SavedHooks): made, entered, left.
+pybind11::object saved_hooks(pybind11::object client);
+void push_hooks(const pybind11::object& hooks);
+void pop_hooks(const pybind11::object& hooks);
+
 // What comes back for what stands for a tensor; fetch: what is away is brought back first, all parts of it at once.
 pybind11::object pop_saved(pybind11::handle saved, bool fetch);
 

@@ -125,14 +125,16 @@ bool in_torch_checkpoint() {
   return py::isinstance<py::str>(said) && py::cast<std::string>(said).rfind("_checkpoint_hook.", 0) == 0;
 }
 
-// Whether what runs here is recorded for a backward and kept until then, so that a client may take of it: not without
-// gradients, in a backward, or inside of a checkpoint.
+}  // namespace
+
 bool is_recorded() {
   if (!c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1) return false;
   return !py::cast<bool>(python_door().phase.attr("enabled")) && !in_torch_checkpoint();
 }
 
-}  // namespace
+py::object saved_hooks(py::object client) { return py::cast(Hooks(std::move(client))); }
+void push_hooks(const py::object& hooks) { Hooks::push(hooks); }
+void pop_hooks(const py::object& hooks) { py::cast<Hooks&>(hooks).pop(); }
 
 py::object pop_saved(py::handle saved, bool fetch) {
   static const py::handle saved_type = py::type::of<Saved>().release(),

@@ -1,20 +1,18 @@
 // See stash_members.h.
 #include "stash_members.h"
 
-#include <torch/csrc/Exceptions.h>
 #include <transformer_engine/stash.h>
 
-#include <array>
 #include <string>
 #include <utility>
+
+#include "stash_step.h"
 
 namespace te_torch {
 
 namespace py = pybind11;
 
 namespace {
-
-constexpr std::array<const char*, 6> kStates{"kept", "stored", "away", "coming", "back", "gone"};
 
 // [start, end) in bytes of its storage.
 std::pair<int64_t, int64_t> span_of(const Tensor& t) {
@@ -25,54 +23,7 @@ std::pair<int64_t, int64_t> span_of(const Tensor& t) {
   return {start, start + (last + 1) * int64_t(t.element_size())};
 }
 
-// Tensors of inference mode have none, and nobody asks whether they change.
-uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : uint32_t(t._version()); }
-
-bool changed(const StashRegion& region) { return version_of(region.counter) != region.version; }
-
 }  // namespace
-
-// ---- StashHandle ----
-
-bool StashHandle::has_members() {
-  bool found = false;
-  for (size_t i = pieces.size(); i-- > 0;) {
-    if (!pieces[i]->storage) {
-      pieces.erase(pieces.begin() + std::ptrdiff_t(i));
-    } else {
-      found |= !pieces[i]->regions.empty();
-    }
-  }
-  return found;
-}
-
-void StashHandle::check_counters() const {
-  for (const auto& piece : pieces) {
-    if (std::none_of(piece->regions.begin(), piece->regions.end(), changed)) continue;
-    throw std::runtime_error(c10::str("PagedStash: the counter of a tensor of group ", std::string(py::repr(name)),
-                                      " was changed in place while the group was leaving: its rows are counted then. "
-                                      "Give each group a counter of its own."));
-  }
-}
-
-void StashHandle::free_originals() {
-  const auto gone = std::exchange(taken, {});  // what is let go may come back here
-  park();
-  for (const auto& ref : gone) {
-    if (const auto stashed = ref.lock()) stashed->let_go();
-  }
-}
-
-void StashHandle::park() {
-  for (const auto& piece : pieces) piece->storage = c10::Storage();
-  state = StashState::kAway;
-}
-
-void StashHandle::give_up() {
-  pieces.clear();
-  taken.clear();
-  state = StashState::kGone;
-}
 
 // ---- Stashed ----
 
@@ -94,16 +45,15 @@ void Stashed::fetch() {
   if (!away()) return;
   const StashState state = group_->handle().state;
   if (state != StashState::kStored && state != StashState::kAway && state != StashState::kComing) return;
-  const py::object& handle = group_->python_handle();
-  handle.attr("step").attr("wanted")(handle);
+  StashHandle& handle = group_->handle();
+  if (const auto step = handle.step.lock()) return step->wanted(handle);
+  handle.finish_load();  // nobody has the stash any more
 }
 
 c10::Storage Stashed::restore() {
   fetch();
   if (piece_->storage) return piece_->storage;
-  const py::object refusal = group_->python_handle().attr("refusal")("its backward");
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(refusal.ptr())), refusal.ptr());
-  throw py::error_already_set();
+  throw group_->handle().refusal("its backward");
 }
 
 bool Stashed::kept() const {
@@ -118,8 +68,7 @@ void StashMembers::refuse(const Words&... words) const {
   throw py::value_error(c10::str("PagedStash: group ", std::string(py::repr(name_)), " saves ", words...));
 }
 
-void StashMembers::open(py::object handle) {
-  own_ = py::cast<StashHandle*>(handle);
+void StashMembers::open(std::shared_ptr<StashHandle> handle) {
   handle_ = std::move(handle);
   before_ = set_live_tokens(counts_);
   open_ = true;
@@ -131,8 +80,8 @@ void StashMembers::close() {
   for (const auto& memory : taken()) {
     const auto stashed = std::static_pointer_cast<Stashed>(memory);
     if (!stashed->there() || stashed->piece()->regions.empty() || stashed->marked()) continue;
-    own_->pieces.push_back(stashed->piece());
-    own_->taken.push_back(stashed);
+    handle_->pieces.push_back(stashed->piece());
+    handle_->taken.push_back(stashed);
   }
 }
 
@@ -210,80 +159,23 @@ void StashMembers::place(StashPiece& piece, const Offered& offered) {
     refuse("more than ", TE_STASH_MOST_MEMBERS,
            " tensors whose rows are counted, wanted at most as many; open a second group for the others.");
   }
-  piece.regions.push_back({start, rows, row_bytes, live.unit_rows, counter, version_of(counter)});
+  piece.regions.emplace_back(start, rows, row_bytes, live.unit_rows, counter);
 }
 
 void StashMembers::dropped() {
   if (--wanted_ != 0 || open_) return;
   try {
-    handle_.attr("step").attr("dropped")(handle_);
+    if (const auto step = handle_->step.lock()) return step->dropped(*handle_);
+    handle_->let_go();
   } catch (py::error_already_set& error) {  // of a destructor, as Python has it in __del__
     error.discard_as_unraisable("a group of a PagedStash that nobody wants any more");
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    PyErr_WriteUnraisable(nullptr);
   }
 }
 
 void register_stash_members(py::module_& m) {
-  const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
-  py::class_<StashRegion>(m, "StashRegion")
-      .def_readonly("offset", &StashRegion::offset)
-      .def_readonly("rows", &StashRegion::rows)
-      .def_readonly("row_bytes", &StashRegion::row_bytes)
-      .def_readonly("unit_rows", &StashRegion::unit_rows)
-      .def_readonly("counter", &StashRegion::counter);
-  py::class_<StashPiece, std::shared_ptr<StashPiece>>(m, "StashPiece")
-      .def(py::init([](const Tensor& memory) {
-             return std::make_shared<StashPiece>(memory.storage(), memory.storage_offset(), memory.numel());
-           }),
-           py::arg("memory"), "bytes")
-      .def(
-          "add",
-          [](StashPiece& p, int64_t offset, int64_t rows, int64_t row_bytes, const Tensor& counter, int64_t unit_rows) {
-            p.regions.push_back({offset, rows, row_bytes, unit_rows, counter, version_of(counter)});
-          })
-      .def_readonly("bytes", &StashPiece::bytes)
-      .def_readonly("regions", &StashPiece::regions)
-      .def_property(
-          "memory",
-          [](const StashPiece& p) -> std::optional<Tensor> {
-            if (!p.storage) return std::nullopt;
-            return bytes_over(p.storage, p.start, p.bytes);
-          },
-          [](StashPiece& p, const Tensor& memory) {
-            p.storage = memory.storage();
-            p.start = memory.storage_offset();
-          });
-  py::class_<StashHandle, std::shared_ptr<StashHandle>>(m, "StashHandle")
-      .def(py::init<py::object>(), py::arg("name"))
-      .def_readonly("name", &StashHandle::name)
-      .def_readonly("pieces", &StashHandle::pieces)
-      .def_property_readonly("has_pieces", [](const StashHandle& h) { return !h.pieces.empty(); })
-      .def("add", [](StashHandle& h, std::shared_ptr<StashPiece> piece) { h.pieces.push_back(std::move(piece)); })
-      .def_property(
-          "state",
-          [](const StashHandle& h) {
-            static const auto* const names = [] {
-              auto* made = new std::vector<py::str>();
-              for (const char* state : kStates) made->push_back(py::str(state));
-              return made;
-            }();
-            return (*names)[size_t(h.state)];
-          },
-          [](StashHandle& h, const std::string& state) {
-            const auto* found = std::find(kStates.begin(), kStates.end(), state);
-            if (found == kStates.end()) throw py::value_error("StashHandle: there is no state " + state + ".");
-            h.state = StashState(found - kStates.begin());
-          })
-      .def("has_members", &StashHandle::has_members)
-      .def("check_counters", &StashHandle::check_counters)
-      .def("free_originals", &StashHandle::free_originals)
-      .def("park", &StashHandle::park)
-      .def("give_up", &StashHandle::give_up);
-  py::class_<StashMembers, Client, std::shared_ptr<StashMembers>>(m, "StashMembers")
-      .def(py::init([](py::object name, std::optional<Tensor> counts, const at::Device& device) {
-        return std::make_shared<StashMembers>(std::move(name), std::move(counts), device);
-      }))
-      .def("open", &StashMembers::open)
-      .def("close", wrapped([](StashMembers& self) { self.close(); }));
   py::class_<Stashed, Taken, std::shared_ptr<Stashed>>(m, "Stashed")
       .def_property_readonly("status", [](const Stashed& s) { return s.kept() ? "kept" : "stashed"; })
       .attr("back") = "a copy out of the pages";

@@ -77,11 +77,6 @@ def check_name(call: str, name: object) -> None:
         ) from None
 
 
-def check_passed(call: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{OP}.{call}: argument is a {type(tensor).__name__}, wanted the layers' tensor.")
-
-
 def check_tail(call: str, tail: object) -> None:
     if tail not in TAILS:
         raise ValueError(f"{OP}.{call}: argument 'tail' is {tail!r:.100}, wanted one of {tuple(TAILS)}.")

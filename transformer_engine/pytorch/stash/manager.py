@@ -10,33 +10,29 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.capture_flag import stream_captures
-from transformer_engine.pytorch.saved import mark_pageable as _mark_pageable
 from transformer_engine.pytorch.stash.arguments import (
     check_counter,
     check_name,
     check_options,
-    check_passed,
     check_tail,
     check_tensors,
     checked_device,
 )
-from transformer_engine.pytorch.stash.explicit import reload, stash
+from transformer_engine.pytorch.stash.explicit import keep_copies
 from transformer_engine.pytorch.stash.group import Group
 from transformer_engine.pytorch.stash.handle import Handle
-from transformer_engine.pytorch.stash.lanes import Lanes
 from transformer_engine.pytorch.stash.plan import Plan, happened
-from transformer_engine.pytorch.stash.pool import POLICIES, Pool
+from transformer_engine.pytorch.stash.pool import POLICIES, make_pool
 from transformer_engine.pytorch.stash.rerun import Snapshot
 from transformer_engine.pytorch.stash.schedule import Operation, Schedule, not_last_in, operations
-from transformer_engine.pytorch.stash.scheduler import post, pre
-from transformer_engine.pytorch.stash.step import Step
+from transformer_engine.pytorch.stash.step import Step, is_whole
 from transformer_engine.pytorch.stash.verdict import Verdict, said
 from transformer_engine.pytorch.verdict import Mailbox
 
 MOST_GROWS = 8  # a pool that is still too small then is too small for another reason
 
 
-class PagedStash:
+class PagedStash(_C.StashCore):
     """Keeps the live rows of what layers save for backward in pages of one pool.
 
     page_bytes: a multiple of 128. device_pages: None sizes the pool by the counts of the first step, which keeps all
@@ -62,29 +58,32 @@ class PagedStash:
         debug: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        check_options({k: v for k, v in locals().items() if k not in ("self", "device")})
+        check_options({k: v for k, v in locals().items() if k not in ("self", "device", "__class__")})
+        super().__init__(checked_device(device))
         self.page_bytes, self.device_pages, self.host_pages = page_bytes, device_pages, host_pages
         self.factor, self.policy, self.overflow = float(factor), policy, overflow
         self.sm_budget, self.low_water, self.debug = sm_budget, low_water, debug
-        self.device = checked_device(device)
-        self.lanes = Lanes(self.device)
         self.schedule = Schedule()
         self.sized: Step | None = None  # the last step that recorded its sizes
         self.step = Step(self, records=True)
-        self._pool: Pool | None = None
+        self._sized = device_pages is not None
         self._mailbox: Mailbox | None = None  # of the pool
         self._names: list[Hashable] = []  # of the step before
         self.recorded_pages: dict[Hashable, int] = {}  # of each group, where groups are evicted
         self._unfinished: list = []  # what the last step recorded, where it ended early
         self._grows = 0
-        self._captured = self._closed = False
+        self._captured = False
         self._snapshot = Snapshot()
+
+    def __deepcopy__(self, memo: dict) -> PagedStash:
+        """Itself: a copied model shares it, as it shares its groups' steps."""
+        return self
 
     # ---- groups ----
 
     def mark_pageable(self, tensor: torch.Tensor, counter: torch.Tensor, unit_rows: int = 1) -> None:
         """Only the first counter * unit_rows rows of `tensor` hold anything, whenever it is kept (saved/rows.py)."""
-        _mark_pageable(tensor, counter, unit_rows)
+        _C.declare_rows(tensor, counter, unit_rows)
 
     def group(self, name: Hashable, counts: torch.Tensor | None = None, *, tail: str = "zero") -> Group:
         """`with stash.group(name, counts):` around a layer: what is saved inside and says how many of its rows are
@@ -93,12 +92,13 @@ class PagedStash:
         "tile" (to the next 128) or "keep" (nothing). Nothing happens where nothing is recorded for a backward.
         Errors: TypeError, ValueError for the arguments; RuntimeError, when entered, inside of another group.
         """
-        self._check_open("group")
-        check_name("group", name)
-        check_tail("group", tail)
-        if counts is not None:
+        group = _C.stash_group(self, name, counts, tail)
+        if group is None:
+            self._check_open("group")
+            check_name("group", name)
+            check_tail("group", tail)
             check_counter("group", counts, self.device)
-        return Group(self, name, counts, tail)
+        return group
 
     def stash(
         self,
@@ -114,35 +114,37 @@ class PagedStash:
         Shapes: any with a first dimension; contiguous, up to 16 of them. Dtypes: any.
         Errors: TypeError, ValueError naming the argument; RuntimeError inside of a backward.
         """
-        self._check_open("stash")
-        check_name("stash", group)
-        check_tail("stash", tail)
-        return stash(self, group, check_tensors(tensors, counts, unit_rows, self.device), unit_rows, tail)
+        handle = _C.stash_tensors(self, group, tensors, counts, unit_rows, tail)
+        if handle is None or handle.state == "kept":
+            self._check_open("stash")
+            check_name("stash", group)
+            check_tail("stash", tail)
+            counted = check_tensors(tensors, counts, unit_rows, self.device)
+            if handle is None:
+                handle = _C.stash_tensors(self, group, *map(list, zip(*counted, strict=True)), int(unit_rows), tail)
+            if handle.state == "kept":
+                keep_copies(handle, counted, unit_rows, tail)
+        return handle
 
     def reload(self, handle: Handle, keep: bool = False) -> list[torch.Tensor]:
         """The tensors of stash(), new ones: live rows, then the tail. keep: it can be asked for again; without, its
         pages go back.
         Errors: TypeError for what is no handle of stash(); RuntimeError where its pages are gone.
         """
-        self._check_open("reload")
-        return reload(self, handle, keep)
+        return _C.stash_reload(self, handle, keep)
 
     # ---- schedulers ----
 
     def pre_schedule(self, x: torch.Tensor) -> torch.Tensor:
         """x, before the layers of a group. Forward: what leaves has left, and its originals are freed. Backward, behind
         that of the layers: where a backward is next, its group starts to come back."""
-        self._check_open("pre_schedule")
-        check_passed("pre_schedule", x)
-        return pre(self, x)
+        return _C.stash_pre(self, x)
 
     def post_schedule(self, y: torch.Tensor) -> torch.Tensor:
         """y, behind the layers of a group. Forward: the group leaves, unless its own backward is next; where another
         one's is, that one starts to come back. Backward, before that of the layers: what leaves has left, and this
         group is back. Errors: RuntimeError for an entry that the schedule does not have there."""
-        self._check_open("post_schedule")
-        check_passed("post_schedule", y)
-        return post(self, y)
+        return _C.stash_post(self, y)
 
     def schedule_from_order(self, order: Sequence[int | float], layers_per_chunk: int | Sequence[int] = 1) -> None:
         """The order of a step as make_graphed_callables takes it, instead of recording the first one: +c is a forward
@@ -202,7 +204,7 @@ class PagedStash:
         """
         self._check_open("grow")
         verdict = self.verdict(wait=True)
-        have = 0 if self._pool is None else self._pool.options["device_pages"]
+        have = 0 if self._pool is None else self._pool.native.device_pages
         demand = 0 if verdict is None else verdict.report["demand"]
         wanted = -int(-demand * self.factor // 1)
         if self._captured and recapture is None:
@@ -216,7 +218,8 @@ class PagedStash:
             )
         if self._grows == MOST_GROWS:
             raise RuntimeError(f"PagedStash.grow: the pool has grown {MOST_GROWS} times, and was too small again.")
-        old, self.device_pages, self._grows, self._captured = self._pool, wanted, self._grows + 1, False
+        old, self._grows, self._captured = self._pool, self._grows + 1, False
+        self.device_pages, self._sized = wanted, True
         self.step.over()
         self._make_pool()
         self.schedule.restart()
@@ -275,10 +278,6 @@ class PagedStash:
 
     # ---- inside ----
 
-    def _check_open(self, call: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"PagedStash.{call}: the stash is closed; make another one.")
-
     def _check_order(self, steps: list[Operation]) -> None:
         found = not_last_in(steps) if self.policy == "bump" else None
         if found is not None:
@@ -292,7 +291,7 @@ class PagedStash:
         """Whether it starts inside of a capture."""
         captured, last = stream_captures(), self.step
         last.over()
-        recorded = last.records and (last.whole or last.trace == self._unfinished)
+        recorded = last.records and (is_whole(last) or last.trace == self._unfinished)
         self._unfinished = list(last.trace) if last.records and not recorded else []
         if recorded:
             self.sized = last
@@ -325,12 +324,6 @@ class PagedStash:
         """What a plan is made of."""
         return self.sized, self.page_bytes, self.device_pages, self.factor
 
-    def pool_now(self) -> Pool | None:
-        """The pool, once its size is known."""
-        if self._pool is None and self.device_pages is not None:
-            self._make_pool()
-        return self._pool
-
     def _make_pool(self) -> None:
         if stream_captures():
             raise RuntimeError(
@@ -349,7 +342,7 @@ class PagedStash:
                     stacklevel=4,
                 )
         self._mailbox = Mailbox(self.device, _C.stash_report_bytes, _C.stash_report_in)  # pools count their own steps
-        self._pool = Pool(
+        self._pool = make_pool(
             self.device,
             self.lanes,
             page_bytes=self.page_bytes,

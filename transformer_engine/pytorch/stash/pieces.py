@@ -1,4 +1,4 @@
-"""Memory that is stashed, as pieces of bytes and the regions in them whose rows are counted (csrc/stash_members.h).
+"""Memory that is stashed, as pieces of bytes and the regions in them whose rows are counted (csrc/stash_handle.h).
 Nothing is copied here."""
 
 from __future__ import annotations

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from transformer_engine.pytorch.distributed.rng import trackers
+
+
+def _seed_and_offset(device: int) -> tuple[int, int]:
+    """All that a CUDA generator's state is: two numbers, where its get_state() makes a tensor of them."""
+    generator = torch.cuda.default_generators[device]
+    return generator.initial_seed(), generator.get_offset()
+
+
+def _put_back(device: int, state: tuple[int, int]) -> None:
+    seed, offset = state
+    torch.cuda.default_generators[device].manual_seed(seed).set_offset(offset)
 
 
 class Snapshot:
@@ -24,8 +37,7 @@ class Snapshot:
         self._taken = True
         self._random = [(torch.set_rng_state, torch.get_rng_state())]
         if device.type == "cuda":
-            generator = torch.cuda.default_generators[device.index]
-            self._random.append((generator.set_state, generator.get_state()))
+            self._random.append((partial(_put_back, device.index), _seed_and_offset(device.index)))
         self._random += [(tracker.set_states, tracker.get_states()) for tracker in trackers()]
         with torch.no_grad():
             self._buffers = [(b, b.detach().clone()) for module in self._modules for b in module.buffers()]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.graph.order import FORWARD, WGRAD, pipeline_schedule
 
 OP = "PagedStash"
@@ -26,28 +27,16 @@ class Entry(NamedTuple):
         return f"the {'forward' if self.forward else 'backward'} of group {self.name!r}, microbatch {self.microbatch}"
 
 
-class Schedule:
+class Schedule(_C.StashSchedule):
     """The entries of a step: recorded in the first one, matched in those behind it. An order that is known from the
-    start names its layers by number; the first group that comes by in a layer's place has its number for good."""
+    start names its layers by number; the first group that comes by in a layer's place has its number for good. An
+    entry that is the next one passes by in csrc/stash_schedule.h; others come here."""
 
     def __init__(self, order: Sequence[int | float] | None = None, layers_per_chunk: int | Sequence[int] = 1) -> None:
-        self.entries: list[Entry] = [] if order is None else _entries_of(order, layers_per_chunk)
-        self.known = order is not None
+        super().__init__()
+        self.entries = [] if order is None else _entries_of(order, layers_per_chunk)
+        self.known = self.numbered = order is not None
         self._numbered: dict[Hashable, int] | None = None if order is None else {}
-        self.position = 0
-        self._microbatches: dict[Hashable, int] = {}
-
-    def forward(self, name: Hashable) -> Entry:
-        """The next microbatch of that group comes by."""
-        number = self._microbatches.get(name, 0)
-        entry = Entry(True, name, number)
-        self._pass(entry)
-        self._microbatches[name] = number + 1
-        return entry
-
-    def backward(self, entry: Entry) -> None:
-        """The backward of what `entry` was the forward of."""
-        self._pass(entry.turned)
 
     @property
     def next(self) -> Entry | None:
@@ -65,7 +54,7 @@ class Schedule:
         """A new step; unfinished: what was recorded of the old one is no schedule. What is said of the old one where it
         ended early."""
         missing = self.next if self.position else None
-        self.position, self._microbatches = 0, {}
+        self.begin()
         if missing is not None:
             return f"{OP}: the step ended before {missing}, entry {self._at} of its schedule."
         if self.known or not self.entries:
@@ -92,8 +81,6 @@ class Schedule:
             )
         self.position += 1
         self._at = self.position
-
-    _at = 0
 
     def _is_numbered(self, wanted: Entry, entry: Entry) -> bool:
         free = entry.name not in self._numbered and wanted.name not in self._numbered.values()

@@ -152,20 +152,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     write_beside([&](int first, int step) { write_map(pool, take, *entry, first, step); });
     move<true>(pool, table, group, Share(device_blocks), [&](int64_t page) { return taken(pool, take, page); });
   }
-  if (is_last(entry) && threadIdx.x == 0)
-    finish_store(pool, group.room, take, table, group.layout, number, loads, *entry);
+  if (is_last(entry) && threadIdx.x == 0) {
+    finish_store(pool, group.room, Before::of(pool, loads), take, table, group.layout, number, *entry);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     load_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry, bool keep,
                 int64_t load, int device_blocks) {
   __shared__ Group group;
-  if (threadIdx.x == kWarp) group.give = keep ? Give{} : plan_give(pool, *entry, load);
+  if (threadIdx.x == kWarp) group.give = keep ? Give::nothing(pool, load) : plan_give(pool, *entry, load);
   find_group(pool, table, entry, group);
   const Share share(device_blocks);
   write_beside([&](int first, int step) { write_ids(pool, group.give, *entry, first, step); });
   if (group.state == TE_STASH_STATE_STORED) {
-    move<false>(pool, table, group, share, [&](int64_t page) { return entry->map()[page]; });
+    move<false>(pool, table, group, share, [&](int64_t page) {
+      return page < least(group.device_pages, kIds) ? group.ids[page] : entry->map()[page];
+    });
   }
   fill_members(table, group, share);
   if (!is_last(entry)) return;

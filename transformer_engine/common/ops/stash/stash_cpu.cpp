@@ -103,7 +103,7 @@ void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, i
     });
     write_map(pool, take, entry, 0, 1);
   }
-  finish_store(pool, room, take, table, layout, number, loads, entry);
+  finish_store(pool, room, Before::of(pool, loads), take, table, layout, number, entry);
   if (pool.debug == 0 || take.state != TE_STASH_STATE_STORED) return;
   entry.head.checksum = checksum(pool, table, layout, [&](const Tile& tile) { return member_at(table, tile); });
 }
@@ -111,7 +111,7 @@ void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, i
 void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t load) {
   Layout layout;
   for (int m = 0; m < table.count; ++m) layout.counts[m] = entry.head.counts[m];
-  const int32_t state = plan_load(pool, entry, table, layout);
+  const int32_t state = plan_load(Held::of(pool, entry), table, layout);
   if (state == TE_STASH_STATE_STORED) {
     if (pool.debug != 0) check_pages(pool, table, layout, entry);
     for_tiles(pool, table, layout, entry.head.pages - entry.head.host_pages, [&](const Tile& tile) {
@@ -125,7 +125,7 @@ void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t
     if (state != TE_STASH_STATE_STORED) fill(data, 0xff, live);
     fill(data + live, 0, tail_end(member, layout.counts[m]) * member.unit_bytes - live);
   }
-  const Give give = keep ? Give{} : plan_give(pool, entry, load);
+  const Give give = keep ? Give::nothing(pool, load) : plan_give(pool, entry, load);
   raise(pool.control->report, give.flags | (state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0), entry.head.number);
   give_back(pool, give, entry, load);
   if (!keep) entry.head.state = TE_STASH_STATE_EMPTY;

@@ -7,8 +7,11 @@ namespace te::stash::cuda {
 
 namespace {
 
+constexpr int kIds = 256;  // pages of a group whose ids a load reads while it reads counts
+
 // What a block knows of its group, in shared memory.
 struct Group {
+  int32_t ids[kIds];  // of its first device pages
   Layout layout;
   Tiles tiles;
   int32_t state;
@@ -56,18 +59,30 @@ __device__ void cut(const Pool& pool, const Table& table, Group& group) {
   if (lane == 0) sum_tiles(table.count, group.tiles);
 }
 
-// What a load finds; by all threads.
+// By the warps behind the first one: the ids of the first of `pages` pages.
+template <class IdAt>
+__device__ __forceinline__ void read_ids(Group& group, int64_t pages, IdAt&& id_at) {
+  for (int64_t i = int64_t(threadIdx.x) - kWarp; i < least(pages, kIds); i += blockDim.x - kWarp) {
+    group.ids[i] = id_at(i);
+  }
+}
+
+// What a load finds; by all threads. All that the first warp asks of memory it asks at once.
 __device__ void find_group(const Pool& pool, const Table& table, const Entry* entry, Group& group) {
   const int lane = int(threadIdx.x);
   if (lane < kWarp) {
-    if (lane < table.count) group.layout.counts[lane] = entry->head.counts[lane];
+    const int64_t count = lane < table.count ? entry->head.counts[lane] : 0;
+    const Held held = Held::of(pool, *entry);
+    if (lane < table.count) group.layout.counts[lane] = count;
     __syncwarp();
     if (lane == 0) {
-      group.state = plan_load(pool, *entry, table, group.layout);
-      group.device_pages = entry->head.pages - entry->head.host_pages;
+      group.state = plan_load(held, table, group.layout);
+      group.device_pages = held.pages - held.host_pages;
     }
     __syncwarp();
     if (group.state == TE_STASH_STATE_STORED) cut(pool, table, group);
+  } else {
+    read_ids(group, entry->head.pages - entry->head.host_pages, [&](int64_t i) { return entry->map()[i]; });
   }
   __syncthreads();
 }

@@ -59,14 +59,21 @@ TE_HOST_DEVICE void place(const Table& table, Layout& layout) {
 }
 
 // Pages of a stream are cut into cells of kTile bytes, the last one of a page into what is left. Cells are counted in
-// 32 bits, of which 64 TiB are short; a GPU divides 64 bits in a hundred instructions.
+// 32 bits, of which 64 TiB are short; a GPU divides 64 bits in a hundred instructions, so that streams and pages below
+// 512 GiB, which are multiples of 128 bytes, are divided by these.
 struct Grid {
   int64_t page_bytes;
   int64_t page_cells;
 
   TE_HOST_DEVICE int64_t page_of_cell(int64_t cell) const { return uint32_t(cell) / uint32_t(page_cells); }
+  TE_HOST_DEVICE int64_t page_at(int64_t byte) const {
+    static_assert(TE_STASH_ALIGNMENT == 128);
+    if (((byte | page_bytes) >> 39) != 0) return byte / page_bytes;
+    return uint32_t(byte >> 7) / uint32_t(page_bytes >> 7);
+  }
+  TE_HOST_DEVICE int64_t pages_of(int64_t bytes) const { return bytes == 0 ? 0 : page_at(bytes - 1) + 1; }
   TE_HOST_DEVICE int64_t cell_at(int64_t byte) const {
-    const int64_t page = byte / page_bytes;
+    const int64_t page = page_at(byte);
     return page * page_cells + (byte - page * page_bytes) / kTile;
   }
 };

@@ -91,6 +91,7 @@ TE_HOST_DEVICE void raise(te_stash_report& report, uint32_t flags, int64_t numbe
 TE_HOST_DEVICE void lift(int64_t& peak, int64_t was, int64_t value) {
   if (value > was) peak = value;
 }
+TE_HOST_DEVICE void lift(int64_t& peak, int64_t value) { lift(peak, peak, value); }
 
 // ---- taking ----
 
@@ -106,7 +107,11 @@ TE_HOST_DEVICE bool holds(const Pool& pool, const Entry& entry) {
 TE_HOST_DEVICE int64_t wrapped(int64_t position, int64_t capacity) {
   return position >= capacity ? position - capacity : position;
 }
-TE_HOST_DEVICE int64_t ring_at(int64_t count, int64_t capacity) { return capacity == 0 ? 0 : count % capacity; }
+// Capacities have 31 bits, and counts more than 32 only in steps that nobody has seen.
+TE_HOST_DEVICE int64_t ring_at(int64_t count, int64_t capacity) {
+  if (capacity == 0) return 0;
+  return (count >> 32) == 0 ? int64_t(uint32_t(count) % uint32_t(capacity)) : count % capacity;
+}
 
 struct Take {
   int32_t state;  // EMPTY: the entry holds something, nothing is stored
@@ -134,7 +139,7 @@ TE_HOST_DEVICE Take plan_store(const Pool& pool, const Room& room, int64_t strea
     take.flags |= TE_STASH_EMPTY;
     return take;
   }
-  take.pages = ceil_div(stream_bytes, pool.grid.page_bytes);
+  take.pages = pool.grid.pages_of(stream_bytes);
   const int64_t device = least(take.pages, room.device_free), host = take.pages - device;
   if (host > room.host_free) {
     take.state = TE_STASH_STATE_LOST;
@@ -165,14 +170,25 @@ TE_HOST_DEVICE void write_map(const Pool& pool, const Take& take, Entry& entry, 
   for (int64_t i = first; i < take.device_pages + take.host_pages; i += step) entry.map()[i] = taken(pool, take, i);
 }
 
-TE_HOST_DEVICE void finish_store(const Pool& pool, const Room& room, const Take& take, const Table& table,
-                                 const Layout& layout, int64_t number, int64_t loads, Entry& entry) {
+// What a store adds to.
+struct Before {
+  te_stash_report report;
+  int64_t demand, met;
+
+  TE_HOST_DEVICE static Before of(const Pool& pool, int64_t loads) {
+    const Control& control = *pool.control;
+    return {control.report, control.demand.head, control.demand.tail(loads)};
+  }
+};
+
+TE_HOST_DEVICE void finish_store(const Pool& pool, const Room& room, const Before& before, const Take& take,
+                                 const Table& table, const Layout& layout, int64_t number, Entry& entry) {
   Control& control = *pool.control;
   te_stash_report& report = control.report;
-  if (take.state == TE_STASH_STATE_EMPTY) return raise(report, take.flags, number);
-  const te_stash_report was = report;
-  const int64_t demand = control.demand.head + take.pages, met = control.demand.tail(loads);
+  const te_stash_report& was = before.report;
   raise(report, take.flags, number);
+  if (take.state == TE_STASH_STATE_EMPTY) return;
+  const int64_t demand = before.demand + take.pages;
   te_stash_entry& head = entry.head;
   head.state = take.state;
   head.members = table.count;
@@ -192,7 +208,7 @@ TE_HOST_DEVICE void finish_store(const Pool& pool, const Room& room, const Take&
   entry.fresh = 1;
   report.groups = was.groups + 1;
   control.demand.head = demand;
-  lift(report.demand, was.demand, demand - met);
+  lift(report.demand, was.demand, demand - before.met);
   if (take.state == TE_STASH_STATE_LOST) {
     report.lost_groups = was.lost_groups + 1;
     return;
@@ -212,13 +228,27 @@ TE_HOST_DEVICE void finish_store(const Pool& pool, const Room& room, const Take&
   lift(report.host_peak, was.host_peak, pool.host_pages - room.host_free + take.host_pages);
 }
 
+// What an entry holds, but for its counts.
+struct Held {
+  bool there;  // of this step
+  int32_t state, members;
+  int64_t stream_bytes, pages, host_pages;
+
+  TE_HOST_DEVICE static Held of(const Pool& pool, const Entry& entry) {
+    const te_stash_entry& head = entry.head;
+    Held held{false, head.state, head.members, head.stream_bytes, head.pages, head.host_pages};
+    held.there = holds(pool, entry);
+    return held;
+  }
+};
+
 // What a load finds, whose layout has the entry's counts: sizes of another group are as good as nothing. Of nothing,
 // every unit there could be is alive, so that all of it is written.
-TE_HOST_DEVICE int32_t plan_load(const Pool& pool, const Entry& entry, const Table& table, Layout& layout) {
-  bool same = holds(pool, entry) && entry.head.members == table.count;
+TE_HOST_DEVICE int32_t plan_load(const Held& held, const Table& table, Layout& layout) {
+  bool same = held.there && held.members == table.count;
   for (int m = 0; m < table.count && same; ++m) same = layout.counts[m] <= table.members[m].most;
   place(table, layout);
-  if (same && layout.starts[table.count] == entry.head.stream_bytes) return entry.head.state;
+  if (same && layout.starts[table.count] == held.stream_bytes) return held.state;
   for (int m = 0; m < table.count; ++m) layout.counts[m] = table.members[m].most;
   return TE_STASH_STATE_EMPTY;
 }
@@ -230,23 +260,34 @@ struct Give {
   int64_t pages;  // of the demand
   int64_t device_pages, host_pages;
   int64_t device_at, host_at;
+  int64_t device_tail, host_tail, demand_tail;  // what was given back before
+
+  TE_HOST_DEVICE static Give nothing(const Pool& pool, int64_t load) {
+    const Control& control = *pool.control;
+    Give give{};
+    give.device_tail = control.device.tail(load);
+    give.host_tail = control.host.tail(load);
+    give.demand_tail = control.demand.tail(load);
+    return give;
+  }
 };
 
 TE_HOST_DEVICE Give plan_give(const Pool& pool, const Entry& entry, int64_t load) {
   const Control& control = *pool.control;
-  Give give{};
+  Give give = Give::nothing(pool, load);
   if (!holds(pool, entry)) return give;
   give.pages = entry.head.pages;
   if (entry.head.state == TE_STASH_STATE_LOST) return give;
   give.host_pages = entry.head.host_pages;
-  give.host_at = ring_at(control.host.tail(load), pool.host_pages);
-  const int64_t device = entry.head.pages - entry.head.host_pages, free = control.device.free(load);
+  give.host_at = ring_at(give.host_tail, pool.host_pages);
+  const int64_t device = entry.head.pages - entry.head.host_pages;
+  const int64_t free = give.device_tail - control.device.head;
   if (pool.policy == TE_STASH_BUMP && device != 0 && entry.map()[0] + device != pool.device_pages - free) {
     give.flags = TE_STASH_ORDER;
     return give;
   }
   give.device_pages = device;
-  give.device_at = pool.policy == TE_STASH_RING ? ring_at(control.device.tail(load), pool.device_pages) : free;
+  give.device_at = pool.policy == TE_STASH_RING ? ring_at(give.device_tail, pool.device_pages) : free;
   return give;
 }
 
@@ -270,11 +311,10 @@ TE_HOST_DEVICE void write_ids(const Pool& pool, const Give& give, const Entry& e
 // Load number `load` is over: what calls behind it find free.
 TE_HOST_DEVICE void finish_give(const Pool& pool, const Give& give, int64_t load) {
   Control& control = *pool.control;
-  const int64_t device = control.device.tail(load), host = control.host.tail(load), demand = control.demand.tail(load);
   const int64_t next = (load + 1) % kLoads;
-  control.device.tails[next] = device + give.device_pages;
-  control.host.tails[next] = host + give.host_pages;
-  control.demand.tails[next] = demand + give.pages;
+  control.device.tails[next] = give.device_tail + give.device_pages;
+  control.host.tails[next] = give.host_tail + give.host_pages;
+  control.demand.tails[next] = give.demand_tail + give.pages;
   add(control.report.device_in_use, -give.device_pages);
   add(control.report.host_in_use, -give.host_pages);
 }
@@ -289,7 +329,7 @@ struct Move {
 
 TE_HOST_DEVICE Move plan_evict(const Pool& pool, const Entry& entry, int64_t low_water, int64_t load) {
   const Control& control = *pool.control;
-  Move move{};
+  Move move{Take{}, Give::nothing(pool, load)};
   if (!holds(pool, entry) || entry.head.state != TE_STASH_STATE_STORED) return move;
   const int64_t pages = entry.head.pages - entry.head.host_pages;
   if (control.device.free(load) >= low_water || control.host.free(load) < pages) return move;
@@ -314,7 +354,7 @@ TE_HOST_DEVICE void finish_evict(const Pool& pool, const Move& move, int64_t loa
   pool.control->host.head += pages;
   report.evicted_pages += pages;
   add(report.host_in_use, pages);
-  lift(report.host_peak, report.host_peak, pool.host_pages - pool.control->host.free(load + 1));
+  lift(report.host_peak, pool.host_pages - pool.control->host.free(load + 1));
 }
 
 // ---- a step starts ----

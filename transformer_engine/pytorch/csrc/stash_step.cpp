@@ -1,0 +1,236 @@
+// See stash_step.h.
+#include "stash_step.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace te_torch {
+
+namespace py = pybind11;
+
+namespace {
+
+std::string shown(const py::object& name) { return std::string(py::repr(name)); }
+
+}  // namespace
+
+StashPython& stash_python() {
+  static auto* const python = new StashPython();  // which outlives the interpreter
+  return *python;
+}
+
+std::shared_ptr<StashCalls> StashCore::calls_now() {
+  if (calls == nullptr && sized) py::cast(shared_from_this()).attr("_make_pool")();
+  return calls;
+}
+
+void StashCore::check_open(const char* call) const {
+  if (closed) throw std::runtime_error(c10::str("PagedStash.", call, ": the stash is closed; make another one."));
+}
+
+bool StashStep::runs(const StashCore* core) const { return core != nullptr && core->step.get() == this; }
+
+void StashStep::over() {
+  leaving_.reset();
+  scheduled_.clear();
+  for (const auto& handle : handles()) {
+    if (handle->state != StashState::kKept && handle->state != StashState::kBack) handle->give_up();
+  }
+}
+
+std::vector<std::shared_ptr<StashHandle>> StashStep::handles() const {
+  std::vector<std::shared_ptr<StashHandle>> found;
+  for (const auto& ref : handles_) {
+    if (auto handle = ref.lock()) found.push_back(std::move(handle));
+  }
+  return found;
+}
+
+std::vector<std::shared_ptr<StashHandle>> StashStep::scheduled() const {
+  std::vector<std::shared_ptr<StashHandle>> found;
+  for (const auto& [key, handle] : scheduled_) found.push_back(handle);
+  return found;
+}
+
+std::shared_ptr<StashHandle> StashStep::handle(const py::object& name, int32_t tail) {
+  const int64_t number = microbatches_[name]++;
+  auto made = std::make_shared<StashHandle>(name, py::make_tuple(name, number), tail, weak_from_this(), core_);
+  if (handles_.size() >= sweep_at_) {
+    std::erase_if(handles_, [](const auto& ref) { return ref.expired(); });
+    sweep_at_ = std::max<size_t>(64, 2 * handles_.size());
+  }
+  handles_.push_back(made);
+  return made;
+}
+
+// ---- groups ----
+
+std::shared_ptr<StashHandle> StashStep::open(const py::object& name, int32_t tail) {
+  if (opened_ != nullptr) {
+    throw std::runtime_error(c10::str("PagedStash: group ", shown(name), " is opened inside of group ",
+                                      shown(opened_->name), ", wanted one behind the other: a tensor is one group's."));
+  }
+  if (visit_ != nullptr && visit_->handle != nullptr) {
+    throw std::runtime_error(c10::str("PagedStash: group ", shown(name), " is opened behind group ",
+                                      shown(visit_->handle->name),
+                                      " between one pre_schedule and its post_schedule, wanted one group there."));
+  }
+  if (visit_ == nullptr) free_leaving();
+  opened_ = handle(name, tail);
+  passed = true;
+  return opened_;
+}
+
+void StashStep::exit(const std::shared_ptr<StashHandle>& handle, bool failed) {
+  opened_.reset();
+  if (failed) {
+    visit_.reset();
+  } else if (visit_ != nullptr) {
+    visit_->handle = handle;
+  } else {
+    measure(*handle);
+    note(*handle, true);
+    start(handle);
+  }
+}
+
+void StashStep::start(const std::shared_ptr<StashHandle>& handle) {
+  const auto owner = core();
+  const auto calls = owner == nullptr ? nullptr : owner->calls_now();
+  if (calls == nullptr || handle->pieces.empty()) return;
+  free_leaving();
+  handle->store(calls);
+  if (handle->state != StashState::kStored) return;
+  names.append(handle->name);
+  leaving_ = handle;
+  if (owner->low_water != 0 && owner->schedule->known) stash_python().evict_farthest(shared_from_this(), calls);
+}
+
+void StashStep::measure(const StashHandle& handle) {
+  if (handle.pieces.empty()) return;
+  counted = true;
+  if (records_) sizes[handle.key] = stash_python().size_of(handle.pieces);
+}
+
+void StashStep::note(StashHandle& handle, bool store) {
+  if (!records_ || handle.scheduled || handle.noted == store || (handle.pieces.empty() && store)) return;
+  handle.noted = store;
+  trace.append(stash_python().operation(store, handle.key));
+}
+
+void StashStep::free_leaving() {
+  if (const auto handle = std::exchange(leaving_, nullptr)) handle->free();
+}
+
+void StashStep::wanted(StashHandle& handle) {
+  if (handle.state != StashState::kStored && handle.state != StashState::kAway && handle.state != StashState::kComing) {
+    return;
+  }
+  free_leaving();
+  if (handle.state == StashState::kAway) note(handle, false);
+  handle.finish_load();
+}
+
+void StashStep::dropped(StashHandle& handle) {
+  if (leaving_.get() == &handle) leaving_.reset();
+  if (handle.state != StashState::kComing) note(handle, false);  // nothing came back of it, or nobody wanted that
+  handle.let_go();
+}
+
+// ---- schedulers ----
+
+void StashStep::before_forward() {
+  if (visit_ != nullptr) {
+    throw std::runtime_error("PagedStash.pre_schedule: called twice, wanted post_schedule behind the first one.");
+  }
+  free_leaving();
+  visit_ = std::make_shared<StashVisit>();
+}
+
+std::shared_ptr<StashVisit> StashStep::after_forward() {
+  auto visit = std::exchange(visit_, nullptr);
+  if (visit == nullptr || visit->handle == nullptr) {
+    throw std::runtime_error(
+        "PagedStash.post_schedule: no group was closed since the last one, wanted pre_schedule, a group and "
+        "post_schedule in this order.");
+  }
+  const auto owner = core();
+  const auto& handle = visit->handle;
+  handle->scheduled = true;
+  visit->entry = owner->schedule->forward(handle->name);
+  handle->key = visit->entry.key;
+  scheduled_[handle->key] = handle;
+  measure(*handle);
+  if (records_) trace.append(visit->entry.entry);
+  const StashEntry following = owner->schedule->next();
+  const bool turns = following.entry && !following.forward;
+  if (!turns || !equal(following.key, handle->key)) start(handle);  // else its own backward is next: it is kept
+  if (turns) load_ahead();
+  return visit;
+}
+
+void StashStep::before_backward(const StashVisit& visit) {
+  const auto owner = core();
+  if (!runs(owner.get())) return;  // a graph of a step that is over: no entry of the one that runs
+  owner->schedule->backward(visit.entry);
+  if (records_) trace.append(visit.entry.entry.attr("turned"));
+  free_leaving();
+  visit.handle->finish_load();
+}
+
+void StashStep::load_ahead() {
+  const auto owner = core();
+  if (!runs(owner.get())) return;
+  const StashEntry following = owner->schedule->next();
+  if (!following.entry || following.forward) return;
+  const auto found = scheduled_.find(following.key);
+  if (found != scheduled_.end() && found->second->state == StashState::kAway) found->second->start_load();
+}
+
+void register_stash_step(py::module_& m) {
+  const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
+  py::class_<StashStep, std::shared_ptr<StashStep>>(m, "StashStep")
+      .def(py::init([](const std::shared_ptr<StashCore>& stash, bool records) {
+             return std::make_shared<StashStep>(stash, records);
+           }),
+           py::arg("stash"), py::arg("records"))
+      .def_property_readonly("stash", &StashStep::core)
+      .def_property_readonly("records", &StashStep::records)
+      .def_readonly("passed", &StashStep::passed)
+      .def_readonly("counted", &StashStep::counted)
+      .def_readonly("trace", &StashStep::trace)
+      .def_readonly("sizes", &StashStep::sizes)
+      .def_readonly("names", &StashStep::names)
+      .def_property_readonly("handles", &StashStep::handles)
+      .def_property_readonly("scheduled", &StashStep::scheduled)
+      .def("handle", wrapped([](StashStep& s, const py::object& name, int32_t tail) { return s.handle(name, tail); }),
+           py::arg("name"), py::arg("tail") = 2)
+      .def("over", wrapped([](StashStep& s) { s.over(); }))
+      .def("free_leaving", wrapped([](StashStep& s) { s.free_leaving(); }));
+  py::class_<StashCore, std::shared_ptr<StashCore>>(m, "StashCore")
+      .def(py::init<const at::Device&>(), py::arg("device"))
+      .def_readonly("device", &StashCore::device)
+      .def_readwrite("lanes", &StashCore::lanes)
+      .def_readwrite("_pool", &StashCore::calls)
+      .def_readwrite("step", &StashCore::step)
+      .def_property(
+          "schedule", [](const StashCore& core) { return core.python_schedule; },
+          [](StashCore& core, py::object schedule) {
+            core.schedule = py::cast<std::shared_ptr<StashSchedule>>(schedule);
+            core.python_schedule = std::move(schedule);
+          })
+      .def_readwrite("low_water", &StashCore::low_water)
+      .def_readwrite("_sized", &StashCore::sized)
+      .def_readwrite("_closed", &StashCore::closed)
+      .def("pool_now", wrapped([](StashCore& core) { return core.calls_now(); }))
+      .def("_check_open", wrapped([](const StashCore& core, const char* call) { core.check_open(call); }));
+  m.def("set_stash_python", [](py::object entry, py::object operation, py::object size_of, py::object evict_farthest) {
+    stash_python() = {std::move(entry), std::move(operation), std::move(size_of), std::move(evict_farthest)};
+  });
+}
+
+}  // namespace te_torch
