@@ -44,11 +44,7 @@ struct Key {
 void give_up(void* backing) { delete static_cast<Tensor*>(backing); }
 
 c10::Storage new_memory(int64_t bytes, const at::TensorOptions& options) {
-  auto backing = std::make_unique<Tensor>(at::empty({bytes}, options.dtype(at::kByte).layout(at::kStrided)));
-  void* const data = backing->data_ptr();
-  const at::Device device = backing->device();
-  return c10::Storage(c10::Storage::use_byte_size_t(), size_t(bytes),
-                      at::DataPtr(data, backing.release(), give_up, device), nullptr, false);
+  return lent_storage(at::empty({bytes}, options.dtype(at::kByte).layout(at::kStrided)));
 }
 
 bool is_there(const std::string& group) {
@@ -155,6 +151,23 @@ bool fills() {
 
 }  // namespace
 
+c10::Storage lent_storage(const Tensor& memory) {
+  auto backing = std::make_unique<Tensor>(memory);
+  void* const data = backing->data_ptr();
+  const size_t bytes = backing->nbytes();
+  const at::Device device = backing->device();
+  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(data, backing.release(), give_up, device),
+                      nullptr, false);
+}
+
+Tensor lent_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const c10::DispatchKeySet keys(
+      c10::computeDispatchKey(options.dtype().toScalarType(), at::kStrided, options.device()));
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory), keys, options.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return made;
+}
+
 Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind) {
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
   const at::Device device = indexed(options.device());
@@ -170,9 +183,7 @@ Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::strin
     slot_->memory = new_memory(bytes, options.device(device));
     slot_->lasting = false;
   }
-  const c10::DispatchKeySet keys(c10::computeDispatchKey(options.dtype().toScalarType(), at::kStrided, device));
-  tensor_ = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slot_->memory), keys, options.dtype());
-  tensor_.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  tensor_ = lent_tensor(slot_->memory, sizes, options.device(device));
 }
 
 Lease::~Lease() {

@@ -2,9 +2,11 @@
 // that the ranks share, a launch that poisons. A stream that is being captured records all of it as nodes.
 #include <cuda.h>
 
+#include <algorithm>
+
 #include "core/device.h"
 #include "core/vec.cuh"
-#include "ops/comm/peer.h"
+#include "ops/comm/peer_verbs.h"
 
 namespace te::comm::cuda {
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "ops/comm/peer_verbs.h"
 #include "transformer_engine/comm_peer.h"
 
 namespace te::comm {
@@ -69,29 +70,7 @@ class Words {
   int32_t ranks_;
 };
 
-// A word, what stands beside it, and the value that is awaited; behind the wait the word is 0 again.
-struct Awaited {
-  uint32_t *value, *wants, *timed;
-  uint32_t wanted;
-};
-
-// lane: the copy lane of the channel, whose stream `stream` is not looked at.
-class Verbs {
- public:
-  virtual ~Verbs() = default;
-  virtual void follow(te_stream stream) = 0;
-  virtual void join(te_stream stream) = 0;
-  virtual void copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
-                    int64_t rows) = 0;
-  virtual void set(bool lane, te_stream stream, uint32_t* value, uint32_t to) = 0;
-  virtual void wait(bool lane, te_stream stream, const Awaited& what) = 0;
-  virtual void poison(void* data, size_t bytes, uint32_t* failed, te_stream stream) = 0;
-};
-
 std::unique_ptr<Verbs> cpu_verbs(const Words& words);
-namespace cuda {
-std::unique_ptr<Verbs> peer_verbs(int32_t device, void* words, size_t bytes);
-}
 
 // Fails the channel, once: the first word counts.
 void fail(const Words& words, te_comm_peer_trouble trouble, int32_t rank, int32_t peer, bool freeing,
