@@ -26,29 +26,33 @@ def start(folder, ranks, name):
     dist.init_process_group("gloo", store=store, rank=ranks[0], world_size=ranks[1], timeout=wait)
 
 
-def note(folder, rank, **found):
-    path = Path(folder) / f"met{rank}"
+def note(folder, me, **found):
+    path = Path(folder) / f"met{me}"
     path.with_suffix(".part").write_text(json.dumps(found))
     path.with_suffix(".part").rename(path)
 
 
-def run(module, x):
+def run(module, x, made_so_far=None):
     leaf = x.clone().requires_grad_()
     y = module(leaf)
+    if made_so_far is not None:
+        made_so_far[:] = [y.detach()]
     y.backward(torch.ones_like(y))
+    if made_so_far is not None:
+        made_so_far.append(leaf.grad)
     return y.detach(), leaf.grad
 
 
 def meet(module, x, steps=100000):
     """Steps until a CommTimeout: it, when, and whether what stood before it is NaN. In a capture nothing is read."""
-    before = None
+    before = []
     for _ in range(steps):
         try:
-            before = run(module, x)
+            run(module, x, before)
         except CommTimeout as error:
             torch.cuda.synchronize() if x.is_cuda else None
             when = time.monotonic()
-            nan = bool(torch.isnan(before[0]).any() or torch.isnan(before[1]).any()) if before else None
+            nan = any(bool(torch.isnan(t).all()) for t in before)
             return {"op": error.op, "peer": error.peer, "rank": error.rank, "step": error.step, "when": when,
                     "words": str(error), "nan": nan}
     return {"words": "nothing was raised"}

@@ -44,9 +44,10 @@ def peer_channel(op: str, group: str, device: torch.device) -> None:
     """Sees to it that the group of this name has a channel on `device`: the ranks meet, once. Errors:
     NotImplementedError where the ranks do not reach each other's memory, RuntimeError while a graph is captured."""
     device = _indexed(device)
-    if (group, device) in _channels:
+    found = _channels.get((group, device))
+    if found is not None and found.process_group is _named(group):
         return
-    for known in [key for key in _channels if not _is_there(key[0])]:
+    for known in [key for key, each in _channels.items() if each.process_group is not _named(key[0])]:
         del _channels[known]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -66,11 +67,11 @@ def _indexed(device: torch.device) -> torch.device:
     return device
 
 
-def _is_there(group: str) -> bool:
+def _named(group: str) -> dist.ProcessGroup | None:
     try:
-        return dist.distributed_c10d._resolve_process_group(group) is not None
+        return dist.distributed_c10d._resolve_process_group(group)
     except (RuntimeError, LookupError, ValueError):
-        return False
+        return None
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -94,10 +95,13 @@ class _Meeting:
 
     def __init__(self, op: str, group: str, device: torch.device) -> None:
         self.op, self.group, self.device = op, group, device
-        found = dist.distributed_c10d._resolve_process_group(group)
+        self.process_group = found = dist.distributed_c10d._resolve_process_group(group)
         self.rank, self.ranks = found.rank(), found.size()
         self.timeout = timeout_of(found)
-        self.store = dist.PrefixStore(f"te_peer/{device.type}", dist.distributed_c10d._get_process_group_store(found))
+        store = dist.distributed_c10d._get_process_group_store(found)
+        # A store may serve one group behind another of the same name.
+        times = (store.add(f"te_peer/{device.type}/{self.ranks}", 1) - 1) // self.ranks
+        self.store = dist.PrefixStore(f"te_peer/{device.type}/{self.ranks}/{times}", store)
         self.channel = None
         self.grown = 0
         places = self._tell("here", f"{socket.gethostname()} {_boot()} {int(os.path.isdir(_SHARED))}")

@@ -134,11 +134,13 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
                                                                directions, OptionalTensor(), &leases)
                                              : nullptr;
     const auto ahead = [&](Transfer& transfer) {
+      if (!route.direct()) return;
       const Operand& weight = w.weights[0];
-      if (!route.direct() || (weight.quantized() && !weight.fp8.columnwise.defined())) return;
+      const Tensor& across = weight.quantized() ? weight.fp8.columnwise : weight.plain;
       whole = transfer.rows();
-      transfer.expect(weight.quantized() ? weight.fp8.columnwise.size(0) : weight.plain.size(1),
-                      whole > 0 && stage.products->takes_runs(Pass::kDgrad, transfer.operand(), whole, w, like, split));
+      const bool runs = whole > 0 && across.defined() &&
+                        stage.products->takes_runs(Pass::kDgrad, transfer.operand(), whole, w, like, split);
+      transfer.expect(runs ? across.size(weight.quantized() ? 0 : 1) : 0, runs);
     };
     passing = through(std::move(transfer), gradient.dy, like, product, ahead);
     parts.arrived = passing.transfer.get();

@@ -27,7 +27,8 @@ class TE_EXPORT Transfer {
   virtual const Tensor* at_once() const { return nullptr; }
   // All rows of the product, where runs of them may be asked for; else 0.
   virtual int64_t rows() const { return 0; }
-  // Before either is asked: the result's columns, and whether runs of rows have the bits of the whole.
+  // Before either is asked: the result's columns, and whether runs of rows have the bits of the whole. Where these have
+  // not, or in a call that is traced, the columns are no matter.
   virtual void expect(const c10::SymInt& cols, bool takes_runs) {}
   // Where the result of all rows is to be, [rows, cols]; undefined: anywhere, and take() moves it.
   virtual Tensor room() const { return {}; }

@@ -213,7 +213,8 @@ class PeerScatter final : public PeerTransfer {
   void expect(const c10::SymInt& cols, bool takes_runs) override {
     const int64_t n = cols.expect_int();
     plan(rows(), data_of(mine_).size(-1), n, takes_runs);
-    if (runs_) result_ = at::empty({rows(), n}, like_.options());
+    if (!runs_) return;
+    result_ = at::empty({rows(), n}, like_.options());
     open(n);
   }
 
@@ -233,7 +234,10 @@ class PeerScatter final : public PeerTransfer {
   }
 
   void take(const Rows* rows, const Tensor& result) override {
-    if (rows == nullptr) result_ = result.contiguous().view({this->rows(), result.size(-1)});
+    if (rows == nullptr) {
+      result_ = result.contiguous().view({this->rows(), result.size(-1)});
+      open(result_.size(1));
+    }
     const Rows taken = rows != nullptr ? *rows : Rows{0, this->rows()};
     call_->follow();
     for (int64_t step = 1; step < ranks(); ++step) {
