@@ -2,6 +2,7 @@
 # CUDA device: the bits of the same layers over the group. Mutants, in csrc/layer/exchange_peer.cpp and
 # common/ops/comm/peer.cpp: a wait left out, a run before its rows, a word that is not put back, partials in the order in
 # which they arrive, turn these red.
+import peer_graph_workers as graph_workers
 import peer_workers as workers
 import pytest
 import torch
@@ -31,3 +32,19 @@ def test_chunked_is_serial_in_fp8(recipe):
 def test_products_without_runs_are_serial():
     for wrong, _ in as_peers(workers.same_bits, torch.float32, ("none",), "libtorch"):
         assert not wrong, "\n".join(wrong[:8])
+
+
+def test_replays_have_the_bits_of_eager_steps():
+    for wrong in as_peers(graph_workers.callables):
+        assert not wrong, "\n".join(wrong[:8])
+
+
+@pytest.mark.gpu
+def test_500_replays_and_eager_calls_between():
+    for wrong in as_peers(graph_workers.whole_steps):
+        assert not wrong, "\n".join(wrong[:8])
+
+
+def test_explain_says_which_runs():
+    for found in as_peers(workers.explained):
+        assert "peers, chunked" in found["column"] and "peers, chunked" in found["row"], found
