@@ -1,6 +1,6 @@
-# Ranks that push into each other's memory while one of them dies, is stopped, or does something else: the others raise in
-# time, name it, and go on in a new group. Mutants, in common/ops/comm/peer_watch.cpp: no look for the dead, waits that are
-# not ended, words that are not compared, turn these red.
+# Ranks that push into each other's memory while one of them dies, is stopped, or does something else: the others raise
+# in time, name it, and go on in a new group. Mutants, in common/ops/comm/peer_watch.cpp: no look for the dead, waits
+# that are not ended, words that are not compared, turn these red.
 import os
 import signal
 import time
@@ -39,8 +39,10 @@ def test_a_rank_is_stopped(tmp_path):
     assert met[0]["nan"] and met[1]["rank"] == 0 and "late" in met[1]["words"], met
 
 
-@pytest.mark.parametrize("name, words", [("other_shapes", ["[32, 2, 64]", "[48, 2, 64]"]),
-                                         ("other_gradients", ["rank 0", "rank 1", "gather"])])
+@pytest.mark.parametrize(
+    "name, words",
+    [("other_shapes", ["[32, 2, 64]", "[48, 2, 64]"]), ("other_gradients", ["rank 0", "rank 1", "gather"])],
+)
 def test_ranks_in_different_calls(tmp_path, name, words):
     for found in workers.ends(workers.starts(name, tmp_path, 2, 20), tmp_path):
         assert "another call" in found["words"] and all(word in found["words"] for word in words), found

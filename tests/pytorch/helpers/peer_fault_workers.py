@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from peer_workers import example, made
-from ranks import here, on_cuda
+from ranks import on_cuda
 
-import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed.peer import CommTimeout
 
 TOKENS = 32
@@ -53,8 +52,15 @@ def meet(module, x, steps=100000):
             torch.cuda.synchronize() if x.is_cuda else None
             when = time.monotonic()
             nan = any(bool(torch.isnan(t).all()) for t in before)
-            return {"op": error.op, "peer": error.peer, "rank": error.rank, "step": error.step, "when": when,
-                    "words": str(error), "nan": nan}
+            return {
+                "op": error.op,
+                "peer": error.peer,
+                "rank": error.rank,
+                "step": error.step,
+                "when": when,
+                "words": str(error),
+                "nan": nan,
+            }
     return {"words": "nothing was raised"}
 
 

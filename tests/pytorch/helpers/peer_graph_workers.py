@@ -30,7 +30,9 @@ def callables(rank):
             got = {name: t.clone() for name, t in step(module, x, RECIPES[recipe]).items()}
             step(between, example(kind, rank, dtype, TOKENS // 2 if number % 2 else TOKENS, 50), RECIPES[recipe])
             wanted = step(eager, x, RECIPES[recipe])
-            wrong += [f"{kind} {recipe} {number}: {name}" for name in wanted if not torch.equal(got[name], wanted[name])]
+            wrong += [
+                f"{kind} {recipe} {number}: {name}" for name in wanted if not torch.equal(got[name], wanted[name])
+            ]
     _C.set_cpu_products(before)
     return wrong
 

@@ -46,7 +46,9 @@ def _main(rank, ranks, folder, worker, args, device):
         wait = datetime.timedelta(minutes=2)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     try:
-        dist.init_process_group("gloo" if one else backends(device), store=store, rank=rank, world_size=ranks, timeout=wait)
+        dist.init_process_group(
+            "gloo" if one else backends(device), store=store, rank=rank, world_size=ranks, timeout=wait
+        )
         torch.manual_seed(1234)
         torch.save(worker(rank, *args), Path(folder) / f"result{rank}")
         if _here.type == "cuda":

@@ -22,8 +22,8 @@ void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const 
 Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,
                        bool overwrite);
 
-// While it lives, this thread's products are runs of rows of one of `rows`: by its algorithm, so that an element has the
-// bits that it has there. runs_like_the_whole: whether cuBLASLt has that for such products with `rows` rows of b.
+// While it lives, this thread's products are runs of rows of one of `rows`: by its algorithm, so that an element has
+// the bits that it has there. runs_like_the_whole: whether cuBLASLt has that for such products with `rows` rows of b.
 class RunsOf {
  public:
   explicit RunsOf(int64_t rows);

@@ -82,9 +82,7 @@ void PeerChannel::refuse_failed() const {
   te_comm_peer_failure_info info;
   check(te_comm_peer_failure(channel_, &info));
   if (info.trouble == TE_COMM_PEER_SOUND) return;
-  const char* step = info.trouble == TE_COMM_PEER_LEFT && info.peer < 0 ? "call"
-                     : info.freeing                                     ? "free"
-                                                                        : "arrive";
+  const char* step = info.trouble == TE_COMM_PEER_LEFT && info.peer < 0 ? "call" : info.freeing ? "free" : "arrive";
   std::ostringstream words;
   words << "the tensor-parallel group '" << group_ << "' has failed: rank " << info.rank;
   if (info.peer < 0) {
@@ -163,8 +161,8 @@ PeerChannel::Usage PeerChannel::usage() const {
   return total;
 }
 
-PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const std::string& text,
-                   at::IntArrayRef sizes, const at::TensorOptions& options)
+PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const std::string& text, at::IntArrayRef sizes,
+                   const at::TensorOptions& options)
     : channel_(std::move(channel)), pushed_(size_t(channel_->ranks()), false) {
   channel_->refuse_failed();
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
@@ -256,8 +254,8 @@ void register_peer(pybind11::module_& m) {
            py::arg("group"), py::arg("device"), py::arg("ranks"), py::arg("rank"), py::arg("words"),
            py::arg("timeout_s"), py::arg("grow"))
       .def("refuse_failed", &PeerChannel::refuse_failed)
-      .def(
-          "give_up", [](PeerChannel& c, const std::string& text) { check(te_comm_peer_give_up(c.get(), text.c_str())); })
+      .def("give_up",
+           [](PeerChannel& c, const std::string& text) { check(te_comm_peer_give_up(c.get(), text.c_str())); })
       .def("usage", [](const PeerChannel& c) {
         const PeerChannel::Usage found = c.usage();
         return py::make_tuple(found.bytes, found.slots, found.leased);

@@ -274,9 +274,8 @@ te_status te_comm_peer_follow(te_comm_peer* channel, te_stream stream) {
 te_status te_comm_peer_push(te_comm_peer* channel, int32_t slot, int32_t to, size_t offset, size_t target_pitch,
                             const void* source, size_t source_pitch, size_t row_bytes, int64_t rows) {
   const char* op = "te_comm_peer_push";
-  return c_guard([&] {
-    channel_of(op, channel).push(op, slot, to, offset, target_pitch, source, source_pitch, row_bytes, rows);
-  });
+  return c_guard(
+      [&] { channel_of(op, channel).push(op, slot, to, offset, target_pitch, source, source_pitch, row_bytes, rows); });
 }
 
 te_status te_comm_peer_signal(te_comm_peer* channel, int32_t slot, int32_t to) {

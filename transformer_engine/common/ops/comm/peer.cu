@@ -39,7 +39,8 @@ class CudaVerbs final : public Verbs {
   CudaVerbs(int32_t device, void* words, size_t bytes) : device_(device), words_(static_cast<char*>(words)) {
     const DeviceGuard guard(device);
     const RelaxedCapture relaxed;
-    check_cuda(cudaHostRegister(words, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped), "te_comm_peer_create");
+    check_cuda(cudaHostRegister(words, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+               "te_comm_peer_create");
     try {
       void* mapped = nullptr;
       check_cuda(cudaHostGetDevicePointer(&mapped, words, 0), "te_comm_peer_create");
@@ -94,8 +95,8 @@ class CudaVerbs final : public Verbs {
   }
 
   void wait(bool lane, te_stream stream, const Awaited& what) override {
-    CUstreamBatchMemOpParams ops[5] = {write(what.wants, what.wanted), {}, write(what.value, 0), write(what.wants, 0),
-                                       write(what.timed, 0)};
+    CUstreamBatchMemOpParams ops[5] = {
+        write(what.wants, what.wanted), {}, write(what.value, 0), write(what.wants, 0), write(what.timed, 0)};
     ops[1].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
     ops[1].waitValue.address = mapped(what.value);
     ops[1].waitValue.value = what.wanted;

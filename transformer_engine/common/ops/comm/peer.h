@@ -18,8 +18,8 @@
 namespace te::comm {
 
 constexpr int kSlots = TE_COMM_PEER_SLOTS;
-constexpr uint32_t kFree = 1;   // a word of freed
-constexpr int kTexts = 64;      // calls that a rank remembers the words of
+constexpr uint32_t kFree = 1;  // a word of freed
+constexpr int kTexts = 64;     // calls that a rank remembers the words of
 
 // One rank's view of one peer at one slot; its owner's streams await `arrived` and `freed`, which the peer's streams
 // set. wants_*: what the owner waits for just now, 0 for nothing. timed_*: the watching thread's note that a wait has
@@ -43,8 +43,8 @@ struct alignas(64) Member {
 };
 
 struct alignas(64) Shared {
-  uint32_t failed;     // what poisoning kernels read; 1 when info is complete
-  uint32_t claimed;    // by who writes info
+  uint32_t failed;   // what poisoning kernels read; 1 when info is complete
+  uint32_t claimed;  // by who writes info
   te_comm_peer_failure_info info;
 };
 
@@ -55,7 +55,8 @@ class Words {
  public:
   Words(void* memory, int32_t ranks) : base_(static_cast<char*>(memory)), ranks_(ranks) {}
   static size_t bytes(int32_t ranks) {
-    return sizeof(Shared) + size_t(ranks) * sizeof(Member) + size_t(kSlots) * size_t(ranks) * size_t(ranks) * sizeof(Line);
+    return sizeof(Shared) + size_t(ranks) * sizeof(Member) +
+           size_t(kSlots) * size_t(ranks) * size_t(ranks) * sizeof(Line);
   }
   Shared& shared() const { return *reinterpret_cast<Shared*>(base_); }
   Member& member(int32_t rank) const { return reinterpret_cast<Member*>(base_ + sizeof(Shared))[rank]; }

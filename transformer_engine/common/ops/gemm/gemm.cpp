@@ -51,7 +51,8 @@ Sizes check_problem(const te_gemm_problem& p) {
     if (p.accumulate) bad_argument(op, "accumulate", 1, "0 with a gelu epilogue");
   }
   if (p.whole_rows != 0 && (p.whole_rows < s.rows || p.layout == TE_GEMM_NT || takes_aux || p.accumulate)) {
-    bad_argument(op, "whole_rows", p.whole_rows, "0, or at least d's rows in layout TN or NN, without aux or accumulate");
+    bad_argument(op, "whole_rows", p.whole_rows,
+                 "0, or at least d's rows in layout TN or NN, without aux or accumulate");
   }
   return s;
 }

@@ -243,9 +243,9 @@ const Plan& plan_alone(const te_gemm_problem& p, const Sizes& s, size_t bytes);
 bool splits(const cublasLtMatmulAlgo_t& algo) {
   int32_t parts = 1;
   size_t written = 0;
-  check(lt().cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof parts,
-                                                  &written),
-        "cublasLtMatmulAlgoConfigGetAttribute");
+  check(
+      lt().cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof parts, &written),
+      "cublasLtMatmulAlgoConfigGetAttribute");
   return parts > 1;
 }
 

@@ -103,7 +103,8 @@ class GroupTransfer final : public Transfer {
 }  // namespace
 
 std::shared_ptr<PeerChannel> GroupExchange::peers(const Route& route, const Tensor& t) const {
-  if (parallel_.overlap != Parallel::kChunked || !parallel_.sequence || !route.direct() || t.numel() == 0) return nullptr;
+  if (parallel_.overlap != Parallel::kChunked || !parallel_.sequence || !route.direct() || t.numel() == 0)
+    return nullptr;
   return PeerChannel::of(group_, t.device());
 }
 

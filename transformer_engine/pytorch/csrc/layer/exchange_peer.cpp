@@ -51,16 +51,16 @@ class PeerTransfer : public Transfer {
 
   // Runs, or nothing, where the whole is computed at once.
   void plan(int64_t rows, int64_t depth, int64_t cols, bool takes_runs) {
-    const te_comm_problem problem{op_,
-                                  TE_COMM_CHUNKED,
-                                  rows,
-                                  depth,
-                                  cols,
-                                  int32_t(ranks()),
-                                  int32_t(rank()),
-                                  op_ == TE_COMM_GATHER_PRODUCT && mine_.quantized() ? TE_FLOAT8_E4M3
-                                                                                     : dtype_of(like_, "linear", "x"),
-                                  te_comm_costs_h200()};
+    const te_comm_problem problem{
+        op_,
+        TE_COMM_CHUNKED,
+        rows,
+        depth,
+        cols,
+        int32_t(ranks()),
+        int32_t(rank()),
+        op_ == TE_COMM_GATHER_PRODUCT && mine_.quantized() ? TE_FLOAT8_E4M3 : dtype_of(like_, "linear", "x"),
+        te_comm_costs_h200()};
     te_comm_prediction prediction{};
     const char* const name = op_ == TE_COMM_GATHER_PRODUCT ? "te::peer_gather" : "te::peer_scatter";
     if (takes_runs) {
@@ -271,8 +271,7 @@ class PeerScatter final : public PeerTransfer {
  private:
   void open(int64_t cols) {
     pitch_ = cols * int64_t(like_.itemsize());
-    call_ = std::make_unique<PeerCall>(channel_, SlotKind::kInbox,
-                                       words("product, scatter", like_, {rows(), cols}),
+    call_ = std::make_unique<PeerCall>(channel_, SlotKind::kInbox, words("product, scatter", like_, {rows(), cols}),
                                        at::IntArrayRef({rows(), cols}), like_.options());
   }
 

@@ -1,6 +1,6 @@
-// A product's way over a channel to peers: rows are pushed into the peers' memory by copies, and computed in runs as they
-// arrive, or pushed to their owners run by run as they are computed. Where runs would have other bits than the whole, the
-// same copies stand before or behind one product.
+// A product's way over a channel to peers: rows are pushed into the peers' memory by copies, and computed in runs as
+// they arrive, or pushed to their owners run by run as they are computed. Where runs would have other bits than the
+// whole, the same copies stand before or behind one product.
 #pragma once
 
 #include "exchange.h"

@@ -226,8 +226,7 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   const auto ahead = [&](Transfer& transfer) {
     if (!route.direct()) return;
     whole = transfer.rows();
-    const bool runs =
-        whole > 0 && stage.products->takes_runs(Pass::kFprop, transfer.operand(), whole, w, x, split);
+    const bool runs = whole > 0 && stage.products->takes_runs(Pass::kFprop, transfer.operand(), whole, w, x, split);
     transfer.expect(runs ? in.weights[0].size(0) : 0, runs);
   };
   const Passing passing =
