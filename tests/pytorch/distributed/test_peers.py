@@ -2,6 +2,7 @@
 # CUDA device: the bits of the same layers over the group. Mutants, in csrc/layer/exchange_peer.cpp and
 # common/ops/comm/peer.cpp: a wait left out, a run before its rows, a word that is not put back, partials in the order
 # in which they arrive, turn these red.
+import parallel_workers
 import peer_graph_workers as graph_workers
 import peer_workers as workers
 import pytest
@@ -27,6 +28,13 @@ def test_chunked_is_serial_in_bfloat16():
 def test_chunked_is_serial_in_fp8(recipe):
     for wrong, _ in as_peers(workers.same_bits, torch.bfloat16, (recipe,)):
         assert not wrong, "\n".join(wrong[:8])
+
+
+@pytest.mark.parametrize("name", sorted(parallel_workers.MODULES))
+def test_divided_is_whole(name):
+    """Every option of every module, over channels; what recomputes its gather to the bits of what keeps it."""
+    for wrong in as_peers(parallel_workers.products, name, torch.float32, "none", "chunked"):
+        assert not wrong, "\n".join(wrong[:5])
 
 
 def test_products_without_runs_are_serial():

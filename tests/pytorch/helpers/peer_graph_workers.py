@@ -5,7 +5,7 @@ import itertools
 
 import torch
 from parallel_modules import RECIPES
-from peer_workers import example, made, step
+from peer_workers import different, example, made, step
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
@@ -30,9 +30,7 @@ def callables(rank):
             got = {name: t.clone() for name, t in step(module, x, RECIPES[recipe]).items()}
             step(between, example(kind, rank, dtype, TOKENS // 2 if number % 2 else TOKENS, 50), RECIPES[recipe])
             wanted = step(eager, x, RECIPES[recipe])
-            wrong += [
-                f"{kind} {recipe} {number}: {name}" for name in wanted if not torch.equal(got[name], wanted[name])
-            ]
+            wrong += different(f"{kind} {recipe} {number}", got, wanted)
     _C.set_cpu_products(before)
     return wrong
 

@@ -1,7 +1,7 @@
 # Runs a function in several processes, on one thread each, and brings back to the CPU what each of them returns: over
-# gloo on the CPU, and with TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own, or (as_peers) over gloo,
-# all of them on one device. The functions stand in files of their own (..._workers.py): a spawned process has to be able
-# to import them.
+# gloo on the CPU, and with TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own, or (as_peers) over
+# gloo, all of them on one device. The functions stand in files of their own (..._workers.py): a spawned process has to
+# be able to import them.
 import datetime
 import os
 import tempfile

@@ -151,6 +151,14 @@ bool fills() {
 
 }  // namespace
 
+void fill_returned(const Tensor& slot) {
+  if (!fills() || slot.numel() == 0) return;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::empty({0}, slot.options().dtype(at::kByte))
+      .set_(slot.storage(), 0, {int64_t(slot.storage().nbytes())}, {1})
+      .fill_(kPoison);
+}
+
 c10::Storage lent_storage(const Tensor& memory) {
   auto backing = std::make_unique<Tensor>(memory);
   void* const data = backing->data_ptr();
@@ -189,12 +197,7 @@ Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::strin
 Lease::~Lease() {
   if (slot_ == nullptr) return;  // moved from
   try {
-    if (sound_ && fills() && tensor_.numel() > 0) {
-      const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      at::empty({0}, tensor_.options().dtype(at::kByte))
-          .set_(c10::Storage(slot_->memory), 0, {int64_t(slot_->memory.nbytes())}, {1})
-          .fill_(kPoison);
-    }
+    if (sound_) fill_returned(tensor_);
   } catch (...) {  // of a stream that has failed
     sound_ = false;
   }

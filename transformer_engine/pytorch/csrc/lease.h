@@ -55,6 +55,9 @@ class TE_EXPORT Leases {
   std::vector<std::shared_ptr<void>> others_;
 };
 
+// Where tests or torch's deterministic mode ask for it, NaN in memory that nobody has on lease any more.
+void fill_returned(const at::Tensor& slot);
+
 // Memory of somebody else's that is lent as a slot's is: the doors know it. And a tensor in it, from its start on.
 c10::Storage lent_storage(const at::Tensor& backing);
 at::Tensor lent_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options);

@@ -149,6 +149,10 @@ void PeerChannel::give_back(int32_t slot) {
   slots_[size_t(slot)].leased = false;
 }
 
+void PeerChannel::reserve(SlotKind kind, int64_t bytes) {
+  if (bytes > 0) give_back(take(kind, bytes, "initialize_ub", nullptr).slot);
+}
+
 PeerChannel::Usage PeerChannel::usage() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   Usage total;
@@ -176,6 +180,11 @@ PeerCall::~PeerCall() {
   const te_stream here = stream();
   const bool joined = te_comm_peer_join(channel, here) == TE_SUCCESS;
   bool over = joined && complete();
+  try {
+    if (over) fill_returned(tensor_);
+  } catch (...) {  // of a stream that has failed
+    over = false;
+  }
   for (int64_t rank = 0; rank < channel_->ranks() && over; ++rank) {
     if (rank == channel_->rank() && !waited_own_) continue;
     over = te_comm_peer_done(channel, taken_.slot, int32_t(rank), here) == TE_SUCCESS;
@@ -256,6 +265,13 @@ void register_peer(pybind11::module_& m) {
       .def("refuse_failed", &PeerChannel::refuse_failed)
       .def("give_up",
            [](PeerChannel& c, const std::string& text) { check(te_comm_peer_give_up(c.get(), text.c_str())); })
+      .def(
+          "reserve",
+          [](PeerChannel& c, int64_t bytes) {
+            c.reserve(SlotKind::kValues, bytes);
+            c.reserve(SlotKind::kInbox, bytes);
+          },
+          "For what layers gather, and for what they add up.")
       .def("usage", [](const PeerChannel& c) {
         const PeerChannel::Usage found = c.usage();
         return py::make_tuple(found.bytes, found.slots, found.leased);

@@ -46,6 +46,8 @@ class PeerChannel {
   };
   Taken take(SlotKind kind, int64_t bytes, const std::string& text, te_stream stream);
   void give_back(int32_t slot);
+  // As if a call of this kind had wanted so many bytes.
+  void reserve(SlotKind kind, int64_t bytes);
 
   struct Usage {
     int64_t bytes = 0, slots = 0, leased = 0;

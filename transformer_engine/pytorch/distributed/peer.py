@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.userbuffers import reservation
 
 _SHARED = "/dev/shm"
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -51,8 +52,8 @@ def peer_channel(op: str, group: str, device: torch.device) -> None:
         del _channels[known]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{op}: the ranks of the group '{group}' have not met, which they cannot while a graph is captured; run the "
-            "same call once before the capture."
+            f"{op}: the ranks of the group '{group}' have not met, which they cannot while a graph is captured; run "
+            "the same call once before the capture."
         )
     _channels[group, device] = _Meeting(op, group, device)
 
@@ -113,11 +114,14 @@ class _Meeting:
         words = self._map_shared("words", size)[0]
         self.channel = _C.PeerChannel(group, device, self.ranks, self.rank, words, self.timeout, self._grow)
         self._tell("made", "")
+        told = reservation()
+        if told is not None and told.tp_size == self.ranks:
+            self.channel.reserve(told.shape[0] * told.shape[1] * told.dtype.itemsize)
 
     def _refuse(self, why: str) -> None:
         raise NotImplementedError(
-            f"{self.op}: argument 'tp_overlap' is 'chunked', but the ranks of the group '{self.group}' do not reach each "
-            f"other's memory: {why}; use 'auto' or 'off'."
+            f"{self.op}: argument 'tp_overlap' is 'chunked', but the ranks of the group '{self.group}' do not reach "
+            f"each other's memory: {why}; use 'auto' or 'off'."
         )
 
     def _check_devices(self) -> None:
@@ -140,8 +144,8 @@ class _Meeting:
                     self.channel.refuse_failed()
                 if time.monotonic() > until:
                     words = (
-                        f"the tensor-parallel group '{self.group}': rank {self.rank} waited for rank {rank} to make memory "
-                        f"that they share ({what}); it is late, or makes another call."
+                        f"the tensor-parallel group '{self.group}': rank {self.rank} waited for rank {rank} to make "
+                        f"memory that they share ({what}); it is late, or makes another call."
                     )
                     if self.channel is not None:
                         self.channel.give_up(what)

@@ -6,6 +6,7 @@
 
 #include "core/device.h"
 #include "core/vec.cuh"
+#include "ops/comm/comm.h"
 #include "ops/comm/peer_verbs.h"
 
 namespace te::comm::cuda {
@@ -61,11 +62,16 @@ class CudaVerbs final : public Verbs {
     cudaStreamDestroy(lane_);
     cudaEventDestroy(fork_);
     cudaEventDestroy(join_);
+    if (last_ != nullptr) cudaEventDestroy(last_);
     cudaHostUnregister(words_);
   }
 
   void follow(te_stream stream) override {
     const DeviceGuard guard(device_);
+    // Calls of one stream follow each other; one of another stream waits for the last. Replays are their caller's.
+    if (last_ != nullptr && last_on_ != stream && !is_captured(stream)) {
+      check_cuda(cudaStreamWaitEvent(cudaStream_t(stream), last_, 0), "te_comm_peer_follow");
+    }
     check_cuda(cudaEventRecord(fork_, cudaStream_t(stream)), "te_comm_peer_follow");
     check_cuda(cudaStreamWaitEvent(lane_, fork_, 0), "te_comm_peer_follow");
   }
@@ -92,6 +98,13 @@ class CudaVerbs final : public Verbs {
   void set(bool lane, te_stream stream, uint32_t* value, uint32_t to) override {
     CUstreamBatchMemOpParams op = write(value, to);
     run(lane, stream, &op, 1);
+    if (lane || is_captured(stream)) return;
+    const DeviceGuard guard(device_);
+    if (last_ == nullptr) {
+      check_cuda(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "te_comm_peer_done");
+    }
+    check_cuda(cudaEventRecord(last_, cudaStream_t(stream)), "te_comm_peer_done");
+    last_on_ = stream;
   }
 
   void wait(bool lane, te_stream stream, const Awaited& what) override {
@@ -140,6 +153,8 @@ class CudaVerbs final : public Verbs {
   char* mapped_ = nullptr;
   cudaStream_t lane_ = nullptr;
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
+  cudaEvent_t last_ = nullptr;  // behind the last eager call
+  te_stream last_on_ = nullptr;
 };
 
 }  // namespace

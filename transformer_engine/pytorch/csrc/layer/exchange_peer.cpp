@@ -10,6 +10,7 @@ namespace te_torch::layer {
 
 namespace {
 
+constexpr int64_t kFp8Rows = 16;    // of which FP8 products take multiples
 constexpr uintptr_t kAligned = 16;  // as algorithms of the whole product want the rows of a run
 
 // For te.explain, beside the products.
@@ -51,6 +52,7 @@ class PeerTransfer : public Transfer {
 
   // Runs, or nothing, where the whole is computed at once.
   void plan(int64_t rows, int64_t depth, int64_t cols, bool takes_runs) {
+    if (mine_.quantized() && rows / ranks() % kFp8Rows != 0) takes_runs = false;
     const te_comm_problem problem{
         op_,
         TE_COMM_CHUNKED,

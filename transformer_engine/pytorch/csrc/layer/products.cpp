@@ -122,9 +122,12 @@ bool SingleProduct::takes_runs(Pass pass, const Operand& some, int64_t whole, co
   if (some.quantized() != weight.quantized()) return false;
   const bool cpu = like.is_cpu();
   if (cpu) return cpu_products_by_loop();
-  if (some.quantized()) return false;
-  return runs_like_the_whole(weight.plain, some.plain, pass == Pass::kFprop ? "TN" : "NN",
-                             pass == Pass::kFprop ? w.bias(0) : OptionalTensor(), whole);
+  const OptionalTensor bias = pass == Pass::kFprop ? w.bias(0) : OptionalTensor();
+  if (!some.quantized()) {
+    return runs_like_the_whole(weight.plain, some.plain, pass == Pass::kFprop ? "TN" : "NN", bias, whole);
+  }
+  const bool fast = may_be_fast(weight.fp8, some.fp8, split);
+  return fp8_runs_like_the_whole(weight.fp8, pass == Pass::kDgrad, some.fp8, like.scalar_type(), bias, fast, whole);
 }
 
 std::shared_ptr<WeightProduct> SingleProduct::weight_product(const Route&, Gradient gradient, Operand x,
