@@ -127,7 +127,6 @@ def test_frozen_parts(device, frozen):
 # ---- refusals, signature, state ----
 
 REFUSED = {
-    "tp_overlap": "chunked",
     "softmax_type": "off-by-one",
     "qkv_format": "thd",
 }

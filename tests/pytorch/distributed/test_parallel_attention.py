@@ -58,7 +58,7 @@ def test_refusals_are_the_same_on_every_rank(found):
         ("ValueError", "argument 'ffn_hidden_size' is 49", "2 ranks", "multiple"),
         ("ValueError", "TransformerLayer: argument 'set_parallel_mode' is False", "2 ranks", "wanted True"),
         ("ValueError", "TransformerLayer: argument 'tp_overlap' is 'fast'", "'auto'"),
-        ("NotImplementedError", "MultiheadAttention: argument 'tp_overlap' is 'chunked'", "use 'auto'"),
+        ("ValueError", "MultiheadAttention: argument 'tp_overlap' is 'fast'", "'auto'"),
         ("ValueError", "TransformerLayer: argument 'seq_length' is 7", "2 ranks", "multiple"),
         ("RuntimeError", "DotProductAttention: argument 'alibi_slopes' is None", "set_tensor_parallel_group()"),
         ("ValueError", "DotProductAttention: argument 'query_layer' has shape (4, 2, 4, 8)", "wanted [., ., 2, 8]"),

@@ -263,7 +263,7 @@ def refusals(rank):
     note(lambda: te.TransformerLayer(32, 49, 4, **parallel))
     note(lambda: te.TransformerLayer(32, 48, 4, tp_size=2, device=here()))
     note(lambda: te.TransformerLayer(32, 48, 4, tp_overlap="fast", **parallel))
-    note(lambda: te.MultiheadAttention(32, 4, tp_overlap="chunked", **parallel))
+    note(lambda: te.MultiheadAttention(32, 4, tp_overlap="fast", **parallel))
     note(lambda: te.TransformerLayer(32, 48, 4, seq_length=7, sequence_parallel=True, **parallel))
     core = te.DotProductAttention(4, 8, tp_size=2)
     q = randn(4, 2, 2, 8)

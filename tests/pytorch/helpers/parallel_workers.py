@@ -36,7 +36,7 @@ TOLERANCES = {
 }
 
 
-def products(rank, name, dtype, recipe="none"):
+def products(rank, name, dtype, recipe="none", overlap="auto"):
     """Every option of a module against the module whole; kept against recomputed to the bit."""
     make, kind, pieces = MODULES[name]
     wrong, group = [], dist.group.WORLD
@@ -47,7 +47,7 @@ def products(rank, name, dtype, recipe="none"):
         inputs, outputs = halves(sequence, kind)
         results = {}
         for recompute in (True,) if kind == "row" or not sequence else (True, False):
-            keep = {} if recompute else {"tp_recompute_allgather": False}
+            keep = {"tp_overlap": overlap} | ({} if recompute else {"tp_recompute_allgather": False})
             both = Twins(
                 make(dtype, bias=bias, **options),
                 group,

@@ -75,7 +75,7 @@ def _main(rank, environment, ranks, folder, worker, args, device, shared):
     faulthandler.enable()
     torch.set_num_threads(1)
     wait = datetime.timedelta(minutes=5)  # for ranks that wait for each other in vain: not torch's half an hour
-    if device == "cuda":
+    if _here.type == "cuda":
         torch.cuda.set_device(_here)
         torch.use_deterministic_algorithms(True, warn_only=True)  # what nobody writes is NaN, as in conftest.py
         wait = datetime.timedelta(minutes=2)
@@ -86,14 +86,14 @@ def _main(rank, environment, ranks, folder, worker, args, device, shared):
         dist.init_process_group(backends(device, shared), store=store, rank=rank, world_size=ranks, timeout=wait)
         torch.manual_seed(1234)
         torch.save(worker(rank, *args), Path(folder) / f"result{rank}")
-        if device == "cuda":
+        if _here.type == "cuda":
             torch.cuda.synchronize()
             dist.all_reduce(torch.zeros(1))  # over gloo: nobody goes while another one's device reads its memory
             os._exit(0)  # NCCL's communicators are not destroyed before each graph that uses them is
         dist.barrier()
     except BaseException:  # before the others hear of it
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
-        if device == "cuda":
+        if _here.type == "cuda":
             os._exit(1)  # an end in good order would wait for ranks that wait for this one
         raise
     finally:
@@ -125,6 +125,11 @@ def must_be_captured():
         import pytest
 
         pytest.skip("gloo cannot be captured in a CUDA graph")
+
+
+def as_peers(worker, *args, ranks=2):
+    """on_ranks() of ranks that push into each other's memory: on the CPU, or all on one CUDA device."""
+    return on_ranks(worker, *args, ranks=ranks, shared=True)
 
 
 def on_ranks(worker, *args, ranks=2, device=None, shared=None):

@@ -182,7 +182,6 @@ def test_the_returned_input_carries_its_gradient_back(device, normalization, wan
 
 
 REFUSED = {
-    "tp_overlap": "chunked",
     "symmetric_ar_type": "multimem_all_reduce",
 }
 

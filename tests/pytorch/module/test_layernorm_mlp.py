@@ -270,7 +270,6 @@ def test_recomputing_compiles(device, option):
 # ---- refusals, signature, state ----
 
 REFUSED = {
-    "tp_overlap": "chunked",
     "symmetric_ar_type": "multimem_all_reduce",
 }
 

@@ -283,7 +283,7 @@ def test_autocast_trains_float32_parameters(compile, device):
 # ---- refusals ----
 
 
-@pytest.mark.parametrize("argument, value", [("symmetric_ar_type", "multimem_all_reduce"), ("tp_overlap", "chunked")])
+@pytest.mark.parametrize("argument, value", [("symmetric_ar_type", "multimem_all_reduce")])
 def test_what_has_not_landed_is_refused_by_name(argument, value):
     with refused(NotImplementedError, "Linear", f"'{argument}'", value, "not available"):
         te.Linear(16, 24, device="cpu", **{argument: value})

@@ -171,7 +171,6 @@ def test_keeps_no_sum_twice(device):
 
 
 REFUSED = {
-    "tp_overlap": "chunked",
     "softmax_type": "learnable",
     "attn_input_format": "thd",
 }

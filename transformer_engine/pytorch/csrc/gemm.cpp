@@ -193,13 +193,35 @@ const Tensor& OneWorkspace::at_least(size_t bytes, te_stream stream, const Tenso
   return memory_;
 }
 
+namespace {
+thread_local int64_t runs_of = 0;
+}  // namespace
+
+RunsOf::RunsOf(int64_t rows) : outer_(std::exchange(runs_of, rows)) {}
+RunsOf::~RunsOf() { runs_of = outer_; }
+
+bool runs_like_the_whole(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
+                         int64_t rows) {
+  te_gemm_problem p = problem_of(a, folded(b), layout_of(layout), bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE);
+  if (bias.has_value()) p.bias = view_2d(*bias, "gemm", "bias");
+  p.b.rows = rows;
+  const int64_t cols = p.layout == TE_GEMM_TN ? p.a.rows : p.a.cols;
+  p.d = {p.b.data, rows, cols, cols, p.b.dtype, p.b.device};
+  p.allow_tf32 = a.scalar_type() == at::kFloat && at::globalContext().allowTF32CuBLAS();
+  tuning::meet(p);
+  int32_t does = 0;
+  check(te_gemm_takes_runs(&p, &does));
+  return does != 0;
+}
+
 void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like) {
   if (path.by == GemmBy::kCpuLoop) {
     check(te_gemm_by_loop(&problem));
     return path.note();
   }
   problem.allow_tf32 = like.scalar_type() == at::kFloat && at::globalContext().allowTF32CuBLAS();
-  tuning::meet(problem);
+  problem.whole_rows = runs_of;
+  if (runs_of == 0) tuning::meet(problem);
   size_t bytes = 0;
   check(te_gemm_workspace(&problem, &bytes));
   const te_stream stream = current_stream(like);

@@ -22,6 +22,21 @@ void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const 
 Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,
                        bool overwrite);
 
+// While it lives, this thread's products are runs of rows of one of `rows`: by its algorithm, so that an element has
+// the bits that it has there. runs_like_the_whole: whether cuBLASLt has that for such products with `rows` rows of b.
+class RunsOf {
+ public:
+  explicit RunsOf(int64_t rows);
+  ~RunsOf();
+  RunsOf(const RunsOf&) = delete;
+  RunsOf& operator=(const RunsOf&) = delete;
+
+ private:
+  int64_t outer_;
+};
+bool runs_like_the_whole(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
+                         int64_t rows);
+
 // While it lives, this thread's products on one stream, which run one behind the other, share a workspace: hundreds of
 // small ones would spend their time on taking and giving back theirs.
 class OneWorkspace {

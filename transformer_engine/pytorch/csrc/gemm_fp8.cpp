@@ -288,6 +288,30 @@ void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bo
   if (!made.is_same(d)) d.copy_(made);
 }
 
+bool fp8_runs_like_the_whole(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
+                             const OptionalTensor& bias, bool fast, int64_t rows) {
+  const Fp8Operand l(a, a_columnwise, "a"), r(b, false, "b");
+  const Operand left(l.data, l.scale_inv, l.code, "a"), right(r.data, r.scale_inv, r.code, "b");
+  const GemmPath path =
+      gemm_path({false, at::kByte, out_dtype, is_empty(left, right), bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE,
+                 bias.has_value() ? bias->scalar_type() : at::kFloat});
+  const int64_t cols = left.data.size(0), depth = left.data.size(1);
+  const bool fits = rows % 16 == 0 && cols % 16 == 0 && depth % 16 == 0 && left.data.is_contiguous();
+  if (path.by != GemmBy::kCublasLt || path.apart || !fits || right.scaling != TE_SCALING_TENSOR) return false;
+  const Padded first(left), second(right);
+  te_gemm_problem p = problem_of(first, left, second, right, fast);
+  p.b.rows = rows;
+  p.d = {p.b.data,  rows, cols, cols, dtype_of(at::empty({0}, b.rowwise.options().dtype(out_dtype)), "gemm_fp8", "d"),
+         p.b.device};
+  if (bias.has_value()) {
+    p.bias = view_2d(*bias, "gemm_fp8", "bias");
+    p.epilogue = TE_GEMM_BIAS;
+  }
+  int32_t does = 0;
+  check(te_gemm_takes_runs(&p, &does));
+  return does != 0;
+}
+
 void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,
                             const Tensor& b_scale_inv, int64_t b_code, Tensor& out, bool overwrite, bool fast) {
   const Operand left(a, a_scale_inv, a_code, "a"), right(b, b_scale_inv, b_code, "b");

@@ -50,6 +50,10 @@ Tensor gemm_fp8(const Quantized& a, bool a_columnwise, const Quantized& b, bool 
 void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, const Tensor& d,
                    const OptionalTensor& bias, bool fast);
 
+// Whether cuBLASLt gives runs of the `rows` rows of such a product, in multiples of 16, the bits of the whole (RunsOf).
+bool fp8_runs_like_the_whole(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
+                             const OptionalTensor& bias, bool fast, int64_t rows);
+
 template <class Route = Direct>
 void gemm_fp8_accumulate(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, Tensor& out,
                          bool overwrite, bool fast) {

@@ -41,7 +41,7 @@ void note() {
   if (why_values != nullptr) {
     te_note_path("process group, serial, quantized behind", why_values);
   } else {
-    te_note_path("process group, serial", "products that overlap with communication are not available in this version");
+    te_note_path("process group, serial", "tp_overlap='chunked' computes in runs, while rows are on their way");
   }
 }
 

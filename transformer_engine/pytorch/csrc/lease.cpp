@@ -44,11 +44,7 @@ struct Key {
 void give_up(void* backing) { delete static_cast<Tensor*>(backing); }
 
 c10::Storage new_memory(int64_t bytes, const at::TensorOptions& options) {
-  auto backing = std::make_unique<Tensor>(at::empty({bytes}, options.dtype(at::kByte).layout(at::kStrided)));
-  void* const data = backing->data_ptr();
-  const at::Device device = backing->device();
-  return c10::Storage(c10::Storage::use_byte_size_t(), size_t(bytes),
-                      at::DataPtr(data, backing.release(), give_up, device), nullptr, false);
+  return lent_storage(at::empty({bytes}, options.dtype(at::kByte).layout(at::kStrided)));
 }
 
 bool is_there(const std::string& group) {
@@ -166,6 +162,29 @@ bool fills() {
 
 }  // namespace
 
+void fill_returned(const c10::Storage& memory, const at::TensorOptions& options) {
+  if (!fills() || memory.nbytes() == 0) return;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::empty({0}, options.dtype(at::kByte)).set_(c10::Storage(memory), 0, {int64_t(memory.nbytes())}, {1}).fill_(kPoison);
+}
+
+c10::Storage lent_storage(const Tensor& memory) {
+  auto backing = std::make_unique<Tensor>(memory);
+  void* const data = backing->data_ptr();
+  const size_t bytes = backing->nbytes();
+  const at::Device device = backing->device();
+  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(data, backing.release(), give_up, device),
+                      nullptr, false);
+}
+
+Tensor lent_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const c10::DispatchKeySet keys(
+      c10::computeDispatchKey(options.dtype().toScalarType(), at::kStrided, options.device()));
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory), keys, options.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return made;
+}
+
 Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind) {
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
   const at::Device device = indexed(options.device());
@@ -181,22 +200,16 @@ Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::strin
     slot_->memory = new_memory(bytes, options.device(device));
     slot_->lasting = false;
   }
-  const c10::DispatchKeySet keys(c10::computeDispatchKey(options.dtype().toScalarType(), at::kStrided, device));
-  tensor_ = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slot_->memory), keys, options.dtype());
-  tensor_.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  tensor_ = lent_tensor(slot_->memory, sizes, options.device(device));
 }
 
 Lease::~Lease() {
-  const bool filled = sound_ && fills() && tensor_.numel() > 0;
-  const at::TensorOptions options = tensor_.options().dtype(at::kByte);
+  const bool filled = sound_ && tensor_.numel() > 0;
+  const at::TensorOptions options = tensor_.options();
   tensor_.reset();
   try {
-    if (filled && slot_->memory.use_count() == 1) {  // what others have a view of is theirs, as it is
-      const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      at::empty({0}, options)
-          .set_(c10::Storage(slot_->memory), 0, {int64_t(slot_->memory.nbytes())}, {1})
-          .fill_(kPoison);
-    }
+    // What others have a view of is theirs, as it is.
+    if (filled && slot_->memory.use_count() == 1) fill_returned(slot_->memory, options);
   } catch (...) {  // of a stream that has failed
     sound_ = false;
   }

@@ -9,6 +9,7 @@
 #include <deque>
 #include <memory>
 #include <string_view>
+#include <vector>
 
 #include "probe.h"
 
@@ -45,10 +46,20 @@ class TE_EXPORT Leases {
   Leases(const Leases&) = delete;
   Leases& operator=(const Leases&) = delete;
   Lease& take(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind);
+  // What ends with the call too, in the order in which it was given.
+  void hold(std::shared_ptr<void> other) { others_.push_back(std::move(other)); }
 
  private:
   std::deque<Lease> list_;  // whose references last while it grows
+  std::vector<std::shared_ptr<void>> others_;
 };
+
+// Where tests or torch's deterministic mode ask for it, NaN in memory that nobody has on lease any more.
+void fill_returned(const c10::Storage& memory, const at::TensorOptions& options);
+
+// Memory of somebody else's that is lent as a slot's is: the doors know it. And a tensor in it, from its start on.
+c10::Storage lent_storage(const at::Tensor& backing);
+at::Tensor lent_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // Whether its memory is a slot's, whatever view of it t is.
 TE_EXPORT bool on_lease(const at::Tensor& t);

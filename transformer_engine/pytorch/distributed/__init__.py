@@ -15,6 +15,7 @@ from transformer_engine.pytorch.distributed.gradients import (
 )
 from transformer_engine.pytorch.distributed.linear import column_linear as column_linear
 from transformer_engine.pytorch.distributed.linear import row_linear as row_linear
+from transformer_engine.pytorch.distributed.peer import CommTimeout as CommTimeout
 from transformer_engine.pytorch.distributed.recompute import checkpoint as checkpoint
 from transformer_engine.pytorch.distributed.recompute import (
     is_fp8_activation_recompute_enabled as is_fp8_activation_recompute_enabled,

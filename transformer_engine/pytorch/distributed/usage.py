@@ -1,4 +1,5 @@
-"""What tensor parallelism holds for receiving: the slots that calls have on lease (csrc/lease.h)."""
+"""What tensor parallelism holds for receiving: the slots that calls have on lease (csrc/lease.h), and those that peers
+push to (csrc/peer.h)."""
 
 from typing import NamedTuple
 
@@ -6,6 +7,7 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.groups import ranks_of
+from transformer_engine.pytorch.distributed.peer import channels_of
 
 
 class CommUsage(NamedTuple):
@@ -24,4 +26,6 @@ def comm_usage(group: dist.ProcessGroup | None = None) -> CommUsage:
     """
     if ranks_of("comm_usage", "group", group) == 1:
         return CommUsage(0, 0, 0)
-    return CommUsage(*_C.lease_usage((dist.group.WORLD if group is None else group).group_name))
+    name = (dist.group.WORLD if group is None else group).group_name
+    each = [_C.lease_usage(name), *(channel.usage() for channel in channels_of(name))]
+    return CommUsage(*(sum(numbers) for numbers in zip(*each, strict=True)))

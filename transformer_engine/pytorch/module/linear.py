@@ -25,8 +25,9 @@ class Linear(LinearFamily):
     set_tensor_parallel_group() before the first forward); sizes passed are global. With sequence_parallel dimension 0
     is divided as well: a column gathers it, a row adds its results up and scatters it. Without, a row's result and a
     column's input gradient are added up. tp_recompute_allgather (ours, as tp_overlap): what a column has gathered is
-    not kept for backward, which gathers it again, to the same bits. tp_overlap: "auto" or "off". ub_* are accepted and
-    mean "auto". The gradient of a row's bias is that of the own tokens, and the bias marked `sequence_parallel`.
+    not kept for backward, which gathers it again, to the same bits. tp_overlap: "auto", "off" or "chunked" (products in
+    runs, while rows are on their way between ranks of one machine). ub_* are accepted and mean "auto". The gradient of
+    a row's bias is that of the own tokens, and the bias marked `sequence_parallel`.
     """
 
     _op = "Linear"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.distributed.groups import ranks_of
+from transformer_engine.pytorch.distributed.peer import peer_channel
 from transformer_engine.pytorch.distributed.regions import gather_by_name
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
@@ -53,12 +54,7 @@ def check_options(
     op: str, *, tp_overlap: str, tp_recompute_allgather: bool, symmetric_ar_type: str | None, row: bool = False
 ) -> None:
     """Raises for options that are unknown, or not here yet. row: the module is a row layer, which gathers no input."""
-    if tp_overlap == "chunked":
-        raise NotImplementedError(
-            f"{op}: argument 'tp_overlap' is 'chunked', but products that overlap with communication are not available "
-            "in this version; use 'auto' or 'off'."
-        )
-    if tp_overlap not in ("auto", "off"):
+    if tp_overlap not in ("auto", "off", "chunked"):
         raise ValueError(f"{op}: argument 'tp_overlap' is {tp_overlap!r}, wanted 'auto', 'off' or 'chunked'.")
     if row and not tp_recompute_allgather:
         raise ValueError(
@@ -119,12 +115,15 @@ def exchange_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) ->
         spec = [_MODES[mode], int(module.sequence_parallel), recompute, module.tp_size, _sum_of(module, mode)]
         return Parallel(spec, _named_group(module, inp.device.type))
     exchanges = module.runtime.exchanges
-    key = mode, recompute, module.sequence_parallel, inp.device.type, _sum_of(module, mode)
+    key = mode, recompute, module.sequence_parallel, inp.device, module.tp_overlap, _sum_of(module, mode)
     found = exchanges.get(key)
     if found is None:
         name = _named_group(module, inp.device.type)
+        chunked = module.tp_overlap == "chunked" and module.sequence_parallel
+        if chunked:
+            peer_channel(type(module).__name__, name, inp.device)
         options = _MODES[mode], module.sequence_parallel, recompute, module.tp_size, name, _sum_of(module, mode)
-        found = _C.GroupExchange(*options)
+        found = _C.GroupExchange(*options, int(chunked))
         exchanges[key] = found
     return found
 

@@ -64,6 +64,9 @@ typedef struct te_gemm_problem {
   te_scaling a_scaling;
   te_scaling b_scaling;
   int fast_accumulation;
+  /* 0, or: b and d are consecutive rows of ones with so many, in layout TN or NN without aux; the product is computed
+   * by the algorithm that the whole one takes, for the bits that it gives these rows. */
+  int64_t whole_rows;
 } te_gemm_problem;
 
 /* Bytes of device memory the chosen algorithm wants; 0 on the CPU. */
@@ -71,6 +74,11 @@ TE_API te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes
 
 /* workspace: at least te_gemm_workspace bytes on the problem's device, 256-byte aligned, free to use on the stream. */
 TE_API te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t workspace_bytes, te_stream stream);
+
+/* *does: 1 if products of some rows of this one give the bits of the whole (see whole_rows): its algorithm does not
+ * split the reduction, so that an element has the order of its tile. On the CPU 1: te_gemm_by_loop does, what was lent
+ * need not. */
+TE_API te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does);
 
 /* d[rows, cols] = the product of float32 matrices in CPU memory, in one of the layouts above (a and b as they lie
  * there; d += with accumulate, which alone reads d): sgemm without alpha, whose leading dimensions are the pitches, in

@@ -50,6 +50,10 @@ Sizes check_problem(const te_gemm_problem& p) {
     if (p.aux.dtype != p.d.dtype || p.aux.device != p.d.device) check_like(op, "aux", p.aux, p.d);
     if (p.accumulate) bad_argument(op, "accumulate", 1, "0 with a gelu epilogue");
   }
+  if (p.whole_rows != 0 && (p.whole_rows < s.rows || p.layout == TE_GEMM_NT || takes_aux || p.accumulate)) {
+    bad_argument(op, "whole_rows", p.whole_rows,
+                 "0, or at least d's rows in layout TN or NN, without aux or accumulate");
+  }
   return s;
 }
 
@@ -72,6 +76,16 @@ te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes) {
     *bytes = 0;
     (void)sizes;
     TE_ON_DEVICE_OF("te_gemm", problem->a, (void)0, *bytes = gemm::cuda::workspace(*problem, sizes));
+  });
+}
+
+te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does) {
+  return te::c_guard([&] {
+    using namespace te;
+    const gemm::Sizes sizes = gemm::check_problem(*problem);
+    *does = 1;
+    (void)sizes;
+    TE_ON_DEVICE_OF("te_gemm_takes_runs", problem->a, (void)0, *does = gemm::cuda::takes_runs(*problem, sizes));
   });
 }
 

@@ -222,7 +222,75 @@ te_gemm_key key_of(const te_gemm_problem& p, const Sizes& s) {
   return k;
 }
 
+namespace {
+
+// The product whose rows these are. Runs of it start where their pitch lets them: the whole is aligned no better.
+te_gemm_problem whole_of(const te_gemm_problem& p) {
+  te_gemm_problem whole = p;
+  whole.b.rows = whole.d.rows = p.whole_rows;
+  whole.whole_rows = 0;
+  whole.b.data = whole.d.data = reinterpret_cast<void*>(intptr_t(16));
+  if (is_fp8(p.b.dtype)) {
+    const Extent scales = scales_of(p.b_scaling, p.whole_rows, p.b.cols);
+    whole.b_scale_inv.rows = scales.rows;
+    whole.b_scale_inv.cols = whole.b_scale_inv.row_pitch = scales.cols;
+  }
+  return whole;
+}
+
+const Plan& plan_alone(const te_gemm_problem& p, const Sizes& s, size_t bytes);
+
+bool splits(const cublasLtMatmulAlgo_t& algo) {
+  int32_t parts = 1;
+  size_t written = 0;
+  check(
+      lt().cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof parts, &written),
+      "cublasLtMatmulAlgoConfigGetAttribute");
+  return parts > 1;
+}
+
+struct RunKey {
+  te_gemm_key run;
+  int64_t whole;
+  bool operator<(const RunKey& o) const {
+    const int order = std::memcmp(&run, &o.run, sizeof run);
+    return order != 0 ? order < 0 : whole < o.whole;
+  }
+};
+
+// By the whole's algorithm; anew where another one was chosen for that since.
+const Plan& plan_of_run(const te_gemm_problem& p, const Sizes& s) {
+  static auto* const plans = new std::map<RunKey, const Plan*>;
+  const te_gemm_problem whole = whole_of(p);
+  const Plan& model = plan_alone(whole, sizes_of(whole), SIZE_MAX);
+  const std::lock_guard<std::mutex> lock(mutex());
+  const Plan*& plan = (*plans)[{key_of(p, s), p.whole_rows}];
+  if (plan == nullptr || std::memcmp(&plan->algo, &model.algo, sizeof model.algo) != 0) {
+    te_gemm_choice choice{};
+    std::memcpy(choice.algorithm, &model.algo, sizeof model.algo);
+    choice.workspace_bytes = model.workspace_bytes;
+    plan = plan_chosen("te_gemm", p, choice).release();
+  }
+  return *plan;
+}
+
+}  // namespace
+
+bool takes_runs(const te_gemm_problem& p, const Sizes& s) {
+  if (is_empty(s)) return false;
+  te_gemm_problem whole = p;
+  whole.whole_rows = s.rows;
+  whole = whole_of(whole);
+  return !splits(plan_alone(whole, s, SIZE_MAX).algo);
+}
+
 const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
+  return p.whole_rows > s.rows ? plan_of_run(p, s) : plan_alone(p, s, bytes);
+}
+
+namespace {
+
+const Plan& plan_alone(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
   const te_gemm_key key = key_of(p, s);
   const std::lock_guard<std::mutex> lock(mutex());
   Entry& entry = entries()[key];
@@ -237,6 +305,8 @@ const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
   }
   return *entry.heuristic;
 }
+
+}  // namespace
 
 int32_t candidates(const te_gemm_key& key, int32_t most, te_gemm_choice* choices) {
   const te_gemm_problem p = checked_problem_of("te_gemm_candidates", key);

@@ -58,6 +58,7 @@ void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& problem, const Sizes& 
 
 namespace cuda {
 size_t workspace(const te_gemm_problem& problem, const Sizes& sizes);
+bool takes_runs(const te_gemm_problem& problem, const Sizes& sizes);
 void run(const te_gemm_problem& problem, const Sizes& sizes, void* workspace, size_t bytes, te_stream stream);
 te_gemm_key key_of(const te_gemm_problem& problem, const Sizes& sizes);
 int32_t candidates(const te_gemm_key& key, int32_t most, te_gemm_choice* choices);

@@ -122,15 +122,27 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
     for (Operand& weight : w.weights) {  // a parameter whose FP8 copy served under autocast was not cast
       if (!weight.quantized() && weight.plain.scalar_type() != dtype) weight.plain = weight.plain.to(dtype);
     }
-    const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
-      return stage.products->dgrad(route, part, rows, w, like, q == nullptr || q->split_dgrad);
+    const bool split = q == nullptr || q->split_dgrad;
+    int64_t whole = 0;
+    const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
+      return into.defined() ? stage.products->dgrad_into(route, part, rows, w, like, split, whole, into)
+                            : stage.products->dgrad(route, part, rows, w, like, split);
     };
     const Tensor& like = in.dy.defined() ? in.dy : in.like;
     std::unique_ptr<Transfer> transfer = exchange != nullptr
                                              ? exchange->begin(route, Pass::kDgrad, gradient.dy, like, parts.behind,
                                                                directions, OptionalTensor(), &leases)
                                              : nullptr;
-    passing = through(std::move(transfer), gradient.dy, like, product);
+    const auto ahead = [&](Transfer& transfer) {
+      if (!route.direct()) return;
+      const Operand& weight = w.weights[0];
+      const Tensor& across = weight.quantized() ? weight.fp8.columnwise : weight.plain;
+      whole = transfer.rows();
+      const bool runs = whole > 0 && across.defined() &&
+                        stage.products->takes_runs(Pass::kDgrad, transfer.operand(), whole, w, like, split);
+      transfer.expect(runs ? across.size(weight.quantized() ? 0 : 1) : 0, runs);
+    };
+    passing = through(std::move(transfer), gradient.dy, like, product, ahead);
     parts.arrived = passing.transfer.get();
   }
 

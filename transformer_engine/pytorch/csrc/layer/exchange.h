@@ -25,6 +25,15 @@ class TE_EXPORT Transfer {
   // Null: rows arrive in runs. Else all are here, next() is not asked, and the product's result has the leading
   // dimensions and the dtype of this.
   virtual const Tensor* at_once() const { return nullptr; }
+  // All rows of the product, where runs of them may be asked for; else 0.
+  virtual int64_t rows() const { return 0; }
+  // Before either is asked: the result's columns, and whether runs of rows have the bits of the whole. Where these have
+  // not, or in a call that is traced, the columns are no matter.
+  virtual void expect(const c10::SymInt& cols, bool takes_runs) {}
+  // Where the result of all rows is to be, [rows, cols]; undefined: anywhere, and take() moves it.
+  virtual Tensor room() const { return {}; }
+  // What the product reads of these rows.
+  virtual Operand part(const Rows& rows) const { return rows_of(operand(), rows); }
   // The next rows that have arrived; of an operand without rows, once, none of them. False: there are no more.
   virtual bool next(Rows& rows) = 0;
   // These rows of the product's result, [rows, features]; rows is null for all of them at once.
@@ -86,19 +95,23 @@ struct Passing {
   Tensor result() const { return transfer != nullptr ? transfer->finish() : local; }
 };
 
-// product(operand, rows, like) for all rows; rows is null for the whole. Its result has the leading dimensions of
-// `like`.
-template <class Product>
-Passing through(std::unique_ptr<Transfer> transfer, const Operand& mine, const Tensor& like, Product&& product) {
-  if (transfer == nullptr) return {nullptr, product(mine, static_cast<const Rows*>(nullptr), like)};
+// product(operand, rows, like, into) for all rows; rows is null for the whole. Its result has the leading dimensions of
+// `like`, and is made in `into` where that is defined. ahead(transfer): what a transfer wants to know first.
+template <class Product, class Ahead>
+Passing through(std::unique_ptr<Transfer> transfer, const Operand& mine, const Tensor& like, Product&& product,
+                Ahead&& ahead) {
+  if (transfer == nullptr) return {nullptr, product(mine, static_cast<const Rows*>(nullptr), like, Tensor())};
+  ahead(*transfer);
   if (const Tensor* all = transfer->at_once()) {
-    transfer->take(nullptr, product(transfer->operand(), static_cast<const Rows*>(nullptr), *all));
+    transfer->take(nullptr, product(transfer->operand(), static_cast<const Rows*>(nullptr), *all, Tensor()));
     return {std::move(transfer), {}};
   }
+  const Tensor room = transfer->room();
   Rows rows;
   while (transfer->next(rows)) {
     const Tensor shape = like.new_empty({0}).expand({rows.count, 0});
-    transfer->take(&rows, product(rows_of(transfer->operand(), rows), &rows, shape));
+    const Tensor into = room.defined() ? room.narrow(0, rows.first, rows.count) : Tensor();
+    transfer->take(&rows, product(transfer->part(rows), &rows, shape, into));
   }
   return {std::move(transfer), {}};
 }

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "comm.h"
+#include "exchange_peer.h"
 #include "group.h"
 
 namespace te_torch::layer {
@@ -101,6 +102,12 @@ class GroupTransfer final : public Transfer {
 
 }  // namespace
 
+std::shared_ptr<PeerChannel> GroupExchange::peers(const Route& route, const Tensor& t) const {
+  if (parallel_.overlap != Parallel::kChunked || !parallel_.sequence || !route.direct() || t.numel() == 0)
+    return nullptr;
+  return PeerChannel::of(group_, t.device());
+}
+
 void GroupExchange::check(const Tensor& x) const {
   if (!parallel_.sequence) return;
   TORCH_CHECK_VALUE(x.dim() > 1, "linear: argument 'x' has shape ", x.sym_sizes(),
@@ -149,6 +156,9 @@ Tensor GroupExchange::gathered(const Route& route, const Tensor& t, const Tensor
   const GatherOfValues told(behind != nullptr ? why_values(*behind) : nullptr);
   if (leases != nullptr && route.direct()) {
     const bool again = gradient.defined();
+    if (auto channel = peers(route, t)) {
+      return Direct::call<peer_gather>("te::peer_gather", std::move(channel), t, kind, *leases);
+    }
     return Direct::call<group_gather_leased>(again ? "te::group_gather_again" : "te::group_gather", t, name,
                                              parallel_.ranks, again, *leases, kind);
   }
@@ -186,7 +196,15 @@ std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, co
                                                const Quantizer* behind, Directions directions,
                                                const OptionalTensor& bias, Leases* leases) const {
   if (!gathers(pass) && !adds_up(pass)) return nullptr;
-  if (!gathers(pass)) return std::make_unique<GroupTransfer>(route, *this, true, mine, like, bias);
+  auto channel = peers(route, mine.quantized() ? mine.fp8.rowwise : mine.plain);
+  if (!gathers(pass)) {
+    if (channel) return peer_product_scatter(std::move(channel), pass, mine, like, bias);
+    return std::make_unique<GroupTransfer>(route, *this, true, mine, like, bias);
+  }
+  const bool blocks = mine.quantized() && mine.fp8.scaling != TE_SCALING_TENSOR;
+  if (channel && leases != nullptr && behind == nullptr && !blocks) {
+    return peer_gather_product(std::move(channel), pass, mine, like, *leases);
+  }
   Operand arrived = mine.quantized() ? gathered(route, mine.fp8, false, {}, leases)
                                      : Operand{gathered(route, mine.plain, {}, leases, SlotKind::kValues, behind), {}};
   if (behind != nullptr && !arrived.quantized()) arrived = operand_of(route, behind, arrived.plain, directions);
@@ -205,16 +223,18 @@ Operand GroupExchange::whole(const Route& route, Pass pass, const Operand& mine,
 
 std::shared_ptr<const Exchange> exchange_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op) {
   if (packed.empty()) return nullptr;
-  TORCH_CHECK_VALUE((packed.size() == Parallel::kPacked || packed.size() + 1 == Parallel::kPacked) &&
+  constexpr size_t kLeast = 4;
+  const auto at = [&](size_t i) { return packed.size() > i ? packed[i] : 0; };
+  TORCH_CHECK_VALUE(packed.size() >= kLeast && packed.size() <= Parallel::kPacked &&
                         (packed[0] == Parallel::kColumn || packed[0] == Parallel::kRow) &&
-                        packed[2] >= Parallel::kGathered && packed[2] <= Parallel::kArrived && packed.back() >= 0 &&
-                        (packed.size() < Parallel::kPacked || packed.back() <= 2),
+                        packed[2] >= Parallel::kGathered && packed[2] <= Parallel::kArrived && packed[3] >= 0 &&
+                        at(4) >= 0 && at(4) <= 2 && at(5) >= Parallel::kSerial && at(5) <= Parallel::kChunked,
                     op, ": argument 'parallel' is ", packed,
-                    ", wanted nothing, or integers: 1 (column) or 2 (row), sequence, recompute (0, 1 or 2), ranks, and "
-                    "for a row whose "
-                    "output is added up 0 (the group), 1 (one_shot) or 2 (two_shot).");
-  const int64_t sum = packed.size() == Parallel::kPacked ? packed[4] : 0;
-  const Parallel parallel{Parallel::Mode(packed[0]), packed[1] != 0, Parallel::Keeps(packed[2]), packed[3], sum};
+                    ", wanted nothing, or integers: 1 (column) or 2 (row), sequence, recompute (0, 1 or 2), ranks, for "
+                    "a row whose output is added up 0 (the group), 1 (one_shot) or 2 (two_shot), and 1 for runs over "
+                    "peers.");
+  const Parallel parallel{Parallel::Mode(packed[0]), packed[1] != 0, Parallel::Keeps(packed[2]), packed[3], at(4),
+                          Parallel::Overlap(at(5))};
   return std::make_shared<GroupExchange>(parallel, std::string(group));
 }
 
@@ -227,14 +247,15 @@ void register_exchange_group(pybind11::module_& m) {
   using namespace layer;
   py::class_<GroupExchange, std::shared_ptr<GroupExchange>>(m, "GroupExchange")
       .def(py::init([](int64_t mode, bool sequence, int64_t recompute, int64_t ranks, const std::string& group,
-                       int64_t sum) {
-             const std::vector<int64_t> packed{mode, sequence, recompute, ranks, sum};
+                       int64_t sum, int64_t overlap) {
+             const std::vector<int64_t> packed{mode, sequence, recompute, ranks, sum, overlap};
              exchange_of(packed, group, "GroupExchange");
-             return std::make_shared<GroupExchange>(
-                 Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute), ranks, sum}, group);
+             return std::make_shared<GroupExchange>(Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute),
+                                                             ranks, sum, Parallel::Overlap(overlap)},
+                                                    group);
            }),
            py::arg("mode"), py::arg("sequence"), py::arg("recompute"), py::arg("ranks"), py::arg("group"),
-           py::arg("sum") = 0)
+           py::arg("sum") = 0, py::arg("overlap") = 0)
       .def_property_readonly("spec", [](const GroupExchange& e) { return e.parallel().pack(); })
       .def_property_readonly("group", &GroupExchange::group);
   m.def("set_symmetric_sum", [](const py::function& function) { lend_symmetric_sum(function.ptr()); });

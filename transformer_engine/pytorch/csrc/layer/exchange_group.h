@@ -1,5 +1,5 @@
 // The exchange of tensor parallelism: rows of tokens go over a process group, in one collective before or behind the
-// whole product.
+// whole product; or over a channel to peers, in runs (exchange_peer.h).
 //   column, sequence: fprop gathers x; dgrad's partial results are added up and scattered; wgrad gathers x again.
 //   row, sequence: fprop's partial results are added up and scattered, the bias behind; dgrad and wgrad gather dy.
 //   without sequence: a column's dgrad and a row's fprop are added up, and every rank has all rows.
@@ -8,6 +8,7 @@
 #include <string>
 
 #include "exchange.h"
+#include "peer.h"
 
 namespace te_torch::layer {
 
@@ -22,8 +23,11 @@ struct Parallel {
   // What adds up a row's output that is not scattered: the group (0), or kernels over symmetric memory.
   int64_t sum = 0;
 
-  static constexpr size_t kPacked = 5;
-  std::vector<int64_t> pack() const { return {mode, sequence, keeps, ranks, sum}; }
+  // How products and communication share the time: one behind the other, or in runs over a channel to peers (peer.h).
+  enum Overlap : int64_t { kSerial = 0, kChunked = 1 } overlap = kSerial;
+
+  static constexpr size_t kPacked = 6;
+  std::vector<int64_t> pack() const { return {mode, sequence, keeps, ranks, sum, overlap}; }
 };
 
 class GroupExchange final : public Exchange {
@@ -52,6 +56,8 @@ class GroupExchange final : public Exchange {
 
  private:
   bool column() const { return parallel_.mode == Parallel::kColumn; }
+  // Where this is to go over peers; else null.
+  std::shared_ptr<PeerChannel> peers(const Route& route, const Tensor& t) const;
   Tensor gathered(const Route& route, const Tensor& t, const Tensor& gradient, Leases* leases, SlotKind kind,
                   const Quantizer* behind = nullptr) const;
   Operand gathered(const Route& route, const Quantized& mine, bool columnwise, const Tensor& gradient,

@@ -203,11 +203,8 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
     w.weights = operands_of(route, quantizers, in.weights, {true, columnwise});
   }
   const bool split = q == nullptr || q->split_fprop;
-  const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like) {
-    return stage.products->fprop(route, part, rows, w, like, split);
-  };
   if (exchange == nullptr) {
-    out.y = product(operand, nullptr, x);
+    out.y = stage.products->fprop(route, operand, nullptr, w, x, split);
     if (both) operand = values;
     keep_for_backward(route, keeper, stage, number, in, out, w.weights, {}, needs, keeping);
     return out;
@@ -221,9 +218,20 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   // What a backward keeps for itself alone is kept as it came.
   const bool keeps = reads_gathered && (exchange->keeps_gathered(quantized) || !keeper.serves_a_graph());
   Leases leases;  // until the product is there
+  int64_t whole = 0;
+  const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
+    return into.defined() ? stage.products->fprop_into(route, part, rows, w, like, split, whole, into)
+                          : stage.products->fprop(route, part, rows, w, like, split);
+  };
+  const auto ahead = [&](Transfer& transfer) {
+    if (!route.direct()) return;
+    whole = transfer.rows();
+    const bool runs = whole > 0 && stage.products->takes_runs(Pass::kFprop, transfer.operand(), whole, w, x, split);
+    transfer.expect(runs ? in.weights[0].size(0) : 0, runs);
+  };
   const Passing passing =
       through(exchange->begin(route, Pass::kFprop, operand, x, behind, directions, bias, keeps ? nullptr : &leases),
-              operand, x, product);
+              operand, x, product, ahead);
   Operand gathered;
   if (passing.transfer != nullptr && reads_gathered) {
     const Operand& arrived = passing.transfer->operand();

@@ -3,6 +3,7 @@
 
 #include <ATen/ExpandUtils.h>
 
+#include "gemm.h"
 #include "gemm_fp8.h"
 #include "linear_core.h"
 #include "rows_view.h"
@@ -101,6 +102,32 @@ Tensor SingleProduct::fprop(const Route& route, const Operand& x, const Rows*, c
 Tensor SingleProduct::dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                             bool split) const {
   return dgrad_of(route, dy, w.weights[0], like, split, {});
+}
+
+Tensor SingleProduct::fprop_into(const Route& route, const Operand& x, const Rows*, const WeightSet& w,
+                                 const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
+  const RunsOf runs(whole);
+  return fprop_of(route, x, w.weights[0], w.bias(0), like, split, into);
+}
+
+Tensor SingleProduct::dgrad_into(const Route& route, const Operand& dy, const Rows*, const WeightSet& w,
+                                 const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
+  const RunsOf runs(whole);
+  return dgrad_of(route, dy, w.weights[0], like, split, into);
+}
+
+bool SingleProduct::takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
+                               bool split) const {
+  const Operand& weight = w.weights[0];
+  if (some.quantized() != weight.quantized()) return false;
+  const bool cpu = like.is_cpu();
+  if (cpu) return cpu_products_by_loop();
+  const OptionalTensor bias = pass == Pass::kFprop ? w.bias(0) : OptionalTensor();
+  if (!some.quantized()) {
+    return runs_like_the_whole(weight.plain, some.plain, pass == Pass::kFprop ? "TN" : "NN", bias, whole);
+  }
+  const bool fast = may_be_fast(weight.fp8, some.fp8, split);
+  return fp8_runs_like_the_whole(weight.fp8, pass == Pass::kDgrad, some.fp8, like.scalar_type(), bias, fast, whole);
 }
 
 std::shared_ptr<WeightProduct> SingleProduct::weight_product(const Route&, Gradient gradient, Operand x,

@@ -60,6 +60,20 @@ class TE_EXPORT Products {
   // for all. split: float32 accumulation throughout.
   virtual Tensor fprop(const Route& route, const Operand& x, const Rows* rows, const WeightSet& w, const Tensor& like,
                        bool split) const = 0;
+  // The same of some rows into [rows, N], with the bits that the product of all `whole` rows gives them.
+  virtual Tensor fprop_into(const Route& route, const Operand& x, const Rows* rows, const WeightSet& w,
+                            const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
+    return into.copy_(fprop(route, x, rows, w, like, split));
+  }
+  // Whether there is such a product, for all rows of this operand (undefined: of those that it stands for).
+  virtual bool takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
+                          bool split) const {
+    return false;
+  }
+  virtual Tensor dgrad_into(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w,
+                            const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
+    return into.copy_(dgrad(route, dy, rows, w, like, split));
+  }
   // dx[..., K] of dy[..., N].
   virtual Tensor dgrad(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w, const Tensor& like,
                        bool split) const = 0;
@@ -74,6 +88,12 @@ class TE_EXPORT SingleProduct : public Products {
                bool split) const override;
   Tensor dgrad(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w, const Tensor& like,
                bool split) const override;
+  Tensor fprop_into(const Route& route, const Operand& x, const Rows* rows, const WeightSet& w, const Tensor& like,
+                    bool split, int64_t whole, const Tensor& into) const override;
+  Tensor dgrad_into(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w, const Tensor& like,
+                    bool split, int64_t whole, const Tensor& into) const override;
+  bool takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
+                  bool split) const override;
   std::shared_ptr<WeightProduct> weight_product(const Route& route, Gradient gradient, Operand x, at::ScalarType dtype,
                                                 bool split) const override;
 };

@@ -1,0 +1,125 @@
+"""Products beside their communication (targets.py case M): a column's gather and product, a row's product and scatter,
+with tp_overlap "chunked" (ours), over the group and then computed (ours serial), and by torch's symmetric memory (torch
+fused). Beside them `gemm`, the rank's product alone: what the spec's bars are ratios to.
+
+    torchrun --nproc-per-node=2 bench_overlap.py                    # each rank on a CUDA device of its own
+    torchrun --nproc-per-node=2 bench_overlap.py --device cpu       # small shapes: that it runs
+
+A shape is tokens of all ranks, width of all ranks' weights, depth: [M, K] x [N / t, K]^T of a column, [M, K / t] x
+[N, K / t]^T of a row."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import Case
+from rank_bench import RankBench
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _C
+
+MODELS = {  # N, K: 70B gate_up, qkv, 8B gate_up, qkv; 70B down, o_proj, 8B down
+    "gather_linear": [(57344, 8192), (10240, 8192), (28672, 4096), (6144, 4096)],
+    "linear_scatter": [(8192, 28672), (8192, 8192), (4096, 14336)],
+}
+TOKENS = {"cuda": (8192, 256, 512, 1024, 2048, 4096, 16384), "cpu": (256,)}
+CPU = {"gather_linear": [(96, 32)], "linear_scatter": [(32, 96)]}
+
+
+def layer(bench, op, n, k, overlap):
+    mode = "column" if op == "gather_linear" else "row"
+    return te.Linear(
+        k,
+        n,
+        bias=False,
+        parallel_mode=mode,
+        sequence_parallel=True,
+        tp_group=dist.group.WORLD,
+        tp_overlap=overlap,
+        params_dtype=torch.bfloat16,
+        device=bench.device,
+    )
+
+
+def fused(op, x, weight):
+    """Torch's own; None where this build has none, or the devices do not reach each other."""
+    name = dist.group.WORLD.group_name
+    if not x.is_cuda:
+        return None
+    try:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        symm_mem.enable_symm_mem_for_group(name)
+        if op == "gather_linear":
+            return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, name)
+        return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, name)
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+
+
+def forward(bench, op, m, n, k):
+    case = Case("M", op, "bf16", (m, n, k), "forward", flops=2 * m * n * k // bench.ranks)
+    if not bench.wants(case):
+        return
+    gather = op == "gather_linear"
+    chunked = layer(bench, op, n, k, "chunked")
+    serial = layer(bench, op, n, k, "off")
+    serial.load_state_dict(chunked.state_dict())
+    weight = chunked.weight.detach()
+    rows = m // bench.ranks if gather else m
+    x = bench.randn(rows, k if gather else k // bench.ranks, dtype="bf16")
+    whole = bench.randn(m, x.shape[1], dtype="bf16")
+
+    def call(module):
+        def run():
+            with torch.no_grad():
+                module(x)
+
+        return run
+
+    ways = {"ours": call(chunked), "ours serial": call(serial), "gemm": lambda: F.linear(whole, weight)}
+    peer = fused(op, x, weight)
+    if peer is not None:
+        ways["torch fused"] = peer
+    bench.compare_ranks(case, ways, calls=20 if bench.cuda else 2)
+
+
+def backward(bench, m, n, k):
+    """A column's forward and backward, and what of it is no product."""
+    case = Case("M", "gather_linear", "bf16", (m, n, k), "forward+backward", flops=6 * m * n * k // bench.ranks)
+    if not bench.wants(case):
+        return
+    x = bench.randn(m // bench.ranks, k, dtype="bf16", grad=True)
+    dy = bench.randn(m, n // bench.ranks, dtype="bf16")
+    whole = te.Linear(k, n // bench.ranks, bias=False, params_dtype=torch.bfloat16, device=bench.device)
+    inputs = bench.randn(m, k, dtype="bf16", grad=True)
+
+    def call(module, leaf):
+        def run():
+            leaf.grad = module.weight.grad = None
+            module(leaf).backward(dy)
+
+        return run
+
+    ways = {
+        "ours": call(layer(bench, "gather_linear", n, k, "chunked"), x),
+        "ours serial": call(layer(bench, "gather_linear", n, k, "off"), x),
+        "gemm": call(whole, inputs),
+    }
+    bench.compare_ranks(case, ways, calls=10 if bench.cuda else 1)
+
+
+def main():
+    bench = RankBench(__doc__)
+    _C.set_cpu_products("loop")
+    shapes = MODELS if bench.cuda else CPU
+    for m in TOKENS[bench.device.type]:
+        for op, widths in shapes.items():
+            for n, k in widths:
+                forward(bench, op, m, n, k)
+    for n, k in shapes["gather_linear"][:1]:
+        backward(bench, TOKENS[bench.device.type][0], n, k)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

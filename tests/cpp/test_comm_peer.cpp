@@ -1,0 +1,208 @@
+// The channel by which ranks push into each other's memory, with threads as ranks: whose bytes arrive, who waits for
+// whom, and what happens where somebody does not come. Mutants, in ops/comm/peer.cpp and peer_watch.cpp: no wait for a
+// slot to be free, a word that is not put back, no look for the dead, no comparing of words, turn these red.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "ops/comm/peer.h"
+#include "transformer_engine/comm_peer.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr size_t kBytes = 4096;  // of a slot
+
+void ok(te_status status) { ASSERT_EQ(status, TE_SUCCESS) << te_last_error(); }
+
+class Ranks {
+ public:
+  explicit Ranks(int32_t ranks, double timeout_s = 20) : ranks_(ranks) {
+    size_t bytes = 0;
+    ok(te_comm_peer_bytes(ranks, &bytes));
+    words_ = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    std::memset(words_, 0, bytes);
+    for (int32_t rank = 0; rank < ranks; ++rank) {
+      const te_comm_peer_options options{ranks, rank, TE_DEVICE_CPU, words_, timeout_s};
+      channels_.push_back(nullptr);
+      ok(te_comm_peer_create(&options, &channels_.back()));
+      slots_.emplace_back(kBytes, char(0));
+    }
+    for (te_comm_peer* channel : channels_) {
+      std::vector<void*> addresses;
+      for (auto& slot : slots_) addresses.push_back(slot.data());
+      ok(te_comm_peer_slot(channel, 0, addresses.data(), kBytes));
+    }
+  }
+  ~Ranks() {
+    for (te_comm_peer* channel : channels_) te_comm_peer_destroy(channel);
+    std::free(words_);
+  }
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+
+  te_comm_peer* operator[](int32_t rank) const { return channels_[size_t(rank)]; }
+  char* slot(int32_t rank) { return slots_[size_t(rank)].data(); }
+  te::comm::Words words() const { return {words_, ranks_}; }
+
+  // Every rank's part, each in a thread of its own.
+  template <class Part>
+  void run(Part&& part) const {
+    std::vector<std::thread> threads;
+    for (int32_t rank = 0; rank < ranks_; ++rank) threads.emplace_back([&, rank] { part(rank); });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  // One byte of every rank goes to every rank.
+  void call(int32_t rank, const char* text, char value) const {
+    te_comm_peer* const channel = channels_[size_t(rank)];
+    ok(te_comm_peer_begin(channel, 0, text));
+    ok(te_comm_peer_follow(channel, nullptr));
+    for (int32_t to = 0; to < ranks_; ++to) {
+      if (to == rank) continue;
+      ok(te_comm_peer_push(channel, 0, to, size_t(rank), 1, &value, 1, 1, 1));
+      ok(te_comm_peer_signal(channel, 0, to));
+    }
+    for (int32_t from = 0; from < ranks_; ++from) {
+      if (from != rank) ok(te_comm_peer_wait(channel, 0, from, nullptr));
+    }
+  }
+  void done(int32_t rank) const {
+    for (int32_t from = 0; from < ranks_; ++from) {
+      if (from != rank) ok(te_comm_peer_done(channels_[size_t(rank)], 0, from, nullptr));
+    }
+  }
+
+  te_comm_peer_failure_info failure(int32_t rank) const {
+    te_comm_peer_failure_info info;
+    ok(te_comm_peer_failure(channels_[size_t(rank)], &info));
+    return info;
+  }
+
+ private:
+  const int32_t ranks_;
+  void* words_ = nullptr;
+  std::vector<te_comm_peer*> channels_;
+  std::vector<std::vector<char>> slots_;
+};
+
+TEST(CommPeer, WhatIsPushedIsThereAndStaysUntilItWasRead) {
+  for (const int32_t ranks : {2, 3, 5}) {
+    Ranks all(ranks);
+    std::vector<int> wrong(size_t(ranks), 0);
+    all.run([&](int32_t rank) {
+      std::mt19937 generator{unsigned(rank)};
+      for (int again = 0; again < 300; ++again) {
+        all.call(rank, again % 2 ? "odd" : "even", char(again + rank));
+        if (generator() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+        for (int32_t from = 0; from < ranks; ++from) {
+          if (from != rank && all.slot(rank)[from] != char(again + from)) ++wrong[size_t(rank)];
+        }
+        all.done(rank);
+      }
+    });
+    EXPECT_EQ(std::count(wrong.begin(), wrong.end(), 0), ranks);
+    EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
+  }
+}
+
+TEST(CommPeer, RowsWithPitches) {
+  Ranks all(2);
+  const char rows[] = "ab..cd..ef";
+  all.run([&](int32_t rank) {
+    te_comm_peer* const channel = all[rank];
+    ok(te_comm_peer_begin(channel, 0, "rows"));
+    ok(te_comm_peer_push(channel, 0, 1 - rank, 10, 3, rows, 4, 2, 3));
+    ok(te_comm_peer_signal(channel, 0, 1 - rank));
+    ok(te_comm_peer_wait(channel, 0, 1 - rank, nullptr));
+  });
+  EXPECT_EQ(std::string(all.slot(0) + 10, 8), std::string("ab\0cd\0ef", 8));
+}
+
+TEST(CommPeer, RanksInDifferentCallsAreBothNamed) {
+  Ranks all(2);
+  all.run([&](int32_t rank) { all.call(rank, rank == 0 ? "apples" : "pears", 1); });
+  for (const int32_t rank : {0, 1}) {
+    const te_comm_peer_failure_info info = all.failure(rank);
+    EXPECT_EQ(info.trouble, TE_COMM_PEER_OTHER);
+    EXPECT_EQ(std::string(info.op), info.rank == 0 ? "apples" : "pears");
+    EXPECT_EQ(std::string(info.other), info.rank == 0 ? "pears" : "apples");
+    float value = 1;
+    ok(te_comm_peer_poison(all[rank], &value, sizeof value, nullptr));
+    EXPECT_NE(value, value);
+  }
+}
+
+TEST(CommPeer, ALateRankEndsTheWaitAtTheDeadlineAndWaitsBehindItAtOnce) {
+  Ranks all(2, 0.3);
+  const auto began = Clock::now();
+  all.call(0, "alone", 1);
+  all.call(0, "again", 1);
+  const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
+  EXPECT_GT(seconds, 0.25);
+  EXPECT_LT(seconds, 3);
+  for (const int32_t rank : {0, 1}) {
+    EXPECT_EQ(all.failure(rank).trouble, TE_COMM_PEER_LATE);
+    EXPECT_EQ(all.failure(rank).peer, 1);
+    EXPECT_EQ(std::string(all.failure(rank).op), "alone");
+  }
+}
+
+TEST(CommPeer, WaitsThatEachEndInTimeAreNotOneLongWait) {
+  Ranks all(2, 0.4);
+  all.run([&](int32_t rank) {
+    for (int again = 0; again < 20; ++again) {
+      if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      all.call(rank, "the same", 1);
+      all.done(rank);
+    }
+  });
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
+}
+
+TEST(CommPeer, ADeadProcessIsFoundWithinTwoSeconds) {
+  Ranks all(2);
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  all.words().member(1).pid = uint32_t(child);  // a zombie, until somebody asks for its status
+  const auto began = Clock::now();
+  all.call(0, "alone", 1);
+  EXPECT_LT(std::chrono::duration<double>(Clock::now() - began).count(), 2);
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_DEAD);
+  EXPECT_EQ(all.failure(0).peer, 1);
+  waitpid(child, nullptr, 0);
+}
+
+TEST(CommPeer, ACallThatIsGivenUpEndsTheOthers) {
+  Ranks all(2);
+  all.run([&](int32_t rank) {
+    if (rank == 0) return all.call(rank, "a call", 1);
+    ok(te_comm_peer_give_up(all[rank], "raised"));
+  });
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_LEFT);
+  EXPECT_EQ(std::string(all.failure(0).op), "raised");
+}
+
+TEST(CommPeer, Refusals) {
+  size_t bytes = 0;
+  EXPECT_EQ(te_comm_peer_bytes(1, &bytes), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_comm_peer_bytes(2, nullptr), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_comm_peer_create(nullptr, nullptr), TE_INVALID_ARGUMENT);
+  Ranks all(2);
+  const char value = 0;
+  EXPECT_EQ(te_comm_peer_begin(all[0], TE_COMM_PEER_SLOTS, "x"), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_comm_peer_push(all[0], 1, 1, 0, 1, &value, 1, 1, 1), TE_INVALID_ARGUMENT);  // no such memory
+  ok(te_comm_peer_begin(all[0], 0, "x"));
+  EXPECT_EQ(te_comm_peer_push(all[0], 0, 1, kBytes, 1, &value, 1, 1, 1), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_comm_peer_push(all[0], 0, 2, 0, 1, &value, 1, 1, 1), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_comm_peer_wait(all[0], 0, -1, nullptr), TE_INVALID_ARGUMENT);
+}
+
+}  // namespace

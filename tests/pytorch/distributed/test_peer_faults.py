@@ -1,0 +1,59 @@
+# Ranks that push into each other's memory while one of them dies, is stopped, or does something else: the others raise
+# in time, name it, and go on in a new group. Mutants, in common/ops/comm/peer_watch.cpp: no look for the dead, waits
+# that are not ended, words that are not compared, turn these red.
+import os
+import signal
+import time
+from pathlib import Path
+
+import peer_fault_workers as workers
+import pytest
+
+pytestmark = pytest.mark.dist
+
+
+def test_a_rank_is_killed(tmp_path):
+    met = workers.ends(workers.starts("killed", tmp_path, 3, 30), tmp_path)
+    when = float((tmp_path / "when").read_text())
+    assert met[1] is None
+    for found in (met[0], met[2]):
+        assert found["peer"] == 1 and "dead" in found["words"] and found["when"] - when < 2, found
+        assert found["nan"] and "has failed" in found["again"] and found["sound"], found
+
+
+def test_a_rank_is_stopped(tmp_path):
+    each = workers.starts("stopped", tmp_path, 2, 3)
+    when = tmp_path / "when"
+    until = time.monotonic() + 60
+    while not when.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(each[1].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        while not (Path(tmp_path) / "met0").exists() and time.monotonic() < began + 20:
+            time.sleep(0.01)
+    finally:
+        os.kill(each[1].pid, signal.SIGCONT)
+    met = workers.ends(each, tmp_path)
+    assert met[0]["peer"] == 1 and "late" in met[0]["words"] and 2 < met[0]["when"] - began < 6, met[0]
+    assert met[0]["nan"] and met[1]["rank"] == 0 and "late" in met[1]["words"], met
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [("other_shapes", ["[32, 2, 64]", "[48, 2, 64]"]), ("other_gradients", ["rank 0", "rank 1", "gather"])],
+)
+def test_ranks_in_different_calls(tmp_path, name, words):
+    for found in workers.ends(workers.starts(name, tmp_path, 2, 20), tmp_path):
+        assert "another call" in found["words"] and all(word in found["words"] for word in words), found
+        assert found["step"] == "arrive"
+
+
+def test_memory_that_grows_differently(tmp_path):
+    for found in workers.ends(workers.starts("other_growth", tmp_path, 2, 20), tmp_path):
+        assert "different calls" in found["words"] or "gave up" in found["words"], found
+
+
+def test_a_rank_that_is_late_now_and_then(tmp_path):
+    for found in workers.ends(workers.starts("sleepy", tmp_path, 2, 30), tmp_path):
+        assert found == {"wrong": 0}

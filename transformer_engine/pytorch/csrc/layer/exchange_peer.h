@@ -1,0 +1,19 @@
+// A product's way over a channel to peers: rows are pushed into the peers' memory by copies, and computed in runs as
+// they arrive, or pushed to their owners run by run as they are computed. Where runs would have other bits than the
+// whole, the same copies stand before or behind one product.
+#pragma once
+
+#include "exchange.h"
+#include "peer.h"
+
+namespace te_torch::layer {
+
+// What arrives is read in runs, by the plan: `mine`, plain or FP8 by one scale.
+std::unique_ptr<Transfer> peer_gather_product(std::shared_ptr<PeerChannel> channel, Pass pass, const Operand& mine,
+                                              const Tensor& like, Leases& leases);
+
+// The result's rows go to their owners, who add them up in the order of the ranks, and the bias.
+std::unique_ptr<Transfer> peer_product_scatter(std::shared_ptr<PeerChannel> channel, Pass pass, const Operand& mine,
+                                               const Tensor& like, const OptionalTensor& bias);
+
+}  // namespace te_torch::layer

@@ -1,0 +1,287 @@
+// See peer.h.
+#include "peer.h"
+
+#include <ATen/core/Formatting.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <sstream>
+
+#include "held_object.h"
+
+namespace te_torch {
+
+namespace {
+
+struct Known {
+  std::string group;
+  at::Device device;
+  std::weak_ptr<PeerChannel> channel;
+};
+
+std::mutex& known_mutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+
+std::vector<Known>& known() {
+  static auto* const channels = new std::vector<Known>;
+  return *channels;
+}
+
+std::shared_ptr<PyObject>& timeout_error() {  // Python's CommTimeout
+  static auto* const error = new std::shared_ptr<PyObject>;
+  return *error;
+}
+
+const char* words_of(te_comm_peer_trouble trouble) {
+  switch (trouble) {
+    case TE_COMM_PEER_LATE:
+      return "is late";
+    case TE_COMM_PEER_DEAD:
+      return "is dead";
+    case TE_COMM_PEER_OTHER:
+      return "is at another call";
+    default:
+      return "gave up";
+  }
+}
+
+}  // namespace
+
+PeerChannel::PeerChannel(std::string group, at::Device device, int64_t ranks, int64_t rank, Tensor words,
+                         double timeout_s, PyObject* grow)
+    : group_(std::move(group)),
+      device_(indexed(device)),
+      ranks_(ranks),
+      rank_(rank),
+      words_(std::move(words)),
+      grow_(held_object(grow)) {
+  size_t bytes = 0;
+  check(te_comm_peer_bytes(int32_t(ranks), &bytes));
+  TORCH_CHECK_VALUE(words_.is_cpu() && words_.is_contiguous() && words_.nbytes() >= bytes,
+                    "PeerChannel: argument 'words' has ", words_.nbytes(), " bytes, wanted ", bytes, " on the CPU.");
+  const te_comm_peer_options options{int32_t(ranks), int32_t(rank),
+                                     device_.is_cpu() ? TE_DEVICE_CPU : int32_t(device_.index()), words_.data_ptr(),
+                                     timeout_s};
+  check(te_comm_peer_create(&options, &channel_));
+}
+
+PeerChannel::~PeerChannel() { te_comm_peer_destroy(channel_); }
+
+std::shared_ptr<PeerChannel> PeerChannel::of(std::string_view group, const at::Device& device) {
+  const at::Device here = indexed(device);
+  const std::lock_guard<std::mutex> lock(known_mutex());
+  for (const Known& each : known()) {
+    if (each.device == here && each.group == group) return each.channel.lock();
+  }
+  return nullptr;
+}
+
+void PeerChannel::refuse_failed() const {
+  te_comm_peer_failure_info info;
+  check(te_comm_peer_failure(channel_, &info));
+  if (info.trouble == TE_COMM_PEER_SOUND) return;
+  const char* step = info.trouble == TE_COMM_PEER_LEFT && info.peer < 0 ? "call" : info.freeing ? "free" : "arrive";
+  std::ostringstream words;
+  words << "the tensor-parallel group '" << group_ << "' has failed: rank " << info.rank;
+  if (info.peer < 0) {
+    words << " " << words_of(info.trouble) << " in " << info.op;
+  } else {
+    words << " waited for rank " << info.peer << ", which " << words_of(info.trouble);
+    if (info.op[0] != 0) words << ", in " << info.op;
+    if (info.other[0] != 0) words << "; rank " << info.peer << " is in " << info.other;
+  }
+  words << ". What was computed behind it is NaN; make a new group.";
+  const pybind11::gil_scoped_acquire gil;
+  TORCH_CHECK(timeout_error() != nullptr, words.str());
+  const auto type = pybind11::reinterpret_borrow<pybind11::object>(timeout_error().get());
+  const pybind11::object error = type(words.str(), std::string(info.op), info.peer, info.rank, std::string(step));
+  PyErr_SetObject(type.ptr(), error.ptr());
+  throw_python_error();
+}
+
+PeerChannel::Taken PeerChannel::take(SlotKind kind, int64_t bytes, const std::string& text, te_stream stream) {
+  constexpr int32_t kEach = TE_COMM_PEER_SLOTS / 4;  // of each kind
+  int32_t slot = kEach * int32_t(kind);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const int32_t last = slot + kEach;
+    while (slot < last && slots_[size_t(slot)].leased) ++slot;
+    TORCH_CHECK(slot < last, text, ": all slots of its kind are taken by calls that have not ended.");
+    slots_[size_t(slot)].leased = true;
+  }
+  Slot& found = slots_[size_t(slot)];
+  try {
+    if (!found.memory || int64_t(found.memory.nbytes()) < bytes) {
+      int32_t capturing = 0;
+      if (!device_.is_cpu()) check(te_comm_is_captured(stream, &capturing));
+      TORCH_CHECK(!capturing, text, ": ", bytes,
+                  " bytes that the ranks share cannot be made while a graph is captured; run the same call once before "
+                  "the capture, or reserve them by initialize_ub.");
+      grow(slot, bytes, text);
+    }
+  } catch (...) {
+    give_back(slot);
+    throw;
+  }
+  return {slot, found.memory};
+}
+
+void PeerChannel::grow(int32_t slot, int64_t bytes, const std::string& text) {
+  Slot& found = slots_[size_t(slot)];
+  const pybind11::gil_scoped_acquire gil;
+  const pybind11::object made = pybind11::reinterpret_borrow<pybind11::object>(grow_.get())(slot, bytes, text);
+  const auto parts = made.cast<pybind11::tuple>();
+  const auto own = parts[0].cast<Tensor>();
+  const auto addresses = parts[1].cast<std::vector<int64_t>>();
+  TORCH_CHECK(int64_t(addresses.size()) == ranks_ && int64_t(own.nbytes()) >= bytes, "PeerChannel: wrong memory.");
+  std::vector<void*> pointers;
+  for (const int64_t address : addresses) pointers.push_back(reinterpret_cast<void*>(address));
+  check(te_comm_peer_slot(channel_, slot, pointers.data(), own.nbytes()));
+  if (found.kept) outgrown_.push_back(found.kept);
+  found.kept = held_object(made.ptr());
+  found.memory = lent_storage(own);
+}
+
+void PeerChannel::give_back(int32_t slot) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  slots_[size_t(slot)].leased = false;
+}
+
+void PeerChannel::reserve(SlotKind kind, int64_t bytes) {
+  if (bytes > 0) give_back(take(kind, bytes, "initialize_ub", nullptr).slot);
+}
+
+PeerChannel::Usage PeerChannel::usage() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Usage total;
+  for (const Slot& slot : slots_) {
+    if (!slot.memory) continue;
+    total.bytes += int64_t(slot.memory.nbytes());
+    ++total.slots;
+    total.leased += slot.leased;
+  }
+  return total;
+}
+
+PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const std::string& text, at::IntArrayRef sizes,
+                   const at::TensorOptions& options)
+    : channel_(std::move(channel)), pushed_(size_t(channel_->ranks()), false) {
+  channel_->refuse_failed();
+  const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
+  taken_ = channel_->take(kind, bytes, text, stream());
+  tensor_ = lent_tensor(taken_.memory, sizes, options.device(channel_->device()));
+  check(te_comm_peer_begin(channel_->get(), taken_.slot, text.c_str()));
+}
+
+PeerCall::~PeerCall() {
+  te_comm_peer* const channel = channel_->get();
+  const te_stream here = stream();
+  const bool joined = te_comm_peer_join(channel, here) == TE_SUCCESS;
+  bool over = joined && complete();
+  try {
+    if (over && tensor_.numel() > 0) fill_returned(taken_.memory, tensor_.options());
+  } catch (...) {  // of a stream that has failed
+    over = false;
+  }
+  for (int64_t rank = 0; rank < channel_->ranks() && over; ++rank) {
+    if (rank == channel_->rank() && !waited_own_) continue;
+    over = te_comm_peer_done(channel, taken_.slot, int32_t(rank), here) == TE_SUCCESS;
+  }
+  if (!over) te_comm_peer_give_up(channel, "a call that raised an error");
+  channel_->give_back(taken_.slot);
+}
+
+te_stream PeerCall::stream() const {
+  if (channel_->device().is_cpu()) return nullptr;
+  const c10::impl::VirtualGuardImpl impl(channel_->device().type());
+  return reinterpret_cast<te_stream>(impl.getStream(channel_->device()).native_handle());
+}
+
+void PeerCall::follow() { check(te_comm_peer_follow(channel_->get(), stream())); }
+
+void PeerCall::push(int64_t to, int64_t offset, const Tensor& rows) {
+  TORCH_INTERNAL_ASSERT(rows.is_contiguous());
+  const size_t bytes = rows.nbytes();
+  if (sources_.empty() || !sources_.back().is_same(rows)) sources_.push_back(rows);
+  if (bytes == 0) return;
+  check(te_comm_peer_push(channel_->get(), taken_.slot, int32_t(to), size_t(offset), bytes, rows.data_ptr(), bytes,
+                          bytes, 1));
+}
+
+void PeerCall::signal(int64_t to) {
+  pushed_[size_t(to)] = true;
+  check(te_comm_peer_signal(channel_->get(), taken_.slot, int32_t(to)));
+}
+
+void PeerCall::wait(int64_t from) {
+  check(te_comm_peer_wait(channel_->get(), taken_.slot, int32_t(from), stream()));
+  ++waited_;
+  waited_own_ = waited_own_ || from == channel_->rank();
+}
+
+void PeerCall::poison(const Tensor& t) const {
+  check(te_comm_peer_poison(channel_->get(), t.data_ptr(), t.nbytes(), stream()));
+}
+
+Tensor peer_gather(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases) {
+  const Tensor in = t.contiguous();
+  te_note_path("peers, serial", "nothing is computed meanwhile");
+  const int64_t ranks = channel->ranks(), rank = channel->rank();
+  auto sizes = in.sizes().vec();
+  sizes[0] *= ranks;
+  if (in.numel() == 0) return at::empty(sizes, in.options());
+  std::ostringstream text;
+  text << "gather " << in.scalar_type() << " " << in.sizes();
+  const auto call = std::make_shared<PeerCall>(std::move(channel), kind, text.str(), sizes, in.options());
+  leases.hold(call);
+  call->follow();
+  for (int64_t step = 1; step <= ranks; ++step) {
+    const int64_t to = (rank + step) % ranks;
+    call->push(to, rank * int64_t(in.nbytes()), in);
+    call->signal(to);
+  }
+  for (int64_t step = 1; step <= ranks; ++step) call->wait((rank + ranks - step) % ranks);
+  call->poison(call->slot());
+  return call->slot();
+}
+
+void register_peer(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<PeerChannel, std::shared_ptr<PeerChannel>>(m, "PeerChannel")
+      .def(py::init([](const std::string& group, const at::Device& device, int64_t ranks, int64_t rank,
+                       const Tensor& words, double timeout_s, const py::function& grow) {
+             auto made = std::make_shared<PeerChannel>(group, device, ranks, rank, words, timeout_s, grow.ptr());
+             const std::lock_guard<std::mutex> lock(known_mutex());
+             std::erase_if(known(), [&](const Known& each) {
+               return each.channel.expired() || (each.group == group && each.device == made->device());
+             });
+             known().push_back({group, made->device(), made});
+             return made;
+           }),
+           py::arg("group"), py::arg("device"), py::arg("ranks"), py::arg("rank"), py::arg("words"),
+           py::arg("timeout_s"), py::arg("grow"))
+      .def("refuse_failed", &PeerChannel::refuse_failed)
+      .def("give_up",
+           [](PeerChannel& c, const std::string& text) { check(te_comm_peer_give_up(c.get(), text.c_str())); })
+      .def(
+          "reserve",
+          [](PeerChannel& c, int64_t bytes) {
+            c.reserve(SlotKind::kValues, bytes);
+            c.reserve(SlotKind::kInbox, bytes);
+          },
+          "For what layers gather, and for what they add up.")
+      .def("usage", [](const PeerChannel& c) {
+        const PeerChannel::Usage found = c.usage();
+        return py::make_tuple(found.bytes, found.slots, found.leased);
+      });
+  m.def("peer_words_bytes", [](int64_t ranks) {
+    size_t bytes = 0;
+    check(te_comm_peer_bytes(int32_t(ranks), &bytes));
+    return int64_t(bytes);
+  });
+  m.def("set_comm_timeout", [](const py::object& error) { timeout_error() = held_object(error.ptr()); });
+}
+
+}  // namespace te_torch

@@ -1,0 +1,113 @@
+// A channel to the other ranks of a group on this machine (transformer_engine/comm_peer.h), found by the group's name
+// and a device, and a call's slot of it. Python makes channels (distributed/peer.py) and grows their slots; what is
+// pushed when is layer/exchange_peer.h's.
+#pragma once
+
+#include <Python.h>
+#include <transformer_engine/comm_peer.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common.h"
+#include "lease.h"
+
+namespace te_torch {
+
+class PeerChannel {
+ public:
+  // words: uint8 on the CPU, te_comm_peer_bytes() of them. grow: (slot, bytes, text) -> (this rank's memory, every
+  // rank's address as this rank sees it, what keeps these). The GIL is held.
+  PeerChannel(std::string group, at::Device device, int64_t ranks, int64_t rank, Tensor words, double timeout_s,
+              PyObject* grow);
+  ~PeerChannel();
+  PeerChannel(const PeerChannel&) = delete;
+  PeerChannel& operator=(const PeerChannel&) = delete;
+
+  // Null where nobody has made one.
+  static std::shared_ptr<PeerChannel> of(std::string_view group, const at::Device& device);
+
+  int64_t ranks() const { return ranks_; }
+  int64_t rank() const { return rank_; }
+  const at::Device& device() const { return device_; }
+  const std::string& group() const { return group_; }
+  te_comm_peer* get() const { return channel_; }
+
+  // CommTimeout where the channel has failed.
+  void refuse_failed() const;
+  // Memory of a slot of this kind that no call has, and its number.
+  struct Taken {
+    int32_t slot;
+    c10::Storage memory;
+  };
+  Taken take(SlotKind kind, int64_t bytes, const std::string& text, te_stream stream);
+  void give_back(int32_t slot);
+  // As if a call of this kind had wanted so many bytes.
+  void reserve(SlotKind kind, int64_t bytes);
+
+  struct Usage {
+    int64_t bytes = 0, slots = 0, leased = 0;
+  };
+  Usage usage() const;
+
+ private:
+  struct Slot {
+    c10::Storage memory;
+    std::shared_ptr<PyObject> kept;
+    bool leased = false;
+  };
+  void grow(int32_t slot, int64_t bytes, const std::string& text);
+
+  const std::string group_;
+  const at::Device device_;
+  const int64_t ranks_, rank_;
+  const Tensor words_;
+  std::shared_ptr<PyObject> grow_;
+  te_comm_peer* channel_ = nullptr;
+  mutable std::mutex mutex_;
+  std::array<Slot, TE_COMM_PEER_SLOTS> slots_;
+  std::vector<std::shared_ptr<PyObject>> outgrown_;  // graphs may have been captured over it
+};
+
+// A call at a slot, from its first push to its last reader; its end gives the slot back to the peers. One that ends
+// before every rank was waited for fails the channel.
+class PeerCall {
+ public:
+  // text: what every rank does, in the same words. sizes: of the slot, in `options`.
+  PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const std::string& text, at::IntArrayRef sizes,
+           const at::TensorOptions& options);
+  ~PeerCall();
+  PeerCall(const PeerCall&) = delete;
+  PeerCall& operator=(const PeerCall&) = delete;
+
+  const Tensor& slot() const { return tensor_; }
+  PeerChannel& channel() const { return *channel_; }
+  // What is pushed behind comes behind what is enqueued here so far.
+  void follow();
+  // rows, dense, into `to`'s slot from its byte `offset` on. They are kept until the call's end.
+  void push(int64_t to, int64_t offset, const Tensor& rows);
+  void signal(int64_t to);
+  void wait(int64_t from);
+  bool complete() const { return waited_ == channel_->ranks() - 1 + waited_own_; }
+  void poison(const Tensor& t) const;  // NaN if the channel has failed by then
+
+ private:
+  te_stream stream() const;
+
+  std::shared_ptr<PeerChannel> channel_;
+  PeerChannel::Taken taken_;
+  Tensor tensor_;
+  std::vector<Tensor> sources_;
+  std::vector<bool> pushed_;
+  int64_t waited_ = 0;
+  bool waited_own_ = false;
+};
+
+// Every rank's t, one behind the other, in a slot until `leases` end: all of it, in one piece.
+Tensor peer_gather(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases);
+
+}  // namespace te_torch

@@ -1,0 +1,229 @@
+"""Channels between the ranks of a group on one machine, by which layers with tp_overlap="chunked" push rows into each
+other's memory (csrc/peer.h): who is where, whose memory lies where, and what is said where that cannot be. Nothing is
+pushed here. No multicast."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.userbuffers import reservation
+
+_SHARED = "/dev/shm"
+_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_TIMEOUT = "TE_COMM_TIMEOUT_S"
+
+
+class CommTimeout(RuntimeError):
+    """A channel to peers has failed: a rank is dead, stopped, late, or in another call.
+
+    op: the call of the rank that found it; rank: that rank; peer: whom it waited for, -1 for nobody in particular;
+    step: what for ("arrive": its rows, "free": its memory, "grow": memory that all share, "call": a call was given up).
+    """
+
+    def __init__(self, message: str, op: str = "", peer: int = -1, rank: int = -1, step: str = "") -> None:
+        super().__init__(message)
+        self.op, self.peer, self.rank, self.step = op, peer, rank, step
+
+
+_C.set_comm_timeout(CommTimeout)
+
+_channels: dict[tuple[str, torch.device], _Meeting] = {}
+
+
+def peer_channel(op: str, group: str, device: torch.device) -> None:
+    """Sees to it that the group of this name has a channel on `device`: the ranks meet, once. Errors:
+    NotImplementedError where the ranks do not reach each other's memory, RuntimeError while a graph is captured."""
+    device = _indexed(device)
+    found = _channels.get((group, device))
+    if found is not None and found.process_group is _named(group):
+        return
+    for known in [key for key, each in _channels.items() if each.process_group is not _named(key[0])]:
+        del _channels[known]
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: the ranks of the group '{group}' have not met, which they cannot while a graph is captured; run "
+            "the same call once before the capture."
+        )
+    _channels[group, device] = _Meeting(op, group, device)
+
+
+def channels_of(group: str) -> list[_C.PeerChannel]:
+    return [found.channel for (name, _), found in _channels.items() if name == group]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _named(group: str) -> dist.ProcessGroup | None:
+    try:
+        return dist.distributed_c10d._resolve_process_group(group)
+    except (RuntimeError, LookupError, ValueError):
+        return None
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a rank waits for another one: TE_COMM_TIMEOUT_S, else the group's timeout."""
+    said = os.environ.get(_TIMEOUT)
+    if said is None:
+        backend = group._get_backend(torch.device(group._device_types[0]))
+        found = getattr(getattr(backend, "options", None), "_timeout", None)
+        return found.total_seconds() if found is not None else timedelta(minutes=30).total_seconds()
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{_TIMEOUT} is {said!r}, wanted a number of seconds > 0.")
+    return seconds
+
+
+class _Meeting:
+    """One rank's part in a channel: it says in the group's store where its memory is, and hears the others."""
+
+    def __init__(self, op: str, group: str, device: torch.device) -> None:
+        self.op, self.group, self.device = op, group, device
+        self.process_group = found = dist.distributed_c10d._resolve_process_group(group)
+        self.rank, self.ranks = found.rank(), found.size()
+        self.timeout = timeout_of(found)
+        store = dist.distributed_c10d._get_process_group_store(found)
+        # A store may serve one group behind another of the same name.
+        times = (store.add(f"te_peer/{device.type}/{self.ranks}", 1) - 1) // self.ranks
+        self.store = dist.PrefixStore(f"te_peer/{device.type}/{self.ranks}/{times}", store)
+        self.channel = None
+        self.grown = 0
+        places = self._tell("here", f"{socket.gethostname()} {_boot()} {int(os.path.isdir(_SHARED))}")
+        if len(set(places)) > 1 or not places[0].endswith("1"):
+            self._refuse("they are not on one machine, or share no memory there")
+        if device.type == "cuda":
+            self._check_devices()
+        size = _C.peer_words_bytes(self.ranks)
+        words = self._map_shared("words", size)[0]
+        self.channel = _C.PeerChannel(group, device, self.ranks, self.rank, words, self.timeout, self._grow)
+        self._tell("made", "")
+        told = reservation()
+        if told is not None and told.tp_size == self.ranks:
+            self.channel.reserve(told.shape[0] * told.shape[1] * told.dtype.itemsize)
+
+    def _refuse(self, why: str) -> None:
+        raise NotImplementedError(
+            f"{self.op}: argument 'tp_overlap' is 'chunked', but the ranks of the group '{self.group}' do not reach "
+            f"each other's memory: {why}; use 'auto' or 'off'."
+        )
+
+    def _check_devices(self) -> None:
+        every = self._tell("device", str(torch.cuda.get_device_properties(self.device).uuid))
+        uuids = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+        mine = self.device.index
+        for rank, its in enumerate(every):
+            there = uuids.get(its)
+            if there is not None and there != mine and not torch.cuda.can_device_access_peer(mine, there):
+                self._refuse(f"rank {self.rank}'s {self.device} has no access to that of rank {rank}")
+
+    def _tell(self, what: str, value: str) -> list[str]:
+        """What every rank says here. CommTimeout where one does not come."""
+        keys = [f"{what}/{rank}" for rank in range(self.ranks)]
+        self.store.set(keys[self.rank], value)
+        until = time.monotonic() + self.timeout
+        for rank, key in enumerate(keys):
+            while not self.store.check([key]):
+                if self.channel is not None:
+                    self.channel.refuse_failed()
+                if time.monotonic() > until:
+                    words = (
+                        f"the tensor-parallel group '{self.group}': rank {self.rank} waited for rank {rank} to make "
+                        f"memory that they share ({what}); it is late, or makes another call."
+                    )
+                    if self.channel is not None:
+                        self.channel.give_up(what)
+                    raise CommTimeout(words, self.op, rank, self.rank, "grow")
+                time.sleep(0.001)
+        return [self.store.get(key).decode() for key in keys]
+
+    def _map_shared(self, what: str, size: int, each: bool = False) -> list[torch.Tensor]:
+        """Host memory of this size that all ranks map: rank 0's, or with `each` one of every rank's. Files without
+        names as soon as all have them."""
+        path = ""
+        if each or self.rank == 0:
+            path = os.path.join(_SHARED, f"te_peer_{uuid.uuid4().hex}")
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size)  # an error now, in place of a signal later
+            finally:
+                os.close(descriptor)
+        try:
+            paths = self._tell(what, path)
+            mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths if p]
+            self._tell(f"{what} mapped", "")
+        finally:
+            if path:
+                os.unlink(path)
+        return mapped
+
+    def _grow(self, slot: int, size: int, text: str) -> tuple:
+        """(this rank's memory of the slot, every rank's address of theirs, what keeps it). All ranks come here in the
+        same call, as they have seen the same sizes."""
+        self.grown += 1
+        size = 1 << max(12, (size - 1).bit_length())
+        what = f"slot {slot} grows, number {self.grown}"
+        every = self._tell(what, f"{size} {text}")
+        if len(set(every)) > 1:
+            told = "; ".join(f"rank {rank}: {said.split(' ', 1)[1]}" for rank, said in enumerate(every))
+            other = next(rank for rank, said in enumerate(every) if said != every[self.rank])
+            self.channel.give_up(text)
+            raise CommTimeout(
+                f"the tensor-parallel group '{self.group}': its ranks are in different calls: {told}.",
+                text,
+                other,
+                self.rank,
+                "grow",
+            )
+        if self.device.type == "cpu":
+            mapped = self._map_shared(what + " in", size, each=True)
+            return mapped[self.rank], [t.data_ptr() for t in mapped], mapped
+        return self._grow_symmetric(size)
+
+    def _grow_symmetric(self, size: int) -> tuple:
+        import torch.distributed._symmetric_memory as symm_mem  # which a build without CUDA may lack
+
+        made = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
+        with _without_multicast():
+            handle = symm_mem.rendezvous(made, self.group)
+        if handle.multicast_ptr:
+            raise RuntimeError("transformer_engine: symmetric memory came with multicast, which is not used here.")
+        return made, list(handle.buffer_ptrs), handle
+
+
+def _boot() -> str:
+    """What tells machines of one name apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    before = os.environ.get(_MULTICAST)
+    os.environ[_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MULTICAST]
+        else:
+            os.environ[_MULTICAST] = before
