@@ -212,9 +212,7 @@ class HostGroups final : public Products {
   Tensor part_of(const Route& route, const Tensor& rows, size_t i) const {
     return rows_of_matrix(route, rows, groups_[i]);
   }
-  Operand part_of(const Route& route, const Operand& t, size_t i) const {
-    return layer::part_of(route, t, groups_, i);
-  }
+  Operand part_of(const Route& route, const Operand& t, size_t i) const { return layer::part_of(route, t, groups_, i); }
 
   bool by_list(const Operand& rows, const WeightSet& w, bool across, const Tensor& like, const Tensor& d) const {
     if (rows.quantized() || groups_.empty() || like.scalar_type() != d.scalar_type()) return false;
