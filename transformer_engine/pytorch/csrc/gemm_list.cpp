@@ -26,8 +26,7 @@ te_tensor piece(const te_tensor& whole, int64_t element_bytes, const Rows& rows)
   te_tensor part = whole;
   part.rows = rows.count;
   part.row_pitch = rows.count > 1 ? whole.row_pitch : whole.cols;
-  part.data =
-      rows.count == 0 ? nullptr : static_cast<char*>(whole.data) + rows.first * whole.row_pitch * element_bytes;
+  part.data = rows.count == 0 ? nullptr : static_cast<char*>(whole.data) + rows.first * whole.row_pitch * element_bytes;
   return part;
 }
 

@@ -8,7 +8,8 @@
 
 namespace te_torch {
 
-// d[rows of g] = rows[rows of g] weights[g]^T (+ biases[g]), or times weights[g] where `across`. Groups are rows of both.
+// d[rows of g] = rows[rows of g] weights[g]^T (+ biases[g]), or times weights[g] where `across`. Groups are rows of
+// both.
 bool rows_by_list(const Tensor& rows, at::ArrayRef<const Tensor*> weights, bool across, at::TensorList biases,
                   at::ArrayRef<Rows> groups, const Tensor& d);
 

@@ -94,9 +94,8 @@ class DeviceWeightProduct final : public WeightProduct {
       return call("te::grouped_fp8_wgrad", dy.columnwise, dy.columnwise_scale_inv, code_of(dy), x.columnwise,
                   x.columnwise_scale_inv, code_of(x), offsets_, dtype_);
     };
-    return route.direct()
-               ? products([](auto&&... a) { return Direct::call<grouped_fp8_wgrad_together>(a...); })
-               : products([](auto&&... a) { return Dispatched::call<grouped_fp8_wgrad>(a...); });
+    return route.direct() ? products([](auto&&... a) { return Direct::call<grouped_fp8_wgrad_together>(a...); })
+                          : products([](auto&&... a) { return Dispatched::call<grouped_fp8_wgrad>(a...); });
   }
 
   Operand dy_, x_;
