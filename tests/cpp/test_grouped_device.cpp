@@ -55,6 +55,46 @@ TEST(GroupedDevice, IntegersAreExact) {
   }
 }
 
+TEST(GroupedDevice, ANegativeNumberOfSmsIsRefused) {
+  EXPECT_EQ(te_grouped_gemm_sms(-1), TE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(te_last_error()).find("'most'"), std::string::npos) << te_last_error();
+  TE_ASSERT_OK(te_grouped_gemm_sms(0));
+}
+
+// Random values, whose sums depend on their order.
+TEST(GroupedDevice, FewerSmsHaveTheSameBits) {
+  if (!testing::has_gpu()) GTEST_SKIP() << "no GPU";
+  const GroupedShape shape{{700, 0, 5, 1300}, 100, 520, 712, 8};
+  const auto results_of = [&](auto& c, int32_t sms) {
+    std::vector<std::vector<float>> all;
+    const auto note = [&](const auto& values) {
+      all.emplace_back();
+      for (const auto& value : values) all.back().push_back(to_float(value));
+    };
+    TE_EXPECT_OK(te_grouped_gemm_sms(sms));
+    TE_EXPECT_OK(te_grouped_gemm(&c.problem, nullptr));
+    TE_EXPECT_OK(te_grouped_gemm_sms(0));
+    if (c.problem.product != TE_GROUPED_WGRAD) note(c.row_result().read());
+    for (const auto& result : c.results) {
+      if (c.problem.product == TE_GROUPED_WGRAD) note(result->read());
+    }
+    return all;
+  };
+  for (const te_grouped_product product : {TE_GROUPED_FPROP, TE_GROUPED_DGRAD, TE_GROUPED_WGRAD}) {
+    std::vector<std::vector<float>> all;
+    for (const int32_t sms : {0, 2, 14, 131, 1 << 20}) {
+      GroupedCase<bf16> fresh(0, product, shape);
+      const auto got = results_of(fresh, sms);
+      if (sms == 0) all = got;
+      ASSERT_EQ(got.size(), all.size());
+      for (size_t i = 0; i < got.size(); ++i) {
+        EXPECT_TRUE(std::memcmp(got[i].data(), all[i].data(), got[i].size() * sizeof(float)) == 0)
+            << name_of(shape, product) << " " << sms << " SMs, result " << i;
+      }
+    }
+  }
+}
+
 #if defined(TE_WITH_CUDA)
 
 TEST(GroupedDevice, CapturedCallsFollowTheSplits) {

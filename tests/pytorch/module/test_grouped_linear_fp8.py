@@ -328,13 +328,13 @@ def test_explain_names_one_call_for_each_product(device):
 
 
 @pytest.mark.gpu
-@every_recipe
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}], ids=["plain", "main_grad"])
 def test_nobody_waits_for_the_device(options, recipe):
     ours, _ = build(device="cuda", dtype=torch.bfloat16, **options)
     give_main_grads([ours] if options else [])
     x, dy = draw(TOTAL, "cuda")
-    splits, made = splits_of(SPLITS, "cuda"), RECIPES[recipe]()
+    splits, made = splits_of(SPLITS, "cuda"), RECIPES[recipe] and RECIPES[recipe]()
     step(ours, x, dy, splits, made)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -345,13 +345,13 @@ def test_nobody_waits_for_the_device(options, recipe):
 
 
 @pytest.mark.gpu
-@every_recipe
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_thousand_replays_with_other_splits(recipe):
     ours, _ = build(device="cuda", dtype=torch.bfloat16)
     twin = copy.deepcopy(ours)
     sample = (randn(TOTAL, K, dtype=torch.bfloat16, device="cuda", requires_grad=True), splits_of(SPLITS, "cuda"))
-    made = RECIPES[recipe]()
-    graphed = te.make_graphed_callables(twin, sample, enabled=True, recipe=made)
+    made = RECIPES[recipe] and RECIPES[recipe]()
+    graphed = te.make_graphed_callables(twin, sample, enabled=made is not None, recipe=made)
     held = None
     for turn in range(1000):
         cuts = torch.randint(0, TOTAL + 1, (3,)).sort().values.tolist()

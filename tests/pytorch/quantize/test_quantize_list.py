@@ -107,6 +107,7 @@ def test_lists_that_no_one_call_takes(device):
         (same_kind, [x, x[:8]]),
         (same_kind, [x, x.bfloat16()]),
         (same_kind, [x, x.t().contiguous().t()]),
+        (same_kind, [x, torch.cat([x, x], 1)[:, :32]]),
         (same_kind, [x.view(2, 8, 32), x.view(2, 8, 32)]),
         (same_kind, [x, torch.complex(x, x).conj().imag]),
         (same_kind[:1], [x]),

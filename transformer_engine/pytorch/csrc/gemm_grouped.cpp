@@ -15,6 +15,7 @@
 #include "gemm_grouped_operands.h"
 #include "linear_core.h"
 #include "quantize.h"
+#include "rows_view.h"
 
 namespace te_torch {
 
@@ -247,6 +248,15 @@ std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tenso
   for (size_t g = 0; g < host.groups; ++g) {
     all.push_back(std::get<0>(linear_wgrad(host.rows(dy, g), host.rows(x, g), false)));
   }
+  return all;
+}
+
+std::vector<Tensor> grouped_wgrad_together(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
+  if (x.is_cpu()) return grouped_wgrad(dy, x, offsets);
+  check_gradient(dy, x, offsets);
+  const c10::NoGradGuard no_graph;
+  std::vector<Tensor> all = new_matrices(groups_of(offsets), dy.size(1), x.size(1), x.options());
+  weights_by_kernel(dy, x, offsets, views_of_results(all), {});
   return all;
 }
 

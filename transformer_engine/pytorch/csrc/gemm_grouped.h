@@ -26,6 +26,8 @@ void grouped_dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& 
 
 // Of each group dy^T x [N, K].
 std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offsets);
+// The same as new_matrices() makes them: results of a registered op have each memory of their own.
+std::vector<Tensor> grouped_wgrad_together(const Tensor& dy, const Tensor& x, const Tensor& offsets);
 // Of each group the column sums of dy: [groups, N]. as_quantized: in the order in which a quantizer of each group's
 // rows sums them (on CUDA there is one order alone).
 Tensor grouped_sums(const Tensor& dy, const Tensor& offsets, bool as_quantized);

@@ -9,6 +9,7 @@
 
 #include "faces.h"
 #include "gemm_grouped_operands.h"
+#include "rows_view.h"
 
 namespace te_torch {
 
@@ -290,6 +291,17 @@ std::vector<Tensor> grouped_fp8_wgrad(const Tensor& dy, const Tensor& dy_scale_i
   call.check();
   check_out_dtype(out_dtype);
   std::vector<Tensor> all = new_results(call, out_dtype);
+  run_panels(call, all, nullptr);
+  return all;
+}
+
+std::vector<Tensor> grouped_fp8_wgrad_together(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
+                                               const Tensor& x, const Tensor& x_scale_inv, int64_t x_code,
+                                               const Tensor& offsets, at::ScalarType out_dtype) {
+  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
+  call.check();
+  check_out_dtype(out_dtype);
+  std::vector<Tensor> all = new_matrices(call.groups(), dy.size(1), x.size(1), x.options().dtype(out_dtype));
   run_panels(call, all, nullptr);
   return all;
 }

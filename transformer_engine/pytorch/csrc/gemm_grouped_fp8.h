@@ -25,6 +25,10 @@ void grouped_fp8_dgrad_into(const Tensor& dy, const Tensor& dy_scale_inv, int64_
 std::vector<Tensor> grouped_fp8_wgrad(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                       const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets,
                                       at::ScalarType out_dtype);
+// The same as new_matrices() makes them: results of a registered op have each memory of their own.
+std::vector<Tensor> grouped_fp8_wgrad_together(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
+                                               const Tensor& x, const Tensor& x_scale_inv, int64_t x_code,
+                                               const Tensor& offsets, at::ScalarType out_dtype);
 // Into one of `outs` for each group whose number in `how` is 0 (+=) or 1 (=); -1 has none.
 void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                   const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets, at::TensorList outs,

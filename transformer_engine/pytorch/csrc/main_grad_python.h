@@ -8,6 +8,8 @@
 #include <array>
 #include <string>
 
+#include "python_attribute.h"
+
 namespace te_torch::main_grad {
 
 namespace py = pybind11;
@@ -50,12 +52,7 @@ inline py::object called(PyObject* function, std::initializer_list<PyObject*> ar
 // None where there is no such attribute; other errors of a property pass.
 inline py::object attribute(PyObject* object, PyObject* name) {
   PyObject* found = nullptr;
-#if PY_VERSION_HEX >= 0x030D0000
-  const int status = PyObject_GetOptionalAttr(object, name, &found);
-#else
-  const int status = _PyObject_LookupAttr(object, name, &found);
-#endif
-  if (status < 0) throw_python_error();
+  if (!optional_attribute(object, name, &found)) throw_python_error();
   return owned(found);
 }
 

@@ -1,11 +1,15 @@
 // See rows_view.h.
 #include "rows_view.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/TensorImpl.h>
 
 namespace te_torch {
 
 namespace {
+
+constexpr int64_t kSmall = int64_t(1) << 20;  // bytes, up to which torch's allocator cuts pieces itself
+constexpr int64_t kBeginning = 512;           // bytes, of which that allocator's addresses are multiples
 
 at::Tensor view_at(const at::Tensor& t, int64_t row, at::IntArrayRef sizes, at::IntArrayRef strides) {
   auto view =
@@ -27,6 +31,20 @@ at::Tensor rows_view(const at::Tensor& t, int64_t first, int64_t count) {
 at::Tensor row_view(const at::Tensor& t, int64_t row) {
   TORCH_INTERNAL_ASSERT(t.dim() == 2 && row >= 0 && row < t.size(0));
   return view_at(t, row, t.sizes().slice(1), t.strides().slice(1));
+}
+
+std::vector<at::Tensor> new_matrices(size_t count, int64_t rows, int64_t cols, const at::TensorOptions& options) {
+  std::vector<at::Tensor> all(count);
+  const auto element = int64_t(options.dtype().itemsize());
+  if (count < 2 || rows * cols * element > kSmall) {
+    for (at::Tensor& one : all) one = at::empty({rows, cols}, options);
+    return all;
+  }
+  const int64_t each = (rows * cols * element + kBeginning - 1) / kBeginning * kBeginning / element;
+  const at::Tensor memory = at::empty({int64_t(count), each}, options);
+  const int64_t sizes[] = {rows, cols}, strides[] = {cols, 1};
+  for (size_t i = 0; i < count; ++i) all[i] = view_at(memory, int64_t(i), sizes, strides);
+  return all;
 }
 
 }  // namespace te_torch

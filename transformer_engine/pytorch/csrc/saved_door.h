@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "python_attribute.h"
 #include "saved.h"
 #include "saved_storages.h"
 
@@ -170,15 +171,10 @@ inline bool truth_of(int answer) {
   return answer != 0;
 }
 
-// None where there is none: an AttributeError is not made first, which would cost more than the rest.
+// None where there is none.
 inline pybind11::object attribute_or_none(PyObject* object, PyObject* name) {
   PyObject* found = nullptr;
-#if PY_VERSION_HEX >= 0x030D0000
-  const int state = PyObject_GetOptionalAttr(object, name, &found);
-#else
-  const int state = _PyObject_LookupAttr(object, name, &found);
-#endif
-  if (state < 0) throw pybind11::error_already_set();
+  if (!optional_attribute(object, name, &found)) throw pybind11::error_already_set();
   return found == nullptr ? pybind11::none() : pybind11::reinterpret_steal<pybind11::object>(found);
 }
 

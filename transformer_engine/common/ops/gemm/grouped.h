@@ -22,6 +22,8 @@ Extents check(const te_grouped_gemm_problem& problem);
 Extents check_fp8(const te_grouped_gemm_problem& problem);  // what is FP8's own
 void refuse_fp8_arguments(const te_grouped_gemm_problem& problem);
 
+int32_t sms_of(int32_t there);  // of those that there are, what te_grouped_gemm_sms() leaves
+
 constexpr int kPanelRows = 128;  // of one group at most, along each column
 TE_HOST_DEVICE int64_t panels_of(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
 

@@ -3,6 +3,7 @@
 #include "transformer_engine/grouped_gemm.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "core/device.h"
@@ -153,7 +154,27 @@ void offsets(const Splits& s, int32_t* offsets, uint32_t* counters) {
 
 }  // namespace te::gemm::grouped
 
+namespace te::gemm::grouped {
+
+namespace {
+std::atomic<int32_t> most_sms{0};
+}
+
+int32_t sms_of(int32_t there) {
+  const int32_t most = most_sms.load(std::memory_order_relaxed);
+  return most == 0 ? there : std::min(most, there);
+}
+
+}  // namespace te::gemm::grouped
+
 extern "C" {
+
+te_status te_grouped_gemm_sms(int32_t most) {
+  return te::c_guard([&] {
+    if (most < 0) te::bad_argument("te_grouped_gemm_sms", "most", most, ">= 0");
+    te::gemm::grouped::most_sms.store(most, std::memory_order_relaxed);
+  });
+}
 
 te_status te_grouped_gemm(const te_grouped_gemm_problem* problem, te_stream stream) {
   return te::c_guard([&] {

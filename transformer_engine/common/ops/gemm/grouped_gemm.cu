@@ -150,7 +150,7 @@ struct Gpu {
   te_dtype operands;
   te_scaling scaling;
 
-  int32_t sms() const { return device_properties(device).sm_count; }
+  int32_t sms() const { return sms_of(device_properties(device).sm_count); }
   bool wide(const te_tensor& t) const { return aligned16(t); }
   CUtensorMap map(const te_tensor& t, int lines) const { return map_of(t, uint32_t(lines)); }
   void fprop(const RowParams& params, int32_t blocks) const { launch_fprop(operands, params, launch(blocks)); }

@@ -84,13 +84,18 @@ class DeviceWeightProduct final : public WeightProduct {
     return dbias_.defined() ? dbias_ : sums_of(route, dy_.plain, offsets_, false);
   }
   std::vector<Tensor> plain_gradients(const Route& route) const {
-    return route.call<grouped_wgrad>("te::grouped_wgrad", plain_rows(route, dy_, offsets_, dtype_),
-                                     plain_rows(route, x_, offsets_, dtype_), offsets_);
+    const Tensor dy = plain_rows(route, dy_, offsets_, dtype_), x = plain_rows(route, x_, offsets_, dtype_);
+    return route.direct() ? Direct::call<grouped_wgrad_together>("te::grouped_wgrad", dy, x, offsets_)
+                          : Dispatched::call<grouped_wgrad>("te::grouped_wgrad", dy, x, offsets_);
   }
   std::vector<Tensor> fp8_gradients(const Route& route) const {
     const Quantized &dy = dy_.fp8, &x = x_.fp8;
-    return route.call<grouped_fp8_wgrad>("te::grouped_fp8_wgrad", dy.columnwise, dy.columnwise_scale_inv, code_of(dy),
-                                         x.columnwise, x.columnwise_scale_inv, code_of(x), offsets_, dtype_);
+    const auto products = [&](auto&& call) {
+      return call("te::grouped_fp8_wgrad", dy.columnwise, dy.columnwise_scale_inv, code_of(dy), x.columnwise,
+                  x.columnwise_scale_inv, code_of(x), offsets_, dtype_);
+    };
+    return route.direct() ? products([](auto&&... a) { return Direct::call<grouped_fp8_wgrad_together>(a...); })
+                          : products([](auto&&... a) { return Dispatched::call<grouped_fp8_wgrad>(a...); });
   }
 
   Operand dy_, x_;

@@ -7,7 +7,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "gemm.h"
+#include "gemm_list.h"
 #include "products_device.h"
+#include "rows_view.h"
 
 namespace te_torch::layer {
 
@@ -19,17 +21,42 @@ void follow(const Tensor& view, const Tensor& base) {
   torch::autograd::impl::set_version_counter(view, torch::autograd::impl::version_counter(base));
 }
 
-// The weights' products of all groups, one after the other. Holds what they read as one tensor each.
+// Of one whose plain rows are a matrix. A group alone was kept without being one of several.
+Operand part_of(const Route& route, const Operand& t, at::ArrayRef<Rows> groups, size_t i) {
+  if (!t.groups.empty()) return t.groups[i];
+  return t.quantized() ? t : Operand{rows_of_matrix(route, t.plain, groups[i]), {}};
+}
+
+// The weights' products of all groups, one after the other. Holds what they read as it came: a matrix of all groups'
+// rows, or an operand for each group.
 class GroupedWeightProduct final : public WeightProduct {
  public:
-  GroupedWeightProduct(std::vector<MatrixProduct> products, std::vector<Tensor> reads, at::ScalarType dtype)
-      : products_(std::move(products)), reads_(std::move(reads)), dtype_(dtype) {}
+  // reads: of dy and x, before their leading dimensions were folded, which has versions of its own.
+  GroupedWeightProduct(Operand dy, Operand x, std::vector<Tensor> reads, Sums sums, c10::SmallVector<Rows, 8> groups,
+                       at::ScalarType dtype, bool split)
+      : dy_(std::move(dy)),
+        x_(std::move(x)),
+        reads_(std::move(reads)),
+        sums_(std::move(sums)),
+        groups_(std::move(groups)),
+        dtype_(dtype),
+        split_(split) {}
 
   WeightGrads compute(const Route& route, bool with_bias) const override {
     WeightGrads all;
-    OneWorkspace for_all;
-    for (const MatrixProduct& product : products_) {
-      WeightGrads one = product.compute(route, with_bias);
+    if (by_list(route)) {
+      const int64_t n = dy_.plain.size(1);
+      const std::vector<Tensor> weights = new_matrices(matrices(), n, x_.plain.size(1), x_.plain.options());
+      const std::vector<Tensor> biases = new_sums(with_bias);
+      if (weights_by_list(dy_.plain, x_.plain, groups_, weights, std::vector<bool>(matrices()), biases)) {
+        all.weights.assign(weights.begin(), weights.end());
+        all.biases = with_bias ? Sums(biases.begin(), biases.end()) : Sums(matrices());
+        return all;
+      }
+    }
+    const OneWorkspace for_all;
+    for (size_t i = 0; i < matrices(); ++i) {
+      WeightGrads one = product(route, i).compute(route, with_bias);
       all.weights.push_back(std::move(one.weights[0]));
       all.biases.push_back(std::move(one.biases[0]));
     }
@@ -37,11 +64,25 @@ class GroupedWeightProduct final : public WeightProduct {
   }
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
-    TORCH_INTERNAL_ASSERT(targets.size() == products_.size());
+    TORCH_INTERNAL_ASSERT(targets.size() == matrices());
+    const Route route = must_dispatch({first_read()}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
+    if (by_list(route)) {
+      std::vector<Tensor> outs;
+      std::vector<bool> add;
+      for (const WeightTarget& target : targets) {
+        outs.push_back(target.out);
+        add.push_back(!target.overwrite);
+      }
+      std::vector<Tensor> biases = new_sums(with_bias);
+      if (weights_by_list(dy_.plain, x_.plain, groups_, outs, add, biases)) {
+        for (const Tensor& out : outs) note_written(out);
+        return biases;
+      }
+    }
     std::vector<Tensor> sums;
-    OneWorkspace for_all;
-    for (size_t i = 0; i < products_.size(); ++i) {
-      const std::vector<Tensor> one = products_[i].accumulate(targets.slice(i, 1), with_bias);
+    const OneWorkspace for_all;
+    for (size_t i = 0; i < matrices(); ++i) {
+      const std::vector<Tensor> one = product(route, i).accumulate(targets.slice(i, 1), with_bias);
       sums.insert(sums.end(), one.begin(), one.end());
     }
     return sums;
@@ -49,12 +90,34 @@ class GroupedWeightProduct final : public WeightProduct {
 
   std::vector<Tensor> reads() const override { return reads_; }
   at::ScalarType dtype() const override { return dtype_; }
-  size_t matrices() const override { return products_.size(); }
+  size_t matrices() const override { return groups_.size(); }
 
  private:
-  std::vector<MatrixProduct> products_;
+  // Whether there are sums already: then both operands are FP8, or one of them is.
+  bool by_list(const Route& route) const {
+    return route.direct() && dy_.plain.defined() && x_.plain.defined() && !sums_[0].defined() &&
+           dtype_ == x_.plain.scalar_type();
+  }
+  std::vector<Tensor> new_sums(bool with_bias) const {
+    if (!with_bias) return {};
+    std::vector<Tensor> rows = new_matrices(matrices(), 1, dy_.plain.size(1), dy_.plain.options());
+    for (Tensor& row : rows) row = row_view(row, 0);
+    return rows;
+  }
+  const Tensor* first_read() const {
+    const Operand& one = dy_.groups.empty() ? dy_ : dy_.groups[0];
+    return one.quantized() ? &one.fp8.columnwise : &one.plain;
+  }
+  MatrixProduct product(const Route& route, size_t i) const {
+    return {part_of(route, dy_, groups_, i), part_of(route, x_, groups_, i), sums_[i], dtype_, split_};
+  }
+
+  Operand dy_, x_;
   std::vector<Tensor> reads_;
+  Sums sums_;  // of each group, summed already, or undefined
+  c10::SmallVector<Rows, 8> groups_;
   at::ScalarType dtype_;
+  bool split_;
 };
 
 class HostGroups final : public Products {
@@ -108,7 +171,7 @@ class HostGroups final : public Products {
     const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
       return fprop_of(route, part, w.weights[i], w.bias(i), shape, split, into);
     };
-    return over_groups(route, x, like, rows_in(w.weights[0]), grouping_.out, "out", product);
+    return over_groups(route, x, w, false, like, rows_in(w.weights[0]), grouping_.out, "out", product);
   }
 
   Tensor dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
@@ -116,7 +179,7 @@ class HostGroups final : public Products {
     const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
       return dgrad_of(route, part, w.weights[i], shape, split, into);
     };
-    return over_groups(route, dy, like, columns_in(w.weights[0]), grouping_.dgrad_out, "dgrad_out", product);
+    return over_groups(route, dy, w, true, like, columns_in(w.weights[0]), grouping_.dgrad_out, "dgrad_out", product);
   }
 
   std::shared_ptr<WeightProduct> weight_product(const Route& route, Gradient gradient, Operand x, at::ScalarType dtype,
@@ -128,14 +191,9 @@ class HostGroups final : public Products {
         if (group.plain.defined()) reads.push_back(group.plain);
       }
     }
-    const Operand dy = folded(gradient.dy), rows = folded(x);
     Sums sums = gradient.dbias.defined() ? each_row(route, gradient.dbias) : Sums(groups_.size());
-    std::vector<MatrixProduct> products;
-    products.reserve(groups_.size());
-    for (size_t i = 0; i < groups_.size(); ++i) {
-      products.emplace_back(part_of(route, dy, i), part_of(route, rows, i), std::move(sums[i]), dtype, split);
-    }
-    return std::make_shared<GroupedWeightProduct>(std::move(products), std::move(reads), dtype);
+    return std::make_shared<GroupedWeightProduct>(folded(gradient.dy), folded(x), std::move(reads), std::move(sums),
+                                                  groups_, dtype, split);
   }
 
  private:
@@ -154,16 +212,22 @@ class HostGroups final : public Products {
   Tensor part_of(const Route& route, const Tensor& rows, size_t i) const {
     return rows_of_matrix(route, rows, groups_[i]);
   }
-  // Of one whose plain rows are a matrix. A group alone was kept without being one of several.
-  Operand part_of(const Route& route, const Operand& t, size_t i) const {
-    if (!t.groups.empty()) return t.groups[i];
-    return t.quantized() ? t : Operand{part_of(route, t.plain, i), {}};
+  Operand part_of(const Route& route, const Operand& t, size_t i) const { return layer::part_of(route, t, groups_, i); }
+
+  bool by_list(const Operand& rows, const WeightSet& w, bool across, const Tensor& like, const Tensor& d) const {
+    if (rows.quantized() || groups_.empty() || like.scalar_type() != d.scalar_type()) return false;
+    c10::SmallVector<const Tensor*, 8> weights;
+    for (const Operand& weight : w.weights) {
+      if (weight.quantized()) return false;
+      weights.push_back(&weight.plain);
+    }
+    return rows_by_list(rows.plain, weights, across, across ? at::TensorList() : w.biases, groups_, d);
   }
 
   // product(operand, group, like, into) of each group: [rows, last].
   template <class Product>
-  Tensor over_groups(const Route& route, const Operand& t, const Tensor& like, const c10::SymInt& last,
-                     const Tensor& given, const char* argument, Product&& product) const {
+  Tensor over_groups(const Route& route, const Operand& t, const WeightSet& w, bool across, const Tensor& like,
+                     const c10::SymInt& last, const Tensor& given, const char* argument, Product&& product) const {
     const Operand rows = folded(t);
     const Tensor all = matrix_of(like);
     const c10::SymInt beyond = all.sym_size(0) - total_;
@@ -181,9 +245,11 @@ class HostGroups final : public Products {
       d = like.new_empty_symint({all.sym_size(0), last});
       d.narrow_symint(0, total_, beyond).zero_();
     }
-    OneWorkspace for_all;
-    for (size_t i = 0; i < groups_.size(); ++i) {
-      product(part_of(route, rows, i), i, part_of(route, all, i), part_of(route, d, i));
+    if (!by_list(rows, w, across, like, d)) {
+      const OneWorkspace for_all;
+      for (size_t i = 0; i < groups_.size(); ++i) {
+        product(part_of(route, rows, i), i, part_of(route, all, i), part_of(route, d, i));
+      }
     }
     return given.defined() ? result_in(given, like) : with_rows_of(d, like);
   }
