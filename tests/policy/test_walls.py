@@ -28,6 +28,7 @@ PORCH = {"ops/quantize/store.cuh", "ops/quantize/store.h", "ops/quantize/fp8.h",
 PORCH_GUESTS = {"activation", "normalization", "optimizer", "permute", "stash"}
 # A room's C API may be in more than one header.
 FURTHER_HEADERS = {
+    "comm": {"transformer_engine/comm_peer.h"},
     "gemm": {"transformer_engine/grouped_gemm.h"},
     "quantize": {"transformer_engine/grouped_quantize.h", "transformer_engine/quantize_list.h"},
 }

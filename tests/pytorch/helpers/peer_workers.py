@@ -5,13 +5,15 @@ import itertools
 import torch
 import torch.distributed as dist
 from parallel_modules import RECIPES
-from ranks import here
+from ranks import here, on_cuda
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
 
-HIDDEN, WIDE = 64, 96
-TOKENS, BATCH = 160, 2  # of a rank: own rows are more than one tile, and no multiple of it
+# On CUDA large enough that no algorithm splits the reduction. Tokens are a rank's: own rows are more than one tile, and
+# no multiple of it.
+HIDDEN, WIDE = (512, 768) if on_cuda() else (64, 96)
+TOKENS, BATCH = (600, 2) if on_cuda() else (160, 2)
 
 
 def made(kind, overlap, dtype, **options):
@@ -77,8 +79,8 @@ def explained(rank):
     before = _C.set_cpu_products("loop")
     found = {}
     for kind in ("column", "row"):
-        module = made(kind, "chunked", torch.float32)
-        x = example(kind, rank, torch.float32)
+        module = made(kind, "chunked", torch.bfloat16)
+        x = example(kind, rank, torch.bfloat16)
         found[kind] = str(te.explain(module, x))
     _C.set_cpu_products(before)
     return found

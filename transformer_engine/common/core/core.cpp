@@ -137,7 +137,12 @@ size_t captured_events(te_stream stream, void** events, size_t capacity) {
   size_t found = 0;
   for (cudaGraphNode_t node : nodes) {
     cudaGraphNodeType type;
-    check_cuda(cudaGraphNodeGetType(node, &type), op);
+    const cudaError_t known = cudaGraphNodeGetType(node, &type);
+    if (known == cudaErrorUnknown) {  // stream memory operations, for which the runtime has no name
+      cudaGetLastError();
+      continue;
+    }
+    check_cuda(known, op);
     if (type != cudaGraphNodeTypeEventRecord) continue;
     cudaEvent_t event = nullptr;
     check_cuda(cudaGraphEventRecordNodeGetEvent(node, &event), op);

@@ -4,6 +4,7 @@
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
+#include <transformer_engine/comm.h>
 
 #include <sstream>
 

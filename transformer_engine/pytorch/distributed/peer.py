@@ -9,18 +9,16 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.symmetric import without_multicast
 from transformer_engine.pytorch.distributed.userbuffers import reservation
 
 _SHARED = "/dev/shm"
-_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _TIMEOUT = "TE_COMM_TIMEOUT_S"
 
 
@@ -200,7 +198,7 @@ class _Meeting:
         import torch.distributed._symmetric_memory as symm_mem  # which a build without CUDA may lack
 
         made = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
-        with _without_multicast():
+        with without_multicast():
             handle = symm_mem.rendezvous(made, self.group)
         if handle.multicast_ptr:
             raise RuntimeError("transformer_engine: symmetric memory came with multicast, which is not used here.")
@@ -214,16 +212,3 @@ def _boot() -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-@contextmanager
-def _without_multicast() -> Iterator[None]:
-    before = os.environ.get(_MULTICAST)
-    os.environ[_MULTICAST] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_MULTICAST]
-        else:
-            os.environ[_MULTICAST] = before

@@ -110,7 +110,7 @@ def _rendezvous(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torc
 
     made = symm_mem.empty(count, dtype=inp.dtype, device=inp.device)
     try:
-        with _without_multicast():
+        with without_multicast():
             symm_mem.rendezvous(made, group.group_name)
     except RuntimeError as error:
         raise RuntimeError(
@@ -129,7 +129,7 @@ def _forget_destroyed() -> None:
 
 
 @contextmanager
-def _without_multicast() -> Iterator[None]:
+def without_multicast() -> Iterator[None]:
     before = os.environ.get(_MULTICAST)
     os.environ[_MULTICAST] = "1"
     try:

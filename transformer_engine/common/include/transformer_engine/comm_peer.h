@@ -18,7 +18,7 @@
 #ifndef TRANSFORMER_ENGINE_COMM_PEER_H_
 #define TRANSFORMER_ENGINE_COMM_PEER_H_
 
-#include "transformer_engine/comm.h"
+#include "transformer_engine/transformer_engine.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -30,7 +30,7 @@ extern "C" {
 typedef struct te_comm_peer te_comm_peer;
 
 typedef struct te_comm_peer_options {
-  int32_t ranks; /* 2 to TE_COMM_MOST_RANKS */
+  int32_t ranks; /* 2 to TE_COMM_MOST_RANKS (comm.h) */
   int32_t rank;
   int32_t device;   /* TE_DEVICE_CPU, or a CUDA device */
   void* words;      /* te_comm_peer_bytes() of them, on a page; they outlive the channel */

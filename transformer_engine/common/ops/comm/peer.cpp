@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "core/device.h"
+#include "transformer_engine/comm.h"
 
 namespace te::comm {
 

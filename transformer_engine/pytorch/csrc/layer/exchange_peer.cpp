@@ -3,6 +3,7 @@
 
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/empty.h>
+#include <transformer_engine/comm.h>
 
 #include <sstream>
 
