@@ -3,9 +3,12 @@ of 8 and of 128 experts, even and skewed, bf16 and FP8 in blocks, against F.grou
 products. Prints their rates, and the host time of one call.
 
 Flops: 2 rows N K; shapes are experts x rows x N x K. Splits lie on the device and never come to the host, but for the
-loop's, which knows them. FP8's data and scales are random; its peer is our own bf16. Host: of small groups."""
+loop's, which knows them. FP8's data and scales are random; its peer is our own bf16. Rows `_alone` are of FP8's kernels
+without a peer in turn: a device at its limit of power lowers its clocks for what has run before. Host: of small
+groups."""
 
 import ctypes
+import dataclasses
 import pathlib
 
 import torch
@@ -188,8 +191,12 @@ def compare(bench, case, layer, op, rates):
         contenders["own bf16"] = contender(layer.ours, "own " + op.removesuffix("_block"))
     elif bench.cuda:
         contenders |= {"torch eager": contender(layer.torch, op), "torch graph": layer.loop(op)}
-    times = bench.compare(case, contenders, layer.inputs)
-    rates[case.op, case.shape] = {who: 1e-6 * case.flops / us for who, us in times.items()}
+    cases = {case: contenders}
+    if case.dtype == "fp8":
+        cases[dataclasses.replace(case, op=f"{case.op}_alone")] = {"ours": contenders["ours"]}
+    for each, those in cases.items():
+        times = bench.compare(each, those, layer.inputs)
+        rates[each.op, each.shape] = {who: 1e-6 * each.flops / us for who, us in times.items()}
 
 
 def run(bench, experts, rows, n, k, rates):

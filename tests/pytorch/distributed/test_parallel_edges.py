@@ -7,7 +7,7 @@ import torch
 from ranks import found_by
 
 pytestmark = pytest.mark.dist
-found = found_by(workers.everything, device="cpu")
+found = found_by(workers.everything)
 
 
 def test_ranks_that_disagree_hear_of_it(found):

@@ -6,7 +6,7 @@ import pytest
 from ranks import found_by
 
 pytestmark = pytest.mark.dist
-found = found_by(workers.everything, device="cpu")
+found = found_by(workers.everything)
 
 
 @pytest.mark.parametrize("worker", [worker.__name__ for worker in workers.WORKERS])

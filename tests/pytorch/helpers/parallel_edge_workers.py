@@ -220,7 +220,7 @@ def dropped_paths(rank):
             torch._dynamo.reset()
             layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
         with tracker.fork() if forks else contextlib.nullcontext():
-            y = layer(torch.zeros(shape, requires_grad=True)).detach()
+            y = layer(torch.zeros(shape, device=here(), requires_grad=True)).detach()
         found[layout, forks, traced] = y.flatten(1)[0].unflatten(0, (32, 32))[:, 0] if layout == "sbhd" else y[:, 0, 0]
     return found
 
@@ -232,8 +232,8 @@ def itself(thing):
 def everything(rank):
     """One start of the ranks for all of them."""
     workers = (
-        disagreeing, no_tokens, without_dimensions, called_sinks, gathers_of_checkpoints, explained, dropped_paths,
-        devices_and_groups,
+        disagreeing, no_tokens, without_dimensions, called_sinks, gathers_of_checkpoints, explained, devices_and_groups
     )  # fmt: skip
     with making_tensors_here():
-        return {worker.__name__: worker(rank) for worker in workers}
+        found = {worker.__name__: worker(rank) for worker in workers}
+    return found | {"dropped_paths": dropped_paths(rank)}  # which compiles: a device's context would break the graph

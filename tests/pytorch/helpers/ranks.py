@@ -158,13 +158,13 @@ def on_ranks(worker, *args, ranks=2, device=None, shared=None):
                 return [torch.load(path, weights_only=False, map_location="cpu") for path in paths]
 
 
-def found_by(worker, device=None):
+def found_by(worker):
     """A module's fixture: what each of two ranks brings, by the names in the dictionary that worker(rank) returns."""
     import pytest
 
     @pytest.fixture(scope="module")
     def found():
-        ranks = on_ranks(worker, device=device)
+        ranks = on_ranks(worker)
         return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
     return found
