@@ -26,6 +26,9 @@ def comm_usage(group: dist.ProcessGroup | None = None) -> CommUsage:
     """
     if ranks_of("comm_usage", "group", group) == 1:
         return CommUsage(0, 0, 0)
-    name = (dist.group.WORLD if group is None else group).group_name
+    return usage_by_name((dist.group.WORLD if group is None else group).group_name)
+
+
+def usage_by_name(name: str) -> CommUsage:
     each = [_C.lease_usage(name), *(channel.usage() for channel in channels_of(name))]
     return CommUsage(*(sum(numbers) for numbers in zip(*each, strict=True)))

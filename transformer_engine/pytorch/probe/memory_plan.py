@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.usage import usage_by_name
 from transformer_engine.pytorch.optimizers.adam_states import local_of
 from transformer_engine.pytorch.probe.one_run import gradients_returned, nodes_behind, recording, table, tensors_in
 from transformer_engine.pytorch.saved import observers
@@ -208,7 +209,7 @@ def _arenas(module: torch.nn.Module) -> list[SavedTensor]:
         group = getattr(owner, "_tp_group_name", None)
         if group is None or group in rows:
             continue
-        size, slots, _ = _C.lease_usage(group)
+        size, slots, _ = usage_by_name(group)
         why = f"calls over the group '{group}' receive in them"
         words = (label, "tensor parallel", f"slots on lease: {slots}", (size,), "uint8", size, "arena", why)
         rows[group] = SavedTensor(*words, "te.destroy_ub() frees what no call has")
