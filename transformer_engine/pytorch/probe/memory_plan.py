@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.usage import usage_by_name
 from transformer_engine.pytorch.optimizers.adam_states import local_of
 from transformer_engine.pytorch.probe.one_run import gradients_returned, nodes_behind, recording, table, tensors_in
