@@ -111,11 +111,13 @@ const std::map<std::string, int32_t>& tails() {
   return *found;
 }
 
-// What a tail is called; -1: nothing is.
+// What a tail is called, by a str or a class of its own (an Enum's); -1: nothing is.
 int32_t tail_of(const py::object& said) {
-  if (!PyUnicode_CheckExact(said.ptr())) return -1;
-  const auto found = tails().find(py::cast<std::string>(said));
-  return found == tails().end() ? -1 : found->second;
+  if (!PyUnicode_Check(said.ptr())) return -1;
+  for (const auto& [name, tail] : tails()) {
+    if (PyUnicode_CompareWithASCIIString(said.ptr(), name.c_str()) == 0) return tail;
+  }
+  return -1;
 }
 
 bool hashes(const py::object& name) {
@@ -134,7 +136,8 @@ bool counts_rows(const Tensor& t, const at::Device& device) {
 class StashScope {
  public:
   StashScope(std::shared_ptr<StashCore> core, py::object name, const std::optional<Tensor>& counts, int32_t tail)
-      : core_(std::move(core)),
+      : stash_(py::cast(core)),
+        core_(std::move(core)),
         name_(std::move(name)),
         tail_(tail),
         members_(std::make_shared<StashMembers>(name_, counts, core_->device)) {}
@@ -145,6 +148,7 @@ class StashScope {
                                         " was entered before; call stash.group() again."));
     }
     if (!is_recorded()) return;
+    core_->check_open("group");
     step_ = core_->step;
     handle_ = step_->open(name_, tail_);
     members_->open(handle_);
@@ -168,6 +172,7 @@ class StashScope {
   const std::shared_ptr<StashHandle>& handle() const { return handle_; }
 
  private:
+  py::object stash_;  // what Python derives, which makes the pool
   std::shared_ptr<StashCore> core_;
   py::object name_;
   int32_t tail_;
@@ -202,7 +207,10 @@ bool is_whole(const Tensor& t, const at::Device& device, int64_t unit_rows) {
 std::shared_ptr<StashPiece> piece_of(const Tensor& t, const Tensor& counter, int64_t unit_rows) {
   const int64_t rows = t.size(0), bytes = int64_t(t.nbytes());
   auto piece = std::make_shared<StashPiece>(t.storage(), byte_offset(t), bytes);
-  piece->regions.emplace_back(0, rows, rows == 0 ? 0 : bytes / rows, unit_rows, counter);
+  // Rows without bytes are no member: there is nothing that a count could be too large for.
+  if (rows == 0 || bytes != 0) {
+    piece->regions.emplace_back(0, rows, rows == 0 ? 0 : bytes / rows, unit_rows, counter);
+  }
   return piece;
 }
 
@@ -215,8 +223,9 @@ std::shared_ptr<StashHandle> stash(const StashCore& core, const py::object& name
   if (!PyList_Check(tensors.ptr()) && !PyTuple_Check(tensors.ptr())) return nullptr;
   if (!shared && !PyList_Check(counts.ptr()) && !PyTuple_Check(counts.ptr())) return nullptr;
   const auto size = PySequence_Fast_GET_SIZE(tensors.ptr());
-  const int64_t unit = py::cast<int64_t>(unit_rows);
-  if (size < 1 || size > TE_STASH_MOST_MEMBERS || unit < 1) return nullptr;
+  int too_large = 0;
+  const int64_t unit = PyLong_AsLongLongAndOverflow(unit_rows.ptr(), &too_large);
+  if (size < 1 || size > TE_STASH_MOST_MEMBERS || too_large != 0 || unit < 1) return nullptr;
   if (!shared && PySequence_Fast_GET_SIZE(counts.ptr()) != size) return nullptr;
   std::vector<std::shared_ptr<StashPiece>> pieces;
   std::vector<std::pair<at::ScalarType, std::vector<int64_t>>> like;
@@ -264,7 +273,7 @@ std::vector<Tensor> reload(const StashCore& core, const py::object& object, bool
   if (handle.state == StashState::kGone || handle.core.lock().get() != &core)
     throw handle.refusal("PagedStash.reload()");
   const bool kept = handle.state == StashState::kKept;
-  if (!keep) core.step->note(handle, false);
+  if (const auto step = handle.step.lock(); step != nullptr && !keep) step->note(handle, false);
   if (!kept) {
     handle.start_load(keep);
     handle.finish_load();

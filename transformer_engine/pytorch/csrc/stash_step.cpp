@@ -24,7 +24,7 @@ StashPython& stash_python() {
 }
 
 std::shared_ptr<StashCalls> StashCore::calls_now() {
-  if (calls == nullptr && sized) py::cast(shared_from_this()).attr("_make_pool")();
+  if (calls == nullptr && sized && !closed) py::cast(shared_from_this()).attr("_make_pool")();
   return calls;
 }
 

@@ -121,7 +121,8 @@ class PagedStash(_C.StashCore):
             check_tail("stash", tail)
             counted = check_tensors(tensors, counts, unit_rows, self.device)
             if handle is None:
-                handle = _C.stash_tensors(self, group, *map(list, zip(*counted, strict=True)), int(unit_rows), tail)
+                unit = min(int(unit_rows), 2**62)  # of no rows any is a multiple
+                handle = _C.stash_tensors(self, group, *map(list, zip(*counted, strict=True)), unit, tail)
             if handle.state == "kept":
                 keep_copies(handle, counted, unit_rows, tail)
         return handle
@@ -272,6 +273,9 @@ class PagedStash(_C.StashCore):
         if self._pool is not None:
             self._pool.native.close()
         self._pool, self._closed = None, True
+        # Names may be the layers themselves, which hold this stash: what C++ holds, Python's collector does not see.
+        self.schedule, self.step = Schedule(), Step(self, records=False)
+        self.sized, self._names, self._unfinished = None, [], []
         if verdict is not None and self.overflow == "raise_at_step_end":
             verdict.raise_if_bad()
         return verdict
