@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import uuid
+import weakref
 from datetime import timedelta
 
 import torch
@@ -37,23 +38,39 @@ class CommTimeout(RuntimeError):
 _C.set_comm_timeout(CommTimeout)
 
 _channels: dict[tuple[str, torch.device], _Meeting] = {}
+# Of groups that are gone, on CUDA: streams may not have ended, and graphs that were captured over them may be replayed.
+_outlived: list[_Meeting] = []
+
+
+def has_met(group: str, device: torch.device) -> bool:
+    """Whether the group that has this name now has a channel on `device`."""
+    found = _channels.get((group, _indexed(device)))
+    return found is not None and found.process_group() is _named(group)
 
 
 def peer_channel(op: str, group: str, device: torch.device) -> None:
     """Sees to it that the group of this name has a channel on `device`: the ranks meet, once. Errors:
     NotImplementedError where the ranks do not reach each other's memory, RuntimeError while a graph is captured."""
     device = _indexed(device)
-    found = _channels.get((group, device))
-    if found is not None and found.process_group is _named(group):
+    if has_met(group, device):
         return
-    for known in [key for key, each in _channels.items() if each.process_group is not _named(key[0])]:
-        del _channels[known]
+    for name, where in list(_channels):
+        if not has_met(name, where):
+            _forget(_channels[name, where])
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op}: the ranks of the group '{group}' have not met, which they cannot while a graph is captured; run "
             "the same call once before the capture."
         )
     _channels[group, device] = _Meeting(op, group, device)
+
+
+def _forget(meeting: _Meeting) -> None:
+    key = meeting.group, meeting.device
+    if _channels.get(key) is meeting:
+        del _channels[key]
+        if meeting.device.type == "cuda":
+            _outlived.append(meeting)
 
 
 def channels_of(group: str) -> list[_C.PeerChannel]:
@@ -94,7 +111,10 @@ class _Meeting:
 
     def __init__(self, op: str, group: str, device: torch.device) -> None:
         self.op, self.group, self.device = op, group, device
-        self.process_group = found = dist.distributed_c10d._resolve_process_group(group)
+        found = dist.distributed_c10d._resolve_process_group(group)
+        # Weakly, as all that the channel calls: a group that nobody has ends, its channel with it.
+        this = weakref.ref(self)
+        self.process_group = weakref.ref(found, lambda _: (meeting := this()) is not None and _forget(meeting))
         self.rank, self.ranks = found.rank(), found.size()
         self.timeout = timeout_of(found)
         store = dist.distributed_c10d._get_process_group_store(found)
@@ -110,7 +130,10 @@ class _Meeting:
             self._check_devices()
         size = _C.peer_words_bytes(self.ranks)
         words = self._map_shared("words", size)[0]
-        self.channel = _C.PeerChannel(group, device, self.ranks, self.rank, words, self.timeout, self._grow)
+        grow = weakref.WeakMethod(self._grow)
+        self.channel = _C.PeerChannel(
+            group, device, self.ranks, self.rank, words, self.timeout, lambda *call: grow()(*call)
+        )
         self._tell("made", "")
         told = reservation()
         if told is not None and told.tp_size == self.ranks:
@@ -154,22 +177,40 @@ class _Meeting:
     def _map_shared(self, what: str, size: int, each: bool = False) -> list[torch.Tensor]:
         """Host memory of this size that all ranks map: rank 0's, or with `each` one of every rank's. Files without
         names as soon as all have them."""
-        path = ""
-        if each or self.rank == 0:
-            path = os.path.join(_SHARED, f"te_peer_{uuid.uuid4().hex}")
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, size)  # an error now, in place of a signal later
-            finally:
-                os.close(descriptor)
+        path, mapped = "", []
         try:
-            paths = self._tell(what, path)
-            mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths if p]
-            self._tell(f"{what} mapped", "")
+            trouble = ""
+            if each or self.rank == 0:
+                path = os.path.join(_SHARED, f"te_peer_{uuid.uuid4().hex}")
+                try:
+                    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+                    try:
+                        os.posix_fallocate(descriptor, 0, size)  # an error now, in place of a signal later
+                    finally:
+                        os.close(descriptor)
+                except OSError as error:
+                    trouble = str(error)
+            paths = self._tell_or_raise(size, what, path, trouble)
+            try:
+                mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths if p]
+            except (OSError, RuntimeError) as error:
+                trouble = str(error)
+            self._tell_or_raise(size, f"{what} mapped", "", trouble)
         finally:
-            if path:
+            if path and os.path.exists(path):
                 os.unlink(path)
         return mapped
+
+    def _tell_or_raise(self, size: int, what: str, value: str, trouble: str) -> list[str]:
+        """What every rank says, as _tell; where one has trouble, RuntimeError on all of them, who would wait for it."""
+        said = self._tell(what, f"!{trouble}" if trouble else value)
+        for rank, word in enumerate(said):
+            if word.startswith("!"):
+                raise RuntimeError(
+                    f"{self.op}: the ranks of the group '{self.group}' cannot share {size} bytes in {_SHARED}: "
+                    f"rank {rank} got {word[1:]}."
+                )
+        return said
 
     def _grow(self, slot: int, size: int, text: str) -> tuple:
         """(this rank's memory of the slot, every rank's address of theirs, what keeps it). All ranks come here in the
