@@ -165,7 +165,9 @@ bool fills() {
 void fill_returned(const c10::Storage& memory, const at::TensorOptions& options) {
   if (!fills() || memory.nbytes() == 0) return;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::empty({0}, options.dtype(at::kByte)).set_(c10::Storage(memory), 0, {int64_t(memory.nbytes())}, {1}).fill_(kPoison);
+  at::empty({0}, options.dtype(at::kByte))
+      .set_(c10::Storage(memory), 0, {int64_t(memory.nbytes())}, {1})
+      .fill_(kPoison);
 }
 
 c10::Storage lent_storage(const Tensor& memory) {
