@@ -4,6 +4,7 @@ pushed here. No multicast."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -21,6 +22,7 @@ from transformer_engine.pytorch.distributed.userbuffers import reservation
 
 _SHARED = "/dev/shm"
 _TIMEOUT = "TE_COMM_TIMEOUT_S"
+_DEAD_PERIOD = 0.25  # seconds between looks for a process that is gone
 
 
 class CommTimeout(RuntimeError):
@@ -123,9 +125,11 @@ class _Meeting:
         self.store = dist.PrefixStore(f"te_peer/{device.type}/{self.ranks}/{times}", store)
         self.channel = None
         self.grown = 0
+        self.processes: list[str] = []
         places = self._tell("here", f"{socket.gethostname()} {_boot()} {int(os.path.isdir(_SHARED))}")
         if len(set(places)) > 1 or not places[0].endswith("1"):
             self._refuse("they are not on one machine, or share no memory there")
+        self.processes = self._tell("process", f"{os.getpid()} {_started(str(os.getpid()))}")
         if device.type == "cuda":
             self._check_devices()
         size = _C.peer_words_bytes(self.ranks)
@@ -159,14 +163,21 @@ class _Meeting:
         keys = [f"{what}/{rank}" for rank in range(self.ranks)]
         self.store.set(keys[self.rank], value)
         until = time.monotonic() + self.timeout
+        look = time.monotonic() + _DEAD_PERIOD  # the channel's own thread looks at its own waits alone
         for rank, key in enumerate(keys):
             while not self.store.check([key]):
                 if self.channel is not None:
                     self.channel.refuse_failed()
-                if time.monotonic() > until:
+                now, dead = time.monotonic(), False
+                if now > look and self.processes:
+                    look = now + _DEAD_PERIOD
+                    pid, began = self.processes[rank].split(" ", 1)
+                    dead = _started(pid) != began and not self.store.check([key])
+                if dead or now > until:
                     words = (
                         f"the tensor-parallel group '{self.group}': rank {self.rank} waited for rank {rank} to make "
-                        f"memory that they share ({what}); it is late, or makes another call."
+                        f"memory that they share ({what}); "
+                        + ("it is dead." if dead else "it is late, or makes another call.")
                     )
                     if self.channel is not None:
                         self.channel.give_up(what)
@@ -177,7 +188,7 @@ class _Meeting:
     def _map_shared(self, what: str, size: int, each: bool = False) -> list[torch.Tensor]:
         """Host memory of this size that all ranks map: rank 0's, or with `each` one of every rank's. Files without
         names as soon as all have them."""
-        path, mapped = "", []
+        path, paths, mapped = "", [], []
         try:
             trouble = ""
             if each or self.rank == 0:
@@ -197,8 +208,9 @@ class _Meeting:
                 trouble = str(error)
             self._tell_or_raise(size, f"{what} mapped", "", trouble)
         finally:
-            if path and os.path.exists(path):
-                os.unlink(path)
+            for each_path in filter(None, {path, *paths}):  # those of a rank that died too
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(each_path)
         return mapped
 
     def _tell_or_raise(self, size: int, what: str, value: str, trouble: str) -> list[str]:
@@ -244,6 +256,16 @@ class _Meeting:
         if handle.multicast_ptr:
             raise RuntimeError("transformer_engine: symmetric memory came with multicast, which is not used here.")
         return made, list(handle.buffer_ptrs), handle
+
+
+def _started(pid: str) -> str:
+    """When that process began; empty where there is none, or none that runs."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _boot() -> str:
