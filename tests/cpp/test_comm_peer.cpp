@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -178,6 +179,44 @@ TEST(CommPeer, ADeadProcessIsFoundWithinTwoSeconds) {
   EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_DEAD);
   EXPECT_EQ(all.failure(0).peer, 1);
   waitpid(child, nullptr, 0);
+}
+
+TEST(CommPeer, AProcessThatIsGoneWhenAllWasPushedHarmsNobody) {
+  Ranks all(2);
+  all.run([&](int32_t rank) { all.call(rank, "the last", char(1 + rank)); });
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  all.words().member(1).pid = uint32_t(child);
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
+  EXPECT_EQ(all.slot(0)[1], 2);
+  all.done(0);
+  all.done(1);
+  all.call(0, "another", 1);
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_DEAD);
+  EXPECT_EQ(std::string(all.failure(0).op), "another");
+  waitpid(child, nullptr, 0);
+}
+
+TEST(CommPeer, AForkedProcessHasNoPartInIt) {
+  Ranks all(2);
+  const pid_t child = fork();
+  if (child == 0) {
+    te_comm_peer_failure_info info;
+    const bool refused = te_comm_peer_begin(all[0], 0, "x") == TE_RUNTIME_ERROR &&
+                         te_comm_peer_failure(all[0], &info) == TE_RUNTIME_ERROR;
+    te_comm_peer_destroy(all[0]);  // waits for no thread
+    _exit(refused ? 0 : 1);
+  }
+  const auto began = Clock::now();
+  int status = -1;
+  while (waitpid(child, &status, WNOHANG) == 0 && Clock::now() - began < std::chrono::seconds(20)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  if (status == -1) kill(child, SIGKILL);
+  EXPECT_EQ(status, 0);
+  all.run([&](int32_t rank) { all.call(rank, "a call", 1); });
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
 }
 
 TEST(CommPeer, ACallThatIsGivenUpEndsTheOthers) {

@@ -57,3 +57,10 @@ def test_memory_that_grows_differently(tmp_path):
 def test_a_rank_that_is_late_now_and_then(tmp_path):
     for found in workers.ends(workers.starts("sleepy", tmp_path, 2, 30), tmp_path):
         assert found == {"wrong": 0}
+
+
+def test_a_rank_dies_while_memory_grows(tmp_path):
+    each = workers.starts("dies_while_memory_grows", tmp_path, 2, 30)
+    met = workers.ends(each, tmp_path)
+    when = float((tmp_path / "when").read_text())
+    assert met[0]["peer"] == 1 and "dead" in met[0]["words"] and met[0]["when"] - when < 2, met

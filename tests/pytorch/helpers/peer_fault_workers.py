@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from peer_workers import example, made
 from ranks import on_cuda
 
+from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.distributed.peer import CommTimeout
 
 TOKENS = 32
@@ -142,7 +143,22 @@ def sleepy(rank, ranks, folder):
     note(folder, rank, wrong=wrong)
 
 
-WORKERS = {f.__name__: f for f in (killed, stopped, other_shapes, other_gradients, other_growth, sleepy)}
+def dies_while_memory_grows(rank, ranks, folder):
+    """A rank that the others wait for in Python."""
+    module = made("column", "chunked", torch.float32)
+    run(module, example("column", rank, torch.float32, TOKENS))
+    if rank == 1:
+        if module.weight.is_cuda:
+            torch.cuda.synchronize()
+        (Path(folder) / "when").write_text(str(time.monotonic()))
+        distributed.peer._Meeting._tell = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    note(folder, rank, **meet(module, example("column", rank, torch.float32, 8 * TOKENS)))
+
+
+WORKERS = {
+    f.__name__: f
+    for f in (killed, stopped, other_shapes, other_gradients, other_growth, sleepy, dies_while_memory_grows)
+}
 
 
 def starts(name, folder, ranks, timeout):

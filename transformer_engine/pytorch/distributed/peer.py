@@ -4,11 +4,13 @@ pushed here. No multicast."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
 import time
 import uuid
+import weakref
 from datetime import timedelta
 
 import torch
@@ -20,6 +22,7 @@ from transformer_engine.pytorch.distributed.userbuffers import reservation
 
 _SHARED = "/dev/shm"
 _TIMEOUT = "TE_COMM_TIMEOUT_S"
+_DEAD_PERIOD = 0.25  # seconds between looks for a process that is gone
 
 
 class CommTimeout(RuntimeError):
@@ -37,23 +40,39 @@ class CommTimeout(RuntimeError):
 _C.set_comm_timeout(CommTimeout)
 
 _channels: dict[tuple[str, torch.device], _Meeting] = {}
+# Of groups that are gone, on CUDA: streams may not have ended, and graphs that were captured over them may be replayed.
+_outlived: list[_Meeting] = []
+
+
+def has_met(group: str, device: torch.device) -> bool:
+    """Whether the group that has this name now has a channel on `device`."""
+    found = _channels.get((group, _indexed(device)))
+    return found is not None and found.process_group() is _named(group)
 
 
 def peer_channel(op: str, group: str, device: torch.device) -> None:
     """Sees to it that the group of this name has a channel on `device`: the ranks meet, once. Errors:
     NotImplementedError where the ranks do not reach each other's memory, RuntimeError while a graph is captured."""
     device = _indexed(device)
-    found = _channels.get((group, device))
-    if found is not None and found.process_group is _named(group):
+    if has_met(group, device):
         return
-    for known in [key for key, each in _channels.items() if each.process_group is not _named(key[0])]:
-        del _channels[known]
+    for name, where in list(_channels):
+        if not has_met(name, where):
+            _forget(_channels[name, where])
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op}: the ranks of the group '{group}' have not met, which they cannot while a graph is captured; run "
             "the same call once before the capture."
         )
     _channels[group, device] = _Meeting(op, group, device)
+
+
+def _forget(meeting: _Meeting) -> None:
+    key = meeting.group, meeting.device
+    if _channels.get(key) is meeting:
+        del _channels[key]
+        if meeting.device.type == "cuda":
+            _outlived.append(meeting)
 
 
 def channels_of(group: str) -> list[_C.PeerChannel]:
@@ -94,7 +113,10 @@ class _Meeting:
 
     def __init__(self, op: str, group: str, device: torch.device) -> None:
         self.op, self.group, self.device = op, group, device
-        self.process_group = found = dist.distributed_c10d._resolve_process_group(group)
+        found = dist.distributed_c10d._resolve_process_group(group)
+        # Weakly, as all that the channel calls: a group that nobody has ends, its channel with it.
+        this = weakref.ref(self)
+        self.process_group = weakref.ref(found, lambda _: (meeting := this()) is not None and _forget(meeting))
         self.rank, self.ranks = found.rank(), found.size()
         self.timeout = timeout_of(found)
         store = dist.distributed_c10d._get_process_group_store(found)
@@ -103,14 +125,19 @@ class _Meeting:
         self.store = dist.PrefixStore(f"te_peer/{device.type}/{self.ranks}/{times}", store)
         self.channel = None
         self.grown = 0
+        self.processes: list[str] = []
         places = self._tell("here", f"{socket.gethostname()} {_boot()} {int(os.path.isdir(_SHARED))}")
         if len(set(places)) > 1 or not places[0].endswith("1"):
             self._refuse("they are not on one machine, or share no memory there")
+        self.processes = self._tell("process", f"{os.getpid()} {_started(str(os.getpid()))}")
         if device.type == "cuda":
             self._check_devices()
         size = _C.peer_words_bytes(self.ranks)
         words = self._map_shared("words", size)[0]
-        self.channel = _C.PeerChannel(group, device, self.ranks, self.rank, words, self.timeout, self._grow)
+        grow = weakref.WeakMethod(self._grow)
+        self.channel = _C.PeerChannel(
+            group, device, self.ranks, self.rank, words, self.timeout, lambda *call: grow()(*call)
+        )
         self._tell("made", "")
         told = reservation()
         if told is not None and told.tp_size == self.ranks:
@@ -136,14 +163,21 @@ class _Meeting:
         keys = [f"{what}/{rank}" for rank in range(self.ranks)]
         self.store.set(keys[self.rank], value)
         until = time.monotonic() + self.timeout
+        look = time.monotonic() + _DEAD_PERIOD  # the channel's own thread looks at its own waits alone
         for rank, key in enumerate(keys):
             while not self.store.check([key]):
                 if self.channel is not None:
                     self.channel.refuse_failed()
-                if time.monotonic() > until:
+                now, dead = time.monotonic(), False
+                if now > look and self.processes:
+                    look = now + _DEAD_PERIOD
+                    pid, began = self.processes[rank].split(" ", 1)
+                    dead = _started(pid) != began and not self.store.check([key])
+                if dead or now > until:
                     words = (
                         f"the tensor-parallel group '{self.group}': rank {self.rank} waited for rank {rank} to make "
-                        f"memory that they share ({what}); it is late, or makes another call."
+                        f"memory that they share ({what}); "
+                        + ("it is dead." if dead else "it is late, or makes another call.")
                     )
                     if self.channel is not None:
                         self.channel.give_up(what)
@@ -154,22 +188,41 @@ class _Meeting:
     def _map_shared(self, what: str, size: int, each: bool = False) -> list[torch.Tensor]:
         """Host memory of this size that all ranks map: rank 0's, or with `each` one of every rank's. Files without
         names as soon as all have them."""
-        path = ""
-        if each or self.rank == 0:
-            path = os.path.join(_SHARED, f"te_peer_{uuid.uuid4().hex}")
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, size)  # an error now, in place of a signal later
-            finally:
-                os.close(descriptor)
+        path, paths, mapped = "", [], []
         try:
-            paths = self._tell(what, path)
-            mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths if p]
-            self._tell(f"{what} mapped", "")
+            trouble = ""
+            if each or self.rank == 0:
+                path = os.path.join(_SHARED, f"te_peer_{uuid.uuid4().hex}")
+                try:
+                    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+                    try:
+                        os.posix_fallocate(descriptor, 0, size)  # an error now, in place of a signal later
+                    finally:
+                        os.close(descriptor)
+                except OSError as error:
+                    trouble = str(error)
+            paths = self._tell_or_raise(size, what, path, trouble)
+            try:
+                mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths if p]
+            except (OSError, RuntimeError) as error:
+                trouble = str(error)
+            self._tell_or_raise(size, f"{what} mapped", "", trouble)
         finally:
-            if path:
-                os.unlink(path)
+            for each_path in filter(None, {path, *paths}):  # those of a rank that died too
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(each_path)
         return mapped
+
+    def _tell_or_raise(self, size: int, what: str, value: str, trouble: str) -> list[str]:
+        """What every rank says, as _tell; where one has trouble, RuntimeError on all of them, who would wait for it."""
+        said = self._tell(what, f"!{trouble}" if trouble else value)
+        for rank, word in enumerate(said):
+            if word.startswith("!"):
+                raise RuntimeError(
+                    f"{self.op}: the ranks of the group '{self.group}' cannot share {size} bytes in {_SHARED}: "
+                    f"rank {rank} got {word[1:]}."
+                )
+        return said
 
     def _grow(self, slot: int, size: int, text: str) -> tuple:
         """(this rank's memory of the slot, every rank's address of theirs, what keeps it). All ranks come here in the
@@ -203,6 +256,16 @@ class _Meeting:
         if handle.multicast_ptr:
             raise RuntimeError("transformer_engine: symmetric memory came with multicast, which is not used here.")
         return made, list(handle.buffer_ptrs), handle
+
+
+def _started(pid: str) -> str:
+    """When that process began; empty where there is none, or none that runs."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _boot() -> str:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.distributed.groups import ranks_of
-from transformer_engine.pytorch.distributed.peer import peer_channel
+from transformer_engine.pytorch.distributed.peer import has_met, peer_channel
 from transformer_engine.pytorch.distributed.regions import gather_by_name
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
@@ -117,9 +117,10 @@ def exchange_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) ->
     exchanges = module.runtime.exchanges
     key = mode, recompute, module.sequence_parallel, inp.device, module.tp_overlap, _sum_of(module, mode)
     found = exchanges.get(key)
-    if found is None:
+    chunked = module.tp_overlap == "chunked" and module.sequence_parallel
+    # The name may be another group's by now, which a channel does not notice.
+    if found is None or (chunked and not has_met(found.group, inp.device)):
         name = _named_group(module, inp.device.type)
-        chunked = module.tp_overlap == "chunked" and module.sequence_parallel
         if chunked:
             peer_channel(type(module).__name__, name, inp.device)
         options = _MODES[mode], module.sequence_parallel, recompute, module.tp_size, name, _sum_of(module, mode)

@@ -78,7 +78,7 @@ std::unique_ptr<Verbs> cpu_verbs(const Words& words) { return std::make_unique<C
 class Channel {
  public:
   explicit Channel(const te_comm_peer_options& o)
-      : options_(o), words_(o.words, o.ranks), verbs_(verbs_of(o, words_)), calls_(kSlots) {
+      : options_(o), words_(o.words, o.ranks), pid_(getpid()), verbs_(verbs_of(o, words_)), calls_(kSlots) {
     Member& me = words_.member(o.rank);
     me.start = process_start(uint32_t(getpid()));
     word(me.left).store(0);
@@ -89,6 +89,10 @@ class Channel {
     watch_ = std::make_unique<Watch>(words_, o.ranks, o.rank, o.timeout_s);
   }
   ~Channel() {
+    if (getpid() != pid_) {  // no thread is there to end, and what it slept on would wait for it
+      (void)watch_.release();
+      return;
+    }
     watch_.reset();
     word(words_.member(options_.rank).left).store(1);
   }
@@ -103,6 +107,7 @@ class Channel {
   void begin(const char* op, int32_t slot, const char* text) {
     Call& call = call_of(op, slot);
     if (text == nullptr) bad_argument(op, "text", "NULL", "what the call does");
+    refuse_child(op);
     call.hash = hash_of(text);
     call.let_in.assign(size_t(options_.ranks), false);
     Member& me = words_.member(options_.rank);
@@ -159,7 +164,8 @@ class Channel {
     if (bytes != 0) verbs_->poison(data, bytes, &words_.shared().failed, stream);
   }
 
-  te_comm_peer_failure_info failure() const {
+  te_comm_peer_failure_info failure(const char* op) const {
+    refuse_child(op);
     return words_.failed() ? words_.shared().info : te_comm_peer_failure_info{};
   }
 
@@ -182,6 +188,12 @@ class Channel {
     if (rank < 0 || rank >= options_.ranks) bad_argument(op, argument, rank, concat("0 to ", options_.ranks - 1));
   }
 
+  void refuse_child(const char* op) const {
+    if (getpid() == pid_) return;
+    throw Error(TE_RUNTIME_ERROR, concat(op, ": this process (", getpid(), ") was forked from the one (", pid_,
+                                         ") that is a rank of this channel; make a group in it."));
+  }
+
   // Once in a call, ahead of the first push to `to`.
   void let_in(Call& call, int32_t slot, int32_t to) {
     if (call.let_in.size() != size_t(options_.ranks)) {
@@ -195,6 +207,7 @@ class Channel {
 
   const te_comm_peer_options options_;
   const Words words_;
+  const pid_t pid_;
   std::unique_ptr<Verbs> verbs_;
   std::vector<Call> calls_;
   std::unique_ptr<Watch> watch_;
@@ -310,7 +323,7 @@ te_status te_comm_peer_failure(te_comm_peer* channel, te_comm_peer_failure_info*
   return c_guard([&] {
     const char* op = "te_comm_peer_failure";
     if (info == nullptr) bad_argument(op, "info", "NULL", "a place for the result");
-    *info = channel_of(op, channel).failure();
+    *info = channel_of(op, channel).failure(op);
   });
 }
 

@@ -97,12 +97,14 @@ class Watch {
   void look_at(uint32_t& value, uint32_t& wants, uint32_t& timed, double& seen, double passed, int32_t peer,
                bool freeing);
   void look_for_dead();
+  std::string last_words() const;
   std::string words_of(int32_t rank, uint32_t hash) const;
 
   const Words words_;
   const int32_t ranks_, rank_;
   const double timeout_s_;
   std::vector<Seen> seen_;
+  std::vector<bool> dead_;  // by peer
   std::mutex mutex_;
   std::condition_variable stop_signal_;
   bool stop_ = false;

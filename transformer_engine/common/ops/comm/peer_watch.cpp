@@ -64,6 +64,7 @@ Watch::Watch(const Words& words, int32_t ranks, int32_t rank, double timeout_s)
       rank_(rank),
       timeout_s_(timeout_s),
       seen_(size_t(kSlots) * size_t(ranks)),
+      dead_(size_t(ranks), false),
       thread_([this] { run(); }) {}
 
 Watch::~Watch() {
@@ -128,6 +129,10 @@ void Watch::look_at(uint32_t& value, uint32_t& wants, uint32_t& timed, double& s
     fail(words_, TE_COMM_PEER_OTHER, rank_, peer, freeing, words_of(rank_, wanted), words_of(peer, got));
     return;
   }
+  if (dead_[size_t(peer)]) {  // was gone before the value was looked at
+    fail(words_, TE_COMM_PEER_DEAD, rank_, peer, freeing, freeing ? last_words() : words_of(rank_, wanted), "");
+    return;
+  }
   if (word(timed).exchange(1) == 0) seen = 0;
   seen += passed;
   const std::string op = freeing ? std::string() : words_of(rank_, wanted);
@@ -138,16 +143,19 @@ void Watch::look_at(uint32_t& value, uint32_t& wants, uint32_t& timed, double& s
   }
 }
 
+std::string Watch::last_words() const {
+  const Member& me = words_.member(rank_);
+  const uint32_t texts = word(words_.member(rank_).texts).load();
+  return texts > 0 ? me.text[(texts - 1) % kTexts].text : "";
+}
+
 void Watch::look_for_dead() {
   for (int32_t peer = 0; peer < ranks_; ++peer) {
     Member& member = words_.member(peer);
     const uint32_t pid = word(member.pid).load(std::memory_order_acquire);
-    if (peer == rank_ || pid == 0 || word(member.left).load() != 0) continue;
+    if (peer == rank_ || pid == 0 || dead_[size_t(peer)] || word(member.left).load() != 0) continue;
     if (process_start(pid) == member.start) continue;
-    if (word(member.left).load() != 0) continue;
-    const uint32_t texts = word(words_.member(rank_).texts).load();
-    const std::string last = texts > 0 ? words_.member(rank_).text[(texts - 1) % kTexts].text : "";
-    fail(words_, TE_COMM_PEER_DEAD, rank_, peer, false, last, "");
+    dead_[size_t(peer)] = word(member.left).load() == 0;
   }
 }
 
