@@ -109,7 +109,10 @@ PeerChannel::Taken PeerChannel::take(SlotKind kind, int64_t bytes, const std::st
     const std::lock_guard<std::mutex> lock(mutex_);
     const int32_t last = slot + kEach;
     while (slot < last && slots_[size_t(slot)].leased) ++slot;
-    TORCH_CHECK(slot < last, text, ": all slots of its kind are taken by calls that have not ended.");
+    TORCH_CHECK(
+        slot < last, text,
+        ": all slots of its kind are taken by calls over this group that have not ended; wanted a free one: make "
+        "calls of different streams or threads follow each other, or give them groups of their own.");
     slots_[size_t(slot)].leased = true;
   }
   Slot& found = slots_[size_t(slot)];
@@ -136,7 +139,9 @@ void PeerChannel::grow(int32_t slot, int64_t bytes, const std::string& text) {
   const auto parts = made.cast<pybind11::tuple>();
   const auto own = parts[0].cast<Tensor>();
   const auto addresses = parts[1].cast<std::vector<int64_t>>();
-  TORCH_CHECK(int64_t(addresses.size()) == ranks_ && int64_t(own.nbytes()) >= bytes, "PeerChannel: wrong memory.");
+  TORCH_CHECK(int64_t(addresses.size()) == ranks_ && int64_t(own.nbytes()) >= bytes, "PeerChannel: got memory of ",
+              own.nbytes(), " bytes and ", addresses.size(), " addresses, wanted ", bytes,
+              " bytes and one for each of ", ranks_, " ranks.");
   std::vector<void*> pointers;
   for (const int64_t address : addresses) pointers.push_back(reinterpret_cast<void*>(address));
   check(te_comm_peer_slot(channel_, slot, pointers.data(), own.nbytes()));
@@ -168,7 +173,7 @@ PeerChannel::Usage PeerChannel::usage() const {
 
 PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const std::string& text, at::IntArrayRef sizes,
                    const at::TensorOptions& options)
-    : channel_(std::move(channel)), pushed_(size_t(channel_->ranks()), false) {
+    : channel_(std::move(channel)) {
   channel_->refuse_failed();
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
   taken_ = channel_->take(kind, bytes, text, stream());
@@ -211,10 +216,7 @@ void PeerCall::push(int64_t to, int64_t offset, const Tensor& rows) {
                           bytes, 1));
 }
 
-void PeerCall::signal(int64_t to) {
-  pushed_[size_t(to)] = true;
-  check(te_comm_peer_signal(channel_->get(), taken_.slot, int32_t(to)));
-}
+void PeerCall::signal(int64_t to) { check(te_comm_peer_signal(channel_->get(), taken_.slot, int32_t(to))); }
 
 void PeerCall::wait(int64_t from) {
   check(te_comm_peer_wait(channel_->get(), taken_.slot, int32_t(from), stream()));

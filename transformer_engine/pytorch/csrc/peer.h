@@ -102,7 +102,6 @@ class PeerCall {
   PeerChannel::Taken taken_;
   Tensor tensor_;
   std::vector<Tensor> sources_;
-  std::vector<bool> pushed_;
   int64_t waited_ = 0;
   bool waited_own_ = false;
 };

@@ -197,7 +197,8 @@ class Channel {
   // Once in a call, ahead of the first push to `to`.
   void let_in(Call& call, int32_t slot, int32_t to) {
     if (call.let_in.size() != size_t(options_.ranks)) {
-      throw Error(TE_INVALID_ARGUMENT, "te_comm_peer_push: no call has begun at this slot.");
+      throw Error(TE_INVALID_ARGUMENT, concat("te_comm_peer: slot ", slot,
+                                              " has no call; te_comm_peer_begin() comes before pushes and signals."));
     }
     if (call.let_in[size_t(to)]) return;
     call.let_in[size_t(to)] = true;
