@@ -1,7 +1,8 @@
 # te.GroupedLinear by a list of sizes, whose products go to te_gemm by addresses alone: the bits of a loop of Linears in
 # every dtype, with rows, buffers and weights that it takes and that it does not; and gradients that are pieces of one
 # allocation, each a tensor for itself. Mutants: a pitch of a single row, an offset in elements of another size, a bias
-# of the first group (gemm_list.cpp), or pieces without their distance (rows_view.cpp).
+# of the first group, what the first buffer says for all, is_neg() not asked (gemm_list.cpp), no note_written()
+# (products_grouped.cpp), or pieces without their distance (rows_view.cpp).
 import pytest
 import torch
 from grouped_cases import SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
@@ -117,3 +118,31 @@ def test_gradients_are_tensors_for_themselves(on_device, device):
     for i, (g, want) in enumerate(zip(weights + biases, before, strict=True)):
         if i % 4:
             assert_same_bits(g, want, str(i))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_some_of_the_buffers_are_written_over(first, device):
+    """Each by its own word, NaN where it is written over; and each is told that it was written to."""
+    ours, loop = build(device=device, dtype=torch.float32, bias=False, fuse_wgrad_accumulation=True)
+    weights = [[getattr(ours, f"weight{i}") for i in range(4)], [linear.weight for linear in loop]]
+    for of_one in weights:
+        for i, weight in enumerate(of_one):
+            weight.overwrite_main_grad = (i % 2 == 0) == first
+            held = float("nan") if weight.overwrite_main_grad else 0.5
+            weight.main_grad = torch.full(weight.shape, held, device=device)
+    before = [weight.main_grad._version for weight in weights[0]]
+    x, dy = draw(device, torch.float32)
+    step(ours, x, dy, SPLITS), step_of_loop(loop, x, dy, SPLITS)
+    for i, (a, b) in enumerate(zip(*weights, strict=True)):
+        assert_same_bits(a.main_grad, b.main_grad, str(i))
+        assert a.main_grad._version > before[i], str(i)
+
+
+def test_rows_of_the_other_sign(device):
+    """A negated view's bytes are not its values."""
+    ours, _ = build(device=device, dtype=torch.float32)
+    x, dy = draw(device, torch.float32)
+    plain = step(ours, x, dy, SPLITS)
+    assert torch._neg_view(-x).is_neg()
+    negated = ours(torch._neg_view(-x).requires_grad_(), SPLITS)
+    assert_same_bits(negated, plain[0])

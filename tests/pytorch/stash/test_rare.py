@@ -1,9 +1,9 @@
 # What is seldom asked of a stash: words of classes of their own, groups of a stash that is closed or that nobody has
 # any more, handles of steps before, tensors that are dropped between a group and its scheduler. Mutants of csrc: no
 # passes_by() in post(), is_neg() not asked in is_whole() (stash_front.cpp); pieces that nobody wants not dropped in
-# has_members(), counters not looked at in store(), group not reset in give_up() (stash_handle.cpp); no look at rows %
-# unit_rows (stash_members.cpp); over() gives up what is back, no free_leaving() in wanted(), no visit_.reset() in
-# exit() (stash_step.cpp): each turns tests red.
+# has_members(), counters not looked at in store() (stash_handle.cpp); no free_leaving() in wanted(), no visit_.reset()
+# in exit(), no look at handle.noted, all handles forgotten by the sweep (stash_step.cpp); no look at the microbatch in
+# backward() (stash_schedule.cpp); nothing stored behind a load that keeps (stash_pool.cpp): each turns tests red.
 import enum
 import gc
 import weakref
@@ -231,3 +231,60 @@ def test_a_group_that_fails_between_its_schedulers(device):
         start = stash.pre_schedule(x)
         stash.post_schedule(product(stash, start, w, counter)).sum().backward()
         same([w.grad], [x.t() @ torch.ones(ROWS, WIDTH, device=device)])
+
+
+def test_hundreds_of_handles_are_over_with_their_step(device):
+    """Those that are gone are swept from the step's list in between; pages of the others are the next step's."""
+    with made(device) as stash:
+        t, counter = filled(5, 4, torch.uint8, device), count(2, device)
+        handles = [stash.stash(i, [t], counter) for i in range(200)]
+        for i in range(200):
+            stash.stash(-1 - i, [t], counter)
+        stash.reset()
+        for handle in handles:
+            with refused(RuntimeError, repr(handle.name), "pages are gone"):
+                stash.reload(handle)
+
+
+def test_a_group_comes_back_once_in_what_was_recorded(device):
+    """Else a plan would count its pages twice."""
+    with made(device) as stash:
+        x, w, counter = parts(device)
+        y = product(stash, x, w, counter)
+        product(stash, x + 1, w, count(LIVE, device), "b").sum().backward()
+        y.sum().backward()
+        del y
+        gc.collect()
+        assert [(e.store, e.key[0]) for e in stash.step.trace] == [(True, "a"), (True, "b"), (False, "b"), (False, "a")]
+
+
+def test_a_backward_of_another_microbatch_is_named(device):
+    with made(device) as stash:
+
+        def step(first, last):
+            x, w, _ = parts(device)
+            results = []
+            for t in (x, x + 1):
+                results.append(stash.post_schedule(product(stash, stash.pre_schedule(t), w, count(LIVE, device))))
+            results[first].sum().backward()
+            results[last].sum().backward()
+
+        step(1, 0)
+        stash.reset()
+        step(1, 0)
+        stash.reset()
+        with refused(RuntimeError, "the backward of group 'a', microbatch 0 came as entry 2", "microbatch 1"):
+            step(0, 1)
+        stash.reset()
+        step(1, 0)
+        assert stash.verdict(wait=True).ok
+
+
+def test_a_handle_that_was_reloaded_and_kept_gives_its_pages_back(device):
+    with made(device) as stash:
+        handle = stash.stash("a", [filled(50, 16, torch.uint8, device)], count(20, device))
+        stash.reload(handle, keep=True)
+        assert report(stash)["device_in_use"] == 2
+        del handle
+        gc.collect()
+        assert report(stash)["device_in_use"] == 0
