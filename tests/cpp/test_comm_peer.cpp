@@ -219,6 +219,36 @@ TEST(CommPeer, AForkedProcessHasNoPartInIt) {
   EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
 }
 
+TEST(CommPeer, APidThatIsUsedAgainIsSomebodyElse) {
+  Ranks all(2);
+  all.words().member(1).start += 1;
+  all.call(0, "alone", 1);
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_DEAD);
+}
+
+TEST(CommPeer, AWaitForARankThatClosedItsChannelEnds) {
+  Ranks all(2, 60);
+  all.words().member(1).left = 1;
+  const auto began = Clock::now();
+  all.call(0, "alone", 1);
+  EXPECT_LT(std::chrono::duration<double>(Clock::now() - began).count(), 10);
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_LEFT);
+  EXPECT_EQ(all.failure(0).peer, 1);
+}
+
+// As streams wait: nobody looks at the failure beside the word.
+TEST(CommPeer, WordsThatAreAwaitedBehindAFailureAreSet) {
+  Ranks all(2);
+  ok(te_comm_peer_give_up(all[1], "raised"));
+  te::comm::Line& line = all.words().line(0, 0, 1);
+  te::comm::word(line.wants_arrived).store(77);
+  const auto began = Clock::now();
+  while (te::comm::word(line.arrived).load() != 77 && Clock::now() - began < std::chrono::seconds(10)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_EQ(te::comm::word(line.arrived).load(), 77U);
+}
+
 TEST(CommPeer, ACallThatIsGivenUpEndsTheOthers) {
   Ranks all(2);
   all.run([&](int32_t rank) {
