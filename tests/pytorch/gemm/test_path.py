@@ -285,6 +285,7 @@ class Problem(ctypes.Structure):
         + [(name, ctypes.c_int) for name in ("layout", "epilogue", "accumulate", "allow_tf32")]
         + [(name, Tensor) for name in ("a_scale_inv", "b_scale_inv")]
         + [(name, ctypes.c_int) for name in ("a_scaling", "b_scaling", "fast_accumulation")]
+        + [("whole_rows", ctypes.c_int64)]
     )
 
 
