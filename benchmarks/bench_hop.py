@@ -1,8 +1,6 @@
 """From one stream's write of a word in pinned host memory to the end of another stream's wait for it: what a hop of the
 channel to peers costs (ops/comm/peer.cu), eager and in a graph. One process, one CUDA device; the figure of a chain of
-hops there and back, by its length.
-
-Beside it an event that is recorded and awaited, which other processes cannot have."""
+hops there and back, by its length."""
 
 import ctypes
 
@@ -24,7 +22,7 @@ class Words:
     def __init__(self, host):
         self.driver = ctypes.CDLL("libcuda.so.1")
         self.host, self.address = host, host.data_ptr()
-        self.here, self.there = torch.cuda.current_stream(), torch.cuda.Stream()
+        self.there = torch.cuda.Stream()
 
     def batch(self, stream, *operations):
         made = (Operation * len(operations))(*operations)
@@ -43,34 +41,26 @@ class Words:
         self.batch(receiver, *self.wait(word, 7))
 
 
-class Events:
-    def __init__(self):
-        self.here, self.there = torch.cuda.current_stream(), torch.cuda.Stream()
-
-    def hop(self, sender, receiver, word):
-        receiver.wait_event(sender.record_event())
-
-
-def chain(way, here):
+def chain(words, here):
     """The hops of a batch, forked from `here` and joined with it."""
-    way.there.wait_stream(here)
+    words.there.wait_stream(here)
     for _ in range(HOPS // 2):
-        way.hop(here, way.there, 0)
-        way.hop(way.there, here, 1)
-    here.wait_stream(way.there)
+        words.hop(here, words.there, 0)
+        words.hop(words.there, here, 1)
+    here.wait_stream(words.there)
 
 
-def eager(way, start, end):
+def eager(words, start, end):
     torch.cuda._sleep(20_000_000)  # until all of it is queued
     start.record()
-    chain(way, torch.cuda.current_stream())
+    chain(words, torch.cuda.current_stream())
     end.record()
 
 
-def captured(way):
+def captured(words):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain(way, torch.cuda.current_stream())
+        chain(words, torch.cuda.current_stream())
 
     def replay(start, end):
         start.record()
@@ -96,11 +86,10 @@ def main():
         print("bench_hop: words are awaited by streams of a CUDA device; nothing to measure on the CPU")
         return
     words = Words(torch.zeros(1024, dtype=torch.int32, pin_memory=True))
-    events = Events()
-    for op, run in (("hop", lambda way: lambda *e: eager(way, *e)), ("hop_captured", captured)):
+    for op, run in (("hop", lambda *events: eager(words, *events)), ("hop_captured", captured(words))):
         case = Case("M", op, "fp32", (HOPS,), "forward", bytes=4)
         if bench.wants(case):
-            bench.record(case, {"ours": median_us(run(words)), "event": median_us(run(events))}, "us")
+            bench.record(case, {"ours": median_us(run)}, "us")
     bench.finish()
 
 

@@ -1,4 +1,4 @@
-# initialize_ub and destroy_ub: what they are told is checked and noted, and nothing else happens. Mutant: a note that
+# initialize_ub and destroy_ub: what they are told is checked and noted, and nothing happens then. Mutant: a note that
 # is taken before the last check turns these red.
 import pytest
 import torch

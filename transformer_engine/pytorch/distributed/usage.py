@@ -22,7 +22,7 @@ def comm_usage(group: dist.ProcessGroup | None = None) -> CommUsage:
     """The slots in which layers over `group` (None: the default one) receive what they gather and add up.
 
     They grow to the largest call and do not depend on the number of layers; te.destroy_ub() frees those that nobody
-    has. Errors: TypeError for what is no group, RuntimeError for one that was destroyed.
+    has, but for what peers push to. Errors: TypeError for what is no group, RuntimeError for one that was destroyed.
     """
     if ranks_of("comm_usage", "group", group) == 1:
         return CommUsage(0, 0, 0)

@@ -1,5 +1,6 @@
 """User buffers: the names by which clients say beforehand which tensors tensor-parallel communication will move.
-Nothing depends on it here: modules find their own memory, and what is said is checked and kept as a note."""
+Modules find their own memory; what is said is checked and kept as a note, by which channels to peers make their memory
+at their first call (distributed/peer.py)."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -47,7 +48,8 @@ def initialize_ub(
     ub_cfgs: dict | list[dict] | None = None,
     bootstrap_backend: str | None = None,
 ) -> None:
-    """Notes what will be communicated; allocates and communicates nothing, and needs no torch.distributed.
+    """Notes what will be communicated; allocates and communicates nothing, and needs no torch.distributed. Layers with
+    tp_overlap="chunked" whose ranks have not met yet make memory of that size when they do.
 
     shape: [tokens of all ranks, hidden]. quantization_modes: of the buffers, by default FP8 with use_fp8 and NONE
     without. ub_cfgs: {layer: {option: value}}, one for all modes or a list of one each; options are hints, and change

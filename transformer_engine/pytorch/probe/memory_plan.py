@@ -211,7 +211,7 @@ def _arenas(module: torch.nn.Module) -> list[SavedTensor]:
         size, slots, _ = usage_by_name(group)
         why = f"calls over the group '{group}' receive in them"
         words = (label, "tensor parallel", f"slots on lease: {slots}", (size,), "uint8", size, "arena", why)
-        rows[group] = SavedTensor(*words, "te.destroy_ub() frees what no call has")
+        rows[group] = SavedTensor(*words, "te.destroy_ub() frees what no call has and peers do not push to")
     return [row for row in rows.values() if row.bytes]
 
 
