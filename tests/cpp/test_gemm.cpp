@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <random>
@@ -179,6 +180,34 @@ TEST_P(Gemm, RepeatsItsBits) {
   }
 }
 
+// Runs of a product's rows, by the whole one's algorithm. Mutant: takes_runs() that says 1 of a split reduction.
+TEST_P(Gemm, RunsHaveTheBitsOfTheWhole) {
+  for (const te_gemm_layout layout : {TE_GEMM_TN, TE_GEMM_NN}) {
+    for (const Shape& s : {Shape{256, 136, 520, 0}, Shape{48, 64, 4096, 8}}) {
+      Problem<bf16, bf16> p(GetParam(), layout, s);
+      TE_ASSERT_OK(p.run());
+      const std::vector<bf16> whole = p.d.read();
+      int32_t does = -1;
+      TE_ASSERT_OK(te_gemm_takes_runs(&p.problem, &does));
+      EXPECT_TRUE(does == 1 || (does == 0 && GetParam() != TE_DEVICE_CPU)) << does;
+      if (does != 1) continue;
+      p.d.poison();
+      const te_gemm_problem all = p.problem;
+      for (int64_t first = 0; first < s.rows; first += 16 * (1 + first / 16)) {
+        const int64_t count = std::min(s.rows - first, 16 * (1 + first / 16));
+        p.problem = all;
+        p.problem.whole_rows = s.rows;
+        for (te_tensor* t : {&p.problem.b, &p.problem.d}) {
+          t->data = static_cast<bf16*>(t->data) + first * t->row_pitch;
+          t->rows = count;
+        }
+        TE_ASSERT_OK(p.run());
+      }
+      EXPECT_EQ(testing::widened(p.d.read()), testing::widened(whole)) << name_of(layout, s);
+    }
+  }
+}
+
 struct Bad {
   const char* what;
   const char* argument;
@@ -209,6 +238,12 @@ TEST_P(Gemm, BadArgumentsAreNamedAndWriteNothing) {
       {"aux of another dtype", "'aux'",
        [=](auto& q) { q.epilogue = TE_GEMM_GELU, q.aux = aux, q.aux.dtype = TE_BFLOAT16; }},
       {"aux nobody reads", "'aux'", [=](auto& q) { q.aux = aux; }},
+      {"runs of a sum over rows", "'whole_rows'", [](auto& q) { q.whole_rows = 8; }},
+      {"more rows than the whole", "'whole_rows'",
+       [](auto& q) {
+         q.layout = TE_GEMM_NN, q.whole_rows = 7;
+         q.b = {q.b.data, 8, 24, 24, q.b.dtype, q.b.device};
+       }},
       {"bgrad of no gradient", "'epilogue'",
        [=](auto& q) {
          q.epilogue = TE_GEMM_BGRAD, q.layout = TE_GEMM_NN, q.bias = bias;

@@ -41,7 +41,10 @@ void note() {
   if (why_values != nullptr) {
     te_note_path("process group, serial, quantized behind", why_values);
   } else {
-    te_note_path("process group, serial", "tp_overlap='chunked' computes in runs, while rows are on their way");
+    te_note_path(
+        "process group, serial",
+        "tp_overlap='chunked' computes in runs while rows are on their way, what a call gathers or scatters for itself "
+        "under sequence_parallel");
   }
 }
 

@@ -53,7 +53,8 @@ class PeerTransfer : public Transfer {
 
   // Runs, or nothing, where the whole is computed at once.
   void plan(int64_t rows, int64_t depth, int64_t cols, bool takes_runs) {
-    if (mine_.quantized() && rows / ranks() % kFp8Rows != 0) takes_runs = false;
+    const bool ragged = mine_.quantized() && rows / ranks() % kFp8Rows != 0;
+    takes_runs = takes_runs && !ragged;
     const te_comm_problem problem{
         op_,
         TE_COMM_CHUNKED,
@@ -71,10 +72,11 @@ class PeerTransfer : public Transfer {
       path_ = "peers, chunked, " + std::to_string(prediction.runs) + (prediction.runs == 1 ? " run" : " runs");
       Direct::call<peer_path>(name, path_.c_str(), "");
     } else {
-      Direct::call<peer_path>(name, "peers, serial",
-                              like_.is_cpu() ? "LibTorch's products of some rows have other bits than those of all: "
-                                               "set_cpu_products('loop')"
-                                             : "the product's algorithm splits its reduction, or has no runs");
+      const char* const why = ragged           ? "runs of FP8 products want a multiple of 16 rows from each rank"
+                              : like_.is_cpu() ? "LibTorch's products of some rows have other bits than those of all: "
+                                                 "set_cpu_products('loop')"
+                                               : "the product's algorithm splits its reduction, or has no runs";
+      Direct::call<peer_path>(name, "peers, serial", why);
     }
     runs_ = takes_runs;
   }
