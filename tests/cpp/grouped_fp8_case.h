@@ -141,15 +141,13 @@ class Fp8Case {
     const Fp8Values<e4m3>& b = right[size_t(g)];
     Sum s;
     float partial = 0.f, scale = 0.f;
-    const bool in_turn = in_blocks() && product == TE_GROUPED_WGRAD;  // one scale, then the other
     for (int64_t k = 0; k < a.depth; ++k) {
       const double term = double(a.value(i, k)) * a.scale(i, k) * b.value(j, k) * double(b.scale(j, k));
       s.value += term;
       s.magnitude += std::fabs(term);
       partial = std::fma(a.value(i, k), b.value(j, k), partial);
-      scale = in_turn ? b.scale(j, k) : a.scale(i, k) * b.scale(j, k);
+      scale = a.scale(i, k) * b.scale(j, k);
       if (k + 1 < a.depth && (k + 1) % kBlock != 0) continue;
-      if (in_turn) partial *= a.scale(i, k);
       s.formula = in_blocks() ? std::fma(partial, scale, s.formula) : s.formula + partial;
       partial = 0.f;
     }

@@ -33,11 +33,9 @@
  *     WGRAD         rows_scale_inv [P, roundup(N, 4)], depth_rows_scale_inv [P, roundup(K, 4)]: one a panel and column
  *   Dtypes of results. result and results float32, bfloat16 or float16, each of results for itself; biases float16 with
  *     a float16 result, bfloat16 otherwise.
- *   Sums. Of each 128 of the depth a partial sum, in the tensor cores; then in float32, blocks in ascending order, each
- *     a fused multiply-add: FPROP and DGRAD sum += partial * (scale of rows * scale of the other), WGRAD
- *     sum += (partial * scale of rows) * scale of depth_rows; or with TENSOR sum += partial and one factor (scale of
- *     rows * scale of the other) at the end. A partial sum keeps fewer bits than float32 on Hopper. (On the CPU:
- *     te_gemm's sums of scaled values.)
+ *   Sums. Of each 128 of the depth a partial sum, in the tensor cores; then in float32, blocks in ascending order,
+ *     sum += partial * (scale of rows * scale of the other), or with TENSOR sum += partial and one such factor at the
+ *     end. A partial sum keeps fewer bits than float32 on Hopper. (On the CPU: te_gemm's sums of scaled values.)
  *   A group's values are those of its rows quantized alone, wherever it lies, so host splits and offsets agree.
  * Offsets. What te_grouped_offsets makes. On the CPU others are refused, and those of more panels than P; on CUDA
  *   nobody looks, but nothing outside of the tensors is read or written whatever they are.

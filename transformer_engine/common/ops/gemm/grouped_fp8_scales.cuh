@@ -80,8 +80,7 @@ class BlockScales {
   float ahead_[Fp8Tile::kSlabs][2] = {}, scale_[Fp8Tile::kSlabs][2] = {};
 };
 
-// One scale a panel and column of each operand. They lie in the stage, beside what they scale. The partial sum takes
-// dy's scale first, as in cuBLASLt's product of two such operands, whose bits these are then.
+// One scale a panel and column of each operand. They lie in the stage, beside what they scale.
 class PanelScales {
  public:
   using Ring = wgmma::ScaledRing;
@@ -104,7 +103,7 @@ class PanelScales {
       const Two col = *reinterpret_cast<const Two*>(cols + wgmma::fragment_col(thread, j));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sums[4 * j + i] = fmaf(partial[4 * j + i] * row[i / 2], col.of[i % 2], sums[4 * j + i]);
+        sums[4 * j + i] = fmaf(partial[4 * j + i], row[i / 2] * col.of[i % 2], sums[4 * j + i]);
       }
     }
   }
