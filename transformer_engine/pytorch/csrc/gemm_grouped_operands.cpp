@@ -68,7 +68,7 @@ void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& 
 
 const Tensor& Operands::ready(const Tensor& t, const char* argument) {
   check_memory(t, kOp, argument);
-  if (aligned(t) || t.numel() == 0) return held_.emplace_back(t);
+  if (aligned(t) || t.numel() == 0) return t.use_count() == 1 ? held_.emplace_back(t) : t;
   const int64_t step = kAlignment / int64_t(t.element_size());
   held_.push_back(at::empty({t.size(0), (t.size(1) + step - 1) / step * step}, t.options()).narrow(1, 0, t.size(1)));
   held_.back().copy_(t);
