@@ -114,10 +114,10 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto holder = ctx->saved_data.at("held").toCapsule();
     auto& held = static_cast<Holder&>(*holder);
+    variable_list tensors = ctx->get_saved_variables();  // may run modules, which set the label
     TORCH_CHECK(held.through.empty(), Family::kName,
                 ": a backward through this graph failed while it added gradients to .grad, and some of the graph is "
                 "gone; run forward again.");
-    variable_list tensors = ctx->get_saved_variables();  // may run modules, which set the label
     if constexpr (kManyLeaves) held.leaves.give(tensors);
     const NamedTensors saved(std::move(tensors), held.labels);
     const probe::Label label(held.module);

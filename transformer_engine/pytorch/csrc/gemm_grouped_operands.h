@@ -4,6 +4,7 @@
 
 #include <transformer_engine/grouped_gemm.h>
 
+#include <string>
 #include <vector>
 
 #include "common.h"
@@ -36,6 +37,7 @@ class Operands {
 
   std::vector<Tensor> held_;
   size_t copied_ = 0;
+  std::string names_;  // of the arguments that were copied
 };
 
 // One for each group, absent where a result is undefined: that group's is not wanted.

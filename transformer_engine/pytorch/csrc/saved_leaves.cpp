@@ -31,6 +31,9 @@ void SavedLeaves::take(std::vector<at::Tensor>& tensors) {
 }
 
 void SavedLeaves::give(std::vector<at::Tensor>& tensors) const {
+  TORCH_CHECK(!gone_,
+              "a backward through this graph failed behind this node, and some of the graph is gone; run forward "
+              "again.");
   if (leaves_.empty()) return;
   std::vector<at::Tensor> all(tensors.size() + leaves_.size());
   for (const Leaf& leaf : leaves_) {
@@ -50,7 +53,9 @@ void SavedLeaves::give(std::vector<at::Tensor>& tensors) const {
 }
 
 void SavedLeaves::end_with_graph() {
-  if (!torch::autograd::get_current_graph_task_keep_graph()) leaves_.clear();
+  if (leaves_.empty() || torch::autograd::get_current_graph_task_keep_graph()) return;
+  leaves_.clear();
+  gone_ = true;
 }
 
 }  // namespace te_torch

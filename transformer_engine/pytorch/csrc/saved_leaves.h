@@ -24,6 +24,7 @@ class SavedLeaves {
     uint32_t version;
   };
   std::vector<Leaf> leaves_;
+  bool gone_ = false;
 };
 
 }  // namespace te_torch
