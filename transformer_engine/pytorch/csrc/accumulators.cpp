@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -14,6 +15,7 @@ namespace te_torch {
 namespace {
 
 namespace impl = torch::autograd::impl;
+using torch::autograd::AccumulateGrad;
 using torch::autograd::variable_list;
 
 // A node belongs to the stream on which it was made, and a backward that is captured would make that stream wait.
@@ -44,7 +46,7 @@ class FreshAccumulators {
 // Whether this node is a leaf's, and the engine would do nothing for it but call it.
 bool is_plain_leaf(const std::shared_ptr<torch::autograd::Node>& node, const c10::Stream& stream) {
   // Another graph, or one more edge of this one, that waits for it; DDP and others, who hold it for its hooks.
-  if (node.use_count() != 1 || typeid(*node) != typeid(torch::autograd::AccumulateGrad)) return false;
+  if (node.use_count() != 1 || typeid(*node) != typeid(AccumulateGrad)) return false;
   return node->pre_hooks().empty() && node->post_hooks().empty() && node->tensor_pre_hooks().empty() &&
          node->tensor_post_acc_grad_hooks() == nullptr && node->input_metadata(0).stream() == stream;
 }
@@ -56,7 +58,31 @@ bool fits(const Tensor& gradient, const torch::autograd::InputMetadata& wanted) 
          wanted.is_same_shape(gradient);
 }
 
+// The lock under which a node adds to .grad.
+struct Locked : torch::autograd::Node {
+  static std::mutex& of(torch::autograd::Node& node) { return node.*(&Locked::mutex_); }
+};
+
+// What a node does where its leaf has no gradient yet: .grad is the gradient itself, made for nobody else, where the
+// node would make an alias of it. Says whether it could be.
+bool becomes_grad(AccumulateGrad& node, Tensor& gradient) {
+  const Tensor& leaf = node.variable;
+  if (!leaf.requires_grad() || !leaf.is_leaf() || gradient.use_count() != 1 || gradient.requires_grad()) return false;
+  if (gradient.is_inference() || !torch::autograd::utils::obeys_layout_contract(gradient, leaf)) return false;
+  const std::lock_guard<std::mutex> lock(Locked::of(node));
+  Tensor& grad = leaf.mutable_grad();
+  if (grad.defined()) return false;
+  gradient.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(false);  // as of any .grad
+  grad = std::move(gradient);
+  return true;
+}
+
 }  // namespace
+
+bool asks_for_all() {
+  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+  return asked == nullptr || asked->empty();
+}
 
 void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<std::shared_ptr<torch::autograd::Node>>& through) {
   const auto* asked = torch::autograd::get_current_graph_task_exec_info();
@@ -67,6 +93,7 @@ void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<std::shared_ptr
   }
   const c10::Stream stream = node->input_metadata(0).stream();
   TORCH_INTERNAL_ASSERT(gradients.size() == node->num_outputs());
+  const bool watched = at::hasCallbacks();  // a profiler, which shows each node that runs
   bool engine_has_one = false;
   for (size_t i = 0; i < gradients.size(); ++i) {
     torch::autograd::Edge& edge = node->next_edges()[i];
@@ -75,6 +102,7 @@ void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<std::shared_ptr
     if (!std::exchange(engine_has_one, true)) continue;
     through.push_back(std::move(edge.function));
     if (!gradients[i]->defined()) continue;
+    if (!watched && becomes_grad(static_cast<AccumulateGrad&>(*through.back()), *gradients[i])) continue;
     variable_list one(1);
     one[0] = std::move(*gradients[i]);  // the only reference: it becomes .grad as it is
     (*through.back())(std::move(one));
@@ -85,8 +113,8 @@ void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<std::shared_ptr
 // knows the forward alone. Leaves by number; none outside of a backward, or in one that asks for all gradients.
 std::vector<size_t> unwanted(const std::vector<Tensor>& leaves) {
   std::vector<size_t> found;
+  if (asks_for_all()) return found;
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr || info->empty()) return found;
   for (size_t i = 0; i < leaves.size(); ++i) {
     const auto node = impl::try_get_grad_accumulator(leaves[i]);
     const auto entry = info->find(node.get());

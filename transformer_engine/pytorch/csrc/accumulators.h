@@ -11,6 +11,7 @@ namespace te_torch {
 // Numbers of the leaves whose gradients the backward that runs on this thread does not bring (torch.autograd.grad(),
 // backward(inputs=)); none outside of a backward, or in one that asks for all gradients.
 std::vector<size_t> unwanted(const std::vector<Tensor>& leaves);
+bool asks_for_all();  // that backward, or none: unwanted() has nothing of any
 
 // At the end of a node's backward, of the gradients of its edges: what belongs to leaves is added to .grad at once, by
 // the nodes that do so in any case, and the engine, which takes longer for each of them than they do, is told of no

@@ -11,6 +11,7 @@
 #include "accumulators.h"
 #include "common.h"
 #include "saved.h"
+#include "saved_leaves.h"
 
 namespace te_torch {
 
@@ -63,6 +64,7 @@ struct Held : torch::CustomClassHolder {
   State state;
   Slots slots;
   NamedTensors::Labels labels;                                  // of the saved tensors
+  SavedLeaves leaves;                                           // those of them that autograd was not given
   std::string module;                                           // that called, while somebody records
   std::vector<std::shared_ptr<torch::autograd::Node>> through;  // leaves' that the engine was not told of
 };
@@ -97,6 +99,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     if (probe::active()) holder->module = probe::label();
     NamedTensors kept = keeper.take();
     holder->labels = kept.labels();
+    if constexpr (kManyLeaves) holder->leaves.take(kept.tensors());
     ctx->save_for_backward(std::move(kept.tensors()));
     ctx->saved_data["held"] = c10::IValue::make_capsule(std::move(holder));
     ctx->set_materialize_grads(false);
@@ -111,19 +114,26 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto holder = ctx->saved_data.at("held").toCapsule();
     auto& held = static_cast<Holder&>(*holder);
+    variable_list tensors = ctx->get_saved_variables();  // may run modules, which set the label
     TORCH_CHECK(held.through.empty(), Family::kName,
                 ": a backward through this graph failed while it added gradients to .grad, and some of the graph is "
                 "gone; run forward again.");
-    const NamedTensors saved(ctx->get_saved_variables(), held.labels);  // may run modules, which set the label
+    if constexpr (kManyLeaves) held.leaves.give(tensors);
+    const NamedTensors saved(std::move(tensors), held.labels);
     const probe::Label label(held.module);
     variable_list out = Family::template backward<Route>(held.state, Wanted(ctx, held.slots), saved, grads);
     for (const Tensor& gradient : out) refuse_leased(gradient, Family::kName, "a gradient");
     out.resize(held.slots.size());
-    if constexpr (requires { Family::kManyLeaves; } && std::is_same_v<Route, Direct>) give(held, out);
+    if constexpr (kManyLeaves) {
+      held.leaves.end_with_graph();
+      give(held, out);
+    }
     return out;
   }
 
  private:
+  static constexpr bool kManyLeaves = requires { Family::kManyLeaves; } && std::is_same_v<Route, Direct>;
+
   static void give(Holder& held, variable_list& out) {
     std::vector<Tensor*> of_edges;
     of_edges.reserve(out.size());

@@ -82,7 +82,6 @@ void rows_by_kernel(te_grouped_product product, const Tensor& rows, at::TensorLi
   Operands operands;
   std::vector<te_tensor> of_weights;
   of_weights.reserve(weights.size());
-  operands.reserve(1 + weights.size() + biases.size());
   te_grouped_gemm_problem problem{};
   problem.product = product;
   problem.groups = int32_t(weights.size());

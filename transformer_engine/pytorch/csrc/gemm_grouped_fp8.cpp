@@ -130,7 +130,6 @@ void run_rows(const RowsCall& call, const Tensor& out, bool zero_tail) {
   problem.scaling = call.code.scaling;
   problem.rows_scale_inv = view_2d(call.scale_inv, kOp, "rows_scale_inv");
   std::vector<te_tensor> weights, scales;
-  operands.reserve(1 + call.weights.size() + call.biases.size());
   weights.reserve(call.weights.size());
   scales.reserve(call.weights.size());
   for (size_t g = 0; g < call.weights.size(); ++g) {

@@ -5,7 +5,6 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
-#include <string>
 
 namespace te_torch::grouped {
 
@@ -68,11 +67,12 @@ void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& 
 
 const Tensor& Operands::ready(const Tensor& t, const char* argument) {
   check_memory(t, kOp, argument);
-  if (aligned(t) || t.numel() == 0) return held_.emplace_back(t);
+  if (aligned(t) || t.numel() == 0) return t.use_count() == 1 ? held_.emplace_back(t) : t;
   const int64_t step = kAlignment / int64_t(t.element_size());
   held_.push_back(at::empty({t.size(0), (t.size(1) + step - 1) / step * step}, t.options()).narrow(1, 0, t.size(1)));
   held_.back().copy_(t);
   copied_ += held_.back().nbytes();
+  if (names_.find(argument) == std::string::npos) names_ += (names_.empty() ? "" : ", ") + std::string(argument);
   return held_.back();
 }
 
@@ -94,7 +94,7 @@ std::vector<te_tensor> Operands::add_biases(at::TensorList biases) {
 void Operands::note() const {
   if (copied_ == 0) return;
   thread_local std::string why;  // the note is read when this is gone
-  why = "copies " + std::to_string(copied_) + " bytes: it reads addresses and row pitches that are multiples of 16";
+  why = "copies " + std::to_string(copied_) + " bytes of " + names_ + ": it reads addresses and row pitches that are multiples of 16";
   te_note_path("grouped kernel on copies", why.c_str());
 }
 

@@ -4,6 +4,7 @@
 
 #include <transformer_engine/grouped_gemm.h>
 
+#include <string>
 #include <vector>
 
 #include "common.h"
@@ -22,9 +23,9 @@ void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& 
                    at::ArrayRef<int64_t> how, size_t groups);
 
 // Tensors for the length of one call, those that a kernel cannot read (addresses and pitches of 16 bytes) as copies.
+// What somebody else holds, which may be hundreds, is not held twice.
 class Operands {
  public:
-  void reserve(size_t tensors) { held_.reserve(tensors); }
   te_tensor add(const Tensor& t, const char* argument);
   te_tensor add_bytes(const Tensor& t, te_dtype dtype, const char* argument);  // an FP8 matrix
   std::vector<te_tensor> add_biases(at::TensorList biases);
@@ -36,6 +37,7 @@ class Operands {
 
   std::vector<Tensor> held_;
   size_t copied_ = 0;
+  std::string names_;  // of the arguments that were copied
 };
 
 // One for each group, absent where a result is undefined: that group's is not wanted.

@@ -81,7 +81,7 @@ void forget_accumulations(PyObject* noted) {
 }
 
 std::vector<size_t> WeightParameters::find_unasked() const {
-  if (weights.size() == 1) return {};
+  if (weights.size() == 1 || asks_for_all()) return {};
   std::vector<Tensor> leaves = weights;
   leaves.insert(leaves.end(), biases.begin(), biases.end());
   return unwanted(leaves);
@@ -99,13 +99,15 @@ std::vector<int64_t> WeightParameters::rows() const {
 
 std::vector<Tensor> WeightParameters::main_grads(bool ask) const {
   const Names& attributes = names_of_attributes();
+  Attributes attributes_of;
   std::vector<Tensor> found(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
     if (!wanted[i] || !asked(i)) continue;
     const py::object weight = owned(THPVariable_Wrap(weights[i]));
-    const py::object lazy = attribute(weight.ptr(), attributes.get_main_grad);
+    attributes_of.now(weight.ptr());
+    const py::object lazy = attributes_of.get(attributes.get_main_grad);
     if (lazy && !ask) continue;
-    py::object main_grad = lazy ? called(lazy.ptr(), {}) : attribute(weight.ptr(), attributes.main_grad);
+    py::object main_grad = lazy ? called(lazy.ptr(), {}) : attributes_of.get(attributes.main_grad);
     if (!main_grad) main_grad = py::none();
     if (!THPVariable_CheckExact(main_grad.ptr()) || !fits(THPVariable_Unpack(main_grad.ptr()), weights[i])) {
       const py::object op = text(names->op), name = text(names->weights[i]);
@@ -118,7 +120,9 @@ std::vector<Tensor> WeightParameters::main_grads(bool ask) const {
 
 WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) const {
   const Names& attributes = names_of_attributes();
+  Attributes attributes_of;
   WeightTargets said;
+  said.list.reserve(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
     said.list.push_back({main_grads[i], weights[i].size(0), overwrite});
     said.tells.push_back(false);
@@ -126,12 +130,13 @@ WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) c
     said.zero.push_back(false);
     if (!wanted[i]) continue;
     const py::object weight = owned(THPVariable_Wrap(weights[i]));
-    const bool waits = bool(attribute(weight.ptr(), attributes.added));
+    attributes_of.now(weight.ptr());
+    const bool waits = bool(attributes_of.get(attributes.added));
     said.stands_in[i] = waits;
-    if (waits) said.zero[i] = is_true(attribute(weight.ptr(), attributes.zero_out).ptr());
+    if (waits) said.zero[i] = is_true(attributes_of.get(attributes.zero_out).ptr());
     if (!main_grads[i].defined()) continue;
     said.tells[i] = waits;
-    said.list[i].overwrite = overwrite || is_true(attribute(weight.ptr(), attributes.overwrite).ptr());
+    said.list[i].overwrite = overwrite || is_true(attributes_of.get(attributes.overwrite).ptr());
   }
   return said;
 }

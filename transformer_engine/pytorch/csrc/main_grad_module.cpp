@@ -32,6 +32,8 @@ class WeightGradProduct {
     const py::object registered = attribute(module.ptr(), names_of_attributes().parameters);
     WeightParameters p;
     bool any = false;
+    p.weights.reserve(weights_.size());
+    p.biases.reserve(biases_.size());
     for (const py::str& name : weights_) {
       p.weights.push_back(parameter(module.ptr(), registered.ptr(), name));
       p.wanted.push_back(p.weights.back().requires_grad());

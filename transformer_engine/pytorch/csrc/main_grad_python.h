@@ -56,6 +56,42 @@ inline py::object attribute(PyObject* object, PyObject* name) {
   return owned(found);
 }
 
+// The same of many objects, hundreds of parameters: where none of the names is their class's, and their class looks
+// attributes up as object does, those in an object's __dict__ are all that there are.
+class Attributes {
+ public:
+  void now(PyObject* object) {
+    object_ = object;
+    if (Py_TYPE(object) != type_) {
+      type_ = Py_TYPE(object);
+      plain_ = is_plain(type_);
+    }
+    own_ = plain_ ? owned(PyObject_GenericGetDict(object, nullptr)) : py::object();
+    if (plain_ && !own_) throw_python_error();
+  }
+  py::object get(PyObject* name) const {
+    if (!plain_) return attribute(object_, name);
+    PyObject* found = PyDict_GetItemWithError(own_.ptr(), name);
+    if (found == nullptr && PyErr_Occurred() != nullptr) throw_python_error();
+    return py::reinterpret_borrow<py::object>(found);
+  }
+
+ private:
+  static bool is_plain(PyTypeObject* type) {
+    if (type->tp_getattro != PyObject_GenericGetAttr || type->tp_dictoffset == 0) return false;
+    const Names& names = names_of_attributes();
+    for (PyObject* name : {names.main_grad, names.get_main_grad, names.overwrite, names.added, names.zero_out}) {
+      if (attribute(reinterpret_cast<PyObject*>(type), name)) return false;
+    }
+    return true;
+  }
+
+  PyTypeObject* type_ = nullptr;  // of the object before, to be compared alone
+  bool plain_ = false;
+  PyObject* object_ = nullptr;
+  py::object own_;
+};
+
 inline bool is_true(PyObject* object) {
   const int truth = object == nullptr ? 0 : PyObject_IsTrue(object);
   if (truth < 0) throw_python_error();

@@ -48,6 +48,7 @@
   X(quantize_range)         \
   X(offload)                \
   X(optimizer)              \
+  X(parameters)             \
   X(stash_lanes)            \
   X(stash_handle)           \
   X(stash)                  \

@@ -23,6 +23,7 @@ class NamedTensors {
   NamedTensors(std::vector<at::Tensor> tensors, Labels labels)
       : tensors_(std::move(tensors)), labels_(std::move(labels)) {}
 
+  void reserve(size_t tensors) { tensors_.reserve(tensors), labels_.reserve(tensors); }
   void add(int name, const at::Tensor& t, uint8_t part = 0) {
     if (!t.defined()) return;
     tensors_.push_back(t);

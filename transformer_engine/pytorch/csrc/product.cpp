@@ -124,6 +124,7 @@ Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor&
 c10::SmallVector<Operand, 1> operands_of(const Route& route, at::ArrayRef<const Quantizer*> quantizers,
                                          at::TensorList xs, Directions directions) {
   c10::SmallVector<Operand, 1> operands;
+  operands.reserve(xs.size());
   if (route.direct() && takes_list(quantizers, xs)) {
     for (Quantized& q : Direct::call<quantize_list>("te::quantize", quantizers, xs, directions)) {
       operands.push_back({{}, std::move(q)});
@@ -214,6 +215,7 @@ void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directi
 
 c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name) {
   c10::SmallVector<Operand, 1> list;
+  list.reserve(saved.list(name).size());
   for (size_t place = saved.find(name); place < saved.size() && saved.labels()[place].name == name; ++place) {
     const Tensor& tensor = saved.tensors()[place];
     const uint8_t label = saved.labels()[place].part;

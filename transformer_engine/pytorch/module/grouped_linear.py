@@ -173,9 +173,9 @@ class GroupedLinear(TransformerEngineBaseModule):
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
         if splits.offsets is not None and inp.is_cuda and STATE.enabled:  # before a quantizer notes anything
             self._check_dtype(inp)
-        weights, biases = (self._parameters_of(names) for names in self._product_names(""))
-        quantizations, own_weights = self._quantized_groups(weights, is_first_microbatch)
-        if not quantizations and (torch.compiler.is_compiling() or not _are_parameters(weights)):
+        (weights, all_plain), (biases, _) = (self._parameters_of(names) for names in self._product_names(""))
+        quantizations, own_weights = self._quantized_groups(weights, all_plain, is_first_microbatch)
+        if not quantizations and not all_plain:
             weights = [weight if type(weight) is torch.nn.Parameter else plain(weight) for weight in weights]
         try:
             result = functional.grouped_linear(
@@ -200,19 +200,19 @@ class GroupedLinear(TransformerEngineBaseModule):
             self._calibrate_groups(inp, weights, splits)
         return (result, biases or None) if self.return_bias else result
 
-    def _parameters_of(self, names: list[str]) -> list[torch.Tensor]:
-        if torch.compiler.is_compiling():
-            return [getattr(self, name) for name in names]
-        found = list(map(self._parameters.get, names))  # there may be hundreds, and a module's __getattr__ takes long
-        if type(None) not in set(map(type, found)):
-            return found
-        return [getattr(self, name) for name in names]  # of a parametrization, say
+    def _parameters_of(self, names: list[str]) -> tuple[list[torch.Tensor], bool]:
+        """And whether they are all plain parameters: no subclass, nothing that a parametrization computes."""
+        if not torch.compiler.is_compiling():
+            found = _C.registered_parameters(self._parameters, names, torch.nn.Parameter)
+            if found is not None:  # there may be hundreds, and a module's __getattr__ takes long
+                return found, True
+        return [getattr(self, name) for name in names], False
 
     def _result_dtype(self, inp: torch.Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(inp.device.type) if is_autocast(inp) else inp.dtype
 
     def _quantized_groups(
-        self, weights: list[torch.Tensor], is_first_microbatch: bool | None
+        self, weights: list[torch.Tensor], all_plain: bool, is_first_microbatch: bool | None
     ) -> tuple[list, list[_C.Quantized]]:
         """How each group is quantized (one for all, where that is the same), and the weights' FP8 copies; empty ones
         where there are none."""
@@ -224,7 +224,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not quantizations:
             return [], []
         own = quantization.own
-        if is_first_microbatch is None and _are_parameters(weights) and not STATE.in_capture():
+        if is_first_microbatch is None and all_plain and not STATE.in_capture():
             return quantizations, []  # of_weights() has nothing of any
         copies = quantization.of_weights(self, weights, is_first_microbatch)
         if not any(copy is not None for copy in copies):
@@ -328,11 +328,6 @@ def _names(kind: str, products: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _kept_names = functools.cache(_names)
-
-
-def _are_parameters(tensors: list[torch.Tensor]) -> bool:
-    """Whether they are plain parameters: no subclass, nothing computed. Asked of hundreds in each call."""
-    return set(map(type, tensors)) == {torch.nn.Parameter}
 
 
 def _refuse_single(op: str, **asked: bool) -> None:

@@ -49,6 +49,7 @@ Call pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList biases
   Call call;
   call.stages.emplace_back();
   call.own_weights.resize(1);
+  call.arguments.reserve(1 + weights.size() + biases.size());
   call.arguments.add(kX, x);
   for (const Tensor& weight : weights) call.arguments.add(weight_of(0), weight);
   for (const Tensor& bias : biases) call.arguments.add(bias_of(0), bias);

@@ -66,7 +66,9 @@ void visit_tensors(Call& call, Visit&& visit) {
 }
 
 inline void autocast_all(Call& call) {
-  visit_tensors(call, [](Tensor& t) { t = te_torch::autocast(t); });
+  visit_tensors(call, [](Tensor& t) {
+    if (at::autocast::is_autocast_enabled(t.device().type())) t = te_torch::autocast(t);
+  });
 }
 
 // A weight that has an FP8 copy of its own is not cast: its dtype fits where x's is what a cast would make of it.
