@@ -5,6 +5,7 @@ fused). Beside them `gemm`, the rank's product alone: what the spec's bars are r
     torchrun --nproc-per-node=2 bench_overlap.py                    # each rank on a CUDA device of its own
     torchrun --nproc-per-node=2 bench_overlap.py --device cpu       # small shapes: that it runs
 
+At its end it prints what an entry of ops/comm/costs.cpp needs of such devices, by which "auto" decides (link_costs.py).
 A shape is tokens of all ranks, width of all ranks' weights, depth: [M, K] x [N / t, K]^T of a column, [M, K / t] x
 [N, K / t]^T of a row."""
 
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import Case
+from link_costs import Meter
 from rank_bench import RankBench
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.peer import kind_of
 
 MODELS = {  # N, K: 70B gate_up, qkv, 8B gate_up, qkv; 70B down, o_proj, 8B down
     "gather_linear": [(57344, 8192), (10240, 8192), (28672, 4096), (6144, 4096)],
@@ -25,7 +28,7 @@ TOKENS = {"cuda": (8192, 256, 512, 1024, 2048, 4096, 16384), "cpu": (256,)}
 CPU = {"gather_linear": [(96, 32)], "linear_scatter": [(32, 96)]}
 
 
-def layer(bench, op, n, k, overlap):
+def layer(bench, op, n, k, overlap, **options):
     mode = "column" if op == "gather_linear" else "row"
     return te.Linear(
         k,
@@ -37,6 +40,7 @@ def layer(bench, op, n, k, overlap):
         tp_overlap=overlap,
         params_dtype=torch.bfloat16,
         device=bench.device,
+        **options,
     )
 
 
@@ -83,9 +87,11 @@ def forward(bench, op, m, n, k):
     bench.compare_ranks(case, ways, calls=20 if bench.cuda else 2)
 
 
-def backward(bench, m, n, k):
-    """A column's forward and backward, and what of it is no product."""
-    case = Case("M", "gather_linear", "bf16", (m, n, k), "forward+backward", flops=6 * m * n * k // bench.ranks)
+def backward(bench, m, n, k, direction):
+    """A column's backward, or both, and what of it is no product. `own keep`: without the backward's gather."""
+    both = direction == "forward+backward"
+    flops = (6 if both else 4) * m * n * k // bench.ranks
+    case = Case("M", "gather_linear", "bf16", (m, n, k), direction, flops=flops)
     if not bench.wants(case):
         return
     x = bench.randn(m // bench.ranks, k, dtype="bf16", grad=True)
@@ -94,14 +100,20 @@ def backward(bench, m, n, k):
     inputs = bench.randn(m, k, dtype="bf16", grad=True)
 
     def call(module, leaf):
+        y = None if both else module(leaf)
+
         def run():
-            leaf.grad = module.weight.grad = None
-            module(leaf).backward(dy)
+            if both:
+                leaf.grad = module.weight.grad = None
+                module(leaf).backward(dy)
+            else:
+                torch.autograd.grad(y, (leaf, module.weight), dy, retain_graph=True)
 
         return run
 
     ways = {
         "ours": call(layer(bench, "gather_linear", n, k, "chunked"), x),
+        "own keep": call(layer(bench, "gather_linear", n, k, "chunked", tp_recompute_allgather=False), x),
         "ours serial": call(layer(bench, "gather_linear", n, k, "off"), x),
         "gemm": call(whole, inputs),
     }
@@ -117,7 +129,11 @@ def main():
             for n, k in widths:
                 forward(bench, op, m, n, k)
     for n, k in shapes["gather_linear"][:1]:
-        backward(bench, TOKENS[bench.device.type][0], n, k)
+        for direction in ("backward", "forward+backward"):
+            backward(bench, TOKENS[bench.device.type][0], n, k, direction)
+    link = Meter(bench).link()
+    bench.say("an entry of ops/comm/costs.cpp, where each rank has a device of its own:")
+    bench.say(link.entry(kind_of(bench.device)))
     bench.finish()
 
 

@@ -67,6 +67,10 @@ class RankBench(Bench):
 
     def _sample(self, run, calls, host):
         self.together()
+        return self.timed(run, calls, host)
+
+    def timed(self, run, calls, host=False):
+        """Of this rank alone."""
         if self.cuda and not host:
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

@@ -216,6 +216,7 @@ def _memory_and_links():
     yield from _targets(
         "M", "parallel_keeping", "bf16", "64x8192x4096x4096", "keeps", {"x predicted": 1 / 1.05}, "h200x2"
     )
+    yield from _overlap()
     for op, shape, milliseconds in (
         ("gather_linear", "8192x57344x8192", 1.28),
         ("gather_linear", "8192x10240x8192", 0.41),
@@ -225,6 +226,32 @@ def _memory_and_links():
         ("linear_scatter", "8192x8192x28672", 0.90),
     ):
         yield from _targets("M", op, "bf16", shape, "forward", {"us": 1000 * milliseconds}, "h200x8")
+
+
+def _overlap():
+    """Products beside their communication: time over that of the product alone (2 ranks), or over what the run's own
+    product and copies take at best (rank 0 of 8)."""
+    for op, shape, times in (
+        ("gather_linear", "8192x57344x8192", 1.03),
+        ("gather_linear", "8192x10240x8192", 1.05),
+        ("gather_linear", "8192x28672x4096", 1.04),
+        ("gather_linear", "8192x6144x4096", 1.10),
+        ("linear_scatter", "8192x8192x28672", 1.05),
+        ("linear_scatter", "8192x8192x8192", 1.12),
+        ("linear_scatter", "8192x4096x14336", 1.09),
+    ):
+        yield from _targets("M", op, "bf16", shape, "forward", {"x gemm": 1 / times}, "h200x2")
+    column = {"x gemm": 1 / 1.03, "x own keep": 1 / 1.01}
+    yield from _targets("M", "gather_linear", "bf16", "8192x57344x8192", "backward", column, "h200x2")
+    for op, shape, times in (
+        ("gather_linear_of_8", "8192x57344x8192", 1.07),
+        ("gather_linear_of_8", "16384x57344x8192", 1.07),
+        ("gather_linear_of_8", "4096x57344x8192", 1.08),
+        ("gather_linear_of_8", "8192x10240x8192", 1.20),
+        ("gather_linear_of_8", "8192x28672x4096", 1.15),
+        ("linear_scatter_of_8", "8192x8192x28672", 1.12),
+    ):
+        yield from _targets("M", op, "bf16", shape, "forward", {"x floor": 1 / times}, "h200x2")
 
 
 def _cpu():

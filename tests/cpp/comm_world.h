@@ -105,9 +105,11 @@ Matrix<T> product(te_gemm_layout layout, Matrix<T> a, Matrix<T> b, Matrix<T>* bi
 inline te_comm_costs small_costs() {
   return {.flops_per_us = 400,
           .link_bytes_per_us = 40,
+          .serial_bytes_per_us = 40,
           .memory_bytes_per_us = 1000,
           .launch_us = 0.01,
           .hop_us = 0.01,
+          .beside = 1,
           .units = 2,
           .tile_rows = 2,
           .tile_cols = 4};

@@ -228,6 +228,74 @@ TEST(CommPlan, AllRanksPredictTheSame) {
   });
 }
 
+// By whatever costs: what is predicted to be faster, the same on every rank. Mutants: a serial plan by the rate of pushes
+// beside a product, a chunked one without what copies slow it down by, turn these red.
+TEST(CommPlan, AutoTakesWhatItsCostsSay) {
+  std::mt19937 generator(11);
+  std::uniform_real_distribution<double> draw(-1, 1);
+  int serial = 0, chunked = 0;
+  for (int again = 0; again < 60; ++again) {
+    for (int32_t ranks = 1; ranks <= 8; ++ranks) {
+      const te_comm_op op = again % 2 == 0 ? TE_COMM_GATHER_PRODUCT : TE_COMM_PRODUCT_SCATTER;
+      te_comm_problem problem = problem_of(op, TE_COMM_AUTO, 1024 * ranks, 4096, 4096, ranks);
+      problem.costs.link_bytes_per_us *= std::exp2(4 * draw(generator));
+      problem.costs.serial_bytes_per_us *= std::exp2(4 * draw(generator));
+      problem.costs.launch_us *= std::exp2(6 * draw(generator));
+      problem.costs.beside = 1.1 + 0.1 * draw(generator);
+      const Planned planned = plans(problem);
+      problem.schedule = TE_COMM_SERIAL;
+      const te_comm_prediction one = plans(problem).predictions[0];
+      problem.schedule = TE_COMM_CHUNKED;
+      const te_comm_prediction runs = plans(problem).predictions[0];
+      for (const te_comm_prediction& found : planned.predictions) {
+        EXPECT_EQ(found.schedule, runs.us < one.us ? runs.schedule : TE_COMM_SERIAL) << planned.what();
+        EXPECT_EQ(found.us, std::min(runs.us, one.us)) << planned.what();
+        EXPECT_EQ(found.serial_us, one.us) << planned.what();
+        (found.schedule == TE_COMM_SERIAL ? serial : chunked) += 1;
+      }
+    }
+  }
+  EXPECT_GT(serial, 100);
+  EXPECT_GT(chunked, 100);
+}
+
+TEST(CommPlan, CopiesBesideAProductSlowIt) {
+  te_comm_problem problem = problem_of(TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, 8192, 8192, 28672, 2);
+  const double alone = plans(problem).predictions[0].us;
+  problem.costs.beside = 1.1;
+  const double beside = plans(problem).predictions[0].us;
+  EXPECT_GT(beside, alone);
+  EXPECT_LT(beside, 1.1 * alone);  // behind the last row nothing is pushed
+  problem.schedule = TE_COMM_SERIAL;
+  const double serial = plans(problem).predictions[0].us;
+  problem.costs.link_bytes_per_us /= 10;
+  EXPECT_EQ(plans(problem).predictions[0].us, serial);
+  problem.costs.serial_bytes_per_us /= 2;
+  EXPECT_GT(plans(problem).predictions[0].us, serial + 100);
+}
+
+TEST(CommPlan, CostsAreKnownOfWhatWasMeasured) {
+  te_comm_costs costs{};
+  int32_t known = 1;
+  const char* const kind = "a device of tests";
+  TE_ASSERT_OK(te_comm_costs_of(kind, &costs, &known));
+  EXPECT_EQ(known, 0);
+  te_comm_costs lent = te_comm_costs_h200();
+  lent.hop_us = 7;
+  TE_ASSERT_OK(te_comm_lend_costs(kind, &lent));
+  TE_ASSERT_OK(te_comm_costs_of(kind, &costs, &known));
+  EXPECT_EQ(known, 1);
+  EXPECT_EQ(costs.hop_us, 7);
+  lent.beside = 0;
+  EXPECT_EQ(te_comm_lend_costs(kind, &lent), TE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(te_last_error()).find("'costs.beside' is 0"), std::string::npos) << te_last_error();
+  TE_ASSERT_OK(te_comm_lend_costs(kind, nullptr));
+  TE_ASSERT_OK(te_comm_costs_of(kind, &costs, &known));
+  EXPECT_EQ(known, 0);
+  EXPECT_EQ(te_comm_costs_of(nullptr, &costs, &known), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_comm_costs_of(kind, nullptr, &known), TE_INVALID_ARGUMENT);
+}
+
 // The large products of the 70B models: within 6 % of max(G, C + G / t) + 15 us at 2 ranks, the last run the longest,
 // each run's rows in one piece.
 TEST(CommPlan, LargeProductsHideTheirTransfer) {

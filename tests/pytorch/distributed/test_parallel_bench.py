@@ -1,8 +1,9 @@
-# benchmarks/bench_parallel.py runs: under torchrun, over gloo, at small shapes. What it times here is no figure; what
-# it counts is. Mutant: a column that keeps what it gathered in both modes turns this red.
+# Benchmarks of several ranks run: under torchrun, over gloo, at small shapes. What they time here is no figure; what
+# they count is. Mutant: a column that keeps what it gathered in both modes turns this red.
 import csv
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,18 +20,50 @@ def rows_module():
     return module
 
 
-@pytest.mark.dist
-def test_it_writes_its_rows_and_its_trace(tmp_path):
+def run(name, tmp_path):
+    """What benchmarks/<name>.py prints on two ranks of the CPU, and its rows."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "TE_COMMIT": "tested"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    bench = [str(BENCHMARKS / "bench_parallel.py"), "--device", "cpu", "--results", str(tmp_path)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    bench = [str(BENCHMARKS / f"{name}.py"), "--device", "cpu", "--results", str(tmp_path)]
     done = subprocess.run([*launch, *bench], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("beyond the undivided layer and the collectives") == 1
     table = rows_module()
     rows = table.load(tmp_path / "cpux2.csv")
     assert not table.faults(rows)
+    return done.stdout, rows
+
+
+@pytest.mark.dist
+def test_products_beside_their_communication(tmp_path):
+    """Mutant: a cost without a field in the entry that it prints."""
+    said, rows = run("bench_overlap", tmp_path)
+    assert {(row["op"], row["direction"]) for row in rows} == {
+        ("gather_linear", "forward"),
+        ("linear_scatter", "forward"),
+        ("gather_linear", "backward"),
+        ("gather_linear", "forward+backward"),
+    }
+    (line,) = [line for line in said.splitlines() if line.startswith('    {"cpu", {')]
+    header = (BENCHMARKS.parent / "transformer_engine/common/include/transformer_engine/comm.h").read_text()
+    fields = re.findall(r"^  (?:double|int32_t) (\w+);", header.partition("te_comm_costs {")[2].partition("}")[0], re.M)
+    assert re.findall(r"\.(\w+) = ", line) == fields
+    assert all(float(value) > 0 for value in re.findall(r" = ([^,}]+)", line)), line
+
+
+@pytest.mark.dist
+def test_rank_0_of_eight(tmp_path):
+    """It checks what it computes. Mutant: a peer that pushes elsewhere than its part of the slot."""
+    _, rows = run("bench_overlap8", tmp_path)
+    assert {(row["op"], row["impl"]) for row in rows} == {
+        (op, impl) for op in ("gather_linear_of_8", "linear_scatter_of_8") for impl in ("ours", "gemm", "push", "floor")
+    }
+
+
+@pytest.mark.dist
+def test_it_writes_its_rows_and_its_trace(tmp_path):
+    said, rows = run("bench_parallel", tmp_path)
+    assert said.count("beyond the undivided layer and the collectives") == 1
     found = {(row["op"], row["direction"], row["impl"]): float(row["p50"]) for row in rows}
     assert {key[:2] for key in found} == {
         ("parallel_linear_host", "forward+backward"),

@@ -2,6 +2,8 @@
 # CUDA device: the bits of the same layers over the group. Mutants, in csrc/layer/exchange_peer.cpp and
 # common/ops/comm/peer.cpp: a wait left out, a run before its rows, a word that is not put back, partials in the order
 # in which they arrive, turn these red.
+import re
+
 import parallel_workers
 import peer_graph_workers as graph_workers
 import peer_workers as workers
@@ -53,7 +55,88 @@ def test_500_replays_and_eager_calls_between():
         assert not wrong, "\n".join(wrong[:8])
 
 
+@pytest.mark.gpu
+def test_runs_follow_what_their_caller_has_enqueued():
+    """Mutant: a second stream that does not wait for the first one (run_streams.cpp); test_chunked_is_serial has the
+    one that is not waited for."""
+    for wrong in as_peers(workers.behind_what_is_late):
+        assert not wrong, "\n".join(wrong[:8])
+
+
 def test_explain_says_which_runs():
     for found in as_peers(workers.explained):
-        for text in found.values():
-            assert text.count("peers, chunked") == 2, text  # in the forward and in the backward
+        for rows in found.values():
+            paths = [path for _, path, _ in rows]
+            assert sum("peers, chunked" in path for path in paths) == 2, rows  # in the forward and in the backward
+
+
+def test_a_column_gathers_again_while_its_input_gradient_is_computed():
+    """Mutant: a backward that begins nothing ahead (GroupExchange::begins_ahead)."""
+    for found in as_peers(workers.explained):
+        for kind in ("column", "norm"):
+            ops = [(op, path) for op, path, _ in found[kind]]
+            gather = ops.index(("peer_gather", "peers, serial"))
+            assert gather < next(i for i, (op, _) in enumerate(ops) if op == "linear_dgrad"), ops
+
+
+def test_nothing_is_gathered_for_a_product_that_waits():
+    """Until backward_dw(). Mutant: a gather that does not ask whether the sink computes now (backward.cpp)."""
+    for leased, wrong in as_peers(workers.left_to_backward_dw):
+        assert leased == 0 and not wrong, (leased, wrong)
+
+
+def test_what_is_kept_comes_over_peers():
+    """Mutant: a gather without leases by the group (exchange_group.cpp)."""
+    for found in as_peers(workers.explained_keeping):
+        for kind in ("column", "norm"):
+            ops = [(op, path) for op, path, _ in found[kind] if "gather" in op]
+            assert len(ops) == 1 and "peers, chunked" in ops[0][1], ops
+    for paths in as_peers(workers.keeping_in_fp8):
+        assert paths and all("peers" in path for path in paths), paths
+
+
+# What one tile takes, and a link: of 16 x 16 tiles, one at a time, a product takes some ms on any of these devices.
+SLOW = {"units": 1, "tile_rows": 16, "tile_cols": 16, "flops_per_us": 1e3, "launch_us": 0.01, "hop_us": 0.01}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_auto_goes_by_the_costs_of_the_device(ranks):
+    """Mutant: a plan that is asked for runs in any case (exchange_peer.cpp)."""
+    for wrong, found in as_peers(workers.of_costs, {**SLOW, "link_bytes_per_us": 100}, ranks=ranks):
+        assert not wrong, "\n".join(wrong[:8])
+        for rows in found.values():
+            assert sum("peers, chunked" in path for _, path, _ in rows) == 2, rows
+
+
+def test_auto_is_serial_where_that_is_faster():
+    for wrong, found in as_peers(workers.of_costs, {**SLOW, "launch_us": 1e6}):
+        assert not wrong, "\n".join(wrong[:8])
+        for rows in found.values():
+            paths = [path for _, path, _ in rows]
+            assert "peers, serial" in paths and not any("chunked" in path for path in paths), rows
+            assert any("predicted to be faster" in why for *_, why in rows), rows
+
+
+def test_auto_says_that_a_device_was_not_measured():
+    for found in as_peers(workers.explained, "auto"):
+        for rows in found.values():
+            whys = {why for op, _, why in rows if op.startswith("group")}
+            assert whys and all("no measured costs for this device" in why for why in whys), rows
+
+
+@pytest.mark.parametrize(
+    "packed, words",
+    [
+        ((3, 1, 1, 2), "3 as its number 0, mode; wanted 1 (column) or 2 (row)"),
+        ((1, 1, 3, 2), "3 as its number 2, recompute; wanted 0 (kept), 1 (gathered again) or 2 (as it came)"),
+        ((1, 1, 1, -1), "-1 as its number 3, ranks"),
+        ((2, 1, 1, 2, 3), "3 as its number 4, sum; wanted 0 (the group), 1 (one_shot) or 2 (two_shot)"),
+        ((2, 1, 1, 2, 0, 3), "3 as its number 5, overlap; wanted 0 (serial), 1 (in runs over peers) or 2"),
+        ((1, 1, 1), "3 integers, wanted none, or 4 to 6"),
+    ],
+)
+def test_an_exchange_that_is_none(packed, words):
+    """As a schema carries it."""
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+    with pytest.raises(ValueError, match=re.escape(f"argument 'parallel' has {words}")):
+        torch.ops.te.linear(x, weight, None, False, [], list(packed), "a group")

@@ -33,7 +33,7 @@ CONSTRUCTOR = {
     "parallel_mode": '`"column"` divides the rows of the weight, `"row"` its columns, None nothing.',
     "set_parallel_mode": "The products are columns and a row over `tp_group`.",
     "tp_recompute_allgather": "Ours: what a column gathered is gathered again in the backward, not kept.",
-    "tp_overlap": 'Ours: `"auto"` and `"off"`, the same today, or `"chunked"`: in runs, over peers.',
+    "tp_overlap": 'Ours: `"chunked"`: in runs, over peers; `"auto"`: where measured costs say so; or `"off"`.',
     "get_rng_state_tracker": "() -> tracker, inside whose `fork()` divided parameters and dropout are drawn.",
     "rng_tracker_name": "Which of the tracker's states; default its own default.",
     "fuse_wgrad_accumulation": "The weight's gradient is added into `weight.main_grad` by the product itself.",

@@ -9,6 +9,7 @@ from ranks import here, on_cuda
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed.peer import kind_of
 
 # On CUDA large enough that no algorithm splits the reduction. Tokens are a rank's: own rows are more than one tile, and
 # no multiple of it.
@@ -74,13 +75,84 @@ def same_bits(rank, dtype, recipes=("none",), products="loop"):
     return wrong, te.distributed.comm_usage()
 
 
-def explained(rank):
-    """What te.explain says of the exchanges of a layer."""
+def explained(rank, overlap="chunked", **options):
+    """(op, path, reason) of each call of a layer's forward and backward that te.explain lists, in their order."""
     before = _C.set_cpu_products("loop")
     found = {}
-    for kind in ("column", "row"):
-        module = made(kind, "chunked", torch.bfloat16)
+    for kind in ("column", "row", "norm"):
+        module = made(kind, overlap, torch.bfloat16, **(options if kind != "row" else {}))
         x = example(kind, rank, torch.bfloat16)
-        found[kind] = str(te.explain(module, x.requires_grad_()))
+        rows = te.explain(module, x.requires_grad_()).rows
+        found[kind] = [(row.op, row.path, row.why_not_faster) for row in rows]
     _C.set_cpu_products(before)
     return found
+
+
+def explained_keeping(rank):
+    return explained(rank, tp_recompute_allgather=False)
+
+
+def left_to_backward_dw(rank):
+    """Slots that are taken between a backward and backward_dw(), and what differs from serial behind both."""
+    before = _C.set_cpu_products("loop")
+    serial = made("column", "off", torch.float32)
+    module = made("column", "chunked", torch.float32, delay_wgrad_compute=True)
+    module.load_state_dict(serial.state_dict())
+    x = example("column", rank, torch.float32)
+    wanted = step(serial, x)
+    leaf = x.clone().requires_grad_()
+    y = module(leaf)
+    y.backward(torch.cos(y.detach()))
+    leased = te.distributed.comm_usage().leased
+    module.backward_dw()
+    got = {"y": y.detach(), "dx": leaf.grad, **{n: p.grad.clone() for n, p in module.named_parameters()}}
+    _C.set_cpu_products(before)
+    return leased, different("column", got, wanted)
+
+
+def keeping_in_fp8(rank):
+    """The paths of a layer that keeps what it gathers in blocks of FP8."""
+    module = made("norm", "chunked", torch.bfloat16, tp_recompute_allgather=False)
+    x = example("norm", rank, torch.bfloat16, 128)
+    with te.autocast(enabled=True, recipe=RECIPES["block"]):
+        rows = te.explain(module, x.requires_grad_()).rows
+    return [row.path for row in rows if "gather" in row.op]
+
+
+def of_costs(rank, costs):
+    """What "auto" does on a device whose kind has such costs: what differs from serial, and the paths of a column."""
+    kind, products = kind_of(here()), _C.set_cpu_products("loop")
+    _C.lend_comm_costs(kind, costs)
+    wrong = []
+    for name in ("column", "row", "mlp"):
+        serial, module = made(name, "off", torch.bfloat16), made(name, "auto", torch.bfloat16)
+        module.load_state_dict(serial.state_dict())
+        for again in range(2):
+            x = example(name, rank, torch.bfloat16, TOKENS, again)
+            wrong += different(name, step(module, x), step(serial, x))
+    paths = explained(rank, "auto")
+    _C.lend_comm_costs(kind, None)
+    _C.set_cpu_products(products)
+    return wrong, paths
+
+
+def behind_what_is_late(rank):
+    """A weight that is there late, and on one rank alone: what differs from serial with it."""
+    wrong = []
+    for kind in ("column", "row"):
+        serial, module = made(kind, "off", torch.bfloat16), made(kind, "chunked", torch.bfloat16)
+        module.load_state_dict(serial.state_dict())
+        step(module, example(kind, rank, torch.bfloat16))
+        for again in range(3):
+            x = example(kind, rank, torch.bfloat16, TOKENS, again)
+            wanted = step(serial, x)
+            with torch.no_grad():
+                module.weight.zero_()
+            torch.cuda.synchronize()
+            dist.barrier()
+            if rank == again % 2:
+                torch.cuda._sleep(40_000_000)  # some 20 ms
+            with torch.no_grad():
+                module.weight.copy_(serial.weight)
+            wrong += different(f"{kind} {again}", step(module, x), wanted)
+    return wrong

@@ -35,17 +35,13 @@ void finish(const c10::intrusive_ptr<c10d::Work>& work) {
   if (work) work->wait();
 }
 
-thread_local const char* why_values = nullptr;
+thread_local const char *said_path = nullptr, *said_why = nullptr;
 
 void note() {
-  if (why_values != nullptr) {
-    te_note_path("process group, serial, quantized behind", why_values);
-  } else {
-    te_note_path(
-        "process group, serial",
-        "tp_overlap='chunked' computes in runs while rows are on their way, what a call gathers or scatters for itself "
-        "under sequence_parallel");
-  }
+  te_note_path(said_path != nullptr ? said_path : "process group, serial",
+               said_why != nullptr ? said_why
+                                   : "tp_overlap='chunked' computes in runs while rows are on their way, under "
+                                     "sequence_parallel");
 }
 
 void check_tensor(const Tensor& t, int64_t ranks, const char* op) {
@@ -145,8 +141,13 @@ Tensor exchange(const Tensor& t, std::string_view name, int64_t ranks, Leases* l
 
 }  // namespace
 
-GatherOfValues::GatherOfValues(const char* why) { why_values = why; }
-GatherOfValues::~GatherOfValues() { why_values = nullptr; }
+WhySerial::WhySerial(const char* path, const char* why)
+    : outer_path_(std::exchange(said_path, path)), outer_why_(std::exchange(said_why, why)) {}
+
+WhySerial::~WhySerial() {
+  said_path = outer_path_;
+  said_why = outer_why_;
+}
 
 c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_t ranks) {
   c10::intrusive_ptr<c10d::ProcessGroup> group;

@@ -13,14 +13,17 @@ namespace te_torch {
 // The ranks of a group. RuntimeError where no group has that name, or one of another size.
 c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_t ranks);
 
-// While it lives, this thread's gathers are of values that are quantized behind: te.explain says why. Null: they are
-// not.
-class GatherOfValues {
+// While it lives, te.explain hears these words of this thread's collectives: the path, and why there is no faster one.
+// Null: its own.
+class WhySerial {
  public:
-  explicit GatherOfValues(const char* why);
-  ~GatherOfValues();
-  GatherOfValues(const GatherOfValues&) = delete;
-  GatherOfValues& operator=(const GatherOfValues&) = delete;
+  WhySerial(const char* path, const char* why);
+  ~WhySerial();
+  WhySerial(const WhySerial&) = delete;
+  WhySerial& operator=(const WhySerial&) = delete;
+
+ private:
+  const char *outer_path_, *outer_why_;
 };
 
 // Every rank's t, one behind the other in the order of the ranks: [ranks * n, ...] of [n, ...].

@@ -59,6 +59,7 @@ class ParameterSink : public WeightGradSink {
       : parameters_(std::move(parameters)), store_(std::move(store)) {}
 
   WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override;
+  bool computes_now() const override { return store_ == nullptr; }
 
  private:
   WeightParameters parameters_;

@@ -4,8 +4,9 @@
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
-#include <transformer_engine/comm.h>
 
+#include <map>
+#include <optional>
 #include <sstream>
 
 #include "held_object.h"
@@ -51,14 +52,18 @@ const char* words_of(te_comm_peer_trouble trouble) {
 }  // namespace
 
 PeerChannel::PeerChannel(std::string group, at::Device device, int64_t ranks, int64_t rank, Tensor words,
-                         double timeout_s, PyObject* grow)
+                         double timeout_s, PyObject* grow, const std::string& kind)
     : group_(std::move(group)),
       device_(indexed(device)),
       ranks_(ranks),
       rank_(rank),
       words_(std::move(words)),
+      streams_(device_.is_cpu() ? nullptr : std::make_unique<RunStreams>(device_)),
       grow_(held_object(grow)) {
   size_t bytes = 0;
+  int32_t known = 0;
+  check(te_comm_costs_of(kind.c_str(), &costs_, &known));
+  if (known == 0) costs_ = te_comm_costs_h200();
   check(te_comm_peer_bytes(int32_t(ranks), &bytes));
   TORCH_CHECK_VALUE(words_.is_cpu() && words_.is_contiguous() && words_.nbytes() >= bytes,
                     "PeerChannel: argument 'words' has ", words_.nbytes(), " bytes, wanted ", bytes, " on the CPU.");
@@ -228,34 +233,49 @@ void PeerCall::poison(const Tensor& t) const {
   check(te_comm_peer_poison(channel_->get(), t.data_ptr(), t.nbytes(), stream()));
 }
 
-Tensor peer_gather(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases) {
+PeerGathering::PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases) {
   const Tensor in = t.contiguous();
   te_note_path("peers, serial", "nothing is computed meanwhile");
   const int64_t ranks = channel->ranks(), rank = channel->rank();
   auto sizes = in.sizes().vec();
   sizes[0] *= ranks;
-  if (in.numel() == 0) return at::empty(sizes, in.options());
+  if (in.numel() == 0) {
+    all_ = at::empty(sizes, in.options());
+    return;
+  }
   std::ostringstream text;
   text << "gather " << in.scalar_type() << " " << in.sizes();
-  const auto call = std::make_shared<PeerCall>(std::move(channel), kind, text.str(), sizes, in.options());
-  leases.hold(call);
-  call->follow();
+  call_ = std::make_shared<PeerCall>(std::move(channel), kind, text.str(), sizes, in.options());
+  leases.hold(call_);
+  all_ = call_->slot();
+  call_->follow();
   for (int64_t step = 1; step <= ranks; ++step) {
     const int64_t to = (rank + step) % ranks;
-    call->push(to, rank * int64_t(in.nbytes()), in);
-    call->signal(to);
+    call_->push(to, rank * int64_t(in.nbytes()), in);
+    call_->signal(to);
   }
-  for (int64_t step = 1; step <= ranks; ++step) call->wait((rank + ranks - step) % ranks);
-  call->poison(call->slot());
-  return call->slot();
+}
+
+Tensor PeerGathering::wait() {
+  if (const auto call = std::move(call_)) {
+    const int64_t ranks = call->channel().ranks(), rank = call->channel().rank();
+    for (int64_t step = 1; step <= ranks; ++step) call->wait((rank + ranks - step) % ranks);
+    call->poison(all_);
+  }
+  return all_;
+}
+
+std::shared_ptr<PeerGathering> begin_peer_gather(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind,
+                                                 Leases& leases) {
+  return std::make_shared<PeerGathering>(std::move(channel), t, kind, leases);
 }
 
 void register_peer(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<PeerChannel, std::shared_ptr<PeerChannel>>(m, "PeerChannel")
       .def(py::init([](const std::string& group, const at::Device& device, int64_t ranks, int64_t rank,
-                       const Tensor& words, double timeout_s, const py::function& grow) {
-             auto made = std::make_shared<PeerChannel>(group, device, ranks, rank, words, timeout_s, grow.ptr());
+                       const Tensor& words, double timeout_s, const py::function& grow, const std::string& kind) {
+             auto made = std::make_shared<PeerChannel>(group, device, ranks, rank, words, timeout_s, grow.ptr(), kind);
              const std::lock_guard<std::mutex> lock(known_mutex());
              std::erase_if(known(), [&](const Known& each) {
                return each.channel.expired() || (each.group == group && each.device == made->device());
@@ -264,7 +284,7 @@ void register_peer(pybind11::module_& m) {
              return made;
            }),
            py::arg("group"), py::arg("device"), py::arg("ranks"), py::arg("rank"), py::arg("words"),
-           py::arg("timeout_s"), py::arg("grow"))
+           py::arg("timeout_s"), py::arg("grow"), py::arg("kind") = "")
       .def("refuse_failed", &PeerChannel::refuse_failed)
       .def("give_up",
            [](PeerChannel& c, const std::string& text) { check(te_comm_peer_give_up(c.get(), text.c_str())); })
@@ -284,6 +304,43 @@ void register_peer(pybind11::module_& m) {
     check(te_comm_peer_bytes(int32_t(ranks), &bytes));
     return int64_t(bytes);
   });
+  m.def("comm_costs_known", [](const std::string& kind) {
+    te_comm_costs costs;
+    int32_t known = 0;
+    check(te_comm_costs_of(kind.c_str(), &costs, &known));
+    return known != 0;
+  });
+  m.def(
+      "lend_comm_costs",
+      [](const std::string& kind, const std::optional<std::map<std::string, double>>& changed) {
+        if (!changed.has_value()) {
+          check(te_comm_lend_costs(kind.c_str(), nullptr));
+          return;
+        }
+        te_comm_costs costs = te_comm_costs_h200();
+        const std::map<std::string, double*> rates{
+            {"flops_per_us", &costs.flops_per_us},
+            {"link_bytes_per_us", &costs.link_bytes_per_us},
+            {"serial_bytes_per_us", &costs.serial_bytes_per_us},
+            {"memory_bytes_per_us", &costs.memory_bytes_per_us},
+            {"launch_us", &costs.launch_us},
+            {"hop_us", &costs.hop_us},
+            {"beside", &costs.beside},
+        };
+        const std::map<std::string, int32_t*> counts{
+            {"units", &costs.units}, {"tile_rows", &costs.tile_rows}, {"tile_cols", &costs.tile_cols}};
+        for (const auto& [name, value] : *changed) {
+          if (const auto rate = rates.find(name); rate != rates.end()) {
+            *rate->second = value;
+          } else if (const auto count = counts.find(name); count != counts.end()) {
+            *count->second = int32_t(value);
+          } else {
+            TORCH_CHECK_VALUE(false, "lend_comm_costs: there is no cost '", name, "'.");
+          }
+        }
+        check(te_comm_lend_costs(kind.c_str(), &costs));
+      },
+      "For tests: these costs, others an H200's, as if this kind of device had been measured; None takes them back.");
   m.def("set_comm_timeout", [](const py::object& error) { timeout_error() = held_object(error.ptr()); });
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <Python.h>
+#include <transformer_engine/comm.h>
 #include <transformer_engine/comm_peer.h>
 
 #include <array>
@@ -15,15 +16,17 @@
 
 #include "common.h"
 #include "lease.h"
+#include "run_streams.h"
 
 namespace te_torch {
 
 class PeerChannel {
  public:
   // words: uint8 on the CPU, te_comm_peer_bytes() of them. grow: (slot, bytes, text) -> (this rank's memory, every
-  // rank's address as this rank sees it, what keeps these). The GIL is held.
+  // rank's address as this rank sees it, what keeps these). kind: of every rank's device, by whose costs plans are
+  // made; empty where they differ. The GIL is held.
   PeerChannel(std::string group, at::Device device, int64_t ranks, int64_t rank, Tensor words, double timeout_s,
-              PyObject* grow);
+              PyObject* grow, const std::string& kind);
   ~PeerChannel();
   PeerChannel(const PeerChannel&) = delete;
   PeerChannel& operator=(const PeerChannel&) = delete;
@@ -36,6 +39,8 @@ class PeerChannel {
   const at::Device& device() const { return device_; }
   const std::string& group() const { return group_; }
   te_comm_peer* get() const { return channel_; }
+  const te_comm_costs& costs() const { return costs_; }
+  RunStreams* streams() const { return streams_.get(); }  // null on the CPU
 
   // CommTimeout where the channel has failed.
   void refuse_failed() const;
@@ -66,6 +71,8 @@ class PeerChannel {
   const at::Device device_;
   const int64_t ranks_, rank_;
   const Tensor words_;
+  te_comm_costs costs_;
+  const std::unique_ptr<RunStreams> streams_;
   std::shared_ptr<PyObject> grow_;
   te_comm_peer* channel_ = nullptr;
   mutable std::mutex mutex_;
@@ -106,7 +113,22 @@ class PeerCall {
   bool waited_own_ = false;
 };
 
-// Every rank's t, one behind the other, in a slot until `leases` end: all of it, in one piece.
-Tensor peer_gather(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases);
+// Every rank's t, one behind the other, in a slot until `leases` end: all of it, in one piece, on its way from the
+// start. To be waited for.
+class PeerGathering {
+ public:
+  PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases);
+  PeerGathering(const PeerGathering&) = delete;
+  PeerGathering& operator=(const PeerGathering&) = delete;
+
+  Tensor wait();
+
+ private:
+  std::shared_ptr<PeerCall> call_;  // null: there is nothing to wait for
+  Tensor all_;
+};
+
+std::shared_ptr<PeerGathering> begin_peer_gather(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind,
+                                                 Leases& leases);
 
 }  // namespace te_torch

@@ -184,6 +184,15 @@ uint8_t part_of(const Quantized& q, Part part) {
 
 }  // namespace
 
+Operand off_lease(const Operand& t) {
+  Operand own = t;
+  for (Tensor* part :
+       {&own.plain, &own.fp8.rowwise, &own.fp8.columnwise, &own.fp8.rowwise_scale_inv, &own.fp8.columnwise_scale_inv}) {
+    if (on_lease(*part)) *part = part->clone();
+  }
+  return own;
+}
+
 void refuse_leased(const Operand& t, const char* op) {
   for (const Tensor* part :
        {&t.plain, &t.fp8.rowwise, &t.fp8.columnwise, &t.fp8.rowwise_scale_inv, &t.fp8.columnwise_scale_inv}) {

@@ -90,6 +90,9 @@ Tensor plain_of(const Route& route, const Operand& t, at::ScalarType dtype);
 // and end with a block.
 TE_EXPORT Operand rows_of(const Operand& t, const Rows& rows);
 
+// The same in memory that is not on lease: what is, is copied.
+Operand off_lease(const Operand& t);
+
 // As refuse_leased of what it has.
 void refuse_leased(const Operand& t, const char* op);
 

@@ -17,6 +17,8 @@ class WeightGradSink {
 
   // In a backward, without the GIL. Returns what autograd gets.
   virtual WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const = 0;
+  // Whether take() computes the product, and does not leave it to a later call.
+  virtual bool computes_now() const { return false; }
 };
 
 using Sink = std::shared_ptr<WeightGradSink>;  // Python's: none for None, or a callable (weight_grad.cpp)

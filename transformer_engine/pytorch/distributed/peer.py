@@ -75,6 +75,11 @@ def _forget(meeting: _Meeting) -> None:
             _outlived.append(meeting)
 
 
+def kind_of(device: torch.device) -> str:
+    """Whose costs a device's plans go by (ops/comm/costs.cpp)."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
 def channels_of(group: str) -> list[_C.PeerChannel]:
     return [found.channel for (name, _), found in _channels.items() if name == group]
 
@@ -135,8 +140,10 @@ class _Meeting:
         size = _C.peer_words_bytes(self.ranks)
         words = self._map_shared("words", size)[0]
         grow = weakref.WeakMethod(self._grow)
+        kinds = set(self._tell("kind", kind_of(device)))
+        kind = kinds.pop() if len(kinds) == 1 else ""
         self.channel = _C.PeerChannel(
-            group, device, self.ranks, self.rank, words, self.timeout, lambda *call: grow()(*call)
+            group, device, self.ranks, self.rank, words, self.timeout, lambda *call: grow()(*call), kind
         )
         self._tell("made", "")
         told = reservation()

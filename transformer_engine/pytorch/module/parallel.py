@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.distributed.groups import ranks_of
-from transformer_engine.pytorch.distributed.peer import has_met, peer_channel
+from transformer_engine.pytorch.distributed.peer import has_met, kind_of, peer_channel
 from transformer_engine.pytorch.distributed.regions import gather_by_name
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
@@ -19,6 +19,7 @@ _MODES = {"column": 1, "row": 2}
 # What adds up a row's output without sequence parallelism: the group, or kernels over symmetric memory.
 _SUMS = {None: 0, "one_shot": 1, "two_shot": 2}
 _ARRIVED = 2  # beside a recompute of 0 and 1: csrc/layer/exchange_group.h
+_SERIAL, _CHUNKED, _AUTO = range(3)  # how products and communication share the time, as there
 
 
 def group_size(op: str, tp_group: object | None, tp_size: object) -> int:
@@ -117,16 +118,31 @@ def exchange_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) ->
     exchanges = module.runtime.exchanges
     key = mode, recompute, module.sequence_parallel, inp.device, module.tp_overlap, _sum_of(module, mode)
     found = exchanges.get(key)
-    chunked = module.tp_overlap == "chunked" and module.sequence_parallel
     # The name may be another group's by now, which a channel does not notice.
-    if found is None or (chunked and not has_met(found.group, inp.device)):
+    if found is None or (found.over_peers and not has_met(found.group, inp.device)):
         name = _named_group(module, inp.device.type)
-        if chunked:
-            peer_channel(type(module).__name__, name, inp.device)
         options = _MODES[mode], module.sequence_parallel, recompute, module.tp_size, name, _sum_of(module, mode)
-        found = _C.GroupExchange(*options, int(chunked))
+        found = _C.GroupExchange(*options, *_overlap_of(module, name, inp.device))
         exchanges[key] = found
     return found
+
+
+def _overlap_of(module: torch.nn.Module, name: str, device: torch.device) -> tuple[int, str]:
+    """How products and communication share the time, and what te.explain says of collectives over the group. The ranks
+    meet here, where they go over peers: all of them, as they say the same and have one kind of device."""
+    op, asked = type(module).__name__, module.tp_overlap
+    if asked == "off" or not module.sequence_parallel:
+        return _SERIAL, ""
+    if asked == "chunked":
+        peer_channel(op, name, device)
+        return _CHUNKED, ""
+    if not _C.comm_costs_known(kind_of(device)):
+        return _SERIAL, "no measured costs for this device: tp_overlap='chunked' asks for runs"
+    try:
+        peer_channel(op, name, device)
+    except NotImplementedError as error:
+        return _SERIAL, str(error)
+    return _AUTO, ""
 
 
 def _sum_of(module: torch.nn.Module, mode: str) -> int:

@@ -64,17 +64,25 @@ typedef enum te_comm_schedule { TE_COMM_AUTO = 0, TE_COMM_SERIAL = 1, TE_COMM_CH
 
 /* Constants of a kind of device. Never measured by a rank: plans must agree. */
 typedef struct te_comm_costs {
-  double flops_per_us;      /* of the device's products */
-  double link_bytes_per_us; /* of one rank's pushes */
+  double flops_per_us;        /* of the device's products */
+  double link_bytes_per_us;   /* of one rank's pushes beside a product */
+  double serial_bytes_per_us; /* of one rank's pushes with nothing beside them */
   double memory_bytes_per_us;
   double launch_us;  /* of a gemm more */
   double hop_us;     /* from the end of a push to the start of what waited for it */
+  double beside;     /* a product's time while rows are pushed, over its time alone */
   int32_t units;     /* multiprocessors: tiles that are computed at once */
   int32_t tile_rows; /* of a product's tiles */
   int32_t tile_cols;
 } te_comm_costs;
 
+/* What a plan that is asked for goes by where nothing was measured. */
 TE_API te_comm_costs te_comm_costs_h200(void);
+
+/* *known: 1, and the costs of a kind of device (its name), where they were measured between such devices, else 0. */
+TE_API te_status te_comm_costs_of(const char* kind, te_comm_costs* costs, int32_t* known);
+/* For tests: costs of a kind, in place of those that were measured; NULL: those again. */
+TE_API te_status te_comm_lend_costs(const char* kind, const te_comm_costs* costs);
 
 typedef struct te_comm_problem {
   te_comm_op op;

@@ -36,7 +36,7 @@ class Planner {
       return plan;
     }
     const bool alone = p_.ranks == 1;
-    const double serial = (alone ? 0 : arrival(p_.rows)) + gemm_us(p_.rows) + sum_us();
+    const double serial = (alone ? 0 : transfer_us(p_.costs.serial_bytes_per_us)) + gemm_us(p_.rows) + sum_us();
     plan.prediction = {TE_COMM_SERIAL, 1, serial, serial};
     runs_ = {p_.rows};
     if (!alone && p_.schedule != TE_COMM_SERIAL) {
@@ -68,15 +68,24 @@ class Planner {
     return double(ceil_div(tiles, c.units)) * tile_us + c.launch_us;
   }
 
-  double push_us() const {
+  double shard_us(double bytes_per_us) const {
     const int64_t width = p_.op == TE_COMM_GATHER_PRODUCT ? p_.depth : p_.cols;
-    return double(shard_) * double(width) * double(te_dtype_bytes(p_.dtype)) / p_.costs.link_bytes_per_us;
+    return double(shard_) * double(width) * double(te_dtype_bytes(p_.dtype)) / bytes_per_us;
+  }
+
+  double transfer_us(double bytes_per_us) const {
+    return double(p_.ranks - 1) * shard_us(bytes_per_us) + p_.costs.hop_us;
   }
 
   // When the first `rows` rows are there, counted in the order in which they arrive: own ones are from the start.
   double arrival(int64_t rows) const {
     const int64_t others = ceil_div(rows, shard_) - 1;
-    return others == 0 ? 0 : double(others) * push_us() + p_.costs.hop_us;
+    return others == 0 ? 0 : double(others) * shard_us(p_.costs.link_bytes_per_us) + p_.costs.hop_us;
+  }
+
+  // Of a run of rows that begins at `from`: slower while rows are on their way.
+  double run_us(int64_t rows, double from) const {
+    return gemm_us(rows) * (from < transfer_us(p_.costs.link_bytes_per_us) ? p_.costs.beside : 1);
   }
 
   double sum_us() const {
@@ -98,7 +107,8 @@ class Planner {
     for (size_t end = 1; end < n; ++end) {
       done[end] = INFINITY;
       for (size_t start = cuts[end] <= shard_ ? 0 : 1; start < end; ++start) {
-        const double us = std::max(done[start], arrival(cuts[end])) + gemm_us(cuts[end] - cuts[start]);
+        const double from = std::max(done[start], arrival(cuts[end]));
+        const double us = from + run_us(cuts[end] - cuts[start], from);
         if (us < done[end]) {
           done[end] = us;
           before[end] = start;
@@ -216,17 +226,7 @@ void check_problem(const char* op, const te_comm_problem& p) {
   if (p.depth < 0) bad_argument(op, "problem.depth", p.depth, "a size >= 0");
   if (p.cols < 0) bad_argument(op, "problem.cols", p.cols, "a size >= 0");
   if (te_dtype_name(p.dtype) == nullptr) bad_argument(op, "problem.dtype", int(p.dtype), "a te_dtype");
-  const auto positive = [&](const char* name, double value) {
-    if (!(value > 0) || std::isinf(value)) bad_argument(op, name, value, "a number > 0");
-  };
-  positive("problem.costs.flops_per_us", p.costs.flops_per_us);
-  positive("problem.costs.link_bytes_per_us", p.costs.link_bytes_per_us);
-  positive("problem.costs.memory_bytes_per_us", p.costs.memory_bytes_per_us);
-  positive("problem.costs.launch_us", p.costs.launch_us);
-  positive("problem.costs.hop_us", p.costs.hop_us);
-  positive("problem.costs.units", p.costs.units);
-  positive("problem.costs.tile_rows", p.costs.tile_rows);
-  positive("problem.costs.tile_cols", p.costs.tile_cols);
+  check_costs(op, "problem.costs", p.costs);
 }
 
 std::string words_of(const te_comm_problem& p, const Plan& plan) {
@@ -253,17 +253,6 @@ Plan make_plan(const char* op, const te_comm_problem& problem) {
 }  // namespace te::comm
 
 extern "C" {
-
-te_comm_costs te_comm_costs_h200(void) {
-  return {.flops_per_us = 690e6,
-          .link_bytes_per_us = 350e3,
-          .memory_bytes_per_us = 4100e3,
-          .launch_us = 3,
-          .hop_us = 5,
-          .units = 132,
-          .tile_rows = 128,
-          .tile_cols = 256};
-}
 
 te_status te_comm_plan(const te_comm_problem* problem, te_comm_step* steps, int64_t capacity, int64_t* count,
                        te_comm_prediction* prediction) {

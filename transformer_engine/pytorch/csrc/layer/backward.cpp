@@ -49,21 +49,26 @@ SourceSaved source_saved(const NamedTensors& saved, size_t number, const Tensor&
           get(kUsedScales)};
 }
 
-// What a weight's gradient is made of. gathered: the operand has all ranks' rows already. behind, arrived: of dy, as an
-// exchange takes them.
+// What a weight's gradient is made of. gathered: the operand has all ranks' rows already. behind: of dy, as an exchange
+// takes it.
 struct WeightParts {
   Gradient gradient;
   Operand operand;
   bool gathered = false;
   const Quantizer* behind = nullptr;
-  const Transfer* arrived = nullptr;
 };
 
-WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightParts parts, at::ScalarType dtype,
-                            bool with_bias) {
+// Its product, ready to be computed; divided: the same, where its matrices are divided over ranks.
+struct WeightWork {
+  std::shared_ptr<WeightProduct> product;
+  std::shared_ptr<GatheredProduct> divided;
+
+  bool defined() const { return product != nullptr; }
+};
+
+WeightWork weight_work(const Route& route, const Stage& stage, WeightParts parts, at::ScalarType dtype) {
   const ProductQuantization* q = stage.quantization.get();
   const Exchange* exchange = stage.exchange.get();
-  const probe::Because told(why_override(q));
   // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
   if (stage.sink && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
   if (stage.sink) {
@@ -72,14 +77,25 @@ WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightParts 
   const bool x = exchange != nullptr && exchange->gathers(Pass::kFprop) && !parts.gathered;
   const bool dy = exchange != nullptr && exchange->gathers(Pass::kDgrad);
   if (x || dy) {
-    const auto product = std::make_shared<GatheredProduct>(stage, std::move(parts.gradient), std::move(parts.operand),
+    const auto divided = std::make_shared<GatheredProduct>(stage, std::move(parts.gradient), std::move(parts.operand),
                                                            parts.behind, x, dtype);
-    const GatheredProduct::Loan loan(product, parts.arrived);
-    return stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
+    return {divided, divided};
   }
-  const auto product = stage.products->weight_product(route, std::move(parts.gradient), std::move(parts.operand), dtype,
-                                                      q == nullptr || q->split_wgrad);
-  return stage.sink ? stage.sink->take(product, with_bias) : product->compute(route, with_bias);
+  return {stage.products->weight_product(route, std::move(parts.gradient), std::move(parts.operand), dtype,
+                                         q == nullptr || q->split_wgrad),
+          nullptr};
+}
+
+// arrived: the transfer of dy that the input's gradient was taken over, or null.
+WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightWork work, const Transfer* arrived,
+                            bool with_bias) {
+  const auto gradient = [&] {
+    const probe::Because told(why_override(stage.quantization.get()));
+    return stage.sink ? stage.sink->take(work.product, with_bias) : work.product->compute(route, with_bias);
+  };
+  if (work.divided == nullptr) return gradient();
+  const GatheredProduct::Loan loan(work.divided, arrived);
+  return gradient();
 }
 
 Gradients layer_backward(const Route& route, const Stage& stage, const SavedPolicy& policy, size_t number,
@@ -91,7 +107,7 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
   const SourceSaved from = source_saved(saved, number, input);
   Gradients out;
 
-  WeightParts parts{{in.made, in.dbias}, {}, false, nullptr, nullptr};
+  WeightParts parts{{in.made, in.dbias}, {}, false, nullptr};
   Gradient& gradient = parts.gradient;
   const Directions directions{wanted.source, wanted.weight};
   const bool by_groups = stage.products->quantizes_groups(q);
@@ -114,9 +130,45 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
     const bool all_rows = exchange != nullptr && exchange->gathers(Pass::kDgrad);
     if (all_rows && wanted.bias && !gradient.dbias.defined()) gradient.dbias = column_sums(in.dy);
   }
-  Leases leases;  // of the gradient as it arrives, which both products read
+  // A source that brings the operand back on the way goes before the weight's gradient, which reads it; others go
+  // behind it, so that what they make is not alive meanwhile, and what is on its way has time.
+  const bool before = source.brings_operand_back();
+  const BackwardReads reads = backward_reads(q);
+  const Quantizer* as_before = q != nullptr && reads != BackwardReads::kHighPrecision ? &q->x : nullptr;
+  SourceGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
+  back.quantizer = reads == BackwardReads::kQuantized ? as_before : nullptr;
+  const bool through_source = in.any() && wanted.source, wants_weight = in.any() && wanted.weight;
+  const auto find_operand = [&](const TakenBack& taken) {
+    parts.operand = kept_operand(saved, saved_name(number, kWholeOperand));
+    parts.gathered = parts.operand.defined();
+    if (!parts.gathered) parts.operand = kept_operand(saved, saved_name(number, kOperand));
+    if (!parts.operand.defined()) {
+      const bool behind = exchange != nullptr && as_before != nullptr &&
+                          exchange->quantizing(route, Pass::kFprop, as_before, from.input) == Quantizing::kBehind;
+      const Quantizer* now = behind || by_groups ? nullptr : back.quantizer;
+      parts.operand = taken.operand.defined() ? taken.operand : source.recompute(route, from, now);
+      if (by_groups && as_before != nullptr) {
+        const Tensor plain = parts.operand.plain;
+        parts.operand = stage.products->quantized_groups(route, Pass::kFprop, plain, kept_directions(q), nullptr);
+      } else if (reads == BackwardReads::kDequantized && !behind) {
+        parts.operand = recomputed_operand(route, as_before, from.used_scales, parts.operand.plain, kept_directions(q));
+      }
+    }
+    if (stage.operand == Fate::kRecomputed) policy.recomputed(source.operand_words());
+  };
+
+  Leases leases;  // of what arrives: the gradient, which both products read, and the operand, if it is begun here
+  WeightWork work;
+  // The operand's rows go ahead of the input gradient's, on one lane: they are read first, and nothing else is there
+  // to be pushed until runs of that are computed.
+  if (wants_weight && through_source && !before && exchange != nullptr && exchange->begins_ahead() &&
+      exchange->gathers(Pass::kFprop) && (!stage.sink || stage.sink->computes_now())) {
+    find_operand({});
+    work = weight_work(route, stage, parts, dtype);
+    if (work.divided != nullptr) work.divided->begin(route, leases);
+  }
   Passing passing;
-  if (in.any() && wanted.source) {
+  if (through_source) {
     const probe::Because told(why_override(q));
     WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
     for (Operand& weight : w.weights) {  // a parameter whose FP8 copy served under autocast was not cast
@@ -140,18 +192,11 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
       whole = transfer.rows();
       const bool runs = whole > 0 && across.defined() &&
                         stage.products->takes_runs(Pass::kDgrad, transfer.operand(), whole, w, like, split);
-      transfer.expect(runs ? across.size(weight.quantized() ? 0 : 1) : 0, runs);
+      transfer.expect(runs ? std::optional(across.size(weight.quantized() ? 0 : 1)) : std::nullopt);
     };
     passing = through(std::move(transfer), gradient.dy, like, product, ahead);
-    parts.arrived = passing.transfer.get();
   }
 
-  // A source that brings the operand back on the way goes before the weight's gradient, which reads it; others go
-  // behind it, so that what they make is not alive meanwhile, and what is on its way has time.
-  SourceGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
-  const BackwardReads reads = backward_reads(q);
-  const Quantizer* as_before = q != nullptr && reads != BackwardReads::kHighPrecision ? &q->x : nullptr;
-  back.quantizer = reads == BackwardReads::kQuantized ? as_before : nullptr;
   back.wants_operand = wanted.weight && stage.operand == Fate::kRecomputed;
   back.onward = onward.quantizer;
   back.directions = onward.directions;
@@ -164,27 +209,15 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
     return source.take_back(route, from, back);
   };
   TakenBack taken;
-  const bool before = source.brings_operand_back();
-  if (before && in.any() && wanted.source) taken = take_back();
+  if (before && through_source) taken = take_back();
 
-  if (in.any() && wanted.weight) {
-    parts.operand = kept_operand(saved, saved_name(number, kWholeOperand));
-    parts.gathered = parts.operand.defined();
-    if (!parts.gathered) parts.operand = kept_operand(saved, saved_name(number, kOperand));
-    if (!parts.operand.defined()) {
-      const bool behind = exchange != nullptr && as_before != nullptr &&
-                          exchange->quantizing(route, Pass::kFprop, as_before, from.input) == Quantizing::kBehind;
-      const Quantizer* now = behind || by_groups ? nullptr : back.quantizer;
-      parts.operand = taken.operand.defined() ? taken.operand : source.recompute(route, from, now);
-      if (by_groups && as_before != nullptr) {
-        const Tensor plain = parts.operand.plain;
-        parts.operand = stage.products->quantized_groups(route, Pass::kFprop, plain, kept_directions(q), nullptr);
-      } else if (reads == BackwardReads::kDequantized && !behind) {
-        parts.operand = recomputed_operand(route, as_before, from.used_scales, parts.operand.plain, kept_directions(q));
-      }
+  if (wants_weight) {
+    if (!work.defined()) {
+      find_operand(taken);
+      work = weight_work(route, stage, std::move(parts), dtype);
     }
-    if (stage.operand == Fate::kRecomputed) policy.recomputed(source.operand_words());
-    out.weights = weight_gradient(route, stage, std::move(parts), dtype, wanted.bias);
+    parts = {};
+    out.weights = weight_gradient(route, stage, std::move(work), passing.transfer.get(), wanted.bias);
   } else if (in.any() && wanted.bias) {
     out.weights.biases = stage.products->bias_gradients(route, in.dy, gradient.dbias);
   }

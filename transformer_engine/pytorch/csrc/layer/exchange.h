@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "lease.h"
 #include "product.h"
@@ -27,19 +28,31 @@ class TE_EXPORT Transfer {
   virtual const Tensor* at_once() const { return nullptr; }
   // All rows of the product, where runs of them may be asked for; else 0.
   virtual int64_t rows() const { return 0; }
-  // Before either is asked: the result's columns, and whether runs of rows have the bits of the whole. Where these have
-  // not, or in a call that is traced, the columns are no matter.
-  virtual void expect(const c10::SymInt& cols, bool takes_runs) {}
+  // Before either is asked: the columns of the result, where runs of its rows have the bits of the whole.
+  virtual void expect(std::optional<int64_t> columns) {}
   // Where the result of all rows is to be, [rows, cols]; undefined: anywhere, and take() moves it.
   virtual Tensor room() const { return {}; }
   // What the product reads of these rows.
   virtual Operand part(const Rows& rows) const { return rows_of(operand(), rows); }
-  // The next rows that have arrived; of an operand without rows, once, none of them. False: there are no more.
+  // The next rows that have arrived; of an operand without rows, once, none of them. False: there are no more. The
+  // current stream may be another one from here on, for part(), the product of these rows and take(), until it is
+  // false.
   virtual bool next(Rows& rows) = 0;
   // These rows of the product's result, [rows, features]; rows is null for all of them at once.
   virtual void take(const Rows* rows, const Tensor& result) = 0;
   // What goes on in place of the result, when all rows were taken. What has to be waited for is, here.
   virtual Tensor finish() = 0;
+};
+
+// An operand of which all ranks' rows are on their way: to be waited for, in the call that has begun it.
+class TE_EXPORT Arriving {
+ public:
+  Arriving() = default;
+  virtual ~Arriving() = default;
+  Arriving(const Arriving&) = delete;
+  Arriving& operator=(const Arriving&) = delete;
+
+  virtual Operand wait() = 0;
 };
 
 // When an operand that is handed over is quantized: by who makes it, as without an exchange; by the exchange, with what
@@ -84,6 +97,13 @@ class TE_EXPORT Exchange {
   // gradient: what the backward came with; undefined in a forward. leases: as of begin().
   virtual Operand whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
                         const Transfer* done, const Tensor& gradient, Leases* leases) const = 0;
+  // Whether time is won by beginning that ahead of what is computed before it is read.
+  virtual bool begins_ahead() const { return false; }
+  // Null: not by this operand's.
+  virtual std::unique_ptr<Arriving> begin_whole(const Route& route, Pass pass, const Operand& mine,
+                                                const Quantizer* behind, const Tensor& gradient, Leases* leases) const {
+    return nullptr;
+  }
 };
 
 // A product's result on its way.

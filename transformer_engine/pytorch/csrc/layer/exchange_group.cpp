@@ -4,6 +4,9 @@
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+#include <limits>
+
 #include "comm.h"
 #include "exchange_peer.h"
 #include "group.h"
@@ -43,6 +46,104 @@ const char* why_values(const Quantizer& behind) {
   }
 }
 
+// All ranks' rows of one tensor: on their way over peers, or there.
+class Coming {
+ public:
+  Coming() = default;
+  // leases: null where somebody keeps them, in memory of their own.
+  Coming(const Route& route, const GroupExchange& exchange, const Tensor& t, const Tensor& gradient, Leases* leases,
+         SlotKind kind) {
+    const std::string_view name(exchange.group());
+    const int64_t ranks = exchange.parallel().ranks;
+    const bool again = gradient.defined();
+    if (auto channel = exchange.peers(route, t)) {
+      kept_ = leases == nullptr;
+      if (kept_) own_ = std::make_unique<Leases>();
+      Leases& held = kept_ ? *own_ : *leases;
+      on_its_way_ = Direct::call<begin_peer_gather>("te::peer_gather", std::move(channel), t, kind, held);
+    } else if (leases != nullptr && route.direct()) {
+      there_ = Direct::call<group_gather_leased>(again ? "te::group_gather_again" : "te::group_gather", t, name, ranks,
+                                                 again, *leases, kind);
+    } else if (again) {
+      there_ = route.call<group_gather_again>("te::group_gather_again", t, gradient, name, ranks);
+    } else {
+      there_ = route.call<group_gather>("te::group_gather", t, name, ranks);
+    }
+  }
+
+  Tensor wait() {
+    if (on_its_way_ == nullptr) return there_;
+    const Tensor all = on_its_way_->wait();
+    return kept_ ? all.clone() : all;
+  }
+
+ private:
+  bool kept_ = false;
+  std::unique_ptr<Leases> own_;
+  std::shared_ptr<PeerGathering> on_its_way_;
+  Tensor there_;
+};
+
+class Gathering final : public Arriving {
+ public:
+  Gathering(const Route& route, const GroupExchange& exchange, const Operand& mine, bool columnwise,
+            const Quantizer* behind, Directions directions, const Tensor& gradient, Leases* leases)
+      : route_(route),
+        ranks_(exchange.parallel().ranks),
+        mine_(mine),
+        columnwise_(columnwise),
+        behind_(behind),
+        directions_(directions) {
+    const WhySerial told(behind != nullptr ? "process group, serial, quantized behind" : nullptr,
+                         behind != nullptr ? why_values(*behind) : exchange.why_serial());
+    const auto coming = [&](const Tensor& t, bool put_together, SlotKind kind) {
+      return Coming(route, exchange, t, gradient, put_together ? &own_ : leases, kind);
+    };
+    if (!mine.quantized()) {
+      data_ = coming(mine.plain, false, SlotKind::kValues);
+      return;
+    }
+    const Quantized& q = mine.fp8;
+    rows_ = (columnwise ? q.columnwise : q.rowwise).sym_size(columnwise ? 1 : 0);
+    data_ = columnwise ? coming(q.columnwise, true, SlotKind::kColumns) : coming(q.rowwise, false, SlotKind::kValues);
+    if (q.scaling == TE_SCALING_TENSOR) return;
+    TORCH_INTERNAL_ASSERT(rows_ % kBlock == 0);
+    scales_ = coming(columnwise ? q.columnwise_scale_inv : q.rowwise_scale_inv, along(), SlotKind::kScales);
+  }
+
+  Operand wait() override {
+    Tensor all = data_.wait();
+    if (!mine_.quantized()) {
+      return behind_ != nullptr ? operand_of(route_, behind_, all, directions_) : Operand{all, {}};
+    }
+    const Quantized& mine = mine_.fp8;
+    if (columnwise_) all = side_by_side(route_, all, ranks_, rows_);
+    Tensor scales = columnwise_ ? mine.columnwise_scale_inv : mine.rowwise_scale_inv;
+    if (mine.scaling != TE_SCALING_TENSOR) {
+      scales = scales_.wait();
+      if (along()) scales = side_by_side(route_, scales, ranks_, columnwise_ ? rows_ / kBlock : rows_);
+    }
+    Quantized q{mine.scaling, mine.e5m2, {}, {}, {}, {}};
+    (columnwise_ ? q.columnwise : q.rowwise) = all;
+    (columnwise_ ? q.columnwise_scale_inv : q.rowwise_scale_inv) = scales;
+    return {{}, q};
+  }
+
+ private:
+  // Blocks whose scales lie along the rows: those of 1 x 128 rowwise, of 128 x 128 columnwise.
+  bool along() const { return columnwise_ != te::scaling_row(mine_.fp8.scaling).across; }
+
+  const Route route_;
+  const int64_t ranks_;
+  const Operand mine_;
+  const bool columnwise_;
+  const Quantizer* const behind_;
+  const Directions directions_;
+  c10::SymInt rows_;  // of this rank
+  Leases own_;        // of what is put together in memory of its own
+  Coming data_, scales_;
+};
+
 class GroupTransfer final : public Transfer {
  public:
   GroupTransfer(const Route& route, const GroupExchange& exchange, bool adds_up, Operand arrived, Tensor like,
@@ -50,6 +151,7 @@ class GroupTransfer final : public Transfer {
       : route_(route),
         parallel_(exchange.parallel()),
         group_(exchange.group()),
+        why_serial_(exchange.why_serial()),
         adds_up_(adds_up),
         arrived_(std::move(arrived)),
         like_(std::move(like)),
@@ -62,6 +164,7 @@ class GroupTransfer final : public Transfer {
   void take(const Rows*, const Tensor& result) override {
     result_ = result;
     if (!adds_up_) return;
+    const WhySerial told(nullptr, why_serial_);
     if (parallel_.sequence) {
       const std::string_view name(group_);
       Leases leases;  // the sum is what goes on
@@ -93,6 +196,7 @@ class GroupTransfer final : public Transfer {
   Route route_;
   const Parallel parallel_;
   const std::string group_;
+  const char* const why_serial_;  // the exchange's
   bool adds_up_;
   Operand arrived_;
   Tensor like_, result_;
@@ -103,7 +207,7 @@ class GroupTransfer final : public Transfer {
 }  // namespace
 
 std::shared_ptr<PeerChannel> GroupExchange::peers(const Route& route, const Tensor& t) const {
-  if (parallel_.overlap != Parallel::kChunked || !parallel_.sequence || !route.direct() || t.numel() == 0)
+  if (parallel_.overlap == Parallel::kSerial || !parallel_.sequence || !route.direct() || t.numel() == 0)
     return nullptr;
   return PeerChannel::of(group_, t.device());
 }
@@ -142,6 +246,7 @@ Quantizing GroupExchange::quantizing(const Route& route, Pass pass, const Quanti
 }
 
 Operand GroupExchange::quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const {
+  const WhySerial told(nullptr, why_serial());
   const Tensor amax = Direct::call<quantize_amax>("te::quantize_amax", x);
   Direct::call<group_amax>("te::group_amax", amax, x, std::string_view(group_), parallel_.ranks);
   int64_t rows = 1;
@@ -150,46 +255,10 @@ Operand GroupExchange::quantized(const Quantizer& quantizer, const Tensor& x, Di
   return {{}, Direct::call<quantize_into>("te::quantize", quantizer, x, out, Tensor(), amax)};
 }
 
-Tensor GroupExchange::gathered(const Route& route, const Tensor& t, const Tensor& gradient, Leases* leases,
-                               SlotKind kind, const Quantizer* behind) const {
-  const std::string_view name(group_);
-  const GatherOfValues told(behind != nullptr ? why_values(*behind) : nullptr);
-  if (leases != nullptr && route.direct()) {
-    const bool again = gradient.defined();
-    if (auto channel = peers(route, t)) {
-      return Direct::call<peer_gather>("te::peer_gather", std::move(channel), t, kind, *leases);
-    }
-    return Direct::call<group_gather_leased>(again ? "te::group_gather_again" : "te::group_gather", t, name,
-                                             parallel_.ranks, again, *leases, kind);
-  }
-  if (gradient.defined()) {
-    return route.call<group_gather_again>("te::group_gather_again", t, gradient, name, parallel_.ranks);
-  }
-  return route.call<group_gather>("te::group_gather", t, name, parallel_.ranks);
-}
-
-Operand GroupExchange::gathered(const Route& route, const Quantized& mine, bool columnwise, const Tensor& gradient,
-                                Leases* leases) const {
-  const Tensor& data = columnwise ? mine.columnwise : mine.rowwise;
-  const Tensor& scales = columnwise ? mine.columnwise_scale_inv : mine.rowwise_scale_inv;
-  const c10::SymInt rows = data.sym_size(columnwise ? 1 : 0);  // of this rank
-  // Blocks whose scales lie along the rows: those of 1 x 128 rowwise, of 128 x 128 columnwise.
-  const bool along = columnwise != te::scaling_row(mine.scaling).across;
-  Leases own;  // of what is put together in memory of its own
-  Tensor all =
-      gathered(route, data, gradient, columnwise ? &own : leases, columnwise ? SlotKind::kColumns : SlotKind::kValues);
-  Tensor all_scales = scales;
-  if (columnwise) all = side_by_side(route, all, parallel_.ranks, rows);
-  if (mine.scaling != TE_SCALING_TENSOR) {
-    TORCH_INTERNAL_ASSERT(rows % kBlock == 0);
-    all_scales = gathered(route, scales, gradient, along ? &own : leases, SlotKind::kScales);
-    const c10::SymInt n = columnwise ? rows / kBlock : rows;
-    if (along) all_scales = side_by_side(route, all_scales, parallel_.ranks, n);
-  }
-  Quantized q{mine.scaling, mine.e5m2, {}, {}, {}, {}};
-  (columnwise ? q.columnwise : q.rowwise) = all;
-  (columnwise ? q.columnwise_scale_inv : q.rowwise_scale_inv) = all_scales;
-  return {{}, q};
+std::unique_ptr<Arriving> GroupExchange::gathering(const Route& route, const Operand& mine, bool columnwise,
+                                                   const Quantizer* behind, Directions directions,
+                                                   const Tensor& gradient, Leases* leases) const {
+  return std::make_unique<Gathering>(route, *this, mine, columnwise, behind, directions, gradient, leases);
 }
 
 std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
@@ -197,17 +266,16 @@ std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, co
                                                const OptionalTensor& bias, Leases* leases) const {
   if (!gathers(pass) && !adds_up(pass)) return nullptr;
   auto channel = peers(route, mine.quantized() ? mine.fp8.rowwise : mine.plain);
+  const bool automatic = parallel_.overlap == Parallel::kAuto;
   if (!gathers(pass)) {
-    if (channel) return peer_product_scatter(std::move(channel), pass, mine, like, bias);
+    if (channel) return peer_product_scatter(std::move(channel), automatic, pass, mine, like, bias);
     return std::make_unique<GroupTransfer>(route, *this, true, mine, like, bias);
   }
   const bool blocks = mine.quantized() && mine.fp8.scaling != TE_SCALING_TENSOR;
-  if (channel && leases != nullptr && behind == nullptr && !blocks) {
-    return peer_gather_product(std::move(channel), pass, mine, like, *leases);
+  if (channel && behind == nullptr && !blocks) {
+    return peer_gather_product(std::move(channel), automatic, pass, mine, like, leases);
   }
-  Operand arrived = mine.quantized() ? gathered(route, mine.fp8, false, {}, leases)
-                                     : Operand{gathered(route, mine.plain, {}, leases, SlotKind::kValues, behind), {}};
-  if (behind != nullptr && !arrived.quantized()) arrived = operand_of(route, behind, arrived.plain, directions);
+  Operand arrived = gathering(route, mine, false, behind, directions, {}, leases)->wait();
   const Tensor all = rows_like(like, like.sym_size(0) * parallel_.ranks);
   return std::make_unique<GroupTransfer>(route, *this, false, std::move(arrived), all, bias);
 }
@@ -215,24 +283,45 @@ std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, co
 Operand GroupExchange::whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
                              const Transfer* done, const Tensor& gradient, Leases* leases) const {
   if (!gathers(pass)) return mine;
-  if (mine.quantized()) return gathered(route, mine.fp8, mine.fp8.columnwise.defined(), gradient, leases);
-  if (done != nullptr) return done->operand();
-  const Tensor all = gathered(route, mine.plain, gradient, leases, SlotKind::kValues, behind);
-  return behind != nullptr ? operand_of(route, behind, all, {false, true}) : Operand{all, {}};
+  if (!mine.quantized() && done != nullptr) return leases != nullptr ? done->operand() : off_lease(done->operand());
+  return gathering(route, mine, mine.fp8.columnwise.defined(), behind, {false, true}, gradient, leases)->wait();
+}
+
+std::unique_ptr<Arriving> GroupExchange::begin_whole(const Route& route, Pass pass, const Operand& mine,
+                                                     const Quantizer* behind, const Tensor& gradient,
+                                                     Leases* leases) const {
+  const bool columnwise = mine.fp8.columnwise.defined();
+  const Tensor& data = !mine.quantized() ? mine.plain : columnwise ? mine.fp8.columnwise : mine.fp8.rowwise;
+  if (!gathers(pass) || peers(route, data) == nullptr) return nullptr;
+  return gathering(route, mine, columnwise, behind, {false, true}, gradient, leases);
 }
 
 std::shared_ptr<const Exchange> exchange_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op) {
   if (packed.empty()) return nullptr;
-  constexpr size_t kLeast = 4;
+  struct Field {
+    const char* name;
+    int64_t least, most;
+    const char* wanted;
+  };
+  static constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+  static constexpr std::array<Field, Parallel::kPacked> kFields{{
+      {"mode", Parallel::kColumn, Parallel::kRow, "1 (column) or 2 (row)"},
+      {"sequence", 0, 1, "0 or 1"},
+      {"recompute", Parallel::kGathered, Parallel::kArrived, "0 (kept), 1 (gathered again) or 2 (as it came)"},
+      {"ranks", 0, kAny, "their number"},
+      {"sum", 0, 2, "0 (the group), 1 (one_shot) or 2 (two_shot)"},
+      {"overlap", Parallel::kSerial, Parallel::kAuto, "0 (serial), 1 (in runs over peers) or 2 (where that is faster)"},
+  }};
+  constexpr size_t kLeast = 4;  // the others are 0 where they are left out
+  TORCH_CHECK_VALUE(packed.size() >= kLeast && packed.size() <= kFields.size(), op, ": argument 'parallel' has ",
+                    packed.size(), " integers, wanted none, or ", kLeast, " to ", kFields.size(),
+                    ": mode, sequence, recompute, ranks, sum, overlap.");
+  for (size_t i = 0; i < packed.size(); ++i) {
+    const Field& field = kFields[i];
+    TORCH_CHECK_VALUE(packed[i] >= field.least && packed[i] <= field.most, op, ": argument 'parallel' has ", packed[i],
+                      " as its number ", i, ", ", field.name, "; wanted ", field.wanted, ".");
+  }
   const auto at = [&](size_t i) { return packed.size() > i ? packed[i] : 0; };
-  TORCH_CHECK_VALUE(packed.size() >= kLeast && packed.size() <= Parallel::kPacked &&
-                        (packed[0] == Parallel::kColumn || packed[0] == Parallel::kRow) &&
-                        packed[2] >= Parallel::kGathered && packed[2] <= Parallel::kArrived && packed[3] >= 0 &&
-                        at(4) >= 0 && at(4) <= 2 && at(5) >= Parallel::kSerial && at(5) <= Parallel::kChunked,
-                    op, ": argument 'parallel' is ", packed,
-                    ", wanted nothing, or integers: 1 (column) or 2 (row), sequence, recompute (0, 1 or 2), ranks, for "
-                    "a row whose output is added up 0 (the group), 1 (one_shot) or 2 (two_shot), and 1 for runs over "
-                    "peers.");
   const Parallel parallel{Parallel::Mode(packed[0]), packed[1] != 0, Parallel::Keeps(packed[2]), packed[3], at(4),
                           Parallel::Overlap(at(5))};
   return std::make_shared<GroupExchange>(parallel, std::string(group));
@@ -247,15 +336,17 @@ void register_exchange_group(pybind11::module_& m) {
   using namespace layer;
   py::class_<GroupExchange, std::shared_ptr<GroupExchange>>(m, "GroupExchange")
       .def(py::init([](int64_t mode, bool sequence, int64_t recompute, int64_t ranks, const std::string& group,
-                       int64_t sum, int64_t overlap) {
+                       int64_t sum, int64_t overlap, const std::string& why_serial) {
              const std::vector<int64_t> packed{mode, sequence, recompute, ranks, sum, overlap};
              exchange_of(packed, group, "GroupExchange");
              return std::make_shared<GroupExchange>(Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute),
                                                              ranks, sum, Parallel::Overlap(overlap)},
-                                                    group);
+                                                    group, why_serial);
            }),
            py::arg("mode"), py::arg("sequence"), py::arg("recompute"), py::arg("ranks"), py::arg("group"),
-           py::arg("sum") = 0, py::arg("overlap") = 0)
+           py::arg("sum") = 0, py::arg("overlap") = 0, py::arg("why_serial") = "")
+      .def_property_readonly("over_peers",
+                             [](const GroupExchange& e) { return e.parallel().overlap != Parallel::kSerial; })
       .def_property_readonly("spec", [](const GroupExchange& e) { return e.parallel().pack(); })
       .def_property_readonly("group", &GroupExchange::group);
   m.def("set_symmetric_sum", [](const py::function& function) { lend_symmetric_sum(function.ptr()); });

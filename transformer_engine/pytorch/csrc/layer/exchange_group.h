@@ -23,8 +23,9 @@ struct Parallel {
   // What adds up a row's output that is not scattered: the group (0), or kernels over symmetric memory.
   int64_t sum = 0;
 
-  // How products and communication share the time: one behind the other, or in runs over a channel to peers (peer.h).
-  enum Overlap : int64_t { kSerial = 0, kChunked = 1 } overlap = kSerial;
+  // How products and communication share the time: one behind the other over the group, or over a channel to peers
+  // (peer.h): in runs; or in runs where the device's costs predict that these are faster.
+  enum Overlap : int64_t { kSerial = 0, kChunked = 1, kAuto = 2 } overlap = kSerial;
 
   static constexpr size_t kPacked = 6;
   std::vector<int64_t> pack() const { return {mode, sequence, keeps, ranks, sum, overlap}; }
@@ -32,10 +33,15 @@ struct Parallel {
 
 class GroupExchange final : public Exchange {
  public:
-  GroupExchange(const Parallel& parallel, std::string group) : parallel_(parallel), group_(std::move(group)) {}
+  // why_serial: what te.explain says of collectives over the group; empty: as group.h has it.
+  GroupExchange(const Parallel& parallel, std::string group, std::string why_serial = {})
+      : parallel_(parallel), group_(std::move(group)), why_serial_(std::move(why_serial)) {}
 
   const Parallel& parallel() const { return parallel_; }
   const std::string& group() const { return group_; }
+  // Where this is to go over peers; else null.
+  std::shared_ptr<PeerChannel> peers(const Route& route, const Tensor& t) const;
+  const char* why_serial() const { return why_serial_.empty() ? nullptr : why_serial_.c_str(); }
 
   void check(const Tensor& x) const override;
   bool gathers(Pass pass) const override {
@@ -53,18 +59,18 @@ class GroupExchange final : public Exchange {
                                   Leases* leases) const override;
   Operand whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind, const Transfer* done,
                 const Tensor& gradient, Leases* leases) const override;
+  bool begins_ahead() const override { return parallel_.overlap != Parallel::kSerial; }
+  std::unique_ptr<Arriving> begin_whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
+                                        const Tensor& gradient, Leases* leases) const override;
 
  private:
   bool column() const { return parallel_.mode == Parallel::kColumn; }
-  // Where this is to go over peers; else null.
-  std::shared_ptr<PeerChannel> peers(const Route& route, const Tensor& t) const;
-  Tensor gathered(const Route& route, const Tensor& t, const Tensor& gradient, Leases* leases, SlotKind kind,
-                  const Quantizer* behind = nullptr) const;
-  Operand gathered(const Route& route, const Quantized& mine, bool columnwise, const Tensor& gradient,
-                   Leases* leases) const;
+  // columnwise: of an FP8 operand. behind: quantizes a plain one in `directions`.
+  std::unique_ptr<Arriving> gathering(const Route& route, const Operand& mine, bool columnwise, const Quantizer* behind,
+                                      Directions directions, const Tensor& gradient, Leases* leases) const;
 
   Parallel parallel_;
-  std::string group_;
+  std::string group_, why_serial_;
 };
 
 // None for no integers.

@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <transformer_engine/comm.h>
 
+#include <algorithm>
+#include <cmath>
 #include <sstream>
 
 namespace te_torch::layer {
@@ -44,42 +46,63 @@ std::vector<te_comm_step> plan_of(const te_comm_problem& problem, te_comm_predic
 // What gathers and scatters share: the plan, and how it is walked.
 class PeerTransfer : public Transfer {
  public:
-  PeerTransfer(std::shared_ptr<PeerChannel> channel, te_comm_op op, Pass pass, const Operand& mine, const Tensor& like)
-      : channel_(std::move(channel)), op_(op), pass_(pass), mine_(mine), like_(like) {}
+  // shard: the rows of each rank. whole: as at_once() says it.
+  PeerTransfer(std::shared_ptr<PeerChannel> channel, te_comm_op op, bool automatic, Pass pass, const Operand& mine,
+               const Tensor& like, int64_t shard, Tensor whole)
+      : channel_(std::move(channel)),
+        op_(op),
+        automatic_(automatic),
+        pass_(pass),
+        mine_(mine),
+        like_(like),
+        whole_(std::move(whole)),
+        shard_(shard) {}
+
+  ~PeerTransfer() override {
+    try {
+      if (streams_ != nullptr) streams_->end();  // of a product that has raised an error
+    } catch (...) {                              // as streams do behind a failure, which is told
+    }
+  }
+
+  int64_t rows() const override { return shard_ * ranks(); }
+
+  void expect(std::optional<int64_t> columns) override {
+    const char* const name = op_ == TE_COMM_GATHER_PRODUCT ? "te::peer_gather" : "te::peer_scatter";
+    plan(columns);
+    Direct::call<peer_path>(name, path_.c_str(), why_.c_str());
+    if (runs_) result_ = at::empty({rows(), *columns}, like_.options());
+    begin_product();
+  }
+
+  const Tensor* at_once() const override { return runs_ ? nullptr : &whole_; }
+  Tensor room() const override { return result_; }
+
+  bool next(Rows& rows) override {
+    if (streams_ != nullptr) taken_ < products_ ? streams_->turn() : streams_->end();
+    for (; at_ < steps_.size(); ++at_) {
+      const te_comm_step& step = steps_[at_];
+      if (step.kind == TE_COMM_STEP_WAIT) arrives(step.peer);
+      if (step.kind != TE_COMM_STEP_GEMM) continue;
+      rows = {step.first, step.last - step.first};
+      ++at_;
+      ++taken_;
+      if (streams_ != nullptr) streams_->arrived();
+      return true;
+    }
+    end_product();
+    return false;
+  }
 
  protected:
   int64_t ranks() const { return channel_->ranks(); }
   int64_t rank() const { return channel_->rank(); }
+  // `step` ranks before this one; of pushes the ones behind it are next.
+  int64_t rank_before(int64_t step) const { return (rank() + ranks() - step) % ranks(); }
 
-  // Runs, or nothing, where the whole is computed at once.
-  void plan(int64_t rows, int64_t depth, int64_t cols, bool takes_runs) {
-    const bool ragged = mine_.quantized() && rows / ranks() % kFp8Rows != 0;
-    takes_runs = takes_runs && !ragged;
-    const te_comm_problem problem{
-        op_,
-        TE_COMM_CHUNKED,
-        rows,
-        depth,
-        cols,
-        int32_t(ranks()),
-        int32_t(rank()),
-        op_ == TE_COMM_GATHER_PRODUCT && mine_.quantized() ? TE_FLOAT8_E4M3 : dtype_of(like_, "linear", "x"),
-        te_comm_costs_h200()};
-    te_comm_prediction prediction{};
-    const char* const name = op_ == TE_COMM_GATHER_PRODUCT ? "te::peer_gather" : "te::peer_scatter";
-    if (takes_runs) {
-      steps_ = plan_of(problem, prediction);
-      path_ = "peers, chunked, " + std::to_string(prediction.runs) + (prediction.runs == 1 ? " run" : " runs");
-      Direct::call<peer_path>(name, path_.c_str(), "");
-    } else {
-      const char* const why = ragged           ? "runs of FP8 products want a multiple of 16 rows from each rank"
-                              : like_.is_cpu() ? "LibTorch's products of some rows have other bits than those of all: "
-                                                 "set_cpu_products('loop')"
-                                               : "the product's algorithm splits its reduction, or has no runs";
-      Direct::call<peer_path>(name, "peers, serial", why);
-    }
-    runs_ = takes_runs;
-  }
+  virtual void begin_product() = 0;        // the plan is there
+  virtual void arrives(int32_t peer) = 0;  // its rows are read from here on
+  virtual void end_product() = 0;          // of one that was computed in runs: all of them were asked for
 
   std::string words(const char* what, const Tensor& t, at::IntArrayRef sizes) const {
     std::ostringstream text;
@@ -89,33 +112,78 @@ class PeerTransfer : public Transfer {
 
   const std::shared_ptr<PeerChannel> channel_;
   const te_comm_op op_;
+  const bool automatic_;
   const Pass pass_;
   const Operand mine_;
   const Tensor like_;
-  std::vector<te_comm_step> steps_;
-  size_t at_ = 0;
+  const Tensor whole_;
+  const int64_t shard_;
+  std::vector<te_comm_step> steps_;  // of a product in runs
   bool runs_ = false;
-  std::string path_;
+  Tensor result_;
+
+ private:
+  // Runs, or none and why.
+  void plan(std::optional<int64_t> columns) {
+    path_ = "peers, serial";
+    if (mine_.quantized() && shard_ % kFp8Rows != 0) {
+      why_ = "runs of FP8 products want a multiple of 16 rows from each rank";
+      return;
+    }
+    if (!columns.has_value()) {
+      why_ = like_.is_cpu() ? "LibTorch's products of some rows have other bits than those of all: "
+                              "set_cpu_products('loop')"
+                            : "the product's algorithm splits its reduction, or has no runs";
+      return;
+    }
+    const bool bytes = op_ == TE_COMM_GATHER_PRODUCT && mine_.quantized();
+    const te_comm_problem problem{op_,
+                                  automatic_ ? TE_COMM_AUTO : TE_COMM_CHUNKED,
+                                  rows(),
+                                  data_of(mine_).size(-1),
+                                  *columns,
+                                  int32_t(ranks()),
+                                  int32_t(rank()),
+                                  bytes ? TE_FLOAT8_E4M3 : dtype_of(like_, "linear", "x"),
+                                  channel_->costs()};
+    te_comm_prediction prediction{};
+    steps_ = plan_of(problem, prediction);
+    runs_ = prediction.schedule == TE_COMM_CHUNKED;
+    if (runs_) {
+      products_ = std::count_if(steps_.begin(), steps_.end(),
+                                [](const te_comm_step& step) { return step.kind == TE_COMM_STEP_GEMM; });
+      if (products_ > 1) streams_ = channel_->streams();
+      path_ = "peers, chunked, " + std::to_string(prediction.runs) + (prediction.runs == 1 ? " run" : " runs");
+    } else {
+      steps_.clear();
+      why_ = "one product is predicted to be faster than runs, " + std::to_string(std::llround(prediction.us)) + " us";
+    }
+  }
+
+  size_t at_ = 0;
+  int64_t products_ = 0, taken_ = 0;  // of the steps: in all, and so far
+  RunStreams* streams_ = nullptr;     // where there are several
+  std::string path_, why_;
 };
 
 class PeerGather final : public PeerTransfer {
  public:
-  PeerGather(std::shared_ptr<PeerChannel> channel, Pass pass, const Operand& mine, const Tensor& like, Leases& leases)
-      : PeerTransfer(std::move(channel), TE_COMM_GATHER_PRODUCT, pass, mine, like) {
-    Operand sent = mine;
-    Tensor& data = sent.quantized() ? sent.fp8.rowwise : sent.plain;
+  PeerGather(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass, const Operand& mine, const Tensor& like,
+             Leases* leases)
+      : PeerTransfer(channel, TE_COMM_GATHER_PRODUCT, automatic, pass, mine, like, rows_in(data_of(mine)),
+                     like.new_empty({0}).expand(with_first(like, like.size(0) * channel->ranks(), 0))),
+        read_later_(pass == Pass::kDgrad || leases == nullptr),
+        own_(mine) {
+    Tensor& data = own_.quantized() ? own_.fp8.rowwise : own_.plain;
     data = data.contiguous();
-    shard_ = rows_in(data);
     auto sizes = data.sizes().vec();
     sizes[0] *= ranks();
     call_ = std::make_shared<PeerCall>(channel_, SlotKind::kValues, words("gather, product", data, data.sizes()), sizes,
                                        data.options());
-    leases.hold(call_);
-    arrived_ = sent;
+    if (leases != nullptr) leases->hold(call_);
+    arrived_ = own_;
     (arrived_.quantized() ? arrived_.fp8.rowwise : arrived_.plain) = call_->slot();
     if (arrived_.quantized()) arrived_.fp8.columnwise = arrived_.fp8.columnwise_scale_inv = Tensor();
-    own_ = sent;
-    whole_ = like.new_empty({0}).expand(with_first(like, like.size(0) * ranks(), 0));
     call_->follow();
     for (int64_t step = 1; step <= ranks(); ++step) {
       const int64_t to = (rank() + step) % ranks();
@@ -124,124 +192,67 @@ class PeerGather final : public PeerTransfer {
     }
   }
 
-  int64_t rows() const override { return shard_ * ranks(); }
-
-  void expect(const c10::SymInt& cols, bool takes_runs) override {
-    const int64_t n = cols.expect_int();
-    plan(rows(), data_of(mine_).size(-1), n, takes_runs);
-    if (runs_) {
-      y_ = at::empty({rows(), n}, like_.options());
-    } else {
-      wait_for_all();
-    }
-  }
-
   const Operand& operand() const override { return arrived_; }
-  const Tensor* at_once() const override { return runs_ ? nullptr : &whole_; }
-  Tensor room() const override { return y_; }
 
   Operand part(const Rows& rows) const override {
     const int64_t first = rank() * shard_;
     const bool own = rows.first >= first && rows.first + rows.count <= first + shard_;
-    const bool aligned = reinterpret_cast<uintptr_t>(data_of(own_).data_ptr()) % kAligned == 0;
-    if (!own || !aligned) return rows_of(arrived_, rows);
+    if (!own || own_in_slot_) return rows_of(arrived_, rows);
     return rows_of(own_, {rows.first - first, rows.count});
   }
 
-  bool next(Rows& rows) override {
-    for (; at_ < steps_.size(); ++at_) {
-      const te_comm_step& step = steps_[at_];
-      if (step.kind == TE_COMM_STEP_WAIT) call_->wait(step.peer);
-      if (step.kind != TE_COMM_STEP_GEMM) continue;
-      rows = {step.first, step.last - step.first};
-      own_in_slot(rows);
-      ++at_;
-      return true;
-    }
-    behind_all();
-    return false;
-  }
-
   void take(const Rows* rows, const Tensor& result) override {
-    if (rows == nullptr) y_ = result;
+    if (rows == nullptr) result_ = result;
   }
 
   Tensor finish() override {
-    call_->poison(y_);
-    return y_.view(with_first(like_, like_.size(0) * ranks(), y_.size(-1)));
+    call_->poison(result_);
+    return result_.view(with_first(like_, like_.size(0) * ranks(), result_.size(-1)));
   }
 
  private:
-  // Own rows that lie otherwise than a run of the whole wants them are read in the slot.
-  void own_in_slot(const Rows& rows) {
-    if (waited_own_ || reinterpret_cast<uintptr_t>(data_of(own_).data_ptr()) % kAligned == 0) return;
-    for (size_t i = at_; i < steps_.size(); ++i) {
-      if (steps_[i].kind == TE_COMM_STEP_WAIT && steps_[i].peer == rank()) {
-        call_->wait(rank());
-        steps_.erase(steps_.begin() + int64_t(i));
-        break;
-      }
+  void begin_product() override {
+    if (!runs_) {
+      for (int64_t step = 1; step <= ranks(); ++step) call_->wait(rank_before(step));
+      end_product();
+    } else if (reinterpret_cast<uintptr_t>(data_of(own_).data_ptr()) % kAligned != 0) {
+      // Own rows that lie otherwise than a run of the whole wants them are read in the slot.
+      own_in_slot_ = true;
+      call_->wait(rank());
     }
-    waited_own_ = true;
   }
 
-  void wait_for_all() {
-    for (int64_t step = 1; step <= ranks(); ++step) call_->wait((rank() + ranks() - step) % ranks());
-    behind_all();
+  void arrives(int32_t peer) override {
+    if (peer != rank() || !own_in_slot_) call_->wait(peer);
   }
 
-  // What a weight's gradient reads of it.
-  void behind_all() {
-    if (pass_ == Pass::kDgrad) call_->poison(call_->slot());
+  void end_product() override {
+    if (read_later_) call_->poison(call_->slot());
   }
 
+  const bool read_later_;  // what has arrived, by a weight's gradient
   std::shared_ptr<PeerCall> call_;
   Operand own_, arrived_;
-  Tensor whole_, y_;
-  int64_t shard_ = 0;
-  bool waited_own_ = false;
+  bool own_in_slot_ = false;
 };
 
 class PeerScatter final : public PeerTransfer {
  public:
-  PeerScatter(std::shared_ptr<PeerChannel> channel, Pass pass, const Operand& mine, const Tensor& like,
+  PeerScatter(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass, const Operand& mine, const Tensor& like,
               const OptionalTensor& bias)
-      : PeerTransfer(std::move(channel), TE_COMM_PRODUCT_SCATTER, pass, mine, like),
+      : PeerTransfer(channel, TE_COMM_PRODUCT_SCATTER, automatic, pass, mine, like, rows_in(like) / channel->ranks(),
+                     like),
         bias_(bias),
-        shard_(rows_in(like) / ranks()),
         computed_(size_t(ranks()), 0) {
     channel_->refuse_failed();
   }
 
-  int64_t rows() const override { return shard_ * ranks(); }
-
-  void expect(const c10::SymInt& cols, bool takes_runs) override {
-    const int64_t n = cols.expect_int();
-    plan(rows(), data_of(mine_).size(-1), n, takes_runs);
-    if (!runs_) return;
-    result_ = at::empty({rows(), n}, like_.options());
-    open(n);
-  }
-
   const Operand& operand() const override { return mine_; }
-  const Tensor* at_once() const override { return runs_ ? nullptr : &like_; }
-  Tensor room() const override { return result_; }
-
-  bool next(Rows& rows) override {
-    for (; at_ < steps_.size(); ++at_) {
-      const te_comm_step& step = steps_[at_];
-      if (step.kind != TE_COMM_STEP_GEMM) continue;
-      rows = {step.first, step.last - step.first};
-      ++at_;
-      return true;
-    }
-    return false;
-  }
 
   void take(const Rows* rows, const Tensor& result) override {
     if (rows == nullptr) {
       result_ = result.contiguous().view({this->rows(), result.size(-1)});
-      open(result_.size(1));
+      open();
     }
     const Rows taken = rows != nullptr ? *rows : Rows{0, this->rows()};
     call_->follow();
@@ -258,7 +269,7 @@ class PeerScatter final : public PeerTransfer {
   }
 
   Tensor finish() override {
-    for (int64_t step = 1; step < ranks(); ++step) call_->wait((rank() + ranks() - step) % ranks());
+    for (int64_t step = 1; step < ranks(); ++step) call_->wait(rank_before(step));
     std::vector<te_tensor> partials;
     for (int64_t from = 0; from < ranks(); ++from) {
       const Tensor part =
@@ -274,30 +285,34 @@ class PeerScatter final : public PeerTransfer {
   }
 
  private:
-  void open(int64_t cols) {
-    pitch_ = cols * int64_t(like_.itemsize());
-    call_ = std::make_unique<PeerCall>(channel_, SlotKind::kInbox, words("product, scatter", like_, {rows(), cols}),
-                                       at::IntArrayRef({rows(), cols}), like_.options());
+  void begin_product() override {
+    if (runs_) open();
+  }
+  void arrives(int32_t) override {}  // in finish(): a weight's gradient may go before
+  void end_product() override {}
+
+  void open() {
+    pitch_ = result_.size(1) * int64_t(like_.itemsize());
+    call_ = std::make_unique<PeerCall>(channel_, SlotKind::kInbox, words("product, scatter", like_, result_.sizes()),
+                                       result_.sizes(), like_.options());
   }
 
   const OptionalTensor bias_;
-  const int64_t shard_;
   std::vector<int64_t> computed_;  // rows of each rank's, so far
   std::unique_ptr<PeerCall> call_;
-  Tensor result_;
   int64_t pitch_ = 0;
 };
 
 }  // namespace
 
-std::unique_ptr<Transfer> peer_gather_product(std::shared_ptr<PeerChannel> channel, Pass pass, const Operand& mine,
-                                              const Tensor& like, Leases& leases) {
-  return std::make_unique<PeerGather>(std::move(channel), pass, mine, like, leases);
+std::unique_ptr<Transfer> peer_gather_product(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass,
+                                              const Operand& mine, const Tensor& like, Leases* leases) {
+  return std::make_unique<PeerGather>(std::move(channel), automatic, pass, mine, like, leases);
 }
 
-std::unique_ptr<Transfer> peer_product_scatter(std::shared_ptr<PeerChannel> channel, Pass pass, const Operand& mine,
-                                               const Tensor& like, const OptionalTensor& bias) {
-  return std::make_unique<PeerScatter>(std::move(channel), pass, mine, like, bias);
+std::unique_ptr<Transfer> peer_product_scatter(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass,
+                                               const Operand& mine, const Tensor& like, const OptionalTensor& bias) {
+  return std::make_unique<PeerScatter>(std::move(channel), automatic, pass, mine, like, bias);
 }
 
 }  // namespace te_torch::layer

@@ -227,7 +227,7 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
     if (!route.direct()) return;
     whole = transfer.rows();
     const bool runs = whole > 0 && stage.products->takes_runs(Pass::kFprop, transfer.operand(), whole, w, x, split);
-    transfer.expect(runs ? in.weights[0].size(0) : 0, runs);
+    transfer.expect(runs ? std::optional(in.weights[0].size(0)) : std::nullopt);
   };
   const Passing passing =
       through(exchange->begin(route, Pass::kFprop, operand, x, behind, directions, bias, keeps ? nullptr : &leases),
@@ -236,7 +236,7 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   if (passing.transfer != nullptr && reads_gathered) {
     const Operand& arrived = passing.transfer->operand();
     if (keeps) {
-      gathered = as_it_came ? arrived
+      gathered = as_it_came ? off_lease(arrived)
                  : both     ? exchange->whole(route, Pass::kFprop, values, nullptr, nullptr, {}, nullptr)
                         : exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {}, nullptr);
     } else {

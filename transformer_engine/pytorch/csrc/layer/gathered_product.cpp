@@ -3,18 +3,32 @@
 
 namespace te_torch::layer {
 
+const Quantizer* GatheredProduct::quantizes_x() const {
+  const ProductQuantization* q = quantization_.get();
+  return q != nullptr && q->x.active() && !x_.quantized() ? &q->x : nullptr;
+}
+
+const Tensor& GatheredProduct::behind() const {
+  return gradient_.dy.quantized() ? gradient_.dy.fp8.columnwise : gradient_.dy.plain;
+}
+
+void GatheredProduct::begin(const Route& route, Leases& leases) {
+  if (!gather_x_) return;
+  const bool quantized = backward_reads(quantization_.get()) == BackwardReads::kQuantized;
+  x_arriving_ = exchange_->begin_whole(route, Pass::kFprop, x_, quantized ? quantizes_x() : nullptr, behind(), &leases);
+}
+
 std::shared_ptr<WeightProduct> GatheredProduct::gathered(const Route& route, Leases& leases) const {
   const ProductQuantization* q = quantization_.get();
   const Operand& dy = gradient_.dy;
-  const Tensor& behind = dy.quantized() ? dy.fp8.columnwise : dy.plain;
   Operand x = x_;
   if (gather_x_) {
-    const Quantizer* quantizer = q != nullptr && q->x.active() && !x_.quantized() ? &q->x : nullptr;
     const BackwardReads reads = backward_reads(q);
-    x = exchange_->whole(route, Pass::kFprop, x_, reads == BackwardReads::kQuantized ? quantizer : nullptr, nullptr,
-                         behind, &leases);
+    const Quantizer* quantizer = reads == BackwardReads::kQuantized ? quantizes_x() : nullptr;
+    const std::unique_ptr<Arriving> arriving = std::move(x_arriving_);
+    x = arriving ? arriving->wait() : exchange_->whole(route, Pass::kFprop, x_, quantizer, nullptr, behind(), &leases);
     if (reads == BackwardReads::kDequantized && !x.quantized()) {  // as the forward has, when all rows were there
-      x = operand_of(route, quantizer, x.plain, kept_directions(q));
+      x = operand_of(route, quantizes_x(), x.plain, kept_directions(q));
     }
   }
   Gradient gradient = gradient_;

@@ -34,12 +34,18 @@ class GatheredProduct final : public WeightProduct {
     std::shared_ptr<GatheredProduct> product_;
   };
 
+  // Sets x's rows on their way, if that wins anything: for a product that is computed in this call, while `leases`
+  // last.
+  void begin(const Route& route, Leases& leases);
+
   WeightGrads compute(const Route& route, bool with_bias) const override;
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
   std::vector<Tensor> reads() const override;
   at::ScalarType dtype() const override { return dtype_; }
 
  private:
+  const Quantizer* quantizes_x() const;  // when all of it has arrived
+  const Tensor& behind() const;
   // leases: of the call that computes it.
   std::shared_ptr<WeightProduct> gathered(const Route& route, Leases& leases) const;
 
@@ -51,6 +57,7 @@ class GatheredProduct final : public WeightProduct {
   bool behind_, gather_x_;
   at::ScalarType dtype_;
   const Transfer* arrived_ = nullptr;
+  mutable std::unique_ptr<Arriving> x_arriving_;
 };
 
 }  // namespace te_torch::layer
