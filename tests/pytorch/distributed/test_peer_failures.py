@@ -11,7 +11,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(autouse=True)
 def short_deadline(monkeypatch):
-    monkeypatch.setenv("TE_COMM_TIMEOUT_S", "1.5")
+    monkeypatch.setenv("TE_COMM_TIMEOUT_S", "3")
 
 
 def test_a_rank_that_calls_alone():
@@ -27,7 +27,7 @@ def test_a_rank_that_comes_to_the_first_call_alone():
     (raised, waited), _ = as_peers(workers.meets_alone)
     words, _, peer, rank, step = raised
     assert (rank, peer, step) == (0, 1, "grow") and "it is late, or makes another call" in words, raised
-    assert 1.4 < waited < 10
+    assert 2.9 < waited < 12
 
 
 def test_a_weight_gradient_of_a_gather_that_failed_is_nan():

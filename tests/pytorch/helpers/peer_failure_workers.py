@@ -40,6 +40,14 @@ def end_of_streams():
         torch.cuda.synchronize()
 
 
+def ready(kind, rank, dtype=torch.float32, tokens=TOKENS, **options):
+    """A layer and an input, when all ranks have theirs: the deadline is for what comes behind."""
+    found = made(kind, "chunked", dtype, **options), example(kind, rank, dtype, tokens)
+    end_of_streams()
+    all_here()
+    return found
+
+
 def is_nan(t):
     return bool(torch.isnan(t).all())
 
@@ -61,8 +69,7 @@ def until_raised(call, steps=1000):
 
 def calls_alone(rank):
     """Rank 0 calls once more than rank 1, which lives: what it has then, and what the next call of each raises."""
-    module = made("column", "chunked", torch.float32)
-    x = example("column", rank, torch.float32, TOKENS)
+    module, x = ready("column", rank)
     forward(module, x)
     y = forward(module, x) if rank == 0 else None
     end_of_streams()
@@ -72,8 +79,7 @@ def calls_alone(rank):
 
 def meets_alone(rank):
     """Rank 1 does not come to the first call; both come to the second."""
-    module = made("column", "chunked", torch.float32)
-    x = example("column", rank, torch.float32, TOKENS)
+    module, x = ready("column", rank)
     before = time.monotonic()
     found = met(lambda: forward(module, x)) if rank == 0 else None
     waited = time.monotonic() - before
@@ -86,8 +92,7 @@ def meets_alone(rank):
 
 def gathers_alone(rank):
     """In a backward that only gathers the input again, for the weight: rank 0 alone. Its gradient."""
-    module = made("column", "chunked", torch.float32)
-    x = example("column", rank, torch.float32, TOKENS)
+    module, x = ready("column", rank)
     for number in range(2):
         module.zero_grad(set_to_none=True)
         y = module(x)
@@ -102,15 +107,13 @@ def gathers_alone(rank):
 def other_dtypes(rank):
     """Ranks of which one computes in bfloat16: where memory has room for both, and where it grows."""
     dtype = (torch.float32, torch.bfloat16)[rank]
-    x = example("column", rank, dtype, TOKENS)
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     found = []
     for group, roomy in zip(groups, (True, False)):
         if roomy:
-            both = example("column", rank, torch.float32, 4 * TOKENS)
-            forward(made("column", "chunked", torch.float32, tp_group=group), both)
-        module = made("column", "chunked", dtype, tp_group=group)
-        found.append(until_raised(lambda module=module: forward(module, x)))
+            forward(*ready("column", rank, tokens=4 * TOKENS, tp_group=group))
+        module, x = ready("column", rank, dtype, tp_group=group)
+        found.append(until_raised(lambda module=module, x=x: forward(module, x)))
     return found
 
 
@@ -124,8 +127,7 @@ def replays_on_a_failed_channel(rank):
     found = []
     other = dist.new_group([0, 1])
     for group, behind_forward in ((dist.group.WORLD, False), (other, True)):
-        module = made("norm", "chunked", torch.bfloat16, tp_group=group)
-        x = example("norm", rank, torch.bfloat16, TOKENS)
+        module, x = ready("norm", rank, torch.bfloat16, tp_group=group)
         step(module, x)
         eager = copy.deepcopy(module)
         te.make_graphed_callables(module, (torch.zeros_like(x, requires_grad=True),))
@@ -147,8 +149,8 @@ def replays_on_a_failed_channel(rank):
 
 def plain_graphs_on_a_failed_channel(rank):
     """A graph of torch's: its replay raises nothing, and what it writes is NaN; the next eager call raises."""
-    module = made("mlp", "chunked", torch.bfloat16)
-    x = example("mlp", rank, torch.bfloat16, TOKENS).requires_grad_()
+    module, x = ready("mlp", rank, torch.bfloat16)
+    x.requires_grad_()
     graph, results = captured_step(module, x, torch.ones_like(x))
     graph.replay()
     end_of_streams()
