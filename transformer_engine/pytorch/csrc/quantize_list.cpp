@@ -24,8 +24,7 @@ bool of_one_form(const Tensor& t, const Tensor& first) {
 
 bool of_one_form(const Quantized& one, const Quantized& first) {
   return one.scaling == first.scaling && one.e5m2 == first.e5m2 && of_one_form(one.rowwise, first.rowwise) &&
-         of_one_form(one.columnwise, first.columnwise) &&
-         of_one_form(one.rowwise_scale_inv, first.rowwise_scale_inv) &&
+         of_one_form(one.columnwise, first.columnwise) && of_one_form(one.rowwise_scale_inv, first.rowwise_scale_inv) &&
          of_one_form(one.columnwise_scale_inv, first.columnwise_scale_inv);
 }
 
