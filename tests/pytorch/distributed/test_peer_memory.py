@@ -1,7 +1,6 @@
 # The memory of channels to peers: reserved by initialize_ub, counted in te.memory_plan, never made in a capture, and on
-# CUDA gone with its group where no graph holds it. Mutants: a meeting that reserves nothing, usage without the channels
-# (distributed/), take() that grows while a graph is captured (csrc/peer.cpp), a channel that a graph has recorded and
-# that may end, or one that never may (common/ops/comm/peer.cu), turn these red.
+# CUDA gone with its group where no graph holds it. Mutants, in distributed/: a meeting that reserves nothing, usage
+# without the channels, turn these red.
 import peer_memory_workers as workers
 import pytest
 from ranks import as_peers

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 from captured_step import captured_step
-from peer_workers import example, made, step
+from peer_workers import example, made
 from ranks import on_cuda
 
 import transformer_engine.pytorch as te
@@ -118,30 +118,34 @@ def other_dtypes(rank):
 
 
 def replays_on_a_failed_channel(rank):
-    """Of te.make_graphed_callables, whose channel rank 1 gives up: before a forward, and between it and its backward.
-    What each raises, how many graphs were replayed meanwhile, what another group's callable gives."""
+    """Of te.make_graphed_callables, whose channel rank 1 gives up: before a forward, between it and its backward, and
+    before the weight gradients that wait. What each raises, how many graphs were replayed meanwhile, and what the next
+    eager call raises."""
     replays = []
     real = RecordedGraph.replay
     RecordedGraph.replay = lambda graph: (replays.append(graph), real(graph))[1]
     before = _C.set_cpu_products("loop")
     found = []
-    other = dist.new_group([0, 1])
-    for group, behind_forward in ((dist.group.WORLD, False), (other, True)):
-        module, x = ready("norm", rank, torch.bfloat16, tp_group=group)
-        step(module, x)
+    for behind in range(3):
+        group = dist.new_group([0, 1])
+        module, x = ready("norm", rank, torch.bfloat16, tp_group=group, delay_wgrad_compute=behind == 2)
+        module(x.clone().requires_grad_()).sum().backward()
+        module.drop_backward_dw()
         eager = copy.deepcopy(module)
         te.make_graphed_callables(module, (torch.zeros_like(x, requires_grad=True),))
-        step(module, x)
         leaf = x.clone().requires_grad_()
-        y = module(leaf) if behind_forward else None
+        y = module(leaf) if behind else None
+        dy = torch.ones_like(y) if behind else None
+        if behind == 2:
+            y.backward(dy)
         end_of_streams()
         all_here()
         if rank == 1:
             channels_of(group.group_name)[0].give_up("by hand")
         all_here()
         count = len(replays)
-        raised = met(lambda y=y, m=module, x=leaf: m(x) if y is None else y.backward(torch.ones_like(y)))
-        found.append((raised, len(replays) - count, met(lambda m=eager, x=x: forward(m, x))))
+        calls = (lambda m=module, x=leaf: m(x), lambda y=y, dy=dy: y.backward(dy), module.backward_dw)
+        found.append((met(calls[behind]), len(replays) - count, met(lambda m=eager, x=x: forward(m, x))))
     RecordedGraph.replay = real
     _C.set_cpu_products(before)
     return found

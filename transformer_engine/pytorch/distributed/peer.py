@@ -188,7 +188,12 @@ class _Meeting:
                     words = (
                         f"the tensor-parallel group '{self.group}': rank {self.rank} waited for rank {rank} to make "
                         f"memory that they share ({what}); "
-                        + ("it is dead." if dead else "it is late, or makes another call.")
+                        + (
+                            "it is dead; make a new group."
+                            if dead
+                            else "it is late, or makes another call; every rank has to come, within the group's "
+                            f"timeout or {_TIMEOUT}."
+                        )
                     )
                     if self.channel is not None:
                         self.channel.give_up(what)
@@ -240,7 +245,8 @@ class _Meeting:
             other = next(rank for rank, said in enumerate(every) if said != every[self.rank])
             self.channel.give_up(text)
             raise CommTimeout(
-                f"the tensor-parallel group '{self.group}': its ranks are in different calls: {told}.",
+                f"the tensor-parallel group '{self.group}': its ranks are in different calls: {told}. "
+                "Give each the same call, of one shape and dtype; make a new group.",
                 text,
                 other,
                 self.rank,
