@@ -1,6 +1,7 @@
 // The channel by which ranks push into each other's memory, with threads as ranks: whose bytes arrive, who waits for
 // whom, and what happens where somebody does not come. Mutants, in ops/comm/peer.cpp and peer_watch.cpp: no wait for a
-// slot to be free, a word that is not put back, no look for the dead, no comparing of words, turn these red.
+// slot to be free, a word that is not put back, no look for the dead, no comparing of words, a deadline of
+// seconds that this process did not have, turn these red.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -166,6 +167,36 @@ TEST(CommPeer, WaitsThatEachEndInTimeAreNotOneLongWait) {
     }
   });
   EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
+}
+
+// A process of its own, which is stopped for twice the deadline while its rank waits: that time is nobody's fault.
+TEST(CommPeer, TimeThatThisProcessWasStoppedForDoesNotCount) {
+  const pid_t child = fork();
+  if (child == 0) {
+    Ranks all(2, 0.5);
+    std::thread waits([&] { all.call(0, "a call", 1); });
+    while (te::comm::word(all.words().line(0, 0, 1).wants_arrived).load() == 0) std::this_thread::yield();
+    raise(SIGSTOP);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // looks at the clock
+    all.call(1, "a call", 1);
+    waits.join();
+    _exit(all.failure(0).trouble == TE_COMM_PEER_SOUND ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, WUNTRACED), child);
+  ASSERT_TRUE(WIFSTOPPED(status));
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  kill(child, SIGCONT);
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+TEST(CommPeer, AChannelOfTheCpuIsIdleBetweenCalls) {
+  Ranks all(2);
+  int32_t idle = 0;
+  ok(te_comm_peer_idle(all[0], &idle));
+  EXPECT_EQ(idle, 1);
+  EXPECT_EQ(te_comm_peer_idle(all[0], nullptr), TE_INVALID_ARGUMENT);
 }
 
 TEST(CommPeer, ADeadProcessIsFoundWithinTwoSeconds) {

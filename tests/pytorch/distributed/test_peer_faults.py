@@ -8,6 +8,7 @@ from pathlib import Path
 
 import peer_fault_workers as workers
 import pytest
+from ranks import on_cuda
 
 pytestmark = pytest.mark.dist
 
@@ -18,7 +19,7 @@ def test_a_rank_is_killed(tmp_path):
     assert met[1] is None
     for found in (met[0], met[2]):
         assert found["peer"] == 1 and "dead" in found["words"] and found["when"] - when < 2, found
-        assert "has failed" in found["again"] and found["sound"], found
+        assert found["nan"] and "has failed" in found["again"] and found["sound"], found
 
 
 def test_a_rank_is_stopped(tmp_path):
@@ -59,8 +60,12 @@ def test_a_rank_that_is_late_now_and_then(tmp_path):
         assert found == {"wrong": 0}
 
 
-def test_a_rank_dies_while_memory_grows(tmp_path):
-    each = workers.starts("dies_while_memory_grows", tmp_path, 2, 30)
+@pytest.mark.parametrize("name", ["dies_while_memory_grows"] + ([] if on_cuda() else ["dies_with_memory_made"]))
+def test_a_rank_dies_while_memory_grows(tmp_path, name):
+    before = set(os.listdir("/dev/shm"))
+    each = workers.starts(name, tmp_path, 2, 30)
     met = workers.ends(each, tmp_path)
     when = float((tmp_path / "when").read_text())
     assert met[0]["peer"] == 1 and "dead" in met[0]["words"] and met[0]["when"] - when < 2, met
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [path for path in left if "te_peer" in path], left

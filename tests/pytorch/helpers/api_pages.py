@@ -4,6 +4,7 @@
 import inspect
 import re
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
@@ -20,6 +21,7 @@ MODULES = (
 FUNCTIONS = (
     *("autocast", "quantized_model_init", "checkpoint", "make_graphed_callables", "get_cpu_offload_context"),
     *("parallel_cross_entropy", "fused_linear_cross_entropy", "memory_plan", "explain", "tune", "doctor"),
+    *("distributed.comm_usage", "distributed.CommTimeout"),
 )
 MADE = "This text is generated: `python tests/pytorch/helpers/api_pages.py` rewrites it.\n"
 
@@ -87,7 +89,7 @@ def module_page(name):
 def functions_page():
     parts = ["# Functions of transformer_engine.pytorch\n", MADE]
     for name in FUNCTIONS:
-        function = getattr(te, name)
+        function = attrgetter(name)(te)
         parts += [f"## {name}\n", "| argument | default |", "|---|---|"]
         given = [p for p in inspect.signature(function).parameters.values() if not p.name.startswith("_")]
         parts += ["| " + " | ".join(shown(p)) + " |" for p in given]

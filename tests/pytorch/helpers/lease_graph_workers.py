@@ -6,6 +6,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from captured_step import captured_step
 from ranks import here
 
 import transformer_engine.pytorch as te
@@ -54,24 +55,6 @@ def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
 
 
-def captured(module, x, dy):
-    """The graph of a forward and backward, and its results, which replays write."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(STEPS):
-            module(x).backward(dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    x.grad = None
-    module.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = module(x)
-        y.backward(dy)
-    return graph, [y, x.grad, *(p.grad for p in module.parameters())]
-
-
 def whole_steps(rank):
     """A step in one graph: leases of the capture are no slots of the arena, and eager calls between the replays, whose
     released memory is NaN, leave the graph's alone."""
@@ -83,7 +66,8 @@ def whole_steps(rank):
             step(eager, drawn(), drawn())
         else:
             _C.let_go_of_leases()
-        graph, results = captured(module, x, dy)
+        graph, found = captured_step(module, x, dy, STEPS)
+        results = list(found.values())
         there = _C.lease_usage(name())
         _C.let_go_of_leases()
         for number in range(STEPS):
@@ -100,7 +84,7 @@ def whole_steps(rank):
         used = _C.lease_usage(name())
         wrong += [f"{there}, {used}: still on lease"] if there[2] or used[2] else []
         wrong += [] if used[1] else ["eager calls had nothing on lease"]
-        del graph, results
+        del graph, results, found
     _C.poison_leases(before)
     return wrong
 
@@ -110,7 +94,7 @@ def captures_take_no_slot(rank):
     wrong, module = [], Pairs(2, name())
     x, dy = drawn().requires_grad_(), drawn()
     for emptied in (False, True):
-        graph, _ = captured(module, x, dy)
+        graph, _ = captured_step(module, x, dy, STEPS)
         del graph
         if emptied:
             _C.let_go_of_leases()

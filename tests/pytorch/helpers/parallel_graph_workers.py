@@ -5,6 +5,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from captured_step import captured_step
 from parallel_cases import HIDDEN, WIDE
 from parallel_modules import BATCH, RECIPES, TOKENS
 from ranks import here
@@ -78,26 +79,14 @@ def whole_steps(rank):
     for sequence, recompute in itertools.product((True, False), (True, False)):
         module = pair(sequence, recompute)
         eager, x, dy = copy.deepcopy(module), drawn().requires_grad_(), drawn()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(STEPS):
-                module(x).backward(dy)
-        torch.cuda.current_stream().wait_stream(stream)
-        x.grad = None
-        module.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = module(x)
-            y.backward(dy)
+        graph, captured = captured_step(module, x, dy, STEPS)
         for number in range(STEPS):
             with torch.no_grad():
                 x.copy_(drawn())
                 dy.copy_(drawn())
             graph.replay()
-            captured = {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
             wanted = step(eager, eager, x.detach(), dy, lambda: te.autocast(enabled=False))
             what = f"sequence {sequence} recompute {recompute}, step {number}"
             wrong += [f"{what}: {name}" for name in differences(captured, wanted)]
-        del graph
+        del graph, captured
     return wrong

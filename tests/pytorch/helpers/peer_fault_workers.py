@@ -75,15 +75,26 @@ def one(rank, ranks, folder, name, timeout):
     os._exit(0)  # a destroyed group would wait for who is gone
 
 
-def killed(rank, ranks, folder):
-    module = made("norm", "chunked", torch.float32)
-    x = example("norm", rank, torch.float32, TOKENS)
+def note_when(folder):
+    """When rank 1 leaves the others alone."""
+    if on_cuda():
+        torch.cuda.synchronize()
+    (Path(folder) / "when").write_text(str(time.monotonic()))
+
+
+def behind_sound_steps(kind, rank, folder):
+    """A layer that has run some, and its input; rank 1 goes now."""
+    module, x = made(kind, "chunked", torch.float32), example(kind, rank, torch.float32, TOKENS)
     for _ in range(3):
         run(module, x)
     if rank == 1:
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        (Path(folder) / "when").write_text(str(time.monotonic()))
+        note_when(folder)
+    return module, x
+
+
+def killed(rank, ranks, folder):
+    module, x = behind_sound_steps("norm", rank, folder)
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     found = meet(module, x)
     again = meet(module, x, 1)  # it stays so
@@ -97,14 +108,8 @@ def killed(rank, ranks, folder):
 
 
 def stopped(rank, ranks, folder):
-    module = made("row", "chunked", torch.float32)
-    x = example("row", rank, torch.float32, TOKENS)
-    for _ in range(3):
-        run(module, x)
+    module, x = behind_sound_steps("row", rank, folder)
     if rank == 1:
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        (Path(folder) / "when").write_text(str(time.monotonic()))
         time.sleep(0.5)  # the test stops this process meanwhile
     note(folder, rank, **meet(module, x))
 
@@ -144,21 +149,45 @@ def sleepy(rank, ranks, folder):
     note(folder, rank, wrong=wrong)
 
 
-def dies_while_memory_grows(rank, ranks, folder):
-    """A rank that the others wait for in Python."""
+def _dies_where_it_says(what, rank, folder):
+    """In the growth of a slot, which is said in steps: its size, then whose memory is where, then who has it."""
     module = made("column", "chunked", torch.float32)
     run(module, example("column", rank, torch.float32, TOKENS))
     if rank == 1:
-        if module.weight.is_cuda:
-            torch.cuda.synchronize()
-        (Path(folder) / "when").write_text(str(time.monotonic()))
-        distributed.peer._Meeting._tell = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        note_when(folder)
+        tell = distributed.peer._Meeting._tell
+
+        def dies(meeting, step, value):
+            if step.endswith(what):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return tell(meeting, step, value)
+
+        distributed.peer._Meeting._tell = dies
     note(folder, rank, **meet(module, example("column", rank, torch.float32, 8 * TOKENS)))
+
+
+def dies_while_memory_grows(rank, ranks, folder):
+    """A rank that the others wait for in Python."""
+    _dies_where_it_says("", rank, folder)
+
+
+def dies_with_memory_made(rank, ranks, folder):
+    """Behind the memory that it made, and before the others hear of it."""
+    _dies_where_it_says(" in", rank, folder)
 
 
 WORKERS = {
     f.__name__: f
-    for f in (killed, stopped, other_shapes, other_gradients, other_growth, sleepy, dies_while_memory_grows)
+    for f in (
+        killed,
+        stopped,
+        other_shapes,
+        other_gradients,
+        other_growth,
+        sleepy,
+        dies_while_memory_grows,
+        dies_with_memory_made,
+    )
 }
 
 

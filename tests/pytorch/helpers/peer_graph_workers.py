@@ -4,6 +4,7 @@ import copy
 import itertools
 
 import torch
+from captured_step import captured_step
 from parallel_modules import RECIPES
 from peer_workers import different, example, made, step
 from ranks import here, on_cuda
@@ -50,19 +51,7 @@ def whole_steps(rank, replays=500):
         wanted = [step(eager, x) for x in inputs]
         x = inputs[0].clone().requires_grad_()
         dy = torch.cos(wanted[0]["y"])
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                module(x).backward(dy)
-        torch.cuda.current_stream().wait_stream(stream)
-        x.grad = None
-        module.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = module(x)
-            y.backward(dy)
-        found = {"y": y, "dx": x.grad, **{n: p.grad for n, p in module.named_parameters()}}
+        graph, found = captured_step(module, x, dy)
         bad = torch.zeros(len(found), dtype=torch.int64, device=x.device)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(), te.distributed.comm_usage()
@@ -72,10 +61,10 @@ def whole_steps(rank, replays=500):
                 x.copy_(inputs[which])
                 dy.copy_(torch.cos(wanted[which]["y"]))
             for t in found.values():
-                t.detach().zero_()
+                t.zero_()
             graph.replay()
             for i, (name, t) in enumerate(found.items()):
-                bad[i] += (t.detach() != wanted[which][name]).sum()
+                bad[i] += (t != wanted[which][name]).sum()
             if number % 5 == 0:
                 step(eager, inputs[(which + 1) % len(inputs)])
         torch.cuda.synchronize()

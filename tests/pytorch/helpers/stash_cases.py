@@ -9,9 +9,9 @@ from support import assert_same_bits, randn
 
 import transformer_engine
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch import saved as door
 from transformer_engine.pytorch.stash import PagedStash
-from transformer_engine.pytorch.stash.group import Stashed
 from transformer_engine.pytorch.stash.pieces import bytes_of
 
 GARBAGE = 0xA5
@@ -83,7 +83,7 @@ class Originals:
 
     def _note(self, tensor, saved):
         memory = getattr(saved, "memory", None)
-        if isinstance(memory, Stashed):
+        if isinstance(memory, _C.Stashed):
             storage = tensor.untyped_storage()
             _, memories = self.noted.setdefault(storage._cdata, (bytes_of(tensor, 0, storage.nbytes()), set()))
             memories.add(memory)

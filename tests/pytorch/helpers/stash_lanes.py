@@ -4,9 +4,10 @@
 import dataclasses
 from collections.abc import Callable
 
-from transformer_engine.pytorch.stash.lanes import COMPUTE, Lanes, Point
+from transformer_engine.pytorch import _C
 
 GARBAGE = 0x5A
+COMPUTE = "compute"  # the lane of the current stream, as csrc/stash_lanes.h says it
 
 
 @dataclasses.dataclass
@@ -54,7 +55,7 @@ class Task:
             memory.fill_(GARBAGE)
 
 
-class LateLanes(Lanes):
+class LateLanes(_C.StashLanes):
     """left_out: (who, whom), beginnings of what waits and what is waited for, which is ignored. hurry: beginning of
     what runs as early as it may. ran: in which order work ran."""
 
@@ -70,7 +71,7 @@ class LateLanes(Lanes):
         return False
 
     def now(self, what):
-        return Point(COMPUTE, self.clock, what)
+        return _C.StashPoint(COMPUTE, self.clock, what)
 
     def run(self, lane, work, what, behind):
         kept = [point for point in behind if not self._ignored(what, point)]
@@ -87,7 +88,7 @@ class LateLanes(Lanes):
         self.newest[lane] = task
         if self.hurry is not None and what.startswith(self.hurry):
             task.run(self)
-        return Point(lane, task, what)
+        return _C.StashPoint(lane, task, what)
 
     def wait(self, point):
         if not self._ignored("compute", point) and isinstance(point.mark, Task):

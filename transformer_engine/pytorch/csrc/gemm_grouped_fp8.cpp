@@ -199,6 +199,13 @@ struct PanelsCall {
   }
 };
 
+PanelsCall panels(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
+                  const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets) {
+  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
+  call.check();
+  return call;
+}
+
 // results: one for each group; undefined ones are not wanted.
 void run_panels(const PanelsCall& call, const std::vector<Tensor>& results, const uint8_t* accumulate) {
   const c10::NoGradGuard no_graph;
@@ -227,11 +234,15 @@ std::vector<Tensor> new_results(const PanelsCall& call, at::ScalarType dtype) {
   return all;
 }
 
+std::vector<Tensor> filled(const PanelsCall& call, std::vector<Tensor> results) {
+  run_panels(call, results, nullptr);
+  return results;
+}
+
 std::vector<Tensor> grouped_fp8_wgrad_meta(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
                                            const Tensor& x, const Tensor& x_scale_inv, int64_t x_code,
                                            const Tensor& offsets, at::ScalarType out_dtype) {
-  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
-  call.check();
+  const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
   check_out_dtype(out_dtype);
   return new_results(call, out_dtype);
 }
@@ -239,8 +250,7 @@ std::vector<Tensor> grouped_fp8_wgrad_meta(const Tensor& dy, const Tensor& dy_sc
 void grouped_fp8_wgrad_accumulate_meta(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                        const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets,
                                        at::TensorList outs, at::ArrayRef<int64_t> how) {
-  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
-  call.check();
+  const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
   check_targets(x, dy.sym_size(1), x.sym_size(1), outs, how, call.groups());
 }
 
@@ -286,30 +296,23 @@ void grouped_fp8_dgrad_into(const Tensor& dy, const Tensor& dy_scale_inv, int64_
 std::vector<Tensor> grouped_fp8_wgrad(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                       const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets,
                                       at::ScalarType out_dtype) {
-  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
-  call.check();
+  const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
   check_out_dtype(out_dtype);
-  std::vector<Tensor> all = new_results(call, out_dtype);
-  run_panels(call, all, nullptr);
-  return all;
+  return filled(call, new_results(call, out_dtype));
 }
 
 std::vector<Tensor> grouped_fp8_wgrad_together(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
                                                const Tensor& x, const Tensor& x_scale_inv, int64_t x_code,
                                                const Tensor& offsets, at::ScalarType out_dtype) {
-  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
-  call.check();
+  const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
   check_out_dtype(out_dtype);
-  std::vector<Tensor> all = new_matrices(call.groups(), dy.size(1), x.size(1), x.options().dtype(out_dtype));
-  run_panels(call, all, nullptr);
-  return all;
+  return filled(call, new_matrices(call.groups(), dy.size(1), x.size(1), x.options().dtype(out_dtype)));
 }
 
 void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                   const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets, at::TensorList outs,
                                   at::ArrayRef<int64_t> how) {
-  const PanelsCall call{dy, dy_scale_inv, Code(dy_code, "dy"), x, x_scale_inv, Code(x_code, "x"), offsets};
-  call.check();
+  const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
   check_targets(x, dy.sym_size(1), x.sym_size(1), outs, how, call.groups());
   const Targets targets(outs, how);
   if (!x.is_cpu()) {
@@ -319,9 +322,8 @@ void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, 
     return;
   }
   const c10::NoGradGuard no_graph;
-  const std::vector<Tensor> all =
-      new_results(call, at::kFloat);  // a sum of its own, as a product of each group adds it
-  run_panels(call, all, nullptr);
+  // A sum of its own, as a product of each group adds it.
+  const std::vector<Tensor> all = filled(call, new_results(call, at::kFloat));
   for (size_t g = 0; g < how.size(); ++g) {
     if (how[g] == 0) targets.results[g].add_(all[g]);
     if (how[g] > 0) targets.results[g].copy_(all[g]);

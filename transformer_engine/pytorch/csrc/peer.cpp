@@ -127,7 +127,7 @@ PeerChannel::Taken PeerChannel::take(SlotKind kind, int64_t bytes, const std::st
       if (!device_.is_cpu()) check(te_comm_is_captured(stream, &capturing));
       TORCH_CHECK(!capturing, text, ": ", bytes,
                   " bytes that the ranks share cannot be made while a graph is captured; run the same call once before "
-                  "the capture, or reserve them by initialize_ub.");
+                  "the capture (initialize_ub reserves for groups whose ranks have not met yet).");
       grow(slot, bytes, text);
     }
   } catch (...) {
@@ -164,6 +164,14 @@ void PeerChannel::reserve(SlotKind kind, int64_t bytes) {
   if (bytes > 0) give_back(take(kind, bytes, "initialize_ub", nullptr).slot);
 }
 
+bool PeerChannel::may_end() const {
+  int32_t idle = 0;
+  te_comm_peer_failure_info info;
+  check(te_comm_peer_idle(channel_, &idle));
+  check(te_comm_peer_failure(channel_, &info));
+  return idle != 0 && info.trouble == TE_COMM_PEER_SOUND;
+}
+
 PeerChannel::Usage PeerChannel::usage() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   Usage total;
@@ -180,6 +188,7 @@ PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const st
                    const at::TensorOptions& options)
     : channel_(std::move(channel)) {
   channel_->refuse_failed();
+  channel_->count_call();
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
   taken_ = channel_->take(kind, bytes, text, stream());
   tensor_ = lent_tensor(taken_.memory, sizes, options.device(channel_->device()));
@@ -295,6 +304,8 @@ void register_peer(pybind11::module_& m) {
             c.reserve(SlotKind::kInbox, bytes);
           },
           "For what layers gather, and for what they add up.")
+      .def_property_readonly("calls", &PeerChannel::calls)
+      .def("may_end", &PeerChannel::may_end)
       .def("usage", [](const PeerChannel& c) {
         const PeerChannel::Usage found = c.usage();
         return py::make_tuple(found.bytes, found.slots, found.leased);

@@ -8,6 +8,7 @@
 #include <transformer_engine/comm_peer.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -59,6 +60,12 @@ class PeerChannel {
   };
   Usage usage() const;
 
+  // Calls that were begun, captured ones among them.
+  int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
+  void count_call() { calls_.fetch_add(1, std::memory_order_relaxed); }
+  // Nothing is under way, nothing was captured, and no peer is known to push late: its memory may go.
+  bool may_end() const;
+
  private:
   struct Slot {
     c10::Storage memory;
@@ -75,6 +82,7 @@ class PeerChannel {
   const std::unique_ptr<RunStreams> streams_;
   std::shared_ptr<PyObject> grow_;
   te_comm_peer* channel_ = nullptr;
+  std::atomic<int64_t> calls_{0};
   mutable std::mutex mutex_;
   std::array<Slot, TE_COMM_PEER_SLOTS> slots_;
   std::vector<std::shared_ptr<PyObject>> outgrown_;  // graphs may have been captured over it

@@ -15,14 +15,17 @@ namespace {
 
 constexpr const char* kOp = "quantize";
 
-bool alike(const te_tensor& a, const te_tensor& b) {
-  return a.rows == b.rows && a.cols == b.cols && a.row_pitch == b.row_pitch && a.dtype == b.dtype &&
-         a.device == b.device && (a.data == nullptr) == (b.data == nullptr);
+// Enough for te_quantize_list, which says what it wants of them.
+bool of_one_form(const Tensor& t, const Tensor& first) {
+  if (!t.defined() || !first.defined()) return t.defined() == first.defined();
+  return t.sizes() == first.sizes() && t.strides() == first.strides() && t.dtype() == first.dtype() &&
+         t.device() == first.device();
 }
 
-bool alike(const te_quantized& a, const te_quantized& b) {
-  return a.scaling == b.scaling && alike(a.rowwise, b.rowwise) && alike(a.columnwise, b.columnwise) &&
-         alike(a.rowwise_scale_inv, b.rowwise_scale_inv) && alike(a.columnwise_scale_inv, b.columnwise_scale_inv);
+bool of_one_form(const Quantized& one, const Quantized& first) {
+  return one.scaling == first.scaling && one.e5m2 == first.e5m2 && of_one_form(one.rowwise, first.rowwise) &&
+         of_one_form(one.columnwise, first.columnwise) && of_one_form(one.rowwise_scale_inv, first.rowwise_scale_inv) &&
+         of_one_form(one.columnwise_scale_inv, first.columnwise_scale_inv);
 }
 
 // Matrices of which takes_list() is true.
@@ -120,7 +123,7 @@ void quantize_list_into(at::ArrayRef<const Quantizer*> quantizers, at::TensorLis
   bool one_call = takes_list(quantizers, xs);
   for (const Quantized& out : outs) {
     views.push_back(view_of(out, kOp, "out"));
-    one_call = one_call && alike(views.back(), views[0]);
+    one_call = one_call && of_one_form(out, outs[0]);
   }
   if (!one_call) {
     for (size_t i = 0; i < xs.size(); ++i) quantize_into(*quantizers[i], xs[i], outs[i], noop, {});

@@ -50,6 +50,7 @@ struct StashPiece {
 
 // kept: nothing was copied. stored: its copy is under way or done, the originals are there. coming: its copy back is
 // under way.
+// kStored: its copy is under way or done, the originals are there. kComing: its copy back is under way.
 enum class StashState : uint8_t { kKept, kStored, kAway, kComing, kBack, kGone };
 const char* name_of(StashState state);
 

@@ -9,8 +9,8 @@ import math
 import os
 import socket
 import time
-import uuid
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -20,8 +20,8 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.symmetric import without_multicast
 from transformer_engine.pytorch.distributed.userbuffers import reservation
 
-_SHARED = "/dev/shm"
 _TIMEOUT = "TE_COMM_TIMEOUT_S"
+_NAME = "te_peer"  # of shared memory, in /proc/PID/maps
 _DEAD_PERIOD = 0.25  # seconds between looks for a process that is gone
 
 
@@ -41,6 +41,7 @@ _C.set_comm_timeout(CommTimeout)
 
 _channels: dict[tuple[str, torch.device], _Meeting] = {}
 # Of groups that are gone, on CUDA: streams may not have ended, and graphs that were captured over them may be replayed.
+# Those that may end do so behind the next meeting, where no collector of garbage waits for a device.
 _outlived: list[_Meeting] = []
 
 
@@ -65,6 +66,7 @@ def peer_channel(op: str, group: str, device: torch.device) -> None:
             "the same call once before the capture."
         )
     _channels[group, device] = _Meeting(op, group, device)
+    _outlived[:] = [meeting for meeting in _outlived if not meeting.channel.may_end()]
 
 
 def _forget(meeting: _Meeting) -> None:
@@ -78,6 +80,15 @@ def _forget(meeting: _Meeting) -> None:
 def kind_of(device: torch.device) -> str:
     """Whose costs a device's plans go by (ops/comm/costs.cpp)."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+@contextlib.contextmanager
+def channels_noted(found: set[_C.PeerChannel]) -> Iterator[None]:
+    """Adds those that calls go over meanwhile, of any thread."""
+    before = {meeting.channel: meeting.channel.calls for meeting in _channels.values()}
+    yield
+    every = [meeting.channel for meeting in _channels.values()]
+    found.update(channel for channel in every if channel.calls != before.get(channel, 0))
 
 
 def channels_of(group: str) -> list[_C.PeerChannel]:
@@ -131,9 +142,9 @@ class _Meeting:
         self.channel = None
         self.grown = 0
         self.processes: list[str] = []
-        places = self._tell("here", f"{socket.gethostname()} {_boot()} {int(os.path.isdir(_SHARED))}")
-        if len(set(places)) > 1 or not places[0].endswith("1"):
-            self._refuse("they are not on one machine, or share no memory there")
+        places = self._tell("here", f"{socket.gethostname()} {_boot()} {_processes()}")
+        if len(set(places)) > 1:
+            self._refuse("they are not on one machine, or do not see each other's processes there")
         self.processes = self._tell("process", f"{os.getpid()} {_started(str(os.getpid()))}")
         if device.type == "cuda":
             self._check_devices()
@@ -184,7 +195,12 @@ class _Meeting:
                     words = (
                         f"the tensor-parallel group '{self.group}': rank {self.rank} waited for rank {rank} to make "
                         f"memory that they share ({what}); "
-                        + ("it is dead." if dead else "it is late, or makes another call.")
+                        + (
+                            "it is dead; make a new group."
+                            if dead
+                            else "it is late, or makes another call; every rank has to come, within the group's "
+                            f"timeout or {_TIMEOUT}."
+                        )
                     )
                     if self.channel is not None:
                         self.channel.give_up(what)
@@ -193,19 +209,16 @@ class _Meeting:
         return [self.store.get(key).decode() for key in keys]
 
     def _map_shared(self, what: str, size: int, each: bool = False) -> list[torch.Tensor]:
-        """Host memory of this size that all ranks map: rank 0's, or with `each` one of every rank's. Files without
-        names as soon as all have them."""
-        path, paths, mapped = "", [], []
-        try:
-            trouble = ""
+        """Host memory of this size that all ranks map: rank 0's, or with `each` one of every rank's. It never has a
+        name: whoever dies leaves nothing."""
+        path, trouble, mapped = "", "", []
+        with contextlib.ExitStack() as until_all_have_it:
             if each or self.rank == 0:
-                path = os.path.join(_SHARED, f"te_peer_{uuid.uuid4().hex}")
                 try:
-                    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-                    try:
-                        os.posix_fallocate(descriptor, 0, size)  # an error now, in place of a signal later
-                    finally:
-                        os.close(descriptor)
+                    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+                    until_all_have_it.callback(os.close, descriptor)
+                    os.posix_fallocate(descriptor, 0, size)  # an error now, in place of a signal later
+                    path = f"/proc/{os.getpid()}/fd/{descriptor}"
                 except OSError as error:
                     trouble = str(error)
             paths = self._tell_or_raise(size, what, path, trouble)
@@ -214,10 +227,6 @@ class _Meeting:
             except (OSError, RuntimeError) as error:
                 trouble = str(error)
             self._tell_or_raise(size, f"{what} mapped", "", trouble)
-        finally:
-            for each_path in filter(None, {path, *paths}):  # those of a rank that died too
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(each_path)
         return mapped
 
     def _tell_or_raise(self, size: int, what: str, value: str, trouble: str) -> list[str]:
@@ -226,8 +235,8 @@ class _Meeting:
         for rank, word in enumerate(said):
             if word.startswith("!"):
                 raise RuntimeError(
-                    f"{self.op}: the ranks of the group '{self.group}' cannot share {size} bytes in {_SHARED}: "
-                    f"rank {rank} got {word[1:]}."
+                    f"{self.op}: the ranks of the group '{self.group}' cannot share {size} bytes of host "
+                    f"memory: rank {rank} got {word[1:]}; leave more of it free, or use tp_overlap='auto' or 'off'."
                 )
         return said
 
@@ -243,7 +252,8 @@ class _Meeting:
             other = next(rank for rank, said in enumerate(every) if said != every[self.rank])
             self.channel.give_up(text)
             raise CommTimeout(
-                f"the tensor-parallel group '{self.group}': its ranks are in different calls: {told}.",
+                f"the tensor-parallel group '{self.group}': its ranks are in different calls: {told}. "
+                "Give each the same call, of one shape and dtype; make a new group.",
                 text,
                 other,
                 self.rank,
@@ -261,7 +271,10 @@ class _Meeting:
         with without_multicast():
             handle = symm_mem.rendezvous(made, self.group)
         if handle.multicast_ptr:
-            raise RuntimeError("transformer_engine: symmetric memory came with multicast, which is not used here.")
+            raise RuntimeError(
+                f"{self.op}: symmetric memory of the group '{self.group}' came with multicast, which is not used here; "
+                "set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before torch is imported, or use tp_overlap='auto' or 'off'."
+            )
         return made, list(handle.buffer_ptrs), handle
 
 
@@ -280,5 +293,13 @@ def _boot() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _processes() -> str:
+    """Among which processes an id names one: in containers, those of the container."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""

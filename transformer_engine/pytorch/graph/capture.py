@@ -8,6 +8,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload.leaving import layers_that_left
+from transformer_engine.pytorch.distributed.peer import channels_noted
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.backend import Graph, HostSync
 from transformer_engine.pytorch.graph.buffers import Buffers
@@ -94,7 +95,8 @@ class Capture:
         self, step: Step, work: Callable[[], list], *, apart: bool = False
     ) -> tuple[Graph, list[torch.Tensor | None], frozenset]:
         try:
-            return self.backend.capture(work, apart=apart)
+            with channels_noted(self.drafts[step.sample].channels):
+                return self.backend.capture(work, apart=apart)
         except HostSync as error:
             raise RuntimeError(
                 f"{OP}: the {step.kind} of {self.plan.name(step)} cannot be captured: {error}, and a graph runs "

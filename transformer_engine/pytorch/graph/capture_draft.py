@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.graph.backend import Backend, Graph
 from transformer_engine.pytorch.graph.buffers import neighbourhood, overlap
 from transformer_engine.pytorch.graph.calls import Calls, Fitness
@@ -31,6 +32,7 @@ class Draft:
         self.wgrad_graph: Graph | None = None
         self.forward_events = self.backward_events = frozenset()
         self.scales: Scales | None = None
+        self.channels: set[_C.PeerChannel] = set()  # to peers, over which its graphs communicate
         self.forward_position = self.backward_position = self.end_position = 0
         self.next_backward = -1
         self.wgrad_position: int | None = None
@@ -81,6 +83,7 @@ class Draft:
             frozen=work.frozen,
             without_grad=not work.ambient.grad,
             offloads=offloads,
+            channels=list(self.channels),
             plan=work.quantization.plan,
             scales=self.scales,
             flag=plan.flag,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch import capture_flag
+from transformer_engine.pytorch import _C, capture_flag
 from transformer_engine.pytorch.graph.backend import Backend
 from transformer_engine.pytorch.graph.calls import Calls, Fitness
 from transformer_engine.pytorch.graph.captured import BackwardGraph, ForwardGraph, WeightGradGraph
@@ -70,6 +70,7 @@ class _Record:
     frozen: list[torch.nn.Parameter]  # that wanted none
     without_grad: bool  # captured under torch.no_grad()
     offloads: bool  # graphs of its capture copy what layers save to the host and back
+    channels: list[_C.PeerChannel]  # to peers, over which its graphs communicate
     plan: Plan | None  # of the recipe that its modules were captured with
     scales: Scales
     flag: WeightFlag | None  # each call says whether quantized weights are made anew
@@ -104,6 +105,8 @@ class Graphed(_Record, Replays, Refusals, WeightGrads):
             raise RuntimeError(f"{self.label}: {self.fitness.unfit}")
         if capture_flag._capturing:
             self._refuse_capturing()
+        if self.channels:
+            self._refuse_failed()
         if self.module is not None and self.module.training is not self.training:
             return self._other_mode(args, kwargs, is_first_microbatch)
         if self.flag is not None and is_first_microbatch is None:
@@ -200,6 +203,7 @@ class Graphed(_Record, Replays, Refusals, WeightGrads):
             if graph is not None:
                 graph.drop()
         self.place.made.clear()
+        self.channels.clear()
         self.calls.wgrad_due = None
         if fitness.on_reset is not None:
             fitness.on_reset()

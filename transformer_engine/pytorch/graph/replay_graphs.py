@@ -86,6 +86,8 @@ class Replays:
             )
         if self.fitness.gone:
             raise RuntimeError(f"{self.label}: backward after reset(), which dropped its graphs; capture again.")
+        if self.channels:
+            self._refuse_failed()
         back, later, calls, loans = self.backward_graph, self.wgrad_graph, self.calls, self.loans
         if ctx.turn != calls.turn or (calls.backward_turn == calls.turn and not back.keeps):
             self._refuse_turn(ctx.turn)

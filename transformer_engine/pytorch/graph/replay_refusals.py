@@ -25,6 +25,11 @@ class Refusals:
             "first and capture all of it at once."
         )
 
+    def _refuse_failed(self) -> None:
+        """CommTimeout where the ranks do not hear each other any more: a replay would be NaN."""
+        for channel in self.channels:
+            channel.refuse_failed()
+
     def _check_recipe(self) -> None:
         """The autocast around a replay is the captured one's, or none."""
         plan = STATE.chosen_plan()

@@ -31,6 +31,8 @@ class WeightGrads:
                 f"{self.label}: backward_dw() was called, but "
                 + ("reset() dropped its graphs; capture again." if gone else "no backward has left it anything.")
             )
+        if self.channels:
+            self._refuse_failed()
         if self.flight is not None:
             if self.place.wgrad_spoilt_by is not None:
                 self._refuse_spoilt("backward_dw()", self.place.wgrad_spoilt_by)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.stash.handle import Handle
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash.pieces import own_bytes
 
 
-def keep_copies(handle: Handle, counted: list[tuple[torch.Tensor, torch.Tensor]], unit_rows: int, tail: str) -> None:
+def keep_copies(
+    handle: _C.StashHandle, counted: list[tuple[torch.Tensor, torch.Tensor]], unit_rows: int, tail: str
+) -> None:
     for piece, (tensor, counter) in zip(handle.pieces, counted, strict=True):
         piece.memory = _copied(tensor, counter, unit_rows, tail)
 

@@ -19,8 +19,6 @@ from transformer_engine.pytorch.stash.arguments import (
     checked_device,
 )
 from transformer_engine.pytorch.stash.explicit import keep_copies
-from transformer_engine.pytorch.stash.group import Group
-from transformer_engine.pytorch.stash.handle import Handle
 from transformer_engine.pytorch.stash.plan import Plan, happened
 from transformer_engine.pytorch.stash.pool import POLICIES, make_pool
 from transformer_engine.pytorch.stash.rerun import Snapshot
@@ -85,7 +83,7 @@ class PagedStash(_C.StashCore):
         """Only the first counter * unit_rows rows of `tensor` hold anything, whenever it is kept (saved/rows.py)."""
         _C.declare_rows(tensor, counter, unit_rows)
 
-    def group(self, name: Hashable, counts: torch.Tensor | None = None, *, tail: str = "zero") -> Group:
+    def group(self, name: Hashable, counts: torch.Tensor | None = None, *, tail: str = "zero") -> _C.StashScope:
         """`with stash.group(name, counts):` around a layer: what is saved inside and says how many of its rows are
         alive is stashed together. counts: one integer on the device, the live rows of what our own modules keep there;
         other tensors say it by mark_pageable. tail: what a reload writes behind the live rows: "zero" (all of them),
@@ -108,7 +106,7 @@ class PagedStash(_C.StashCore):
         *,
         unit_rows: int = 1,
         tail: str = "zero",
-    ) -> Handle:
+    ) -> _C.StashHandle:
         """Stashes the live rows of tensors: the first counts * unit_rows of each first dimension. counts: one integer
         on the device for all, or one each. The tensors are not held; the current stream waits until they may be freed.
         Shapes: any with a first dimension; contiguous, up to 16 of them. Dtypes: any.
@@ -127,7 +125,7 @@ class PagedStash(_C.StashCore):
                 keep_copies(handle, counted, unit_rows, tail)
         return handle
 
-    def reload(self, handle: Handle, keep: bool = False) -> list[torch.Tensor]:
+    def reload(self, handle: _C.StashHandle, keep: bool = False) -> list[torch.Tensor]:
         """The tensors of stash(), new ones: live rows, then the tail. keep: it can be asked for again; without, its
         pages go back.
         Errors: TypeError for what is no handle of stash(); RuntimeError where its pages are gone.

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.stash.lanes import Lanes
 
 POLICIES = {"ring": 0, "stack": 1, "bump": 2}
 TAILS = _C.stash_tails
@@ -15,5 +14,5 @@ MOST_MEMBERS = _C.stash_most_members
 Pool = _C.StashCalls
 
 
-def make_pool(device: torch.device, lanes: Lanes, **options: object) -> Pool:
+def make_pool(device: torch.device, lanes: _C.StashLanes, **options: object) -> Pool:
     return Pool(_C.StashPool(device, stream=lanes.current(), **options), lanes)

@@ -86,6 +86,9 @@ TE_API te_status te_comm_peer_poison(te_comm_peer* channel, void* data, size_t b
 /* A call that will not be finished: the channel fails. */
 TE_API te_status te_comm_peer_give_up(te_comm_peer* channel, const char* text);
 TE_API te_status te_comm_peer_failure(te_comm_peer* channel, te_comm_peer_failure_info* info);
+/* idle: 1 where all that was enqueued has ended and no graph has recorded any of it, so that the channel may end. Waits
+ * for nothing. */
+TE_API te_status te_comm_peer_idle(te_comm_peer* channel, int32_t* idle);
 
 #ifdef __cplusplus
 }

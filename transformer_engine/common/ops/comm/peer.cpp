@@ -58,6 +58,8 @@ class CpuVerbs final : public Verbs {
     if (word(*failed).load(std::memory_order_acquire) != 0) std::memset(data, 0xff, bytes);
   }
 
+  bool idle() const override { return true; }
+
  private:
   const Words words_;
 };
@@ -318,6 +320,14 @@ te_status te_comm_peer_poison(te_comm_peer* channel, void* data, size_t bytes, t
 
 te_status te_comm_peer_give_up(te_comm_peer* channel, const char* text) {
   return c_guard([&] { channel_of("te_comm_peer_give_up", channel).give_up(text); });
+}
+
+te_status te_comm_peer_idle(te_comm_peer* channel, int32_t* idle) {
+  return c_guard([&] {
+    const char* op = "te_comm_peer_idle";
+    if (idle == nullptr) bad_argument(op, "idle", "NULL", "a place for the result");
+    *idle = channel_of(op, channel).verbs().idle() ? 1 : 0;
+  });
 }
 
 te_status te_comm_peer_failure(te_comm_peer* channel, te_comm_peer_failure_info* info) {

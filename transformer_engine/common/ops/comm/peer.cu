@@ -69,7 +69,9 @@ class CudaVerbs final : public Verbs {
   void follow(te_stream stream) override {
     const DeviceGuard guard(device_);
     // Calls of one stream follow each other; one of another stream waits for the last. Replays are their caller's.
-    if (last_ != nullptr && last_on_ != stream && !is_captured(stream)) {
+    const bool recorded = is_captured(stream);
+    captured_ = captured_ || recorded;
+    if (last_ != nullptr && last_on_ != stream && !recorded) {
       check_cuda(cudaStreamWaitEvent(cudaStream_t(stream), last_, 0), "te_comm_peer_follow");
     }
     check_cuda(cudaEventRecord(fork_, cudaStream_t(stream)), "te_comm_peer_follow");
@@ -125,6 +127,15 @@ class CudaVerbs final : public Verbs {
     check_launch("te_comm_peer_poison");
   }
 
+  bool idle() const override {
+    if (captured_) return false;
+    if (last_ == nullptr) return true;
+    const RelaxedCapture relaxed;
+    const cudaError_t found = cudaEventQuery(last_);
+    if (found == cudaErrorNotReady) (void)cudaGetLastError();  // it is no error that somebody should find
+    return found == cudaSuccess;
+  }
+
  private:
   CUdeviceptr mapped(const uint32_t* value) const {
     return CUdeviceptr(mapped_ + (reinterpret_cast<const char*>(value) - words_));
@@ -144,7 +155,9 @@ class CudaVerbs final : public Verbs {
     const CUresult result = driver().batch(lane ? CUstream(lane_) : CUstream(stream), count, ops, 0);
     if (result != CUDA_SUCCESS) {
       throw Error(TE_RUNTIME_ERROR,
-                  concat("te_comm_peer: the driver refuses stream memory operations (CUresult ", int(result), ")."));
+                  concat("te_comm_peer: the driver refuses stream memory operations (CUresult ", int(result),
+                         "), by which ranks wait for each other; go by the group without peers here "
+                         "(tp_overlap='auto' or 'off')."));
     }
   }
 
@@ -155,6 +168,7 @@ class CudaVerbs final : public Verbs {
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
   cudaEvent_t last_ = nullptr;  // behind the last eager call
   te_stream last_on_ = nullptr;
+  bool captured_ = false;  // a graph has recorded calls
 };
 
 }  // namespace

@@ -27,6 +27,8 @@ class Verbs {
   virtual void set(bool lane, te_stream stream, uint32_t* value, uint32_t to) = 0;
   virtual void wait(bool lane, te_stream stream, const Awaited& what) = 0;
   virtual void poison(void* data, size_t bytes, uint32_t* failed, te_stream stream) = 0;
+  // Nothing of all this is under way, or may come again with a graph.
+  virtual bool idle() const = 0;
 };
 
 namespace cuda {
