@@ -236,7 +236,7 @@ class _Meeting:
             if word.startswith("!"):
                 raise RuntimeError(
                     f"{self.op}: the ranks of the group '{self.group}' cannot share {size} bytes of host "
-                    f"memory: rank {rank} got {word[1:]}; leave more of it free, or use tp_overlap='auto' or 'off'."
+                    f"memory: rank {rank} got {word[1:]}; leave more of it free, or use tp_overlap='off'."
                 )
         return said
 
@@ -273,7 +273,7 @@ class _Meeting:
         if handle.multicast_ptr:
             raise RuntimeError(
                 f"{self.op}: symmetric memory of the group '{self.group}' came with multicast, which is not used here; "
-                "set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before torch is imported, or use tp_overlap='auto' or 'off'."
+                "set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before torch is imported, or use tp_overlap='off'."
             )
         return made, list(handle.buffer_ptrs), handle
 

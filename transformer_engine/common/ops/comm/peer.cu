@@ -156,8 +156,7 @@ class CudaVerbs final : public Verbs {
     if (result != CUDA_SUCCESS) {
       throw Error(TE_RUNTIME_ERROR,
                   concat("te_comm_peer: the driver refuses stream memory operations (CUresult ", int(result),
-                         "), by which ranks wait for each other; go by the group without peers here "
-                         "(tp_overlap='auto' or 'off')."));
+                         "), by which ranks wait for each other; go by the group alone here (tp_overlap='off')."));
     }
   }
 
