@@ -228,8 +228,8 @@ TEST(CommPlan, AllRanksPredictTheSame) {
   });
 }
 
-// By whatever costs: what is predicted to be faster, the same on every rank. Mutants: a serial plan by the rate of pushes
-// beside a product, a chunked one without what copies slow it down by, turn these red.
+// By whatever costs: what is predicted to be faster, the same on every rank. Mutants: a serial plan by the rate of
+// pushes beside a product, a chunked one without what copies slow it down by, turn these red.
 TEST(CommPlan, AutoTakesWhatItsCostsSay) {
   std::mt19937 generator(11);
   std::uniform_real_distribution<double> draw(-1, 1);
