@@ -132,7 +132,8 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
   }
 
  private:
-  static constexpr bool kManyLeaves = requires { Family::kManyLeaves; } && std::is_same_v<Route, Direct>;
+  static constexpr bool kManyLeaves = requires { Family::kManyLeaves; }
+  &&std::is_same_v<Route, Direct>;
 
   static void give(Holder& held, variable_list& out) {
     std::vector<Tensor*> of_edges;

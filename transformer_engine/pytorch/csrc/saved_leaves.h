@@ -1,5 +1,5 @@
-// Leaves among the tensors that a node saves, in place of SavedVariables, for nodes with hundreds: a parameter is no part
-// of its node's graph, so that nothing but its version has to be kept with it.
+// Leaves among the tensors that a node saves, in place of SavedVariables, for nodes with hundreds: a parameter is no
+// part of its node's graph, so that nothing but its version has to be kept with it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
