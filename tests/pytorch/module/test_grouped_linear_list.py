@@ -1,6 +1,6 @@
 # te.GroupedLinear by a list of sizes, whose products go to te_gemm by addresses alone: the bits of a loop of Linears in
-# every dtype, with rows, buffers and weights that it takes and that it does not; and gradients that are pieces of one
-# allocation, each a tensor for itself. Mutants: a pitch of a single row, an offset in elements of another size, a bias
+# every dtype, with rows, buffers and weights that it takes and that it does not, one by one and by the grouped kernels;
+# and gradients that are pieces of one allocation, each a tensor for itself. Mutants: a pitch of a single row, an offset in elements of another size, a bias
 # of the first group, what the first buffer says for all, is_neg() not asked (gemm_list.cpp), no note_written()
 # (products_grouped.cpp), or pieces without their distance (rows_view.cpp).
 import pytest
@@ -21,11 +21,14 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def products(device):
-    """On a CPU the engine's loop, which takes addresses as cuBLASLt does."""
+@pytest.fixture(autouse=True, params=["each", "grouped"])
+def products(device, request):
+    """A product for each group, and the grouped kernels for what they take. On a CPU by the engine's loop, which takes
+    addresses as cuBLASLt does."""
     before = _C.set_cpu_products("loop") if device == "cpu" else None
+    lists = _C.set_list_products(request.param)
     yield
+    _C.set_list_products(lists)
     if before is not None:
         _C.set_cpu_products(before)
 

@@ -5,14 +5,23 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <string>
+
+#include "common.h"
 
 namespace te_torch {
 
 namespace {
 
-std::atomic<bool> by_loop{false};  // the whole process's: a backward runs in threads of its own
+// The whole process's: a backward runs in threads of its own.
+std::atomic<bool> by_loop{false};
+
+enum class Lists : uint8_t { kFastest, kEach, kGrouped };
+constexpr std::array<std::string_view, 3> kLists = {"fastest", "each", "grouped"};
+std::atomic<Lists> lists{Lists::kFastest};
 
 // The bias that an FP8 product's epilogue adds.
 bool takes_bias(at::ScalarType bias, at::ScalarType out) {
@@ -55,6 +64,20 @@ GemmPath gemm_path(const GemmCall& c) {
   return {GemmBy::kCpuLoop, apart, "the plain CPU loop", "set_cpu_products('loop') asks for it"};
 }
 
+const char* list_refuses(const GemmList& list) {
+  const Lists wanted = lists.load(std::memory_order_relaxed);
+  if (wanted == Lists::kEach) return "set_list_products('each') asks for it";
+  if (!list.readable) return "the grouped kernels take dense rows of 16 bits, or of FP8 in blocks, on 16 bytes";
+  te_device_properties gpu{};
+  const bool cpu = list.device == TE_DEVICE_CPU;
+  if (!cpu) check(te_get_device_properties(list.device, &gpu));
+  if (!cpu && gpu.capability != 90) return "the grouped kernels are Hopper's";
+  if (wanted == Lists::kGrouped) return list.groups == 0 ? "no group has rows" : nullptr;
+  if (cpu) return "a CPU has no grouped kernels";
+  // cuBLASLt is as fast where a group's tiles are more than run at once.
+  return list.groups > 1 && list.tiles < list.groups * gpu.sm_count ? nullptr : "each group has tiles for all of the GPU";
+}
+
 void register_gemm_path(pybind11::module_& m) {
   namespace py = pybind11;
   m.def(
@@ -70,6 +93,17 @@ void register_gemm_path(pybind11::module_& m) {
       "CPU that do not depend on the size of the batch. What is no product (attention, sums of bias gradients over "
       "the\n"
       "batch) stays as it is.");
+  m.def(
+      "set_list_products", torch::wrap_pybind_function([](const std::string& by) {
+        const auto found = std::find(kLists.begin(), kLists.end(), by);
+        TORCH_CHECK_VALUE(found != kLists.end(), "set_list_products: argument 'by' is '", by,
+                          "', wanted 'fastest', 'each' or 'grouped'.");
+        return std::string(kLists[size_t(lists.exchange(Lists(found - kLists.begin())))]);
+      }),
+      py::arg("by"),
+      "Who computes the products of groups of rows whose sizes the host knows, in the whole process from now on:\n"
+      "'fastest', as ever; 'each', one product for each group; 'grouped', the grouped kernel for all that it takes,\n"
+      "however large the groups are. The bits are the same. Returns what was wanted so far. For tests.");
   m.def(
       "gemm_path",
       [](const at::Device& device, at::ScalarType operands, at::ScalarType out, bool empty, bool bias_gradient,

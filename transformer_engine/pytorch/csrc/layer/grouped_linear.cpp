@@ -1,5 +1,9 @@
 // grouped_linear: a layer with a weight for each group of rows. Schemas and the Python entry.
+#include <ATen/autocast_mode.h>
+
 #include "faces.h"
+#include "gemm_grouped.h"
+#include "gemm_list_fp8.h"
 #include "gemm_path.h"
 #include "op_faces.h"
 #include "products_device.h"
@@ -87,6 +91,22 @@ bool by_host(at::ArrayRef<Quantization> quantizations, size_t groups) {
   return quantizations.empty() || device_refuses(quantizations, groups) != nullptr || cpu_products_by_loop();
 }
 
+// Whether the groups of a list, in FP8, are computed as those that the device alone knows: by kernels for all of them,
+// to the bits of products of each group.
+bool blocks_at_once(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                    const Grouping& grouping, const GroupedHandles& handles) {
+  if (grouping.quantizations.empty() || device_refuses(grouping.quantizations, weights.size()) != nullptr) return false;
+  if (must_dispatch({&x}) || x.dim() == 0 || weights[0].dim() != 2 || x.size(-1) != weights[0].size(1)) return false;
+  for (const Quantized& own : handles.own_weights) {
+    if (own.scaling != TE_SCALING_BLOCK_2D || own.e5m2) return false;
+  }
+  const auto device = x.device().type();
+  const at::ScalarType dtype =
+      at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
+  return blocks_by_list({x.device(), dtype, weights[0].size(0), weights[0].size(1), !biases.empty(),
+                         handles.sink != nullptr, *grouping.quantizations[0], grouping.splits});
+}
+
 Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                       const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input,
                       const GroupedHandles& handles) {
@@ -108,6 +128,9 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
       grouping.splits.resize(weights.size());
       for (size_t i = 0; i < weights.size(); ++i) grouping.splits[i] = at[i + 1] - at[i];
       grouping.offsets = Tensor();
+    }
+    if (!offsets.has_value() && blocks_at_once(x, weights, biases, grouping, handles)) {
+      grouping.offsets = grouped_offsets_of(splits, x);
     }
     stage.products = grouped_products(std::move(grouping));
     stage.sink = handles.sink;

@@ -1,7 +1,10 @@
 // See products_device.h.
 #include "products_device.h"
 
+#include <ATen/ops/stack.h>
+
 #include <algorithm>
+#include <map>
 
 #include "gemm_fp8.h"
 #include "gemm_grouped.h"
@@ -22,20 +25,40 @@ Tensor plain_rows(const Route& route, const Operand& t, const Tensor& offsets, a
   return grouped_dequantize(t.fp8.rowwise, t.fp8.rowwise_scale_inv, offsets, t.fp8.e5m2, dtype);
 }
 
+// Said by te.explain of products of groups that the host knows too.
+const char* why_of(bool listed) { return listed ? "a list of small groups: one launch for all" : nullptr; }
+
+// What becomes of each target (te::grouped_wgrad_accumulate's `how`), in one call; listed: of those that share memory
+// one in a call, in the order of the groups.
+std::vector<std::vector<int64_t>> rounds_of(at::ArrayRef<WeightTarget> targets, bool listed) {
+  std::vector<std::vector<int64_t>> rounds(1, std::vector<int64_t>(targets.size(), -1));
+  std::map<const void*, size_t> met;
+  for (size_t g = 0; g < targets.size(); ++g) {
+    if (!targets[g].out.defined()) continue;
+    const size_t round = listed ? met[targets[g].out.const_data_ptr()]++ : 0;
+    if (round == rounds.size()) rounds.emplace_back(targets.size(), -1);
+    rounds[round][g] = targets[g].overwrite ? 1 : 0;
+  }
+  return rounds;
+}
+
 Tensor sums_of(const Route& route, const Tensor& dy, const Tensor& offsets, bool as_quantized) {
   return route.call<grouped_sums>("te::grouped_sums", matrix_of(dy), offsets, as_quantized);
 }
 
 class DeviceWeightProduct final : public WeightProduct {
  public:
-  DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype)
+  // listed: the host knows the groups, whose targets may share memory.
+  DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype, bool listed)
       : dy_(std::move(gradient.dy)),
         x_(std::move(x)),
         dbias_(std::move(gradient.dbias)),
         offsets_(std::move(offsets)),
-        dtype_(dtype) {}
+        dtype_(dtype),
+        listed_(listed) {}
 
   WeightGrads compute(const Route& route, bool with_bias) const override {
+    const probe::Because because(why_of(listed_));
     WeightGrads grads;
     const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(route) : plain_gradients(route);
     grads.weights.assign(weights.begin(), weights.end());
@@ -44,24 +67,25 @@ class DeviceWeightProduct final : public WeightProduct {
   }
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
-    std::vector<Tensor> list;
-    std::vector<int64_t> how;
-    for (const WeightTarget& target : targets) {
-      how.push_back(!target.out.defined() ? -1 : target.overwrite ? 1 : 0);
-      if (target.out.defined()) list.push_back(target.out);
-    }
+    const probe::Because because(why_of(listed_));
     const Tensor& read = dy_.quantized() ? dy_.fp8.columnwise : dy_.plain;
     const Route route = must_dispatch({&read}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
-    const at::TensorList outs(list);
-    const at::ArrayRef<int64_t> numbers(how);
-    if (in_fp8()) {
-      const Quantized &dy = dy_.fp8, &x = x_.fp8;
-      route.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
-                                               dy.columnwise_scale_inv, code_of(dy), x.columnwise,
-                                               x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
-    } else {
-      route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
-                                           plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
+    for (const std::vector<int64_t>& how : rounds_of(targets, listed_)) {
+      std::vector<Tensor> list;
+      for (size_t g = 0; g < how.size(); ++g) {
+        if (how[g] >= 0) list.push_back(targets[g].out);
+      }
+      const at::TensorList outs(list);
+      const at::ArrayRef<int64_t> numbers(how);
+      if (in_fp8()) {
+        const Quantized &dy = dy_.fp8, &x = x_.fp8;
+        route.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
+                                                 dy.columnwise_scale_inv, code_of(dy), x.columnwise,
+                                                 x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
+      } else {
+        route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
+                                             plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
+      }
     }
     if (!with_bias) return {};
     const Sums rows = each_row(route, sums(route));
@@ -101,6 +125,7 @@ class DeviceWeightProduct final : public WeightProduct {
   Operand dy_, x_;
   Tensor dbias_, offsets_;  // dbias: summed already, where dy is FP8 and a bias wants a gradient
   at::ScalarType dtype_;
+  bool listed_;
 };
 
 // One direction of the weights, as lists of data and of scales.
@@ -138,7 +163,7 @@ class DeviceGroups final : public Products {
       return pass == Pass::kFprop ? &q->x : gradient_quantizer(q.get(), directions);
     };
     if (quantizer_of(grouping_.quantizations[0]) == nullptr) return {t, {}};
-    if (dbias != nullptr) *dbias = sums_of(route, t, grouping_.offsets, true);
+    if (dbias != nullptr) *dbias = sums_as_quantized(route, t);
     if (!directions.rowwise && !directions.columnwise) return {t, {}};
     const Tensor rows = matrix_of(t);
     c10::SmallVector<const Quantizer*, 8> quantizers;
@@ -163,6 +188,7 @@ class DeviceGroups final : public Products {
 
   Tensor fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
+    const probe::Because because(why_of(listed()));
     check_apart(grouping_.out, "out", x);
     const Tensor &offsets = grouping_.offsets, &out = grouping_.out;
     if (x.quantized() && all_quantized(w)) {
@@ -190,6 +216,7 @@ class DeviceGroups final : public Products {
 
   Tensor dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
+    const probe::Because because(why_of(listed()));
     check_apart(grouping_.dgrad_out, "dgrad_out", dy);
     const Tensor &offsets = grouping_.offsets, &out = grouping_.dgrad_out;
     if (dy.quantized() && all_quantized(w)) {
@@ -216,14 +243,27 @@ class DeviceGroups final : public Products {
 
   std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType dtype,
                                                 bool) const override {
-    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype);
+    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype, listed());
   }
 
   Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
+    if (listed() && !made.defined()) return column_sums_of(route, dy, rows_of_groups(grouping_.splits));
     return each_row(route, made.defined() ? made : sums_of(route, dy, grouping_.offsets, false));
   }
 
  private:
+  bool listed() const { return !grouping_.splits.empty(); }
+  // Where the host knows the groups, in the order in which a layer of each group's own sums.
+  Tensor sums_as_quantized(const Route& route, const Tensor& t) const {
+    if (!listed()) return sums_of(route, t, grouping_.offsets, true);
+    const Tensor rows = matrix_of(t);
+    const Quantizer* summing = gradient_quantizer(grouping_.quantizations[0].get(), {});
+    std::vector<Tensor> sums;
+    for (const Rows& group : rows_of_groups(grouping_.splits)) {
+      operand_of(route, summing, rows_of_matrix(route, rows, group), {}, &sums.emplace_back());
+    }
+    return at::stack(sums);
+  }
   static bool all_quantized(const WeightSet& w) {
     return std::all_of(w.weights.begin(), w.weights.end(), [](const Operand& weight) { return weight.quantized(); });
   }

@@ -1,0 +1,23 @@
+// gemm_list_fp8: whether the FP8 products of a list of groups may be those of grouped kernels, to the bits of te_gemm's
+// of each group.
+#pragma once
+
+#include "product.h"
+
+namespace te_torch {
+
+// A layer with a weight [n, k] for each group of rows, whose sizes the host knows.
+struct BlockList {
+  at::Device device;
+  at::ScalarType dtype;  // of rows and results
+  int64_t n, k;
+  bool bias, main_grads;
+  const ProductQuantization& quantization;
+  at::ArrayRef<int64_t> splits;
+};
+
+// All three products of it, in blocks: groups are small (list_refuses), and te_gemm would add up every one's elements
+// in one pass.
+bool blocks_by_list(const BlockList& list);
+
+}  // namespace te_torch
