@@ -167,6 +167,8 @@ struct Wanted {
       outs.push_back(out);
       starts.push_back(out.const_data_ptr());
       list.readable = list.readable && on_16_bytes(out) && out.scalar_type() == outs[0].scalar_type() && adds[g] == add;
+      // cuBLASLt rounds a product before it adds it to 16 bits.
+      list.readable = list.readable && (!add || out.scalar_type() == at::kFloat);
       list.groups += groups[g].count > 0;
       list.tiles += groups[g].count > 0 ? result_tiles(out.size(0), out.size(1)) : 0;
     }

@@ -75,7 +75,8 @@ const char* list_refuses(const GemmList& list) {
   if (wanted == Lists::kGrouped) return list.groups == 0 ? "no group has rows" : nullptr;
   if (cpu) return "a CPU has no grouped kernels";
   // cuBLASLt is as fast where a group's tiles are more than run at once.
-  return list.groups > 1 && list.tiles < list.groups * gpu.sm_count ? nullptr : "each group has tiles for all of the GPU";
+  return list.groups > 1 && list.tiles < list.groups * gpu.sm_count ? nullptr
+                                                                    : "each group has tiles for all of the GPU";
 }
 
 void register_gemm_path(pybind11::module_& m) {
@@ -93,17 +94,16 @@ void register_gemm_path(pybind11::module_& m) {
       "CPU that do not depend on the size of the batch. What is no product (attention, sums of bias gradients over "
       "the\n"
       "batch) stays as it is.");
-  m.def(
-      "set_list_products", torch::wrap_pybind_function([](const std::string& by) {
-        const auto found = std::find(kLists.begin(), kLists.end(), by);
-        TORCH_CHECK_VALUE(found != kLists.end(), "set_list_products: argument 'by' is '", by,
-                          "', wanted 'fastest', 'each' or 'grouped'.");
-        return std::string(kLists[size_t(lists.exchange(Lists(found - kLists.begin())))]);
-      }),
-      py::arg("by"),
-      "Who computes the products of groups of rows whose sizes the host knows, in the whole process from now on:\n"
-      "'fastest', as ever; 'each', one product for each group; 'grouped', the grouped kernel for all that it takes,\n"
-      "however large the groups are. The bits are the same. Returns what was wanted so far. For tests.");
+  m.def("set_list_products", torch::wrap_pybind_function([](const std::string& by) {
+          const auto found = std::find(kLists.begin(), kLists.end(), by);
+          TORCH_CHECK_VALUE(found != kLists.end(), "set_list_products: argument 'by' is '", by,
+                            "', wanted 'fastest', 'each' or 'grouped'.");
+          return std::string(kLists[size_t(lists.exchange(Lists(found - kLists.begin())))]);
+        }),
+        py::arg("by"),
+        "Who computes the products of groups of rows whose sizes the host knows, in the whole process from now on:\n"
+        "'fastest', as ever; 'each', one product for each group; 'grouped', the grouped kernel for all that it takes,\n"
+        "however large the groups are. The bits are the same. Returns what was wanted so far. For tests.");
   m.def(
       "gemm_path",
       [](const at::Device& device, at::ScalarType operands, at::ScalarType out, bool empty, bool bias_gradient,

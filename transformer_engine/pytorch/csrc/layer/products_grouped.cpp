@@ -122,8 +122,7 @@ class GroupedWeightProduct final : public WeightProduct {
 
 class HostGroups final : public Products {
  public:
-  explicit HostGroups(Grouping grouping)
-      : grouping_(std::move(grouping)), groups_(rows_of_groups(grouping_.splits)) {
+  explicit HostGroups(Grouping grouping) : grouping_(std::move(grouping)), groups_(rows_of_groups(grouping_.splits)) {
     if (!groups_.empty()) total_ = groups_.back().first + groups_.back().count;
   }
 
