@@ -67,7 +67,9 @@ TEST_P(GemmSplits, WhatIsNotSplitHasTheBitsOfOneAccumulator) {
     for (int32_t i = 0; i < found; ++i) {
       TE_ASSERT_OK(te_gemm_choose(&key, &choices[i], 1));
       const uint8_t says = splits_of(p.problem, along_depth, count);
-      if (i == 0) EXPECT_EQ(says, unasked);
+      if (i == 0) {
+        EXPECT_EQ(says, unasked);
+      }
       (says != 0 ? split : whole) += 1;
       if (says != 0) continue;
       p.d.poison();
@@ -77,7 +79,9 @@ TEST_P(GemmSplits, WhatIsNotSplitHasTheBitsOfOneAccumulator) {
     TE_ASSERT_OK(te_gemm_forget_choices());
     EXPECT_EQ(splits_of(p.problem, along_depth, count), unasked);
   }
-  if (GetParam() != TE_DEVICE_CPU) EXPECT_TRUE(split > 0 && whole > 0) << split << " split, " << whole << " whole";
+  if (GetParam() != TE_DEVICE_CPU) {
+    EXPECT_TRUE(split > 0 && whole > 0) << split << " split, " << whole << " whole";
+  }
 }
 
 TEST_P(GemmSplits, CountsAreThoseOfTheAskedProblem) {  // of more counts than one, of which each is a problem for itself
