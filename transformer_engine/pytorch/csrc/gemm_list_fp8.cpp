@@ -89,12 +89,10 @@ bool blocks_by_list(const BlockList& l) {
   te_gemm_problem wgrad = problem_of(l.n, {l.k, kStep, gradient, TE_SCALING_BLOCK_1D}, out, device);
   if (any_splits(fprop, false, counts) || any_splits(dgrad, false, counts)) return false;
   if (!l.main_grads) return !any_splits(wgrad, true, counts);
-  for (const te_dtype d : {TE_FLOAT32, out}) {  // where they are, and whether anything is in them, shows later
-    wgrad.d.dtype = d;
-    for (const int add : {0, 1}) {
-      wgrad.accumulate = add;
-      if (any_splits(wgrad, true, counts)) return false;
-    }
+  for (const auto& [d, add] : {std::pair(TE_FLOAT32, 0), std::pair(TE_FLOAT32, 1), std::pair(out, 0)}) {
+    wgrad.d.dtype = d;  // which they are, and whether anything is in them, shows later
+    wgrad.accumulate = add;
+    if (any_splits(wgrad, true, counts)) return false;
   }
   return true;
 }

@@ -15,6 +15,8 @@ namespace te_torch::layer {
 
 namespace {
 
+constexpr int64_t kPanelRows = 128;
+
 int64_t code_of(const Quantized& q) { return fp8_code(q.scaling, q.e5m2); }
 
 // Rows as they are, or what rowwise FP8 data mean.
@@ -48,17 +50,17 @@ Tensor sums_of(const Route& route, const Tensor& dy, const Tensor& offsets, bool
 
 class DeviceWeightProduct final : public WeightProduct {
  public:
-  // listed: the host knows the groups, whose targets may share memory.
-  DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype, bool listed)
+  // splits: where the host knows the groups, whose targets may share memory.
+  DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype, std::vector<int64_t> splits)
       : dy_(std::move(gradient.dy)),
         x_(std::move(x)),
         dbias_(std::move(gradient.dbias)),
         offsets_(std::move(offsets)),
         dtype_(dtype),
-        listed_(listed) {}
+        splits_(std::move(splits)) {}
 
   WeightGrads compute(const Route& route, bool with_bias) const override {
-    const probe::Because because(why_of(listed_));
+    const probe::Because because(why_of(listed()));
     WeightGrads grads;
     const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(route) : plain_gradients(route);
     grads.weights.assign(weights.begin(), weights.end());
@@ -67,26 +69,9 @@ class DeviceWeightProduct final : public WeightProduct {
   }
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
-    const probe::Because because(why_of(listed_));
     const Tensor& read = dy_.quantized() ? dy_.fp8.columnwise : dy_.plain;
     const Route route = must_dispatch({&read}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
-    for (const std::vector<int64_t>& how : rounds_of(targets, listed_)) {
-      std::vector<Tensor> list;
-      for (size_t g = 0; g < how.size(); ++g) {
-        if (how[g] >= 0) list.push_back(targets[g].out);
-      }
-      const at::TensorList outs(list);
-      const at::ArrayRef<int64_t> numbers(how);
-      if (in_fp8()) {
-        const Quantized &dy = dy_.fp8, &x = x_.fp8;
-        route.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
-                                                 dy.columnwise_scale_inv, code_of(dy), x.columnwise,
-                                                 x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
-      } else {
-        route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
-                                             plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
-      }
-    }
+    each_is_added(targets) ? add_each(targets) : add_together(route, targets);
     if (!with_bias) return {};
     const Sums rows = each_row(route, sums(route));
     return {rows.begin(), rows.end()};
@@ -103,6 +88,51 @@ class DeviceWeightProduct final : public WeightProduct {
   size_t matrices() const override { return size_t(offsets_.size(0) - 1); }
 
  private:
+  void add_together(const Route& route, at::ArrayRef<WeightTarget> targets) const {
+    const probe::Because because(why_of(listed()));
+    for (const std::vector<int64_t>& how : rounds_of(targets, listed())) {
+      std::vector<Tensor> list;
+      for (size_t g = 0; g < how.size(); ++g) {
+        if (how[g] >= 0) list.push_back(targets[g].out);
+      }
+      const at::TensorList outs(list);
+      const at::ArrayRef<int64_t> numbers(how);
+      if (in_fp8()) {
+        const Quantized &dy = dy_.fp8, &x = x_.fp8;
+        route.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
+                                                 dy.columnwise_scale_inv, code_of(dy), x.columnwise,
+                                                 x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
+      } else {
+        route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
+                                             plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
+      }
+    }
+  }
+  // A product of a group of its own is rounded before it is added to 16 bits; the kernels' is not.
+  bool each_is_added(at::ArrayRef<WeightTarget> targets) const {
+    return listed() && in_fp8() && std::any_of(targets.begin(), targets.end(), [](const WeightTarget& target) {
+             return target.out.defined() && !target.overwrite && target.out.scalar_type() != at::kFloat;
+           });
+  }
+  void add_each(at::ArrayRef<WeightTarget> targets) const {
+    int64_t panel = 0;
+    for (size_t g = 0; g < splits_.size(); ++g) {
+      const Rows panels{panel, (splits_[g] + kPanelRows - 1) / kPanelRows};
+      const auto columns = [&](const Operand& all) { return Operand{{}, columns_of(all.fp8, panels, splits_[g])}; };
+      MatrixProduct(columns(dy_), columns(x_), {}, dtype_, true).accumulate(targets.slice(g, 1), false);
+      panel += panels.count;
+    }
+  }
+  // The columnwise data of one group, of its panels.
+  static Quantized columns_of(const Quantized& all, const Rows& panels, int64_t rows) {
+    const int64_t features = all.columnwise.size(1);
+    const Tensor own = all.columnwise.narrow(0, panels.first, panels.count).permute({1, 0, 2});
+    Quantized one{all.scaling, all.e5m2, {}, {}, {}, {}};
+    one.columnwise = own.reshape({features, panels.count * kPanelRows}).narrow(1, 0, rows);
+    one.columnwise_scale_inv = all.columnwise_scale_inv.narrow(0, panels.first, panels.count);
+    return one;
+  }
+  bool listed() const { return !splits_.empty(); }
   bool in_fp8() const { return dy_.quantized() && x_.quantized(); }
   Tensor sums(const Route& route) const {
     return dbias_.defined() ? dbias_ : sums_of(route, dy_.plain, offsets_, false);
@@ -125,7 +155,7 @@ class DeviceWeightProduct final : public WeightProduct {
   Operand dy_, x_;
   Tensor dbias_, offsets_;  // dbias: summed already, where dy is FP8 and a bias wants a gradient
   at::ScalarType dtype_;
-  bool listed_;
+  std::vector<int64_t> splits_;
 };
 
 // One direction of the weights, as lists of data and of scales.
@@ -243,7 +273,8 @@ class DeviceGroups final : public Products {
 
   std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType dtype,
                                                 bool) const override {
-    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype, listed());
+    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype,
+                                                 grouping_.splits);
   }
 
   Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
