@@ -22,10 +22,10 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(autouse=True, params=["each", "grouped"])
+@pytest.fixture(autouse=True, params=["each", "grouped", "alternating"])
 def products(device, request):
-    """A product for each group, and the grouped kernels for what they take. On a CPU by the engine's loop, which takes
-    addresses as cuBLASLt does."""
+    """A product for each group, the grouped kernels for what they take, and both side by side. On a CPU by the engine's
+    loop, which takes addresses as cuBLASLt does."""
     before = _C.set_cpu_products("loop") if device == "cpu" else None
     lists = _C.set_list_products(request.param)
     yield

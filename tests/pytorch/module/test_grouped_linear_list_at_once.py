@@ -73,10 +73,12 @@ def test_explain_names_one_call_for_each_product_and_why(blocks, lists, device):
     assert not names(blocks) & set(ops(ours, x, SPLITS, made(blocks)))
 
 
+@pytest.mark.parametrize("by", ["grouped", "alternating"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("splits", [SPLITS, [1, 1, 1, 1], [0, 3, 0, 0], [0, 0, 0, 0], [64, 33, 128, 7]], ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_blocks_have_the_bits_of_a_loop(options, splits, dtype, lists, device):
+def test_blocks_have_the_bits_of_a_loop(options, splits, dtype, by, lists, device):
+    lists(by)
     ours, loop = build(device=device, dtype=dtype, **OPTIONS[options])
     give_main_grads([ours, *loop] if "main_grad" in options else [], dtype if "16" in options else torch.float32)
     for _ in range(2):
@@ -100,8 +102,10 @@ def test_weights_kept_over_microbatches_and_held_in_fp8(quantized, lists, device
         assert_same_gradients(ours, loop)
 
 
+@pytest.mark.parametrize("by", ["grouped", "alternating"])
 @pytest.mark.parametrize("blocks", [False, True], ids=["bf16", "blocks"])
-def test_results_into_poisoned_memory_of_the_callers(blocks, lists, device):
+def test_results_into_poisoned_memory_of_the_callers(blocks, by, lists, device):
+    lists(by if blocks else "grouped")
     ours, loop = build(device=device, dtype=torch.bfloat16)
     x, dy = draw(device)
     out, dgrad_out = (torch.full((ROWS, width), torch.nan, dtype=x.dtype, device=device) for width in (N, K))
@@ -161,7 +165,7 @@ def test_a_backward_in_another_precision(override, lists, device):
 
 
 def test_a_word_that_nobody_knows_is_named(lists):
-    with pytest.raises(ValueError, match="set_list_products: argument 'by' is 'all', wanted 'fastest', 'each'"):
+    with pytest.raises(ValueError, match="is 'all', wanted 'fastest', 'each', 'grouped' or 'alternating'"):
         _C.set_list_products("all")
 
 
@@ -248,6 +252,23 @@ def test_groups_that_cublaslt_adds_up_in_parts(product, lists):
     finally:
         _C.gemm_forget_choices()
     assert all(same(run("grouped"), plain))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(256, 8192), (8192, 256)], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["bf16", "blocks"])
+def test_deep_products_that_cublaslt_adds_up_in_parts_unasked(blocks, n, k, lists):
+    experts = 24
+    ours = wide(experts, n, k)
+    splits = torch.randint(0, 40, (experts,), generator=torch.Generator().manual_seed(5)).tolist()
+    x, dy = (randn(sum(splits), width, dtype=torch.bfloat16, device="cuda") for width in (k, n))
+    results = []
+    for by in ("fastest", "each"):
+        lists(by)
+        ours.zero_grad()
+        results.append([*step(ours, x, dy, splits, made(blocks)), *(p.grad for p in ours.parameters())])
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_same_bits(a, b, str(i))
 
 
 @pytest.mark.gpu

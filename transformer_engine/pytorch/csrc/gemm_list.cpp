@@ -76,6 +76,7 @@ struct Plan {
     if (list_refuses(list) != nullptr) return;
     each.resize(counts.size());
     check(te_gemm_splits(&like, along_depth ? 1 : 0, counts.data(), int32_t(counts.size()), each.data()));
+    leave_groups(counts, each);
     grouped = 2 * std::count(each.begin(), each.end(), 1) <= list.groups;
   }
   bool leaves(size_t g) const { return !grouped || each[g] != 0; }

@@ -48,15 +48,16 @@ te_gemm_problem problem_of(int64_t rows, const Product& product, te_dtype d, int
   return p;
 }
 
-bool any_splits(const te_gemm_problem& p, bool along_depth, const std::vector<int64_t>& counts) {
+std::vector<uint8_t> splits_of(const te_gemm_problem& p, bool along_depth, const std::vector<int64_t>& counts) {
   std::vector<uint8_t> splits(counts.size());
   check(te_gemm_splits(&p, along_depth ? 1 : 0, counts.data(), int32_t(counts.size()), splits.data()));
-  return std::find(splits.begin(), splits.end(), 1) != splits.end();
+  return splits;
 }
+bool any(const std::vector<uint8_t>& marks) { return std::find(marks.begin(), marks.end(), 1) != marks.end(); }
 
 }  // namespace
 
-bool blocks_by_list(const BlockList& l) {
+BlockPlan blocks_by_list(const BlockList& l) {
   constexpr int64_t kStep = 16;  // te_gemm's: other sizes are padded to it
   const ProductQuantization& q = l.quantization;
   const int32_t device = l.device.is_cpu() ? TE_DEVICE_CPU : int32_t(l.device.index());
@@ -75,9 +76,9 @@ bool blocks_by_list(const BlockList& l) {
   const bool fits = q.x.spec.kind == QuantizeSpec::kBlock1d && q.backward == BackwardReads::kQuantized &&
                     (l.dtype == at::kBFloat16 || l.dtype == at::kHalf) && l.n % kStep == 0 && l.k % kStep == 0 &&
                     l.n * l.k > 0 && all < INT32_MAX - 256;
-  if (!fits) return false;
+  if (!fits) return {};
   for (const GemmList* list : {&rows, &across, &weights}) {
-    if (list_refuses(*list) != nullptr) return false;
+    if (list_refuses(*list) != nullptr) return {};
   }
   const te_dtype out = dtype_of(l.dtype), gradient = fp8_of(q.dy);
   te_gemm_problem fprop = problem_of(kStep, {l.n, l.k, fp8_of(q.x), TE_SCALING_BLOCK_2D}, out, device);
@@ -87,14 +88,16 @@ bool blocks_by_list(const BlockList& l) {
   }
   const te_gemm_problem dgrad = problem_of(kStep, {l.k, l.n, gradient, TE_SCALING_BLOCK_2D}, out, device);
   te_gemm_problem wgrad = problem_of(l.n, {l.k, kStep, gradient, TE_SCALING_BLOCK_1D}, out, device);
-  if (any_splits(fprop, false, counts) || any_splits(dgrad, false, counts)) return false;
-  if (!l.main_grads) return !any_splits(wgrad, true, counts);
-  for (const auto& [d, add] : {std::pair(TE_FLOAT32, 0), std::pair(TE_FLOAT32, 1), std::pair(out, 0)}) {
-    wgrad.d.dtype = d;  // which they are, and whether anything is in them, shows later
+  std::vector<std::pair<te_dtype, int>> results = {{out, 0}};
+  if (l.main_grads) results = {{out, 0}, {TE_FLOAT32, 0}, {TE_FLOAT32, 1}};  // which, and whether to add, shows later
+  for (const auto& [dtype, add] : results) {
+    wgrad.d.dtype = dtype;
     wgrad.accumulate = add;
-    if (any_splits(wgrad, true, counts)) return false;
+    if (any(splits_of(wgrad, true, counts))) return {};
   }
-  return true;
+  BlockPlan plan{true, splits_of(fprop, false, counts), splits_of(dgrad, false, counts)};
+  for (std::vector<uint8_t>* each : {&plan.fprop, &plan.dgrad}) leave_groups(counts, *each);
+  return plan;
 }
 
 }  // namespace te_torch

@@ -16,8 +16,12 @@ struct BlockList {
   at::ArrayRef<int64_t> splits;
 };
 
-// All three products of it, in blocks: groups are small (list_refuses), and te_gemm would add up every one's elements
-// in one pass.
-bool blocks_by_list(const BlockList& list);
+// at_once: all three products of it, in blocks: groups are small (list_refuses), and te_gemm adds up the elements of
+// all weight gradients in one pass. Of the others, which groups it does not: these are left to it.
+struct BlockPlan {
+  bool at_once = false;
+  std::vector<uint8_t> fprop, dgrad;
+};
+BlockPlan blocks_by_list(const BlockList& list);
 
 }  // namespace te_torch

@@ -19,8 +19,8 @@ namespace {
 // The whole process's: a backward runs in threads of its own.
 std::atomic<bool> by_loop{false};
 
-enum class Lists : uint8_t { kFastest, kEach, kGrouped };
-constexpr std::array<std::string_view, 3> kLists = {"fastest", "each", "grouped"};
+enum class Lists : uint8_t { kFastest, kEach, kGrouped, kAlternating };
+constexpr std::array<std::string_view, 4> kLists = {"fastest", "each", "grouped", "alternating"};
 std::atomic<Lists> lists{Lists::kFastest};
 
 // The bias that an FP8 product's epilogue adds.
@@ -72,11 +72,18 @@ const char* list_refuses(const GemmList& list) {
   const bool cpu = list.device == TE_DEVICE_CPU;
   if (!cpu) check(te_get_device_properties(list.device, &gpu));
   if (!cpu && gpu.capability != 90) return "the grouped kernels are Hopper's";
-  if (wanted == Lists::kGrouped) return list.groups == 0 ? "no group has rows" : nullptr;
+  if (wanted != Lists::kFastest) return list.groups == 0 ? "no group has rows" : nullptr;
   if (cpu) return "a CPU has no grouped kernels";
   // cuBLASLt is as fast where a group's tiles are more than run at once.
   return list.groups > 1 && list.tiles < list.groups * gpu.sm_count ? nullptr
                                                                     : "each group has tiles for all of the GPU";
+}
+
+void leave_groups(const std::vector<int64_t>& counts, std::vector<uint8_t>& each) {
+  if (lists.load(std::memory_order_relaxed) != Lists::kAlternating) return;
+  for (size_t g = 1; g < counts.size(); g += 2) {
+    if (counts[g] > 0) each[g] = 1;
+  }
 }
 
 void register_gemm_path(pybind11::module_& m) {
@@ -97,13 +104,15 @@ void register_gemm_path(pybind11::module_& m) {
   m.def("set_list_products", torch::wrap_pybind_function([](const std::string& by) {
           const auto found = std::find(kLists.begin(), kLists.end(), by);
           TORCH_CHECK_VALUE(found != kLists.end(), "set_list_products: argument 'by' is '", by,
-                            "', wanted 'fastest', 'each' or 'grouped'.");
+                            "', wanted 'fastest', 'each', 'grouped' or 'alternating'.");
           return std::string(kLists[size_t(lists.exchange(Lists(found - kLists.begin())))]);
         }),
         py::arg("by"),
         "Who computes the products of groups of rows whose sizes the host knows, in the whole process from now on:\n"
         "'fastest', as ever; 'each', one product for each group; 'grouped', the grouped kernel for all that it takes,\n"
-        "however large the groups are. The bits are the same. Returns what was wanted so far. For tests.");
+        "however large the groups are; 'alternating', the same but for each second group. The bits are the same. "
+        "Returns\n"
+        "what was wanted so far. For tests.");
   m.def(
       "gemm_path",
       [](const at::Device& device, at::ScalarType operands, at::ScalarType out, bool empty, bool bias_gradient,

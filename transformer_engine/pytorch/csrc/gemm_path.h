@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 #include <transformer_engine/gemm.h>
 
+#include <vector>
+
 namespace te_torch {
 
 enum class GemmBy : uint8_t {
@@ -52,6 +54,9 @@ inline int64_t result_tiles(int64_t rows, int64_t cols) { return (rows + 127) / 
 
 // Null: the grouped kernel may compute the list at once. Else why each group's product is computed for itself.
 const char* list_refuses(const GemmList& list);
+
+// Marks groups that a list's grouped kernel leaves to products of their own, as set_list_products() asks for.
+void leave_groups(const std::vector<int64_t>& counts, std::vector<uint8_t>& each);
 
 bool cpu_products_by_loop();  // whether set_cpu_products("loop") is in force
 

@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <map>
 
+#include "gemm.h"
 #include "gemm_fp8.h"
 #include "gemm_grouped.h"
 #include "gemm_grouped_fp8.h"
 #include "quantize_grouped.h"
+#include "rows_view.h"
 
 namespace te_torch::layer {
 
@@ -225,14 +227,18 @@ class DeviceGroups final : public Products {
       const WeightLists lists(w, false, x.fp8);
       const at::TensorList data(lists.data), scales(lists.scales);
       const Tensor &rows = x.fp8.rowwise, &scale_inv = x.fp8.rowwise_scale_inv;
+      Tensor y = out;
       if (!out.defined()) {
-        return with_rows_of(route.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8),
-                                                          data, scales, w.biases, offsets, like.scalar_type()),
-                            like);
+        y = route.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
+                                          w.biases, offsets, like.scalar_type());
+      } else {
+        Direct::call<grouped_fp8_fprop_into>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
+                                             w.biases, offsets, out);
       }
-      Direct::call<grouped_fp8_fprop_into>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
-                                           w.biases, offsets, out);
-      return result_in(out, like);
+      for_each(grouping_.fprop_each, x, y, [&](size_t g, const Operand& part, const Tensor& into) {
+        fprop_of(route, part, w.weights[g], w.bias(g), into, true, into);
+      });
+      return out.defined() ? result_in(out, like) : with_rows_of(y, like);
     }
     const std::vector<Tensor> weights = plain_weights(route, w, like.scalar_type());
     const Tensor rows = plain_rows(route, x, offsets, like.scalar_type());
@@ -253,14 +259,18 @@ class DeviceGroups final : public Products {
       const WeightLists lists(w, true, dy.fp8);
       const at::TensorList data(lists.data), scales(lists.scales);
       const Tensor &rows = dy.fp8.rowwise, &scale_inv = dy.fp8.rowwise_scale_inv;
+      Tensor dx = out;
       if (!out.defined()) {
-        return with_rows_of(route.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8),
-                                                          data, scales, offsets, like.scalar_type()),
-                            like);
+        dx = route.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
+                                           offsets, like.scalar_type());
+      } else {
+        Direct::call<grouped_fp8_dgrad_into>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
+                                             offsets, out);
       }
-      Direct::call<grouped_fp8_dgrad_into>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
-                                           offsets, out);
-      return result_in(out, like);
+      for_each(grouping_.dgrad_each, dy, dx, [&](size_t g, const Operand& part, const Tensor& into) {
+        dgrad_of(route, part, w.weights[g], into, true, into);
+      });
+      return out.defined() ? result_in(out, like) : with_rows_of(dx, like);
     }
     const std::vector<Tensor> weights = plain_weights(route, w, like.scalar_type());
     const Tensor rows = plain_rows(route, dy, offsets, like.scalar_type());
@@ -294,6 +304,17 @@ class DeviceGroups final : public Products {
       operand_of(route, summing, rows_of_matrix(route, rows, group), {}, &sums.emplace_back());
     }
     return at::stack(sums);
+  }
+  // product(group, its operand, its rows of the result) of those that are left to products of their own, which write
+  // over what the kernel made of them.
+  template <class Product>
+  void for_each(const std::vector<uint8_t>& marks, const Operand& t, const Tensor& d, Product&& product) const {
+    if (std::find(marks.begin(), marks.end(), 1) == marks.end()) return;
+    const OneWorkspace for_all;
+    const auto groups = rows_of_groups(grouping_.splits);
+    for (size_t g = 0; g < marks.size(); ++g) {
+      if (marks[g] != 0) product(g, rows_of(t, groups[g]), rows_view(d, groups[g].first, groups[g].count));
+    }
   }
   static bool all_quantized(const WeightSet& w) {
     return std::all_of(w.weights.begin(), w.weights.end(), [](const Operand& weight) { return weight.quantized(); });

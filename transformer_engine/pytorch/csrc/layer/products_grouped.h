@@ -16,6 +16,8 @@ struct Grouping {
   std::vector<Quantization> quantizations;
   // Where results go, matrices that keep what they have in rows of nobody. Undefined: to new tensors, zeros there.
   Tensor out, dgrad_out;
+  // With splits and offsets: marks of the groups that these products leave to products of their own.
+  std::vector<uint8_t> fprop_each = {}, dgrad_each = {};
 };
 
 c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits);
