@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gemm_case.h"
@@ -48,8 +49,10 @@ uint8_t splits_of(const te_gemm_problem& problem, bool along_depth, int64_t coun
 
 TEST_P(GemmSplits, WhatIsNotSplitHasTheBitsOfOneAccumulator) {
   int split = 0, whole = 0;
-  for (const te_gemm_layout layout : {TE_GEMM_TN, TE_GEMM_NN, TE_GEMM_NT}) {
-    const Shape s{32, 64, 2048, 0};
+  const std::pair<te_gemm_layout, Shape> cases[] = {{TE_GEMM_TN, {32, 64, 2048, 0}},   {TE_GEMM_TN, {32, 64, 4096, 0}},
+                                                    {TE_GEMM_NN, {32, 256, 2048, 0}},  {TE_GEMM_NN, {32, 256, 8192, 0}},
+                                                    {TE_GEMM_NT, {128, 128, 5000, 0}}, {TE_GEMM_NT, {64, 64, 256, 0}}};
+  for (const auto& [layout, s] : cases) {
     const bool along_depth = layout == TE_GEMM_NT;
     const int64_t count = along_depth ? s.depth : s.rows;
     Problem<bf16, bf16> p(GetParam(), layout, s);

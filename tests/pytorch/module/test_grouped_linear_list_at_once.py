@@ -154,6 +154,17 @@ def test_quantizers_that_differ_stay_one_by_one(lists, device):
     assert not names(True) & set(ops(ours, x, SPLITS, recipe))
 
 
+@pytest.mark.parametrize("which", ["fp8_quant_fwd_inp", "fp8_quant_bwd_grad"])
+def test_scales_that_are_no_powers_of_2_stay_one_by_one(which, lists, device):
+    recipe = R.Float8BlockScaling(**{which: R.QParams(power_2_scale=False)})
+    ours, loop = build(device=device, dtype=torch.bfloat16, bias=False)
+    x, dy = draw(device)
+    assert not names(True) & set(ops(ours, x, SPLITS, recipe))
+    for a, b in zip(step(ours, x, dy, SPLITS, recipe), step_of_loop(loop, x, dy, SPLITS, recipe), strict=True):
+        assert_same_bits(a, b)
+    assert_same_gradients(ours, loop)
+
+
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_a_backward_in_another_precision(override, lists, device):
     recipe = R.Float8BlockScaling(backward_override=override)
@@ -214,17 +225,16 @@ def test_many_experts_have_the_bits_of_products_one_by_one(blocks, options, list
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_groups_that_cublaslt_adds_up_in_parts(product, lists):
-    """Whatever algorithm is chosen for one count: some have bits of their own, and that group follows by te_gemm."""
-    experts, (n, k) = 8, {"fprop": (64, 2048), "dgrad": (2048, 64), "wgrad": (64, 64)}[product]
+@pytest.mark.parametrize(("width", "odd", "product"), [(2880, 16, 0), (2880, 16, 1), (128, 5000, 2)], ids=PRODUCTS)
+def test_groups_that_cublaslt_adds_up_in_parts(width, odd, product, lists):
+    """Unasked, or by whatever algorithm is chosen for one count: that group follows by te_gemm."""
+    experts = 8
     splits = [64] * experts
-    odd = 32 if product != "wgrad" else 2048
     splits[3] = odd
-    x, dy = (randn(sum(splits), width, dtype=torch.bfloat16, device="cuda") for width in (k, n))
-    ours = wide(experts, n, k)
+    x, dy = (randn(sum(splits), width, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    ours = wide(experts, width, width)
 
-    def run(by):
+    def run(by, splits=splits):
         lists(by)
         ours.zero_grad()
         got = step(ours, x, dy, splits)
@@ -233,25 +243,21 @@ def test_groups_that_cublaslt_adds_up_in_parts(product, lists):
     def same(a, b):
         return [torch.equal(p, q) for p, q in zip(a, b, strict=True)]
 
-    assert all(same(run("grouped"), run("each")))
-    plain = run("grouped")
+    kernels = run("fastest", torch.tensor(splits, device="cuda"))
+    assert all(same(run("fastest"), run("each")))
+    assert not all(same(run("each"), kernels)), "nothing is split here unasked"
     _C.tune_start()
-    run("grouped")
-    layout = PRODUCTS.index(product)
-    keys = [key for key in _C.tune_stop() if key["layout"] == layout and odd in (key["rows"], key["depth"])]
-    keys = [key for key in keys if (key["depth"] if product == "wgrad" else key["rows"]) == odd]
+    run("each")
+    keys = [key for key in _C.tune_stop() if key["layout"] == product]
+    keys = [key for key in keys if key["depth" if product == 2 else "rows"] == odd]
     assert len(keys) == 1, keys
     try:
-        seen = 0
         for choice in _C.gemm_candidates(keys[0], 64):
             _C.gemm_choose(keys, [choice])
-            grouped, each = run("grouped"), run("each")
-            assert all(same(grouped, each))
-            seen += not all(same(each, plain))
-        assert seen > 0, "no algorithm had bits of its own"
+            assert all(same(run("grouped"), run("each")))
     finally:
         _C.gemm_forget_choices()
-    assert all(same(run("grouped"), plain))
+    assert all(same(run("fastest"), run("each")))
 
 
 @pytest.mark.gpu

@@ -61,7 +61,9 @@ BlockPlan blocks_by_list(const BlockList& l) {
   constexpr int64_t kStep = 16;  // te_gemm's: other sizes are padded to it
   const ProductQuantization& q = l.quantization;
   const int32_t device = l.device.is_cpu() ? TE_DEVICE_CPU : int32_t(l.device.index());
-  GemmList rows{device, !tuning::looks_on(), 0, 0}, across = rows, weights = rows;
+  // cuBLASLt multiplies by a weight gradient's two scales one after the other: of powers of 2 that is the same.
+  const bool exact = q.x.spec.pow_2_scales && q.dy.spec.pow_2_scales;
+  GemmList rows{device, exact && !tuning::looks_on(), 0, 0}, across = rows, weights = rows;
   std::vector<int64_t> counts;
   int64_t all = 0;
   for (const int64_t split : l.splits) {

@@ -67,7 +67,8 @@ GemmPath gemm_path(const GemmCall& c) {
 const char* list_refuses(const GemmList& list) {
   const Lists wanted = lists.load(std::memory_order_relaxed);
   if (wanted == Lists::kEach) return "set_list_products('each') asks for it";
-  if (!list.readable) return "the grouped kernels take dense rows of 16 bits, or of FP8 in blocks, on 16 bytes";
+  if (!list.readable)
+    return "the grouped kernels take dense rows on 16 bytes, of 16 bits or of FP8 in blocks with scales of powers of 2";
   te_device_properties gpu{};
   const bool cpu = list.device == TE_DEVICE_CPU;
   if (!cpu) check(te_get_device_properties(list.device, &gpu));
