@@ -1,6 +1,9 @@
 """te.GroupedLinear forward and backward (targets.py case 18): host and device splits, in bf16 beside torch's grouped_mm
 with the same rows, in FP8 beside its own bf16. Flops: 6 R N K over all groups. Routings: even, Zipf's.
-`_host`: the host's time of a forward and backward, of groups so small that the device never is what it waits for."""
+`_host`: the host's time of a forward and backward, of groups so small that the device never is what it waits for;
+`_changing_host`: by a list that is another one in each call, as a router's is."""
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +36,25 @@ class Called(torch.nn.Module):
     def forward(self, x):
         with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             return self.experts(x, self.splits)
+
+
+class Changing(Called):
+    """By one list after the other."""
+
+    def __init__(self, experts, lists):
+        super().__init__(experts, None)
+        self.lists = itertools.cycle(lists)
+
+    def forward(self, x):
+        self.splits = next(self.lists)
+        return super().forward(x)
+
+
+def lists_of(experts, rows, count=64):
+    """Lists of sizes of together so many rows, as random routing makes them."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(0, experts, (count, rows), generator=generator)
+    return [torch.bincount(one, minlength=experts).tolist() for one in drawn]
 
 
 class TorchGrouped(torch.nn.Module):
@@ -88,7 +110,13 @@ def run_host(bench, experts):
     shape = (experts, experts * HOST_ROWS, HOST_WIDTH, HOST_WIDTH)
     splits = [HOST_ROWS] * experts
     there = torch.tensor(splits, device=bench.device)
-    for op, where, fused in (("", splits, False), ("_device", there, False), ("_device_main_grad", there, True)):
+    changing = lists_of(experts, shape[1])
+    for op, where, fused in (
+        ("", splits, False),
+        ("_changing", changing, False),
+        ("_device", there, False),
+        ("_device_main_grad", there, True),
+    ):
         case = Case(
             "18", f"grouped_linear{op}_host", "bf16", shape, "forward+backward", flops=6 * shape[1] * HOST_WIDTH**2
         )
@@ -101,7 +129,7 @@ def run_host(bench, experts):
         size = shape[1], HOST_WIDTH
         bench.compare_host(
             case,
-            {"ours": training_step(Called(module, where))},
+            {"ours": training_step((Changing if op == "_changing" else Called)(module, where))},
             lambda size=size: (bench.randn(*size, dtype="bf16", grad=True), bench.randn(*size, dtype="bf16")),
         )
 

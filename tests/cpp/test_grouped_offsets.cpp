@@ -1,7 +1,9 @@
 // te_grouped_offsets on every device here: any splits, those whose sum overflows too, against 128-bit sums; counters
-// that stay; errors. Mutant: add_splits without its limit.
+// that stay; errors. te_grouped_offsets_of: lists of one and of several launches, of a caller who goes on at once.
+// Mutants: add_splits without its limit, a second launch that begins anew.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 #include <string>
 #include <vector>
@@ -85,6 +87,35 @@ TEST_P(GroupedOffsets, BadSplitsAreNamed) {
   refused(splits.data(), 2, int64_t(1) << 31, offsets.data(), "'rows'");
   refused(nullptr, 2, 5, offsets.data(), "'splits'");
   refused(splits.data(), 2, 5, nullptr, "'offsets'");
+}
+
+TEST_P(GroupedOffsets, OffsetsOfAListOfTheHost) {
+  for (const int groups : {1, 7, 999, 1000, 1001, 2500}) {
+    testing::Buffer<int32_t> offsets(GetParam(), 1, groups + 1);
+    std::vector<int64_t> splits;
+    std::vector<int32_t> want(1, 0);
+    for (int g = 0; g < groups; ++g) {
+      splits.push_back(g % 3 == 1 ? 0 : 17 * g % 500);
+      want.push_back(want.back() + int32_t(splits.back()));
+    }
+    TE_ASSERT_OK(te_grouped_offsets_of(splits.data(), groups, GetParam(), offsets.data(), nullptr));
+    std::fill(splits.begin(), splits.end(), -1);
+    EXPECT_EQ(offsets.read(), want) << groups;
+    EXPECT_TRUE(offsets.padding_untouched());
+  }
+  testing::Buffer<int32_t> offsets(GetParam(), 1, 3);
+  const auto refused = [&](const std::vector<int64_t>& splits, const char* words) {
+    EXPECT_EQ(te_grouped_offsets_of(splits.data(), int32_t(splits.size()), GetParam(), offsets.data(), nullptr),
+              TE_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(te_last_error()).find(words), std::string::npos) << te_last_error();
+  };
+  refused({3, -1}, "'splits' is -1");
+  refused({INT32_MAX, 1}, "one below 2^31");
+  refused({INT64_MAX, INT64_MAX}, "one below 2^31");
+  refused({}, "'groups'");
+  const int64_t split = 1;
+  EXPECT_EQ(te_grouped_offsets_of(nullptr, 1, GetParam(), offsets.data(), nullptr), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_grouped_offsets_of(&split, 1, GetParam(), nullptr, nullptr), TE_INVALID_ARGUMENT);
 }
 
 }  // namespace

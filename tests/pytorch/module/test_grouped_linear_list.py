@@ -1,8 +1,8 @@
 # te.GroupedLinear by a list of sizes, whose products go to te_gemm by addresses alone: the bits of a loop of Linears in
-# every dtype, with rows, buffers and weights that it takes and that it does not; and gradients that are pieces of one
-# allocation, each a tensor for itself. Mutants: a pitch of a single row, an offset in elements of another size, a bias
-# of the first group, what the first buffer says for all, is_neg() not asked (gemm_list.cpp), no note_written()
-# (products_grouped.cpp), or pieces without their distance (rows_view.cpp).
+# every dtype, with rows, buffers and weights that it takes and that it does not, one by one and by the grouped kernels;
+# and gradients that are pieces of one allocation, each a tensor for itself. Mutants: a pitch of a single row, an offset
+# in elements of another size, a bias of the first group, what the first buffer says for all, is_neg() not asked
+# (gemm_list.cpp), no note_written() (products_grouped.cpp), or pieces without their distance (rows_view.cpp).
 import pytest
 import torch
 from grouped_cases import SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
@@ -16,16 +16,20 @@ OPTIONS = {
     "plain": {"bias": False},
     "bias": {"bias": True},
     "main_grad": {"bias": False, "fuse_wgrad_accumulation": True},
+    "main_grad of 16 bits": {"bias": False, "fuse_wgrad_accumulation": True},
     "main_grad, bias": {"bias": True, "fuse_wgrad_accumulation": True},
     "delayed": {"bias": True, "delay_wgrad_compute": True},
 }
 
 
-@pytest.fixture(autouse=True)
-def products(device):
-    """On a CPU the engine's loop, which takes addresses as cuBLASLt does."""
+@pytest.fixture(autouse=True, params=["each", "grouped", "alternating"])
+def products(device, request):
+    """A product for each group, the grouped kernels for what they take, and both side by side. On a CPU by the engine's
+    loop, which takes addresses as cuBLASLt does."""
     before = _C.set_cpu_products("loop") if device == "cpu" else None
+    lists = _C.set_list_products(request.param)
     yield
+    _C.set_list_products(lists)
     if before is not None:
         _C.set_cpu_products(before)
 
@@ -39,7 +43,7 @@ def draw(device, dtype, rows=ROWS):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_has_the_bits_of_a_loop(dtype, options, splits, device):
     ours, loop = build(device=device, dtype=dtype, **OPTIONS[options])
-    give_main_grads([ours, *loop] if "main_grad" in options else [])
+    give_main_grads([ours, *loop] if "main_grad" in options else [], dtype if "16" in options else torch.float32)
     for _ in range(2):
         x, dy = draw(device, dtype, sum(splits))
         got, want = step(ours, x, dy, splits), step_of_loop(loop, x, dy, splits)

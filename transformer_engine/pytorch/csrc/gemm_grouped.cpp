@@ -212,6 +212,14 @@ Tensor grouped_offsets(const Tensor& splits, const Tensor& x) {
   return offsets;
 }
 
+Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like) {
+  const Tensor offsets = at::empty({int64_t(splits.size()) + 1}, like.options().dtype(at::kInt));
+  check(te_grouped_offsets_of(splits.data(), int32_t(splits.size()),
+                              like.is_cpu() ? TE_DEVICE_CPU : int32_t(like.get_device()),
+                              offsets.mutable_data_ptr<int32_t>(), current_stream(like)));
+  return offsets;
+}
+
 Tensor grouped_fprop(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
   const Tensor y = at::empty({x.size(0), weights.empty() ? 0 : weights[0].size(0)}, x.options());
   fprop_into(x, weights, biases, offsets, y, true);

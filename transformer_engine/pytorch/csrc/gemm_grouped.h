@@ -11,6 +11,9 @@ namespace te_torch {
 // counts as 0, and rows that x does not have are cut; both are counted (split_counters).
 Tensor grouped_offsets(const Tensor& splits, const Tensor& x);
 
+// The same where the host knows the splits, which add up to fewer than 2^31 rows; on like's device, without a copy.
+Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like);
+
 // uint32 [2] on a device: negative splits and cut rows since the process began, or since somebody zeroed it. Made where
 // it is first asked for.
 Tensor split_counters(const at::Device& device);

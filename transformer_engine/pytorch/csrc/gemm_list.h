@@ -1,7 +1,8 @@
-// gemm_list: products of groups of rows that the host knows, one te_gemm behind the other, with operands and results by
-// their addresses: no tensor is made for a group. Bits and algorithms are those of gemm_into(), gemm() and
-// gemm_accumulate() of each group's rows. What is not as plain as this wants gets `false`, before anything is computed,
-// and is theirs to compute, or to refuse by name.
+// gemm_list: products of groups of rows that the host knows: one te_gemm behind the other, with operands and results by
+// their addresses, no tensor for a group; or one grouped kernel for all of them, where groups are small (list_refuses)
+// and te_gemm would add their elements up in one pass too, for those are the same bits; the others follow one by one.
+// Bits are those of gemm_into(), gemm() and gemm_accumulate() of each group's rows. What is not as plain as this wants
+// gets `false`, before anything is computed, and is theirs to compute, or to refuse by name.
 #pragma once
 
 #include "product.h"

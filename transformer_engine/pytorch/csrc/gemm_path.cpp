@@ -5,14 +5,23 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <string>
+
+#include "common.h"
 
 namespace te_torch {
 
 namespace {
 
-std::atomic<bool> by_loop{false};  // the whole process's: a backward runs in threads of its own
+// The whole process's: a backward runs in threads of its own.
+std::atomic<bool> by_loop{false};
+
+enum class Lists : uint8_t { kFastest, kEach, kGrouped, kAlternating };
+constexpr std::array<std::string_view, 4> kLists = {"fastest", "each", "grouped", "alternating"};
+std::atomic<Lists> lists{Lists::kFastest};
 
 // The bias that an FP8 product's epilogue adds.
 bool takes_bias(at::ScalarType bias, at::ScalarType out) {
@@ -55,6 +64,29 @@ GemmPath gemm_path(const GemmCall& c) {
   return {GemmBy::kCpuLoop, apart, "the plain CPU loop", "set_cpu_products('loop') asks for it"};
 }
 
+const char* list_refuses(const GemmList& list) {
+  const Lists wanted = lists.load(std::memory_order_relaxed);
+  if (wanted == Lists::kEach) return "set_list_products('each') asks for it";
+  if (!list.readable)
+    return "the grouped kernels take dense rows on 16 bytes, of 16 bits or of FP8 in blocks with scales of powers of 2";
+  te_device_properties gpu{};
+  const bool cpu = list.device == TE_DEVICE_CPU;
+  if (!cpu) check(te_get_device_properties(list.device, &gpu));
+  if (!cpu && gpu.capability != 90) return "the grouped kernels are Hopper's";
+  if (wanted != Lists::kFastest) return list.groups == 0 ? "no group has rows" : nullptr;
+  if (cpu) return "a CPU has no grouped kernels";
+  // cuBLASLt is as fast where a group's tiles are more than run at once.
+  return list.groups > 1 && list.tiles < list.groups * gpu.sm_count ? nullptr
+                                                                    : "each group has tiles for all of the GPU";
+}
+
+void leave_groups(const std::vector<int64_t>& counts, std::vector<uint8_t>& each) {
+  if (lists.load(std::memory_order_relaxed) != Lists::kAlternating) return;
+  for (size_t g = 1; g < counts.size(); g += 2) {
+    if (counts[g] > 0) each[g] = 1;
+  }
+}
+
 void register_gemm_path(pybind11::module_& m) {
   namespace py = pybind11;
   m.def(
@@ -70,6 +102,18 @@ void register_gemm_path(pybind11::module_& m) {
       "CPU that do not depend on the size of the batch. What is no product (attention, sums of bias gradients over "
       "the\n"
       "batch) stays as it is.");
+  m.def("set_list_products", torch::wrap_pybind_function([](const std::string& by) {
+          const auto found = std::find(kLists.begin(), kLists.end(), by);
+          TORCH_CHECK_VALUE(found != kLists.end(), "set_list_products: argument 'by' is '", by,
+                            "', wanted 'fastest', 'each', 'grouped' or 'alternating'.");
+          return std::string(kLists[size_t(lists.exchange(Lists(found - kLists.begin())))]);
+        }),
+        py::arg("by"),
+        "Who computes the products of groups of rows whose sizes the host knows, in the whole process from now on:\n"
+        "'fastest', as ever; 'each', one product for each group; 'grouped', the grouped kernel for all that it takes,\n"
+        "however large the groups are; 'alternating', the same but for each second group. The bits are the same. "
+        "Returns\n"
+        "what was wanted so far. For tests.");
   m.def(
       "gemm_path",
       [](const at::Device& device, at::ScalarType operands, at::ScalarType out, bool empty, bool bias_gradient,

@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 #include <transformer_engine/gemm.h>
 
+#include <vector>
+
 namespace te_torch {
 
 enum class GemmBy : uint8_t {
@@ -40,6 +42,21 @@ struct GemmPath {
 };
 
 GemmPath gemm_path(const GemmCall& call);
+
+// All that the decision about the products of a list of groups of rows depends on, whose sizes the host knows.
+struct GemmList {
+  int32_t device;  // TE_DEVICE_CPU, or a CUDA ordinal
+  bool readable;   // the grouped kernels read and write its matrices, and te_gemm's choices are not being looked at
+  int64_t groups;  // that have rows
+  int64_t tiles;   // of results, of all of them together
+};
+inline int64_t result_tiles(int64_t rows, int64_t cols) { return (rows + 127) / 128 * ((cols + 255) / 256); }
+
+// Null: the grouped kernel may compute the list at once. Else why each group's product is computed for itself.
+const char* list_refuses(const GemmList& list);
+
+// Marks groups that a list's grouped kernel leaves to products of their own, as set_list_products() asks for.
+void leave_groups(const std::vector<int64_t>& counts, std::vector<uint8_t>& each);
 
 bool cpu_products_by_loop();  // whether set_cpu_products("loop") is in force
 

@@ -94,8 +94,10 @@ void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const std:
 
 }  // namespace
 
+bool looks_on() { return noting.load(std::memory_order_relaxed); }
+
 void meet(const te_gemm_problem& problem) {
-  if (!noting.load(std::memory_order_relaxed)) return;
+  if (!looks_on()) return;
   te_gemm_key key;
   if (te_gemm_key_of(&problem, &key) != TE_SUCCESS) return;  // nothing to multiply
   const std::lock_guard<std::mutex> lock(mutex);

@@ -7,5 +7,6 @@ namespace te_torch::tuning {
 
 // Off, it costs one relaxed load. From any thread: backward runs on autograd's.
 void meet(const te_gemm_problem& problem);
+bool looks_on();
 
 }  // namespace te_torch::tuning

@@ -76,9 +76,16 @@ TE_API te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes
 TE_API te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t workspace_bytes, te_stream stream);
 
 /* *does: 1 if products of some rows of this one give the bits of the whole (see whole_rows): its algorithm does not
- * split the reduction, so that an element has the order of its tile. On the CPU 1: te_gemm_by_loop does, what was lent
- * need not. */
+ * split the reduction, so that an element has the order of its tile. On the CPU 1: te_gemm_by_loop gives such bits; a
+ * product that te_set_cpu_gemm lent may not. */
 TE_API te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does);
+
+/* Of `number` problems like this one, but with counts[i] rows of b and d (along_depth: with a depth of counts[i]), and
+ * a, b and d dense: splits[i] becomes 1 where te_gemm's algorithm, unasked or chosen, adds an element up in parts, or
+ * cuBLASLt has none; 0 where one accumulator takes the whole depth, or nothing is multiplied. For lists of hundreds:
+ * what was asked before stands in a table by count, until somebody chooses. On the CPU 0, as for te_gemm_takes_runs. */
+TE_API te_status te_gemm_splits(const te_gemm_problem* problem, int along_depth, const int64_t* counts, int32_t number,
+                                uint8_t* splits);
 
 /* d[rows, cols] = the product of float32 matrices in CPU memory, in one of the layouts above (a and b as they lie
  * there; d += with accumulate, which alone reads d): sgemm without alpha, whose leading dimensions are the pitches, in

@@ -161,4 +161,8 @@ struct Plan {
 // as the process.
 const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes);
 
+// Whether it adds an element up in parts. And how often somebody has chosen, or taken choices back, by now.
+bool splits(const Plan& plan);
+uint64_t choice_count();
+
 }  // namespace te::gemm::cuda

@@ -89,6 +89,22 @@ te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does) {
   });
 }
 
+te_status te_gemm_splits(const te_gemm_problem* problem, int along_depth, const int64_t* counts, int32_t number,
+                         uint8_t* splits) {
+  return te::c_guard([&] {
+    using namespace te;
+    const char* op = "te_gemm_splits";
+    gemm::check_problem(*problem);
+    if (number < 0) bad_argument(op, "number", number, ">= 0");
+    for (int32_t i = 0; i < number; ++i) {
+      if (counts[i] < 0) bad_argument(op, "counts", counts[i], ">= 0");
+      splits[i] = 0;
+    }
+    TE_ON_DEVICE_OF(op, problem->a, (void)along_depth,
+                    gemm::cuda::splits_of(*problem, along_depth != 0, counts, number, splits));
+  });
+}
+
 te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t workspace_bytes, te_stream stream) {
   return te::c_guard([&] {
     using namespace te;

@@ -1,5 +1,6 @@
 // gemm, CUDA path: which algorithm a problem takes. Holds the plans, the choices that somebody made over the heuristic,
 // and one library handle per device, under one mutex. It times nothing and owns no device memory.
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -21,10 +22,16 @@ int32_t alignment_of(const te_tensor& t) {
   return int32_t(bits & (~bits + 1));
 }
 
-struct ByBytes {
-  bool operator()(const te_gemm_key& x, const te_gemm_key& y) const { return std::memcmp(&x, &y, sizeof x) < 0; }
+struct PlanKey {
+  te_gemm_key problem;
+  int64_t whole;  // of a run of rows: how many rows the whole product has; 0: of a product for itself
 };
-static_assert(sizeof(te_gemm_key) == 7 * 8 + 16 * 4, "keys are compared as bytes, padding would count");
+
+struct ByBytes {
+  bool operator()(const PlanKey& x, const PlanKey& y) const { return std::memcmp(&x, &y, sizeof x) < 0; }
+};
+static_assert(sizeof(te_gemm_key) == 7 * 8 + 16 * 4 && sizeof(PlanKey) == sizeof(te_gemm_key) + 8,
+              "keys are compared as bytes, padding would count");
 static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof(te_gemm_choice::algorithm), "an algorithm is passed as bytes");
 
 // A problem with this key; its addresses only say how they are aligned.
@@ -138,12 +145,16 @@ std::vector<cublasLtMatmulHeuristicResult_t> ranked(const te_gemm_problem& p, in
   return results;
 }
 
-bool order_is_fixed(const cublasLtMatmulAlgo_t& algo) {
-  uint32_t scheme = 0;
+uint32_t attribute_of(const cublasLtMatmulAlgo_t& algo, cublasLtMatmulAlgoConfigAttributes_t attribute) {
+  uint32_t value = 0;
   size_t written = 0;
-  check(lt().cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof scheme,
-                                                  &written),
+  check(lt().cublasLtMatmulAlgoConfigGetAttribute(&algo, attribute, &value, sizeof value, &written),
         "cublasLtMatmulAlgoConfigGetAttribute");
+  return value;
+}
+
+bool order_is_fixed(const cublasLtMatmulAlgo_t& algo) {
+  const uint32_t scheme = attribute_of(algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME);
   return scheme == CUBLASLT_REDUCTION_SCHEME_NONE || scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
 }
 
@@ -174,9 +185,9 @@ PlanPointer plan_chosen(const char* op, const te_gemm_problem& p, const te_gemm_
   return plan_with(p, algo, std::max<size_t>(result.workspaceSize, choice.workspace_bytes));
 }
 
-// Plans are never freed: a call may be running one while another thread puts a choice in its place.
+// Plans are never freed, those in whose place another one is put neither: a call may be running one.
 struct Entry {
-  const Plan* heuristic = nullptr;  // until somebody needs it
+  const Plan* unasked = nullptr;  // by the heuristic, of a run by the whole's algorithm; until somebody needs it
   const Plan* chosen = nullptr;
 };
 
@@ -185,10 +196,12 @@ std::mutex& mutex() {
   return mutex;
 }
 
-std::map<te_gemm_key, Entry, ByBytes>& entries() {
-  static auto* entries = new std::map<te_gemm_key, Entry, ByBytes>;
+std::map<PlanKey, Entry, ByBytes>& entries() {
+  static auto* entries = new std::map<PlanKey, Entry, ByBytes>;
   return *entries;
 }
+
+std::atomic<uint64_t> choices_made{0};
 
 }  // namespace
 
@@ -240,31 +253,12 @@ te_gemm_problem whole_of(const te_gemm_problem& p) {
 
 const Plan& plan_alone(const te_gemm_problem& p, const Sizes& s, size_t bytes);
 
-bool splits(const cublasLtMatmulAlgo_t& algo) {
-  int32_t parts = 1;
-  size_t written = 0;
-  check(
-      lt().cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof parts, &written),
-      "cublasLtMatmulAlgoConfigGetAttribute");
-  return parts > 1;
-}
-
-struct RunKey {
-  te_gemm_key run;
-  int64_t whole;
-  bool operator<(const RunKey& o) const {
-    const int order = std::memcmp(&run, &o.run, sizeof run);
-    return order != 0 ? order < 0 : whole < o.whole;
-  }
-};
-
 // By the whole's algorithm; anew where another one was chosen for that since.
 const Plan& plan_of_run(const te_gemm_problem& p, const Sizes& s) {
-  static auto* const plans = new std::map<RunKey, const Plan*>;
   const te_gemm_problem whole = whole_of(p);
   const Plan& model = plan_alone(whole, sizes_of(whole), SIZE_MAX);
   const std::lock_guard<std::mutex> lock(mutex());
-  const Plan*& plan = (*plans)[{key_of(p, s), p.whole_rows}];
+  const Plan*& plan = entries()[{key_of(p, s), p.whole_rows}].unasked;
   if (plan == nullptr || std::memcmp(&plan->algo, &model.algo, sizeof model.algo) != 0) {
     te_gemm_choice choice{};
     std::memcpy(choice.algorithm, &model.algo, sizeof model.algo);
@@ -281,8 +275,15 @@ bool takes_runs(const te_gemm_problem& p, const Sizes& s) {
   te_gemm_problem whole = p;
   whole.whole_rows = s.rows;
   whole = whole_of(whole);
-  return !splits(plan_alone(whole, s, SIZE_MAX).algo);
+  return !splits(plan_alone(whole, s, SIZE_MAX));
 }
+
+bool splits(const Plan& plan) {
+  return attribute_of(plan.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM) > 1 ||
+         attribute_of(plan.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) != CUBLASLT_REDUCTION_SCHEME_NONE;
+}
+
+uint64_t choice_count() { return choices_made.load(); }
 
 const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
   return p.whole_rows > s.rows ? plan_of_run(p, s) : plan_alone(p, s, bytes);
@@ -291,7 +292,7 @@ const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
 namespace {
 
 const Plan& plan_alone(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
-  const te_gemm_key key = key_of(p, s);
+  const PlanKey key{key_of(p, s), 0};
   const std::lock_guard<std::mutex> lock(mutex());
   Entry& entry = entries()[key];
   if (entry.chosen != nullptr && entry.chosen->workspace_bytes <= bytes) {
@@ -299,11 +300,11 @@ const Plan& plan_alone(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
     return *entry.chosen;
   }
   te_note_path("cuBLASLt, its heuristic's first algorithm", "te.tune(module, *sample) may find a faster one");
-  if (entry.heuristic == nullptr) {
+  if (entry.unasked == nullptr) {
     const cublasLtMatmulHeuristicResult_t first = ranked(p, 1).front();
-    entry.heuristic = plan_with(p, first.algo, first.workspaceSize).release();
+    entry.unasked = plan_with(p, first.algo, first.workspaceSize).release();
   }
-  return *entry.heuristic;
+  return *entry.unasked;
 }
 
 }  // namespace
@@ -332,12 +333,14 @@ void choose(const te_gemm_key* keys, const te_gemm_choice* choices, int32_t coun
   for (int32_t i = 0; i < count; ++i) {
     plans.push_back(plan_chosen("te_gemm_choose", checked_problem_of("te_gemm_choose", keys[i]), choices[i]));
   }
-  for (int32_t i = 0; i < count; ++i) entries()[keys[i]].chosen = plans[size_t(i)].release();
+  for (int32_t i = 0; i < count; ++i) entries()[{keys[i], 0}].chosen = plans[size_t(i)].release();
+  ++choices_made;
 }
 
 void forget_choices() {
   const std::lock_guard<std::mutex> lock(mutex());
   for (auto& [key, entry] : entries()) entry.chosen = nullptr;
+  ++choices_made;
 }
 
 void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const te_gemm_operands& operands, int32_t repeats,

@@ -59,6 +59,8 @@ void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& problem, const Sizes& 
 namespace cuda {
 size_t workspace(const te_gemm_problem& problem, const Sizes& sizes);
 bool takes_runs(const te_gemm_problem& problem, const Sizes& sizes);
+void splits_of(const te_gemm_problem& problem, bool along_depth, const int64_t* counts, int32_t number,
+               uint8_t* splits);
 void run(const te_gemm_problem& problem, const Sizes& sizes, void* workspace, size_t bytes, te_stream stream);
 te_gemm_key key_of(const te_gemm_problem& problem, const Sizes& sizes);
 int32_t candidates(const te_gemm_key& key, int32_t most, te_gemm_choice* choices);

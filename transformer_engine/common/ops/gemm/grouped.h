@@ -59,6 +59,7 @@ void offsets(const Splits& splits, int32_t* offsets, uint32_t* counters);
 namespace cuda {
 void run(const te_grouped_gemm_problem& problem, const Extents& extents, te_stream stream);
 void offsets(const Splits& splits, int32_t* offsets, uint32_t* counters, te_stream stream);
+void write_offsets(const int32_t* values, int32_t count, int32_t* offsets, te_stream stream);  // of the host
 }  // namespace cuda
 
 }  // namespace te::gemm::grouped

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <vector>
 
 #include "core/device.h"
 #include "core/fp8.h"
@@ -199,6 +200,29 @@ te_status te_grouped_offsets(const void* splits, int splits_are_int64, int32_t g
     const te_tensor where{nullptr, 0, 0, 0, TE_INT32, device};
     TE_ON_DEVICE_OF(op, where, grouped::cpu::offsets(s, offsets, counters),
                     grouped::cuda::offsets(s, offsets, counters, stream));
+  });
+}
+
+te_status te_grouped_offsets_of(const int64_t* splits, int32_t groups, int32_t device, int32_t* offsets,
+                                te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    using namespace te::gemm;
+    const char* op = "te_grouped_offsets_of";
+    if (groups < 1) bad_argument(op, "groups", groups, ">= 1");
+    if (splits == nullptr) bad_argument(op, "splits", "NULL", "int64 [groups] on the host");
+    if (offsets == nullptr) bad_argument(op, "offsets", "NULL", "int32 [groups + 1] on `device`");
+    std::vector<int32_t> at(1, 0);
+    at.reserve(size_t(groups) + 1);
+    for (int32_t g = 0; g < groups; ++g) {
+      if (splits[g] < 0) bad_argument(op, "splits", splits[g], ">= 0");
+      const int64_t sum = grouped::add_splits(at.back(), grouped::live_split(splits[g]));
+      if (sum > INT32_MAX) bad_argument(op, "splits", concat("with a sum of at least ", sum), "one below 2^31");
+      at.push_back(int32_t(sum));
+    }
+    const te_tensor where{nullptr, 0, 0, 0, TE_INT32, device};
+    TE_ON_DEVICE_OF(op, where, (void)std::copy(at.begin(), at.end(), offsets),
+                    grouped::cuda::write_offsets(at.data(), groups + 1, offsets, stream));
   });
 }
 

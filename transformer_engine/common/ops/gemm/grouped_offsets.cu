@@ -1,4 +1,7 @@
 // te_grouped_offsets, CUDA path: one warp adds splits up, 32 at a time, since there are some hundred of them at most.
+// te_grouped_offsets_of: the host has added up, a kernel's parameters bring what is to be written.
+#include <algorithm>
+
 #include "core/device.h"
 #include "ops/gemm/grouped.h"
 
@@ -40,11 +43,31 @@ __global__ void offsets_kernel(Splits s, int32_t* offsets, uint32_t* counters) {
   count(counters + 1, before > s.rows ? before - s.rows : 0);
 }
 
+constexpr int kValues = 1000, kWriters = 128;
+struct Values {
+  int32_t* to;
+  int32_t count;
+  int32_t of[kValues];
+};
+
+__global__ void write_kernel(const __grid_constant__ Values values) {
+  for (int i = int(threadIdx.x); i < values.count; i += kWriters) values.to[i] = values.of[i];
+}
+
 }  // namespace
 
 void offsets(const Splits& splits, int32_t* offsets, uint32_t* counters, te_stream stream) {
   offsets_kernel<<<1, kLanes, 0, cudaStream_t(stream)>>>(splits, offsets, counters);
   check_launch("te_grouped_offsets");
+}
+
+void write_offsets(const int32_t* values, int32_t count, int32_t* offsets, te_stream stream) {
+  for (int32_t first = 0; first < count; first += kValues) {
+    Values part{offsets + first, std::min(count - first, kValues), {}};
+    std::copy_n(values + first, part.count, part.of);
+    write_kernel<<<1, kWriters, 0, cudaStream_t(stream)>>>(part);
+    check_launch("te_grouped_offsets_of");
+  }
 }
 
 }  // namespace te::gemm::grouped::cuda

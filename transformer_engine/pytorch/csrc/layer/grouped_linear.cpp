@@ -1,5 +1,9 @@
 // grouped_linear: a layer with a weight for each group of rows. Schemas and the Python entry.
+#include <ATen/autocast_mode.h>
+
 #include "faces.h"
+#include "gemm_grouped.h"
+#include "gemm_list_fp8.h"
 #include "gemm_path.h"
 #include "op_faces.h"
 #include "products_device.h"
@@ -88,6 +92,26 @@ bool by_host(at::ArrayRef<Quantization> quantizations, size_t groups) {
   return quantizations.empty() || device_refuses(quantizations, groups) != nullptr || cpu_products_by_loop();
 }
 
+// Offsets of a list's groups where these, in FP8, are computed as those that the device alone knows: by kernels for all
+// of them, to the bits of products of each group.
+void put_at_once(Grouping& grouping, const Tensor& x, const std::vector<Tensor>& weights,
+                 const std::vector<Tensor>& biases, const GroupedHandles& handles) {
+  if (grouping.quantizations.empty() || device_refuses(grouping.quantizations, weights.size()) != nullptr) return;
+  if (must_dispatch({&x}) || x.dim() == 0 || weights[0].dim() != 2 || x.size(-1) != weights[0].size(1)) return;
+  for (const Quantized& own : handles.own_weights) {
+    if (own.scaling != TE_SCALING_BLOCK_2D || own.e5m2) return;
+  }
+  const auto device = x.device().type();
+  const at::ScalarType dtype =
+      at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
+  BlockPlan plan = blocks_by_list({x.device(), dtype, weights[0].size(0), weights[0].size(1), !biases.empty(),
+                                   handles.sink != nullptr, *grouping.quantizations[0], grouping.splits});
+  if (!plan.at_once) return;
+  grouping.offsets = grouped_offsets_of(grouping.splits, x);
+  grouping.fprop_each = std::move(plan.fprop);
+  grouping.dgrad_each = std::move(plan.dgrad);
+}
+
 Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                       const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input,
                       const GroupedHandles& handles) {
@@ -110,6 +134,7 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
       for (size_t i = 0; i < weights.size(); ++i) grouping.splits[i] = at[i + 1] - at[i];
       grouping.offsets = Tensor();
     }
+    if (!offsets.has_value()) put_at_once(grouping, x, weights, biases, handles);
     stage.products = grouped_products(std::move(grouping));
     stage.sink = handles.sink;
     for (const Quantized& weight : handles.own_weights) call.own_weights[0].push_back({{}, weight});

@@ -65,14 +65,14 @@ class TE_EXPORT Products {
                             const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
     return into.copy_(fprop(route, x, rows, w, like, split));
   }
-  // Whether there is such a product, for all rows of this operand (undefined: of those that it stands for).
-  virtual bool takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
-                          bool split) const {
-    return false;
-  }
   virtual Tensor dgrad_into(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w,
                             const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
     return into.copy_(dgrad(route, dy, rows, w, like, split));
+  }
+  // Whether there are such products, for all rows of this operand (undefined: of those that it stands for).
+  virtual bool takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
+                          bool split) const {
+    return false;
   }
   // dx[..., K] of dy[..., N].
   virtual Tensor dgrad(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w, const Tensor& like,

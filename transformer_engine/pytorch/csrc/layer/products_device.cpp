@@ -1,16 +1,23 @@
 // See products_device.h.
 #include "products_device.h"
 
-#include <algorithm>
+#include <ATen/ops/stack.h>
 
+#include <algorithm>
+#include <map>
+
+#include "gemm.h"
 #include "gemm_fp8.h"
 #include "gemm_grouped.h"
 #include "gemm_grouped_fp8.h"
 #include "quantize_grouped.h"
+#include "rows_view.h"
 
 namespace te_torch::layer {
 
 namespace {
+
+constexpr int64_t kPanelRows = 128;
 
 int64_t code_of(const Quantized& q) { return fp8_code(q.scaling, q.e5m2); }
 
@@ -22,20 +29,40 @@ Tensor plain_rows(const Route& route, const Operand& t, const Tensor& offsets, a
   return grouped_dequantize(t.fp8.rowwise, t.fp8.rowwise_scale_inv, offsets, t.fp8.e5m2, dtype);
 }
 
+// Said by te.explain of products of groups that the host knows too.
+const char* why_of(bool listed) { return listed ? "a list of small groups: one launch for all" : nullptr; }
+
+// What becomes of each target (te::grouped_wgrad_accumulate's `how`), in one call; listed: of those that share memory
+// one in a call, in the order of the groups.
+std::vector<std::vector<int64_t>> rounds_of(at::ArrayRef<WeightTarget> targets, bool listed) {
+  std::vector<std::vector<int64_t>> rounds(1, std::vector<int64_t>(targets.size(), -1));
+  std::map<const void*, size_t> met;
+  for (size_t g = 0; g < targets.size(); ++g) {
+    if (!targets[g].out.defined()) continue;
+    const size_t round = listed ? met[targets[g].out.const_data_ptr()]++ : 0;
+    if (round == rounds.size()) rounds.emplace_back(targets.size(), -1);
+    rounds[round][g] = targets[g].overwrite ? 1 : 0;
+  }
+  return rounds;
+}
+
 Tensor sums_of(const Route& route, const Tensor& dy, const Tensor& offsets, bool as_quantized) {
   return route.call<grouped_sums>("te::grouped_sums", matrix_of(dy), offsets, as_quantized);
 }
 
 class DeviceWeightProduct final : public WeightProduct {
  public:
-  DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype)
+  // splits: where the host knows the groups, whose targets may share memory.
+  DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype, std::vector<int64_t> splits)
       : dy_(std::move(gradient.dy)),
         x_(std::move(x)),
         dbias_(std::move(gradient.dbias)),
         offsets_(std::move(offsets)),
-        dtype_(dtype) {}
+        dtype_(dtype),
+        splits_(std::move(splits)) {}
 
   WeightGrads compute(const Route& route, bool with_bias) const override {
+    const probe::Because because(why_of(listed()));
     WeightGrads grads;
     const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(route) : plain_gradients(route);
     grads.weights.assign(weights.begin(), weights.end());
@@ -44,25 +71,9 @@ class DeviceWeightProduct final : public WeightProduct {
   }
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
-    std::vector<Tensor> list;
-    std::vector<int64_t> how;
-    for (const WeightTarget& target : targets) {
-      how.push_back(!target.out.defined() ? -1 : target.overwrite ? 1 : 0);
-      if (target.out.defined()) list.push_back(target.out);
-    }
     const Tensor& read = dy_.quantized() ? dy_.fp8.columnwise : dy_.plain;
     const Route route = must_dispatch({&read}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
-    const at::TensorList outs(list);
-    const at::ArrayRef<int64_t> numbers(how);
-    if (in_fp8()) {
-      const Quantized &dy = dy_.fp8, &x = x_.fp8;
-      route.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
-                                               dy.columnwise_scale_inv, code_of(dy), x.columnwise,
-                                               x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
-    } else {
-      route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
-                                           plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
-    }
+    each_is_added(targets) ? add_each(targets) : add_together(route, targets);
     if (!with_bias) return {};
     const Sums rows = each_row(route, sums(route));
     return {rows.begin(), rows.end()};
@@ -79,6 +90,51 @@ class DeviceWeightProduct final : public WeightProduct {
   size_t matrices() const override { return size_t(offsets_.size(0) - 1); }
 
  private:
+  void add_together(const Route& route, at::ArrayRef<WeightTarget> targets) const {
+    const probe::Because because(why_of(listed()));
+    for (const std::vector<int64_t>& how : rounds_of(targets, listed())) {
+      std::vector<Tensor> list;
+      for (size_t g = 0; g < how.size(); ++g) {
+        if (how[g] >= 0) list.push_back(targets[g].out);
+      }
+      const at::TensorList outs(list);
+      const at::ArrayRef<int64_t> numbers(how);
+      if (in_fp8()) {
+        const Quantized &dy = dy_.fp8, &x = x_.fp8;
+        route.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
+                                                 dy.columnwise_scale_inv, code_of(dy), x.columnwise,
+                                                 x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
+      } else {
+        route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
+                                             plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
+      }
+    }
+  }
+  // A product of a group of its own is rounded before it is added to 16 bits; the kernels' is not.
+  bool each_is_added(at::ArrayRef<WeightTarget> targets) const {
+    return listed() && in_fp8() && std::any_of(targets.begin(), targets.end(), [](const WeightTarget& target) {
+             return target.out.defined() && !target.overwrite && target.out.scalar_type() != at::kFloat;
+           });
+  }
+  void add_each(at::ArrayRef<WeightTarget> targets) const {
+    int64_t panel = 0;
+    for (size_t g = 0; g < splits_.size(); ++g) {
+      const Rows panels{panel, (splits_[g] + kPanelRows - 1) / kPanelRows};
+      const auto columns = [&](const Operand& all) { return Operand{{}, columns_of(all.fp8, panels, splits_[g])}; };
+      MatrixProduct(columns(dy_), columns(x_), {}, dtype_, true).accumulate(targets.slice(g, 1), false);
+      panel += panels.count;
+    }
+  }
+  // The columnwise data of one group, of its panels.
+  static Quantized columns_of(const Quantized& all, const Rows& panels, int64_t rows) {
+    const int64_t features = all.columnwise.size(1);
+    const Tensor own = all.columnwise.narrow(0, panels.first, panels.count).permute({1, 0, 2});
+    Quantized one{all.scaling, all.e5m2, {}, {}, {}, {}};
+    one.columnwise = own.reshape({features, panels.count * kPanelRows}).narrow(1, 0, rows);
+    one.columnwise_scale_inv = all.columnwise_scale_inv.narrow(0, panels.first, panels.count);
+    return one;
+  }
+  bool listed() const { return !splits_.empty(); }
   bool in_fp8() const { return dy_.quantized() && x_.quantized(); }
   Tensor sums(const Route& route) const {
     return dbias_.defined() ? dbias_ : sums_of(route, dy_.plain, offsets_, false);
@@ -101,6 +157,7 @@ class DeviceWeightProduct final : public WeightProduct {
   Operand dy_, x_;
   Tensor dbias_, offsets_;  // dbias: summed already, where dy is FP8 and a bias wants a gradient
   at::ScalarType dtype_;
+  std::vector<int64_t> splits_;
 };
 
 // One direction of the weights, as lists of data and of scales.
@@ -138,7 +195,7 @@ class DeviceGroups final : public Products {
       return pass == Pass::kFprop ? &q->x : gradient_quantizer(q.get(), directions);
     };
     if (quantizer_of(grouping_.quantizations[0]) == nullptr) return {t, {}};
-    if (dbias != nullptr) *dbias = sums_of(route, t, grouping_.offsets, true);
+    if (dbias != nullptr) *dbias = sums_as_quantized(route, t);
     if (!directions.rowwise && !directions.columnwise) return {t, {}};
     const Tensor rows = matrix_of(t);
     c10::SmallVector<const Quantizer*, 8> quantizers;
@@ -163,20 +220,25 @@ class DeviceGroups final : public Products {
 
   Tensor fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
+    const probe::Because because(why_of(listed()));
     check_apart(grouping_.out, "out", x);
     const Tensor &offsets = grouping_.offsets, &out = grouping_.out;
     if (x.quantized() && all_quantized(w)) {
       const WeightLists lists(w, false, x.fp8);
       const at::TensorList data(lists.data), scales(lists.scales);
       const Tensor &rows = x.fp8.rowwise, &scale_inv = x.fp8.rowwise_scale_inv;
+      Tensor y = out;
       if (!out.defined()) {
-        return with_rows_of(route.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8),
-                                                          data, scales, w.biases, offsets, like.scalar_type()),
-                            like);
+        y = route.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
+                                          w.biases, offsets, like.scalar_type());
+      } else {
+        Direct::call<grouped_fp8_fprop_into>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
+                                             w.biases, offsets, out);
       }
-      Direct::call<grouped_fp8_fprop_into>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
-                                           w.biases, offsets, out);
-      return result_in(out, like);
+      for_each(grouping_.fprop_each, x, y, [&](size_t g, const Operand& part, const Tensor& into) {
+        fprop_of(route, part, w.weights[g], w.bias(g), into, true, into);
+      });
+      return out.defined() ? result_in(out, like) : with_rows_of(y, like);
     }
     const std::vector<Tensor> weights = plain_weights(route, w, like.scalar_type());
     const Tensor rows = plain_rows(route, x, offsets, like.scalar_type());
@@ -190,20 +252,25 @@ class DeviceGroups final : public Products {
 
   Tensor dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
+    const probe::Because because(why_of(listed()));
     check_apart(grouping_.dgrad_out, "dgrad_out", dy);
     const Tensor &offsets = grouping_.offsets, &out = grouping_.dgrad_out;
     if (dy.quantized() && all_quantized(w)) {
       const WeightLists lists(w, true, dy.fp8);
       const at::TensorList data(lists.data), scales(lists.scales);
       const Tensor &rows = dy.fp8.rowwise, &scale_inv = dy.fp8.rowwise_scale_inv;
+      Tensor dx = out;
       if (!out.defined()) {
-        return with_rows_of(route.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8),
-                                                          data, scales, offsets, like.scalar_type()),
-                            like);
+        dx = route.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
+                                           offsets, like.scalar_type());
+      } else {
+        Direct::call<grouped_fp8_dgrad_into>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
+                                             offsets, out);
       }
-      Direct::call<grouped_fp8_dgrad_into>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
-                                           offsets, out);
-      return result_in(out, like);
+      for_each(grouping_.dgrad_each, dy, dx, [&](size_t g, const Operand& part, const Tensor& into) {
+        dgrad_of(route, part, w.weights[g], into, true, into);
+      });
+      return out.defined() ? result_in(out, like) : with_rows_of(dx, like);
     }
     const std::vector<Tensor> weights = plain_weights(route, w, like.scalar_type());
     const Tensor rows = plain_rows(route, dy, offsets, like.scalar_type());
@@ -216,14 +283,39 @@ class DeviceGroups final : public Products {
 
   std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType dtype,
                                                 bool) const override {
-    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype);
+    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype,
+                                                 grouping_.splits);
   }
 
   Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
+    if (listed() && !made.defined()) return column_sums_of(route, dy, rows_of_groups(grouping_.splits));
     return each_row(route, made.defined() ? made : sums_of(route, dy, grouping_.offsets, false));
   }
 
  private:
+  bool listed() const { return !grouping_.splits.empty(); }
+  // Where the host knows the groups, in the order in which a layer of each group's own sums.
+  Tensor sums_as_quantized(const Route& route, const Tensor& t) const {
+    if (!listed()) return sums_of(route, t, grouping_.offsets, true);
+    const Tensor rows = matrix_of(t);
+    const Quantizer* summing = gradient_quantizer(grouping_.quantizations[0].get(), {});
+    std::vector<Tensor> sums;
+    for (const Rows& group : rows_of_groups(grouping_.splits)) {
+      operand_of(route, summing, rows_of_matrix(route, rows, group), {}, &sums.emplace_back());
+    }
+    return at::stack(sums);
+  }
+  // product(group, its operand, its rows of the result) of those that are left to products of their own, which write
+  // over what the kernel made of them.
+  template <class Product>
+  void for_each(const std::vector<uint8_t>& marks, const Operand& t, const Tensor& d, Product&& product) const {
+    if (std::find(marks.begin(), marks.end(), 1) == marks.end()) return;
+    const OneWorkspace for_all;
+    const auto groups = rows_of_groups(grouping_.splits);
+    for (size_t g = 0; g < marks.size(); ++g) {
+      if (marks[g] != 0) product(g, rows_of(t, groups[g]), rows_view(d, groups[g].first, groups[g].count));
+    }
+  }
   static bool all_quantized(const WeightSet& w) {
     return std::all_of(w.weights.begin(), w.weights.end(), [](const Operand& weight) { return weight.quantized(); });
   }

@@ -122,11 +122,8 @@ class GroupedWeightProduct final : public WeightProduct {
 
 class HostGroups final : public Products {
  public:
-  explicit HostGroups(Grouping grouping) : grouping_(std::move(grouping)) {
-    for (const int64_t count : grouping_.splits) {
-      groups_.push_back({total_, count});
-      total_ += count;
-    }
+  explicit HostGroups(Grouping grouping) : grouping_(std::move(grouping)), groups_(rows_of_groups(grouping_.splits)) {
+    if (!groups_.empty()) total_ = groups_.back().first + groups_.back().count;
   }
 
   const ProductQuantization* quantization(const ProductQuantization* all, size_t i) const override {
@@ -159,11 +156,7 @@ class HostGroups final : public Products {
   }
 
   Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
-    if (made.defined()) return each_row(route, made);
-    Sums sums;
-    const Tensor rows = matrix_of(dy);
-    for (size_t i = 0; i < groups_.size(); ++i) sums.push_back(column_sums(part_of(route, rows, i)));
-    return sums;
+    return made.defined() ? each_row(route, made) : column_sums_of(route, dy, groups_);
   }
 
   Tensor fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
@@ -260,6 +253,23 @@ class HostGroups final : public Products {
 };
 
 }  // namespace
+
+c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits) {
+  c10::SmallVector<Rows, 8> groups;
+  int64_t first = 0;
+  for (const int64_t count : splits) {
+    groups.push_back({first, count});
+    first += count;
+  }
+  return groups;
+}
+
+Sums column_sums_of(const Route& route, const Tensor& dy, at::ArrayRef<Rows> groups) {
+  Sums sums;
+  const Tensor matrix = matrix_of(dy);
+  for (const Rows& rows : groups) sums.push_back(column_sums(rows_of_matrix(route, matrix, rows)));
+  return sums;
+}
 
 void check_apart(const Tensor& given, const char* argument, const Operand& read) {
   for (const Operand& group : read.groups) check_apart(given, argument, group);
