@@ -84,8 +84,9 @@ typedef struct te_grouped_gemm_problem {
 TE_API te_status te_grouped_gemm(const te_grouped_gemm_problem* problem, te_stream stream);
 
 /* From now on, in the whole process, te_grouped_gemm takes at most so many SMs of a GPU (two at least); 0: all. For who
- * leaves some to others, and for tests: the bits are the same. A call that was captured keeps what it was captured
- * with. Errors: TE_INVALID_ARGUMENT for a negative number. */
+ * leaves some to others, and for tests: the bits are the same. The PyTorch extension never calls it; C callers that run
+ * something else beside the products do. A call that was captured keeps what it was captured with. Errors:
+ * TE_INVALID_ARGUMENT for a negative number. */
 TE_API te_status te_grouped_gemm_sms(int32_t most);
 
 /* offsets [groups + 1] from splits [groups], int32 or int64, both on `device` (TE_DEVICE_CPU or a CUDA ordinal):
