@@ -202,7 +202,8 @@ RunsOf::~RunsOf() { runs_of = outer_; }
 
 bool runs_like_the_whole(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
                          int64_t rows) {
-  te_gemm_problem p = problem_of(a, folded(b), layout_of(layout), bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE);
+  const Tensor left = rows_of(a), right = rows_of(b);  // as each run's are brought in
+  te_gemm_problem p = problem_of(left, right, layout_of(layout), bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE);
   if (bias.has_value()) p.bias = view_2d(*bias, "gemm", "bias");
   p.b.rows = rows;
   const int64_t cols = p.layout == TE_GEMM_TN ? p.a.rows : p.a.cols;
