@@ -3,6 +3,8 @@
 // that outlives a choice, a split that is not seen, rows where the depth was meant.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <string>
 #include <utility>
 #include <vector>
@@ -84,6 +86,42 @@ TEST_P(GemmSplits, WhatIsNotSplitHasTheBitsOfOneAccumulator) {
   }
   if (GetParam() != TE_DEVICE_CPU) {
     EXPECT_TRUE(split > 0 && whole > 0) << split << " split, " << whole << " whole";
+  }
+}
+
+// Where device and host splits are compared bit for bit at large shapes (test_grouped_linear.py): nothing is split
+// there.
+TEST_P(GemmSplits, LargeGroupsAreNotSplit) {
+  if (GetParam() == TE_DEVICE_CPU) GTEST_SKIP() << "cuBLASLt's algorithms";
+  struct Large {
+    int64_t groups, rows, n, k;
+  };
+  for (const Large& l : {Large{8, 16384, 28672, 4096}, Large{128, 65536, 1536, 2048}}) {
+    std::vector<int64_t> counts;  // even, and falling as 1 / rank
+    double shares = 0;
+    for (int64_t g = 0; g < l.groups; ++g) shares += 1.0 / double(g + 1);
+    for (int64_t g = 0; g < l.groups; ++g) {
+      counts.push_back(l.rows / l.groups);
+      counts.push_back(int64_t(double(l.rows) / double(g + 1) / shares));
+    }
+    for (const te_gemm_layout layout : {TE_GEMM_TN, TE_GEMM_NN, TE_GEMM_NT}) {
+      Problem<bf16, bf16> p(GetParam(), layout, {16, 16, 16, 0});
+      const auto resized = [](te_tensor& t, int64_t rows, int64_t cols) {
+        t.rows = rows;
+        t.cols = t.row_pitch = cols;
+      };
+      const int64_t depth = layout == TE_GEMM_NN ? l.n : l.k, cols = layout == TE_GEMM_TN ? l.n : l.k;
+      resized(p.problem.a, layout == TE_GEMM_NT ? l.rows : l.n, l.k);
+      resized(p.problem.b, l.rows, layout == TE_GEMM_NT ? l.n : depth);
+      resized(p.problem.d, layout == TE_GEMM_NT ? l.n : l.rows, cols);
+      std::vector<uint8_t> splits(counts.size(), 2);
+      TE_ASSERT_OK(
+          te_gemm_splits(&p.problem, layout == TE_GEMM_NT, counts.data(), int32_t(counts.size()), splits.data()));
+      const auto split = std::count(splits.begin(), splits.end(), 1);
+      std::printf("layout %d, N %lld, K %lld: %lld of %zu groups split\n", int(layout), (long long)l.n, (long long)l.k,
+                  (long long)split, counts.size());
+      EXPECT_EQ(split, 0);
+    }
   }
 }
 

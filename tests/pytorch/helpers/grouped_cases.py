@@ -1,10 +1,13 @@
 # What the suites of GroupedLinear share: a module and a loop of Linears with the same parameters, and their steps. No
 # oracle of the arithmetic is here: a Linear's is proved in its own suite.
+from contextlib import contextmanager
+
 import torch
 from support import assert_same_bits, assert_within
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
+from transformer_engine.pytorch import _C
 
 RECIPES = {
     "none": None,
@@ -63,6 +66,16 @@ def step_of_loop(loop, x, dy, splits, recipe=None):
         outs.append(y)
         grads.append(dx)
     return torch.cat(outs), torch.cat(grads)
+
+
+@contextmanager
+def one_by_one():
+    """Groups of lists are products of their own, cuBLASLt's on a GPU, whatever is faster."""
+    before = _C.set_list_products("each")
+    try:
+        yield
+    finally:
+        _C.set_list_products(before)
 
 
 def assert_same_gradients(ours, loop, ulps=0):

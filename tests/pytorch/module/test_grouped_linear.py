@@ -14,6 +14,7 @@ from grouped_cases import (
     assert_same_gradients,
     build,
     give_main_grads,
+    one_by_one,
     step,
     step_of_loop,
 )
@@ -340,20 +341,24 @@ def test_buffers_are_refused_where_they_cannot_be(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [False, True], ids=["bf16", "blocks"])
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("experts, rows, n, k", [(8, 16384, 28672, 4096), (128, 65536, 1536, 2048)])
-def test_large_groups_have_the_bits_of_lists(experts, rows, n, k, skewed):
-    """Where cuBLASLt does not split the reduction, as it does not at these shapes: one accumulator each, in order."""
+def test_large_groups_have_the_bits_of_lists(experts, rows, n, k, skewed, blocks):
+    """Where cuBLASLt does not split the reduction, as it does not at these shapes (test_gemm_splits prints where): one
+    accumulator each, in order."""
     shares = 1 / torch.arange(1.0, experts + 1) if skewed else torch.ones(experts)
     splits = (rows * shares / shares.sum()).long().tolist()
     splits[0] += rows - sum(splits)
     ours = te.GroupedLinear(experts, k, n, bias=False, params_dtype=torch.bfloat16, device="cuda")
     x, dy = (torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for width in (k, n))
     found = []
-    for how in (splits, torch.tensor(splits, device="cuda")):
-        leaf = x.clone().requires_grad_()
-        y = ours(leaf, how)
-        grads = torch.autograd.grad(y, (leaf, *ours.parameters()), dy)
-        found.append((y.detach(), *grads))
+    with one_by_one():
+        for how in (splits, torch.tensor(splits, device="cuda")):
+            leaf = x.clone().requires_grad_()
+            with te.autocast(enabled=blocks, recipe=RECIPES["block"]() if blocks else None):
+                y = ours(leaf, how)
+            grads = torch.autograd.grad(y, (leaf, *ours.parameters()), dy)
+            found.append((y.detach(), *grads))
     for number, (by_list, by_tensor) in enumerate(zip(*found, strict=True)):
         assert_same_bits(by_tensor, by_list, f"y, dx, and weights' gradients in order: {number}")
