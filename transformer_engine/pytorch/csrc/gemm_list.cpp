@@ -11,8 +11,6 @@ namespace te_torch {
 
 namespace {
 
-constexpr const char* kGrouped = "a list of small groups: one launch for all";
-
 // Matrices whose memory is what they say, row behind row.
 bool is_plain(const Tensor& t, const Tensor& like) {
   return t.dim() == 2 && t.layout() == at::kStrided && t.scalar_type() == like.scalar_type() &&
@@ -69,11 +67,14 @@ std::vector<int64_t> counts_of(at::ArrayRef<Rows> groups) {
 // it, since it adds their elements up in parts; or te_gemm, where that is most of them, or list_refuses().
 struct Plan {
   bool grouped = false;
+  const char* why;  // not grouped
   std::vector<uint8_t> each;
 
   // like: the product of any group.
-  Plan(const GemmList& list, const te_gemm_problem& like, bool along_depth, const std::vector<int64_t>& counts) {
-    if (list_refuses(list) != nullptr) return;
+  Plan(const GemmList& list, const te_gemm_problem& like, bool along_depth, const std::vector<int64_t>& counts)
+      : why(list_refuses(list)) {
+    if (why != nullptr) return;
+    why = "cuBLASLt adds most of the groups' products up in parts, which rounds otherwise";
     each.resize(counts.size());
     check(te_gemm_splits(&like, along_depth ? 1 : 0, counts.data(), int32_t(counts.size()), each.data()));
     leave_groups(counts, each);
@@ -85,7 +86,7 @@ struct Plan {
 }  // namespace
 
 bool rows_by_list(const Tensor& rows, at::ArrayRef<const Tensor*> weights, bool across, at::TensorList biases,
-                  at::ArrayRef<Rows> groups, const Tensor& d) {
+                  at::ArrayRef<Rows> groups, const Tensor& d, const char*& why) {
   if (!is_float(rows) || !has_rows(rows, rows) || !is_dense(d, rows)) return false;
   const int64_t cols = d.size(1), depth = rows.size(1), bytes = int64_t(rows.element_size());
   const te_gemm_epilogue epilogue = biases.empty() ? TE_GEMM_NONE : TE_GEMM_BIAS;
@@ -119,9 +120,12 @@ bool rows_by_list(const Tensor& rows, at::ArrayRef<const Tensor*> weights, bool 
   const GemmPath path =
       gemm_path({rows.is_cpu(), rows.scalar_type(), rows.scalar_type(), false, epilogue, rows.scalar_type()});
   // A recording wants each product by its name.
-  if (!plan.grouped && (probe::active() || !is_ours(path))) return false;
+  if (!plan.grouped && (probe::active() || !is_ours(path))) {
+    why = plan.why;
+    return false;
+  }
   if (plan.grouped) {
-    const probe::Because because(kGrouped);
+    const probe::Because because(kListAtOnce);
     const Tensor offsets = grouped_offsets_of(counts, rows);
     std::vector<Tensor> matrices;
     matrices.reserve(weights.size());
@@ -150,14 +154,14 @@ bool rows_by_list(const Tensor& rows, at::ArrayRef<const Tensor*> weights, bool 
 namespace {
 
 // The weight gradients of a list that are wanted.
-struct Wanted {
+struct ListTargets {
   std::vector<int64_t> counts;  // of each group; 0 where none is wanted
   std::vector<Tensor> outs;
   GemmList list{};
   bool add = false;
 
-  Wanted(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> groups, at::ArrayRef<Tensor> all,
-         const std::vector<bool>& adds) {
+  ListTargets(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> groups, at::ArrayRef<Tensor> all,
+              const std::vector<bool>& adds) {
     list = {view_2d(x, "gemm", "a").device, one_gpu_reads(x) && one_gpu_reads(dy), 0, 0};
     std::vector<const void*> starts;
     for (size_t g = 0; g < groups.size(); ++g) {
@@ -181,7 +185,7 @@ struct Wanted {
 }  // namespace
 
 bool weights_by_list(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> groups, at::ArrayRef<Tensor> outs,
-                     const std::vector<bool>& add, at::ArrayRef<Tensor> sums) {
+                     const std::vector<bool>& add, at::ArrayRef<Tensor> sums, const char*& why) {
   if (!is_float(x) || !has_rows(x, x) || !has_rows(dy, x) || dy.size(0) != x.size(0)) return false;
   const int64_t n = dy.size(1), k = x.size(1), bytes = int64_t(x.element_size());
   const te_gemm_epilogue epilogue = sums.empty() ? TE_GEMM_NONE : TE_GEMM_BGRAD;
@@ -207,7 +211,7 @@ bool weights_by_list(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> group
   }
   const te_tensor a = view_2d(x, "gemm", "a"), b = view_2d(dy, "gemm", "b");
   te_gemm_problem p = problem_of(TE_GEMM_NT, epilogue);
-  const Wanted wanted(dy, x, groups, outs, add);
+  const ListTargets wanted(dy, x, groups, outs, add);
   p.a = a;
   p.b = b;
   p.accumulate = wanted.add ? 1 : 0;
@@ -215,9 +219,12 @@ bool weights_by_list(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> group
   GemmList list = wanted.list;
   list.readable = list.readable && sums.empty();  // sums are the epilogue's
   const Plan plan(list, p, true, wanted.counts);
-  if (!plan.grouped && (probe::active() || !ours)) return false;
+  if (!plan.grouped && (probe::active() || !ours)) {
+    why = plan.why;
+    return false;
+  }
   if (plan.grouped) {
-    const probe::Because because(kGrouped);
+    const probe::Because because(kListAtOnce);
     std::vector<int64_t> how;
     std::vector<Tensor> results;
     for (size_t g = 0; g < groups.size(); ++g) {

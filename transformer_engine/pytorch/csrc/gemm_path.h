@@ -55,6 +55,9 @@ inline int64_t result_tiles(int64_t rows, int64_t cols) { return (rows + 127) / 
 // Null: the grouped kernel may compute the list at once. Else why each group's product is computed for itself.
 const char* list_refuses(const GemmList& list);
 
+// Said by te.explain of the launches that do.
+inline constexpr const char* kListAtOnce = "a list of small groups: one launch for all";
+
 // Marks groups that a list's grouped kernel leaves to products of their own, as set_list_products() asks for.
 void leave_groups(const std::vector<int64_t>& counts, std::vector<uint8_t>& each);
 

@@ -10,6 +10,7 @@
 #include "gemm_fp8.h"
 #include "gemm_grouped.h"
 #include "gemm_grouped_fp8.h"
+#include "gemm_path.h"
 #include "quantize_grouped.h"
 #include "rows_view.h"
 
@@ -30,7 +31,7 @@ Tensor plain_rows(const Route& route, const Operand& t, const Tensor& offsets, a
 }
 
 // Said by te.explain of products of groups that the host knows too.
-const char* why_of(bool listed) { return listed ? "a list of small groups: one launch for all" : nullptr; }
+const char* why_of(bool listed) { return listed ? kListAtOnce : nullptr; }
 
 // What becomes of each target (te::grouped_wgrad_accumulate's `how`), in one call; listed: of those that share memory
 // one in a call, in the order of the groups.

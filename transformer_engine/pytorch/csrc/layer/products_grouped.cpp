@@ -6,8 +6,11 @@
 #include <ATen/ops/stack.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <optional>
+
 #include "gemm.h"
 #include "gemm_list.h"
+#include "probe.h"
 #include "products_device.h"
 #include "rows_view.h"
 
@@ -20,6 +23,20 @@ void follow(const Tensor& view, const Tensor& base) {
   if (view.is_inference() || base.is_inference()) return;
   torch::autograd::impl::set_version_counter(view, torch::autograd::impl::version_counter(base));
 }
+
+constexpr const char* kFp8OneByOne =
+    "FP8 groups of a list go one by one, but for small ones in blocks with scales of powers of 2";
+
+// Why te.explain finds a product for each group, where there is a word of it.
+class ListOneByOne {
+ public:
+  explicit ListOneByOne(const char* why) {
+    if (why != nullptr && probe::active()) told_.emplace(why);
+  }
+
+ private:
+  std::optional<probe::Because> told_;
+};
 
 // Of one whose plain rows are a matrix. A group alone was kept without being one of several.
 Operand part_of(const Route& route, const Operand& t, at::ArrayRef<Rows> groups, size_t i) {
@@ -44,16 +61,18 @@ class GroupedWeightProduct final : public WeightProduct {
 
   WeightGrads compute(const Route& route, bool with_bias) const override {
     WeightGrads all;
+    const char* why = each_of_fp8();
     if (by_list(route)) {
       const int64_t n = dy_.plain.size(1);
       const std::vector<Tensor> weights = new_matrices(matrices(), n, x_.plain.size(1), x_.plain.options());
       const std::vector<Tensor> biases = new_sums(with_bias);
-      if (weights_by_list(dy_.plain, x_.plain, groups_, weights, std::vector<bool>(matrices()), biases)) {
+      if (weights_by_list(dy_.plain, x_.plain, groups_, weights, std::vector<bool>(matrices()), biases, why)) {
         all.weights.assign(weights.begin(), weights.end());
         all.biases = with_bias ? Sums(biases.begin(), biases.end()) : Sums(matrices());
         return all;
       }
     }
+    const ListOneByOne told(why);
     const OneWorkspace for_all;
     for (size_t i = 0; i < matrices(); ++i) {
       WeightGrads one = product(route, i).compute(route, with_bias);
@@ -66,6 +85,7 @@ class GroupedWeightProduct final : public WeightProduct {
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
     TORCH_INTERNAL_ASSERT(targets.size() == matrices());
     const Route route = must_dispatch({first_read()}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
+    const char* why = each_of_fp8();
     if (by_list(route)) {
       std::vector<Tensor> outs;
       std::vector<bool> add;
@@ -74,11 +94,12 @@ class GroupedWeightProduct final : public WeightProduct {
         add.push_back(!target.overwrite);
       }
       std::vector<Tensor> biases = new_sums(with_bias);
-      if (weights_by_list(dy_.plain, x_.plain, groups_, outs, add, biases)) {
+      if (weights_by_list(dy_.plain, x_.plain, groups_, outs, add, biases, why)) {
         for (const Tensor& out : outs) note_written(out);
         return biases;
       }
     }
+    const ListOneByOne told(why);
     std::vector<Tensor> sums;
     const OneWorkspace for_all;
     for (size_t i = 0; i < matrices(); ++i) {
@@ -104,6 +125,7 @@ class GroupedWeightProduct final : public WeightProduct {
     for (Tensor& row : rows) row = row_view(row, 0);
     return rows;
   }
+  const char* each_of_fp8() const { return dy_.groups.empty() && x_.groups.empty() ? nullptr : kFp8OneByOne; }
   const Tensor* first_read() const {
     const Operand& one = dy_.groups.empty() ? dy_ : dy_.groups[0];
     return one.quantized() ? &one.fp8.columnwise : &one.plain;
@@ -207,14 +229,16 @@ class HostGroups final : public Products {
   }
   Operand part_of(const Route& route, const Operand& t, size_t i) const { return layer::part_of(route, t, groups_, i); }
 
-  bool by_list(const Operand& rows, const WeightSet& w, bool across, const Tensor& like, const Tensor& d) const {
+  bool by_list(const Operand& rows, const WeightSet& w, bool across, const Tensor& like, const Tensor& d,
+               const char*& why) const {
+    if (!rows.groups.empty()) why = kFp8OneByOne;
     if (rows.quantized() || groups_.empty() || like.scalar_type() != d.scalar_type()) return false;
     c10::SmallVector<const Tensor*, 8> weights;
     for (const Operand& weight : w.weights) {
       if (weight.quantized()) return false;
       weights.push_back(&weight.plain);
     }
-    return rows_by_list(rows.plain, weights, across, across ? at::TensorList() : w.biases, groups_, d);
+    return rows_by_list(rows.plain, weights, across, across ? at::TensorList() : w.biases, groups_, d, why);
   }
 
   // product(operand, group, like, into) of each group: [rows, last].
@@ -238,7 +262,9 @@ class HostGroups final : public Products {
       d = like.new_empty_symint({all.sym_size(0), last});
       d.narrow_symint(0, total_, beyond).zero_();
     }
-    if (!by_list(rows, w, across, like, d)) {
+    const char* why = nullptr;
+    if (!by_list(rows, w, across, like, d, why)) {
+      const ListOneByOne told(why);
       const OneWorkspace for_all;
       for (size_t i = 0; i < groups_.size(); ++i) {
         product(part_of(route, rows, i), i, part_of(route, all, i), part_of(route, d, i));
