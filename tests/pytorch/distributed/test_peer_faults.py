@@ -63,8 +63,8 @@ def test_a_rank_that_is_late_now_and_then(tmp_path):
 
 @pytest.mark.parametrize("name", ["dies_while_memory_grows"] + ([] if on_cuda() else ["dies_with_memory_made"]))
 def test_a_rank_dies_while_memory_grows(tmp_path, name):
-    """Nothing is left of a channel's memory, which no directory has a name for; on CUDA a failed channel may outlive its
-    group, for streams that have not ended. Mutants: meetings that are kept, descriptors that stay open."""
+    """Nothing is left of a channel's memory, which no directory has a name for; on CUDA a failed channel may outlive
+    its group, for streams that have not ended. Mutants: meetings that are kept, descriptors that stay open."""
     each = workers.starts(name, tmp_path, 2, 30)
     met = workers.ends(each, tmp_path)
     when = float((tmp_path / "when").read_text())
