@@ -38,6 +38,7 @@ def test_a_rank_is_stopped(tmp_path):
     met = workers.ends(each, tmp_path)
     assert met[0]["peer"] == 1 and "late" in met[0]["words"] and 2 < met[0]["when"] - began < 6, met[0]
     assert met[0]["nan"] and met[1]["rank"] == 0 and "late" in met[1]["words"], met
+    assert met[0]["again"] == met[1]["again"] == [], "both go on in a new group"
 
 
 @pytest.mark.parametrize(
@@ -62,10 +63,11 @@ def test_a_rank_that_is_late_now_and_then(tmp_path):
 
 @pytest.mark.parametrize("name", ["dies_while_memory_grows"] + ([] if on_cuda() else ["dies_with_memory_made"]))
 def test_a_rank_dies_while_memory_grows(tmp_path, name):
-    before = set(os.listdir("/dev/shm"))
+    """Nothing is left of a channel's memory, which no directory has a name for; on CUDA a failed channel may outlive
+    its group, for streams that have not ended. Mutants: meetings that are kept, descriptors that stay open."""
     each = workers.starts(name, tmp_path, 2, 30)
     met = workers.ends(each, tmp_path)
     when = float((tmp_path / "when").read_text())
     assert met[0]["peer"] == 1 and "dead" in met[0]["words"] and met[0]["when"] - when < 2, met
-    left = set(os.listdir("/dev/shm")) - before
-    assert not [path for path in left if "te_peer" in path], left
+    (maps, opened), (left, left_open) = met[0]["alive"], met[0]["left"]
+    assert maps > 0 and opened == left_open == 0 and (left == 0 or on_cuda()), met[0]

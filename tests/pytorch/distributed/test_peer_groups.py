@@ -15,8 +15,11 @@ pytestmark = [
 
 
 def test_groups_that_come_and_go_leave_nothing():
+    """Mutants: meetings that are kept, descriptors that stay open."""
     for found in as_peers(workers.groups_that_come_and_go):
-        assert found[1] == found[0] == found[2] and found[0][1] == 0, found
+        for (maps, descriptors), left, threads in found:
+            assert maps > 1 and descriptors == 0, found
+            assert left == (0, 0) and threads == found[0][2], found
 
 
 def test_a_module_follows_its_group(tmp_path):
@@ -28,7 +31,8 @@ def test_a_module_follows_its_group(tmp_path):
 @pytest.mark.parametrize("when", [1, 2])
 def test_a_rank_without_space_tells_the_others(when):
     before = time.monotonic()
-    for words, left in as_peers(workers.no_space, when):
+    for words, (failed, sound, left) in as_peers(workers.no_space, when):
         assert "rank 0 got" in words and "No space left" in words, words
-        assert not left
+        assert failed == (when - 1, 0), "the words of the channel alone, where there is one"
+        assert sound[0] > 1 and sound[1] == 0 and left == (0, 0), (sound, left)
     assert time.monotonic() - before < 60

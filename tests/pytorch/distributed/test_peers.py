@@ -3,6 +3,7 @@
 # common/ops/comm/peer.cpp: a wait left out, a run before its rows, a word that is not put back, partials in the order
 # in which they arrive, turn these red.
 import re
+from types import SimpleNamespace
 
 import parallel_workers
 import peer_graph_workers as graph_workers
@@ -10,6 +11,9 @@ import peer_workers as workers
 import pytest
 import torch
 from ranks import as_peers
+from support import refused
+
+from transformer_engine.pytorch.distributed import peer
 
 pytestmark = pytest.mark.dist
 
@@ -122,6 +126,37 @@ def test_auto_says_that_a_device_was_not_measured():
         for rows in found.values():
             whys = {why for op, _, why in rows if op.startswith("group")}
             assert whys and all("no measured costs for this device" in why for why in whys), rows
+
+
+def test_ranks_that_do_not_reach_each_other():
+    """Mutants: places that are not compared; "auto" that raises too (parallel.py)."""
+    reason = "do not reach each other's memory: they are not on one machine"
+    for raised, memory, wrong, found in as_peers(workers.out_of_reach, {**SLOW, "link_bytes_per_us": 100}):
+        assert len(raised) == 6 and memory == (0, 0), (raised, memory)
+        for words in raised:
+            assert reason in words and "argument 'tp_overlap' is 'chunked'" in words and "use 'auto' or 'off'" in words
+        assert not wrong, "\n".join(wrong[:8])
+        for rows in found.values():
+            group = [(path, why) for op, path, why in rows if op.startswith("group")]
+            assert group and {path for path, _ in group} == {"process group, serial"}, rows
+            assert all(reason in why and "chunked" not in why for _, why in group), rows
+
+
+@pytest.mark.parametrize("multicast", [0, 4096])
+def test_memory_with_multicast_is_refused(multicast, monkeypatch):
+    """As torch would hand it out where its environment does not say otherwise."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    handle = SimpleNamespace(multicast_ptr=multicast, buffer_ptrs=(1, 2))
+    monkeypatch.setattr(symm_mem, "empty", lambda size, **options: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(symm_mem, "rendezvous", lambda memory, group: handle)
+    meeting = SimpleNamespace(op="Linear", group="a group", device=torch.device("cpu"))
+    if multicast:
+        with refused(RuntimeError, "Linear", "'a group'", "multicast", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "'off'"):
+            peer._Meeting._grow_symmetric(meeting, 64)
+    else:
+        memory, addresses, kept = peer._Meeting._grow_symmetric(meeting, 64)
+        assert memory.numel() == 64 and addresses == [1, 2] and kept is handle
 
 
 @pytest.mark.parametrize(

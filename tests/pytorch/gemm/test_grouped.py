@@ -159,18 +159,28 @@ def test_gradients_of_another_dtype_are_refused(device):
 # ---- general_grouped_gemm ----
 
 
+# Who makes operands; `lines`: blocks as of inputs and gradients, else squares as of weights.
+MAKERS = {
+    "plain": None,
+    "current": lambda device, lines: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device),
+    "block": lambda device, lines: te.Float8BlockQuantizer(
+        te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1 if lines else 2
+    ),
+}
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-@pytest.mark.parametrize("quantized", [False, True])
-def test_it_is_a_loop_of_general_gemm(quantized, layout, accumulate, device):
-    dtype = torch.bfloat16
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("held", MAKERS)
+def test_it_is_a_loop_of_general_gemm(held, dtype, layout, accumulate, device):
     x, dy, weights, biases, _ = operands(dtype, device)
     a = list(groups(x)) if layout == "NT" else weights
     b = list(groups(dy if layout != "TN" else x))
-    if quantized:
-        make = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)
-        a, b = [make(t) for t in a], [make(t) for t in b]
-    bias = biases if layout != "NN" and not accumulate else None
+    if MAKERS[held] is not None:
+        makers = [MAKERS[held](device, lines) for lines in (layout == "NT", True)]
+        a, b = ([make(t) for t in operand] for make, operand in zip(makers, (a, b), strict=True))
+    bias = biases if layout != "NN" else None
     options = {"layout": layout, "grad": layout == "NT", "accumulate": accumulate}
     rows = [p.shape[0] for p in groups(x)] if layout != "NT" else [N] * 4
     width = N if layout == "TN" else K

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from peer_workers import example, made
+from peer_workers import example, made, memory_of_channels
 from ranks import on_cuda
 
 from transformer_engine.pytorch import _C, distributed
@@ -111,7 +111,21 @@ def stopped(rank, ranks, folder):
     module, x = behind_sound_steps("row", rank, folder)
     if rank == 1:
         time.sleep(0.5)  # the test stops this process meanwhile
-    note(folder, rank, **meet(module, x))
+    found = meet(module, x)
+    note(folder, rank, **found)  # the test waits for it before it lets the other one go on
+    dist.destroy_process_group()
+    os.environ["TE_COMM_TIMEOUT_S"] = "30"
+    start(folder, (rank, ranks), "another")
+    note(folder, rank, **found, again=wrong_in_a_new_group(rank))
+
+
+def wrong_in_a_new_group(rank):
+    """What differs from the same layer over that group, which goes without a channel."""
+    before = _C.set_cpu_products("loop")
+    x = example("norm", rank, torch.float32, TOKENS)
+    wanted, got = (run(made("norm", overlap, torch.float32), x) for overlap in ("off", "chunked"))
+    _C.set_cpu_products(before)
+    return [name for name, a, b in zip(("y", "dx"), wanted, got) if not torch.equal(a, b)]
 
 
 def other_shapes(rank, ranks, folder):
@@ -163,7 +177,11 @@ def _dies_where_it_says(what, rank, folder):
             return tell(meeting, step, value)
 
         distributed.peer._Meeting._tell = dies
-    note(folder, rank, **meet(module, example("column", rank, torch.float32, 8 * TOKENS)))
+    found = meet(module, example("column", rank, torch.float32, 8 * TOKENS))
+    alive = memory_of_channels()
+    del module
+    dist.destroy_process_group()
+    note(folder, rank, **found, alive=alive, left=memory_of_channels())
 
 
 def dies_while_memory_grows(rank, ranks, folder):

@@ -1,34 +1,28 @@
 # Channels to peers while groups come and go, and where memory cannot be shared. No test here: each worker returns what
 # it found.
-import gc
 import os
 
 import torch
 import torch.distributed as dist
-from peer_workers import example, made, step
+from peer_workers import example, made, memory_of_channels, step
 
 from transformer_engine.pytorch import distributed
 
 TOKENS = 32
 
 
-def shared_memory():
-    """Threads of this process, and files of channels that it maps."""
-    with open("/proc/self/maps") as file:
-        return len(os.listdir("/proc/self/task")), sum("te_peer_" in line for line in file)
-
-
 def groups_that_come_and_go(rank):
-    """Both counts behind each of several groups that were used and destroyed."""
+    """Of each of several groups that are used and destroyed: its memory while it lives, and behind it what is left of
+    that, and threads."""
     found = []
     for _ in range(3):
         group = dist.new_group(list(range(dist.get_world_size())))
         module = made("mlp", "chunked", torch.float32, tp_group=group)
         step(module, example("mlp", rank, torch.float32, TOKENS))
+        alive = memory_of_channels()
         dist.destroy_process_group(group)
         del module, group
-        gc.collect()
-        found.append(shared_memory())
+        found.append((alive, memory_of_channels(), len(os.listdir("/proc/self/task"))))
     return found
 
 
@@ -55,7 +49,8 @@ def another_group_of_the_name(rank, folder):
 
 
 def no_space(rank, when):
-    """What one rank's lack of space says to all, and whether the next call is sound."""
+    """What one rank's lack of space says to all, whether the next call is sound, and the memory of channels: behind the
+    error, behind that call, and behind the group."""
     real, calls = os.posix_fallocate, []
 
     def full(*args):
@@ -65,13 +60,18 @@ def no_space(rank, when):
         return real(*args)
 
     os.posix_fallocate = full
-    module = made("column", "chunked", torch.float32)
+    group = dist.new_group(list(range(dist.get_world_size())))
+    module = made("column", "chunked", torch.float32, tp_group=group)
     x = example("column", rank, torch.float32, TOKENS)
     words = ""
     try:
         step(module, x)
     except RuntimeError as error:
         words = str(error)
+    memory = [memory_of_channels()]
     if when < 3:  # in a backward the forward's call is given up
         step(module, x)
-    return words, [name for name in os.listdir("/dev/shm") if name.startswith("te_peer_")]
+    memory.append(memory_of_channels())
+    dist.destroy_process_group(group)
+    del module, group
+    return words, [*memory, memory_of_channels()]

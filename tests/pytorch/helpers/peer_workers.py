@@ -1,6 +1,8 @@
 # Layers over channels to peers (tp_overlap="chunked") beside the same layers over the group, on each of several ranks
 # (ranks.py starts them). No test here: each worker returns what is wrong, as words.
+import gc
 import itertools
+import os
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from ranks import here, on_cuda
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.distributed import peer
 from transformer_engine.pytorch.distributed.peer import kind_of
 
 # On CUDA large enough that no algorithm splits the reduction. Tokens are a rank's: own rows are more than one tile, and
@@ -55,6 +58,15 @@ def step(module, x, recipe=None):
 
 def different(what, got, wanted):
     return [f"{what}: {key}" for key in wanted if not torch.equal(got[key], wanted[key])]
+
+
+def memory_of_channels():
+    """How often this process maps host memory that channels share, and how many descriptors of it are open."""
+    gc.collect()
+    descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    opened = [os.readlink(path) for path in descriptors if os.path.lexists(path)]
+    with open("/proc/self/maps") as file:
+        return tuple(sum("memfd:te_peer" in line for line in lines) for lines in (file, opened))
 
 
 def same_bits(rank, dtype, recipes=("none",), products="loop"):
@@ -134,6 +146,25 @@ def of_costs(rank, costs):
     _C.lend_comm_costs(kind, None)
     _C.set_cpu_products(products)
     return wrong, paths
+
+
+def out_of_reach(rank, costs):
+    """Where one rank says that it is elsewhere: what "chunked" raises each time; of "auto" with such costs what differs
+    from serial, and (op, path, reason) of a column's calls."""
+    raised = []
+    for where in ("_boot", "_processes"):
+        real = getattr(peer, where)
+        if rank == 1:
+            setattr(peer, where, lambda: "elsewhere")
+        for kind in ("column", "mlp", "column"):
+            try:
+                step(made(kind, "chunked", torch.bfloat16), example(kind, rank, torch.bfloat16, 32))
+            except NotImplementedError as error:
+                raised.append(str(error))
+        setattr(peer, where, real)
+    if rank == 1:
+        peer._boot = lambda: "elsewhere"
+    return raised, memory_of_channels(), *of_costs(rank, costs)
 
 
 def behind_what_is_late(rank):

@@ -26,24 +26,25 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
 from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
 
+# bias, main_grad, and gradients that are left to backward_dw(), each with each.
 OPTIONS = [
-    {"bias": False},
-    {"bias": True},
-    {"bias": True, "fuse_wgrad_accumulation": True},
-    {"bias": False, "fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
-    {"bias": True, "delay_wgrad_compute": True},
+    {"bias": bias, "fuse_wgrad_accumulation": fused, "delay_wgrad_compute": late}
+    for bias, fused, late in itertools.product((False, True), repeat=3)
 ]
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(k for k, v in o.items() if v) or "plain")
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_a_loop_of_linears(dtype, recipe, options, on_device, device):
+@pytest.mark.parametrize("dtype, quantized", [*((dtype, False) for dtype in DTYPES), (torch.bfloat16, True)])
+def test_it_is_a_loop_of_linears(dtype, quantized, recipe, options, on_device, device):
+    """quantized: the weights are FP8 alone."""
+    if quantized and recipe == "none":
+        pytest.skip("no FP8 to hold weights in")
     if on_device and device == "cuda" and (recipe != "none" or dtype is torch.float32):
         pytest.skip("float32 is refused, FP8 is summed otherwise than by cuBLASLt: test_grouped_linear_fp8.py")
-    ours, loop = build(device=device, dtype=dtype, **options)
     made = RECIPES[recipe] and RECIPES[recipe]()
+    ours, loop = build(device=device, dtype=dtype, quantized=made if quantized else None, **options)
     splits = torch.tensor(SPLITS, device=device) if on_device else SPLITS
     if options.get("fuse_wgrad_accumulation"):
         give_main_grads([ours, *loop])

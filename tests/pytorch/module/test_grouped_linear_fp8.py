@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from grouped_cases import RECIPES, SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
-from offload_cases import small as small  # a fixture
 from plain_fp8 import PlainScales, linear
 from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, refused, rounding, saved_tensors
 
@@ -83,20 +82,25 @@ def test_against_float64(recipe, dtype, device):
                 assert state.amax_history[:, column].tolist() == of_expert[name].history, (i, name)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @every_recipe
-def test_one_experts_nan_stays_its_own(recipe, device):
+def test_one_experts_nan_stays_its_own(recipe, value, device):
     ours, _ = build(device=device, dtype=torch.bfloat16)
     x, dy = draw(TOTAL, device)
     splits, fresh = splits_of(SPLITS, device), copy.deepcopy(ours)
     want = step(ours, x, dy, splits, RECIPES[recipe]())
     gradients = [p.grad for p in ours.parameters()]
     bad_x, bad_dy = x.clone(), dy.clone()
-    bad_x[5:135], bad_dy[5:135] = torch.nan, torch.nan
+    bad_x[5:135], bad_dy[5:135] = value, value
     got = step(fresh, bad_x, bad_dy, splits, RECIPES[recipe]())
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a[:5], b[:5])
         assert_same_bits(a[135:], b[135:])
-        assert a[5:135].isnan().any()
+        own = a[5:135]
+        if value == torch.inf:  # it saturates, at a scale of 1 or the one before
+            assert own.isfinite().all() and not torch.equal(own, b[5:135])
+        else:
+            assert not own.isfinite().any()
     for (name, p), g in zip(fresh.named_parameters(), gradients, strict=True):
         if not name.endswith("2"):
             assert_same_bits(p.grad, g, name)
@@ -227,25 +231,6 @@ def test_a_kept_input_gives_the_same_bits(recipe, device):
 
 
 @every_recipe
-def test_what_is_kept_is_panels_and_nothing_for_each_group(recipe, device):
-    rows, features, experts = 4096, 256, 8
-    ours = te.GroupedLinear(experts, features, 64, params_dtype=torch.bfloat16, device=device)
-    x = randn(rows, features, dtype=torch.bfloat16, device=device, requires_grad=True)
-    splits = splits_of([rows // experts] * experts, device)
-    with te.autocast(recipe=RECIPES[recipe]()):
-        plan = te.memory_plan(ours, x, splits)
-        with saved_tensors() as kept:
-            y = ours(x, splits)
-    seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if t.numel()}
-    del y
-    assert plan.kept_bytes + plan.bytes_of("parameter") == sum(seen.values())
-    panels = [row for row in plan.rows if row.name == "linear input"]
-    assert [list(row.shape) for row in panels] == [[(rows - experts) // 128 + experts, features, 128]]
-    weights = sum(row.bytes for row in plan.rows if row.name == "scales") if recipe != "block" else 2**14
-    assert plan.kept_bytes <= 1.04 * (rows + 127 * experts) * features + weights
-
-
-@every_recipe
 def test_two_microbatches_in_flight(recipe, device):
     ours, _ = build(device=device, dtype=torch.bfloat16, delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
     other = copy.deepcopy(ours)
@@ -267,29 +252,6 @@ def test_two_microbatches_in_flight(recipe, device):
     for i in range(4):
         assert_same_bits(getattr(ours, f"weight{i}").main_grad, getattr(other, f"weight{i}").main_grad)
         assert_same_bits(getattr(ours, f"bias{i}").grad, getattr(other, f"bias{i}").grad)
-
-
-@pytest.mark.usefixtures("small")
-@every_recipe
-def test_offloaded(recipe, device):
-    """Panels leave and come back; two layers, of which the first one's do."""
-    layers = [te.GroupedLinear(4, 64, 64, params_dtype=torch.bfloat16, device=device) for _ in range(2)]
-    splits, made = splits_of(SPLITS, device), RECIPES["current" if recipe == "delayed" else recipe]()
-    x = randn(TOTAL, 64, dtype=torch.bfloat16, device=device)
-    results = []
-    for enabled in (False, True):
-        context, sync = te.get_cpu_offload_context(enabled, 1, 2)
-        leaf = x.clone().requires_grad_()
-        y = leaf
-        for layer in layers:
-            layer.zero_grad()
-            with context, te.autocast(recipe=made):
-                y = layer(y, splits)
-            y = sync(y)
-        y.backward(torch.ones_like(y))
-        results.append([y.detach(), leaf.grad, *(p.grad.clone() for layer in layers for p in layer.parameters())])
-    for a, b in zip(*results, strict=True):
-        assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -352,7 +314,7 @@ def test_a_thousand_replays_with_other_splits(recipe):
     sample = (randn(TOTAL, K, dtype=torch.bfloat16, device="cuda", requires_grad=True), splits_of(SPLITS, "cuda"))
     made = RECIPES[recipe] and RECIPES[recipe]()
     graphed = te.make_graphed_callables(twin, sample, enabled=made is not None, recipe=made)
-    held = None
+    held, differing = None, torch.zeros(1000, dtype=torch.int64, device="cuda")  # bytes of each turn
     for turn in range(1000):
         cuts = torch.randint(0, TOTAL + 1, (3,)).sort().values.tolist()
         counts = [b - a for a, b in zip([0, *cuts], [*cuts, TOTAL - turn % 3], strict=True)]
@@ -360,19 +322,18 @@ def test_a_thousand_replays_with_other_splits(recipe):
         x, dy = draw(TOTAL, "cuda")
         ours.zero_grad(), twin.zero_grad()
         results = [
-            step(m, x, dy, now, made, call=lambda x, c=c, s=now: c(x, s)) for m, c in ((ours, ours), (twin, graphed))
+            [*step(m, x, dy, now, made, call=lambda x, c=c, s=now: c(x, s)), *(p.grad for p in m.parameters())]
+            for m, c in ((ours, ours), (twin, graphed))
         ]
-        if turn % 50 == 0:
-            for a, b in zip(*results, strict=True):
-                assert_same_bits(a, b, f"replay {turn}")
-            for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
-                assert_same_bits(p.grad, q.grad, f"replay {turn}")
-        del results
+        for a, b in zip(*results, strict=True):
+            differing[turn] += (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum()
+        del results, a, b
         if turn == 10:
             torch.cuda.synchronize()
             held = torch.cuda.memory_allocated()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= held + 2**16
+    assert not differing.any(), f"these replays differ: {differing.nonzero().flatten().tolist()}"
 
 
 @pytest.mark.gpu

@@ -53,7 +53,8 @@ def has_met(group: str, device: torch.device) -> bool:
 
 def peer_channel(op: str, group: str, device: torch.device) -> None:
     """Sees to it that the group of this name has a channel on `device`: the ranks meet, once. Errors:
-    NotImplementedError where the ranks do not reach each other's memory, RuntimeError while a graph is captured."""
+    NotImplementedError, with that as its words, where the ranks do not reach each other's memory; RuntimeError while a
+    graph is captured."""
     device = _indexed(device)
     if has_met(group, device):
         return
@@ -162,10 +163,7 @@ class _Meeting:
             self.channel.reserve(told.shape[0] * told.shape[1] * told.dtype.itemsize)
 
     def _refuse(self, why: str) -> None:
-        raise NotImplementedError(
-            f"{self.op}: argument 'tp_overlap' is 'chunked', but the ranks of the group '{self.group}' do not reach "
-            f"each other's memory: {why}; use 'auto' or 'off'."
-        )
+        raise NotImplementedError(f"the ranks of the group '{self.group}' do not reach each other's memory: {why}")
 
     def _check_devices(self) -> None:
         every = self._tell("device", str(torch.cuda.get_device_properties(self.device).uuid))

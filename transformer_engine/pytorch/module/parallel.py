@@ -134,7 +134,12 @@ def _overlap_of(module: torch.nn.Module, name: str, device: torch.device) -> tup
     if asked == "off" or not module.sequence_parallel:
         return _SERIAL, ""
     if asked == "chunked":
-        peer_channel(op, name, device)
+        try:
+            peer_channel(op, name, device)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{op}: argument 'tp_overlap' is 'chunked', but {error}; use 'auto' or 'off'."
+            ) from None
         return _CHUNKED, ""
     if not _C.comm_costs_known(kind_of(device)):
         return _SERIAL, "no measured costs for this device: tp_overlap='chunked' asks for runs"
