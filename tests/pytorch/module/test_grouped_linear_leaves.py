@@ -1,8 +1,9 @@
 # te.GroupedLinear's gradients of hundreds of parameters, which reach .grad past the engine's queue where nobody could
 # tell: whoever watches a leaf, shares it or asks for less sees what the engine would have brought; and no Python runs
 # for each group. Mutants: give_to_leaves without use_count, pre_hooks, post_hooks, tensor_pre_hooks, keep_graph,
-# anomaly mode, post_hooks of the node, or `fits`: each turns tests here red. Not so its other conditions: hooks behind
-# the sum run either way, who asks for a part holds the nodes, and the engine's one leaf serves the streams of a GPU.
+# anomaly mode, post_hooks of the node, or `fits`, becomes_grad without requires_grad: each turns tests here red. Not so
+# its other conditions: hooks behind the sum run either way, who asks for a part holds the nodes, and the engine's one
+# leaf serves the streams of a GPU.
 import copy
 import gc
 import sys
@@ -197,6 +198,20 @@ def test_frozen_parameters_get_nothing(case):
     assert got.pop("weight1") is None and got.pop("bias3") is None
     named = dict(zip((n for n, _ in module.named_parameters()), want, strict=True))
     assert_all_same(got.values(), [named[n] for n in got])
+
+
+def test_parameters_frozen_behind_the_forward_get_nothing(case):
+    """The graph has their nodes, which bring nothing to who wants nothing by then."""
+    module, x, dy, splits = case
+    want = expected(module, x, dy, splits)
+    y = module(x, splits)
+    frozen = [module.weight2, module.bias0, module.bias3]
+    for p in frozen:
+        p.requires_grad_(False)
+    y.backward(dy)
+    assert all(p.grad is None for p in frozen)
+    kept = [(p.grad, g) for p, g in zip(module.parameters(), want, strict=True) if p.requires_grad]
+    assert_all_same(*zip(*kept, strict=True))
 
 
 def data_elsewhere(ours, loop):
