@@ -1,9 +1,9 @@
 # te.GroupedLinear's gradients of hundreds of parameters, which reach .grad past the engine's queue where nobody could
 # tell: whoever watches a leaf, shares it or asks for less sees what the engine would have brought; and no Python runs
 # for each group. Mutants: give_to_leaves without use_count, pre_hooks, post_hooks, tensor_pre_hooks, keep_graph,
-# anomaly mode, post_hooks of the node, or `fits`, becomes_grad without requires_grad: each turns tests here red. Not so
-# its other conditions: hooks behind the sum run either way, who asks for a part holds the nodes, and the engine's one
-# leaf serves the streams of a GPU.
+# anomaly mode, post_hooks of the node, or `fits`, becomes_grad without requires_grad, SavedLeaves without gone_: each
+# turns tests here red. Not so its other conditions: hooks behind the sum run either way, who asks for a part holds the
+# nodes, and the engine's one leaf serves the streams of a GPU.
 import copy
 import gc
 import sys
@@ -292,6 +292,22 @@ def test_a_backward_that_failed_on_the_way_to_leaves_is_not_run_again(case):
         y.backward(dy)
     module.zero_grad()
     x.grad = None
+    want = expected(module, x, dy, splits)
+    module(x, splits).backward(dy)
+    assert_all_same(gradients(module), want)
+
+
+def test_a_backward_that_failed_behind_the_node_is_not_run_again(case):
+    """In a hook: the leaves went with the backward, and what is left is no list of what was saved."""
+    module, x, dy, splits = case
+    y = module(x, splits)
+    hook = y.grad_fn.register_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.backward(dy)
+    hook.remove()
+    assert all(p.grad is None for p in (x, *module.parameters()))
+    with pytest.raises(RuntimeError, match="failed behind this node.* run forward again"):
+        y.backward(dy)
     want = expected(module, x, dy, splits)
     module(x, splits).backward(dy)
     assert_all_same(gradients(module), want)
