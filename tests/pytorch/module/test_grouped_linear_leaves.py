@@ -144,6 +144,19 @@ def test_a_part_of_the_gradients(case):
     assert_all_same([module.weight2.grad, got], want[2:4])
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_part_of_the_gradients_goes_to_main_grad(delayed, device):
+    """Of weights that nobody asks for, main_grad stays as it is."""
+    module, _ = build(
+        device=device, dtype=torch.bfloat16, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed
+    )
+    give_main_grads([module])
+    x, dy = rows_of_both(device)
+    torch.autograd.grad(module(x, SPLITS), [module.weight2], dy, allow_unused=True)
+    module.backward_dw()
+    assert [n for n, p in module.named_parameters() if (p.main_grad != 0.5).any()] == ["weight2"]
+
+
 def test_two_calls_in_one_graph_and_two_graphs_at_once(case):
     module, x, dy, splits = case
     want = expected(module, x, dy, splits, times=2)
@@ -306,7 +319,7 @@ def test_a_backward_that_failed_behind_the_node_is_not_run_again(case):
         y.backward(dy)
     hook.remove()
     assert all(p.grad is None for p in (x, *module.parameters()))
-    with pytest.raises(RuntimeError, match="failed behind this node.* run forward again"):
+    with pytest.raises(RuntimeError, match=r"failed behind this node.* run forward again"):
         y.backward(dy)
     want = expected(module, x, dy, splits)
     module(x, splits).backward(dy)
