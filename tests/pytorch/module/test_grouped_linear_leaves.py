@@ -1,8 +1,9 @@
 # te.GroupedLinear's gradients of hundreds of parameters, which reach .grad past the engine's queue where nobody could
 # tell: whoever watches a leaf, shares it or asks for less sees what the engine would have brought; and no Python runs
 # for each group. Mutants: give_to_leaves without use_count, pre_hooks, post_hooks, tensor_pre_hooks, keep_graph,
-# anomaly mode, post_hooks of the node, or `fits`: each turns tests here red. Not so its other conditions: hooks behind
-# the sum run either way, who asks for a part holds the nodes, and the engine's one leaf serves the streams of a GPU.
+# anomaly mode, post_hooks of the node, or `fits`, becomes_grad without requires_grad, SavedLeaves without gone_: each
+# turns tests here red. Not so its other conditions: hooks behind the sum run either way, who asks for a part holds the
+# nodes, and the engine's one leaf serves the streams of a GPU.
 import copy
 import gc
 import sys
@@ -143,6 +144,19 @@ def test_a_part_of_the_gradients(case):
     assert_all_same([module.weight2.grad, got], want[2:4])
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_part_of_the_gradients_goes_to_main_grad(delayed, device):
+    """Of weights that nobody asks for, main_grad stays as it is."""
+    module, _ = build(
+        device=device, dtype=torch.bfloat16, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed
+    )
+    give_main_grads([module])
+    x, dy = rows_of_both(device)
+    torch.autograd.grad(module(x, SPLITS), [module.weight2], dy, allow_unused=True)
+    module.backward_dw()
+    assert [n for n, p in module.named_parameters() if (p.main_grad != 0.5).any()] == ["weight2"]
+
+
 def test_two_calls_in_one_graph_and_two_graphs_at_once(case):
     module, x, dy, splits = case
     want = expected(module, x, dy, splits, times=2)
@@ -197,6 +211,20 @@ def test_frozen_parameters_get_nothing(case):
     assert got.pop("weight1") is None and got.pop("bias3") is None
     named = dict(zip((n for n, _ in module.named_parameters()), want, strict=True))
     assert_all_same(got.values(), [named[n] for n in got])
+
+
+def test_parameters_frozen_behind_the_forward_get_nothing(case):
+    """The graph has their nodes, which bring nothing to who wants nothing by then."""
+    module, x, dy, splits = case
+    want = expected(module, x, dy, splits)
+    y = module(x, splits)
+    frozen = [module.weight2, module.bias0, module.bias3]
+    for p in frozen:
+        p.requires_grad_(False)
+    y.backward(dy)
+    assert all(p.grad is None for p in frozen)
+    kept = [(p.grad, g) for p, g in zip(module.parameters(), want, strict=True) if p.requires_grad]
+    assert_all_same(*zip(*kept, strict=True))
 
 
 def data_elsewhere(ours, loop):
@@ -277,6 +305,22 @@ def test_a_backward_that_failed_on_the_way_to_leaves_is_not_run_again(case):
         y.backward(dy)
     module.zero_grad()
     x.grad = None
+    want = expected(module, x, dy, splits)
+    module(x, splits).backward(dy)
+    assert_all_same(gradients(module), want)
+
+
+def test_a_backward_that_failed_behind_the_node_is_not_run_again(case):
+    """In a hook: the leaves went with the backward, and what is left is no list of what was saved."""
+    module, x, dy, splits = case
+    y = module(x, splits)
+    hook = y.grad_fn.register_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.backward(dy)
+    hook.remove()
+    assert all(p.grad is None for p in (x, *module.parameters()))
+    with pytest.raises(RuntimeError, match=r"failed behind this node.* run forward again"):
+        y.backward(dy)
     want = expected(module, x, dy, splits)
     module(x, splits).backward(dy)
     assert_all_same(gradients(module), want)

@@ -144,6 +144,19 @@ def test_two_experts_that_share_a_main_grad(blocks, overwrite, lists, device):
         assert_same_bits(a, b, str(i))
 
 
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("blocks", [False, True], ids=["bf16", "blocks"])
+def test_a_main_grad_that_is_overwritten_beside_others(blocks, which, lists, device):
+    ours, loop = build(device=device, dtype=torch.bfloat16, bias=False, fuse_wgrad_accumulation=True)
+    give_main_grads([ours, *loop])
+    for weight in (getattr(ours, f"weight{which}"), loop[which].weight):
+        weight.overwrite_main_grad = True
+    x, dy = draw(device)
+    step(ours, x, dy, SPLITS, made(blocks))
+    step_of_loop(loop, x, dy, SPLITS, made(blocks))
+    assert_same_gradients(ours, loop)
+
+
 def test_quantizers_that_differ_stay_one_by_one(lists, device):
     def factory(role):
         shape = {"block_scaling_dim": 2} if role.tensor_type == "weight" else {"block_scaling_dim": 1}

@@ -133,6 +133,19 @@ def test_a_main_grad_that_a_class_has(whose, case, monkeypatch):
         assert SPLITS[i] == 0 or (own._memory != 0.5).any()
 
 
+def test_parameters_of_several_classes(case):
+    """Each is read as its own class wants, whatever the one before it was."""
+    ours, _, x, dy, splits = case
+    ours.fuse_wgrad_accumulation = True
+    memory = [torch.full((N, K), 0.5, device=x.device) for _ in SPLITS]
+    for i, made in enumerate((torch.nn.Parameter, Owned, torch.nn.Parameter, Asked)):
+        weight = made(getattr(ours, f"weight{i}").detach())
+        setattr(weight, "main_grad" if made is torch.nn.Parameter else "_memory", memory[i])
+        setattr(ours, f"weight{i}", weight)
+    step(ours, x, dy, splits)
+    assert [bool((m != 0.5).any()) for m in memory] == [count > 0 for count in SPLITS]
+
+
 # ---- gradients that are pieces of one allocation ----
 
 
