@@ -182,6 +182,21 @@ def test_scales_that_are_no_powers_of_2_stay_one_by_one(which, lists, device):
     assert_same_gradients(ours, loop)
 
 
+def test_the_loop_of_a_cpu_is_obeyed(lists):
+    """By sums long enough to be rounded otherwise by LibTorch."""
+    module = te.GroupedLinear(2, 512, 64, bias=False, params_dtype=torch.float16)
+    x, found = randn(160, 512, dtype=torch.float16), []
+    before = _C.set_cpu_products("loop")
+    try:
+        for by in ("each", "grouped"):
+            lists(by)
+            with te.autocast(recipe=R.Float8BlockScaling()):
+                found.append(module(x, [100, 60]))
+    finally:
+        _C.set_cpu_products(before)
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_a_backward_in_another_precision(override, lists, device):
     recipe = R.Float8BlockScaling(backward_override=override)

@@ -97,6 +97,7 @@ bool by_host(at::ArrayRef<Quantization> quantizations, size_t groups) {
 void put_at_once(Grouping& grouping, const Tensor& x, const std::vector<Tensor>& weights,
                  const std::vector<Tensor>& biases, const GroupedHandles& handles) {
   if (grouping.quantizations.empty() || device_refuses(grouping.quantizations, weights.size()) != nullptr) return;
+  if (x.is_cpu() && cpu_products_by_loop()) return;  // they would be those of LibTorch
   if (must_dispatch({&x}) || x.dim() == 0 || weights[0].dim() != 2 || x.size(-1) != weights[0].size(1)) return;
   for (const Quantized& own : handles.own_weights) {
     if (own.scaling != TE_SCALING_BLOCK_2D || own.e5m2) return;
