@@ -60,6 +60,13 @@ def test_a_rank_that_is_late_now_and_then(tmp_path):
         assert found == {"wrong": 0}
 
 
+def test_a_rank_dies_while_ranks_meet(tmp_path):
+    """Mutant: processes that are said behind the first meeting of all (distributed/peer.py)."""
+    met = workers.ends(workers.starts("dies_while_ranks_meet", tmp_path, 2, 30), tmp_path)
+    when = float((tmp_path / "when").read_text())
+    assert met[0]["peer"] == 1 and "dead" in met[0]["words"] and met[0]["when"] - when < 2, met
+
+
 @pytest.mark.parametrize("name", ["dies_while_memory_grows"] + ([] if on_cuda() else ["dies_with_memory_made"]))
 def test_a_rank_dies_while_memory_grows(tmp_path, name):
     before = set(os.listdir("/dev/shm"))

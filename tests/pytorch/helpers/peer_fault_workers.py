@@ -176,6 +176,22 @@ def dies_with_memory_made(rank, ranks, folder):
     _dies_where_it_says(" in", rank, folder)
 
 
+def dies_while_ranks_meet(rank, ranks, folder):
+    """At the first call, as soon as it has said where it is."""
+    module, x = made("column", "chunked", torch.float32), example("column", rank, torch.float32, TOKENS)
+    if rank == 1:
+        tell = distributed.peer._Meeting._tell
+
+        def dies(meeting, step, value):
+            if step != "here":
+                note_when(folder)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return tell(meeting, step, value)
+
+        distributed.peer._Meeting._tell = dies
+    note(folder, rank, **meet(module, x))
+
+
 WORKERS = {
     f.__name__: f
     for f in (
@@ -186,6 +202,7 @@ WORKERS = {
         other_growth,
         sleepy,
         dies_while_memory_grows,
+        dies_while_ranks_meet,
         dies_with_memory_made,
     )
 }

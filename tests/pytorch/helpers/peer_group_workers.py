@@ -1,5 +1,6 @@
 # Channels to peers while groups come and go, and where memory cannot be shared. No test here: each worker returns what
 # it found.
+import contextlib
 import gc
 import os
 
@@ -13,22 +14,32 @@ TOKENS = 32
 
 
 def shared_memory():
-    """Threads of this process, and files of channels that it maps."""
+    """Threads of this process, and how much memory of channels it maps."""
     with open("/proc/self/maps") as file:
-        return len(os.listdir("/proc/self/task")), sum("te_peer_" in line for line in file)
+        return len(os.listdir("/proc/self/task")), sum("memfd:te_peer" in line for line in file)
+
+
+def descriptors():
+    """Of memory of channels, which only need one until all ranks map it."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of this listing
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [link for link in links if "te_peer" in link]
 
 
 def groups_that_come_and_go(rank):
-    """Both counts behind each of several groups that were used and destroyed."""
+    """Both counts with each of several groups that were used, and behind its end."""
     found = []
     for _ in range(3):
         group = dist.new_group(list(range(dist.get_world_size())))
         module = made("mlp", "chunked", torch.float32, tp_group=group)
         step(module, example("mlp", rank, torch.float32, TOKENS))
+        there = shared_memory()
         dist.destroy_process_group(group)
         del module, group
         gc.collect()
-        found.append(shared_memory())
+        found.append((there, shared_memory()))
     return found
 
 
@@ -74,4 +85,4 @@ def no_space(rank, when):
         words = str(error)
     if when < 3:  # in a backward the forward's call is given up
         step(module, x)
-    return words, [name for name in os.listdir("/dev/shm") if name.startswith("te_peer_")]
+    return words, descriptors()

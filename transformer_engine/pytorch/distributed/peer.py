@@ -142,10 +142,11 @@ class _Meeting:
         self.channel = None
         self.grown = 0
         self.processes: list[str] = []
-        places = self._tell("here", f"{socket.gethostname()} {_boot()} {_processes()}")
-        if len(set(places)) > 1:
+        process = f"{os.getpid()} {_started(str(os.getpid()))}"
+        here = self._tell("here", f"{process}|{socket.gethostname()} {_boot()} {_processes()}")
+        if len({said.partition("|")[2] for said in here}) > 1:
             self._refuse("they are not on one machine, or do not see each other's processes there")
-        self.processes = self._tell("process", f"{os.getpid()} {_started(str(os.getpid()))}")
+        self.processes = [said.partition("|")[0] for said in here]
         if device.type == "cuda":
             self._check_devices()
         size = _C.peer_words_bytes(self.ranks)
