@@ -42,7 +42,11 @@ def test_a_rank_is_stopped(tmp_path):
 
 @pytest.mark.parametrize(
     "name, words",
-    [("other_shapes", ["[32, 2, ", "[48, 2, "]), ("other_gradients", ["rank 0", "rank 1", "gather"])],
+    [
+        ("other_shapes", ["[32, 2, ", "[48, 2, "]),
+        ("other_emptiness", ["[32, 2, ", "[0, 2, "]),
+        ("other_gradients", ["rank 0", "rank 1", "gather"]),
+    ],
 )
 def test_ranks_in_different_calls(tmp_path, name, words):
     for found in workers.ends(workers.starts(name, tmp_path, 2, 20), tmp_path):

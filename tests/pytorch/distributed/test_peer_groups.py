@@ -21,8 +21,10 @@ def test_groups_that_come_and_go_leave_nothing():
         assert left[1] == left[0] == left[2] and left[0][1] == 0, found
 
 
-def test_a_module_follows_its_group(tmp_path):
-    for words, wrong in as_peers(workers.another_group_of_the_name, str(tmp_path)):
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_module_follows_its_group(tmp_path, holds):
+    """Mutant: has_met() by the name alone, where somebody holds the first group."""
+    for words, wrong in as_peers(workers.another_group_of_the_name, str(tmp_path), holds):
         assert len(words) == 2 and "has failed" in words[0] and "destroyed" in words[1], words
         assert not wrong
 
@@ -34,3 +36,17 @@ def test_a_rank_without_space_tells_the_others(when):
         assert "rank 0 got" in words and "No space left" in words, words
         assert not left
     assert time.monotonic() - before < 60
+
+
+@pytest.mark.parametrize("overlap", ["chunked", "auto"])
+def test_all_ranks_refuse_where_one_has_no_access(overlap):
+    """Mutant: a rank that refuses for itself (distributed/peer.py)."""
+    for words, wrong in as_peers(workers.no_access, overlap):
+        assert ("rank 1 sees no other" in words) == (overlap == "chunked"), words
+        assert not wrong
+
+
+def test_a_group_that_is_collected_while_another_one_meets():
+    """Mutant: a key that is looked up behind has_met() (distributed/peer.py)."""
+    for wrong in as_peers(workers.collected_meanwhile):
+        assert not wrong

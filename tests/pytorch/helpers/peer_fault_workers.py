@@ -120,6 +120,14 @@ def other_shapes(rank, ranks, folder):
     note(folder, rank, **meet(module, example("column", rank, torch.float32, 32 + 16 * rank)))
 
 
+def other_emptiness(rank, ranks, folder):
+    """Rank 1 has no tokens."""
+    module = made("column", "chunked", torch.float32)
+    run(module, example("column", rank, torch.float32, TOKENS))
+    run(module, example("column", rank, torch.float32, 0))
+    note(folder, rank, **meet(module, example("column", rank, torch.float32, TOKENS * (1 - rank))))
+
+
 def other_gradients(rank, ranks, folder):
     module = made("column", "chunked", torch.float32)
     x = example("column", rank, torch.float32, TOKENS)
@@ -200,6 +208,7 @@ WORKERS = {
         other_shapes,
         other_gradients,
         other_growth,
+        other_emptiness,
         sleepy,
         dies_while_memory_grows,
         dies_while_ranks_meet,
