@@ -2,7 +2,6 @@
 #include "peer.h"
 
 #include <ATen/core/Formatting.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
