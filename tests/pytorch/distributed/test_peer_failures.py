@@ -36,6 +36,14 @@ def test_a_weight_gradient_of_a_gather_that_failed_is_nan():
         assert raised[1].startswith("gather Float") and raised[2:] == (1, 0, "arrive"), raised
 
 
+def test_an_error_in_the_middle_of_a_call():
+    """Mutant: a call that ends before all ranks were waited for, and does not give up (PeerCall)."""
+    (words, _), _ = found = as_peers(workers.raises_inside_a_call)
+    assert "main_grad" in words, found
+    for _, behind in found:
+        assert behind is not None and "gave up in a call that raised an error" in behind[0], found
+
+
 def test_ranks_of_different_dtypes():
     for roomy, growing in as_peers(workers.other_dtypes):
         for words, *_ in (roomy, growing):

@@ -43,7 +43,11 @@ def test_a_rank_is_stopped(tmp_path):
 
 @pytest.mark.parametrize(
     "name, words",
-    [("other_shapes", ["[32, 2, ", "[48, 2, "]), ("other_gradients", ["rank 0", "rank 1", "gather"])],
+    [
+        ("other_shapes", ["[32, 2, ", "[48, 2, "]),
+        ("other_emptiness", ["[32, 2, ", "[0, 2, "]),
+        ("other_gradients", ["rank 0", "rank 1", "gather"]),
+    ],
 )
 def test_ranks_in_different_calls(tmp_path, name, words):
     for found in workers.ends(workers.starts(name, tmp_path, 2, 20), tmp_path):
@@ -59,6 +63,13 @@ def test_memory_that_grows_differently(tmp_path):
 def test_a_rank_that_is_late_now_and_then(tmp_path):
     for found in workers.ends(workers.starts("sleepy", tmp_path, 2, 30), tmp_path):
         assert found == {"wrong": 0}
+
+
+def test_a_rank_dies_while_ranks_meet(tmp_path):
+    """Mutant: processes that are said behind the first meeting of all (distributed/peer.py)."""
+    met = workers.ends(workers.starts("dies_while_ranks_meet", tmp_path, 2, 30), tmp_path)
+    when = float((tmp_path / "when").read_text())
+    assert met[0]["peer"] == 1 and "dead" in met[0]["words"] and met[0]["when"] - when < 2, met
 
 
 @pytest.mark.parametrize("name", ["dies_while_memory_grows"] + ([] if on_cuda() else ["dies_with_memory_made"]))

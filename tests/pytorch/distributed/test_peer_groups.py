@@ -22,8 +22,10 @@ def test_groups_that_come_and_go_leave_nothing():
             assert left == (0, 0) and threads == found[0][2], found
 
 
-def test_a_module_follows_its_group(tmp_path):
-    for words, wrong in as_peers(workers.another_group_of_the_name, str(tmp_path)):
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_module_follows_its_group(tmp_path, holds):
+    """Mutant: has_met() by the name alone, where somebody holds the first group."""
+    for words, wrong in as_peers(workers.another_group_of_the_name, str(tmp_path), holds):
         assert len(words) == 2 and "has failed" in words[0] and "destroyed" in words[1], words
         assert not wrong
 
@@ -36,3 +38,17 @@ def test_a_rank_without_space_tells_the_others(when):
         assert failed == (when - 1, 0), "the words of the channel alone, where there is one"
         assert sound[0] > 1 and sound[1] == 0 and left == (0, 0), (sound, left)
     assert time.monotonic() - before < 60
+
+
+@pytest.mark.parametrize("overlap", ["chunked", "auto"])
+def test_all_ranks_refuse_where_one_has_no_access(overlap):
+    """Mutant: a rank that refuses for itself (distributed/peer.py)."""
+    for words, wrong in as_peers(workers.no_access, overlap):
+        assert ("rank 1 sees no other" in words) == (overlap == "chunked"), words
+        assert not wrong
+
+
+def test_a_group_that_is_collected_while_another_one_meets():
+    """Mutant: a key that is looked up behind has_met() (distributed/peer.py)."""
+    for wrong in as_peers(workers.collected_meanwhile):
+        assert not wrong

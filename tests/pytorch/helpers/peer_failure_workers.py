@@ -117,6 +117,25 @@ def other_dtypes(rank):
     return found
 
 
+def raises_inside_a_call(rank):
+    """Rank 0's weight gradient has nowhere to go, when rows for it are on their way: what its backward raises, and the
+    next call of each."""
+    module, x = ready("column", rank, fuse_wgrad_accumulation=True)
+    module.weight.main_grad = torch.zeros(module.weight.shape, device=x.device)
+    module(x.clone().requires_grad_()).sum().backward()
+    y = module(x.clone().requires_grad_())
+    if rank == 0:
+        module.weight.main_grad = torch.zeros(3, 3, device=x.device)
+    words = ""
+    try:
+        y.sum().backward()
+    except (RuntimeError, ValueError) as error:
+        words = str(error)
+    end_of_streams()
+    all_here()
+    return words, met(lambda: forward(module, x))
+
+
 def replays_on_a_failed_channel(rank):
     """Of te.make_graphed_callables, whose channel rank 1 gives up: before a forward, between it and its backward, and
     before the weight gradients that wait. What each raises, how many graphs were replayed meanwhile, and what the next

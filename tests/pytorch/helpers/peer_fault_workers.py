@@ -134,6 +134,14 @@ def other_shapes(rank, ranks, folder):
     note(folder, rank, **meet(module, example("column", rank, torch.float32, 32 + 16 * rank)))
 
 
+def other_emptiness(rank, ranks, folder):
+    """Rank 1 has no tokens."""
+    module = made("column", "chunked", torch.float32)
+    run(module, example("column", rank, torch.float32, TOKENS))
+    run(module, example("column", rank, torch.float32, 0))
+    note(folder, rank, **meet(module, example("column", rank, torch.float32, TOKENS * (1 - rank))))
+
+
 def other_gradients(rank, ranks, folder):
     module = made("column", "chunked", torch.float32)
     x = example("column", rank, torch.float32, TOKENS)
@@ -194,6 +202,22 @@ def dies_with_memory_made(rank, ranks, folder):
     _dies_where_it_says(" in", rank, folder)
 
 
+def dies_while_ranks_meet(rank, ranks, folder):
+    """At the first call, as soon as it has said where it is."""
+    module, x = made("column", "chunked", torch.float32), example("column", rank, torch.float32, TOKENS)
+    if rank == 1:
+        tell = distributed.peer._Meeting._tell
+
+        def dies(meeting, step, value):
+            if step != "here":
+                note_when(folder)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return tell(meeting, step, value)
+
+        distributed.peer._Meeting._tell = dies
+    note(folder, rank, **meet(module, x))
+
+
 WORKERS = {
     f.__name__: f
     for f in (
@@ -202,8 +226,10 @@ WORKERS = {
         other_shapes,
         other_gradients,
         other_growth,
+        other_emptiness,
         sleepy,
         dies_while_memory_grows,
+        dies_while_ranks_meet,
         dies_with_memory_made,
     )
 }

@@ -2,7 +2,6 @@
 #include "peer.h"
 
 #include <ATen/core/Formatting.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
@@ -206,7 +205,7 @@ PeerCall::~PeerCall() {
     over = false;
   }
   for (int64_t rank = 0; rank < channel_->ranks() && over; ++rank) {
-    if (rank == channel_->rank() && !waited_own_) continue;
+    if (rank == channel_->rank() && !signalled_own_) continue;
     over = te_comm_peer_done(channel, taken_.slot, int32_t(rank), here) == TE_SUCCESS;
   }
   if (!over) te_comm_peer_give_up(channel, "a call that raised an error");
@@ -230,12 +229,14 @@ void PeerCall::push(int64_t to, int64_t offset, const Tensor& rows) {
                           bytes, 1));
 }
 
-void PeerCall::signal(int64_t to) { check(te_comm_peer_signal(channel_->get(), taken_.slot, int32_t(to))); }
+void PeerCall::signal(int64_t to) {
+  signalled_own_ = signalled_own_ || to == channel_->rank();
+  check(te_comm_peer_signal(channel_->get(), taken_.slot, int32_t(to)));
+}
 
 void PeerCall::wait(int64_t from) {
   check(te_comm_peer_wait(channel_->get(), taken_.slot, int32_t(from), stream()));
   ++waited_;
-  waited_own_ = waited_own_ || from == channel_->rank();
 }
 
 void PeerCall::poison(const Tensor& t) const {
@@ -248,10 +249,6 @@ PeerGathering::PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor&
   const int64_t ranks = channel->ranks(), rank = channel->rank();
   auto sizes = in.sizes().vec();
   sizes[0] *= ranks;
-  if (in.numel() == 0) {
-    all_ = at::empty(sizes, in.options());
-    return;
-  }
   std::ostringstream text;
   text << "gather " << in.scalar_type() << " " << in.sizes();
   call_ = std::make_shared<PeerCall>(std::move(channel), kind, text.str(), sizes, in.options());

@@ -107,7 +107,8 @@ class PeerCall {
   void push(int64_t to, int64_t offset, const Tensor& rows);
   void signal(int64_t to);
   void wait(int64_t from);
-  bool complete() const { return waited_ == channel_->ranks() - 1 + waited_own_; }
+  // All that come were waited for: a call that has signalled itself waits for itself too.
+  bool complete() const { return waited_ == channel_->ranks() - 1 + signalled_own_; }
   void poison(const Tensor& t) const;  // NaN if the channel has failed by then
 
  private:
@@ -118,7 +119,7 @@ class PeerCall {
   Tensor tensor_;
   std::vector<Tensor> sources_;
   int64_t waited_ = 0;
-  bool waited_own_ = false;
+  bool signalled_own_ = false;
 };
 
 // Every rank's t, one behind the other, in a slot until `leases` end: all of it, in one piece, on its way from the

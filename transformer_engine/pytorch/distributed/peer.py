@@ -58,9 +58,9 @@ def peer_channel(op: str, group: str, device: torch.device) -> None:
     device = _indexed(device)
     if has_met(group, device):
         return
-    for name, where in list(_channels):
-        if not has_met(name, where):
-            _forget(_channels[name, where])
+    for meeting in list(_channels.values()):  # of which a collector of garbage may forget some meanwhile
+        if not has_met(meeting.group, meeting.device):
+            _forget(meeting)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op}: the ranks of the group '{group}' have not met, which they cannot while a graph is captured; run "
@@ -143,12 +143,14 @@ class _Meeting:
         self.channel = None
         self.grown = 0
         self.processes: list[str] = []
-        places = self._tell("here", f"{socket.gethostname()} {_boot()} {_processes()}")
-        if len(set(places)) > 1:
+        process = f"{os.getpid()} {_started(str(os.getpid()))}"
+        here = self._tell("here", f"{process}|{socket.gethostname()} {_boot()} {_processes()}")
+        if len({said.partition("|")[2] for said in here}) > 1:
             self._refuse("they are not on one machine, or do not see each other's processes there")
-        self.processes = self._tell("process", f"{os.getpid()} {_started(str(os.getpid()))}")
-        if device.type == "cuda":
-            self._check_devices()
+        self.processes = [said.partition("|")[0] for said in here]
+        for refused in self._tell("access", self._no_access()):  # all ranks go another way, or none
+            if refused:
+                self._refuse(refused)
         size = _C.peer_words_bytes(self.ranks)
         words = self._map_shared("words", size)[0]
         grow = weakref.WeakMethod(self._grow)
@@ -165,14 +167,18 @@ class _Meeting:
     def _refuse(self, why: str) -> None:
         raise NotImplementedError(f"the ranks of the group '{self.group}' do not reach each other's memory: {why}")
 
-    def _check_devices(self) -> None:
+    def _no_access(self) -> str:
+        """Why this rank does not reach another one's device; empty where it does, or does not see it."""
+        if self.device.type != "cuda":
+            return ""
         every = self._tell("device", str(torch.cuda.get_device_properties(self.device).uuid))
         uuids = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         mine = self.device.index
         for rank, its in enumerate(every):
             there = uuids.get(its)
             if there is not None and there != mine and not torch.cuda.can_device_access_peer(mine, there):
-                self._refuse(f"rank {self.rank}'s {self.device} has no access to that of rank {rank}")
+                return f"rank {self.rank}'s {self.device} has no access to that of rank {rank}"
+        return ""
 
     def _tell(self, what: str, value: str) -> list[str]:
         """What every rank says here. CommTimeout where one does not come."""

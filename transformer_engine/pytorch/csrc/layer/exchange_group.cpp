@@ -207,8 +207,7 @@ class GroupTransfer final : public Transfer {
 }  // namespace
 
 std::shared_ptr<PeerChannel> GroupExchange::peers(const Route& route, const Tensor& t) const {
-  if (parallel_.overlap == Parallel::kSerial || !parallel_.sequence || !route.direct() || t.numel() == 0)
-    return nullptr;
+  if (parallel_.overlap == Parallel::kSerial || !parallel_.sequence || !route.direct()) return nullptr;
   return PeerChannel::of(group_, t.device());
 }
 

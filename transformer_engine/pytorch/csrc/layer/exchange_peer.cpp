@@ -260,7 +260,7 @@ class PeerScatter final : public PeerTransfer {
       const int64_t to = (rank() + step) % ranks();
       const int64_t first = std::max(taken.first, to * shard_);
       const int64_t last = std::min(taken.first + taken.count, (to + 1) * shard_);
-      if (first >= last) continue;
+      if (first >= last && shard_ > 0) continue;  // without rows the ranks say so
       const Tensor piece = result_.narrow(0, first, last - first);
       call_->push(to, ((rank() * shard_) + first - to * shard_) * pitch_, piece);
       computed_[size_t(to)] += last - first;
