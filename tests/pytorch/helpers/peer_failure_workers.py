@@ -124,6 +124,8 @@ def raises_inside_a_call(rank):
     module.weight.main_grad = torch.zeros(module.weight.shape, device=x.device)
     module(x.clone().requires_grad_()).sum().backward()
     y = module(x.clone().requires_grad_())
+    end_of_streams()
+    all_here()  # a rank that has not called yet would hear of it there
     if rank == 0:
         module.weight.main_grad = torch.zeros(3, 3, device=x.device)
     words = ""

@@ -184,7 +184,7 @@ def test_scales_that_are_no_powers_of_2_stay_one_by_one(which, lists, device):
 
 def test_the_loop_of_a_cpu_is_obeyed(lists):
     """By sums long enough to be rounded otherwise by LibTorch."""
-    module = te.GroupedLinear(2, 512, 64, bias=False, params_dtype=torch.float16)
+    module = te.GroupedLinear(2, 512, 64, bias=False, params_dtype=torch.float16, device="cpu")
     x, found = randn(160, 512, dtype=torch.float16), []
     before = _C.set_cpu_products("loop")
     try:
