@@ -177,6 +177,7 @@ class Call:
 
     def check(self):
         """What comes of it beside the same of the whole, and of seven peers' known parts."""
+        self.bench.together()  # what is pushed has been drawn: on another stream than the pushes
         self.with_peers(1)
         if self.bench.rank != 0:
             return
