@@ -111,7 +111,7 @@ bool rows_by_list(const Tensor& rows, at::ArrayRef<const Tensor*> weights, bool 
   p.d = all;
   if (!biases.empty()) p.bias = view_2d(biases[0], "gemm", "bias");
   const std::vector<int64_t> counts = counts_of(groups);
-  GemmList list{view_2d(d, "gemm", "d").device, readable, 0, 0};
+  GemmList list{all.device, readable, 0, 0};
   for (const int64_t count : counts) {
     list.groups += count > 0;
     list.tiles += result_tiles(count, cols);

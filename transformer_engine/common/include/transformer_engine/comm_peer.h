@@ -9,10 +9,11 @@
  *   them back, so that eager calls and replays of graphs mix and nothing is counted. What a word is set to says which
  *   call it belongs to (op, shape and dtype in the caller's words), and beside it stands what its owner waits for.
  * Failure. A thread of each rank reads the words, without a CUDA call: it finds a wait for a peer that is dead (within
- * 2 seconds) or at another call, and one that stands longer than the deadline. A peer that ended when all it had to
- * push was pushed harms nobody. Then the channel has failed, for every rank and for good: waits end,
- * te_comm_peer_poison() makes NaN of what was computed behind them, and te_comm_peer_failure() says what happened. A
- * call that is given up ends the channel in the same way. No multicast, and no stream writes to a peer's memory.
+ *   2 seconds) or at another call, and one that stands longer than the deadline. Then the channel has failed, for every
+ *   rank and for good: waits end, te_comm_peer_poison() makes NaN of what was computed behind them, and
+ *   te_comm_peer_failure() says what happened. A call that is given up ends the channel in the same way. A peer that
+ *   ended when all it had to push was pushed harms nobody.
+ * No multicast, and no stream writes to a peer's memory.
  * Errors. TE_INVALID_ARGUMENT for what is out of range, TE_RUNTIME_ERROR where the driver refuses, and for calls in a
  *   process that was forked from the channel's, which has no part in it. One thread at a time is in a call of a
  *   channel. */
