@@ -4,11 +4,13 @@ import csv
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torchrun import TORCHRUN
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -24,9 +26,9 @@ def run(name, tmp_path):
     """What benchmarks/<name>.py prints on two ranks of the CPU, and its rows."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "TE_COMMIT": "tested"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     bench = [str(BENCHMARKS / f"{name}.py"), "--device", "cpu", "--results", str(tmp_path)]
-    done = subprocess.run([*launch, *bench], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=200)
+    command = [*TORCHRUN, *bench]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     table = rows_module()
     rows = table.load(tmp_path / "cpux2.csv")
@@ -77,3 +79,18 @@ def test_it_writes_its_rows_and_its_trace(tmp_path):
     with (tmp_path / "parallel_memory_cpux2.csv").open() as file:
         trace = list(csv.reader(file))
     assert trace[0][1:] == ["ours", "own keep", "torch eager"] and len(trace) == 1 + 2 + 2 * 2 * 4
+
+
+@pytest.mark.dist
+def test_a_machine_need_not_know_any_name(tmp_path):
+    """Without /etc/hosts not even the machine's own has an address. Mutant: TORCHRUN without --local-addr."""
+    alone = ("unshare", "--map-root-user", "--mount")
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs a file system view of its own: unshare --mount")
+    (tmp_path / "hosts").touch()
+    code = "import torch.distributed as dist; dist.init_process_group('gloo'); print(dist.get_world_size())"
+    command = [*TORCHRUN, "--no-python", sys.executable, "-c", code]
+    script = 'test ! -e /etc/hosts || mount --bind hosts /etc/hosts; exec "$@"'
+    run = [*alone, "bash", "-euc", script, "bash", *command]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=50)
+    assert done.returncode == 0 and done.stdout.split() == ["2", "2"], done.stderr[-4000:]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from ranks import must_have_devices, on_cuda, on_ranks
 from safetensors.torch import load_file
+from torchrun import TORCHRUN
 
 import train_lm
 from lm.config import ExampleError
@@ -74,7 +75,7 @@ def test_torchrun_starts_it(tmp_path):
         must_have_devices(2)
     (tmp_path / "text.py").write_bytes(workers.TEXT)
     code = f"import example_workers as w; print(w.train({str(tmp_path)!r}, 'run', '--tp', '2', '--steps', '2')[1])"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", sys.executable]
+    command = [*TORCHRUN, "--no-python", sys.executable]
     paths = os.pathsep.join(str(path) for path in (Path(workers.__file__).parent, Path(train_lm.__file__).parent))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in (paths, environment.get("PYTHONPATH")) if path)
