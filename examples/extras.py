@@ -15,5 +15,5 @@ def need(module: str, extra: str) -> ModuleType:
         raise SystemExit(
             f"this example needs {module.partition('.')[0]}, which is not installed: "
             f"pip install 'transformer_engine[{extra}]'\n"
-            f"(where the package is installed; else, in the clone: pip install --no-build-isolation '.[{extra}]')"
+            f"(where the package is installed; else, in the clone: pip install '.[{extra}]')"
         ) from None

@@ -17,7 +17,7 @@ _NEEDED_FOR = {
     "cublasLt": "matrix products on a GPU; torch's CUDA build brings it",
     "nccl": "several GPUs; torch's CUDA build brings it",
 }
-_REINSTALL = "reinstall with `pip install --no-build-isolation .` from the sources"
+_REINSTALL = "reinstall with `pip install .` from the sources"
 _SOURCE_TREE = "this is the source tree, hiding the installed package: run from another folder, or set PYTHONSAFEPATH=1"
 
 

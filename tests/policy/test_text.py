@@ -6,6 +6,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 FOLDERS = [
+    "build_backend",
     "transformer_engine",
     "transformer_engine_torch",
     "tests",

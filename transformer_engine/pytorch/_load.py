@@ -8,7 +8,7 @@ except ImportError as error:
     raise ImportError(
         f"transformer_engine: the extension module cannot be loaded ({error}). It was built for another Python or "
         f"torch than the running torch {torch.__version__}, or not at all: reinstall it with "
-        "`pip install --no-build-isolation .`. Or this is the source tree, hiding the installed package because it is "
+        "`pip install .`. Or this is the source tree, hiding the installed package because it is "
         "the current folder: run from another one, or set PYTHONSAFEPATH=1"
     ) from error
 
@@ -16,5 +16,5 @@ _built, _running = _C.torch_version.split(".")[:2], torch.__version__.split("+")
 if _built != _running:
     raise ImportError(
         f"transformer_engine: built with torch {_C.torch_version}, running torch {torch.__version__}; their major and "
-        "minor versions must agree. Reinstall it with `pip install --no-build-isolation .`"
+        "minor versions must agree. Reinstall it with `pip install .`"
     )

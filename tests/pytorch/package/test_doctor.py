@@ -45,7 +45,7 @@ def test_reports_an_extension_that_does_not_load():
     )
     assert done.returncode == 0, done.stderr
     assert "does not load" in done.stdout
-    assert "pip install --no-build-isolation" in done.stdout
+    assert "pip install ." in done.stdout
 
 
 def test_reports_a_missing_torch():
