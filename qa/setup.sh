@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository's root with the package and all that its tests and examples need; safe to run again,
 # and quick when nothing changed. Installs system packages only through apt, and only as root or with passwordless sudo.
-# Environment it reads (docs/environment.md): PYTHON, MAX_JOBS, CUDACXX, CMAKE_ARGS.
+# Environment it reads (docs/environment.md): PYTHON, MAX_JOBS, CUDACXX, CMAKE_ARGS, CI.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -120,17 +120,20 @@ if [ "$(cat "$venv/.te-requirements" 2>/dev/null)" != "$stamp" ]; then
   pip install -q -c qa/constraints.txt $requirements
   echo "$stamp" >"$venv/.te-requirements"
 fi
-# What examples/with_*.py need, and nothing else does: where it cannot be had, their tests are skipped and say so.
-extras="accelerate lightning transformers"
+# What examples/with_*.py and the tests of clients need, and nothing else does: where it cannot be had, these tests are
+# skipped and say so, but for CI, which has to run all.
+extras="accelerate lightning peft transformers"
 extras_stamp=$(echo "$stamp $extras" | sha256sum)
 if [ "$(cat "$venv/.te-extras" 2>/dev/null)" != "$extras_stamp" ]; then
-  say "installing what the examples with frameworks need: $extras"
+  say "installing what the examples with frameworks and the tests of clients need: $extras"
   rm -f "$venv/.te-extras"
   # shellcheck disable=SC2086
   if pip install -q -c qa/constraints.txt $extras; then
     echo "$extras_stamp" >"$venv/.te-extras"
+  elif [ "${CI:-}" = true ]; then
+    fail "CI=true, and what the tests of clients need cannot be installed: pip install -c qa/constraints.txt $extras"
   else
-    say "not installed, so that tests of these examples are skipped: $extras"
+    say "not installed, so that their tests are skipped: $extras"
   fi
 fi
 if [ -n "$pypi_nvcc" ]; then
@@ -151,22 +154,23 @@ fi
 # ---- the package ----
 
 say "CUDA compiler: ${nvcc:-none, so the build is for the CPU alone}"
-# A compiler that was found must work: left to AUTO, CMake would take one that does not for none.
+# One that is not used, as it is too old, is on PATH all the same.
 case ${CMAKE_ARGS:-} in
 *TE_WITH_CUDA*) ;;
-*) if [ -n "$nvcc" ]; then export SKBUILD_CMAKE_DEFINE=TE_WITH_CUDA=ON; fi ;;
+*) if [ -z "$nvcc" ]; then export CMAKE_ARGS="${CMAKE_ARGS:-} -DTE_WITH_CUDA=OFF"; fi ;;
 esac
 sources=$({
-  find transformer_engine cmake CMakeLists.txt pyproject.toml LICENSE -type f ! -name '*.pyc' -print0 | sort -z |
-    xargs -0 sha256sum
+  find transformer_engine build_backend cmake CMakeLists.txt pyproject.toml LICENSE -type f ! -name '*.pyc' -print0 |
+    sort -z | xargs -0 sha256sum
   echo "$stamp $nvcc ${CMAKE_ARGS:-} $(g++ -dumpfullversion)"
 } | sha256sum)
 # Elsewhere than in .venv it is an editable install, or none.
-installed=$(cd / && "$venv/bin/python" -c 'import transformer_engine as te; print(te.__path__[0])' 2>/dev/null || true)
+installed=$(cd / && "$venv/bin/python" -c 'import transformer_engine as te; print(te.__file__)' 2>/dev/null || true)
 if [ "$(cat "$venv/.te-package" 2>/dev/null)" != "$sources" ] || [ "${installed#"$venv/"}" = "$installed" ]; then
   say "building and installing the package"
   rm -f "$venv/.te-package"
-  pip install -q --no-build-isolation --no-deps . ||
+  # As the README has it, with the pinned tools: older pips take the first variable for them, newer ones the second.
+  PIP_CONSTRAINT=$root/qa/constraints.txt PIP_BUILD_CONSTRAINT=$root/qa/constraints.txt pip install -q --no-deps . ||
     fail "the build failed; its output is above. CMAKE_ARGS=-DTE_WITH_CUDA=OFF builds for the CPU alone."
   echo "$sources" >"$venv/.te-package"
 fi

@@ -11,9 +11,10 @@ case $package in
 "$root/.venv/"*) ;;
 *) echo "test: the package under test is not the one in .venv: $package" >&2 && exit 1 ;;
 esac
+kernels=$([ -n "${CUDACXX:-}" ] && echo ON || echo OFF) # as qa/setup.sh built them
 configure() {
   cmake "$@" -G Ninja -S tests/cpp -B build/test -DTE_ENGINE="$package/lib/libtransformer_engine.so" \
-    -DTE_LAYER_POLICIES=ON -DPython_EXECUTABLE="$root/.venv/bin/python" \
+    -DTE_LAYER_POLICIES=ON -DTE_WITH_CUDA="$kernels" -DPython_EXECUTABLE="$root/.venv/bin/python" \
     ${CMAKE_ARGS:-} >build/test-configure.log 2>&1
 }
 mkdir -p build
