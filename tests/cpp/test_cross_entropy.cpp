@@ -316,8 +316,8 @@ TEST_P(CrossEntropy, Errors) {
   };
   Problem<float> p(GetParam(), 3, 50);
   te_cross_entropy_plan plan = p.plan;
-  plan.label_smoothing = 1.f;
-  refused(plan, "'plan.label_smoothing' is 1, wanted a number in [0, 1)");
+  plan.label_smoothing = 1.5f;
+  refused(plan, "'plan.label_smoothing' is 1.5, wanted a number in [0, 1]");
   plan.label_smoothing = std::numeric_limits<float>::quiet_NaN();
   refused(plan, "'plan.label_smoothing'");
   plan = p.plan;

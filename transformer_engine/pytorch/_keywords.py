@@ -4,7 +4,8 @@ are written, for clients inspect them."""
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 _Function = TypeVar("_Function", bound=Callable)
@@ -29,13 +30,14 @@ _OTHER_WORDS = {
 _ALIKE = 0.7  # difflib's ratio of two names that differ by a slip
 
 
-def tells_keywords(*beyond: str) -> Callable[[_Function], _Function]:
+def tells_keywords(*beyond: str, renamed: Mapping[str, str] | None = None) -> Callable[[_Function], _Function]:
     """Makes a function, or an __init__, raise TypeError naming itself and the keyword that it does not have. beyond:
-    what its **kwargs take. A call costs half a microsecond more."""
+    what its **kwargs take. renamed: keywords of earlier versions of the API and what they are called now, which are
+    taken with a warning. A call costs half a microsecond more."""
 
     def mark(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        known = [*_names(signature), *beyond]
+        known, now = [*_names(signature), *beyond], renamed or {}
 
         @functools.wraps(function)
         def told(*args, **kwargs):
@@ -43,6 +45,8 @@ def tells_keywords(*beyond: str) -> Callable[[_Function], _Function]:
                 return function(*args, **kwargs)
             except TypeError:
                 unknown = [name for name in kwargs if name not in known]
+                if any(name in now for name in unknown):
+                    return _again(told, args, kwargs, now)
                 if unknown:
                     raise _error(function, unknown[0], known) from None
                 raise
@@ -51,6 +55,13 @@ def tells_keywords(*beyond: str) -> Callable[[_Function], _Function]:
         return told
 
     return mark
+
+
+def _again(function: Callable, args: tuple, kwargs: dict, renamed: Mapping[str, str]) -> object:
+    for name in renamed.keys() & kwargs.keys():
+        told = f"{function.__qualname__}: argument {name!r} is deprecated, it is {renamed[name]!r} now."
+        warnings.warn(told, DeprecationWarning, stacklevel=3)
+    return function(*args, **{renamed.get(name, name): value for name, value in kwargs.items()})
 
 
 def hides_unknown(function: _Function) -> _Function:

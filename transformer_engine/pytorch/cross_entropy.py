@@ -1,6 +1,8 @@
 """Cross entropy of logits, over which its gradient is written, and of a head's product whose logits are never there all
 at once; the classes may be spread over a group's ranks. Computes nothing itself: functional/cross_entropy.py."""
 
+import re
+
 import torch
 import torch.distributed as dist
 
@@ -16,6 +18,8 @@ from transformer_engine.pytorch.distributed.regions import (
 from transformer_engine.pytorch.quantization.products import stateless_integers
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+
+_OPS_WORDS = re.compile(r"^(te_|linear_)?cross_entropy(_\w+)?: ")
 
 
 def _check_plain(op: str, **tensors: torch.Tensor) -> None:
@@ -37,22 +41,44 @@ def _group(op: str, group: dist.ProcessGroup | None, like: torch.Tensor) -> tupl
     return group.group_name, ranks
 
 
-def _check_memory_to_write(op: str, inp: torch.Tensor) -> None:
-    """Raises where a gradient cannot be written over `inp`, or already is."""
+def _check_numbers(op: str, label_smoothing: float, ignore_idx: int) -> None:
+    if not isinstance(label_smoothing, (int, float)):
+        raise ValueError(f"{op}: argument 'label_smoothing' is {label_smoothing!r}, wanted a number in [0, 1].")
+    if type(ignore_idx) is not int and not hasattr(ignore_idx, "__index__"):
+        raise ValueError(f"{op}: argument 'ignore_idx' is {ignore_idx!r}, wanted an integer.")
+
+
+def _is_of_leaf(inp: torch.Tensor) -> bool:
+    """Whether it is a view of a leaf that wants a gradient, which would be overwritten."""
     base = inp._base if inp._is_view() else None
-    if base is not None and base.is_leaf and base.requires_grad:
-        raise RuntimeError(
-            f"{op}: argument 'inp' is a view of a leaf that wants a gradient, which would be overwritten; pass the "
-            "leaf itself, or a clone()."
-        )
-    if getattr(inp, "_gradient_written", None) == inp._version:
-        raise RuntimeError(
-            f"{op}: argument 'inp' holds the gradient of an earlier loss, which was written over the logits; compute "
-            "the logits again, or pass each loss a clone()."
-        )
+    return base is not None and base.is_leaf and base.requires_grad
 
 
-@tells_keywords()
+def _is_overwritten(logits: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
+
+
+def _laid_out(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...] | None]:
+    """Logits that are not contiguous, as the ops take them: with their dimensions in the order in which they lie, which
+    comes with them, where no more is needed (transposed [s, b, V]); else a copy, whose gradient overwrites nothing."""
+    written = _is_overwritten(logits)
+    if not torch.compiler.is_compiling() and target.shape == logits.shape[:-1]:
+        order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
+        seen = logits.permute(*order, -1)
+        if seen.is_contiguous() and not (written and (logits.is_leaf or _is_of_leaf(logits))):
+            return seen, target.permute(order), tuple(order)
+    return logits.contiguous(), target, None
+
+
+def _told_by_caller(op: str, logits: str, error: Exception) -> Exception:
+    """An error of the ops in the words of the function that called them. logits: its argument for these."""
+    text, found = _OPS_WORDS.subn(f"{op}: ", str(error), count=1)
+    if not found:
+        return error
+    return type(error)(text.replace("argument 'plan.", "argument '").replace("'logits'", f"'{logits}'", 1))
+
+
+@tells_keywords(renamed={"_input": "inp"})
 def parallel_cross_entropy(
     inp: torch.Tensor,
     target: torch.Tensor,
@@ -65,39 +91,52 @@ def parallel_cross_entropy(
     """loss = logsumexp(inp) - (1 - s) inp[target] - s / V sum(inp), s = label_smoothing, of each token, in float32.
 
     Where inp wants a gradient, its memory holds that gradient afterwards: nothing may read the logits as logits any
-    more, what was kept of them for another backward raises there, and another loss of this tensor here. Under
-    torch.compile the gradient has memory of its own. A second backward through the loss (retain_graph) raises, and so
-    does a double backward. Of a view of logits ask for the gradient of what it is a view of: its own is lost.
+    more, what was kept of them for another backward raises there, and another loss of this memory here. A gradient of
+    its own memory comes under torch.compile, and of what is not contiguous (dimensions before the last that are only
+    exchanged are taken as they lie). A second backward through the loss (retain_graph) raises, and so does a double
+    backward. Of a view of logits ask for the gradient of what it is a view of: its own is lost.
 
     reduce_loss: the mean over the tokens whose target is not ignore_idx, as a scalar (NaN for none, as in
     torch.nn.functional.cross_entropy). With it and a gradient of 1 the backward touches no logits; without it those of
     tokens whose incoming gradient is not 1. float16 is scaled there in any case.
     dist_process_group: inp has this rank's classes, as many on every rank; targets are the same, global, on each.
     is_cg_capturable: nothing to choose here: neither way waits for the device, so both can be captured.
-    Shapes: inp [..., V], contiguous; target [...], int64; the loss like target.
-    Dtypes: inp float32, float16 or bfloat16.
+    Shapes: inp [..., V]; target [...], int64; the loss like target.
+    Dtypes: inp float32, float16 or bfloat16; float64 is rounded to float32 first.
     Errors: ValueError naming the argument; on the CPU a target that is neither ignore_idx nor in [0, V) too, before
     anything is written. On a GPU, which nobody waits for, such a token's loss and gradient are NaN. RuntimeError for a
     view of a leaf that wants a gradient, and for logits over which a loss has written already.
     """
     op = "parallel_cross_entropy"
     _check_plain(op, inp=inp, target=target)
+    if type(label_smoothing) is not float or type(ignore_idx) is not int:
+        _check_numbers(op, label_smoothing, ignore_idx)
     name, ranks = _group(op, dist_process_group, inp)
-    writes = torch.is_grad_enabled() and inp.requires_grad and not torch.compiler.is_compiling()
-    if writes:
-        _check_memory_to_write(op, inp)
-    loss = functional.cross_entropy(
-        inp,
-        target,
-        label_smoothing=label_smoothing,
-        reduce_loss=reduce_loss,
-        ignore_idx=ignore_idx,
-        group=name,
-        ranks=ranks,
-    )
-    if writes:
-        inp._gradient_written = inp._version
-    return loss
+    logits, targets, order = inp, target, None
+    if inp.dtype is torch.float64:
+        logits = inp.float()
+    if not logits.is_contiguous():
+        logits, targets, order = _laid_out(logits, target)
+    elif _is_overwritten(logits) and _is_of_leaf(logits):
+        raise RuntimeError(
+            f"{op}: argument 'inp' is a view of a leaf that wants a gradient, which would be overwritten; pass the "
+            "leaf itself, or a clone()."
+        )
+    try:
+        loss = functional.cross_entropy(
+            logits,
+            targets,
+            label_smoothing=label_smoothing,
+            reduce_loss=reduce_loss,
+            ignore_idx=ignore_idx,
+            group=name,
+            ranks=ranks,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise _told_by_caller(op, "inp", error) from None
+    if order is None or reduce_loss:
+        return loss
+    return loss.permute([order.index(d) for d in range(loss.dim())])
 
 
 def _quantization(op: str) -> list[int]:
@@ -154,6 +193,8 @@ def fused_linear_cross_entropy(
     op = "fused_linear_cross_entropy"
     given = {} if bias is None else {"bias": bias}
     _check_plain(op, hidden=hidden, weight=weight, target=target, **given)
+    if type(label_smoothing) is not float or type(ignore_idx) is not int:
+        _check_numbers(op, label_smoothing, ignore_idx)
     if weight_grad_dtype not in (torch.float32, weight.dtype):
         raise ValueError(
             f"{op}: argument 'weight_grad_dtype' is {weight_grad_dtype}, wanted torch.float32 or the weight's "
@@ -163,16 +204,20 @@ def fused_linear_cross_entropy(
     if ranks > 1:  # each rank's classes bring a part of hidden's gradient
         enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = enter(hidden, dist_process_group)
-    return functional.fused_linear_cross_entropy(
-        hidden,
-        weight,
-        target,
-        bias,
-        label_smoothing=label_smoothing,
-        reduce_loss=reduce_loss,
-        ignore_idx=ignore_idx,
-        float32_sum=weight_grad_dtype is torch.float32,
-        quantization=_quantization(op),
-        group=name,
-        ranks=ranks,
-    )
+    quantization = _quantization(op)
+    try:
+        return functional.fused_linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            label_smoothing=label_smoothing,
+            reduce_loss=reduce_loss,
+            ignore_idx=ignore_idx,
+            float32_sum=weight_grad_dtype is torch.float32,
+            quantization=quantization,
+            group=name,
+            ranks=ranks,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise _told_by_caller(op, "logits", error) from None

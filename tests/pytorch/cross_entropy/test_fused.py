@@ -275,7 +275,7 @@ def test_refusals(device):
     with refused(ValueError, op, "'hidden'", "Long"):
         call(hidden.long(), weight, target)
     with refused(ValueError, op, "'label_smoothing'"):
-        call(hidden, weight, target, label_smoothing=1.0)
+        call(hidden, weight, target, label_smoothing=1.5)
     with refused(TypeError, "fused_linear_cross_entropy", "'weight'", "NoneType"):
         call(hidden, None, target)
     with refused(TypeError, "fused_linear_cross_entropy", "smoothing", "label_smoothing"):

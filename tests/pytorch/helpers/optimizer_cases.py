@@ -33,12 +33,15 @@ def adam_oracle(g, p, m, v, *, lr, beta1, beta2, eps, weight_decay, step, decoup
     return (p - lr * update, m, v), (p_error, m_error, v_error)
 
 
-def kept_error(magnitude, dtype):
-    """What keeping a state in dtype may change: one rounding; for scaled ones 4 more of float32, by the scale."""
+def kept_error(magnitude, dtype, second=False):
+    """What keeping a state in dtype may change: one rounding; for scaled ones 4 more of float32, by the scale. second:
+    moments that are raised to the format's least, two of its smallest roundings."""
     if dtype not in SCALED or not magnitude.numel():
         return rounding(magnitude, dtype if dtype not in SCALED else torch.float32)
     relative, absolute = SCALED[dtype]
-    return magnitude.abs() * (relative + 4 * U32) + magnitude.abs().max() * absolute * (1 + 4 * U32) + 1e-37
+    return (
+        magnitude.abs() * (relative + 4 * U32) + magnitude.abs().max() * absolute * (1 + second) * (1 + 4 * U32) + 1e-37
+    )
 
 
 def parameters(device, dtype=torch.float32, sizes=SIZES, seed=0):

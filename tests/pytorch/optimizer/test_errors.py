@@ -28,12 +28,6 @@ FP8 = {"exp_avg_dtype": torch.uint8}
         ({"exp_avg_dtype": torch.int8}, ("exp_avg_dtype", "int8", "uint8")),
         ({"exp_avg_sq_dtype": torch.float64}, ("exp_avg_sq_dtype", "float64")),
         ({**MASTERS, "master_weight_dtype": torch.bfloat16}, ("master_weight_dtype", "bfloat16", "float16")),
-        ({"store_param_remainders": True}, ("store_param_remainders", "master_weights=False")),
-        (
-            {**MASTERS, "store_param_remainders": True, "master_weight_dtype": torch.float16},
-            ("store_param_remainders", "float16", "float32"),
-        ),
-        ({**MASTERS, "store_param_remainders": True}, ("store_param_remainders", "torch.float32", "bfloat16")),
         ({**MASTERS, **FP8, "master_weight_dtype": torch.float16}, ("FP8 moments", "float16")),
     ],
     ids=str,
@@ -41,6 +35,67 @@ FP8 = {"exp_avg_dtype": torch.uint8}
 def test_bad_options(device, options, words):
     with refused(ValueError, "FusedAdam", *words):
         FusedAdam(parameters(device), **options)
+
+
+# Options of configurations that serve every model, and what each parameter's master is kept in.
+WITHOUT_EFFECT = {
+    "float32 weights": (torch.float32, {**MASTERS, "store_param_remainders": True}, torch.float32),
+    "no masters": (torch.bfloat16, {"store_param_remainders": True}, None),
+    "float16 masters": (
+        torch.bfloat16,
+        {**MASTERS, "store_param_remainders": True, "master_weight_dtype": torch.float16},
+        torch.float16,
+    ),
+    "masters' dtype without masters": (torch.bfloat16, {"master_weight_dtype": torch.bfloat16}, None),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_options_that_have_no_effect(device, name):
+    """They train as without the option. Mutant: remainders of float16 masters (_kept)."""
+    dtype, options, master = WITHOUT_EFFECT[name]
+    optimizer = trained(parameters(device, dtype), **options)
+    states = list(optimizer.state.values())
+    assert states and all(("master_param" in s and s["master_param"].dtype) or None is master for s in states)
+    assert {s["master_param"].dtype if "master_param" in s else None for s in states} == {master}
+    plain = trained(
+        parameters(device, dtype),
+        **{n: v for n, v in options.items() if n in MASTERS}
+        | ({"master_weight_dtype": torch.float16} if master is torch.float16 else {}),
+    )
+    assert_same(everything(optimizer), everything(plain))
+
+
+def test_a_group_with_remainders_that_joins(device):
+    """The first weights of a model may be the ones without."""
+    params = parameters(device, sizes=(4,)) + parameters(device, torch.bfloat16, sizes=(5,))
+    optimizer = FusedAdam(params[:1], **MASTERS, store_param_remainders=True)
+    optimizer.add_param_group({"params": params[1:]})
+    give_grads(params)
+    optimizer.step()
+    assert [optimizer.state[p]["master_param"].dtype for p in params] == [torch.float32, torch.int16]
+
+
+def test_expanded_parameters(device):
+    """Named before anything is made: a step, a state, a checkpoint."""
+    p = torch.nn.Parameter(torch.zeros(1, device=device).expand(4))
+    p.grad = torch.ones(4, device=device)
+    for options in ({}, MASTERS, FP8):
+        optimizer = FusedAdam([p], **options)
+        with refused(ValueError, "FusedAdam", "parameter [4]", "strides (0,)", "clone()"):
+            optimizer.step()
+        with refused(ValueError, "FusedAdam", "parameter [4]", "strides (0,)"):
+            optimizer.initialize_state(p)
+        with refused(ValueError, "FusedAdam", "parameter [4]", "strides (0,)"):
+            optimizer.set_scaled_state(p, "exp_avg", torch.ones(4, device=device))
+        with refused(ValueError, "FusedAdam", "parameter [4]", "strides (0,)"):
+            optimizer.load_state_dict(trained(parameters(device, sizes=(4,)), 1, **options).state_dict())
+        assert not any(optimizer.state.values()) and "step" not in optimizer.param_groups[0]
+    with refused(ValueError, "FusedSGD", "parameter 0", "strides (0,)"):
+        FusedSGD([p], lr=0.1, momentum=0.9).step()
+    whole = torch.nn.Parameter(torch.zeros(8, device=device))
+    whole.grad = torch.ones_like(whole)
+    FusedAdam([whole.data.as_strided((1, 8), (0, 1))])  # a dimension of one has any stride
 
 
 def test_amsgrad(device):
@@ -188,7 +243,7 @@ def test_groups_of_another_optimizer(device, option):
             optimizer.add_param_group({"params": params[1:], option: True})
         assert len(optimizer.param_groups) == 1
         optimizer.add_param_group({"params": params[1:], option: False})
-    other = torch.optim.AdamW(params, lr=0.1).state_dict()
+    other = torch.optim.NAdam(params, lr=0.1).state_dict()
     with refused(ValueError, "bias_correction"):
         FusedAdam(params).load_state_dict(other)
 
@@ -237,8 +292,11 @@ def test_doubles(device):
 
 def test_initialize_state_with_remainders(device):
     (p,) = parameters(device)[3:4]
-    with refused(ValueError, "initialize_state", "store_param_remainders", "float32"):
+    with refused(ValueError, "initialize_state", "store_param_remainders", "was made"):
         FusedAdam([p], **MASTERS).initialize_state(p, store_param_remainders=True)
+    optimizer = FusedAdam([p], **MASTERS, store_param_remainders=True)
+    optimizer.initialize_state(p, store_param_remainders=True)  # a float32 weight has none, whoever asks
+    assert optimizer.state[p]["master_param"].dtype is torch.float32
 
 
 def test_set_grad_none_is_deprecated(device):

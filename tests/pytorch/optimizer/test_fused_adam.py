@@ -41,7 +41,7 @@ def check_step(optimizer, step, **oracle):
     for p, (m, v, w) in zip(params, before, strict=True):
         (w, m, v), bounds = adam_oracle(wide(p.grad), w, m, v, step=step + 1, **oracle)
         for name, want, bound in (("exp_avg", m, bounds[1]), ("exp_avg_sq", v, bounds[2])):
-            kept = kept_error(want, getattr(optimizer, f"{name}_dtype"))
+            kept = kept_error(want, getattr(optimizer, f"{name}_dtype"), name == "exp_avg_sq")
             assert_within(optimizer.get_unscaled_state(p, name), want, 2 * bound + kept, name)
         if optimizer.master_weights:
             kept = kept_error(w, optimizer.master_weight_dtype)

@@ -138,18 +138,24 @@ def test_views_that_keep_the_last_dimension(device, name, shape):
 
 @every_fp8
 def test_views_that_change_the_last_dimension(device, name):
-    """One scale fits any shape; blocks do not. Columnwise data fits none: no view then."""
-    t = made(name, device, 6, 48)
-    assert not isinstance(t.view(-1), te.QuantizedTensor)
-    t.update_usage(columnwise_usage=False)
-    flat = t.view(-1)
-    assert_same_bits(flat.float(), t.dequantize().view(-1))
-    if name.startswith("block"):
-        assert not isinstance(flat, te.QuantizedTensor)
-        return
-    assert type(flat) is type(t) and pointers(flat) == pointers(t)
-    flat.copy_(torch.full((288,), 0.5, device=device))
-    assert (t.dequantize() - 0.5).abs().max() < 0.05
+    """One scale fits any shape; blocks do not. Columnwise data fits none: such a view is of the rowwise data alone, and
+    what is written to it reaches the other direction too."""
+    for columnwise in (True, False):
+        t = made(name, device, 6, 48)
+        t.update_usage(columnwise_usage=columnwise)
+        flat = t.view(-1)
+        assert_same_bits(flat.float(), t.dequantize().view(-1))
+        if name.startswith("block"):
+            assert not isinstance(flat, te.QuantizedTensor)
+            continue
+        assert type(flat) is type(t) and flat.get_usages() == {"rowwise": True, "columnwise": False}
+        assert flat._data.data_ptr() == t._data.data_ptr()
+        for written in (flat, flat[17:200]):
+            written.copy_(torch.full(written.shape, 0.5, device=device))
+            assert (written.dequantize() - 0.5).abs().max() < 0.05
+            if columnwise:
+                assert_same_bits(t._transpose, t._data.t().contiguous())
+        assert (t.dequantize() - 0.5).abs().max() < 0.05
 
 
 @every_fp8

@@ -3,7 +3,11 @@
 #include "cross_entropy.h"
 
 #include <ATen/ops/empty.h>
+
 #include <atomic>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
 
 #include "agreement.h"
 #include "autograd.h"
@@ -27,12 +31,81 @@ void check_logits(const Tensor& logits, const Tensor& target, const LossOptions&
   check_loss(kOp, logits.sym_sizes().slice(0, logits.dim() - 1), logits.sym_size(-1), logits, target, options);
 }
 
+// Which memory of logits holds a gradient: of each storage the bytes, and the version that they have had since. What
+// anyone else writes to the storage moves that, and it may be logits again.
+class GradientsOverLogits {
+ public:
+  void check(const Tensor& logits) {
+    if (!has_version(logits)) return;
+    const std::scoped_lock lock(mutex_);
+    const auto found = marks_.find(storage_of(logits));
+    if (found == marks_.end() || found->second.version != logits._version()) return;
+    const Range here = range_of(logits);
+    for (const Range& held : found->second.held) {
+      TORCH_CHECK(here.begin >= held.end || held.begin >= here.end, kOp,
+                  ": argument 'logits' holds the gradient of an earlier loss, which was written over the logits; "
+                  "compute the logits again, or pass each loss a clone().");
+    }
+  }
+
+  // A gradient was written over logits, of which nobody was told yet.
+  void write(const Tensor& logits) {
+    if (!has_version(logits)) return;
+    const std::scoped_lock lock(mutex_);
+    std::erase_if(marks_, [](const auto& mark) { return mark.second.storage.expired(); });
+    const auto [place, is_new] = marks_.try_emplace(storage_of(logits), logits);
+    Mark& mark = place->second;
+    if (mark.version != logits._version()) mark.held.clear();
+    mark.held.push_back(range_of(logits));
+    note_written(logits);
+    mark.version = logits._version();
+  }
+
+  // The same gradient was scaled.
+  void write_again(const Tensor& gradient) {
+    if (!has_version(gradient)) return;
+    const std::scoped_lock lock(mutex_);
+    const auto found = marks_.find(storage_of(gradient));
+    const bool holds = found != marks_.end() && found->second.version == gradient._version();
+    note_written(gradient);
+    if (holds) found->second.version = gradient._version();
+  }
+
+ private:
+  struct Range {
+    int64_t begin, end;  // in bytes of the storage
+  };
+  struct Mark {
+    explicit Mark(const Tensor& t) : storage(t.storage().getWeakStorageImpl()), version(t._version()) {}
+
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as long as it is here, no other one has that address
+    int64_t version;
+    std::vector<Range> held;
+  };
+
+  static bool has_version(const Tensor& t) { return t.has_storage() && !t.is_inference() && t.numel() != 0; }
+  static c10::StorageImpl* storage_of(const Tensor& t) { return t.storage().unsafeGetStorageImpl(); }
+  static Range range_of(const Tensor& t) {  // contiguous
+    const auto size = int64_t(t.element_size());
+    return {t.storage_offset() * size, (t.storage_offset() + t.numel()) * size};
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<c10::StorageImpl*, Mark> marks_;
+};
+
+GradientsOverLogits& gradients_over_logits() {
+  static GradientsOverLogits marks;
+  return marks;
+}
+
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 // (loss, logits with the gradient in them, the mean's 1 / n or empty).
 Three over_logits(const Tensor& logits, const Tensor& target, const LossOptions& options, bool gradient) {
   check_logits(logits, target, options);
   check_memory(logits, kOp, "logits");
+  gradients_over_logits().check(logits);
   const int64_t classes = logits.size(-1);
   const Tensor rows = logits.view({-1, classes}), targets = target.contiguous().view({-1});
   const auto floats = logits.options().dtype(at::kFloat);
@@ -43,7 +116,7 @@ Three over_logits(const Tensor& logits, const Tensor& target, const LossOptions&
     if (!scales_late(logits)) scale = inverse;
   }
   loss_of_rows(rows, targets, scale, flat, gradient, options);
-  if (gradient) note_written(logits);
+  if (gradient) gradients_over_logits().write(logits);
   return {options.reduce ? loss_mean(flat, inverse) : loss, logits, options.reduce ? inverse : at::empty({0}, floats)};
 }
 
@@ -57,6 +130,7 @@ Three cross_entropy_fwd(const Tensor& logits, const Tensor& target, double label
                         int64_t ignore_idx, std::string_view group, int64_t ranks, bool gradient) {
   const LossOptions options = options_of(label_smoothing, reduce_loss, ignore_idx, group, ranks);
   check_logits(logits, target, options);
+  gradients_over_logits().check(logits);
   const Tensor memory = gradient ? logits.clone() : logits;
   auto [loss, grad, inverse] = over_logits(memory, target, options, gradient);
   return {loss, gradient ? grad : logits.new_empty({0}), inverse};
@@ -167,8 +241,8 @@ void check_loss(const char* op, c10::SymIntArrayRef rows, const c10::SymInt& cla
                     rows, ", one class for each row.");
   TORCH_CHECK_VALUE(target.device() == like.device(), op, ": argument 'target' is on ", target.device(), ", wanted ",
                     like.device(), "; move it with .to(device).");
-  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing < 1, op, ": argument 'label_smoothing' is ",
-                    options.label_smoothing, ", wanted a number in [0, 1).");
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, op,
+                    ": argument 'label_smoothing' is ", options.label_smoothing, ", wanted a number in [0, 1].");
 }
 
 Tensor loss_inverse_count(const Tensor& target, int64_t classes, const LossOptions& options) {
@@ -215,7 +289,7 @@ void scale_gradient(const Tensor& grad, const Tensor& dloss, const Tensor& scale
   check_memory(grad, kOp, "grad");
   const Tensor rows = grad.dim() > 1 ? grad.view({-1, grad.size(-1)}) : grad.view({1, -1});
   Direct::call<scale_rows>("te::cross_entropy_bwd", rows, dloss.resolve_neg().contiguous().view({-1}), scale);
-  note_written(grad);
+  gradients_over_logits().write_again(grad);
 }
 
 Tensor cross_entropy_bwd(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale) {

@@ -67,7 +67,9 @@ void check_overlaps(const char* op, const std::vector<std::pair<const char*, Lis
                     const std::pair<const char*, List>& read, bool in_place) {
   std::vector<Span> writes, reads;
   for (const auto& [name, list] : written) {
-    for (size_t i = 0; i < list.size(); ++i) writes.push_back(memory_of(list[i], list[i], op, name, int64_t(i)));
+    for (size_t i = 0; i < list.size(); ++i) {
+      writes.push_back(written_memory_of(list[i], list[i], op, name, int64_t(i)));
+    }
   }
   for (size_t i = 0; i < read.second.size(); ++i) {
     const Span span = memory_of(read.second[i], read.second[i], op, read.first, int64_t(i));

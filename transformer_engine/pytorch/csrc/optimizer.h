@@ -32,6 +32,9 @@ struct Span {
 // The memory of t, which lies on like's device, as like lies, without gaps; ValueError otherwise.
 Span memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index);
 
+// So too, of memory that is written: ValueError for a copy of a quantized tensor's values, where a write would be lost.
+Span written_memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index);
+
 // Whether memory that a call writes overlaps anything else of it; looked at again only when an address changes.
 class OverlapGuard {
  public:

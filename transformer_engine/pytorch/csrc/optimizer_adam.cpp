@@ -1,4 +1,7 @@
 // See optimizer.h: lists of tensors as the engine takes them.
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
 #include <algorithm>
 
 #include "optimizer.h"
@@ -93,6 +96,15 @@ void check_member(const Tensor& t, const Tensor& like, const char* op, const cha
       t.numel(), " elements.");
 }
 
+// A class whose memory is no place to write to says so itself: tensor/values_view.py.
+void check_writable(const Tensor& t, const char* op, const char* list, int64_t index) {
+  const pybind11::gil_scoped_acquire gil;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t));
+  if (!pybind11::hasattr(object, "_why_not_written")) return;
+  const auto why = pybind11::cast<std::string>(object.attr("_why_not_written")());
+  TORCH_CHECK_VALUE(false, op, ": '", list, "' ", index, " ", why);
+}
+
 }  // namespace
 
 Span memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index) {
@@ -105,6 +117,11 @@ Span memory_of(const Tensor& t, const Tensor& like, const char* op, const char* 
                     " without memory of its own, wanted a plain tensor; make the optimizer anew where parameters were ",
                     "swapped for others.");
   return {begin, begin + uintptr_t(impl->numel()) * impl->itemsize(), list, index};
+}
+
+Span written_memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index) {
+  if (t.defined() && t.key_set().has(c10::DispatchKey::Python)) check_writable(t, op, list, index);
+  return memory_of(t, like, op, list, index);
 }
 
 namespace {
@@ -177,15 +194,18 @@ void AdamCalls::add(const AdamEntry& e, int64_t index) {
   // An FP8 weight's bytes may have a pitch: a state says how everything else has to lie.
   const Tensor& like = fp8 ? e.exp_avg : e.param;
   te_optimizer_tensor tensor{e.param.numel(), {}};
-  const auto take = [&](int list, const Tensor& t, const char* name, std::vector<Span>& spans) {
-    spans.push_back(memory_of(t, like, op_, name, index));
-    tensor.data[list] = reinterpret_cast<void*>(spans.back().begin);
+  const auto take = [&](int list, const Span& span, std::vector<Span>& spans) {
+    spans.push_back(span);
+    tensor.data[list] = reinterpret_cast<void*>(span.begin);
   };
-  if (!fp8) take(1, e.param, "param", written_);
-  take(0, e.grad, "grad", read_);
-  take(2, e.exp_avg, "exp_avg", written_);
-  take(3, e.exp_avg_sq, "exp_avg_sq", written_);
-  if (e.master.defined()) take(4, e.master, "master_param", written_);
+  const auto written = [&](int list, const Tensor& t, const char* name) {
+    take(list, written_memory_of(t, like, op_, name, index), written_);
+  };
+  if (!fp8) written(1, e.param, "param");
+  take(0, memory_of(e.grad, like, op_, "grad", index), read_);
+  written(2, e.exp_avg, "exp_avg");
+  written(3, e.exp_avg_sq, "exp_avg_sq");
+  if (e.master.defined()) written(4, e.master, "master_param");
   Call& call = call_of(plan, e.param);
   if (fp8) {
     const te_tensor bytes = bytes_of(e.param, like, index);

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from transformer_engine.pytorch.graph.buffers import version_of
 from transformer_engine.pytorch.graph.capture_checks import check_leaves, check_result
 from transformer_engine.pytorch.graph.capture_plan import CapturePlan
 from transformer_engine.pytorch.graph.describe import OP, PLAIN
@@ -21,6 +22,7 @@ class Passes:
     def __init__(self, plan: CapturePlan, works: Sequence[Work], untouched: Untouched) -> None:
         self.plan, self.works, self.untouched = plan, works, untouched
         self.ran: set[Work] = set()
+        self.written: dict[Work, list[torch.Tensor]] = {}  # inputs that its forward writes to
         self.modules_ran: set[int] = set()
 
     def hooks(self, step: Step, when: str) -> None:
@@ -34,10 +36,11 @@ class Passes:
 
     @contextmanager
     def values_kept(self, step: Step) -> Iterator[None]:
-        """Around a pass's first forward: inputs that it writes to, and a module's first pass parameters, get their
-        values back when all is captured."""
+        """Around a pass's forward. Behind the first one inputs that it writes to, and of a module's first pass
+        parameters, get their values back when all is captured; before the others they count as new, as in a replay."""
         work = self.works[step.sample]
         if work in self.ran:
+            torch.autograd.graph.increment_version(self.written[work])
             yield
             return
         tensors = list(work.inputs)
@@ -46,8 +49,10 @@ class Passes:
         self.ran.add(work)
         self.modules_ran.add(step.module)
         try:
+            versions = [version_of(t) for t in work.inputs]
             with values_kept(tensors, self.untouched.undo):
                 yield
+            self.written[work] = [t for t, version in zip(work.inputs, versions) if version_of(t) != version]
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise ValueError(

@@ -3,7 +3,7 @@ masters as int16; of plain, sharded (DTensor) and quantized parameters. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 
@@ -17,8 +17,9 @@ from transformer_engine.pytorch.tensor import (
 
 EXP_AVG, EXP_AVG_SQ, MASTER = "exp_avg", "exp_avg_sq", "master_param"
 
-# The largest magnitude that a scaled state holds: scale = amax / it.
+# The largest magnitude that a scaled state holds: scale = amax / it; and the smallest beside 0.
 RANGES = {torch.float16: 32752.0, torch.uint8: 448.0}
+_LEAST = {torch.float16: 2.0**-24, torch.uint8: 2.0**-9}
 MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 MASTERS = (torch.float32, torch.float16)
 
@@ -59,8 +60,8 @@ def read(value: torch.Tensor, pair: torch.Tensor | None) -> torch.Tensor:
     return floats if pair is None else floats * pair[0]
 
 
-def write(value: torch.Tensor, pair: torch.Tensor | None, given: torch.Tensor) -> None:
-    """value, and its scale, become `given`. What read() gave comes back to the bit."""
+def write(name: str, value: torch.Tensor, pair: torch.Tensor | None, given: torch.Tensor) -> None:
+    """value, the state of that name, and its scale become `given`. What read() gave comes back to the bit."""
     value, given = local_of(value), local_of(given)
     if pair is None or given.dtype is torch.uint8:
         value.copy_(given)
@@ -69,7 +70,12 @@ def write(value: torch.Tensor, pair: torch.Tensor | None, given: torch.Tensor) -
         return
     given = given.to(value.device, torch.float32)
     pair[0] = scale = _scale_of(given, RANGES[value.dtype])  # (amax / range) * range / range: the same to the bit
-    _put(value, given, scale)
+    x = given / scale
+    if name == EXP_AVG_SQ:  # as the kernel: none but 0 becomes 0
+        x = torch.where(given > 0, x.clamp_min(_LEAST[value.dtype]), x)
+    if value.dtype is torch.uint8:
+        x = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    value.copy_(x)
 
 
 def _scale_of(x: torch.Tensor, largest: float) -> torch.Tensor:
@@ -79,11 +85,20 @@ def _scale_of(x: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
 
 
-def _put(value: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
-    if value.dtype is torch.uint8:
-        value.copy_((x / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8))
-    else:
-        value.copy_(x / scale)
+def apart(given: torch.Tensor, own: torch.Tensor, written: Set[tuple]) -> torch.Tensor:
+    """given, or a copy where it lies in memory that is written before it is read. own: what takes its values."""
+    local, target = local_of(given), local_of(own)
+    return given if memory_key(local) not in written or _same_memory(local, target) else local.clone()
+
+
+def memory_key(t: torch.Tensor) -> tuple:
+    """Equal for tensors on the same storage."""
+    t = local_of(t)
+    return t.device, t.untyped_storage().data_ptr()
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
 
 # ---- masters ----

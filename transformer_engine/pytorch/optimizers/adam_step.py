@@ -16,6 +16,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.distributed.dtensor import is_sharded, local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_count_step
 from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, put_on_device
+from transformer_engine.pytorch.optimizers.adam_rows import StepOfRows
 from transformer_engine.pytorch.optimizers.adam_states import MASTER, State
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor, QuantizedTensor, engine, layout
 from transformer_engine.pytorch.tensor.many import quantize_all
@@ -99,6 +100,7 @@ class Step:
         self.found_inf, self.inv_scale = _verdict(optimizer, grad_scaler)
         self.requantized: list[_Requantized] = []
         self.in_pass: list[Float8Tensor] = []
+        self.rows: dict[int, StepOfRows] = {}  # of FP8 weights, by the address of their scale
         if not optimizer.capturable and stream_captures():
             raise ValueError(
                 f"{OP}: a step with capturable=False is being captured, wanted capturable=True: replays would take the "
@@ -170,11 +172,10 @@ class Step:
                 kinds.setdefault((master, torch.float32, False), _Entries()).add(weight, grad, state, scales)
                 continue
             o._check_param(p)
-            fp8 = _written_in_pass(weight)
+            fp8 = self._in_pass(weight)
             if fp8 is not None:
                 entries = kinds.setdefault((master, weight.dtype, True), _Entries())
                 entries.add(weight._data, grad, state, scales, fp8)
-                self.in_pass.append(weight)
             elif master is torch.float32:  # its own weight
                 kinds.setdefault((None, torch.float32, False), _Entries()).add(state[MASTER], grad, state, scales)
                 self.requantized.append(_Requantized(weight, state[MASTER]))
@@ -188,6 +189,18 @@ class Step:
             result[-1].add(entries.params, entries.grads, entries.states, entries.scales, entries.fp8 if fp8 else None)
         return result
 
+    def _in_pass(self, weight: QuantizedTensor) -> tuple | None:
+        """(scale, amax, scale_inv, is E5M2) of a weight that the pass writes itself."""
+        fp8 = _written_in_pass(weight)
+        if fp8 is None or weight._rows_of is None:
+            if fp8 is not None:
+                self.in_pass.append(weight)
+            return fp8
+        scale, amax, scale_inv, e5m2 = fp8
+        rows = self.rows.setdefault(scale_inv.data_ptr(), StepOfRows(weight))
+        rows.parts.append(weight)
+        return scale, amax, rows.scale_inv, e5m2
+
     # ---- writing ----
 
     def run(self) -> None:
@@ -198,12 +211,15 @@ class Step:
                 o._scales[param] = scales
         for group, lists in zip(o.param_groups, self.lists):
             self._run_group(group, lists)
-        for weight in self.in_pass:
+        for weight in self.in_pass + [rows.complete(self._flag(rows.whole)) for rows in self.rows.values()]:
             _complete(weight)
         for some in _batches(self.requantized):
-            flag = None if self.found_inf is None else self.found_inf.to(some[0].weight.device, torch.float32).view(1)
+            flag = self._flag(some[0].weight)
             values = [one.values.to(one.weight.dtype) for one in some]
             quantize_all([one.weight for one in some], values, noop_flag=flag)
+
+    def _flag(self, weight: QuantizedTensor) -> torch.Tensor | None:
+        return None if self.found_inf is None else self.found_inf.to(weight.device, torch.float32).view(1)
 
     def _run_group(self, group: dict[str, Any], lists: list[_C.AdamLists]) -> None:
         o = self.optimizer

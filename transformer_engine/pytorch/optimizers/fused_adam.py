@@ -17,6 +17,7 @@ from transformer_engine.pytorch.optimizers import adam_states as states
 from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, put_on_device, refuse_amsgrad
 from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER
 from transformer_engine.pytorch.optimizers.adam_step import Step
+from transformer_engine.pytorch.optimizers.adam_torch import for_torch, from_torch, is_torchs
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -32,8 +33,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     adam_w_mode: weight decay in the update (AdamW), or in the gradient. A group counts its own `step`.
     master_weights: each parameter has a master of master_weight_dtype (float32, float16), which is stepped; the
-    parameter is it, rounded. Quantized parameters need them. store_param_remainders: for bfloat16 parameters the 16
-    bits that float32 has beyond them, in place of a master.
+    parameter is it, rounded. Quantized parameters need them. store_param_remainders: bfloat16 parameters with float32
+    masters have the 16 bits that float32 has beyond them in place of the master; for others it changes nothing.
     exp_avg_dtype, exp_avg_sq_dtype: float32, float16, bfloat16 or uint8 (E4M3, which wants float32 masters or weights);
     float16 and uint8 have a scale for each tensor. state_dict() holds float32, remainders int16.
     capturable: step (int32) and lr (float32) are tensors on the GPU, and so are GradScaler's factor and verdict: a step
@@ -81,12 +82,6 @@ class FusedAdam(torch.optim.Optimizer):
         self._forget()
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, defaults | {"weight_decay": weight_decay})
-        weights = [local_of(p) for group in self.param_groups for p in group["params"]]
-        if self.store_param_remainders and weights and not any(map(_has_remainder, weights)):
-            raise ValueError(
-                f"{OP}: argument 'store_param_remainders' is True, but no parameter is a bfloat16 tensor (the first is "
-                f"{weights[0].dtype}), wanted bfloat16 weights: others have no remainders."
-            )
 
     _OPTIONS = (
         "adam_w_mode",
@@ -109,13 +104,8 @@ class FusedAdam(torch.optim.Optimizer):
                     f"{OP}: argument '{name}' is {getattr(self, name)!r}, wanted float32, float16, bfloat16 or uint8."
                 )
         master = self.master_weight_dtype
-        if master not in states.MASTERS:
+        if self.master_weights and master not in states.MASTERS:
             raise ValueError(f"{OP}: argument 'master_weight_dtype' is {master!r}, wanted float32 or float16.")
-        if self.store_param_remainders and not (self.master_weights and master is torch.float32):
-            raise ValueError(
-                f"{OP}: argument 'store_param_remainders' is True with master_weights={self.master_weights} and "
-                f"master_weight_dtype={master}, wanted master_weights=True and float32: a remainder is a part of one."
-            )
         if self._has_fp8_moments() and self.master_weights and master is not torch.float32:
             raise ValueError(f"{OP}: argument 'master_weight_dtype' is {master} with FP8 moments, wanted float32.")
 
@@ -174,12 +164,19 @@ class FusedAdam(torch.optim.Optimizer):
         """State's name -> the dtype that it is kept in."""
         kept = {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype}
         if self.master_weights:
-            remainder = self.store_param_remainders and _has_remainder(local_of(param))
-            kept[MASTER] = torch.int16 if remainder else self.master_weight_dtype
+            whole = self.master_weight_dtype
+            remainder = self.store_param_remainders and whole is torch.float32 and _has_remainder(local_of(param))
+            kept[MASTER] = torch.int16 if remainder else whole
         return kept
 
     def _check_param(self, param: torch.Tensor) -> None:
         local = local_of(param)
+        dense = local.layout is torch.strided
+        if dense and any(n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride())):
+            raise ValueError(
+                f"{OP}: a parameter {list(param.shape)} has strides {local.stride()}, wanted an element of memory for "
+                "each of its own; make it of t.clone(), not of an expanded tensor."
+            )
         if self.master_weights:
             return
         if isinstance(local, QuantizedTensor):
@@ -204,7 +201,7 @@ class FusedAdam(torch.optim.Optimizer):
             if pair is not None:
                 scales[name] = pair
             if name == MASTER and dtype is not torch.int16:
-                states.write(state[name], pair, states.first_master(param))
+                states.write(name, state[name], pair, states.first_master(param))
         return state, scales
 
     @torch.no_grad()
@@ -212,10 +209,10 @@ class FusedAdam(torch.optim.Optimizer):
         """Makes the state of a parameter anew: moments of 0, a master of its values. A step does it for a parameter
         without one. store_param_remainders: the optimizer's, unless given."""
         kept = self._kept(param)
-        if store_param_remainders and kept.get(MASTER) is not torch.int16:
+        if store_param_remainders and not self.store_param_remainders:
             raise ValueError(
-                f"{OP}.initialize_state: argument 'store_param_remainders' is True for a {local_of(param).dtype} "
-                f"{type(local_of(param)).__name__}, wanted a bfloat16 tensor of an optimizer with remainders."
+                f"{OP}.initialize_state: argument 'store_param_remainders' is True, wanted an optimizer that was made "
+                "with store_param_remainders=True: a step takes states as the optimizer keeps them."
             )
         if store_param_remainders is False and MASTER in kept:
             kept[MASTER] = self.master_weight_dtype
@@ -240,11 +237,14 @@ class FusedAdam(torch.optim.Optimizer):
         dtype = state[state_name].dtype if state_name in state else kept[state_name]
         states.check_value(f"{OP}.set_scaled_state", f"'{state_name}'", param, unscaled_state, dtype)
         if state_name not in state:
+            self._check_param(param)
             state[state_name], pair = states.new_state(param, dtype)
             self.state[param] = state
             if pair is not None:
                 self._scales.setdefault(param, {})[state_name] = pair
-        states.write(state[state_name], self._scales.get(param, {}).get(state_name), unscaled_state)
+        value = state[state_name]
+        given = states.apart(unscaled_state, value, {states.memory_key(value)})
+        states.write(state_name, value, self._scales.get(param, {}).get(state_name), given)
 
     # ---- checkpoints, copies ----
 
@@ -256,9 +256,18 @@ class FusedAdam(torch.optim.Optimizer):
         finally:
             handle.remove()
 
+    @torch.no_grad()
+    def torch_state_dict(self) -> dict[str, Any]:
+        """As torch.optim.AdamW loads it (with adam_w_mode=False: Adam), on copies. Without masters: these have none.
+        Errors: ValueError for bias_correction=False, which they do not have."""
+        modes = {"adam_w_mode": self.adam_w_mode, "capturable": self.capturable}
+        return for_torch(f"{OP}.torch_state_dict", self.state_dict(), **modes)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() gave, of an optimizer with states of any dtype. States that are there keep their
-        memory. Errors: ValueError for states of another shape, dtype or set of names; nothing is changed then."""
+        """Takes what state_dict() gave, of an optimizer with states of any dtype, or what that of torch.optim.AdamW
+        (adam_w_mode=False: Adam) gave, with masters of the weights as they are now. States that are there keep their
+        memory. Errors: ValueError for states of another shape, dtype or set of names, and for groups that torch's
+        optimizer has stepped unequally often; nothing is changed then."""
         handle = self.register_load_state_dict_pre_hook(_left_as_it_is)
         try:
             super().load_state_dict(state_dict)
@@ -285,27 +294,49 @@ class FusedAdam(torch.optim.Optimizer):
         self._forget()
         for i in range(len(self.param_groups) if self.capturable else 0):
             put_on_device(self.param_groups, i, self._lrs, before[i] if i < len(before) else None)
+        places = {p: self._places(p, old.get(p) or {}, old_scales.get(p, {})) for p in loaded}
+        written = {states.memory_key(value) for place in places.values() for value, _ in place.values()}
+        for p, given in loaded.items():  # states that change hands are read before they are written
+            loaded[p] = {name: states.apart(given[name], value, written) for name, (value, _) in places[p].items()}
         for p, given in loaded.items():
-            self._take(p, given, old.get(p) or {}, old_scales.get(p, {}))
+            self.state[p], self._scales[p] = {}, {}
+            for name, (value, pair) in places[p].items():
+                states.write(name, value, pair, given[name])
+                self.state[p][name] = value
+                if pair is not None:
+                    self._scales[p][name] = pair
 
-    def _take(self, param: torch.Tensor, given: Mapping, state: states.State, scales: dict[str, torch.Tensor]) -> None:
-        """given, a state that was checked, becomes param's, in the memory of the one that there was, if it fits."""
-        self.state[param], self._scales[param] = {}, {}
+    def _places(
+        self, param: torch.Tensor, state: states.State, scales: dict[str, torch.Tensor]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Where a loaded state of param goes, with its scale: the memory of the one that there was, if it fits."""
+        places = {}
         for name, dtype in self._kept(param).items():
             value, pair = state.get(name), scales.get(name)
             if value is None or value.dtype is not dtype or not states.lies_as(value, param):
                 value, pair = states.new_state(param, dtype)
-            states.write(value, pair, given[name])
-            self.state[param][name] = value
-            if pair is not None:
-                self._scales[param][name] = pair
+            places[name] = value, pair
+        return places
+
+    def _master_for(self, place: int) -> torch.Tensor | None:
+        """Of the parameter at that place among all, for a state that has none."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        kept = self._kept(params[place]).get(MASTER) if place < len(params) else None
+        if kept is None:
+            return None
+        local = local_of(params[place])
+        return torch.zeros_like(local, dtype=kept) if kept is torch.int16 else states.first_master(params[place])
 
 
 def _has_remainder(local: torch.Tensor) -> bool:
     return local.dtype is torch.bfloat16 and not isinstance(local, QuantizedTensor)
 
 
+@torch.no_grad()
 def _left_as_it_is(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if is_torchs(state_dict):
+        op = f"{OP}.load_state_dict"
+        state_dict = from_torch(op, state_dict, optimizer.adam_w_mode, optimizer._master_for)
     given = state_dict["state"].items()
     return state_dict | {"state": {k: _Saved(s) if isinstance(s, Mapping) else s for k, s in given}}
 

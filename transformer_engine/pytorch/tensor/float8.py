@@ -158,7 +158,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _viewed(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor | None] | None:
         parts = super()._viewed(shape)
-        if parts is None and self._transpose is None and self._data is not None and self._data.is_contiguous():
+        if parts is None and self._data is not None and self._data.is_contiguous():  # a transpose has no such view
             return {"_data": self._data.view(shape), "_scale_inv": self._scale_inv}
         return parts
 

@@ -27,7 +27,8 @@
  * payload of a NaN). Scaled states and FP8 weights depend on their whole tensor, through its scale.
  *
  * Moments: float32; bfloat16; float16 and float8_e4m3 as value / scale, scale = amax / 32752 and amax / 448, 1 where
- * amax is 0, Inf or NaN, FLT_MIN at the least.
+ * amax is 0, Inf or NaN, FLT_MIN at the least. A scaled second moment that is not 0 never becomes 0: it is the format's
+ * least at the least, amax 2^-39 or amax 2^-17.8.
  *
  * Masters: te_master. With TE_MASTER_REMAINDER the weight is bfloat16 and the master an int16: the low half of the
  * float32 master's bits. The weight is the high half, plus one where the low one is negative.

@@ -207,8 +207,8 @@ void check_plan(const char* op, const te_cross_entropy_plan* plan) {
   if (plan->ranks < 1 || plan->rank < 0 || plan->rank >= plan->ranks) {
     bad_argument(op, "plan.rank", concat(plan->rank, " of ", plan->ranks), "a rank from 0 to ranks - 1");
   }
-  if (!(plan->label_smoothing >= 0.f && plan->label_smoothing < 1.f)) {
-    bad_argument(op, "plan.label_smoothing", plan->label_smoothing, "a number in [0, 1)");
+  if (!(plan->label_smoothing >= 0.f && plan->label_smoothing <= 1.f)) {
+    bad_argument(op, "plan.label_smoothing", plan->label_smoothing, "a number in [0, 1]");
   }
   check_target(op, "plan.target", plan->target, x.rows, x.device);
   check_values(op, "plan.target", plan->target, classes_of(*plan), plan->ignore_idx);

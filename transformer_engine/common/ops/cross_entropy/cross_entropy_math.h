@@ -45,9 +45,11 @@ struct Asked {
 
   TE_HOST_DEVICE float loss(const Statistic& row, float log_sum) const {
     const float target = row.target - row.top;
-    // 0 * Inf would be NaN: without smoothing no logit but the target's counts.
+    // 0 * Inf would be NaN: without smoothing no logit but the target's counts, with nothing but smoothing that does
+    // not.
     if (smoothing == 0.f) return log_sum - target;
-    return log_sum - (1.f - smoothing) * target - smoothing * (row.rest / classes);
+    const float rest = smoothing * (row.rest / classes);
+    return smoothing == 1.f ? log_sum - rest : log_sum - (1.f - smoothing) * target - rest;
   }
 };
 

@@ -195,7 +195,7 @@ struct AdamBody {
       store_weight<N>(i, p);
       if constexpr (kAny) {
         over(m, new_m_scale);
-        over(v, new_v_scale);
+        if (is_scaled_on_device(launch.exp_avg_sq)) over_second(v);
       }
       List<typename T::M>::template store<N>(list(2), i, launch.exp_avg, m);
       List<typename T::M>::template store<N>(list(3), i, launch.exp_avg_sq, v);
@@ -234,6 +234,12 @@ struct AdamBody {
   static __device__ __forceinline__ void over(float (&x)[N], float scale) {
 #pragma unroll
     for (int k = 0; k < N; ++k) x[k] /= scale;
+  }
+  template <int N>
+  __device__ __forceinline__ void over_second(float (&v)[N]) const {
+    const float least = least_of(launch.exp_avg_sq);
+#pragma unroll
+    for (int k = 0; k < N; ++k) v[k] = scaled_second(v[k], new_v_scale, least);
   }
   template <int N>
   static __device__ __forceinline__ void note(const float (&x)[N], float& largest) {

@@ -17,9 +17,11 @@ struct State {
   void* const data;
   const te_dtype dtype;
   float* const pair;  // nullptr: not scaled
+  const bool second;  // a second moment
   float buffer[kChunk];
 
-  State(void* data, te_dtype dtype, float* pair) : data(data), dtype(dtype), pair(is_scaled(dtype) ? pair : nullptr) {}
+  State(void* data, te_dtype dtype, float* pair, bool second = false)
+      : data(data), dtype(dtype), pair(is_scaled(dtype) ? pair : nullptr), second(second) {}
 
   float* open(int64_t offset, int64_t n, bool copied) {
     float* values = cpu::open(data, dtype, offset, buffer, n);
@@ -35,7 +37,12 @@ struct State {
   void close(int64_t offset, float* values, int64_t n) const {
     if (pair != nullptr) {
       const float scale = state_scale(pair[1], range_of(dtype));
-      for (int64_t i = 0; i < n; ++i) values[i] /= scale;
+      if (second) {
+        const float least = least_of(dtype);
+        for (int64_t i = 0; i < n; ++i) values[i] = scaled_second(values[i], scale, least);
+      } else {
+        for (int64_t i = 0; i < n; ++i) values[i] /= scale;
+      }
     }
     cpu::close(data, dtype, offset, values, n);
   }
@@ -51,7 +58,7 @@ class AdamTensor {
         t_(t),
         scales_(scales == nullptr ? te_adam_scales{} : *scales),
         m_(t.data[2], plan.exp_avg, scales_.exp_avg),
-        v_(t.data[3], plan.exp_avg_sq, scales_.exp_avg_sq),
+        v_(t.data[3], plan.exp_avg_sq, scales_.exp_avg_sq, true),
         w_(plan.master == TE_MASTER_NONE
                ? State(t.data[1], plan.param, nullptr)
                : State(t.data[4], plan.master == TE_MASTER_FLOAT16 ? TE_FLOAT16 : TE_FLOAT32, scales_.master)) {}

@@ -79,6 +79,15 @@ TE_HOST_DEVICE float state_scale(float amax, float range) {
   return scale < FLT_MIN ? FLT_MIN : scale;
 }
 
+// The smallest magnitude beside 0 that a scaled state holds.
+TE_HOST_DEVICE float least_of(te_dtype dtype) { return dtype == TE_FLOAT16 ? 0x1p-24f : 0x1p-9f; }
+
+// A second moment as it is kept. None but 0 becomes 0: its m would be divided by eps then, a step of m / eps times lr.
+TE_HOST_DEVICE float scaled_second(float v, float scale, float least) {
+  const float kept = v / scale;
+  return v > 0.f && kept < least ? least : kept;
+}
+
 // A float32 master whose high half, rounded, is the bfloat16 weight, and whose low half is kept beside it.
 struct Halves {
   uint16_t weight;

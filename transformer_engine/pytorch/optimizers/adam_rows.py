@@ -1,0 +1,38 @@
+"""A step of rows of an FP8 weight whose scale is known before: they are written in the pass by the scale that the
+recipe has for the whole weight, and every other row keeps its values under it. Frameworks that spread a weight's
+elements over ranks step such rows, the same scale on each. No arithmetic of Adam is here."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.tensor import Float8Tensor, engine
+
+
+class StepOfRows:
+    """All rows of one weight that a step writes. scale_inv: what the step makes, beside the weight's own, which tells
+    what the other rows hold."""
+
+    def __init__(self, rows: Float8Tensor) -> None:
+        self.whole: Float8Tensor = rows._rows_of[0]
+        self.scale_inv = rows._scale_inv.clone()
+        self.parts: list[Float8Tensor] = []
+
+    def complete(self, noop: torch.Tensor | None) -> Float8Tensor:
+        """The whole weight, with bytes and scale that belong to each other again; where noop says that the pass wrote
+        nothing, with those that it had."""
+        whole = self.whole
+        places = [slice(p._rows_of[1], p._rows_of[1] + p.numel()) for p in self.parts]
+        if sum(part.numel() for part in self.parts) < whole.numel():
+            values = whole._dequantize(torch.float32).view(-1)
+            for here in places:
+                values[here] = 0.0
+            amax = engine.amax(values)
+            whole._quantizer._take_note_of(amax if noop is None else torch.where(noop == 0, amax, 0.0))
+            data = whole._by_scale(values.view(whole.shape), self.scale_inv).reshape(-1)
+            for here, part in zip(places, self.parts):
+                data[here] = part._data.reshape(-1)
+            whole._data.copy_(data.view(whole.shape))
+        whole._scale_inv.copy_(self.scale_inv)
+        torch.autograd.graph.increment_version(self.parts)
+        return whole

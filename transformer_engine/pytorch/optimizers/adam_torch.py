@@ -1,0 +1,80 @@
+"""State dicts of torch.optim.Adam and AdamW as FusedAdam's, and FusedAdam's as theirs. These count a step for each
+parameter and keep no masters; FusedAdam counts one for a group. Nothing is loaded here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.optimizers.adam_groups import check_has, refuse_amsgrad
+from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER
+
+STEP = "step"
+_MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+# What of their groups says how torch's step runs, not what it computes.
+_OF_TORCH = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+
+
+def is_torchs(state_dict: Mapping[str, Any]) -> bool:
+    return any("amsgrad" in group and "bias_correction" not in group for group in state_dict["param_groups"])
+
+
+def from_torch(
+    op: str, state_dict: dict[str, Any], adam_w_mode: bool, master_of: Callable[[int], torch.Tensor | None]
+) -> dict[str, Any]:
+    """As FusedAdam's, on the same tensors. master_of: of the parameter at that place among all, None for none: torch
+    has none. Errors: ValueError, NotImplementedError for what a group of FusedAdam cannot be."""
+    states = state_dict["state"]
+    groups = [_group_from_torch(op, i, g, states, adam_w_mode) for i, g in enumerate(state_dict["param_groups"])]
+    made = dict(states)
+    for place, key in enumerate(key for group in groups for key in group["params"]):
+        if not states.get(key):
+            continue
+        made[key] = {name: value for name, value in states[key].items() if name != STEP}
+        master = master_of(place)
+        if master is not None and MASTER not in made[key]:
+            made[key][MASTER] = master
+    return {**state_dict, "state": made, "param_groups": groups}
+
+
+def _group_from_torch(
+    op: str, index: int, group: Mapping[str, Any], states: Mapping[Any, Any], adam_w_mode: bool
+) -> dict[str, Any]:
+    refuse_amsgrad(op, group["amsgrad"])
+    check_has(op, group, "lr", "betas", "eps", "weight_decay")
+    decoupled = group.get("decoupled_weight_decay", adam_w_mode)
+    if group["weight_decay"] and bool(decoupled) is not adam_w_mode:
+        raise ValueError(
+            f"{op}: group {index} is torch.optim.{'AdamW' if decoupled else 'Adam'}'s with weight_decay="
+            f"{group['weight_decay']}, wanted an optimizer with adam_w_mode={bool(decoupled)}."
+        )
+    steps = sorted({int(states[key][STEP]) for key in group["params"] if STEP in (states.get(key) or {})})
+    if len(steps) > 1:
+        raise ValueError(
+            f"{op}: the parameters of group {index} have taken {steps[0]} to {steps[-1]} steps, wanted as many each: "
+            "FusedAdam counts those of a group; make groups of parameters with as many steps."
+        )
+    made = {name: value for name, value in group.items() if name not in _OF_TORCH}
+    return made | {"bias_correction": True} | ({STEP: steps[0]} if steps else {})
+
+
+def for_torch(op: str, state_dict: dict[str, Any], *, adam_w_mode: bool, capturable: bool) -> dict[str, Any]:
+    """FusedAdam's state dict as torch's AdamW or Adam loads it, on copies: a step of either leaves the other alone."""
+    states, groups = {}, []
+    for index, group in enumerate(state_dict["param_groups"]):
+        if not group["bias_correction"]:
+            raise ValueError(f"{op}: group {index} has bias_correction=False, wanted True: torch always corrects.")
+        steps = group.get(STEP, 0)
+        for key in group["params"]:
+            state = state_dict["state"].get(key)
+            if state:
+                device = state[EXP_AVG].device if capturable else "cpu"
+                count = torch.full((), float(steps), dtype=torch.float32, device=device)
+                states[key] = {STEP: count, **{name: state[name].clone() for name in _MOMENTS}}
+        kept = {name: value for name, value in group.items() if name not in (STEP, "bias_correction")}
+        lr = kept["lr"]
+        kept["lr"] = lr.detach().clone().view(()) if isinstance(lr, torch.Tensor) else lr
+        groups.append(kept | {"decoupled_weight_decay": adam_w_mode, "capturable": capturable})
+    return {"state": states, "param_groups": groups}
