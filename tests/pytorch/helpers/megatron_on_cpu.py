@@ -1,0 +1,72 @@
+"""examples/with_megatron_core.py on a CPU: megatron-core asks for CUDA by name throughout, so what it asks for is
+answered by the CPU. For tests alone; run as a script, one process a rank, with the example's options."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+
+class _Stream(contextlib.nullcontext):
+    """A CPU has one stream, on which everything is done in order: waits have nothing to wait for."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(self)
+
+    def _done(self, *args, **kwargs):
+        return self
+
+    wait_stream = wait_event = synchronize = record = wait = record_event = _done
+
+
+class _Generators:
+    def __getitem__(self, index):
+        return torch.default_generator
+
+
+def _on_the_cpu(function):
+    def made(*args, **kwargs):
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+    return made
+
+
+def pretend() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = cuda.set_device = cuda._lazy_init = lambda *args, **kwargs: None
+    cuda._lazy_call = lambda call, **kwargs: call()
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.default_generators = _Generators()
+    cuda.Stream = cuda.Event = cuda.stream = cuda.current_stream = cuda.default_stream = _Stream
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    kind = torch.Tensor.type  # its optimizer sorts parameters by "torch.cuda.BFloat16Tensor"
+
+    def type_(self, *args, **kwargs):
+        answer = kind(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_
+    for name in ("empty", "zeros", "ones", "tensor", "arange", "full", "rand", "randn"):
+        setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+
+
+if __name__ == "__main__":
+    pretend()
+    import with_megatron_core
+
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    torch.distributed.init_process_group("gloo")
+    losses = with_megatron_core.train(with_megatron_core.options(sys.argv[1:]), torch.device("cpu"))
+    sys.exit(0 if losses[-1] < losses[0] else 1)
