@@ -17,6 +17,7 @@ from transformer_engine.pytorch.optimizers import adam_states as states
 from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, put_on_device, refuse_amsgrad
 from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER
 from transformer_engine.pytorch.optimizers.adam_step import Step
+from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -261,7 +262,7 @@ class FusedAdam(torch.optim.Optimizer):
         memory. Errors: ValueError for states of another shape, dtype or set of names; nothing is changed then."""
         handle = self.register_load_state_dict_pre_hook(_left_as_it_is)
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(in_todays_order(self, state_dict))
         finally:
             handle.remove()
 
