@@ -1,11 +1,15 @@
 #!/usr/bin/env python
-"""Hugging Face's Llama with our layers in it: same weights, same logits, then a few steps in FP8.
+"""Hugging Face's Llama with our layers in it: same weights, same logits, then a few steps in FP8, saved and read again.
 
 python examples/with_hf_llama.py            needs the extra `transformers`; tiny random weights, no download
-`fuse(model)` is what a model of your own needs. Refused: attention masks (padding), key-value caches, rope scaling."""
+`fuse(model)` is what a model of your own needs, `unfuse(model)` its inverse; save_pretrained() of a fused model writes
+Hugging Face's names. Refused: padding masks, key-value caches, positions that differ from row to row of a batch, rope
+types whose frequencies change with the sequence or whose angles are scaled, attention weights as outputs."""
 
 import argparse
+import functools
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `extras`, also under PYTHONSAFEPATH
@@ -16,71 +20,143 @@ import transformer_engine.pytorch as te
 from extras import need
 from transformer_engine.common import recipe
 
+# Of a decoder layer: their parameter, ours, and which half of it.
+WEIGHTS = (
+    ("input_layernorm.weight", "self_attention.layernorm_qkv.layer_norm_weight", None),
+    ("self_attn.q_proj.weight", "self_attention.layernorm_qkv.query_weight", None),
+    ("self_attn.k_proj.weight", "self_attention.layernorm_qkv.key_weight", None),
+    ("self_attn.v_proj.weight", "self_attention.layernorm_qkv.value_weight", None),
+    ("self_attn.o_proj.weight", "self_attention.proj.weight", None),
+    ("post_attention_layernorm.weight", "layernorm_mlp.layer_norm_weight", None),
+    ("mlp.gate_proj.weight", "layernorm_mlp.fc1_weight", 0),
+    ("mlp.up_proj.weight", "layernorm_mlp.fc1_weight", 1),
+    ("mlp.down_proj.weight", "layernorm_mlp.fc2_weight", None),
+)
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
-class FusedLayer(te.TransformerLayer):
-    """A LlamaDecoderLayer by its call, a TransformerLayer by its work."""
 
-    def __init__(self, config, number: int, device, dtype):
-        super().__init__(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-            num_gqa_groups=config.num_key_value_heads,
-            kv_channels=getattr(config, "head_dim", None),
-            layernorm_epsilon=config.rms_norm_eps,
-            hidden_dropout=0.0,
-            attention_dropout=config.attention_dropout,
-            layer_number=number,
-            self_attn_mask_type="causal",
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            attn_input_format="bshd",
-            params_dtype=dtype,
-            device=device,
-        )
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        rotary = te.RotaryPositionEmbedding(head_dim, rotary_base=config.rope_parameters["rope_theta"])
-        self.register_buffer("angles", rotary(config.max_position_embeddings).to(device), persistent=False)
+def in_their_names(tensors, prefix=""):
+    """[(their name, what of ours it is)], of a dict of ours by name."""
+    found = []
+    for theirs, ours, half in WEIGHTS:
+        weight = tensors[prefix + ours]
+        found.append((theirs, weight if half is None else weight.chunk(2)[half]))
+    return found
 
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, **_):
-        if attention_mask is not None or past_key_values is not None:
-            raise NotImplementedError(
-                "FusedLayer: attention_mask and past_key_values are not supported; pass sequences without padding "
-                "and use_cache=False"
+
+@functools.cache
+def fused_class(decoder_layer):
+    """A subclass of the model's own class of layers, by which transformers finds what it records and recomputes."""
+
+    class FusedLayer(decoder_layer):
+        def __init__(self, config, number, inv_freq, device, dtype):
+            torch.nn.Module.__init__(self)
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            self.config, self.number = config, number
+            self.layer = te.TransformerLayer(
+                config.hidden_size,
+                config.intermediate_size,
+                config.num_attention_heads,
+                num_gqa_groups=config.num_key_value_heads,
+                kv_channels=head_dim,
+                layernorm_epsilon=config.rms_norm_eps,
+                hidden_dropout=0.0,
+                attention_dropout=config.attention_dropout,
+                layer_number=number + 1,
+                self_attn_mask_type="causal",
+                normalization="RMSNorm",
+                activation="swiglu",
+                bias=False,
+                attn_input_format="bshd",
+                params_dtype=dtype,
+                device=device,
             )
-        return super().forward(hidden_states, rotary_pos_emb=self.angles[: hidden_states.shape[1]])
+            self.rotary = te.RotaryPositionEmbedding(head_dim)  # float32, whatever the model is cast to
+            self.rotary.register_buffer("inv_freq", inv_freq.to(device, torch.float32, copy=True), persistent=False)
 
-    @torch.no_grad()
-    def take(self, layer) -> None:
-        """The weights of a LlamaDecoderLayer."""
-        attention, mlp = self.self_attention, self.layernorm_mlp
-        theirs = layer.self_attn
-        attention.layernorm_qkv.layer_norm_weight.copy_(layer.input_layernorm.weight)
-        attention.layernorm_qkv.query_weight.copy_(theirs.q_proj.weight)
-        attention.layernorm_qkv.key_weight.copy_(theirs.k_proj.weight)
-        attention.layernorm_qkv.value_weight.copy_(theirs.v_proj.weight)
-        attention.proj.weight.copy_(theirs.o_proj.weight)
-        mlp.layer_norm_weight.copy_(layer.post_attention_layernorm.weight)
-        mlp.fc1_weight.copy_(torch.cat((layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight)))
-        mlp.fc2_weight.copy_(layer.mlp.down_proj.weight)
+        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **options):
+            if attention_mask is not None or past_key_values is not None:
+                raise NotImplementedError(
+                    "FusedLayer: attention_mask and past_key_values are not supported; pass sequences without padding "
+                    "and use_cache=False"
+                )
+            if options.get("output_attentions") or self.config.output_attentions:
+                raise NotImplementedError("FusedLayer: output_attentions=True, but attention weights are never made")
+            return self.layer(hidden_states, rotary_pos_emb=self._angles(hidden_states, position_ids))
+
+        def _angles(self, hidden_states, position_ids):
+            length = hidden_states.shape[1]
+            if position_ids is None:
+                return self.rotary(length)
+            if position_ids.shape[0] > 1 and not (position_ids == position_ids[:1]).all():
+                raise NotImplementedError(
+                    "FusedLayer: position_ids differ from row to row of the batch; pass one row at a time"
+                )
+            angles = position_ids[0].to(torch.float32)[:, None] * self.rotary.inv_freq
+            return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+        @property
+        def _gradient_checkpointing_func(self):
+            """Ours: torch's runs the layer again outside of te.autocast, to other bits under FP8."""
+            return functools.partial(te.checkpoint, use_reentrant=False)
+
+        @_gradient_checkpointing_func.setter
+        def _gradient_checkpointing_func(self, theirs):
+            pass
+
+    return FusedLayer
+
+
+@torch.no_grad()
+def _replace(model, number, made, copies):
+    """Puts a layer in another one's place, with its hooks; copies: (to, from) of the weights."""
+    layer = model.model.layers[number]
+    for to, weight in copies:
+        to.copy_(weight)
+    for name in HOOKS:
+        getattr(made, name).update(getattr(layer, name))
+    made.gradient_checkpointing = layer.gradient_checkpointing
+    model.model.layers[number] = made.train(layer.training)
 
 
 def fuse(model):
     """Puts our layers into a LlamaForCausalLM, in its place; returns it."""
-    config = model.config
-    if config.rope_parameters.get("rope_type", "default") != "default":
-        raise NotImplementedError(f"fuse: rope_type {config.rope_parameters['rope_type']!r} is not supported")
+    config, rotary = model.config, model.model.rotary_emb
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3") or rotary.attention_scaling != 1.0:
+        raise NotImplementedError(f"fuse: rope_type {kind!r} is not supported")
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         raise NotImplementedError("fuse: wanted a Llama without biases, with silu")
-    layers = model.model.layers
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(model.model.layers):
         weight = layer.self_attn.q_proj.weight
-        fused = FusedLayer(config, number + 1, weight.device, weight.dtype)
-        fused.take(layer)
-        layers[number] = fused
+        made = fused_class(type(layer))(config, number, rotary.inv_freq, weight.device, weight.dtype)
+        ours = in_their_names(dict(made.layer.named_parameters()))
+        _replace(model, number, made, [(to, layer.get_parameter(theirs)) for theirs, to in ours])
     config.use_cache = False
+    model.save_pretrained = functools.partial(_save_pretrained, model)
     return model
+
+
+def unfuse(model):
+    """The inverse of fuse(): Hugging Face's own layers, with the weights as they are now; returns the model."""
+    for number, fused in enumerate(model.model.layers):
+        weight = fused.layer.self_attention.proj.weight
+        with torch.device(weight.device):
+            made = type(fused).__mro__[1](model.config, number).to(weight.dtype)
+        ours = in_their_names(dict(fused.layer.named_parameters()))
+        _replace(model, number, made, [(made.get_parameter(theirs), weight) for theirs, weight in ours])
+    del model.save_pretrained
+    return model
+
+
+def _save_pretrained(model, directory, *args, state_dict=None, **options):
+    """PreTrainedModel's, under the names that from_pretrained() reads. Nothing is copied for it."""
+    state = dict(model.state_dict() if state_dict is None else state_dict)
+    theirs = {name: weight for name, weight in state.items() if ".layer." not in name}
+    for number in range(len(model.model.layers)):
+        prefix = f"model.layers.{number}."
+        theirs |= {prefix + name: weight for name, weight in in_their_names(state, prefix + "layer.")}
+    type(model).save_pretrained(model, directory, *args, state_dict=theirs, **options)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,6 +187,13 @@ def main(arguments: list[str] | None = None) -> int:
         optimizer.zero_grad()
         if step in (0, args.steps - 1):
             print(f"FP8 step {step + 1}: loss {loss.item():.4f}")
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        trained = model(tokens).logits
+        model.save_pretrained(folder)
+        again = type(model).from_pretrained(folder).to(device)(tokens, use_cache=False).logits
+        plain = unfuse(model)(tokens, use_cache=False).logits
+    for what, logits in (("read again", again), ("unfused", plain)):
+        print(f"{what}: off by at most {(logits - trained).abs().max() / trained.abs().max():.1e} of the largest")
     return 0
 
 

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parallel import check_options, group_size
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.module.submodules import is_own, run_part
 from transformer_engine.pytorch.torch_autocast import to_autocast
 
 
@@ -309,31 +310,34 @@ class TransformerLayer(Composite):
         }
         hidden_states = to_autocast(hidden_states)  # the residual stream too
         # The residual branch goes on from what the attention's norm hands back: both gradients meet in its backward.
-        joins = not (
-            self.output_layernorm or self.apply_residual_connection_post_layernorm or self.parallel_attention_mlp
-        )
-        attended = self.self_attention(
+        norm = self.apply_residual_connection_post_layernorm
+        joins = is_own(self.self_attention, MultiheadAttention) and self.self_attention.input_layernorm
+        joins = joins and not (norm or self.parallel_attention_mlp)
+        attended, residual = self._run_part(
+            "self_attention",
             hidden_states,
             attention_mask,
+            ours={"return_input": True} if joins else None,
+            norm=norm and not self.output_layernorm,
             attn_mask_type=mask,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             cu_seqlens_kv=cu_seqlens_q if decoder else cu_seqlens_kv,
             max_seqlen_kv=max_seqlen_q if decoder else max_seqlen_kv,
-            **({"return_input": True} if joins else {}),
             **shared,
         )
         if self.parallel_attention_mlp:
-            return hidden_states + self._drop(
-                attended + self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
-            )
-        attended, residual = self._branch(attended, hidden_states)
+            mlp, _ = self._run_part("layernorm_mlp", hidden_states, is_first_microbatch=is_first_microbatch)
+            return hidden_states + self._drop(attended + mlp)
+        attended = self._drop(attended)
         if decoder:
             hidden = residual + attended
-            attended = self.inter_attention(
+            attended, residual = self._run_part(
+                "inter_attention",
                 hidden,
                 enc_dec_attn_mask,
                 encoder_output,
+                norm=norm,
                 attn_mask_type=cross_mask,
                 window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
@@ -341,19 +345,25 @@ class TransformerLayer(Composite):
                 max_seqlen_kv=max_seqlen_kv,
                 **shared,
             )
-            attended, residual = self._branch(attended, hidden)
-        *mlp, h = self.layernorm_mlp(attended, is_first_microbatch=is_first_microbatch, residual=residual)
-        mlp, residual = self._branch(mlp, h)
-        out = residual + mlp
+            attended = self._drop(attended)
+        adds = is_own(self.layernorm_mlp, LayerNormMLP)  # the norm's kernel does
+        mlp, residual = self._run_part(
+            "layernorm_mlp",
+            attended if adds else residual + attended,
+            ours={"residual": residual} if adds else None,
+            norm=norm,
+            is_first_microbatch=is_first_microbatch,
+        )
+        out = residual + self._drop(mlp)
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _branch(
-        self, result: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor], residual: torch.Tensor
+    def _run_part(
+        self, name: str, hidden: torch.Tensor, *inputs: object, norm: bool = False, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a submodule returned, dropped from, and what it is added to: what came along, if anything did."""
-        if isinstance(result, torch.Tensor):
-            return self._drop(result), residual
-        return self._drop(result[0]), result[1] if len(result) > 1 else residual
+        """What a submodule returns, and what it is added to: the norm's output with `norm`, else the norm's input."""
+        options["shape"], options["norm"] = hidden.shape, norm
+        result, norm_output, back = run_part("TransformerLayer", self, name, hidden, *inputs, **options)
+        return result, norm_output if norm else back
 
     def _own_draws(self) -> AbstractContextManager:
         """Where tokens are divided each rank drops others."""

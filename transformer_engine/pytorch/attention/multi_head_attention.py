@@ -11,6 +11,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.dot_product_atte
     check_format,
     groups_of,
 )
+from transformer_engine.pytorch.attention.heads import split_heads
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, swapped_advice
 from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
 from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair
@@ -20,17 +21,7 @@ from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parallel import check_options, divided, group_size
-
-
-def _split_heads(
-    projected: torch.Tensor, heads: tuple[int, ...], head_dim: int, groups: int
-) -> tuple[torch.Tensor, ...]:
-    """The parts of a projection, [..., n * head_dim] -> [..., n_i, head_dim] for each n_i of `heads`; they lie one
-    behind the other in each of `groups`."""
-    if groups == 1:
-        return tuple(p.unflatten(-1, (-1, head_dim)) for p in projected.split([n * head_dim for n in heads], dim=-1))
-    grouped = projected.unflatten(-1, (groups, sum(heads) // groups, head_dim))
-    return tuple(part.flatten(-3, -2) for part in grouped.split([n // groups for n in heads], dim=-2))
+from transformer_engine.pytorch.module.submodules import is_own, run_part, taken
 
 
 class MultiheadAttention(Composite):
@@ -288,7 +279,7 @@ class MultiheadAttention(Composite):
             encoder_output,
             rotary_pos_emb,
             is_first_microbatch=is_first_microbatch,
-            **({"return_input": True} if return_input else {}),
+            return_input=return_input,
         )
         context = self.core_attention(
             query,
@@ -309,8 +300,13 @@ class MultiheadAttention(Composite):
             fast_zero_fill=fast_zero_fill,
             softcap=softcap,
         )
-        projected = self.proj(context, is_first_microbatch=is_first_microbatch)
-        results = [*(projected if self.return_bias else [projected]), *beside]
+        width = self.num_attention_heads * self.hidden_size_per_attention_head
+        context, _ = taken(op, "core_attention", self.core_attention, context, width)
+        projected, bias = self.proj(context, is_first_microbatch=is_first_microbatch), None
+        if self.return_bias and isinstance(projected, tuple) and len(projected) == 2:
+            projected, bias = projected
+        projected, _ = taken(op, "proj", self.proj, projected, self.hidden_size)
+        results = [projected, *([bias] if self.return_bias else []), *beside]
         return tuple(results) if len(results) > 1 else projected
 
     def _check_inputs(self, hidden_states: torch.Tensor, encoder_output: torch.Tensor | None) -> None:
@@ -343,51 +339,51 @@ class MultiheadAttention(Composite):
                 + (f"; {swapped_advice(self.qkv_format)}" if swapped else ".")
             )
 
-    def _check_rotary(
-        self, rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor], *tokens: torch.Tensor
-    ) -> None:
-        """tokens: what queries, then what keys are made of."""
-        op = "MultiheadAttention"
-        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        for freqs, of in zip(angles, tokens):
-            if type(freqs) is not torch.Tensor:
-                check_tensor(op, "rotary_pos_emb", freqs)
-            length = self._tokens.length(of)
-            if freqs.dim() and freqs.shape[0] < length:
-                raise ValueError(
-                    f"{op}: argument 'rotary_pos_emb' has {freqs.shape[0]} positions, wanted at least the sequence "
-                    f"length {length}: RotaryPositionEmbedding(dim)({length}) has them."
-                )
-
     def _project(
         self,
         hidden_states: torch.Tensor,
         encoder_output: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
-        **options: bool | None,
+        is_first_microbatch: bool | None,
+        return_input: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """query, key and value, rotated and normed, and what the first projection returns beside its product."""
         cross = self.attention_type == "cross"
         if rotary_pos_emb is not None:
-            self._check_rotary(rotary_pos_emb, hidden_states, encoder_output if cross else hidden_states)
+            self._tokens.check_rotary(
+                "MultiheadAttention", rotary_pos_emb, hidden_states, encoder_output if cross else hidden_states
+            )
+        op, own = "MultiheadAttention", self.num_attention_heads * self.hidden_size_per_attention_head
+        both = 2 * self.num_gqa_groups * self.hidden_size_per_attention_head
         if self.input_layernorm:
-            first = self.layernorm_query if cross else self.layernorm_qkv
+            first = "layernorm_query" if cross else "layernorm_qkv"
         else:
-            first = self.query_layer if cross else self.qkv
-        projected, beside = first(hidden_states, **options), []
-        if isinstance(projected, tuple):
-            projected, *beside = projected
+            first = "query_layer" if cross else "qkv"
+        norm = self.input_layernorm and self.return_layernorm_output
+        projected, norm_output, back = run_part(
+            op,
+            self,
+            first,
+            hidden_states,
+            shape=own if cross else own + both,
+            ours={"return_input": True} if return_input and is_own(getattr(self, first), LayerNormLinear) else None,
+            norm=norm,
+            is_first_microbatch=is_first_microbatch,
+        )
+        beside = [*([norm_output] if norm else []), *([back] if return_input else [])]
         counts, head = (self.num_attention_heads, self.num_gqa_groups), self.hidden_size_per_attention_head
         groups = self.num_gqa_groups if self.qkv_weight_interleaved else 1
         layout = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
         norm_first = self.q_norm is not None and self.qk_norm_before_rope
         rotated = rotary_pos_emb is None
         if cross:
-            pairs = self.key_value(encoder_output, is_first_microbatch=options["is_first_microbatch"])
+            pairs, _, _ = run_part(
+                op, self, "key_value", encoder_output, shape=both, is_first_microbatch=is_first_microbatch
+            )
             query = projected.unflatten(-1, (-1, head))
-            key, value = _split_heads(pairs, (counts[1], counts[1]), head, groups)
+            key, value = split_heads(pairs, (counts[1], counts[1]), head, groups)
         elif rotated or norm_first:
-            query, key, value = _split_heads(projected, (counts[0], counts[1], counts[1]), head, groups)
+            query, key, value = split_heads(projected, (counts[0], counts[1], counts[1]), head, groups)
         else:
             query, key, value = apply_rotary_to_packed(projected, rotary_pos_emb, heads=counts, groups=groups, **layout)
             rotated = True

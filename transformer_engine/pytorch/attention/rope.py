@@ -20,7 +20,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
     seq_len_interpolation_factor: positions are divided by it; when pretrained_max_position_embeddings is given as well
         and a sequence is longer than their product, by max_seq_len / pretrained_max_position_embeddings instead.
     interleaved: each angle stands twice in a row (pairs are neighbours), else the row of angles stands twice.
-    The inverse frequencies stay float32 whatever the model is cast to.
+    inv_freq, a buffer, may be assigned or loaded: a model's scaled frequencies. Moves keep its values, in float32
+    whatever the model is cast to; where there are none yet (meta, behind to_empty()) they are the formula's.
     """
 
     @tells_keywords()
@@ -56,10 +57,14 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return 1.0 / self.rotary_base**exponent
 
     def _apply(self, fn, recurse=True):
+        before = self.inv_freq
         super()._apply(fn, recurse)
-        # Made again after every move: .to(bfloat16) would misplace positions, .to_empty() would leave garbage.
-        if self.inv_freq.device.type != "meta":
-            self.inv_freq = self._inverse_frequencies(self.inv_freq.device)
+        moved = self.inv_freq
+        if moved is before or moved.is_meta:
+            return self
+        # .to(bfloat16) would misplace positions, .to_empty() leaves memory that nothing has written.
+        values = self._inverse_frequencies(moved.device) if before.is_meta else before
+        self.inv_freq = moved.copy_(values) if moved.dtype is torch.float32 else values.to(moved.device, torch.float32)
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:

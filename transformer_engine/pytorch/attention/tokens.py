@@ -3,6 +3,7 @@ the ranks of a group. Nothing is divided here."""
 
 import torch
 
+from transformer_engine.pytorch._arguments import check_tensor
 from transformer_engine.pytorch.attention.masks import swapped_advice
 from transformer_engine.pytorch.module.parallel import divided
 
@@ -58,3 +59,18 @@ class TokenSizes:
                 f"dimension {dim}: seq_length {self.seq_length}{shared if dim == 0 else ''}; give each rank "
                 f"{'its own tokens' if self.divides > 1 else 'all tokens'}, or make the module without seq_length."
             )
+
+    def check_rotary(
+        self, op: str, rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor], *tokens: torch.Tensor
+    ) -> None:
+        """tokens: what queries, then what keys are made of."""
+        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        for freqs, of in zip(angles, tokens):
+            if type(freqs) is not torch.Tensor:
+                check_tensor(op, "rotary_pos_emb", freqs)
+            length = self.length(of)
+            if freqs.dim() and freqs.shape[0] < length:
+                raise ValueError(
+                    f"{op}: argument 'rotary_pos_emb' has {freqs.shape[0]} positions, wanted at least the sequence "
+                    f"length {length}: RotaryPositionEmbedding(dim)({length}) has them."
+                )

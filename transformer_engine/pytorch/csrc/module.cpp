@@ -31,6 +31,7 @@
   X(linear_core)            \
   X(linear_cross_entropy)   \
   X(noop_cat)               \
+  X(own_storage)            \
   X(peer)                   \
   X(probe)                  \
   X(product)                \

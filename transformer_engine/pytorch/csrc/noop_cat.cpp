@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "common.h"
+#include "own_storage.h"
 
 namespace te_torch {
 
@@ -27,6 +27,17 @@ bool adjacent(at::TensorList parts) {
   return true;
 }
 
+// What a state dict handed out in storages of their own, in the storage that these are parts of, where it lies side by
+// side there. Empty otherwise.
+std::vector<Tensor> in_whole(at::TensorList parts) {
+  std::vector<Tensor> whole;
+  for (const Tensor& part : parts) {
+    whole.push_back(whole_storage(part));
+    if (whole.back().is_same(part)) return {};
+  }
+  return adjacent(whole) ? whole : std::vector<Tensor>();
+}
+
 // How many rows each part had, and, where they were joined without a copy, which version of each was seen: the joined
 // tensor has the first part's version counter, and parts that a load or a move has laid side by side have their own.
 struct Seen : torch::CustomClassHolder {
@@ -39,7 +50,9 @@ struct NoopCat : torch::autograd::Function<NoopCat> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const at::TensorList& parts) {
     auto seen = c10::make_intrusive<Seen>();
     for (const Tensor& part : parts) seen->rows.push_back(part.size(0));
-    const bool copies = !adjacent(parts);
+    const bool apart = !adjacent(parts);
+    const std::vector<Tensor> whole = apart ? in_whole(parts) : std::vector<Tensor>();
+    const bool copies = apart && whole.empty();
     for (const Tensor& part : parts) {
       if (copies || part.is_inference()) continue;
       seen->counters.push_back(torch::autograd::impl::version_counter(part));
@@ -51,7 +64,8 @@ struct NoopCat : torch::autograd::Function<NoopCat> {
     ctx->set_materialize_grads(false);
     ctx->saved_data["seen"] = c10::IValue::make_capsule(std::move(seen));
     if (copies) return at::cat(parts);
-    return parts[0].detach().as_strided(shape, parts[0].strides(), parts[0].storage_offset());
+    const Tensor& first = apart ? whole[0] : parts[0];
+    return first.detach().as_strided(shape, first.strides(), first.storage_offset());
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -74,7 +88,7 @@ struct NoopCat : torch::autograd::Function<NoopCat> {
 void register_noop_cat(pybind11::module_& m) {
   m.def("rows_in_order", [](const std::vector<Tensor>& parts) {
     const bool storages = std::all_of(parts.begin(), parts.end(), [](const Tensor& t) { return t.has_storage(); });
-    return storages && (parts.empty() || adjacent(parts));
+    return storages && (parts.empty() || adjacent(parts) || !in_whole(parts).empty());
   });
   m.def("noop_cat", torch::wrap_pybind_function_no_gil([](const std::vector<Tensor>& parts) {
           TORCH_CHECK_VALUE(!parts.empty(), "noop_cat: argument 'parts' is empty, wanted at least one tensor.");

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.userbuffers import (
     UserBufferQuantizationMode as UserBufferQuantizationMode,  # clients import these three here
 )
@@ -222,6 +223,16 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
                 if not hasattr(parameter, tag):
                     setattr(parameter, tag, value)
         return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars or torch.compiler.is_compiling():
+            return
+        # Savers go by storages: safetensors' and accelerate's keep one tensor of each, torch.save writes all of it.
+        for key in map(prefix.__add__, self._parameters):
+            value = destination.get(key)
+            if type(value) is torch.Tensor:
+                destination[key] = _C.own_storage(value)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         for _, name, weight in primary_weights(self):

@@ -125,6 +125,14 @@ class GroupedLinear(TransformerEngineBaseModule):
                 **marks,
                 **({"sequence_parallel": self.sequence_parallel} if row else {}),
             )
+        self._order_parameters()
+
+    def _order_parameters(self) -> None:
+        """weight0, bias0, weight1, ...: the states of an optimizer go by this order. Memory has all weights, then all
+        biases."""
+        for name in [f"{kind}{i}" for i in range(self.num_gemms) for kind in ("weight", "bias")]:
+            if name in self._parameters:
+                self._parameters[name] = self._parameters.pop(name)
 
     def _product_names(self, product: str) -> tuple[list[str], list[str]]:
         """Of one group, or of all ("")."""
@@ -289,6 +297,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     def __setstate__(self, state) -> None:
         marks = state.pop("_client_marks", {})
         super().__setstate__(state)
+        self._order_parameters()  # files of 2.20.0 have all weights first
         _mark(self, marks)
 
     def get_extra_state(self) -> torch.Tensor:

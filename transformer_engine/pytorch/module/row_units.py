@@ -128,7 +128,14 @@ class RowUnit:
         """Lays the rows side by side, unless an owner laid them out: each has to fill its storage, or to lie in one as
         large as the unit, which is how a module lays them."""
         parts = self.parameters
-        if self._unfit() is not None or parts[0].is_meta or _C.rows_in_order(parts):
+        if self._unfit() is not None or parts[0].is_meta:
+            return
+        for part in parts:  # what a state dict handed out, assigned: back into the memory that it is a part of
+            rows = part.detach()
+            whole = _C.whole_storage(rows)
+            if whole is not rows:
+                part.data = whole
+        if _C.rows_in_order(parts):
             return
         size = self.shape.numel() * self.dtype.itemsize
         if all(p.untyped_storage().nbytes() in (p.nbytes, size) for p in parts):

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, p
 from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER
 from transformer_engine.pytorch.optimizers.adam_step import Step
 from transformer_engine.pytorch.optimizers.adam_torch import for_torch, from_torch, is_torchs
+from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -270,7 +271,7 @@ class FusedAdam(torch.optim.Optimizer):
         optimizer has stepped unequally often; nothing is changed then."""
         handle = self.register_load_state_dict_pre_hook(_left_as_it_is)
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(in_todays_order(self, state_dict))
         finally:
             handle.remove()
 

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.distributed.dtensor import local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_sgd
 from transformer_engine.pytorch.optimizers.adam_groups import check_has
 from transformer_engine.pytorch.optimizers.adam_states import new_state
+from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.registry import FLOATS
 
@@ -125,6 +126,10 @@ class FusedSGD(torch.optim.Optimizer):
             lists.grads.append(grad)
             lists.params.append(weight)
         return [lists for lists in calls if lists.params]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        super().load_state_dict(in_todays_order(self, state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("wd_after_momentum", "materialize_master_grads", "set_grad_none")

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.submodules import only_watches
 from transformer_engine.pytorch.probe.undo import gradients_restored, state_restored
 
 
@@ -31,10 +32,12 @@ class _Labels:
         self.names = {m: name or type(module).__name__ for name, m in module.named_modules()}
         self.at_work: list[str] = []
 
+    @only_watches
     def enter(self, module: torch.nn.Module, _) -> None:
         self.at_work.append(self.names[module])
         _C.set_recording_label(self.at_work[-1])
 
+    @only_watches
     def leave(self, *_) -> None:
         self.at_work.pop()
         _C.set_recording_label(self.at_work[-1] if self.at_work else "")

@@ -1,0 +1,181 @@
+"""examples/with_hf_llama.py in a client's hands: positions, recomputation, hidden states, saving, and back to Hugging
+Face's own layers.
+
+Mutants: _angles that ignores position_ids; take the setter of _gradient_checkpointing_func for torch's; the hooks left
+out of _replace; _save_pretrained left out of fuse(); gate and up exchanged in WEIGHTS."""
+
+import copy
+
+import pytest
+import torch
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+transformers = pytest.importorskip("transformers")
+with_hf_llama = pytest.importorskip("with_hf_llama")
+fuse, unfuse = with_hf_llama.fuse, with_hf_llama.unfuse
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def model(device, **options):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "attention_dropout": 0.0,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options))).to(device)
+
+
+def tokens(device, rows=1, length=64):
+    return torch.randint(64, (rows, length), device=device)
+
+
+def logits(of, *args, **options):
+    with torch.no_grad():
+        return of(*args, use_cache=False, **options).logits
+
+
+def close(got, wanted, bound=1e-4):
+    assert (got - wanted).abs().max() <= bound * wanted.abs().max()
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA3}], ids=["default", "llama3"])
+def test_positions_count(device, rope):
+    plain = model(device, **rope)
+    fused, t = fuse(copy.deepcopy(plain)), tokens(device, 2)
+    close(logits(fused, t), logits(plain, t))
+    ones, positions = torch.ones_like(t), torch.arange(32, device=device).repeat(2)[None]
+    far = logits(plain, t, attention_mask=ones)
+    for given in (positions, positions.expand(2, -1), positions + 70):
+        want = logits(plain, t, attention_mask=ones, position_ids=given)
+        close(logits(fused, t, attention_mask=ones, position_ids=given), want)
+    assert (want - far).abs().max() > 1e-3 * far.abs().max()  # they matter, beyond close()
+    different = torch.stack((positions[0], positions[0] + 1))
+    with refused(NotImplementedError, "position_ids differ from row to row"):
+        logits(fused, t, attention_mask=ones, position_ids=different)
+
+
+def test_frequencies_stay_in_float32(device):
+    fused, t = fuse(model(device)), tokens(device)
+    wanted = [part.inv_freq.clone() for part in fused.modules() if isinstance(part, te.RotaryPositionEmbedding)]
+    fused.to(torch.bfloat16)
+    for part, want in zip(
+        [part for part in fused.modules() if isinstance(part, te.RotaryPositionEmbedding)], wanted, strict=True
+    ):
+        assert_same_bits(part.inv_freq, want)
+    assert logits(fused, t).dtype is torch.bfloat16
+
+
+def gradients(of, t, around):
+    of.zero_grad()
+    with around():
+        loss = of(t, labels=t).loss
+    loss.backward()
+    return {name: p.grad.clone() for name, p in of.named_parameters() if p.grad is not None}
+
+
+def current():
+    return te.autocast(recipe=recipe.Float8CurrentScaling())
+
+
+def delayed():
+    return te.autocast(recipe=recipe.DelayedScaling(amax_history_len=2))
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, current, delayed])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_gradient_checkpointing_recomputes_to_the_same_bits(device, around):
+    fused, t = fuse(model(device)).train(), tokens(device)
+    other = copy.deepcopy(fused)
+    other.gradient_checkpointing_enable()
+    kept = {}
+    for name, of in (("plain", fused), ("recomputed", other)):
+        seen = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, seen=seen: seen.append(x.nbytes) or x, lambda x: x):
+            with around():
+                of(t)
+        kept[name] = sum(seen)
+    assert kept["recomputed"] < kept["plain"] / 2
+    one, two = copy.deepcopy(fused), copy.deepcopy(other)
+    wanted, got = gradients(one, t, around), gradients(two, t, around)
+    assert list(got) == list(wanted) and len(got) == len(dict(one.named_parameters()))
+    for name, want in wanted.items():
+        assert_same_bits(got[name], want, name)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_hidden_states(device, called_before):
+    plain, t = model(device), tokens(device)
+    if called_before:
+        plain(t, output_hidden_states=True)
+    wanted = plain(t, output_hidden_states=True, use_cache=False).hidden_states
+    got = fuse(copy.deepcopy(plain))(t, output_hidden_states=True).hidden_states
+    assert len(got) == len(wanted) == 3
+    for one, two in zip(got, wanted, strict=True):
+        close(one, two)
+
+
+def test_what_is_not_there_is_refused(device):
+    fused, t = fuse(model(device)), tokens(device, 2)
+    with refused(NotImplementedError, "attention_mask"):
+        mask = torch.ones_like(t)
+        mask[0, :5] = 0
+        fused(t, attention_mask=mask)
+    with refused(NotImplementedError, "output_attentions"):
+        fused(t, output_attentions=True)
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    with refused(NotImplementedError, "yarn"):
+        fuse(model(device, rope_parameters=yarn))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_saved_and_read_again(device, trained, tmp_path):
+    fused, t = fuse(model(device)), tokens(device)
+    if trained:
+        optimizer = te.optimizers.FusedAdam(fused.parameters(), lr=1e-2)
+        fused(t, labels=t).loss.backward()
+        optimizer.step()
+    fused.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(device)
+    close(logits(again, t), logits(fused, t))
+    names = dict(again.named_parameters())
+    for name, p in unfuse(copy.deepcopy(fused)).named_parameters():
+        assert_same_bits(names[name].detach(), p.detach(), name)
+    close(logits(fuse(again), t), logits(fused, t))
+
+
+def test_saved_with_a_state_dict_that_was_gathered(device, tmp_path):
+    """As trainers do, which pass the state dict that they gathered."""
+    fused, t = fuse(model(device)), tokens(device)
+    fused.save_pretrained(tmp_path, state_dict={key: value.clone() for key, value in fused.state_dict().items()})
+    close(logits(transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(device), t), logits(fused, t))
+
+
+def test_unfused_is_what_it_was(device):
+    plain = model(device).eval()
+    wanted = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    back = unfuse(fuse(copy.deepcopy(plain)))
+    got = dict(back.named_parameters())
+    assert list(got) == list(wanted) and "save_pretrained" not in vars(back)
+    for name, want in wanted.items():
+        assert_same_bits(got[name].detach(), want, name)
+    assert type(back.model.layers[0]) is type(plain.model.layers[0]) and not back.model.layers[0].training
+    t = tokens(device)
+    assert_same_bits(logits(back, t), logits(plain, t))
+    assert back.generate(t[:, :4], max_new_tokens=3, do_sample=False, use_cache=True).shape == (1, 7)

@@ -1,0 +1,91 @@
+"""How modules that are made of others call these: by what the API says of a submodule, whatever class a client has put
+in its place, and with keywords of ours where it is this library's own. It computes nothing."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn.modules import module as torch_module
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def only_watches(hook: Callable) -> Callable:
+    """Marks a hook of this library's that looks at neither arguments nor results."""
+    hook.only_watches = True
+    return hook
+
+
+def is_own(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Whether a call of it is a call of `kind`'s forward that nothing else sees: no subclass's forward, no hook, no
+    other function in forward's place. Such a call takes keywords that the API has not."""
+    of = type(module)
+    if of is not kind:
+        inherits = issubclass(of, kind) and of.forward is kind.forward and of.__call__ is kind.__call__
+        if not inherits:
+            return False
+    own = module.__dict__
+    if "forward" in own:
+        return False
+    if not torch.compiler.is_compiling() and torch_module._has_any_global_hook():
+        return False
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return not hooks or all(getattr(hook, "only_watches", False) for name in _HOOKS for hook in own[name].values())
+
+
+def taken(
+    op: str, name: str, module: torch.nn.Module, result: object, shape: torch.Size | int, norm: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What submodule `name` returned, its bias added, and the norm's output.
+
+    By the API a submodule returns a tensor, or (tensor, bias) where it leaves the bias to its caller; behind either
+    comes the norm's output where `norm` asks for it. shape: of the tensor, or how long its rows are.
+    Errors: TypeError naming class and result for anything else."""
+    several = isinstance(result, (tuple, list)) and len(result) > 0
+    out, rest = (result[0], list(result[1:])) if several else (result, [])
+    norm_output = rest.pop() if norm and rest else None
+    bias = rest.pop() if rest else None
+    width = shape if isinstance(shape, int) else shape[-1]
+    fits = not rest and _fits(out, shape) and (not norm or isinstance(norm_output, torch.Tensor))
+    if not fits or not (bias is None or (isinstance(bias, torch.Tensor) and bias.shape == (width,))):
+        size = f"[..., {width}]" if isinstance(shape, int) else str(list(shape))
+        behind = ", with the norm's output behind" if norm else ""
+        raise TypeError(
+            f"{op}: submodule '{name}' is a {type(module).__name__} and returned {_told(result)}, wanted a tensor "
+            f"{size} or (tensor, bias [{width}] or None){behind}; return one of these."
+        )
+    return (out if bias is None else out + bias.to(out.dtype)), norm_output
+
+
+def run_part(
+    op: str,
+    owner: torch.nn.Module,
+    name: str,
+    hidden: torch.Tensor,
+    *inputs: object,
+    shape: torch.Size | int,
+    ours: Mapping[str, object] | None = None,
+    norm: bool = False,
+    **options: object,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """A call of submodule `name`: its result and its norm's output as `taken` has them, and what the norm was taken of,
+    which one of ours (is_own) hands back when it is given `ours`."""
+    module, back = getattr(owner, name), hidden
+    if ours is None:
+        result = module(hidden, *inputs, **options)
+    else:
+        *result, back = module(hidden, *inputs, **options, **ours)
+    return (*taken(op, name, module, result, shape, norm), back)
+
+
+def _fits(value: object, shape: torch.Size | int) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.shape[-1:] == (shape,) if isinstance(shape, int) else value.shape == shape
+
+
+def _told(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_told, value))})"
+    return "None" if value is None else f"a {type(value).__name__}"
