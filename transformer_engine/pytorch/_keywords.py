@@ -1,10 +1,11 @@
-"""Keywords that a constructor or a context does not have: the error says which one was meant. Signatures stay as they
-are written, for clients inspect them."""
+"""Keywords that a constructor or a context does not have: the error says which one was meant, or a warning why it is no
+longer needed. Signatures stay as they are written, for clients inspect them."""
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 _Function = TypeVar("_Function", bound=Callable)
@@ -29,9 +30,17 @@ _OTHER_WORDS = {
 _ALIKE = 0.7  # difflib's ratio of two names that differ by a slip
 
 
-def tells_keywords(*beyond: str) -> Callable[[_Function], _Function]:
+# Keywords that older versions of the API have, and what there is in their place.
+OF_ATTENTION = {
+    "apply_query_key_layer_scaling": "scores are scaled in float32, where they need no second scale",
+    "attention_softmax_in_fp32": "the softmax is always in float32",
+}
+
+
+def tells_keywords(*beyond: str, retired: Mapping[str, str] | None = None) -> Callable[[_Function], _Function]:
     """Makes a function, or an __init__, raise TypeError naming itself and the keyword that it does not have. beyond:
-    what its **kwargs take. A call costs half a microsecond more."""
+    what its **kwargs take. retired: keywords that change nothing any more, and why: a DeprecationWarning. A call costs
+    half a microsecond more."""
 
     def mark(function: _Function) -> _Function:
         signature = inspect.signature(function)
@@ -43,14 +52,28 @@ def tells_keywords(*beyond: str) -> Callable[[_Function], _Function]:
                 return function(*args, **kwargs)
             except TypeError:
                 unknown = [name for name in kwargs if name not in known]
-                if unknown:
-                    raise _error(function, unknown[0], known) from None
-                raise
+                if not unknown:
+                    raise
+                if retired is None or not all(name in retired for name in unknown):
+                    others = [name for name in unknown if name not in (retired or ())]
+                    raise _error(function, others[0], known) from None
+            _warn_of_retired(function, {name: retired[name] for name in unknown})
+            return function(*args, **{name: value for name, value in kwargs.items() if name not in retired})
 
         told.__signature__ = signature  # for inspect.getfullargspec, which does not look through a wrapper
         return told
 
     return mark
+
+
+def _warn_of_retired(function: Callable, unknown: Mapping[str, str]) -> None:
+    for name, why in unknown.items():
+        words = f"{_op_of(function)}: argument {name!r} has no effect: {why}; leave it out."
+        warnings.warn(words, DeprecationWarning, stacklevel=3)
+
+
+def _op_of(function: Callable) -> str:
+    return function.__qualname__.removesuffix(".__init__")
 
 
 def hides_unknown(function: _Function) -> _Function:
@@ -73,7 +96,7 @@ def _names(signature: inspect.Signature) -> list[str]:
 
 
 def _error(function: Callable, name: str, known: list[str]) -> TypeError:
-    op = function.__qualname__.removesuffix(".__init__")
+    op = _op_of(function)
     meant = [other for other in _OTHER_WORDS.get(name, ()) if other in known]
     meant = (meant or difflib.get_close_matches(name, known, 1, _ALIKE) or [None])[0]
     advice = f"it has {', '.join(known)}" if meant is None else f"did you mean {meant!r}?"

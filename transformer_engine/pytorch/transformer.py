@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from transformer_engine.pytorch._arguments import check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._keywords import OF_ATTENTION, tells_keywords
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import check_format
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
@@ -49,7 +49,7 @@ class TransformerLayer(Composite):
     tp_recompute_allgather, tp_overlap (ours beyond the common API): as Linear's; ub_tp_comm_overlap means "auto".
     """
 
-    @tells_keywords()
+    @tells_keywords(retired=OF_ATTENTION)
     def __init__(
         self,
         hidden_size: int,

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._arguments import check_size, check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._keywords import OF_ATTENTION, tells_keywords
 from transformer_engine.pytorch.attention.backends import (
     AttentionPath,
     attention_path,
@@ -72,7 +72,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
     """
 
-    @tells_keywords()
+    @tells_keywords(retired=OF_ATTENTION)
     def __init__(
         self,
         num_attention_heads: int,
