@@ -12,6 +12,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.dot_product_atte
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.tokens import TokenSizes
+from transformer_engine.pytorch.constants import LayerTypes
 from transformer_engine.pytorch.distributed.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
 from transformer_engine.pytorch.module.composite import Composite
@@ -111,7 +112,7 @@ class TransformerLayer(Composite):
     ) -> None:
         super().__init__()
         op = "TransformerLayer"
-        check_choice(op, "layer_type", layer_type, ("encoder", "decoder"))
+        check_choice(op, "layer_type", layer_type, LayerTypes)
         check_mask(op, self_attn_mask_type, "self_attn_mask_type")
         check_mask(op, enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
         check_window(op, window_size)

@@ -31,6 +31,7 @@ from transformer_engine.pytorch.attention.masks import (
     check_window,
     default_slopes,
 )
+from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 from transformer_engine.pytorch.module.parallel import check_ranks, divided, group_size
@@ -102,7 +103,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         op = "DotProductAttention"
         refuse(op, "context parallelism", cp_group=cp_group)
         check_choice(op, "softmax_type", softmax_type, ("vanilla",), ("off-by-one", "learnable"))
-        check_choice(op, "attention_type", attention_type, ("self", "cross"))
+        check_choice(op, "attention_type", attention_type, AttnTypes)
         refuse(op, "the maximum logit", return_max_logit=return_max_logit)
         check_mask(op, attn_mask_type)
         check_window(op, window_size)
