@@ -7,7 +7,9 @@ from transformer_engine.pytorch import _load as _load  # first: the extension, o
 from transformer_engine.pytorch import compat as compat
 from transformer_engine.pytorch import constants as constants
 from transformer_engine.pytorch import cpp_extensions as cpp_extensions
+from transformer_engine.pytorch import flops as flops
 from transformer_engine.pytorch import functional as functional
+from transformer_engine.pytorch import jit as jit
 from transformer_engine.pytorch import ops as ops
 from transformer_engine.pytorch import optimizers as optimizers
 from transformer_engine.pytorch import router as router
@@ -89,6 +91,7 @@ from transformer_engine.pytorch.tensor import Quantizer as Quantizer
 from transformer_engine.pytorch.tensor import prepare_for_saving as prepare_for_saving
 from transformer_engine.pytorch.tensor import restore_from_func_ctx as restore_from_func_ctx
 from transformer_engine.pytorch.tensor import restore_from_saved as restore_from_saved
+from transformer_engine.pytorch.torch_version import torch_version as torch_version
 from transformer_engine.pytorch.transformer import TransformerLayer as TransformerLayer
 from transformer_engine.pytorch.utils import deinterleave_glu_tensor as deinterleave_glu_tensor
 from transformer_engine.pytorch.utils import get_cudnn_version as get_cudnn_version

@@ -1,5 +1,5 @@
-"""Keywords that a constructor or a context does not have: the error says which one was meant. Signatures stay as they
-are written, for clients inspect them."""
+"""Keywords that a constructor or a context does not have: the error says which one was meant, or a warning why it is no
+longer needed. Signatures stay as they are written, for clients inspect them."""
 
 import difflib
 import functools
@@ -29,15 +29,24 @@ _OTHER_WORDS = {
 }
 _ALIKE = 0.7  # difflib's ratio of two names that differ by a slip
 
+# Keywords that older versions of the API have, and what there is in their place.
+OF_ATTENTION = {
+    "apply_query_key_layer_scaling": "scores are scaled in float32, where they need no second scale",
+    "attention_softmax_in_fp32": "the softmax is always in float32",
+}
 
-def tells_keywords(*beyond: str, renamed: Mapping[str, str] | None = None) -> Callable[[_Function], _Function]:
+
+def tells_keywords(
+    *beyond: str, renamed: Mapping[str, str] | None = None, retired: Mapping[str, str] | None = None
+) -> Callable[[_Function], _Function]:
     """Makes a function, or an __init__, raise TypeError naming itself and the keyword that it does not have. beyond:
     what its **kwargs take. renamed: keywords of earlier versions of the API and what they are called now, which are
-    taken with a warning. A call costs half a microsecond more."""
+    taken with a DeprecationWarning. retired: keywords that change nothing any more, and why: a DeprecationWarning. A
+    call costs half a microsecond more."""
 
     def mark(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        known, now = [*_names(signature), *beyond], renamed or {}
+        known, now, without = [*_names(signature), *beyond], renamed or {}, retired or {}
 
         @functools.wraps(function)
         def told(*args, **kwargs):
@@ -45,11 +54,12 @@ def tells_keywords(*beyond: str, renamed: Mapping[str, str] | None = None) -> Ca
                 return function(*args, **kwargs)
             except TypeError:
                 unknown = [name for name in kwargs if name not in known]
-                if any(name in now for name in unknown):
-                    return _again(told, args, kwargs, now)
-                if unknown:
-                    raise _error(function, unknown[0], known) from None
-                raise
+                if not unknown:
+                    raise
+                others = [name for name in unknown if name not in now and name not in without]
+                if others:
+                    raise _error(function, others[0], known) from None
+            return function(*args, **_as_now(function, kwargs, now, without))
 
         told.__signature__ = signature  # for inspect.getfullargspec, which does not look through a wrapper
         return told
@@ -57,11 +67,24 @@ def tells_keywords(*beyond: str, renamed: Mapping[str, str] | None = None) -> Ca
     return mark
 
 
-def _again(function: Callable, args: tuple, kwargs: dict, renamed: Mapping[str, str]) -> object:
-    for name in renamed.keys() & kwargs.keys():
-        told = f"{function.__qualname__}: argument {name!r} is deprecated, it is {renamed[name]!r} now."
-        warnings.warn(told, DeprecationWarning, stacklevel=3)
-    return function(*args, **{renamed.get(name, name): value for name, value in kwargs.items()})
+def _as_now(function: Callable, kwargs: dict, renamed: Mapping[str, str], retired: Mapping[str, str]) -> dict:
+    """The keywords without those that have no effect, the others under today's names; warns of each."""
+    taken = {}
+    for name, value in kwargs.items():
+        if name in retired:
+            words = f"has no effect: {retired[name]}; leave it out."
+        elif name in renamed:
+            words = f"is deprecated, it is {renamed[name]!r} now."
+            taken[renamed[name]] = value
+        else:
+            taken[name] = value
+            continue
+        warnings.warn(f"{_op_of(function)}: argument {name!r} {words}", DeprecationWarning, stacklevel=3)
+    return taken
+
+
+def _op_of(function: Callable) -> str:
+    return function.__qualname__.removesuffix(".__init__")
 
 
 def hides_unknown(function: _Function) -> _Function:
@@ -84,7 +107,7 @@ def _names(signature: inspect.Signature) -> list[str]:
 
 
 def _error(function: Callable, name: str, known: list[str]) -> TypeError:
-    op = function.__qualname__.removesuffix(".__init__")
+    op = _op_of(function)
     meant = [other for other in _OTHER_WORDS.get(name, ()) if other in known]
     meant = (meant or difflib.get_close_matches(name, known, 1, _ALIKE) or [None])[0]
     advice = f"it has {', '.join(known)}" if meant is None else f"did you mean {meant!r}?"

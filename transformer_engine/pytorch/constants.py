@@ -1,4 +1,5 @@
-"""Element types, places of a module's tensors and block sizes, by the numbers and names that clients know them by."""
+"""Element types, places of a module's tensors, block sizes and the words that modules take, by the numbers and names
+that clients know them by."""
 
 from enum import IntEnum
 
@@ -38,3 +39,19 @@ FP8BwdTensorIdx = IntEnum("FP8BwdTensorIdx", _BACKWARD, start=0, module=__name__
 
 MXFP8_BLOCK_SCALING_SIZE = 32
 NVFP4_BLOCK_SCALING_SIZE = 16
+
+# What arguments of modules may be.
+AttnMaskTypes = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+AttnTypes = ("self", "cross")
+AttnBiasTypes = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
+LayerTypes = ("encoder", "decoder")
+GemmParallelModes = ("row", "column", None)
+dist_group_type = torch.distributed.ProcessGroup  # for annotations

@@ -24,20 +24,21 @@ def general_gemm(
     out_dtype: torch.dtype | None = None,
     quantization_params: object = None,
     *,
-    gelu: bool = False,
+    gelu: bool | None = False,
     gelu_in: torch.Tensor | None = None,
-    alpha: float = 1.0,
+    alpha: float | None = 1.0,
     beta: float | None = None,
-    accumulate: bool = False,
+    accumulate: bool | None = False,
     layout: str = "TN",
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    use_split_accumulator: bool = False,
-    grad: bool = False,
+    use_split_accumulator: bool | None = False,
+    grad: bool | None = False,
     ub: object | None = None,
     ub_type: object | None = None,
     extra_output: torch.Tensor | None = None,
-    bulk_overlap: bool = False,
+    bulk_overlap: bool | None = False,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None]:
     """Layouts TN: B A^T (fprop: A = weight), NN: B A (dgrad: B = output gradient), NT: B^T A (wgrad: A = input, B =
     output gradient). A and B are both plain or both quantized, these with the data that the layout reads: columnwise
@@ -47,13 +48,15 @@ def general_gemm(
     returned in its dtype instead. gelu: of that, and what it was is returned too; with grad the product is multiplied
     by the gelu's derivative at gelu_in. out: written in place, or with accumulate added to, after it was multiplied by
     beta (1). quantization_params: a quantizer that the result goes through. use_split_accumulator: sums in float32 for
-    per-tensor FP8; blocks and plain tensors always have it. Everything is done in float32 and rounded once.
+    per-tensor FP8; blocks and plain tensors always have it. Everything is done in float32 and rounded once. A flag that
+    is None is False.
     Returns (out, bias gradient or None, gelu's input or None, None); with TN and NN out has B's leading dimensions.
     Errors: ValueError for one plain and one quantized operand, accumulate without out, grad with bias but no layout NT,
     gelu with accumulate, gelu_in without gelu and grad or missing with them, beta without accumulate;
     NotImplementedError for ub, ub_type, extra_output and bulk_overlap.
     """
     op = "general_gemm"
+    gelu, accumulate, grad = bool(gelu), bool(accumulate), bool(grad)
     overlap = {"ub": ub, "ub_type": ub_type, "extra_output": extra_output, "bulk_overlap": bulk_overlap or None}
     refuse(op, "overlap of tensor-parallel communication", **{n: v is not None for n, v in overlap.items()})
     if layout not in COLUMNWISE:
@@ -102,21 +105,22 @@ def general_grouped_gemm(
     out_dtype: torch.dtype,
     layout: str = "TN",
     m_splits: Sequence[int] | None = None,
-    gelu: bool = False,
-    grad: bool = False,
-    accumulate: bool = False,
+    gelu: bool | None = False,
+    grad: bool | None = False,
+    accumulate: bool | None = False,
     bias: Sequence[torch.Tensor] | None = None,
-    use_bias: bool = False,
-    use_split_accumulator: bool = False,
+    use_bias: bool | None = False,
+    use_split_accumulator: bool | None = False,
     D_dtype: torch.dtype | None = None,
-    single_output: bool = False,
+    single_output: bool | None = False,
 ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
     """general_gemm(A[i], B[i]) of each group into out[i]; bit for bit those calls.
 
     single_output: out has one tensor, whose consecutive rows are the groups', m_splits says how many each. use_bias:
     bias has one for each group, which is added, or with grad (layout NT) the shape and dtype that its gradient gets.
     gelu: as general_gemm's; with grad `bias` is not read, and gelu's inputs have to be there: NotImplementedError.
-    D_dtype: of out, where that is another than out_dtype. A group without rows gives zeros, or nothing to add.
+    D_dtype: of out, where that is another than out_dtype. A group without rows gives zeros, or nothing to add. A flag
+    that is None is False. workspace: get_workspace()'s, which nothing needs.
     Returns (out, bias gradients, gelu inputs), the last two a list of one for each group, None where there is none.
     Errors: ValueError for lists of different lengths, and for rows of out that m_splits does not add up to.
     """

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from transformer_engine.pytorch._arguments import check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._keywords import OF_ATTENTION, tells_keywords
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import check_format
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.tokens import TokenSizes
+from transformer_engine.pytorch.constants import LayerTypes
 from transformer_engine.pytorch.distributed.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
 from transformer_engine.pytorch.module.composite import Composite
@@ -50,7 +51,7 @@ class TransformerLayer(Composite):
     tp_recompute_allgather, tp_overlap (ours beyond the common API): as Linear's; ub_tp_comm_overlap means "auto".
     """
 
-    @tells_keywords()
+    @tells_keywords(retired=OF_ATTENTION)
     def __init__(
         self,
         hidden_size: int,
@@ -112,7 +113,7 @@ class TransformerLayer(Composite):
     ) -> None:
         super().__init__()
         op = "TransformerLayer"
-        check_choice(op, "layer_type", layer_type, ("encoder", "decoder"))
+        check_choice(op, "layer_type", layer_type, LayerTypes)
         check_mask(op, self_attn_mask_type, "self_attn_mask_type")
         check_mask(op, enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
         check_window(op, window_size)

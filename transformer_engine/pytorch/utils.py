@@ -1,5 +1,5 @@
-"""Small questions and helpers that clients import: what the device can do, NVTX ranges, initialisers, the layout of
-gated weights."""
+"""Small questions and helpers that clients import: what the device can do, NVTX ranges, initialisers, parts of tensors,
+the layout of gated weights."""
 
 import functools
 import math
@@ -72,6 +72,45 @@ def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """An initialiser: N(0, sigma / sqrt(2 num_layers)), in place; for what is added to the residual stream."""
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def get_default_init_method() -> Callable[[torch.Tensor], torch.Tensor]:
+    """The initialiser of weights unless init_method says otherwise: N(0, 0.023), in place."""
+    return init_method_normal(0.023)
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """numerator / denominator. Errors: ValueError where that is no whole number."""
+    if numerator % denominator:
+        raise ValueError(f"divide: argument 'numerator' is {numerator}, wanted a multiple of {denominator}.")
+    return numerator // denominator
+
+
+def cast_if_needed(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The tensor in this dtype; itself where it has it, None for None."""
+    return None if tensor is None else tensor.to(dtype)
+
+
+class SplitAlongDim:
+    """By the name of an autograd function: torch.split, which is differentiable."""
+
+    @staticmethod
+    def apply(
+        mixed_x_layer: torch.Tensor, split_dim: int, split_size_or_sections: int | list[int], squeeze: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Views of its parts along split_dim; squeeze: without that dimension, where a part is 1 long there."""
+        parts = torch.split(mixed_x_layer, split_size_or_sections, split_dim)
+        return tuple(part.squeeze(split_dim) for part in parts) if squeeze else tuple(parts)
+
+
+def torch_get_autocast_gpu_dtype() -> torch.dtype:
+    """What torch.autocast computes in on a GPU."""
+    return torch.get_autocast_dtype("cuda")
+
+
+def check_dim_for_fp8_exec(tensor: torch.Tensor) -> bool:
+    """Whether FP8 units take it without padding: [a multiple of 8, a multiple of 16]. Modules here take any shape."""
+    return tensor.dim() == 2 and tensor.shape[0] % 8 == 0 and tensor.shape[1] % 16 == 0
 
 
 def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:

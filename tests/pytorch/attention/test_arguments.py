@@ -1,6 +1,7 @@
 # DotProductAttention's arguments: what it refuses by name, what it says of masks, windows, biases and tensors that do
 # not fit; a call after a refused one gives the same bits. Which backend is chosen and why. Mutant: testing
-# `t.dim() == 4` instead of every size in masks._check_tensor turns test_bad_masks red.
+# `t.dim() == 4` instead of every size in masks._check_tensor turns test_bad_masks red, `< seq` for `<= seq` in
+# _check_lengths test_lengths_that_no_batch_has.
 import numpy
 import pytest
 import torch
@@ -293,3 +294,23 @@ def test_the_kernels_are_the_path_s():
             module(*tensors, **arguments)
         names = " ".join(event.key for event in profile.key_averages())
         assert ("flash_fwd" in names) == (backend == "flash") and ("cudnn" in names) == (backend == "cuDNN"), names
+
+
+@pytest.mark.parametrize("which", ["q", "kv"])
+def test_lengths_that_no_batch_has(which):
+    """A sequence longer than the tensor, one of less than nothing, a first entry that is not 0; what a batch may have
+    goes through. Each side by its own length."""
+    layer = te.DotProductAttention(2, 4, attn_mask_type="padding", qkv_format="bshd")
+    q, kv = randn(2, 5, 2, 4), randn(2, 3, 2, 4)
+    most = {"q": 5, "kv": 3}[which]
+
+    def call(cumulative):
+        given = {"cu_seqlens_q": torch.tensor([0, 5, 7]), "cu_seqlens_kv": torch.tensor([0, 3, 4])}
+        given[f"cu_seqlens_{which}"] = torch.tensor(cumulative)
+        return layer(q, kv, kv, **{name: t.int() for name, t in given.items()})
+
+    for cumulative in ([0, most + 1, most + 2], [0, -1, 2], [0, 2, 1], [1, 2, 3], [-1, 0, 1]):
+        with refused(ValueError, "DotProductAttention", f"'cu_seqlens_{which}'", str(cumulative), f"the {most} tokens"):
+            call(cumulative)
+    for cumulative in ([0, most, 2 * most], [0, 0, 0], [0, 1, most + 1]):
+        assert call(cumulative).isfinite().all()

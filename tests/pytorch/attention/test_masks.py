@@ -1,6 +1,7 @@
 # DotProductAttention's masks and windows against visibility written out by hand: padding by masks and by lengths,
 # alignments, queries that see nothing. Mutants, each turning test_masks_match_plain red: `<` for `<=` in build_scores,
-# +left for -left, leaving out Scores.unseen.
+# +left for -left, leaving out Scores.unseen; min for max in Pattern.within turns
+# test_windows_between_the_lengths_of_queries_and_keys red.
 import pytest
 import torch
 from attention_cases import (
@@ -18,7 +19,7 @@ from plain_modules import run
 from support import DTYPES, assert_same_bits
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.masks import MASKS
+from transformer_engine.pytorch.constants import AttnMaskTypes as MASKS
 
 WINDOWS = [None, (-1, -1), (2, 1), (0, 0), (1, -1), (-1, 2)]
 
@@ -82,6 +83,17 @@ def test_where_the_diagonal_ends(device, mask, bottom_right):
     )
     built = te.DotProductAttention(HEADS, HEAD, bottom_right_diagonal=bottom_right)
     assert_same_bits(built(*tensors, **arguments), got["output 0"])
+
+
+@pytest.mark.parametrize("window", [(5, 0), (4, -1), (-1, 6), (5, 5), (7, 4)], ids=str)
+@pytest.mark.parametrize("seqs", [(5, 9), (9, 5), (2, 9), (9, 1)], ids=str)
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+def test_windows_between_the_lengths_of_queries_and_keys(device, mask, seqs, window):
+    """A window that is as wide as the shorter of the two and narrower than the longer one limits something still."""
+    for bottom_right in (False, True):
+        visible = by_hand(mask, seqs, window=window, bottom_right=bottom_right)
+        arguments = {"attn_mask_type": mask, "window_size": window, "bottom_right_diagonal": bottom_right}
+        check(te.DotProductAttention(HEADS, HEAD), qkv(device, seqs=seqs), arguments, visible)
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])

@@ -9,7 +9,8 @@ from plain_modules import run
 from support import DTYPES, assert_same_bits, randn
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.masks import BIASES, MASKS
+from transformer_engine.pytorch.constants import AttnBiasTypes as BIASES
+from transformer_engine.pytorch.constants import AttnMaskTypes as MASKS
 
 
 def test_dropout_only_drops_what_is_seen(device):

@@ -1,6 +1,10 @@
 # te.checkpoint: with and without it the same bits, in outputs, in every gradient and in whatever is drawn afterwards,
 # for both of torch's ways. Mutants: a second run without `snapshot.replayed()`, or a tracker left out of the snapshot,
-# turns these red, as passing by every result that wants a gradient does.
+# turns these red, as passing by every result that wants a gradient does; preserve_rng_state that is not handed on,
+# test_random_states_that_are_left_alone; `h = x` behind the node (sees_inner_ops of csrc/layer/op_faces.h false),
+# test_every_module_with_a_selective_policy.
+import functools
+
 import pytest
 import torch
 from families import EVERY_FAMILY, FFN, HIDDEN, build, inputs_of
@@ -83,6 +87,33 @@ def test_a_tracker_that_is_not_ours(device, use_reentrant):
         return te.checkpoint(m, t, use_reentrant=use_reentrant, get_rng_state_tracker=lambda: tracker)
 
     same_bits(step(call, module, x, tracker=tracker), kept)
+
+
+@both_ways
+@pytest.mark.parametrize("tracked", [False, True])
+def test_random_states_that_are_left_alone(device, use_reentrant, tracked, monkeypatch):
+    """preserve_rng_state=False: nothing is read or put back, and the second run draws on. True is the default."""
+    tracker = Tracker() if tracked else None
+    options = {"use_reentrant": use_reentrant, "get_rng_state_tracker": (lambda: tracker) if tracked else None}
+    module, x = Dropping(device), tokens(device)
+    kept = step(lambda m, t: te.checkpoint(m, t, **options), module, x)
+    same_bits(step(lambda m, t: te.checkpoint(m, t, preserve_rng_state=True, **options), module, x), kept)
+    plain, inputs = te.LayerNormMLP(HIDDEN, FFN, device=device), tokens(device)
+    want = step(lambda m, t: m(t), plain, inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_rng_state", lambda *_: pytest.fail("a random state was read"))
+        got = step(lambda m, t: te.checkpoint(m, t, preserve_rng_state=False, **options), plain, inputs)
+    same_bits(got, want)
+    drawn = []
+
+    def drawing(t):
+        drawn.append(torch.rand(1).item())
+        return t.sin()  # which keeps t
+
+    for preserve in (True, False):
+        te.checkpoint(drawing, x, preserve_rng_state=preserve, **options).sum().backward()
+        assert len(drawn) == 2 and (drawn[0] == drawn[1]) is preserve
+        drawn.clear()
 
 
 @both_ways

@@ -1,13 +1,16 @@
 # cpp_extensions.general_gemm, the product by the name that frameworks use: plain tensors against float64, outputs in
 # place, bias and its gradient, factors, gelu and its derivative, refusals. Mutants: accumulate for `not accumulate` in
-# _plain turns test_out_is_written_or_added_to red, adding out without its factor in _finished test_factors.
+# _plain turns test_out_is_written_or_added_to red, adding out without its factor in _finished test_factors, a flag that
+# is used without bool() test_a_flag_that_is_none_is_false.
+import inspect
+
 import pytest
 import torch
 from support import UNIT_ROUNDOFF, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 
 LAYOUTS = ("TN", "NN", "NT")
 
@@ -204,6 +207,47 @@ def test_gelu_and_its_derivative(kind, dtype, device):
     slope = torch.ops.aten.gelu_backward(torch.ones_like(product), wide(gelu_in).flatten(0, -2), approximate="tanh")
     error = 1.13 * bound(product, magnitude, depth, dtype) + 2**-19 * magnitude + rounding(magnitude, dtype)
     assert_within(got.flatten(0, -2), product * slope, error)
+
+
+# ---- flags: frameworks fill those that they do not use with None ----
+
+
+def flags_of(function):
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is False]
+
+
+def products_of(function, layout, kind, device, options):
+    """All that one function gives for the same operands, out among it: tensors, None and lists of them."""
+    torch.manual_seed(0)
+    A, B = operands_of(kind, layout, device, torch.bfloat16)
+    shape = general_gemm(A, B, torch.float32, layout=layout)[0].flatten(0, -2).shape
+    out = torch.ones(shape, dtype=torch.float32, device=device)
+    if function is general_gemm:
+        return list(function(A, B, torch.float32, layout=layout, out=out, **options))
+    return [list(part) for part in function([A], [B], [out], None, torch.float32, layout=layout, **options)]
+
+
+def same(got, want):
+    if isinstance(want, list):
+        return len(got) == len(want) and all(map(same, got, want))
+    return got is want if want is None else torch.equal(got, want)
+
+
+@pytest.mark.parametrize("function", [general_gemm, general_grouped_gemm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", ["plain", "current", "block"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_flag_that_is_none_is_false(layout, kind, function, device):
+    """Each flag alone beside every other that is True, and all of them at once: as a router's gate is differentiated,
+    with gelu None and grad True."""
+    flags = flags_of(function)
+    assert {"gelu", "grad", "accumulate", "use_split_accumulator"} <= set(flags)
+    others = [{}, {"accumulate": True}, {"grad": True}, {"use_split_accumulator": True}]
+    for beside in others:
+        want = products_of(function, layout, kind, device, beside)
+        for names in (*([name] for name in flags), flags):
+            got = products_of(function, layout, kind, device, dict.fromkeys(names) | beside)
+            assert same(got, want), (names, beside)
 
 
 class Packed:

@@ -1,14 +1,16 @@
 # Captures under another recipe than the modules ran under before: eager's switch of recipe where they succeed, nothing
 # where they fail. Mutants: scales put back without the formats' ratio, histories put back at their old length, and a
-# failed capture that leaves its rule in the states turn these red.
+# failed capture that leaves its rule in the states turn these red; _tell_of_autocast left out of a call turns
+# test_a_call_in_an_autocast_of_a_capture_without red.
 import copy
+import warnings
 
 import pytest
 import torch
 from graph_cases import assert_same_step, build, linear, mlp, step, tokens
 from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, faulty_backward_dw
 from graph_fp8_cases import assert_same_states, states
-from support import refused
+from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
@@ -225,3 +227,28 @@ def test_a_recipe_inside_of_what_is_captured(device):
     for recipe in OTHERS.values():
         assert_same_step(run(module, x, 1, recipe), run(eager, x, 1, recipe))
         module.zero_grad(), eager.zero_grad()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_call_in_an_autocast_of_a_capture_without(device, enabled):
+    """It runs as it was captured, and says so once; what has no products, or what is switched off, has nothing to
+    say."""
+    module = build(mlp, device, torch.bfloat16)
+    eager = copy.deepcopy(module)
+    te.make_graphed_callables(module, (tokens(device, torch.bfloat16, grad=True),))
+    x = tokens(device, torch.bfloat16, grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with te.autocast(enabled=enabled, recipe=Float8CurrentScaling()):
+                got = module(x)
+    assert len(caught) == enabled
+    if enabled:
+        assert "called in te.autocast, but captured without" in str(caught[0].message)
+        assert "LayerNormMLP" in str(caught[0].message) and caught[0].category is UserWarning
+    assert_same_bits(got, eager(x))
+    norm = te.RMSNorm(x.shape[-1], device=device, params_dtype=torch.bfloat16)
+    te.make_graphed_callables(norm, (tokens(device, torch.bfloat16, grad=True),))
+    with warnings.catch_warnings(), te.autocast(enabled=enabled, recipe=Float8CurrentScaling()):
+        warnings.simplefilter("error")
+        norm(x)

@@ -1,5 +1,6 @@
 # Captured callables and weight gradients: delayed ones, main_grad, static ones on demand. Mutant: zeroing no main_grad
-# for is_first_microbatch, or a .grad that is left where a replay writes, turns these red.
+# for is_first_microbatch, or a .grad that is left where a replay writes, turns these red; `at <= position` in Loans of
+# graph/loans.py, test_a_static_gradient_of_the_same_graph_twice.
 import collections
 import copy
 
@@ -53,6 +54,22 @@ def test_delayed_modules_inside_of_a_captured_one(device):
         modules[1][0].backward_dw()
         assert_same_step(left_by(modules[0]), left_by(modules[1]))
     assert seen == [1, 1]
+
+
+@pytest.mark.parametrize("family", [linear, mlp], ids=lambda f: f.__name__)
+def test_a_static_gradient_of_the_same_graph_twice(device, family):
+    """The second replay of a backward writes where .grad still is: what was there is added to, not lost."""
+    module, eager = twins(family, device)
+    capture(module, device, clone_param_grads_on_return=False, retain_graph_in_backward=True)
+    for seed in range(2):
+        x = tokens(device)
+        for m in (module, eager):
+            m.zero_grad(set_to_none=True)
+            torch.manual_seed(seed)
+            y = m(x.clone().requires_grad_())
+            y.sum().backward(retain_graph=True)
+            (y * 3).sum().backward()
+        assert_same_step(left_by(module), left_by(eager))
 
 
 def test_delayed_weight_gradients_out_of_turn(device):

@@ -1,12 +1,14 @@
 # How compatibility.py tries functions and classes that are no modules: a small call of each, and one for each of its
 # arguments that is refused. Everything runs on the CPU.
 import contextlib
+import importlib
 import inspect
 import io
 
 import torch
 from api_names import ACTIVATIONS
 from api_probes import BATCH, HEAD, HEADS, HIDDEN, SEQ, angles, heads, tokens, tracker
+from client_names import NEXT
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
@@ -199,7 +201,17 @@ def stepped(cls, **options):
 
 # ---- functions and classes that are no modules: name -> a call ----
 
+
+def next_calls():
+    """Name -> what a client does with it (client_names.py)."""
+    found = {}
+    for (path, name), call in NEXT.items():
+        found[name] = lambda path=path, name=name, call=call: call(getattr(importlib.import_module(path), name))
+    return found
+
+
 CALLS = {
+    **next_calls(),
     "doctor": lambda: quietly(te.doctor),
     "explain": lambda: te.explain(te.Linear(8, 8, device="cpu"), torch.randn(2, 8)),
     "memory_plan": lambda: te.memory_plan(te.Linear(8, 8, device="cpu"), torch.randn(2, 8)),

@@ -93,7 +93,7 @@ CONSTRUCTOR = {
     "ub_bulk_wgrad": OVERLAP,
     "dim": "Size of a head.",
     "rotary_percent": "The part of it that is rotated.",
-    "seq_len_interpolation_factor": "Positions are divided by it.",
+    "seq_len_interpolation_factor": "Positions are divided by it; without the next one it has no effect.",
     "pretrained_max_position_embeddings": "With it, by as much as a longer sequence needs.",
     "rotary_base": "The base of the angles' powers.",
     "interleaved": "Each angle stands twice in a row; else the row of angles stands twice.",

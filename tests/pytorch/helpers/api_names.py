@@ -18,7 +18,8 @@ TOP_LEVEL = {
     "Mixture of experts": "moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute "
     "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs",
     "Others": "parallel_cross_entropy onnx_export newton_schulz CusolverMpCtx interleave_glu_tensor "
-    "deinterleave_glu_tensor is_bf16_available get_cudnn_version get_device_compute_capability ops optimizers",
+    "deinterleave_glu_tensor is_bf16_available get_cudnn_version get_device_compute_capability torch_version ops "
+    "optimizers",
     "Quantized tensors": "Quantizer QuantizedTensorStorage QuantizedTensor prepare_for_saving restore_from_saved "
     "restore_from_func_ctx Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer Float8BlockQuantizer "
     "NVFP4Quantizer HybridQuantizer IdentityQuantizer Float8Tensor Float8TensorStorage MXFP8Tensor MXFP8TensorStorage "
@@ -47,16 +48,20 @@ _FORMATS = "float8_tensor float8_blockwise_tensor mxfp8_tensor nvfp4_tensor hybr
 SUBMODULES = {
     "transformer_engine": "pytorch common doctor __version__",
     "transformer_engine.common.recipe": "Format MMParams QParams Recipe DelayedScaling Float8CurrentScaling "
-    "Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling CustomRecipe",
+    "Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling CustomRecipe _FormatHelper",
+    "transformer_engine.debug.pytorch.debug_state": "TEDebugState",
     "transformer_engine_torch": f"DType FP8TensorMeta FP8FwdTensors FP8BwdTensors quantize dequantize {ACTIVATIONS} "
     f"thd_get_partitioned_indices {MULTI_TENSOR}",
     f"{TE}.attention": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding "
     "apply_rotary_pos_emb",
     f"{TE}.attention.dot_product_attention": "DotProductAttention",
+    f"{TE}.attention.dot_product_attention.context_parallel": "pad_thd_sequences_for_cp",
     f"{TE}.attention.dot_product_attention.dot_product_attention": "DotProductAttention",
+    f"{TE}.attention.dot_product_attention.utils": "FlashAttentionUtils",
+    f"{TE}.attention.inference": "InferenceParams PagedKVCacheManager",
     f"{TE}.attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
     f"{TE}.constants": "TE_DType DType TE_DType_To_Torch FP8FwdTensorIdx FP8BwdTensorIdx MXFP8_BLOCK_SCALING_SIZE "
-    "NVFP4_BLOCK_SCALING_SIZE",
+    "NVFP4_BLOCK_SCALING_SIZE dist_group_type AttnMaskTypes AttnTypes AttnBiasTypes LayerTypes GemmParallelModes",
     f"{TE}.cpp_extensions": "general_gemm general_grouped_gemm general_grouped_gemm_for_grouped_tensor",
     f"{TE}.cpu_offload": "get_cpu_offload_context start_offload mark_activation_offload mark_not_offload "
     "is_cpu_offload_enabled ManualOffloadSynchronizer",
@@ -66,17 +71,25 @@ SUBMODULES = {
     f"{TE}.distributed": "CudaRNGStatesTracker activation_recompute_forward checkpoint get_all_rng_states "
     "gather_along_first_dim reduce_scatter_along_first_dim allreduce is_fp8_activation_recompute_enabled "
     "in_fp8_activation_recompute_phase symmetric_all_reduce get_symmetric_memory_tensor symm_mem_alloc "
-    "release_symm_mem_pool prepare_te_modules_for_fsdp FullyShardedDataParallel",
+    "release_symm_mem_pool prepare_te_modules_for_fsdp FullyShardedDataParallel get_distributed_world_size "
+    "get_distributed_rank",
     f"{TE}.distributed_weight": "DistributedWeight",
     f"{TE}.ep": "ep_bootstrap ep_finalize EpBuffer ep_prepare ep_dispatch ep_combine",
     f"{TE}.export": "onnx_export te_translation_table",
     f"{TE}.float8_tensor": "Float8Tensor",
-    f"{TE}.fp8": _QUANTIZATION,
+    f"{TE}.fp8": f"{_QUANTIZATION} DelayedScaling Format get_default_fp8_recipe _amax_and_scale_update",
     f"{TE}.graph": "make_graphed_callables save_fp8_tensors restore_fp8_tensors set_capture_start set_capture_end",
+    f"{TE}.jit": "jit_fuser no_torch_dynamo set_jit_fusion_options bias_gelu_fused bgrad_dgelu_fused "
+    "l2normalization_fused bias_dropout_add get_bias_dropout_add bias_dropout_add_fused_train "
+    "bias_dropout_add_fused_inference warmup_jit_bias_dropout_add warmup_jit_bias_dropout_add_all_dtypes "
+    "warmup_jit_bias_gelu warmup_jit_bias_gelu_all_dtypes",
+    f"{TE}.module": "Linear LayerNorm LayerNormLinear LayerNormMLP RMSNorm GroupedLinear Fp8Padding Fp8Unpadding",
+    f"{TE}.module.layernorm_linear": "LayerNormLinear general_gemm",
+    f"{TE}.module.linear": "Linear general_gemm",
     f"{TE}.module._common": "WeightGradStore noop_cat",
     f"{TE}.module.grouped_linear": "GroupedLinear _GroupedLinear is_module_grouped_tensor_path_supported",
     f"{TE}.module.base": "TransformerEngineBaseModule get_dummy_wgrad initialize_ub destroy_ub "
-    "UserBufferQuantizationMode",
+    "UserBufferQuantizationMode get_workspace _dummy_wgrads",
     f"{TE}.optimizers": f"FusedAdam FusedSGD MultiTensorApply {MULTI_TENSOR}",
     f"{TE}.ops": "Sequential Linear BasicLinear Bias LayerNorm RMSNorm GELU SwiGLU MakeExtraOutput AddExtraInput",
     f"{TE}.permutation": "moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute "
@@ -96,8 +109,10 @@ SUBMODULES = {
     f"{TE}.tensor.grouped_tensor": "GroupedTensor GroupedTensorStorage",
     f"{TE}.tensor.utils": "replace_raw_data quantize_master_weights cast_master_weights_to_fp8 "
     "post_all_gather_processing clear_columnwise_cache",
+    f"{TE}.torch_version": "torch_version",
     f"{TE}.utils": "make_weak_ref nvtx_range_push nvtx_range_pop init_method_normal scaled_init_method_normal "
-    "attention_mask_func round_up_to_nearest_multiple gpu_autocast_ctx is_non_tn_fp8_gemm_supported",
+    "attention_mask_func round_up_to_nearest_multiple gpu_autocast_ctx is_non_tn_fp8_gemm_supported "
+    "get_default_init_method cast_if_needed divide SplitAlongDim torch_get_autocast_gpu_dtype check_dim_for_fp8_exec",
 }
 
 # Where clients have a fallback of their own, behind `except ImportError`.

@@ -1,6 +1,7 @@
 # te.GroupedLinear as a module: what clients look at, its life beside recomputation, compilation, captures and copies,
 # and what it refuses. Its values are test_grouped_linear.py's. Mutants: _marks_kept that keeps nothing, `_unstacked`
-# that takes rows of the wrong group, reads() of a WeightProduct empty: each turns tests here red.
+# that takes rows of the wrong group, or takes them beside weights of single groups, reads() of a WeightProduct empty:
+# each turns tests here red.
 import copy
 import pickle
 
@@ -110,6 +111,23 @@ def test_checkpoints_stacked_and_for_each_group(nested, device):
         for a, b, c in zip(ours.parameters(), other.parameters(), third.parameters(), strict=True):
             assert_same_bits(a, b)
             assert_same_bits(a, c)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_a_checkpoint_that_says_it_twice(kind, device):
+    """Stacked and for single groups, all of them or one: which one counts is not ours to choose, and nothing is read
+    over what the single ones say."""
+    ours, _ = build(device=device)
+    single = {name: torch.full_like(t, 2) for name, t in ours.state_dict().items() if t.is_floating_point()}
+    for there in (range(4), [2]):
+        given = {n: t for n, t in single.items() if kind not in n or int(n[-1]) in there}
+        given[kind] = torch.stack([torch.ones_like(single[f"{kind}{i}"]) for i in range(4)])
+        target, _ = build(device=device)
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{kind}"'):
+            target.load_state_dict(given)
+        target.load_state_dict(given, strict=False)
+        assert all(getattr(target, f"{kind}{i}").eq(2).all() for i in there)
+        assert not any(getattr(target, f"{kind}{i}").eq(1).all() for i in range(4))
 
 
 def test_extra_state_is_a_dict_that_clients_take_apart(device):

@@ -1,7 +1,8 @@
 # Offload inside of captured layers: the copies are nodes of the graphs (on the CPU the recorder replays them), the bits
 # are those of an eager run without, memory stays what it was, and what cannot be captured is refused by name.
 # Mutant: starting a copy at the end of its own layer inside a capture (_end in cpu_offload/schedule.py) turns these red
-# on a GPU: the capture ends with work that it has not joined.
+# on a GPU: the capture ends with work that it has not joined. No join in _end turns test_what_a_capture_forks_is_joined
+# and, on a GPU, test_a_capture_ends_behind_the_copies_that_it_forked red.
 import pytest
 import torch
 from graph_cases import Records
@@ -10,6 +11,8 @@ from offload_graph_cases import HIDDEN, LAYERS, K, build, same
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.cpu_offload import schedule
+from transformer_engine.pytorch.cpu_offload.layer import OffloadableLayerState
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -49,6 +52,39 @@ def test_captured_layers_give_the_same_bits(k, device):
         x = randn(16, HIDDEN, device=device)
         got = [t.clone() for t in step(wrapped, [x])]
         same(got, step(layers, [x]))
+
+
+def test_what_a_capture_forks_is_joined(monkeypatch):
+    """Layer 0 leaves beside layer 1, and is released three layers on: the end of layer 1 joins its copy."""
+    joined = []
+    monkeypatch.setattr(schedule, "stream_captures", lambda: True)
+    join = OffloadableLayerState.join
+    monkeypatch.setattr(OffloadableLayerState, "join", lambda state: (joined.append(state), join(state)))
+    layers, x = build("cpu"), randn(16, HIDDEN, requires_grad=True)
+    context, sync = te.get_cpu_offload_context(True, 1, LAYERS)
+    y = forward(layers[:1], x, context, sync)
+    assert joined == []
+    y = forward(layers[1:2], y, context, sync)
+    first = list(context.offload_synchronizer.steps())[-1].layers[0]
+    assert joined == [first] and first.state == "offload_started" and not first.empty
+
+
+@pytest.mark.gpu
+def test_a_capture_ends_behind_the_copies_that_it_forked():
+    """Two of four layers alone: nothing behind them releases layer 0, whose copy runs beside layer 1. A capture does
+    not end while a stream that it forked has not been joined."""
+    layers, x = build("cuda"), randn(16, HIDDEN, device="cuda")
+    context, sync = te.get_cpu_offload_context(True, 1, LAYERS)
+    step(layers, [x], context, sync)
+    want = forward(layers[:2], x)
+    graph, given = torch.cuda.CUDAGraph(), x.clone().requires_grad_()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = forward(layers[:2], given, context, sync)
+    assert list(context.offload_synchronizer.steps())[-1].layers[0].state == "offload_started"
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(y, want)
 
 
 @pytest.mark.parametrize("way", ["te.checkpoint", "reentrant"])

@@ -1,6 +1,7 @@
 # Keywords that a constructor or a context does not have: TypeError names it, the keyword and the one that was meant;
 # what clients inspect is what is written. Mutant: raising TypeErrors of the body as unknown keywords turns
-# test_other_type_errors_pass red.
+# test_other_type_errors_pass red; taking a keyword that is retired out without a warning, or others beside it,
+# test_keywords_of_older_versions.
 import inspect
 import warnings
 
@@ -116,6 +117,29 @@ def test_signatures_are_those_that_are_written(name):
     defaults = [*(written.__defaults__ or ()), *(written.__kwdefaults__ or {}).values()]
     assert [p.default for p in found.values() if p.default is not p.empty] == defaults
     assert function.__name__ == written.__name__ and function.__doc__ == written.__doc__
+
+
+RETIRED = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32")
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", ["DotProductAttention", "MultiheadAttention", "TransformerLayer"])
+def test_keywords_of_older_versions(name, value):
+    """They change nothing, and are told so at the caller's line; another one beside them is still unknown."""
+    cls = getattr(te, name)
+    for keyword in RETIRED:
+        with pytest.warns(DeprecationWarning, match=f"{name}: argument '{keyword}' has no effect") as caught:
+            found = cls(*MODULES[name], attention_dropout=0.0, **{keyword: value})
+        assert [warning.filename for warning in caught] == [__file__]
+        with refused(TypeError, name, "'num_head'"):
+            cls(*MODULES[name], **{keyword: value}, num_head=2)
+    with pytest.warns(DeprecationWarning) as caught:
+        found = cls(*MODULES[name], attention_dropout=0.25, **dict.fromkeys(RETIRED, value))
+    core = {"DotProductAttention": lambda m: m, "MultiheadAttention": lambda m: m.core_attention}
+    assert len(caught) == 2
+    assert core.get(name, lambda m: m.self_attention.core_attention)(found).attention_dropout == 0.25
+    with refused(TypeError, "Linear", f"'{RETIRED[0]}'"):
+        te.Linear(8, 8, **{RETIRED[0]: value})
 
 
 def test_warnings_point_at_the_caller():

@@ -1,7 +1,8 @@
 # What te.memory_plan and te.explain leave behind: nothing. Memory goes when the caller lets go of it, and buffers,
 # random states, gradients, hooks and the caller's own graph are as before, errors included. Mutant: returning `t` in
 # place of its detached alias from memory_plan's _Packed turns test_nothing_lives_on red; leaving STATE.region as it is
-# (_quantization_restored), test_training_under_delayed_scaling_is_as_without_probes.
+# (_quantization_restored), test_training_under_delayed_scaling_is_as_without_probes; trackers of our class alone in
+# _trackers_of, test_a_tracker_of_the_callers_own_is_as_before.
 import contextlib
 import gc
 import sys
@@ -113,6 +114,49 @@ def test_buffers_and_random_states_are_as_before(probe, fails):
     assert_same_bits(torch.get_rng_state(), states[0])
     assert_same_bits(tracker.get_states()["model-parallel-rng"], states[1]["model-parallel-rng"])
     assert_same_bits(other.get_states()["another"], states[2]["another"])
+
+
+class OwnTracker:
+    """A tracker that only its owner knows, with the four methods that modules are told of."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(1)
+
+    def get_states(self):
+        return {"own": self.generator.get_state()}
+
+    def set_states(self, states):
+        self.generator.set_state(states["own"])
+
+    @contextlib.contextmanager
+    def fork(self, name="own"):
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.generator.get_state())
+        try:
+            yield
+        finally:
+            self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_tracker_of_the_callers_own_is_as_before(probe, fails):
+    tracker = OwnTracker()
+    attention = te.DotProductAttention(2, 4, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+    before = tracker.get_states()["own"]
+    q = randn(4, 1, 2, 4, requires_grad=True)
+    attention(q, q, q)
+    assert not torch.equal(tracker.get_states()["own"], before)  # it is drawn from
+    before = tracker.get_states()["own"]
+    probe(attention, q, q, q)
+    assert_same_bits(tracker.get_states()["own"], before)
+    module, x = Stage(tracker, fails), randn(5, 8, requires_grad=True)
+    try:
+        probe(module, x)
+    except Stop:
+        assert fails
+    assert_same_bits(tracker.get_states()["own"], before)
 
 
 @pytest.mark.parametrize("probe", PROBES)

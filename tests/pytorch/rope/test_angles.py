@@ -62,10 +62,17 @@ def test_angles_are_interpolated(device):
         return te.RotaryPositionEmbedding(8, **options).to(device)(length)[:, 0, 0, 0].tolist()
 
     assert positions(3) == [0, 1, 2]
-    assert positions(3, seq_len_interpolation_factor=4) == [0, 0.25, 0.5]
     assert positions(4, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=2) == [0, 0.5, 1, 1.5]
     assert positions(8, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=2)[:3] == [0, 0.25, 0.5]
     assert positions(8, pretrained_max_position_embeddings=2)[:3] == [0, 1, 2]
+
+
+def test_a_factor_alone_changes_nothing():
+    """As in the API, where the length that a model was trained with says what is interpolated; and it is told."""
+    with pytest.warns(UserWarning, match="'seq_len_interpolation_factor' has no effect without") as caught:
+        rotary = te.RotaryPositionEmbedding(8, seq_len_interpolation_factor=4)
+    assert caught[0].filename == __file__
+    assert torch.equal(rotary(3), te.RotaryPositionEmbedding(8)(3))
 
 
 def test_angles_survive_casts_and_copies(device):

@@ -19,6 +19,9 @@ class FormatRange(NamedTuple):
     max_bwd: float
 
 
+_FormatHelper = FormatRange  # by the name that clients import
+
+
 class Format(Enum):
     """E4M3 and E5M2 for everything; HYBRID: E4M3 forward, E5M2 for gradients; E2M1: four bits."""
 

@@ -28,6 +28,11 @@ class InferenceParams:
     ) -> None: ...
 
 
+@absent("the paged key-value cache is", "attend without inference_params")
+class PagedKVCacheManager:
+    """Keys and values of the tokens so far, in pages."""
+
+
 @absent("the fused MLA projection, which needs Blackwell, is", "use Linear and apply_rotary_pos_emb")
 class FusedMLAQUpProjRopeQuant(torch.nn.Module):
     """Up-projection of MLA's queries, rotation and quantization in one."""

@@ -9,18 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.constants import AttnBiasTypes, AttnMaskTypes
 from transformer_engine.pytorch.module.base import check_choice
-
-MASKS = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
-BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+from transformer_engine.pytorch.tensor.engine import is_plain
 
 Window = tuple[int, int] | None
 AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -62,7 +53,7 @@ class Pattern(NamedTuple):
 
 
 def check_mask(op: str, mask: str, argument: str = "attn_mask_type") -> None:
-    check_choice(op, argument, mask, MASKS)
+    check_choice(op, argument, mask, AttnMaskTypes)
 
 
 def check_window(op: str, window_size: Window, argument: str = "window_size") -> None:
@@ -153,9 +144,11 @@ def check_padding(
 ) -> None:
     """Padding is told by masks or, without one, by cumulative lengths; the masks win where both are there."""
     if attention_mask is None:
-        for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, strict=True):
+        for name, lengths, seq in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, sizes.seqs, strict=True):
             hint = "a padding mask needs attention_mask, or both cu_seqlens_q and cu_seqlens_kv."
             _check_tensor(op, name, lengths, lambda of: ((of.batch + 1,),), sizes, torch.int32, hint)
+            if lengths.is_cpu and is_plain(lengths):  # a GPU would have to be waited for
+                _check_lengths(op, name, lengths, seq)
         return
     hint = "True where padded; for queries and keys of different lengths or paddings a tuple of two."
     masks = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,)
@@ -165,6 +158,15 @@ def check_padding(
         name = "attention_mask" if len(masks) == 1 else f"attention_mask[{i}]"
         shapes_of = partial(_shapes_of_padding, which=i)
         _check_tensor(op, name, masks[i % len(masks)], shapes_of, sizes, torch.bool, hint)
+
+
+def _check_lengths(op: str, name: str, cumulative: torch.Tensor, seq: int) -> None:
+    lengths = cumulative.diff()
+    if cumulative[0] != 0 or not ((lengths >= 0) & (lengths <= seq)).all():
+        raise ValueError(
+            f"{op}: argument '{name}' is {cumulative.tolist()}, wanted 0 first and then each sequence's length added, "
+            f"from 0 to the {seq} tokens that there are."
+        )
 
 
 def _shapes_of_padding(sizes: Sizes, which: int) -> Shapes:
@@ -190,7 +192,7 @@ def check_bias(
     slopes: torch.Tensor | None,
     heads: int,
 ) -> None:
-    check_choice(op, "core_attention_bias_type", kind, BIASES)
+    check_choice(op, "core_attention_bias_type", kind, AttnBiasTypes)
     if kind in ("no_bias", "alibi"):
         if bias is not None:
             raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch._arguments import check_size, check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._keywords import OF_ATTENTION, tells_keywords
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
     DotProductAttention,
     check_format,
@@ -46,7 +46,7 @@ class MultiheadAttention(Composite):
     tp_recompute_allgather, tp_overlap (ours beyond the common API): as Linear's.
     """
 
-    @tells_keywords()
+    @tells_keywords(retired=OF_ATTENTION)
     def __init__(
         self,
         hidden_size: int,

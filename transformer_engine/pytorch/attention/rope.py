@@ -1,6 +1,7 @@
 """Rotary position embedding: the angles as a module, and their application. Refuses packed sequences (thd) and context
 parallelism, which this version does not have."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
     """The angles position * rotary_base^(-2i / dim), for apply_rotary_pos_emb and MultiheadAttention.
 
     dim: head_dim, of which the first dim * rotary_percent are rotated.
-    seq_len_interpolation_factor: positions are divided by it; when pretrained_max_position_embeddings is given as well
-        and a sequence is longer than their product, by max_seq_len / pretrained_max_position_embeddings instead.
+    seq_len_interpolation_factor, pretrained_max_position_embeddings: together alone; positions are divided by the
+        factor, and where a sequence is longer than the product of both, by max_seq_len / the second one instead.
     interleaved: each angle stands twice in a row (pairs are neighbours), else the row of angles stands twice.
     inv_freq, a buffer, may be assigned or loaded: a model's scaled frequencies. Moves keep its values, in float32
     whatever the model is cast to; where there are none yet (meta, behind to_empty()) they are the formula's.
@@ -45,6 +46,13 @@ class RotaryPositionEmbedding(torch.nn.Module):
             raise ValueError(
                 "RotaryPositionEmbedding: argument 'seq_len_interpolation_factor' is "
                 f"{seq_len_interpolation_factor}, wanted a number > 0."
+            )
+        if seq_len_interpolation_factor is not None and pretrained_max_position_embeddings is None:
+            warnings.warn(
+                "RotaryPositionEmbedding: argument 'seq_len_interpolation_factor' has no effect without "
+                "'pretrained_max_position_embeddings'; pass both, or neither.",
+                UserWarning,
+                stacklevel=3,  # behind tells_keywords
             )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
@@ -77,8 +85,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
                 f"a {type(offset).__name__}, wanted numbers of positions: x.shape[0] of an sbhd tensor."
             ) from None
         factor, learned = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
-        if factor is not None:
-            beyond = learned is not None and max_seq_len > learned * factor
+        if factor is not None and learned is not None:
+            beyond = max_seq_len > learned * factor
             positions = positions / (max_seq_len / learned if beyond else factor)
         angles = positions[:, None] * self.inv_freq
         angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)

@@ -4,11 +4,12 @@ such a path gives the very objects of their home; nothing is wrapped, and nothin
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 _ROOT = "transformer_engine.pytorch"
 
-# path: {where names live: these names}
+# path: {where names live, from _ROOT on or in full: these names}
 ALIASES: dict[str, dict[str, str]] = {
     "cpu_offload_v1": {
         "cpu_offload": (
@@ -19,6 +20,9 @@ ALIASES: dict[str, dict[str, str]] = {
     },
     "float8_tensor": {"tensor.float8": "Float8Tensor"},
     "fp8": {
+        "transformer_engine.common.recipe": "DelayedScaling Format",
+        "quantization.delayed": "_amax_and_scale_update",
+        "quantization.surroundings": "get_default_fp8_recipe",
         "quantization": (
             "CustomRecipeState DelayedScalingRecipeState DelayedScalingRequest FP8GlobalStateManager "
             "Float8BlockScalingRecipeState Float8CurrentScalingRecipeState QuantizerRequest QuantizerRole RecipeState "
@@ -28,6 +32,18 @@ ALIASES: dict[str, dict[str, str]] = {
             "is_nvfp4_available quantized_model_init"
         ),
     },
+    "module": {
+        "module.base": "TransformerEngineBaseModule",
+        "module.fp8_padding": "Fp8Padding Fp8Unpadding",
+        "module.grouped_linear": "GroupedLinear",
+        "module.layernorm": "LayerNorm",
+        "module.layernorm_linear": "LayerNormLinear",
+        "module.layernorm_mlp": "LayerNormMLP",
+        "module.linear": "Linear",
+        "module.rmsnorm": "RMSNorm",
+    },
+    "module.layernorm_linear": {"cpp_extensions": "general_gemm"},
+    "module.linear": {"cpp_extensions": "general_gemm"},
     "module._common": {"module.weight_grad": "WeightGradStore", "functional": "noop_cat"},
     "quantized_tensor": {
         "tensor": (
@@ -52,10 +68,10 @@ ALIASES: dict[str, dict[str, str]] = {
 
 def _install(path: str, homes: dict[str, str]) -> None:
     full = f"{_ROOT}.{path}"
-    there = sys.modules.get(full)  # a file that has moved some of its names elsewhere
-    alias = _made(full, homes) if there is None else there
+    file = find_spec(full)  # one that has some of its names from elsewhere
+    alias = _made(full, homes) if file is None else import_module(full)
     for home, names in homes.items():
-        source = import_module(f"{_ROOT}.{home}")
+        source = import_module(home if home.startswith("transformer_engine.") else f"{_ROOT}.{home}")
         for name in names.split():
             setattr(alias, name, getattr(source, name))
 

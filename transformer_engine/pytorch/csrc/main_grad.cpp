@@ -187,14 +187,43 @@ c10::SmallVector<Tensor, 1> WeightParameters::stand_ins(const WeightTargets& tar
   return {dummy(shape, zero)};
 }
 
-Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::Device& device, bool zero) {
+namespace {
+
+// Never destroyed: backwards may run while the process ends.
+struct Dummies {
   using Key = std::tuple<std::vector<int64_t>, at::ScalarType, at::DeviceType, int>;
-  static auto* mutex = new std::mutex;
-  static auto* buffers = new std::map<Key, Tensor>;
+  std::mutex mutex;
+  std::map<Key, Tensor> buffers;
+};
+
+Dummies& dummies() {
+  static auto* all = new Dummies;
+  return *all;
+}
+
+}  // namespace
+
+std::vector<Tensor> dummy_weight_grads() {
+  Dummies& all = dummies();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::vector<Tensor> found;
+  for (const auto& entry : all.buffers) found.push_back(entry.second.detach());
+  return found;
+}
+
+void clear_dummy_weight_grads() {
+  Dummies& all = dummies();
+  std::map<Dummies::Key, Tensor> gone;  // freed behind the lock
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  gone.swap(all.buffers);
+}
+
+Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::Device& device, bool zero) {
+  Dummies& all = dummies();
   Tensor buffer;
   {
-    const std::lock_guard<std::mutex> lock(*mutex);
-    Tensor& kept = (*buffers)[{shape.vec(), dtype, device.type(), device.index()}];
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    Tensor& kept = all.buffers[{shape.vec(), dtype, device.type(), device.index()}];
     if (!kept.defined()) {
       const c10::InferenceMode normal(false);  // a buffer made there would be an inference tensor for good
       kept = at::empty(shape, at::TensorOptions(device).dtype(dtype));

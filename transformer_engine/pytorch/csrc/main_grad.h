@@ -70,6 +70,10 @@ class ParameterSink : public WeightGradSink {
 // time, else autograd would copy it. Its values mean nothing, unless `zero`. Without the GIL.
 Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::Device& device, bool zero);
 
+// The buffers that dummies are aliases of; and to let go of them.
+std::vector<Tensor> dummy_weight_grads();
+void clear_dummy_weight_grads();
+
 // Sets of Python's that get the ids of weights whose gradients are added to main_grad. Under the GIL.
 void note_accumulations(PyObject* noted);
 void forget_accumulations(PyObject* noted);

@@ -144,6 +144,8 @@ void register_main_grad(py::module_& m) {
   m.def("dummy_weight_grad", torch::wrap_pybind_function_no_gil(
                                  [](const std::vector<int64_t>& shape, at::ScalarType dtype, const at::Device& device,
                                     bool zero) { return dummy_weight_grad(shape, dtype, device, zero); }));
+  m.def("dummy_weight_grads", torch::wrap_pybind_function(dummy_weight_grads));
+  m.def("clear_dummy_weight_grads", torch::wrap_pybind_function(clear_dummy_weight_grads));
 }
 
 }  // namespace te_torch

@@ -13,6 +13,8 @@ from transformer_engine.pytorch.distributed.collectives import (
 from transformer_engine.pytorch.distributed.gradients import (
     allreduce_sequence_parallel_grads as allreduce_sequence_parallel_grads,
 )
+from transformer_engine.pytorch.distributed.groups import get_distributed_rank as get_distributed_rank
+from transformer_engine.pytorch.distributed.groups import get_distributed_world_size as get_distributed_world_size
 from transformer_engine.pytorch.distributed.linear import column_linear as column_linear
 from transformer_engine.pytorch.distributed.linear import row_linear as row_linear
 from transformer_engine.pytorch.distributed.peer import CommTimeout as CommTimeout

@@ -37,6 +37,16 @@ def ranks_of(op: str, argument: str, group: object | None) -> int:
         ) from None
 
 
+def get_distributed_world_size(group: object | None = None) -> int:
+    """The group's size, None being all processes; 1 where torch.distributed has not been initialised."""
+    return ranks_of("get_distributed_world_size", "group", group)
+
+
+def get_distributed_rank(group: object | None = None) -> int:
+    """This process's rank in the group, None being all; 0 where torch.distributed has not been initialised."""
+    return dist.get_rank(group) if get_distributed_world_size(group) > 1 else 0
+
+
 def check_plain(op: str, inp: object, dims: int = 1) -> None:
     """Raises unless `inp` is a tensor of at least `dims` dimensions that holds its values itself."""
     check_tensor(op, "inp", inp)

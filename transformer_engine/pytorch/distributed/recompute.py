@@ -13,7 +13,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.distributed.divided import divided_inputs
-from transformer_engine.pytorch.distributed.rng import NoDraws, Snapshot
+from transformer_engine.pytorch.distributed.rng import AsTheyCome, NoDraws, Snapshot
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.recompute_phase import FirstRun, activation_recompute_forward, recompute_phase
 
@@ -28,9 +28,9 @@ class _Twice:
     """`function` with arguments and results flat, so that torch sees every tensor in them. The first call notes the
     random states and the autocast around it; every later one is a recomputation under the same."""
 
-    def __init__(self, function: Callable, form: object, tracker: object | None) -> None:
-        self.function, self.form, self.tracker = function, form, tracker
-        self.snapshot: Snapshot | NoDraws | None = None
+    def __init__(self, function: Callable, form: object, tracker: object | None, preserve: bool) -> None:
+        self.function, self.form, self.tracker, self.preserve = function, form, tracker, preserve
+        self.snapshot: Snapshot | NoDraws | AsTheyCome | None = None
         self.first_run = FirstRun()
         self.surroundings = STATE.surroundings()
         self.result_form = None
@@ -49,7 +49,9 @@ class _Twice:
                 results = self._call(leaves)
             self._refuse_outer(results)
         else:
-            if stream_captures():
+            if not self.preserve:
+                self.snapshot, guard = AsTheyCome(), nullcontext()
+            elif stream_captures():
                 self.snapshot = NoDraws()
                 guard = self.snapshot.replayed()
             else:
@@ -135,10 +137,12 @@ def checkpoint(
     context_fn: Callable | None = None,
     determinism_check: str = "default",
     debug: bool = False,
+    preserve_rng_state: bool = True,
     **kwargs: object,
 ) -> object:
     """function(*args, **kwargs), keeping its inputs alone; the backward runs it again. The bits are those of a plain
-    call, gradients, dropout and autocast included.
+    call, gradients, dropout and autocast included; but under torch.autocast the reentrant way casts a weight anew for
+    each use, and adds up the gradients of several uses in the weight's dtype.
 
     Tensors may stand anywhere in args, kwargs and the result: in tuples, lists and dicts too.
     use_reentrant: torch's two ways. Where no argument wants a gradient the reentrant one would leave the parameters
@@ -148,6 +152,8 @@ def checkpoint(
     context_fn, determinism_check, debug: torch's, without use_reentrant.
     distribute_saved_activations: the first tensor among the arguments, equal on all ranks of tp_group, is kept in
       parts, one on each, and gathered for the second run. Not under torch.compile.
+    preserve_rng_state: False leaves the random states as they come to the second run, which draws other numbers then;
+      it saves the reading and writing of them where nothing is drawn.
     Random states: the CPU's, CUDA's on the inputs' devices and the current one, and the tracker's are put where they
       were for the second run, and back behind it.
     In a CUDA graph's capture: the way that is not reentrant is taken, and the function may draw no random numbers.
@@ -171,14 +177,15 @@ def checkpoint(
                 "checkpoint: argument 'distribute_saved_activations' is True under torch.compile, where activations "
                 "that are kept in parts are not available in this version; compile the function inside checkpoint."
             )
-        return _traced(function, args, kwargs, get_rng_state_tracker, context_fn)
+        options = {"preserve_rng_state": preserve_rng_state, "context_fn": context_fn}
+        return _traced(function, args, kwargs, get_rng_state_tracker, options)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if is_graph_capturing() or stream_captures():
         use_reentrant = False  # captures take gradients by torch.autograd.grad, which the reentrant way refuses
     leaves, form = tree_flatten((args, kwargs))
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
-    twice = _Twice(function, form, tracker)
+    twice = _Twice(function, form, tracker, preserve_rng_state)
     options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}  # _Twice sees to those states
     if not use_reentrant or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         twice.reentrant = False
@@ -198,7 +205,7 @@ def checkpoint(
 
 
 def _traced(
-    function: Callable, args: tuple, kwargs: dict, get_rng_state_tracker: Callable | None, context_fn: Callable | None
+    function: Callable, args: tuple, kwargs: dict, get_rng_state_tracker: Callable | None, options: dict[str, object]
 ) -> object:
     """Under torch.compile the compiler decides what is kept, and replays random numbers itself."""
     if get_rng_state_tracker is not None:
@@ -206,6 +213,6 @@ def _traced(
             "checkpoint: argument 'get_rng_state_tracker' is given under torch.compile, which cannot follow the states "
             "of a tracker; that is not available in this version. Compile the function inside checkpoint instead."
         )
-    if context_fn is not None:
-        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if options["context_fn"] is None:
+        del options["context_fn"]
+    return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class Calls:
-    __slots__ = ("all_moved", "backward_turn", "mismatches", "ran_eager", "turn", "wgrad_due", "whole")
+    __slots__ = ("all_moved", "backward_turn", "mismatches", "ran_eager", "told", "turn", "wgrad_due", "whole")
 
     def __init__(self) -> None:
         self.turn = 0  # of forward replays: a backward belongs to the latest one
@@ -14,6 +14,7 @@ class Calls:
         self.whole = False  # a call is followed by the whole graph, whatever event the caller has
         self.wgrad_due: tuple | None = None  # what waits for backward_dw(): (stream, microbatch, unwanted parameters)
         self.ran_eager = False  # the latest call did: what it left is the module's own
+        self.told = False  # that it was called in an autocast and captured without
         self.mismatches = 0  # calls in another mode, train or eval, than that of the capture
 
 

@@ -120,8 +120,11 @@ class Graphed(_Record, Replays, Refusals, WeightGrads):
             raise ValueError(
                 f"{self.label}: argument 'is_first_microbatch' is {shown(is_first_microbatch)}, wanted True or False."
             )
-        if self.plan is not None and STATE.enabled:
-            self._check_recipe()
+        if STATE.enabled:
+            if self.plan is not None:
+                self._check_recipe()
+            elif not self.calls.told:
+                self._tell_of_autocast()
         given = self.signature.match(args, kwargs)
         calls = self.calls
         if calls.wgrad_due is not None:

@@ -5,6 +5,7 @@ import inspect
 import warnings
 
 from transformer_engine.pytorch.graph.buffers import version_of
+from transformer_engine.pytorch.graph.capture_quantization import our_modules
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.quantization.surroundings import STATE
 
@@ -38,6 +39,17 @@ class Refusals:
                 f"{self.label}: called in an autocast with another recipe ({plan.recipe}) than it was captured with "
                 f"({self.plan.recipe}), which is part of the graph; call it in that one (its functions the same "
                 "objects), or capture again."
+            )
+
+    def _tell_of_autocast(self) -> None:
+        """Once: an autocast around the replay of a graph that was captured without one."""
+        self.calls.told = True
+        if any(part._products for part in our_modules(self.module)):
+            warnings.warn(
+                f"{self.label}: called in te.autocast, but captured without: it runs as it was captured, not in FP8. "
+                "Capture it with enabled=True and that recipe, or call it outside of the autocast.",
+                UserWarning,
+                stacklevel=3,
             )
 
     def _refuse_recomputation(self) -> None:

@@ -16,20 +16,24 @@ from transformer_engine.pytorch.module.parallel import group_by_name
 from transformer_engine.pytorch.module.row_units import RowUnit, join_moved, joining, renumber, unit_marks, units_of
 from transformer_engine.pytorch.module.runtime import Runtime
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore
-from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad  # clients import it here
+from transformer_engine.pytorch.module.weight_grad import _dummy_wgrads as _dummy_wgrads  # clients import both here
+from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad
 from transformer_engine.pytorch.module.whole_checkpoints import WholeCheckpoints, is_extra_state
 from transformer_engine.pytorch.quantization.module_api import QuantizedModule
 from transformer_engine.pytorch.quantization.primary_weights import converted_in_place, primary_weights
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.utils import resolve_device
+from transformer_engine.pytorch.utils import get_default_init_method, resolve_device
 
 InitMethod = Callable[[torch.Tensor], object]
 
 
-def default_init(weight: torch.Tensor) -> None:
-    """Weights unless init_method says otherwise: normal(0, 0.023)."""
-    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+default_init: InitMethod = get_default_init_method()  # weights unless init_method says otherwise
+
+
+def get_workspace() -> torch.Tensor:
+    """For clients that hand memory for intermediate results to general_gemm: empty, as our products have their own."""
+    return torch.empty(0, dtype=torch.uint8, device=resolve_device(None))
 
 
 def refuse(op: str, capability: str, **arguments: object) -> None:

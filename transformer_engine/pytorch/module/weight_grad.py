@@ -4,7 +4,7 @@ those that wait for backward_dw(). What a backward does is the extension's (csrc
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,29 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
     """A gradient that stands for one already in main_grad, so that autograd's hooks fire. One buffer a shape, shared by
     all: a fresh alias of it each time, else autograd would copy it. Its values mean nothing, unless `zero`."""
     return _C.dummy_weight_grad(list(shape), dtype, resolve_device(device), zero)
+
+
+class DummyGradients(Mapping):
+    """The buffers of get_dummy_wgrad: (*shape, dtype) -> the buffer, of one of its devices; clear() frees those that
+    nothing else holds."""
+
+    def _all(self) -> dict[tuple, torch.Tensor]:
+        return {(*buffer.shape, buffer.dtype): buffer for buffer in _C.dummy_weight_grads()}
+
+    def __getitem__(self, key: tuple) -> torch.Tensor:
+        return self._all()[key]
+
+    def __iter__(self) -> Iterator[tuple]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def clear(self) -> None:
+        _C.clear_dummy_weight_grads()
+
+
+_dummy_wgrads = DummyGradients()
 
 
 def _misfit(op: str, name: str, weight: torch.Tensor, main_grad: object) -> str | None:

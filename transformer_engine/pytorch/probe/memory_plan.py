@@ -3,6 +3,7 @@ forward pass; it estimates nothing."""
 
 from __future__ import annotations
 
+import textwrap
 import weakref
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from transformer_engine.pytorch.distributed.usage import usage_by_name
 from transformer_engine.pytorch.optimizers.adam_states import local_of
+from transformer_engine.pytorch.probe.held import Held, Inner, held_by, inner_hooks_seen
 from transformer_engine.pytorch.probe.one_run import gradients_returned, nodes_behind, recording, table, tensors_in
 from transformer_engine.pytorch.saved import observers
 
@@ -47,17 +49,27 @@ class MemoryPlan:
         return self.bytes_of("kept")
 
     def __str__(self) -> str:
-        cells = [
-            (r.module, r.op, r.name, "x".join(map(str, r.shape)) or "-", r.dtype, r.bytes, r.status, r.why, r.recompute)
-            for r in self.rows
-        ]
+        notes: dict[tuple[str, str], int] = {}
+        cells = []
+        for r in self.rows:
+            note = notes.setdefault((r.why, r.recompute), len(notes) + 1)
+            shape = "x".join(map(str, r.shape)) or "-"
+            cells.append((r.module, r.op, _short(r.name), shape, r.dtype, r.bytes, r.status, f"[{note}]"))
+        reasons = [f"[{note}] {why}; recomputing it costs: {again}" for (why, again), note in notes.items()]
         known = ("kept", "offloaded", "recomputed", "parameter", "input", "optimizer", "arena")
         statuses = dict.fromkeys((*known, *(row.status for row in self.rows)))
         totals = ", ".join(f"{status} {self.bytes_of(status):,} B" for status in statuses)
-        columns = ("module", "op", "tensor", "shape", "dtype", "bytes", "status", "why", "recomputing it costs")
-        return f"{table(columns, cells)}\n{totals}"
+        columns = ("module", "op", "tensor", "shape", "dtype", "bytes", "status", "why")
+        text = [textwrap.fill(line, 120, subsequent_indent="    ") for line in reasons]
+        return "\n".join([table(columns, cells), *text, totals])
 
     __repr__ = __str__
+
+
+def _short(name: str) -> str:
+    """Of several parameters that share a storage the first, where all of them are too many."""
+    first, *others = name.split(" + ")
+    return name if len(name) <= 40 else f"{first} + {len(others)} more" if others else name
 
 
 class _Packed:
@@ -84,6 +96,56 @@ class _Observed:
         """(status, what bringing it back costs) of one that is elsewhere until the backward."""
         saved = self.saved()
         return None if saved is None or saved.status == "kept" else (saved.status, saved.back)
+
+
+class _Beside:
+    """A tensor that the graph holds without saving it: its words, and the device that it would be on otherwise."""
+
+    def __init__(self, module: str, held: Held, device: torch.device | None, op: str, why: str, recompute: str) -> None:
+        self.module, self.tensor = module, held.tensor
+        self.words = module, op, held.name, why, recompute
+        self.away = device is not None and held.tensor.device != device
+
+
+_RANDOM = "te.checkpoint and torch's: preserve_rng_state=False, where nothing is drawn"
+
+
+def _packed(kept: list[Inner]) -> list[_Beside]:
+    """What hooks inside of the module have made of saved tensors, and what their functions hold."""
+    found, functions = [], set()
+    for inner in kept:
+        words = "saved-tensor hook", "hooks inside of the module packed it", "what these hooks do"
+        found += [_Beside(inner.module, held, inner.device, *words) for held in held_by("packed", inner.packed)]
+        if id(inner.unpack) not in functions:
+            functions.add(id(inner.unpack))
+            found += _functions(inner.module, inner.unpack, inner.device)
+    return found
+
+
+def _functions(module: str, function: object, device: torch.device | None) -> list[_Beside]:
+    """What a function that runs in the backward holds."""
+    why, again = "a function that runs in the backward holds it", "making it inside of that function"
+    found = []
+    for held in held_by("held", function):
+        random = held.name in ("random state", "fwd_cpu_state", "fwd_device_states")
+        found.append(_Beside(module, held, device, "checkpoint", why, _RANDOM if random else again))
+    return found
+
+
+def _on_ctx(outputs: list[torch.Tensor], device: torch.device | None) -> list[_Beside]:
+    """What autograd functions hold on their ctx, a reentrant checkpoint's function among it."""
+    found = []
+    for node in nodes_behind(outputs):
+        for name, value in vars(node).items() if hasattr(node, "__dict__") else ():
+            op, why = node.name().removesuffix("Backward"), "its ctx holds it for the backward"
+            if callable(value):
+                found += _functions("", value, device)
+            else:
+                for held in held_by(name, value):
+                    random = name.startswith("fwd_")
+                    again = _RANDOM if random else "the forward: te.checkpoint around it"
+                    found.append(_Beside("", held, device, op, why, again))
+    return found
 
 
 def _strided(t: torch.Tensor) -> list[torch.Tensor]:
@@ -163,11 +225,16 @@ def memory_plan(
         observers.append(observe)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
-                result = module(*sample, **options)
+                with inner_hooks_seen(lambda: at_work[-1] if at_work else "") as inner:
+                    result = module(*sample, **options)
         finally:
             observers.remove(observe)
         kept = [packed for ref in seen if (packed := ref()) is not None]  # the others' graphs are gone already
+        device = next((t.device for t in (*tensors_in([sample, options]), *module.parameters())), None)
+        kept += _packed([packed for ref in inner if (packed := ref()) is not None])
+        kept += _on_ctx(tensors_in(result), device)
         away = {_place(p.tensor)[0]: p.away for p in kept if isinstance(p, _Observed) and p.away is not None}
+        away |= {_place(p.tensor)[0]: ("offloaded", p.words[-1]) for p in kept if isinstance(p, _Beside) and p.away}
         in_graph = _names_in_graph(tensors_in(result))
     names: dict[int, str] = {}
     for name, p in (*module.named_parameters(), *module.named_buffers()):  # split weights share a storage
@@ -176,11 +243,12 @@ def memory_plan(
     given = set(_storages(tensors_in([sample, options])))
     words = {(storage, offset): what for *what, told, storage, offset, _, _, _ in reversed(record.kept) if told}
     rows: dict[int, SavedTensor] = {}
-    for label, t in ((packed.module, part) for packed in kept for part in _strided(packed.tensor)):
-        storage = _place(t)[0]
+    for entry, t in ((e, part) for e in kept for part in _strided(e.tensor)):
+        storage, label = _place(t)[0], entry.module
         if t.numel() == 0 or storage in rows:
             continue
-        _, op, name, why, recompute = words.get(_place(t)) or _torch_words(module, label, in_graph.get(_place(t)))
+        said = words.get(_place(t)) or getattr(entry, "words", None)
+        _, op, name, why, recompute = said or _torch_words(module, label, in_graph.get(_place(t)))
         name, status = names.get(storage, name), "kept"
         if storage in names:
             status = "parameter"

@@ -157,11 +157,8 @@ class ScalingState:
         """What the extension is given to make its scales anew; None where functions of the caller make them."""
         made = self._update
         if made is None or made[0] is not self.rule or made[1] is not self.amax_history or made[2] is not self.scale:
-            rule, arguments = self.rule, None
-            if not callable(rule.amax_compute_algo) and rule.scaling_factor_compute_algo is None:
-                most_recent = rule.amax_compute_algo == "most_recent"
-                arguments = self.amax_history, self.scale, self.fp8_max, rule.margin, most_recent, False
-            made = self._update = rule, self.amax_history, self.scale, arguments
+            arguments = _arguments(self.rule, self.amax_history, self.scale, self.fp8_max)
+            made = self._update = self.rule, self.amax_history, self.scale, arguments
         return made[3]
 
     def __getstate__(self) -> dict[str, object]:
@@ -275,7 +272,7 @@ def update(entries: Iterable[tuple]) -> None:
     for state, _ in alive:
         arguments = state.update_arguments()
         if arguments is None:
-            _update_by_functions(state)
+            _update_by_functions(state.rule, state.amax_history, state.scale, state.fp8_max)
         else:
             updates.append(arguments)
         state.stepped = True
@@ -310,11 +307,29 @@ def _reduce_amaxes(entries: list[tuple]) -> None:
         torch._foreach_copy_(rows, list(joined.split([row.numel() for row in rows])))
 
 
+def _amax_and_scale_update(
+    amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
+) -> None:
+    """New scales [n] from a history [length, n], whose rows roll on, both in place: of tensors that are the caller's.
+    A module's own follow by themselves."""
+    arguments = _arguments(recipe, amax_history, scale, fp8_max)
+    if arguments is None:
+        _update_by_functions(recipe, amax_history, scale, fp8_max)
+    else:
+        _C.update_scales([arguments])
+
+
+def _arguments(rule: DelayedScaling, history: torch.Tensor, scale: torch.Tensor, largest: float) -> tuple | None:
+    """What the extension is given to make scales anew; None where functions of the caller make them."""
+    if callable(rule.amax_compute_algo) or rule.scaling_factor_compute_algo is not None:
+        return None
+    return history, scale, largest, rule.margin, rule.amax_compute_algo == "most_recent", False
+
+
 @torch.no_grad()
-def _update_by_functions(state: ScalingState) -> None:
+def _update_by_functions(rule: DelayedScaling, history: torch.Tensor, scale: torch.Tensor, largest: float) -> None:
     """Algorithms written by the caller: amax_compute_algo(history) -> amaxes, scaling_factor_compute_algo(amaxes,
     scales, fp8_max, recipe) -> scales. What is not written is as te_quantize_update_scales does it."""
-    rule, history = state.rule, state.amax_history
     algorithm = rule.amax_compute_algo
     if callable(algorithm):
         amax = algorithm(history)
@@ -322,21 +337,21 @@ def _update_by_functions(state: ScalingState) -> None:
         amax = history[0].clone()
     else:
         amax = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(0)
-    _must_fit("amax_compute_algo", amax, state)
+    _must_fit("amax_compute_algo", amax, scale)
     if rule.scaling_factor_compute_algo is not None:
-        scale = rule.scaling_factor_compute_algo(amax, state.scale, state.fp8_max, rule)
+        new = rule.scaling_factor_compute_algo(amax, scale, largest, rule)
     else:
-        made = _scale_of(amax, state.fp8_max, rule.margin)
-        scale = torch.where((amax > 0) & amax.isfinite(), made, state.scale)
-    _must_fit("scaling_factor_compute_algo", scale, state)
-    state.scale.copy_(scale)
+        made = _scale_of(amax, largest, rule.margin)
+        new = torch.where((amax > 0) & amax.isfinite(), made, scale)
+    _must_fit("scaling_factor_compute_algo", new, scale)
+    scale.copy_(new)
     history.copy_(torch.where(history[0] == 0, history, history.roll(-1, 0)))
     history[0].zero_()
 
 
-def _must_fit(name: str, value: object, state: ScalingState) -> None:
-    if not isinstance(value, torch.Tensor) or value.shape != state.scale.shape or value.is_complex():
+def _must_fit(name: str, value: object, scale: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor) or value.shape != scale.shape or value.is_complex():
         found = f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(
-            f"DelayedScaling: argument '{name}' returned {found}, wanted real numbers {list(state.scale.shape)}."
+            f"DelayedScaling: argument '{name}' returned {found}, wanted real numbers {list(scale.shape)}."
         )

@@ -13,8 +13,66 @@ from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.utils import resolve_device
 
 
+class QuantizationState:
+    """What is switched on around the code that asks, as attributes; those of graphs' owners can be set."""
+
+    @property
+    def fp8_enabled(self) -> bool:
+        return STATE.enabled
+
+    @property
+    def fp8_calibration(self) -> bool:
+        return STATE.calibrating
+
+    @property
+    def fp8_recipe(self) -> Recipe | None:
+        """Of the innermost autocast; None where it was given none."""
+        return STATE.recipe
+
+    @property
+    def fp8_distributed_group(self) -> object | None:
+        return STATE.group
+
+    @property
+    def fp8_parameters(self) -> bool:
+        return STATE.parameters
+
+    @property
+    def high_precision_init_val(self) -> bool:
+        return STATE.preserve_high_precision
+
+    @property
+    def autocast_depth(self) -> int:
+        return STATE.depth
+
+    @property
+    def skip_fp8_weight_update_tensor(self) -> torch.Tensor | None:
+        return STATE.skip_weight_update
+
+    @property
+    def fp8_graph_capturing(self) -> bool:
+        return STATE.in_capture()
+
+    @fp8_graph_capturing.setter
+    def fp8_graph_capturing(self, capturing: bool) -> None:
+        STATE.capturing = capturing
+
+    @property
+    def is_first_fp8_module(self) -> bool:
+        """Whether no module has been the first yet inside the outermost autocast; to read it changes nothing."""
+        region = STATE.region
+        return region is not None and not (region.claimed or region.followed)
+
+    @is_first_fp8_module.setter
+    def is_first_fp8_module(self, first: bool) -> None:
+        if STATE.region is not None:
+            STATE.region.claimed = not first
+
+
 class FP8GlobalStateManager:
     """What is switched on around the code that asks, and the scales of delayed scaling."""
+
+    quantization_state = QuantizationState()
 
     @classmethod
     def reset(cls) -> None:
@@ -47,11 +105,10 @@ class FP8GlobalStateManager:
     @classmethod
     def is_first_fp8_module(cls) -> bool:
         """True once inside each outermost autocast, unless a module that ran has been the first already."""
-        region = STATE.region
-        if region is None or region.claimed or region.followed:
-            return False
-        region.claimed = True
-        return True
+        first = cls.quantization_state.is_first_fp8_module
+        if first:
+            cls.quantization_state.is_first_fp8_module = False
+        return first
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:

@@ -21,6 +21,8 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
+get_default_fp8_recipe = get_default_recipe  # an older name of it
+
 _DEFAULT = get_default_recipe()
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._arguments import check_size, check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._keywords import OF_ATTENTION, tells_keywords
 from transformer_engine.pytorch.attention.backends import (
     AttentionPath,
     attention_path,
@@ -31,6 +31,7 @@ from transformer_engine.pytorch.attention.masks import (
     check_window,
     default_slopes,
 )
+from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 from transformer_engine.pytorch.module.parallel import check_ranks, divided, group_size
@@ -72,7 +73,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
     """
 
-    @tells_keywords()
+    @tells_keywords(retired=OF_ATTENTION)
     def __init__(
         self,
         num_attention_heads: int,
@@ -102,7 +103,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         op = "DotProductAttention"
         refuse(op, "context parallelism", cp_group=cp_group)
         check_choice(op, "softmax_type", softmax_type, ("vanilla",), ("off-by-one", "learnable"))
-        check_choice(op, "attention_type", attention_type, ("self", "cross"))
+        check_choice(op, "attention_type", attention_type, AttnTypes)
         refuse(op, "the maximum logit", return_max_logit=return_max_logit)
         check_mask(op, attn_mask_type)
         check_window(op, window_size)
