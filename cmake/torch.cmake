@@ -2,12 +2,15 @@
 # a CUDA toolkit when torch is a CUDA build. Sets te_torch_version, te_torch_abi, te_torch_lib and te_torch_include.
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
 
+# The minor versions that are served; pyproject.toml says the same (tests/policy/test_torch_private.py).
+set(te_torch_first 2.9)
+set(te_torch_end 2.16)
 execute_process(
-  COMMAND ${Python_EXECUTABLE} -c
-    "import torch, torch.utils.cpp_extension as e; print(torch.__version__.split('+')[0]); print(int(torch._C._GLIBCXX_USE_CXX11_ABI)); print(e.TORCH_LIB_PATH); print(';'.join(e.include_paths()))"
-  OUTPUT_VARIABLE te_torch OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE te_torch_failed)
+  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/find_torch.py ${te_torch_first} ${te_torch_end}
+  OUTPUT_VARIABLE te_torch OUTPUT_STRIP_TRAILING_WHITESPACE
+  ERROR_VARIABLE te_torch_error ERROR_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE te_torch_failed)
 if(te_torch_failed)
-  message(FATAL_ERROR "${Python_EXECUTABLE} cannot import torch: install it first, and build with --no-build-isolation")
+  message(FATAL_ERROR "${te_torch_error}")
 endif()
 string(REPLACE ";" "|" te_torch "${te_torch}")
 string(REPLACE "\n" ";" te_torch "${te_torch}")
