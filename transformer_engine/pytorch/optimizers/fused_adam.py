@@ -18,6 +18,7 @@ from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, p
 from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER
 from transformer_engine.pytorch.optimizers.adam_step import Step
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.torch_private import disable_dynamo
 
 
 class _Saved:
@@ -155,7 +156,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     # ---- the step ----
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One step of all groups; what closure() returns, which runs first. grad_scaler: torch's GradScaler passes
