@@ -16,7 +16,7 @@ SOURCE = REPO / "transformer_engine"
 # Rooms of the Python package from the lowest floor up: a room imports from its own floor and from below.
 FLOORS = [
     ["common", "_load", "_absent", "_keywords", "_arguments", "constants", "compiling", "torch_autocast"]
-    + ["capture_flag", "recompute_phase", "flops", "jit", "torch_version", "debug"],
+    + ["capture_flag", "recompute_phase", "flops", "jit", "torch_version", "debug", "torch_private"],
     ["utils", "functional"],
     ["tensor", "verdict"],
     ["saved"],

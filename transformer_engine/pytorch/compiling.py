@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+
+from transformer_engine.pytorch import torch_private
 
 
 @functools.cache
 def _kind(eager: type) -> type:
-    from torch._dynamo.exc import UserError  # which nobody needs who does not compile
+    error, _ = torch_private.user_error()
 
-    class NotCompiled(UserError, eager):
+    class NotCompiled(error, eager):
         """As eager's refusals, and as Dynamo's errors about a user's code."""
 
     return NotCompiled
@@ -23,9 +24,8 @@ def refuse_traced(message: str, kind: type = NotImplementedError) -> None:
     """Raises a `kind` where torch.compile traces. An exception that traced code raises would be told as
     "Observed exception", with advice that is none, and swallowed where a graph may break; what raises here is run by
     the tracer, not traced."""
-    from torch._dynamo.exc import UserErrorType
-
-    raise _kind(kind)(UserErrorType.INVALID_INPUT, message)
+    _, invalid_input = torch_private.user_error()
+    raise _kind(kind)(invalid_input, message)
 
 
 # What torch.compiler.assume_constant_result does, but that imports all of Dynamo to do it.
@@ -41,20 +41,20 @@ def differs(size: int, wanted: int) -> bool:
 
     if guard_or_false(size != wanted):
         return True
-    torch._check(size == wanted)
+    torch_private.check(size == wanted)
     return False
 
 
 def in_a_mode() -> bool:
     """Whether what is made now may be a tracer's: FakeTensorMode's or its like's, or a transform's of torch.func."""
-    return is_in_torch_dispatch_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+    return torch_private.is_in_torch_dispatch_mode() or torch_private.peek_interpreter_stack() is not None
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
     """For tensors that outlive the call: made as outside of inference mode, of FakeTensorMode and its like, and of
     torch.func's transforms, whose tensors are nothing behind them."""
-    with torch.inference_mode(False), _disable_current_modes(), torch._C._DisableFuncTorch():
+    with torch.inference_mode(False), torch_private.disable_current_modes(), torch_private.DisableFuncTorch():
         yield
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch._arguments import check_tensor
+from transformer_engine.pytorch.torch_private import construct_storage_from_data_pointer
 
 gpu_autocast_ctx = functools.partial(torch.amp.autocast, device_type="cuda")
 
@@ -135,7 +136,7 @@ def make_weak_ref(x: object) -> object:
     what is none is handed back. For use only while somebody else keeps that memory, as a CUDA graph's pool does."""
     if isinstance(x, torch.Tensor):
         storage = x.untyped_storage()
-        weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
+        weak = construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
         alias = torch.empty(0, dtype=x.dtype, device=x.device)
         return alias.set_(weak, x.storage_offset(), x.shape, x.stride())
     if isinstance(x, tuple | list):

@@ -4,6 +4,7 @@ them the same. Indices alone; nothing is communicated here."""
 import torch
 
 from transformer_engine.pytorch._arguments import check_size
+from transformer_engine.pytorch.torch_private import assert_async
 
 
 def thd_get_partitioned_indices(
@@ -32,7 +33,7 @@ def thd_get_partitioned_indices(
     divided &= (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total_tokens)
     wanted = f"wanted sequences from 0 to total_tokens {total_tokens} whose lengths are multiples of {chunks}"
     if cu_seqlens.is_cuda:
-        torch._assert_async(divided, f"{op}: argument 'cu_seqlens' does not fit: {wanted}")
+        assert_async(divided, f"{op}: argument 'cu_seqlens' does not fit: {wanted}")
     elif not divided:
         raise ValueError(f"{op}: argument 'cu_seqlens' is {cu_seqlens.tolist()}, {wanted}: pad them to it.")
     own = torch.arange(total_tokens // world_size, dtype=torch.int32, device=cu_seqlens.device)

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.cpu_offload.schedule import DefaultOffloadSynchr
 from transformer_engine.pytorch.cpu_offload.steps import LayerNumber, Shared, Synchronizer
 from transformer_engine.pytorch.saved import Hooks
 from transformer_engine.pytorch.saved.marks import checked
+from transformer_engine.pytorch.torch_private import current_graph_task_id, execution_engine
 
 
 class _Here(threading.local):
@@ -137,11 +138,11 @@ class _Reached:
         self.synchronizer, self.number = synchronizer, number
 
     def __call__(self, gradients: tuple) -> None:
-        synchronizer, task = self.synchronizer, torch._C._current_graph_task_id()
+        synchronizer, task = self.synchronizer, current_graph_task_id()
         synchronizer.bwd_step(self.number)
         if task != synchronizer.queued_in:  # once a backward, and once more around one inside of it
             synchronizer.queued_in = task
-            torch.autograd.Variable._execution_engine.queue_callback(synchronizer.finish_part_of_bwd)
+            execution_engine.queue_callback(synchronizer.finish_part_of_bwd)
 
     def listen(self, node: torch.autograd.graph.Node) -> None:
         """Be a hook of `node`, in the place of those whose steps are over: a node that outlives steps has one of each

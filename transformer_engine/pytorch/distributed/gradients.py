@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch.distributed.dtensor import as_lies, local_grad, local_of, marks_of
 from transformer_engine.pytorch.distributed.groups import check_device, every_rank_says, ranks_of
+from transformer_engine.pytorch.torch_private import debug_has_internal_overlap
 
 _OP = "allreduce_sequence_parallel_grads"
 _BUCKET = 1 << 23  # elements that travel together at most, but for those of one parameter
@@ -130,7 +131,7 @@ def _unpack(bucket: list[_Gradient], flat: torch.Tensor) -> None:
     *sums, counts = flat.split([*(g.like.numel() for g in bucket), len(bucket)])
     found = [(g, total) for g, total in zip(bucket, sums, strict=True) if g.found is not None]
     for g, total in found:
-        if g.found is g.parameter.grad and torch._debug_has_internal_overlap(g.found) == 1:  # expanded by who set it
+        if g.found is g.parameter.grad and debug_has_internal_overlap(g.found) == 1:  # expanded by who set it
             g.parameter.grad = total.view(g.found.shape).to(g.found.dtype, copy=True)
         else:
             g.found.copy_(total.view(g.found.shape))

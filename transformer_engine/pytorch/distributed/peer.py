@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.symmetric import without_multicast
 from transformer_engine.pytorch.distributed.userbuffers import reservation
+from transformer_engine.pytorch.torch_private import symmetric_memory
 
 _TIMEOUT = "TE_COMM_TIMEOUT_S"
 _NAME = "te_peer"  # of shared memory, in /proc/PID/maps
@@ -269,8 +270,7 @@ class _Meeting:
         return self._grow_symmetric(size)
 
     def _grow_symmetric(self, size: int) -> tuple:
-        import torch.distributed._symmetric_memory as symm_mem  # which a build without CUDA may lack
-
+        symm_mem = symmetric_memory()
         made = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
         with without_multicast():
             handle = symm_mem.rendezvous(made, self.group)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
@@ -16,6 +15,7 @@ from transformer_engine.pytorch.distributed.divided import divided_inputs
 from transformer_engine.pytorch.distributed.rng import AsTheyCome, NoDraws, Snapshot
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.recompute_phase import FirstRun, activation_recompute_forward, recompute_phase
+from transformer_engine.pytorch.torch_private import pytree
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
@@ -69,8 +69,8 @@ class _Twice:
         return tuple(None if i in self.passed else result for i, result in enumerate(results))
 
     def _call(self, leaves: tuple) -> list:
-        args, kwargs = tree_unflatten(leaves, self.form)
-        results, self.result_form = tree_flatten(self.function(*args, **kwargs))
+        args, kwargs = pytree.tree_unflatten(leaves, self.form)
+        results, self.result_form = pytree.tree_flatten(self.function(*args, **kwargs))
         return results
 
     def _pass_by(self, leaves: tuple, results: list) -> None:
@@ -113,7 +113,7 @@ class _Twice:
                 raise self.error
             finally:
                 self.error = None
-        return tree_unflatten([self.passed.get(i, result) for i, result in enumerate(results)], self.result_form)
+        return pytree.tree_unflatten([self.passed.get(i, result) for i, result in enumerate(results)], self.result_form)
 
 
 def _refuse_combinations(use_reentrant: bool, **only_without: tuple[object, object]) -> None:
@@ -183,7 +183,7 @@ def checkpoint(
         return function(*args, **kwargs)
     if is_graph_capturing() or stream_captures():
         use_reentrant = False  # captures take gradients by torch.autograd.grad, which the reentrant way refuses
-    leaves, form = tree_flatten((args, kwargs))
+    leaves, form = pytree.tree_flatten((args, kwargs))
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     twice = _Twice(function, form, tracker, preserve_rng_state)
     options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}  # _Twice sees to those states

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.groups import check_agreement, check_device, check_plain, ranks_of
 from transformer_engine.pytorch.distributed.work import Work
+from transformer_engine.pytorch.torch_private import symmetric_memory
 
 _OP = "symmetric_all_reduce"
 _TYPES = ("one_shot", "two_shot")
@@ -106,8 +107,7 @@ def _shared(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 
 
 def _rendezvous(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    import torch.distributed._symmetric_memory as symm_mem  # which a build without CUDA may lack
-
+    symm_mem = symmetric_memory()
     made = symm_mem.empty(count, dtype=inp.dtype, device=inp.device)
     try:
         with without_multicast():

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import TreeSpec
 
 from transformer_engine.pytorch.graph.backend import Graph
 from transformer_engine.pytorch.graph.main_grads import Fused
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -26,7 +26,7 @@ class ForwardGraph:
     writes: list[torch.Tensor]  # what its replay writes to without torch's counting it
     guarded_inputs: list[int]  # which, and which outputs, nobody may write to before the backward
     guarded_results: list[int]
-    form: TreeSpec  # of the result
+    form: pytree.TreeSpec  # of the result
     single: bool  # it is one tensor
     result: list[object]  # its leaves; None where a tensor stands
     is_tensor: list[bool]

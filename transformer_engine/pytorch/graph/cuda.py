@@ -13,6 +13,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.rng import prepare_no_draws
 from transformer_engine.pytorch.graph.backend import HostSync, Written
 from transformer_engine.pytorch.graph.describe import OP
+from transformer_engine.pytorch.torch_private import end_allocations_to_pool
 from transformer_engine.pytorch.utils import make_weak_ref
 
 # One capture stream a device: libraries keep a workspace for every stream that they have seen.
@@ -139,8 +140,7 @@ class CudaGraphs:
             graph.capture_end()
         except RuntimeError:
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index, pool)
-                torch._C._cuda_releasePool(self.device.index, pool)
+                end_allocations_to_pool(self.device.index, pool)
             graph.reset()
             self._capture_nothing()
         else:

@@ -4,9 +4,9 @@ captured; a pass that has it now, because replays come in another order, is mark
 import weakref
 
 import torch
-from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
 from transformer_engine.pytorch.graph.loans import Loans
+from transformer_engine.pytorch.torch_private import increment_version
 
 
 class Pass:

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.graph.weight_grads import WeightGrads
 from transformer_engine.pytorch.quantization.products import Plan
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.recompute_phase import recompute_phase
+from transformer_engine.pytorch.torch_private import are_functorch_transforms_active, current_graph_task_id
 
 
 class _Replay(torch.autograd.Function):
@@ -133,12 +134,12 @@ class Graphed(_Record, Replays, Refusals, WeightGrads):
                 "reads what this call overwrites; call backward_dw() first (drop_backward_dw() where that step was "
                 "left), or capture a pass for each microbatch by '_order'."
             )
-        if self.offloads and (recompute_phase().enabled or torch._C._current_graph_task_id() != -1):
+        if self.offloads and (recompute_phase().enabled or current_graph_task_id() != -1):
             self._refuse_recomputation()
         grad = torch.is_grad_enabled()
         backward = grad and self.backward_graph is not None
         if backward:
-            if torch._C._are_functorch_transforms_active():
+            if are_functorch_transforms_active():
                 raise NotImplementedError(
                     f"{self.label}: called under a torch.func transform, which a graph cannot follow; reset() it first."
                 )

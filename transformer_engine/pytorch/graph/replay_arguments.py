@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 import torch
 from torch.nn import Parameter
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_is_leaf
 
 from transformer_engine.pytorch.graph.buffers import overlapping
 from transformer_engine.pytorch.graph.describe import OP, form_of, shown
 from transformer_engine.pytorch.graph.replay_constants import kept, same
+from transformer_engine.pytorch.torch_private import pytree
 
 REPLAY_KEYWORDS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
 _PLAIN = (torch.Tensor, Parameter)  # others may have no memory
@@ -39,7 +39,7 @@ def _constant(value: object) -> bool:
     """A tuple of what are no tensors, or one of these."""
     if type(value) is tuple:
         return all(map(_constant, value))
-    return not isinstance(value, torch.Tensor) and tree_is_leaf(value)
+    return not isinstance(value, torch.Tensor) and pytree.tree_is_leaf(value)
 
 
 class _Whole:
@@ -56,7 +56,7 @@ class Signature:
         self.label = label
         self._check_keywords(kwargs)
         whole = {key: _Whole(v) if type(v) is tuple and _constant(v) else v for key, v in kwargs.items()}
-        paths, self.spec = tree_flatten_with_path((tuple(args), whole))
+        paths, self.spec = pytree.tree_flatten_with_path((tuple(args), whole))
         paths = [(path, leaf.value if isinstance(leaf, _Whole) else leaf) for path, leaf in paths]
         self.leaves = [leaf for _, leaf in paths]
         self.names = [self._name(path) for path, _ in paths]
@@ -108,7 +108,7 @@ class Signature:
     def _name(path: tuple) -> str:
         where, *rest = path[1:]
         kind = f"argument {where.idx}" if path[0].idx == 0 else f"argument '{where.key}'"
-        return kind + keystr(tuple(rest))
+        return kind + pytree.keystr(tuple(rest))
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.leaves[i] for i in self.slots]

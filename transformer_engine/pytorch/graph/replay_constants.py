@@ -6,9 +6,9 @@ import dataclasses
 import functools
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from transformer_engine.pytorch.graph.describe import OP, is_numpy, shown
+from transformer_engine.pytorch.torch_private import pytree
 
 _HIDDEN = "holds a tensor, which the graph would go on reading where it is now"
 _FIX = "pass its tensors by themselves, or in a dict"
@@ -23,7 +23,7 @@ def _inside(value: object) -> list[object]:
         held += [value.args, value.keywords]
     if dataclasses.is_dataclass(value):
         held += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return tree_leaves([held, dict(getattr(value, "__dict__", {}))])
+    return pytree.tree_leaves([held, dict(getattr(value, "__dict__", {}))])
 
 
 def kept(value: object, name: str) -> object:

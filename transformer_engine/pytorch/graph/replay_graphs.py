@@ -4,11 +4,11 @@ tensors, and what comes out is handed on, as a copy where somebody might keep it
 from contextlib import nullcontext
 
 import torch
-from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
 from transformer_engine.pytorch.graph.backend import Graph
 from transformer_engine.pytorch.graph.buffers import apart, fill, version_of
 from transformer_engine.pytorch.recompute_phase import recompute_phase
+from transformer_engine.pytorch.torch_private import foreach_mul, increment_version
 
 
 class Replays:
@@ -128,7 +128,7 @@ class Replays:
         static = [grad for grad, taker in zip(back.grad_inputs, ctx.takers) if taker is None and grad is not None]
         static += back.copied_grads
         # Times 1, which is exact: all copies by one call and one launch.
-        copies = iter(torch._foreach_mul(static, 1) if static else ())
+        copies = iter(foreach_mul(static, 1) if static else ())
         found = [
             None if grad is None else next(copies) if taker is None else loans.lend(grad.detach(), taker)
             for grad, taker in zip(back.grad_inputs, ctx.takers)

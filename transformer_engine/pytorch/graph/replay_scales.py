@@ -17,6 +17,7 @@ from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.recompute_phase import RecomputePhase
+from transformer_engine.pytorch.torch_private import foreach_copy_
 
 # What tells a backward's region that it was reached: a watch, and a place in it.
 Watched = tuple[_C.BackwardWatch, int]
@@ -115,7 +116,7 @@ class Scales:
             watched = None
         live = [state.scale for state in self.states]
         put_back = self._kept(self.rows + live, self.widths * 2)
-        torch._foreach_copy_(live, scales)
+        foreach_copy_(live, scales)
         return watched, put_back
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class Scales:
 
     @staticmethod
     def _kept(tensors: list[torch.Tensor], widths: list[int]) -> Callable[[], None]:
-        return partial(torch._foreach_copy_, tensors, torch.cat(tensors).split(widths))
+        return partial(foreach_copy_, tensors, torch.cat(tensors).split(widths))
 
     def _check_known(self) -> None:
         for meta, key, state, history, scale in self.known:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Container
 from functools import partial
 
 import torch
-from torch._C import _increment_version as increment_version  # torch.autograd.graph's, without a frame of Python's
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.graph.main_grads import Fused, main_grad_of
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad
+from transformer_engine.pytorch.torch_private import increment_version
 
 
 class WeightGrads:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from transformer_engine.pytorch.capture_flag import as_captured
 from transformer_engine.pytorch.graph.buffers import version_of
@@ -14,6 +13,7 @@ from transformer_engine.pytorch.graph.describe import OP, form_of
 from transformer_engine.pytorch.graph.replay_arguments import Signature
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradStore, accumulation_noted
+from transformer_engine.pytorch.torch_private import pytree
 
 
 class Ambient:
@@ -117,7 +117,7 @@ class Work:
         args, kwargs = self.signature.filled(self.inputs)
         versions = [version_of(t) for t in self.inputs]
         with self._as_captured(), self.ambient.restored(), self.quantization(self.parts):
-            leaves, self.form = tree_flatten(self.function(*args, **kwargs))
+            leaves, self.form = pytree.tree_flatten(self.function(*args, **kwargs))
         self.written = [i for i, t in enumerate(self.inputs) if version_of(t) != versions[i]]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.result = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch.overrides import is_tensor_like
 
+from transformer_engine.pytorch.torch_private import IncompatibleKeys
+
 
 def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
@@ -16,7 +18,7 @@ class WholeCheckpoints(torch.nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
-    ) -> torch.nn.modules.module._IncompatibleKeys:
+    ) -> IncompatibleKeys:
         """As torch's. Errors: RuntimeError naming missing and unexpected keys (if strict), shapes that differ and
         values that are no tensors or complex, NotImplementedError for state that this version cannot take; nothing has
         been loaded then."""

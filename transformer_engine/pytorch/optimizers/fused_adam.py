@@ -20,6 +20,7 @@ from transformer_engine.pytorch.optimizers.adam_step import Step
 from transformer_engine.pytorch.optimizers.adam_torch import for_torch, from_torch, is_torchs
 from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.torch_private import disable_dynamo
 
 
 class _Saved:
@@ -146,7 +147,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     # ---- the step ----
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One step of all groups; what closure() returns, which runs first. grad_scaler: torch's GradScaler passes

@@ -16,6 +16,7 @@ from transformer_engine.pytorch.optimizers.adam_states import new_state
 from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.registry import FLOATS
+from transformer_engine.pytorch.torch_private import disable_dynamo
 
 OP = "FusedSGD"
 BUFFER = "momentum_buffer"
@@ -76,7 +77,7 @@ class FusedSGD(torch.optim.Optimizer):
             set_to_none = self.set_grad_none is None or self.set_grad_none
         super().zero_grad(set_to_none=set_to_none)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all groups; what closure() returns, which runs first."""

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.submodules import only_watches
 from transformer_engine.pytorch.probe.undo import gradients_restored, state_restored
+from transformer_engine.pytorch.torch_private import pytree
 
 
 @dataclass
@@ -99,7 +99,7 @@ def run_with_gradients(module: torch.nn.Module, sample: Sequence[object], option
     def leaf(t: torch.Tensor) -> torch.Tensor:  # backward ends there, whatever made the caller's tensor
         return leaves.setdefault(id(t), t.detach().requires_grad_()) if t.requires_grad else t
 
-    given, named = tree_map_only(torch.Tensor, leaf, (list(sample), dict(options)))
+    given, named = pytree.tree_map_only(torch.Tensor, leaf, (list(sample), dict(options)))
     with gradients_returned(module), torch.enable_grad():
         result = module(*given, **named)
         outputs = [t for t in tensors_in(result) if t.requires_grad]

@@ -17,6 +17,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.probe.one_run import recording, run_with_gradients, table, tensors_in
 from transformer_engine.pytorch.tensor import layout
+from transformer_engine.pytorch.torch_private import cuda_sleep
 
 FORMAT = "transformer_engine gemm tuning 2"
 LAYOUTS = ("TN", "NN", "NT")
@@ -156,7 +157,7 @@ class _Scratch:
     def sample(self, choice: bytes, repeats: int) -> float:
         """us of one product."""
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(200_000)  # about 0.1 ms, in which the host gets ahead
+        cuda_sleep(200_000)  # about 0.1 ms, in which the host gets ahead
         start.record()
         self.run(choice, repeats)
         stop.record()

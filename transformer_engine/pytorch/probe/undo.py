@@ -11,6 +11,7 @@ import torch
 from transformer_engine.pytorch.distributed.rng import trackers
 from transformer_engine.pytorch.graph.capture_quantization import our_modules
 from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.torch_private import unsafe_preserve_version_counter
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def _buffers_restored(module: torch.nn.Module) -> Iterator[None]:
     copies = [(alias, alias.clone()) for alias in {_key(b): _alias(b) for b in buffers}.values()]
     versioned = tuple(b for b in buffers if not b.is_inference())
     try:
-        with torch.autograd._unsafe_preserve_version_counter(versioned):
+        with unsafe_preserve_version_counter(versioned):
             yield
     finally:
         for table, before in tables:

@@ -12,6 +12,7 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import outside_of_modes
+from transformer_engine.pytorch.torch_private import foreach_copy_
 
 _FLOAT = torch.finfo(torch.float32)
 
@@ -304,7 +305,7 @@ def _reduce_amaxes(entries: list[tuple]) -> None:
     for (group, _), rows in groups.items():
         joined = torch.cat(rows)
         distributed.all_reduce(joined, op=distributed.ReduceOp.MAX, group=group)
-        torch._foreach_copy_(rows, list(joined.split([row.numel() for row in rows])))
+        foreach_copy_(rows, list(joined.split([row.numel() for row in rows])))
 
 
 def _amax_and_scale_update(

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.quantization.surroundings import STATE
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.torch_autocast import is_autocast
+from transformer_engine.pytorch.torch_private import unsafe_preserve_version_counter
 
 
 class KeptWeights:
@@ -166,5 +167,5 @@ def _write(
     """Anew where they lie, unless skip says otherwise, as nobody's write: backwards read what they saved."""
     parts = [(q.rowwise, q.rowwise_scale_inv, q.columnwise, q.columnwise_scale_inv) for q in kept]
     there = tuple(part for each in parts for part in each if part is not None)
-    with torch.autograd._unsafe_preserve_version_counter(there):
+    with unsafe_preserve_version_counter(there):
         _C.quantize_list_into(quantizers, values, kept, skip)

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.layout import ROWWISE
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
 from transformer_engine.pytorch.tensor.values_view import ValuesView
+from transformer_engine.pytorch.torch_private import has_compatible_shallow_copy_type
 
 
 def keep_high_precision(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -106,7 +107,7 @@ def _converted(parameter: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Te
             isinstance(converted, QuantizedTensor)
             and parameter._same_format(converted)
             and parameter.shape == converted.shape
-            and torch._has_compatible_shallow_copy_type(parameter, converted)
+            and has_compatible_shallow_copy_type(parameter, converted)
         ):
             return False
         parameter.data = converted

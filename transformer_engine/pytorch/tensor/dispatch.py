@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from transformer_engine.pytorch.tensor import layout
 from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.values_view import is_view, shown, written_by
+from transformer_engine.pytorch.torch_private import pytree
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             values[id(given)] = given._dequantize(given.dtype)
         return values[id(given)]
 
-    result = func(*tree_map(value_of, list(args)), **tree_map(value_of, kwargs))
+    result = func(*pytree.tree_map(value_of, list(args)), **pytree.tree_map(value_of, kwargs))
     if is_view(func):
         t = next(given for given in (*args, *kwargs.values()) if _is_quantized(given))
         own = any(part is values[id(t)] for part in t._tensors().values())  # not quantized at all: a view of memory
@@ -84,7 +84,7 @@ def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in _FILLS or torch.Tag.nondeterministic_seeded in func.tags or _generates(func, args):
             given._values_to_come()
         given.quantize_(value)
-    return tree_map(lambda t: back.get(id(t), t), result) if back else result
+    return pytree.tree_map(lambda t: back.get(id(t), t), result) if back else result
 
 
 def _generates(func: Any, args: Sequence[Any]) -> bool:

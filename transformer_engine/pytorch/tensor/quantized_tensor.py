@@ -12,6 +12,7 @@ from transformer_engine.pytorch.tensor.fields import own_attributes
 from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.sharding import FSDPHooks
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+from transformer_engine.pytorch.torch_private import disabled_torch_function_impl, make_wrapper_subclass
 
 
 class _Dequantize(torch.autograd.Function):
@@ -47,9 +48,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
             raise TypeError("QuantizedTensor: make one by a quantizer, or a format's class from its parts by name.")
         if dtype not in FLOATS:
             raise ValueError(f"{cls.__name__}: argument 'dtype' is {dtype}, wanted float32, float16 or bfloat16.")
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        self = make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=requires_grad)
         self._dtype = dtype
         return self
 
@@ -219,7 +218,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
 
     # ---- operations ----
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+from transformer_engine.pytorch.torch_private import debug_has_internal_overlap
 
 _SET_ASIDE = "_columnwise_set_aside"  # parts whose memory waits for post_all_gather_processing
 
@@ -48,7 +49,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor)
         if got != wanted:
             raise ValueError(f"{op}: argument 'new_raw_data' is of {what} {got}, wanted {wanted}, the data's.")
     dense = new_raw_data.is_contiguous() or layout.fold(new_raw_data.shape)[1] <= 1 or new_raw_data.stride(-1) == 1
-    if not dense or torch._debug_has_internal_overlap(new_raw_data) == 1:
+    if not dense or debug_has_internal_overlap(new_raw_data) == 1:
         raise ValueError(
             f"{op}: argument 'new_raw_data' has strides {new_raw_data.stride()}, wanted dense rows that lie apart."
         )

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from transformer_engine.pytorch.tensor import engine
+from transformer_engine.pytorch.torch_private import disabled_torch_function_impl, make_subclass, pytree
 
 
 def is_view(func: Any) -> bool:
@@ -40,7 +40,7 @@ def shown(result: Any, func: Any, format_name: str) -> Any:
         plain = type(one) is torch.Tensor and engine.is_plain(one)  # what traces a view writes it by itself
         return ValuesView._of(one, format_name, made_by) if plain else one
 
-    return tree_map(marked, result)
+    return pytree.tree_map(marked, result)
 
 
 def values_of(tensor: Any) -> Any:
@@ -69,11 +69,11 @@ class ValuesView(torch.Tensor):
 
     @classmethod
     def _of(cls, values: torch.Tensor, format_name: str, made_by: str) -> "ValuesView":
-        self = torch.Tensor._make_subclass(cls, values)
+        self = make_subclass(cls, values)
         self._values, self._format_name, self._made_by = values, format_name, made_by
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(
@@ -86,7 +86,7 @@ class ValuesView(torch.Tensor):
                 "which is a copy of its values, so that the write would be lost. Write to the whole tensor "
                 "(t.copy_(values)), to rows of it that stay quantized (t[first:last]), or to a copy (t.dequantize())."
             )
-        result = func(*tree_map(values_of, list(args)), **tree_map(values_of, kwargs))
+        result = func(*pytree.tree_map(values_of, list(args)), **pytree.tree_map(values_of, kwargs))
         first = next((a for a in args if isinstance(a, cls)), None)
         return result if first is None else shown(result, func, first._format_name)
 

@@ -36,6 +36,7 @@ from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 from transformer_engine.pytorch.module.parallel import check_ranks, divided, group_size
 from transformer_engine.pytorch.torch_autocast import is_autocast, to_autocast
+from transformer_engine.pytorch.torch_private import flash_attention_forward
 
 
 def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None:
@@ -342,7 +343,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         """PyTorch's flash attention by its own entry, which unlike scaled_dot_product_attention takes a window."""
         q, k, v = (t.transpose(1, 2).to(path.dtype) for t in (q, k, v))  # autocast knows nothing of this entry
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        out, *_ = torch.ops.aten._flash_attention_forward(
+        out, *_ = flash_attention_forward(
             q,
             k,
             v,

@@ -1,0 +1,57 @@
+"""PyTorch's names that promise nothing from one minor version to the next, each with the versions it is known for.
+
+Nothing else of the package asks for a private name of PyTorch's (tests/policy/test_torch_private.py). A new minor
+version is served when each name here is there and does the same, which qa/torch_versions.sh asks.
+"""
+
+import torch
+import torch.utils._python_dispatch
+import torch.utils._pytree
+
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active  # 2.9 - 2.15
+assert_async = torch._assert_async  # 2.9 - 2.15
+check = torch._check  # 2.9 - 2.15
+construct_storage_from_data_pointer = torch._C._construct_storage_from_data_pointer  # 2.9 - 2.15
+current_graph_task_id = torch._C._current_graph_task_id  # 2.9 - 2.15
+debug_has_internal_overlap = torch._debug_has_internal_overlap  # 2.9 - 2.15
+disable_current_modes = torch.utils._python_dispatch._disable_current_modes  # 2.9 - 2.15
+disable_dynamo = torch._disable_dynamo  # 2.9 - 2.15
+disabled_torch_function_impl = torch._C._disabled_torch_function_impl  # 2.9 - 2.15
+DisableFuncTorch = torch._C._DisableFuncTorch  # 2.9 - 2.15
+execution_engine = torch.autograd.Variable._execution_engine  # 2.9 - 2.15
+foreach_copy_ = torch._foreach_copy_  # 2.9 - 2.15
+foreach_mul = torch._foreach_mul  # 2.9 - 2.15
+has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type  # 2.9 - 2.15
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # 2.9 - 2.15
+increment_version = torch._C._increment_version  # 2.9 - 2.15; torch.autograd.graph's, without its frame
+is_in_torch_dispatch_mode = torch.utils._python_dispatch.is_in_torch_dispatch_mode  # 2.9 - 2.15
+make_subclass = torch.Tensor._make_subclass  # 2.9 - 2.15
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # 2.9 - 2.15
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # 2.9 - 2.15
+pytree = torch.utils._pytree  # 2.9 - 2.15
+unsafe_preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # 2.9 - 2.15
+flash_attention_forward = torch.ops.aten._flash_attention_forward  # 2.9 - 2.15
+
+
+def user_error() -> tuple[type, object]:  # 2.9 - 2.15
+    """Dynamo's class of errors about a user's code, and the type of one about an input. Imports Dynamo."""
+    from torch._dynamo.exc import UserError, UserErrorType
+
+    return UserError, UserErrorType.INVALID_INPUT
+
+
+def symmetric_memory():  # 2.9 - 2.15
+    """torch's module of symmetric memory, which a build without CUDA may lack."""
+    import torch.distributed._symmetric_memory as module
+
+    return module
+
+
+def cuda_sleep(cycles: int) -> None:  # 2.9 - 2.15
+    torch.cuda._sleep(cycles)
+
+
+def end_allocations_to_pool(device: int, pool: object) -> None:  # 2.9 - 2.15
+    """What the end of a capture does to the pool that it allocates in, for one whose end failed."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
