@@ -3,7 +3,6 @@
 # turns these red, as passing by every result that wants a gradient does; preserve_rng_state that is not handed on,
 # test_random_states_that_are_left_alone; `h = x` behind the node (sees_inner_ops of csrc/layer/op_faces.h false),
 # test_every_module_with_a_selective_policy.
-import functools
 
 import pytest
 import torch
