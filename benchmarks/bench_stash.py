@@ -52,6 +52,7 @@ class Groups:
             sm_budget=blocks,
             trap=False,
             debug=False,
+            gate=torch.zeros(1, device=bench.device),
             stream=stream_of(bench),
         )
         self.memory = [[t.view(-1).view(torch.uint8) for t in tensors] for tensors in self.tensors]

@@ -99,6 +99,7 @@ struct MemberSpec {
   int64_t tile_units = 128;
   int64_t shift = 0;  // of the data from a multiple of 256 bytes
   int32_t counter_bytes = 4;
+  int64_t behind = 0;  // units that count as alive behind a live one
 
   int64_t tail_end(int64_t count) const {
     if (tail == TE_STASH_TAIL_KEEP) return count;
@@ -165,7 +166,9 @@ class Group {
     TE_EXPECT_OK(te_stash_most_pages(table.data(), size(), page_bytes, &pages));
     return pages;
   }
-  int64_t live(size_t m) const { return std::max<int64_t>(0, std::min(counts_[m], specs_[m].most)); }
+  int64_t live(size_t m) const {
+    return counts_[m] <= 0 ? 0 : std::min(std::min(counts_[m], specs_[m].most) + specs_[m].behind, specs_[m].most);
+  }
   int64_t stream_bytes() const {
     int64_t bytes = 0;
     for (size_t m = 0; m < specs_.size(); ++m) bytes += (live(m) * specs_[m].unit_bytes + 127) / 128 * 128;
@@ -229,7 +232,7 @@ class Group {
     for (size_t m = 0; m < specs_.size(); ++m) {
       const MemberSpec& spec = specs_[m];
       table.push_back({memory[m]->data() + start(m), counters_[m]->data(), spec.counter_bytes, spec.tail,
-                       spec.unit_bytes, spec.most, spec.tile_units});
+                       spec.unit_bytes, spec.most, spec.tile_units, spec.behind});
     }
     return table;
   }

@@ -77,6 +77,50 @@ TEST_P(Stash, SixteenMembersOfAnyAlignmentShareATable) {
   }
 }
 
+// Mutant: units behind where none is alive, or beyond the last one (alive(), stash_layout.h).
+TEST_P(Stash, UnitsBehindTheLiveOnesComeToo) {
+  const int64_t most = 300;
+  Group group(device(), {{100, most, TE_STASH_TAIL_ZERO, 128, 0, 4, 127}, {7, most, TE_STASH_TAIL_KEEP, 128, 3, 8, 1}});
+  const StashPool pool(device(), 16384, group.most_pages(16384));
+  const StashEntry entry(pool, group.most_pages(16384));
+  for (const int64_t count : {int64_t(0), int64_t(1), int64_t(172), int64_t(173), int64_t(174), most - 1, most}) {
+    round_trip(pool, entry, group, {count, most - count});
+    EXPECT_EQ(pool.report().flags, 0u) << count;
+  }
+  round_trip(pool, entry, group, {most + 5, -5});
+  EXPECT_EQ(pool.report().flags, uint32_t(TE_STASH_OVER_CAPACITY | TE_STASH_NEGATIVE));
+}
+
+// Mutants: no gate in raise(), or in start_step() (stash_pages.h).
+TEST_P(Stash, TheCallersGateIsTheReports) {
+  testing::Buffer<float> gate(device(), 1, 1);
+  gate.fill({0.5f});
+  te_stash_options options = StashPool::defaults(device(), 4096, 2);
+  options.gate = gate.data();
+  StashPool pool(options);
+  const auto shown = [&] {
+    pool.wait();
+    return gate.read()[0];
+  };
+  EXPECT_EQ(shown(), 0.f);
+  const StashEntry entry(pool, 8);
+  Group group(device(), {{4096, 4}});
+  for (int turn = 0; turn < 2; ++turn) {
+    group.set({2});
+    TE_ASSERT_OK(group.store(pool, entry));
+    TE_ASSERT_OK(group.load(pool, entry));
+    EXPECT_EQ(shown(), 0.f);
+    group.set({3});
+    TE_ASSERT_OK(group.store(pool, entry));
+    EXPECT_EQ(shown(), 1.f);
+    pool.reset();
+    EXPECT_EQ(shown(), 0.f);
+  }
+  TE_ASSERT_OK(group.load(pool, entry));  // of nothing
+  EXPECT_EQ(shown(), 1.f);
+  EXPECT_EQ(pool.report().gate, 1.f);
+}
+
 TEST_P(Stash, CountersOfOneByteAreUnsigned) {
   Group group(device(), {{64, 300, TE_STASH_TAIL_ZERO, 1, 0, 1}});
   const StashPool pool(device(), 16384, 2);

@@ -286,7 +286,9 @@ TEST(StashSizes, PagesAndEntriesAreWhatTheContractSays) {
     TE_EXPECT_OK(te_stash_most_pages(members.data(), int32_t(members.size()), page_bytes, &out));
     return out;
   };
-  const auto member = [](int64_t unit, int64_t most) { return te_stash_member{nullptr, nullptr, 0, 0, unit, most, 0}; };
+  const auto member = [](int64_t unit, int64_t most) {
+    return te_stash_member{nullptr, nullptr, 0, 0, unit, most, 0, 0};
+  };
   EXPECT_EQ(pages({member(1, 0)}, 128), 0);
   EXPECT_EQ(pages({member(1, 1)}, 128), 1);
   EXPECT_EQ(pages({member(1, 128), member(1, 1)}, 128), 2);

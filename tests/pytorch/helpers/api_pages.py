@@ -23,6 +23,7 @@ FUNCTIONS = (
     *("parallel_cross_entropy", "fused_linear_cross_entropy", "memory_plan", "explain", "tune", "doctor"),
     *("distributed.comm_usage", "distributed.CommTimeout"),
 )
+CLASSES = {"stash": ("stash.PagedStash", "stash.Verdict", "stash.Plan")}  # page -> what it has, method by method
 MADE = "This text is generated: `python tests/pytorch/helpers/api_pages.py` rewrites it.\n"
 
 
@@ -97,11 +98,30 @@ def functions_page():
     return "\n".join(parts)
 
 
+def arguments(function):
+    given = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    rows = ["| " + " | ".join(shown(p)) + " |" for p in given]
+    return ["| argument | default |", "|---|---|", *rows, ""] if rows else []
+
+
+def classes_page(page):
+    parts = [f"# transformer_engine.pytorch.{page}\n", MADE]
+    for name in CLASSES[page]:
+        found = attrgetter(name)(te)
+        parts += [f"## {name}\n", *arguments(found.__init__), text_of(found) + "\n"]
+        for method, function in vars(found).items():
+            if inspect.isfunction(function) and not method.startswith("_") and inspect.getdoc(function):
+                parts += [f"### {name}.{method}\n", *arguments(function), text_of(function) + "\n"]
+    return "\n".join(parts)
+
+
 def pages():
     made = {f"{name}.md": module_page(name) for name in MODULES}
     made["functions.md"] = functions_page()
+    made |= {f"{page}.md": classes_page(page) for page in CLASSES}
     index = [f"- [{name}]({name}.md): `{first_sentence(getattr(te, name))}`" for name in MODULES]
     index.append("- [functions](functions.md): " + ", ".join(f"`{name}`" for name in FUNCTIONS))
+    index += [f"- [{page}]({page}.md): " + ", ".join(f"`{name}`" for name in CLASSES[page]) for page in CLASSES]
     heads = "What works, raises and is not there, by name: [compatibility](../compatibility.md).\n"
     made["README.md"] = "\n".join(["# API\n", MADE, heads, *index, ""])
     return made

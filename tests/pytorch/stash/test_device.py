@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from stash_cases import ROWS, WIDTH, count, dead_rows_zero, filled, layers_of, made, report, same
-from support import randn
+from support import randn, refused
 
 from transformer_engine.pytorch.stash import PagedStash
 
@@ -125,6 +125,35 @@ def test_two_thousand_replays(scheduled):
             assert numbers["live_bytes"] == groups * live * WIDTH * 4
             seen.add((live, numbers["spilled_bytes"] > 0))
         assert seen == {(0, False), (3, False), (17, True), (ROWS, True)}
+
+
+def test_a_live_graph_keeps_its_pool():
+    """reset() was called outside of the capture, which has the pool's addresses all the same."""
+    with made("cuda", device_pages=8) as stash:
+        module, counter = layers_of("cuda", 3), count(17, "cuda")
+        x = dead_rows_zero(randn(ROWS, WIDTH, device="cuda"), 17)
+        expected = gradients(module, x, counter)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                stash.reset()
+                gradients(module, x, counter, stash)
+            stash.reset()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = gradients(module, x, counter, stash)
+        t = filled(100, 64, torch.uint8, "cuda")
+        stash.reset()
+        lost = stash.stash("lost", [t], count(100, "cuda"))
+        with refused(RuntimeError, "PagedStash.grow", "captured", "recapture=fn"):
+            stash.grow()
+        for _ in range(2):
+            stash.reset()
+            graph.replay()
+            same(results, expected)
+            assert report(stash)["flags"] == 0 and lost
 
 
 def test_two_streams_at_once():

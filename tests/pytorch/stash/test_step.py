@@ -25,8 +25,10 @@ def test_another_order(device):
             whole.module(whole.x.clone().requires_grad_(), whole.counter, stash, names)
         with pytest.warns(UserWarning, match="ended before the forward of group 1, microbatch 0, entry 1"):
             whole()
-        with refused(RuntimeError, "forward of group 0, microbatch 1", "entry 6", "step is over", "record=True"):
-            whole.module(whole.x.clone().requires_grad_(), whole.counter, stash)
+        y = whole.module(whole.x.clone().requires_grad_(), whole.counter, stash)
+        with refused(RuntimeError, "backward of group 2, microbatch 1", "entry 6", "step is over", "record=True"):
+            y.sum().backward()
+        del y
         whole()
         stash.reset(record=True)
         step(whole.module, [whole.x] * 2, [whole.counter] * 2, stash)

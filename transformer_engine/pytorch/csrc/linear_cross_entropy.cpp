@@ -15,6 +15,7 @@
 #include "gemm_fp8.h"
 #include "linear_core.h"
 #include "product.h"
+#include "rows_behind.h"
 #include "weight_product.h"
 
 namespace te_torch {
@@ -152,6 +153,13 @@ class Loop {
   int64_t classes_ = 0;
 };
 
+// Rows behind the live ones that the backward reads, which makes each chunk's scales anew.
+int64_t rows_behind_of(at::ArrayRef<int64_t> quantization) {
+  const Quantization q = quantization_of(quantization, kOp);
+  if (q == nullptr || !q->x.active()) return 0;
+  return q->x.spec.scaling() == TE_SCALING_TENSOR ? kAllRows : 127;
+}
+
 Tensor or_empty(const Tensor& t, const Tensor& like) { return t.defined() ? t : like.new_empty({0}); }
 
 struct LinearCrossEntropyFamily {
@@ -200,6 +208,7 @@ struct LinearCrossEntropyFamily {
       if (wanted[2]) keeper.keep(kBias, dbias, kWeightGradient);
       if (scales_late(hidden)) keeper.keep(kScale, inverse, kLossCount);
     } else {
+      const RowsBehind behind(rows_behind_of(state.quantization));
       keeper.keep(kX, hidden, kHidden);
       keeper.keep(kWeight, weight, kParameter);
       keeper.keep(kBias, bias, kParameter);

@@ -1,7 +1,10 @@
 // See saved.h.
 #include "saved.h"
 
+#include <algorithm>
 #include <utility>
+
+#include "rows_behind.h"
 
 namespace te_torch {
 
@@ -9,22 +12,26 @@ namespace {
 
 struct Announced {
   const c10::TensorImpl* tensor;  // kept by the node whose announcement it is
-  LiveRows live;
+  LiveRows live;                  // no counter: the node knows of none
+  int64_t behind = 0;
 };
 
 thread_local std::vector<Announced> announced;
 thread_local std::optional<at::Tensor> live_tokens;
+thread_local int64_t rows_now_behind = 0;
 
 }  // namespace
 
 void Keeper::announce(const at::Tensor& t, const LiveRows& live) {
-  announced.push_back({t.unsafeGetTensorImpl(), live});
+  announced.push_back({t.unsafeGetTensorImpl(), live, 0});
 }
 
 // A row is an index of the first dimension, which of three is not that of the tokens alone.
 void Keeper::announce_tokens(const at::Tensor& t) {
-  if (!live_tokens.has_value() || t.dim() < 1 || t.dim() > 2 || !t.is_contiguous()) return;
-  if (t.device() == live_tokens->device()) announce(t, {*live_tokens, 1});
+  const bool counted = live_tokens.has_value() && t.dim() >= 1 && t.dim() <= 2 && t.is_contiguous() &&
+                       t.device() == live_tokens->device();
+  if (!counted && rows_now_behind == 0) return;
+  announced.push_back({t.unsafeGetTensorImpl(), {counted ? *live_tokens : at::Tensor(), 1}, rows_now_behind});
 }
 
 std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter) {
@@ -38,9 +45,21 @@ AnnouncedRows::~AnnouncedRows() { announced.erase(announced.begin() + std::ptrdi
 
 const LiveRows* AnnouncedRows::of(const at::Tensor& t) {
   for (const auto& entry : announced) {
-    if (entry.tensor == t.unsafeGetTensorImpl()) return &entry.live;
+    if (entry.tensor == t.unsafeGetTensorImpl() && entry.live.counter.defined()) return &entry.live;
   }
   return nullptr;
+}
+
+RowsBehind::RowsBehind(int64_t rows) : before_(std::exchange(rows_now_behind, rows)) {}
+
+RowsBehind::~RowsBehind() { rows_now_behind = before_; }
+
+int64_t rows_behind(const at::Tensor& t) {
+  int64_t rows = 0;
+  for (const auto& entry : announced) {
+    if (entry.tensor == t.unsafeGetTensorImpl()) rows = std::max(rows, entry.behind);
+  }
+  return rows;
 }
 
 }  // namespace te_torch

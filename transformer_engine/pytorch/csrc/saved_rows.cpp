@@ -5,6 +5,7 @@
 
 #include <map>
 
+#include "rows_behind.h"
 #include "saved_door.h"
 
 namespace te_torch {
@@ -75,6 +76,7 @@ void declare(const py::object& tensor, const py::object& counter, const py::obje
 }  // namespace
 
 const LiveRows* live_rows(const Tensor& t, bool is_plain) {
+  if (rows_behind(t) == kAllRows) return nullptr;
   if (const LiveRows* announced = AnnouncedRows::of(t)) return announced;
   if (!is_plain || !has_storage(t)) return nullptr;
   const auto* said = declared().find(key_of(t));

@@ -36,7 +36,8 @@ void register_stash(py::module_& m) {
   const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
   py::class_<StashPool, std::shared_ptr<StashPool>>(m, "StashPool")
       .def(py::init(wrapped([](const at::Device& device, int64_t page_bytes, int64_t device_pages, int64_t host_pages,
-                               int64_t policy, int64_t sm_budget, bool trap, bool debug, int64_t stream) {
+                               int64_t policy, int64_t sm_budget, bool trap, bool debug, const Tensor& gate,
+                               int64_t stream) {
              te_stash_options options{};
              options.policy = int32_t(policy);
              options.page_bytes = size_t(page_bytes);
@@ -45,11 +46,11 @@ void register_stash(py::module_& m) {
              options.sm_budget = int32_t(sm_budget);
              options.trap = trap;
              options.debug = debug;
-             return std::make_shared<StashPool>(device, options, as_stream(stream));
+             return std::make_shared<StashPool>(device, options, gate, as_stream(stream));
            })),
            py::arg("device"), py::kw_only(), py::arg("page_bytes"), py::arg("device_pages"), py::arg("host_pages"),
-           py::arg("policy"), py::arg("sm_budget"), py::arg("trap"), py::arg("debug"), py::arg("stream"))
-      .def_property_readonly("gate", &StashPool::gate)
+           py::arg("policy"), py::arg("sm_budget"), py::arg("trap"), py::arg("debug"), py::arg("gate"),
+           py::arg("stream"))
       .def_property_readonly("bytes", &StashPool::bytes)
       .def_property_readonly("device_pages", &StashPool::device_pages)
       .def("reset", wrapped([](StashPool& p, int64_t stream) { p.reset(as_stream(stream)); }))
@@ -81,9 +82,9 @@ void register_stash(py::module_& m) {
            })),
            py::arg("native"), py::arg("lanes"))
       .def_property_readonly("native", &StashCalls::native)
-      .def_property_readonly("gate", [](const StashCalls& c) { return c.native()->gate(); })
       .def("load", wrapped([](StashCalls& c, StashHandle& handle, bool keep) { c.load(handle, keep); }))
       .def("join", wrapped([](const StashCalls& c) { c.join(); }))
+      .def("end_capture", wrapped([](const StashCalls& c) { c.end_capture(); }))
       .def("report", wrapped([](StashCalls& c, const Tensor& mailbox) { c.report(mailbox); }))
       .def("reset", wrapped([](StashCalls& c, const Tensor& mailbox) { c.reset(mailbox); }));
   m.attr("stash_most_members") = TE_STASH_MOST_MEMBERS;

@@ -52,6 +52,11 @@ void StashCalls::join() const {
   }
 }
 
+void StashCalls::end_capture() const {
+  join();
+  lanes_->end_capture();
+}
+
 void StashCalls::report(const Tensor& mailbox) {
   join();
   native_->post(mailbox, lanes_->current());

@@ -29,6 +29,7 @@ class StashCalls {
   void evict(const StashHandle& handle, int64_t low_water);
 
   void join() const;                   // the current stream waits for everything so far
+  void end_capture() const;            // before a capture ends behind which others come
   void report(const Tensor& mailbox);  // that of everything so far is in the mailbox. Waits for the device.
   void reset(const Tensor& mailbox);   // the next step starts; the report of this one goes to the mailbox
 

@@ -83,19 +83,19 @@ const Tensor& passed(const StashCore& core, const char* call, const py::object& 
 
 py::object wrapped_tensor(const Tensor& t) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(t)); }
 
-py::object pre(const StashCore& core, const py::object& x) {
+py::object pre(StashCore& core, const py::object& x) {
   const Tensor& t = passed(core, "pre_schedule", x);
   if (!is_recorded()) return x;
-  const auto step = core.step;
+  const auto step = core.step_now(true);
   step->before_forward();
   if (!t.requires_grad()) return x;
   return wrapped_tensor(Pass::apply(t, c10::make_intrusive<Act>(step, nullptr)));
 }
 
-py::object post(const StashCore& core, const py::object& y) {
+py::object post(StashCore& core, const py::object& y) {
   const Tensor& t = passed(core, "post_schedule", y);
   if (!is_recorded()) return y;
-  const auto step = core.step;
+  const auto step = core.step_now(false);
   if (!t.requires_grad()) {
     step->passes_by();
     return y;
@@ -149,7 +149,7 @@ class StashScope {
     }
     if (!is_recorded()) return;
     core_->check_open("group");
-    step_ = core_->step;
+    step_ = core_->step_now(false);
     handle_ = step_->open(name_, tail_);
     members_->open(handle_);
     try {
@@ -215,7 +215,7 @@ std::shared_ptr<StashPiece> piece_of(const Tensor& t, const Tensor& counter, int
 }
 
 // None: something is not as it should be. counts: one for all, or one each.
-std::shared_ptr<StashHandle> stash(const StashCore& core, const py::object& name, const py::object& tensors,
+std::shared_ptr<StashHandle> stash(StashCore& core, const py::object& name, const py::object& tensors,
                                    const py::object& counts, const py::object& unit_rows, const py::object& tail) {
   const int32_t rest = tail_of(tail);
   if (core.closed || rest < 0 || !hashes(name) || !PyLong_CheckExact(unit_rows.ptr())) return nullptr;
@@ -245,7 +245,7 @@ std::shared_ptr<StashHandle> stash(const StashCore& core, const py::object& name
         "one. "
         "Open a group around the layer whose forward saves it.");
   }
-  const auto step = core.step;
+  const auto step = core.step_now(false);
   auto handle = step->handle(name, rest);
   handle->pieces = std::move(pieces);
   step->measure(*handle);

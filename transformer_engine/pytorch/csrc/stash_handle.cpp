@@ -46,6 +46,12 @@ StashHandle::~StashHandle() {
   }
 }
 
+// A graph that has a call of the pool has its addresses.
+void StashHandle::note_captured(const StashPoint& point) const {
+  const auto owner = core.lock();
+  if (owner != nullptr && point.captured) owner->captured = true;
+}
+
 bool StashHandle::has_members() {
   std::erase_if(pieces, [](const auto& piece) { return !piece->storage; });
   return std::any_of(pieces.begin(), pieces.end(), [](const auto& piece) { return !piece->regions.empty(); });
@@ -65,6 +71,7 @@ void StashHandle::store(const std::shared_ptr<StashCalls>& calls) {
   check_counters();
   calls_ = calls;
   calls->store(*this);
+  note_captured(*stored);
   state = StashState::kStored;
 }
 
@@ -94,6 +101,7 @@ void StashHandle::start_load(bool keep) {
   if (state != StashState::kAway) return;
   group->bring(*this);
   calls_->load(*this, keep);
+  note_captured(*back);
   state = StashState::kComing;
 }
 
@@ -101,6 +109,14 @@ void StashHandle::finish_load() {
   start_load();
   if (state != StashState::kComing) return;
   calls_->lanes().wait(back);
+  state = StashState::kBack;
+}
+
+void StashHandle::stay() {
+  if (state != StashState::kStored) return;
+  calls_->lanes().wait(calls_->drop(*this));  // and for the store, which reads them
+  taken.clear();
+  group.reset();
   state = StashState::kBack;
 }
 
@@ -140,6 +156,8 @@ void register_stash_handle(py::module_& m) {
       .def_readonly("rows", &StashRegion::rows)
       .def_readonly("row_bytes", &StashRegion::row_bytes)
       .def_readonly("unit_rows", &StashRegion::unit_rows)
+      .def_property_readonly(
+          "behind", [](const StashRegion& r) { return stash_units_behind(r); }, "in units")
       .def_readonly("counter", &StashRegion::counter);
   py::class_<StashPiece, std::shared_ptr<StashPiece>>(m, "StashPiece")
       .def(py::init([](const Tensor& memory) {

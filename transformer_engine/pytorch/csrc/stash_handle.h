@@ -30,6 +30,7 @@ struct StashRegion {
   bool changed() const;  // the counter, since
 
   int64_t offset, rows, row_bytes, unit_rows;
+  int64_t behind = 0;  // rows that leave too, behind the live ones (rows_behind.h)
   Tensor counter;
   int64_t version;  // of the counter, when it was said
 };
@@ -67,6 +68,7 @@ class StashHandle {
   void free();                         // the current stream waits for the copy; originals are given up
   void start_load(bool keep = false);  // its copy back starts, into memory of the current stream
   void finish_load();                  // the current stream waits for the copy back
+  void stay();                         // it is read before its originals were given up: pages go back unread
   void evict(int64_t low_water);       // its pages move to the host where fewer than these are free
   void park();                         // memory that it brought back is the caller's
   // Nobody wants it any more: pages that it has go back, memory that is being copied is waited for.
@@ -80,6 +82,7 @@ class StashHandle {
   std::weak_ptr<StashCore> core;
   StashState state = StashState::kKept;
   bool scheduled = false, evicted = false, noted = false;
+  bool leaves = false;  // in a step, of one that a probe made and that stays
   std::vector<std::shared_ptr<StashPiece>> pieces;
   std::vector<std::weak_ptr<Stashed>> taken;  // told when the originals are given up
   std::optional<std::vector<std::pair<at::ScalarType, std::vector<int64_t>>>> like;  // of tensors of a caller
@@ -87,6 +90,7 @@ class StashHandle {
   std::shared_ptr<StashPoint> stored, back;
 
  private:
+  void note_captured(const StashPoint& point) const;
   bool has_members();           // drops pieces that nobody wants any more; whether a region is left
   void check_counters() const;  // raises where one was changed since it was said
   void free_originals();        // behind the copy

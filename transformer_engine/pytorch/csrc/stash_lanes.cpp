@@ -54,7 +54,22 @@ StashPointPtr StashLanes::point(StashLane lane, const c10::Stream& stream, Stash
   made->events = events_;
   made->event.emplace(events_->take(device_.type(), captured));
   made->event->record(stream);
-  return made;
+  return noted(made);
+}
+
+const StashPointPtr& StashLanes::noted(const StashPointPtr& point) {
+  if (point != nullptr && point->captured) {
+    if (captured_.size() % 256 == 255) std::erase_if(captured_, [](const auto& ref) { return ref.expired(); });
+    captured_.push_back(point);
+  }
+  return point;
+}
+
+void StashLanes::end_capture() {
+  for (const auto& ref : captured_) {
+    if (const auto point = ref.lock()) point->over = true;
+  }
+  captured_.clear();
 }
 
 StashPointPtr StashLanes::now(const char* what) {
@@ -82,7 +97,8 @@ StashPointPtr StashLanes::run(StashLane lane, const StashWork& work, StashWords 
   const bool captured = captures(impl.getStream(device_));
   for (const auto* p : behind) {
     // In one lane it is behind it anyway, and behind what the lane has waited for before.
-    if (!*p || (*p)->lane == lane || (*p)->captured != captured || ((*p)->passed & bit_of(lane)) != 0) continue;
+    if (!*p || (*p)->lane == lane || (*p)->captured != captured || (*p)->over) continue;
+    if (((*p)->passed & bit_of(lane)) != 0) continue;
     (*p)->event->block(*stream);
     (*p)->passed |= bit_of(lane);
   }
@@ -92,7 +108,7 @@ StashPointPtr StashLanes::run(StashLane lane, const StashWork& work, StashWords 
 
 void StashLanes::wait(const StashPointPtr& point) {
   if (!log.is_none()) note(log, StashLane::kCompute, "wait", {words_of(*point)});
-  if (!point->event.has_value()) return;
+  if (!point->event.has_value() || point->over) return;
   const c10::Stream stream = current_stream();
   if (point->captured == captures(stream)) point->event->block(stream);
 }
@@ -110,7 +126,7 @@ class PyLanes : public StashLanes {
 
   StashPointPtr now(const char* what) override {
     const py::function own = py::get_override(this, "now");
-    return own ? py::cast<StashPointPtr>(own(what)) : StashLanes::now(what);
+    return own ? noted(py::cast<StashPointPtr>(own(what))) : StashLanes::now(what);
   }
   StashPointPtr run(StashLane lane, const StashWork& work, StashWords what,
                     std::initializer_list<const StashPointPtr*> behind) override {
@@ -118,14 +134,14 @@ class PyLanes : public StashLanes {
     if (!own) return StashLanes::run(lane, work, std::move(what), behind);
     py::list points;
     for (const auto* p : behind) {
-      if (*p) points.append(*p);
+      if (*p && !(*p)->over) points.append(*p);
     }
-    return py::cast<StashPointPtr>(own(kLanes[size_t(lane)], work, what.str(), points));
+    return noted(py::cast<StashPointPtr>(own(kLanes[size_t(lane)], work, what.str(), points)));
   }
   void wait(const StashPointPtr& point) override {
     const py::function own = py::get_override(this, "wait");
     if (own) {
-      own(point);
+      if (!point->over) own(point);
     } else {
       StashLanes::wait(point);
     }
@@ -138,15 +154,16 @@ class PyLanes : public StashLanes {
 void register_stash_lanes(py::module_& m) {
   const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
   py::class_<StashPoint, StashPointPtr>(m, "StashPoint")
-      .def(py::init([](const std::string& lane, py::object mark, std::string what) {
+      .def(py::init([](const std::string& lane, py::object mark, std::string what, bool captured) {
              const auto* found = std::find(kLanes.begin(), kLanes.end(), lane);
              if (found == kLanes.end()) throw py::value_error("StashPoint: there is no lane " + lane + ".");
              auto point = std::make_shared<StashPoint>(StashLane(found - kLanes.begin()), StashWords{"", {}});
              point->mark = std::move(mark);
              point->said = std::move(what);
+             point->captured = captured;
              return point;
            }),
-           py::arg("lane"), py::arg("mark"), py::arg("what"))
+           py::arg("lane"), py::arg("mark"), py::arg("what"), py::arg("captured") = false)
       .def_property_readonly("lane", [](const StashPoint& p) { return kLanes[size_t(p.lane)]; })
       .def_property_readonly("what", words_of)
       .def_property_readonly("mark", [](const StashPoint& p) { return p.mark ? p.mark : py::none(); });

@@ -49,6 +49,7 @@ struct StashPoint {
   StashWords what;
   std::string said;  // by lanes of Python, instead of `what`
   bool captured = false;
+  bool over = false;                // whatever waits for it is behind it
   uint8_t passed = 0;               // lanes that are behind it, one bit each
   std::optional<c10::Event> event;  // none: nothing has to be waited for
   std::shared_ptr<StashEvents> events;
@@ -63,7 +64,8 @@ struct StashWork {
 };
 
 // A capture waits for points of its own alone, and so does what is outside of captures: what was given before a capture
-// is done when its graph is replayed, and a graph has joined its lanes when it ends.
+// is done when its graph is replayed, and a graph has joined its lanes when it ends. Where several graphs are captured
+// one behind the other, end_capture() says so before each ends: they are replayed in this order.
 //
 // Work runs in the lane that it is given to, behind the points named with it, and gives a point itself. On the CPU it
 // runs at once. Tests derive lanes in Python.
@@ -79,6 +81,7 @@ class StashLanes {
   virtual StashPointPtr run(StashLane lane, const StashWork& work, StashWords what,
                             std::initializer_list<const StashPointPtr*> behind);
   virtual void wait(const StashPointPtr& point);  // the current stream waits for it
+  void end_capture();                             // its lanes are joined: no later capture waits for a point of it
   virtual bool wants_pieces() const { return false; }
 
   te_stream current() const;
@@ -89,8 +92,13 @@ class StashLanes {
   c10::Stream current_stream() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
   StashPointPtr point(StashLane lane, const c10::Stream& stream, StashWords what, bool captured);
 
+ protected:
+  const StashPointPtr& noted(const StashPointPtr& point);  // of a capture's, for its end
+
+ private:
   at::Device device_;
   std::array<std::optional<c10::Stream>, 2> streams_;
+  std::vector<std::weak_ptr<StashPoint>> captured_;
   std::shared_ptr<StashEvents> events_ = std::make_shared<StashEvents>();
 };
 

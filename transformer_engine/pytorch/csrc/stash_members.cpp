@@ -3,9 +3,11 @@
 
 #include <transformer_engine/stash.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "rows_behind.h"
 #include "stash_step.h"
 
 namespace te_torch {
@@ -42,6 +44,9 @@ void Stashed::add(const Offered& offered) {
 }
 
 void Stashed::fetch() {
+  if (there() && group_->handle().state == StashState::kStored) {  // a graph that stays would hold its pages
+    if (const auto step = group_->handle().step.lock()) step->read(group_->handle());
+  }
   if (!away()) return;
   const StashState state = group_->handle().state;
   if (state != StashState::kStored && state != StashState::kAway && state != StashState::kComing) return;
@@ -58,7 +63,7 @@ c10::Storage Stashed::restore() {
 
 bool Stashed::kept() const {
   const StashState state = group_->handle().state;
-  return state == StashState::kKept || state == StashState::kGone;
+  return (state == StashState::kKept && !group_->handle().leaves) || state == StashState::kGone;
 }
 
 // ---- StashMembers ----
@@ -117,12 +122,14 @@ void StashMembers::place(StashPiece& piece, const Offered& offered) {
   const Tensor& t = offered.tensor;
   if (t.numel() == 0) return;
   const auto [start, end] = span_of(t);
-  const StashRegion* inside = nullptr;
+  StashRegion* inside = nullptr;
   bool shares = false;
-  for (const StashRegion& r : piece.regions) {
+  for (StashRegion& r : piece.regions) {
     if (inside == nullptr && r.offset <= start && end <= r.end()) inside = &r;
     shares |= start < r.end() && r.offset < end;
   }
+  const int64_t behind = rows_behind(t);
+  if (inside != nullptr) inside->behind = std::max(inside->behind, behind);
   if (offered.live() == nullptr) {
     if (inside != nullptr) return;
     refuse("a tensor ", t.sizes(),
@@ -159,7 +166,7 @@ void StashMembers::place(StashPiece& piece, const Offered& offered) {
     refuse("more than ", TE_STASH_MOST_MEMBERS,
            " tensors whose rows are counted, wanted at most as many; open a second group for the others.");
   }
-  piece.regions.emplace_back(start, rows, row_bytes, live.unit_rows, counter);
+  piece.regions.emplace_back(start, rows, row_bytes, live.unit_rows, counter).behind = behind;
 }
 
 void StashMembers::dropped() {

@@ -24,9 +24,13 @@ Tensor bytes_of(const at::Device& device, size_t count, bool zeros) {
 
 }  // namespace
 
-StashPool::StashPool(const at::Device& device, te_stash_options options, te_stream stream)
-    : device_(indexed(device)), page_bytes_(options.page_bytes), device_pages_(options.device_pages) {
+StashPool::StashPool(const at::Device& device, te_stash_options options, const Tensor& gate, te_stream stream)
+    : device_(indexed(device)), page_bytes_(options.page_bytes), device_pages_(options.device_pages), gate_(gate) {
+  TORCH_CHECK_VALUE(gate.scalar_type() == at::kFloat && gate.numel() == 1 && gate.device() == device_,
+                    "StashPool: argument 'gate' is ", name_of(gate.scalar_type()), " ", gate.sizes(), " on ",
+                    gate.device(), ", wanted one float32 on ", device_, ".");
   options.device = device_.is_cpu() ? TE_DEVICE_CPU : int32_t(device_.index());
+  options.gate = gate.data_ptr<float>();
   const size_t control = te_stash_control_bytes(options);
   if (control != 0) {  // else create() says what is wrong
     const size_t pages = te_stash_pages_bytes(options);
@@ -52,6 +56,7 @@ void StashPool::close() {
   entries_.clear();
   pages_.reset();
   control_.reset();
+  gate_.reset();
 }
 
 te_stash_member stash_member_of(int64_t rows, int64_t row_bytes, int64_t unit_rows, int32_t tail) {
@@ -63,6 +68,10 @@ te_stash_member stash_member_of(int64_t rows, int64_t row_bytes, int64_t unit_ro
   return member;
 }
 
+int64_t stash_units_behind(const StashRegion& region) {
+  return region.behind / region.unit_rows + int64_t(region.behind % region.unit_rows != 0);
+}
+
 StashGroup::StashGroup(std::shared_ptr<StashPool> pool, const StashHandle& handle, int32_t tail)
     : pool_(std::move(pool)) {
   for (const auto& piece : handle.pieces) {
@@ -70,6 +79,7 @@ StashGroup::StashGroup(std::shared_ptr<StashPool> pool, const StashHandle& handl
       places_.emplace_back(sizes_.size(), r.offset);
       te_stash_member& member = members_.emplace_back(stash_member_of(r.rows, r.row_bytes, r.unit_rows, tail));
       member.counter = r.counter.data_ptr();
+      member.behind = stash_units_behind(r);
       member.counter_bytes = int32_t(r.counter.element_size());
       counters_.push_back(r.counter);
     }

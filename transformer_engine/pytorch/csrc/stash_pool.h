@@ -16,7 +16,8 @@ namespace te_torch {
 
 class StashPool {
  public:
-  StashPool(const at::Device& device, te_stash_options options, te_stream stream);
+  // gate: float32 of one element, which is 1 while a step is bad, and outlives the pool.
+  StashPool(const at::Device& device, te_stash_options options, const Tensor& gate, te_stream stream);
   ~StashPool() { close(); }
   StashPool(const StashPool&) = delete;
   StashPool& operator=(const StashPool&) = delete;
@@ -33,7 +34,6 @@ class StashPool {
   }
   const at::Device& device() const { return device_; }
   size_t page_bytes() const { return page_bytes_; }
-  Tensor gate() const { return control_.narrow(0, 0, sizeof(float)).view(at::kFloat); }
   int64_t bytes() const { return pages_.defined() ? int64_t(pages_.nbytes() + control_.nbytes()) : 0; }
 
   // Memory of an entry that is empty, and back: an address is used again, so that no step takes more than another.
@@ -48,7 +48,7 @@ class StashPool {
   at::Device device_;
   size_t page_bytes_ = 0;
   int64_t device_pages_ = 0;
-  Tensor pages_, control_;
+  Tensor pages_, control_, gate_;
   te_stash_pool* pool_ = nullptr;
   std::map<int64_t, std::vector<Tensor>> entries_;
 };
@@ -89,5 +89,6 @@ class StashGroup {
 
 // A member as the engine takes it, but for its memory and counter.
 te_stash_member stash_member_of(int64_t rows, int64_t row_bytes, int64_t unit_rows, int32_t tail);
+int64_t stash_units_behind(const StashRegion& region);
 
 }  // namespace te_torch

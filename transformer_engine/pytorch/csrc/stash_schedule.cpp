@@ -54,6 +54,13 @@ void StashSchedule::backward(const StashEntry& entry) {
   self().attr("_pass")(entry.entry.attr("turned"));
 }
 
+void StashSchedule::refuse_backward(const py::object& name) {
+  PyObject* before = PyDict_GetItemWithError(microbatches_.ptr(), name.ptr());
+  if (before == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  const int64_t number = before == nullptr ? 0 : py::cast<int64_t>(py::handle(before));
+  self().attr("_pass")(stash_python().entry(false, name, number));
+}
+
 StashEntry StashSchedule::next() {
   if (!known) return {};
   if (!numbered) {

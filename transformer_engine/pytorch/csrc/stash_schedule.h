@@ -34,7 +34,9 @@ class StashSchedule {
   StashEntry forward(const pybind11::object& name);  // the next microbatch of that group comes by
   void backward(const StashEntry& entry);            // of what this was the forward of
   StashEntry next();                                 // none: not known, or nothing
-  void begin();                                      // a new step
+  bool over() const { return known && entries.size() != 0 && size_t(position) >= entries.size(); }
+  void refuse_backward(const pybind11::object& name);  // of a group whose forward came when it was over
+  void begin();                                        // a new step
 
   pybind11::list entries;
   bool known = false, numbered = false;

@@ -4,6 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -15,6 +16,17 @@ namespace py = pybind11;
 namespace {
 
 std::string shown(const py::object& name) { return std::string(py::repr(name)); }
+
+constexpr int64_t kEndless = 1024;  // microbatches of one group in one step
+
+thread_local int64_t probe_now = 0;  // number of the probe that runs on this thread, 0: none
+thread_local int64_t probe_depth = 0;
+thread_local std::vector<std::weak_ptr<StashCore>> used;
+
+void note_used(const std::shared_ptr<StashCore>& core) {
+  std::erase_if(used, [&](const auto& ref) { return ref.expired() || ref.lock() == core; });
+  used.insert(used.begin(), core);
+}
 
 }  // namespace
 
@@ -32,7 +44,40 @@ void StashCore::check_open(const char* call) const {
   if (closed) throw std::runtime_error(c10::str("PagedStash.", call, ": the stash is closed; make another one."));
 }
 
+std::shared_ptr<StashStep> StashCore::step_now(bool begins) {
+  const auto made = [&](StashRun run) {
+    probe = probe_now;
+    return aside = std::make_shared<StashStep>(weak_from_this(), false, run);
+  };
+  if (probe_now != 0) return aside != nullptr && probe == probe_now ? aside : made(StashRun::kProbe);
+  if (aside != nullptr && probe == 0 && aside->visits()) return aside;
+  if (!begins || !schedule->over()) return step;
+  return aside != nullptr && probe == 0 ? aside : made(StashRun::kAside);
+}
+
+std::vector<std::shared_ptr<StashCore>> stashes_used() {
+  std::vector<std::shared_ptr<StashCore>> found;
+  for (const auto& ref : used) {
+    if (auto core = ref.lock()) found.push_back(std::move(core));
+  }
+  return found;
+}
+
 bool StashStep::runs(const StashCore* core) const { return core != nullptr && core->step.get() == this; }
+
+void StashStep::stay(StashHandle& handle) const {
+  handle.scheduled = true;  // no load of it is noted
+  const auto owner = core();
+  const bool pool = owner != nullptr && !owner->closed && (owner->calls != nullptr || owner->sized);
+  handle.leaves =
+      run_ == StashRun::kProbe && pool && py::cast<bool>(owner->python_schedule.attr("leaves")(handle.name));
+}
+
+void StashStep::forget_records() {
+  records_ = false;
+  trace = py::list();
+  sizes = py::dict();
+}
 
 void StashStep::over() {
   leaving_.reset();
@@ -58,6 +103,7 @@ std::vector<std::shared_ptr<StashHandle>> StashStep::scheduled() const {
 
 std::shared_ptr<StashHandle> StashStep::handle(const py::object& name, int32_t tail) {
   const int64_t number = microbatches_[name]++;
+  if (records_ && number == kEndless) stash_python().endless(shared_from_this());
   auto made = std::make_shared<StashHandle>(name, py::make_tuple(name, number), tail, weak_from_this(), core_);
   if (handles_.size() >= sweep_at_) {
     std::erase_if(handles_, [](const auto& ref) { return ref.expired(); });
@@ -81,6 +127,7 @@ std::shared_ptr<StashHandle> StashStep::open(const py::object& name, int32_t tai
   }
   if (visit_ == nullptr) free_leaving();
   opened_ = handle(name, tail);
+  if (!passed && run_ == StashRun::kStep) note_used(core());
   passed = true;
   return opened_;
 }
@@ -91,6 +138,8 @@ void StashStep::exit(const std::shared_ptr<StashHandle>& handle, bool failed) {
     visit_.reset();
   } else if (visit_ != nullptr) {
     visit_->handle = handle;
+  } else if (run_ != StashRun::kStep) {
+    stay(*handle);
   } else {
     measure(*handle);
     note(*handle, true);
@@ -100,7 +149,7 @@ void StashStep::exit(const std::shared_ptr<StashHandle>& handle, bool failed) {
 
 void StashStep::start(const std::shared_ptr<StashHandle>& handle) {
   const auto owner = core();
-  const auto calls = owner == nullptr ? nullptr : owner->calls_now();
+  const auto calls = owner == nullptr || run_ != StashRun::kStep ? nullptr : owner->calls_now();
   if (calls == nullptr || handle->pieces.empty()) return;
   free_leaving();
   handle->store(calls);
@@ -135,6 +184,13 @@ void StashStep::wanted(StashHandle& handle) {
   handle.finish_load();
 }
 
+void StashStep::read(StashHandle& handle) {
+  if (leaving_.get() != &handle) return;
+  leaving_.reset();
+  note(handle, false);
+  handle.stay();
+}
+
 void StashStep::dropped(StashHandle& handle) {
   if (leaving_.get() == &handle) leaving_.reset();
   if (handle.state != StashState::kComing) note(handle, false);  // nothing came back of it, or nobody wanted that
@@ -160,6 +216,10 @@ std::shared_ptr<StashVisit> StashStep::after_forward() {
   }
   const auto owner = core();
   const auto& handle = visit->handle;
+  if (run_ != StashRun::kStep) {
+    stay(*handle);
+    return visit;
+  }
   handle->scheduled = true;
   visit->entry = owner->schedule->forward(handle->name);
   handle->key = visit->entry.key;
@@ -175,6 +235,9 @@ std::shared_ptr<StashVisit> StashStep::after_forward() {
 
 void StashStep::before_backward(const StashVisit& visit) {
   const auto owner = core();
+  if (run_ == StashRun::kAside && owner != nullptr && owner->aside.get() == this) {
+    owner->schedule->refuse_backward(visit.handle->name);
+  }
   if (!runs(owner.get())) return;  // a graph of a step that is over: no entry of the one that runs
   owner->schedule->backward(visit.entry);
   if (records_) trace.append(visit.entry.entry.attr("turned"));
@@ -200,6 +263,7 @@ void register_stash_step(py::module_& m) {
            py::arg("stash"), py::arg("records"))
       .def_property_readonly("stash", &StashStep::core)
       .def_property_readonly("records", &StashStep::records)
+      .def("forget_records", &StashStep::forget_records)
       .def_readonly("passed", &StashStep::passed)
       .def_readonly("counted", &StashStep::counted)
       .def_readonly("trace", &StashStep::trace)
@@ -216,7 +280,13 @@ void register_stash_step(py::module_& m) {
       .def_readonly("device", &StashCore::device)
       .def_readwrite("lanes", &StashCore::lanes)
       .def_readwrite("_pool", &StashCore::calls)
-      .def_readwrite("step", &StashCore::step)
+      .def_property(
+          "step", [](const StashCore& core) { return core.step; },
+          [](StashCore& core, std::shared_ptr<StashStep> step) {
+            core.step = std::move(step);
+            core.aside.reset();
+          })
+      .def_readwrite("_captured", &StashCore::captured)
       .def_property(
           "schedule", [](const StashCore& core) { return core.python_schedule; },
           [](StashCore& core, py::object schedule) {
@@ -228,8 +298,17 @@ void register_stash_step(py::module_& m) {
       .def_readwrite("_closed", &StashCore::closed)
       .def("pool_now", wrapped([](StashCore& core) { return core.calls_now(); }))
       .def("_check_open", wrapped([](const StashCore& core, const char* call) { core.check_open(call); }));
-  m.def("set_stash_python", [](py::object entry, py::object operation, py::object size_of, py::object evict_farthest) {
-    stash_python() = {std::move(entry), std::move(operation), std::move(size_of), std::move(evict_farthest)};
+  m.def("set_stash_python",
+        [](py::object entry, py::object operation, py::object size_of, py::object evict_farthest, py::object endless) {
+          stash_python() = {std::move(entry), std::move(operation), std::move(size_of), std::move(evict_farthest),
+                            std::move(endless)};
+        });
+  m.def("stashes_used", stashes_used);
+  // From true to false, what this thread runs is a probe's.
+  m.def("set_stash_probe", [](bool begins) {
+    static std::atomic<int64_t> probes{0};
+    if (begins && probe_depth++ == 0) probe_now = ++probes;
+    if (!begins && --probe_depth == 0) probe_now = 0;
   });
 }
 

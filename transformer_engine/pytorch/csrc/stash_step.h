@@ -17,6 +17,7 @@ struct StashPython {
   pybind11::object entry, operation;  // schedule.py's tuples
   pybind11::object size_of;           // (pieces): what a group holds
   pybind11::object evict_farthest;    // (step, calls)
+  pybind11::object endless;           // (step): it is recorded, and no reset() comes
 };
 StashPython& stash_python();
 
@@ -26,10 +27,15 @@ struct StashVisit {
   StashEntry entry;
 };
 
+// What a step is for. kAside: none of the schedule's, whose groups stay where they are: what runs behind the last entry
+// of a step, as a validation does, and has no backward there; kProbe: the run of a probe, which has one.
+enum class StashRun : uint8_t { kStep, kAside, kProbe };
+
 // From one reset() to the next. records: its order and sizes are noted.
 class StashStep : public std::enable_shared_from_this<StashStep> {
  public:
-  StashStep(std::weak_ptr<StashCore> core, bool records) : core_(std::move(core)), records_(records) {}
+  StashStep(std::weak_ptr<StashCore> core, bool records, StashRun run = StashRun::kStep)
+      : core_(std::move(core)), records_(records), run_(run) {}
   StashStep(const StashStep&) = delete;
   StashStep& operator=(const StashStep&) = delete;
 
@@ -43,6 +49,7 @@ class StashStep : public std::enable_shared_from_this<StashStep> {
   void note(StashHandle& handle, bool store);  // schedulers note their entries instead
   void free_leaving();                         // what is leaving has left
   void wanted(StashHandle& handle);            // a backward reads it now
+  void read(StashHandle& handle);              // or its originals, which are there still
   void dropped(StashHandle& handle);           // nobody wants anything of it any more
 
   void before_forward();  // here the originals of the group before are freed: the experts now allocate another set
@@ -55,6 +62,9 @@ class StashStep : public std::enable_shared_from_this<StashStep> {
   std::vector<std::shared_ptr<StashHandle>> handles() const;  // that are wanted by somebody
   std::vector<std::shared_ptr<StashHandle>> scheduled() const;
   bool records() const { return records_; }
+  void forget_records();  // it goes on without being recorded
+  bool visits() const { return visit_ != nullptr; }
+  StashRun run() const { return run_; }
 
   bool passed = false, counted = false;  // a group was opened; one of them had something to stash
   pybind11::list trace;                  // of groups between schedulers their entries, of others what they do
@@ -72,9 +82,11 @@ class StashStep : public std::enable_shared_from_this<StashStep> {
   using ByKey = std::unordered_map<pybind11::object, Value, Hash, Same>;
 
   bool runs(const StashCore* core) const;  // whether it is the one that runs
+  void stay(StashHandle& handle) const;    // nothing is copied; a probe is shown what a step would do
 
   std::weak_ptr<StashCore> core_;
   bool records_;
+  StashRun run_;
   std::shared_ptr<StashVisit> visit_;
   std::shared_ptr<StashHandle> opened_, leaving_;  // leaving: its originals are there still
   ByKey<int64_t> microbatches_;
@@ -92,6 +104,8 @@ class StashCore : public std::enable_shared_from_this<StashCore> {
 
   std::shared_ptr<StashCalls> calls_now();  // the pool's, once its size is known
   void check_open(const char* call) const;
+  // The step of what is called now: the one that runs, or one aside. begins: a visit of schedulers does.
+  std::shared_ptr<StashStep> step_now(bool begins);
 
   at::Device device;
   std::shared_ptr<StashLanes> lanes;
@@ -99,9 +113,15 @@ class StashCore : public std::enable_shared_from_this<StashCore> {
   std::shared_ptr<StashSchedule> schedule;
   pybind11::object python_schedule;  // the same, as Python derives it
   std::shared_ptr<StashStep> step;   // the one that runs
+  std::shared_ptr<StashStep> aside;  // beside it
+  int64_t probe = 0;                 // whose run `aside` is
   int64_t low_water = 0;
-  bool sized = false;  // the number of pages is known before a step was recorded
+  bool sized = false;     // the number of pages is known before a step was recorded
+  bool captured = false;  // a graph has calls on the pool
   bool closed = false;
 };
+
+// The stashes of which groups were opened on this thread, the last one first; those that are gone are not among them.
+std::vector<std::shared_ptr<StashCore>> stashes_used();
 
 }  // namespace te_torch

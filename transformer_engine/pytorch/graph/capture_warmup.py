@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from transformer_engine.pytorch.capture_flag import pass_ended
 from transformer_engine.pytorch.graph.backend import Backend
 from transformer_engine.pytorch.graph.capture_checks import noted_once
 from transformer_engine.pytorch.graph.capture_passes import Passes
@@ -23,6 +24,7 @@ def warm_up(passes: Passes, backend: Backend) -> None:
             for iteration in range(plan.warmup_iterations):
                 for step in plan.schedule.steps:
                     _KINDS[step.kind](passes, step, iteration)
+                pass_ended()
             for work in passes.works:
                 work.live = []
 

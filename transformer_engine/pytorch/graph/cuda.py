@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capture_flag import capture_ends
 from transformer_engine.pytorch.distributed.rng import prepare_no_draws
 from transformer_engine.pytorch.graph.backend import HostSync, Written
 from transformer_engine.pytorch.graph.describe import OP
@@ -122,6 +123,7 @@ class CudaGraphs:
             try:
                 with _waiting_refused():
                     static = [None if tensor is None else tensor.detach() for tensor in work()]
+                    capture_ends()
                 events = frozenset(_C.captured_events(self.stream.cuda_stream))
                 graph.capture_end()
             except BaseException as error:

@@ -52,10 +52,10 @@ class Runtime:
 
     # ---- for graphs, probes and copies ----
 
-    def snapshot(self, module: torch.nn.Module) -> Snapshot:
-        """What restore() takes: all that the module knows about quantization, the values of its scales with it. Weight
-        gradients that wait are not in it."""
-        return self.quantization.snapshot(module)
+    def snapshot(self, module: torch.nn.Module, *, values: bool = True) -> Snapshot:
+        """What restore() takes: all that the module knows about quantization, the values of its scales with it unless
+        the caller keeps them. Weight gradients that wait are not in it."""
+        return self.quantization.snapshot(module, values)
 
     def restore(self, snapshot: Snapshot) -> None:
         """As if the module had not run since: each object is the one that it was, with the values that it had."""

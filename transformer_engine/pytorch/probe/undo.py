@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.rng import trackers
 from transformer_engine.pytorch.graph.capture_quantization import our_modules
 from transformer_engine.pytorch.quantization.surroundings import STATE
@@ -17,12 +18,14 @@ from transformer_engine.pytorch.torch_private import unsafe_preserve_version_cou
 @contextmanager
 def state_restored(module: torch.nn.Module) -> Iterator[None]:
     """Buffers, scales and random states, those of the trackers too, are as before behind the block, exceptions
-    included; an autocast around it learns nothing of what ran."""
+    included; an autocast around it learns nothing of what ran, and no step of a stash has a part in it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         for tracker in _trackers_of(module):
             stack.callback(tracker.set_states, tracker.get_states())
+        _C.set_stash_probe(True)
+        stack.callback(_C.set_stash_probe, False)
         stack.enter_context(_buffers_restored(module))
         stack.enter_context(_quantization_restored(module))
         yield

@@ -63,11 +63,11 @@ def roles_of(module: torch.nn.Module) -> list[dict[str, QuantizerRole]]:
 
 
 class _Noted:
-    """A scaling state as it is: its recipe, its tensors and their values."""
+    """A scaling state as it is: its recipe, its tensors and, where `values` says so, their values."""
 
-    def __init__(self, state: ScalingState) -> None:
+    def __init__(self, state: ScalingState, values: bool) -> None:
         self.state, self.fields = state, dict(vars(state))
-        self.values = [(t, t.clone()) for t in (state.scale, state.amax_history)]
+        self.values = [(t, t.clone()) for t in (state.scale, state.amax_history)] if values else []
 
     def put_back(self) -> None:
         vars(self.state).update(self.fields)
@@ -118,7 +118,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         self.weights.forget()
 
     @torch.no_grad()
-    def snapshot(self, module: torch.nn.Module) -> Snapshot:
+    def snapshot(self, module: torch.nn.Module, values: bool) -> Snapshot:
         remembered = {k: v for k, v in vars(self).items() if k not in ("meta", "weights", "parameters_recipe")}
         meta = {k: v.copy() if isinstance(v, deque) else v for k, v in self.meta.items()}  # scales for a recomputation
         quantized = [p for p in module.parameters(recurse=False) if isinstance(p, QuantizedTensor)]
@@ -126,7 +126,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             remembered,
             meta,
             dict(self.weights.kept),
-            [_Noted(state) for state in self.scaling_states()],
+            [_Noted(state, values) for state in self.scaling_states()],
             [(p, p._quantizer) for p in quantized],
         )
 

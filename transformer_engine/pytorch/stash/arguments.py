@@ -53,6 +53,11 @@ def checked_device(device: torch.device | str | None) -> torch.device:
         raise ValueError(f"{OP}: argument 'device' is {device}, wanted a CPU or CUDA device.")
     if device.type == "cpu":
         return torch.device("cpu")  # without an index, as tensors say it
+    found = torch.cuda.device_count()
+    if (device.index or 0) >= found:
+        raise ValueError(
+            f"{OP}: argument 'device' is {device}, and torch finds {found} CUDA devices; pass one of these, or 'cpu'."
+        )
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import stream_captures
+from transformer_engine.pytorch.capture_flag import follow_captures, stream_captures
 from transformer_engine.pytorch.stash.arguments import (
     check_counter,
     check_name,
@@ -24,7 +24,7 @@ from transformer_engine.pytorch.stash.pool import POLICIES, make_pool
 from transformer_engine.pytorch.stash.rerun import Snapshot
 from transformer_engine.pytorch.stash.schedule import Operation, Schedule, not_last_in, operations
 from transformer_engine.pytorch.stash.step import Step, is_whole
-from transformer_engine.pytorch.stash.verdict import Verdict, said
+from transformer_engine.pytorch.stash.verdict import Verdict, nothing_said, said
 from transformer_engine.pytorch.verdict import Mailbox
 
 MOST_GROWS = 8  # a pool that is still too small then is too small for another reason
@@ -66,11 +66,13 @@ class PagedStash(_C.StashCore):
         self.step = Step(self, records=True)
         self._sized = device_pages is not None
         self._mailbox: Mailbox | None = None  # of the pool
+        self._before = 0  # steps that came before the pool's
+        self._gate: torch.Tensor | None = None
+        self._gates: dict[object, torch.Tensor] = {}  # by group of ranks
         self._names: list[Hashable] = []  # of the step before
         self.recorded_pages: dict[Hashable, int] = {}  # of each group, where groups are evicted
         self._unfinished: list = []  # what the last step recorded, where it ended early
         self._grows = 0
-        self._captured = False
         self._snapshot = Snapshot()
 
     def __deepcopy__(self, memo: dict) -> PagedStash:
@@ -170,29 +172,31 @@ class PagedStash(_C.StashCore):
 
     def verdict(self, wait: bool = False) -> Verdict | None:
         """On the last step whose report has arrived and was not read yet; None: there is none. It waits for nothing.
-        wait: on the step that runs, for which the host waits."""
+        wait: on the step that runs, for which the host waits; one that keeps everything, as the first does, is good."""
         self._check_open("verdict")
         if self._pool is None:
-            return None
+            return nothing_said(self._before) if wait else None
         if not wait:
             report = self._mailbox.read()
-            return None if report is None else said(report, self._names)
+            return None if report is None else said(report, self._names, self._before)
+        self._settle()
         self._pool.report(self._mailbox.memory)
-        return said(self._mailbox.peek(), self.step.names)
+        return said(self._mailbox.peek(), self.step.names, self._before)
 
     def gate(self, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
         """float32 [] on the device: 1 where something of this step was lost or flagged, else 0. It is the `found_inf`
-        that FusedAdam and torch's fused optimizers take (these want no dimension), which then apply nothing. group: the
-        largest of its ranks', by one all-reduce on the device; every rank calls it, those without groups too."""
+        that FusedAdam and torch's fused optimizers take (these want no dimension), which then apply nothing. One tensor
+        for the stash's life, which may be asked for once. group: the largest of its ranks', by one all-reduce on the
+        device, in a tensor of its own; every rank calls it in each step, those without groups too."""
         self._check_open("gate")
-        if self._pool is None:
-            gate = torch.zeros((), device=self.device)
-        else:
+        if self._pool is not None:
             self._pool.join()
-            gate = self._pool.gate.view(())
+        gate = self._own_gate()
         if group is not None:
-            gate = gate.clone()
+            own, gate = gate, self._gates.setdefault(group, torch.zeros_like(gate))
+            gate.copy_(own)
             torch.distributed.all_reduce(gate, torch.distributed.ReduceOp.MAX, group=group)
+        self._snapshot.settle(gate, None)
         return gate
 
     def grow(self, recapture: Callable[[], object] | None = None) -> int:
@@ -204,7 +208,7 @@ class PagedStash(_C.StashCore):
         self._check_open("grow")
         verdict = self.verdict(wait=True)
         have = 0 if self._pool is None else self._pool.native.device_pages
-        demand = 0 if verdict is None else verdict.report["demand"]
+        demand = verdict.report["demand"]
         wanted = -int(-demand * self.factor // 1)
         if self._captured and recapture is None:
             raise RuntimeError(
@@ -218,6 +222,7 @@ class PagedStash(_C.StashCore):
         if self._grows == MOST_GROWS:
             raise RuntimeError(f"PagedStash.grow: the pool has grown {MOST_GROWS} times, and was too small again.")
         old, self._grows, self._captured = self._pool, self._grows + 1, False
+        self._before = verdict.step + 1
         self.device_pages, self._sized = wanted, True
         self.step.over()
         self._make_pool()
@@ -229,18 +234,19 @@ class PagedStash(_C.StashCore):
         return wanted
 
     def register(self, *modules: torch.nn.Module) -> None:
-        """Modules whose buffers rerun() puts back, and whose gradients it looks at. Buffers are copied at each
+        """Modules whose buffers, and scales and histories of delayed scaling, rerun() puts back, and whose gradients it
+        looks at; a step whose gate is up leaves their scales as they were. These and buffers are copied at each
         reset()."""
         self._snapshot.register(*modules)
 
     def rerun(self, fn: Callable[[], object]) -> object:
-        """fn() as the step that just ran, again: random states, and buffers of registered modules, are as they were at
-        its reset(). Gradients are to be zeroed, as they were when the step started. Its verdict is not told again.
-        Waits for the device.
+        """fn() as the step that just ran, again: random states, and buffers and scales of registered modules, are as
+        they were at its reset(); where that was replayed, random states go on. Gradients are to be zeroed, as they were
+        when the step started. Its verdict is not told again. Waits for the device.
         Errors: RuntimeError where a registered parameter has a gradient that is not zero.
         """
         self._check_open("rerun")
-        self._snapshot.put_back()
+        self._snapshot.put_back(self.device)
         if self._pool is not None:
             self._pool.report(self._mailbox.memory)
             self._mailbox.read()  # the verdict on the bad step is why it runs again
@@ -250,9 +256,9 @@ class PagedStash(_C.StashCore):
     # ---- sizes ----
 
     def plan(self, worst: bool = False) -> Plan:
-        """Memory of the groups of the last recorded step (the first one, or that of reset(record=True)). worst: as if
-        all rows were alive; its host_pages make an overflow impossible. Waits for the device.
-        Errors: RuntimeError before a step was recorded."""
+        """Memory of the groups of the last recorded step (the first one, or that of reset(record=True)), or of the one
+        that runs, behind its backward. worst: as if all rows were alive; its host_pages make an overflow impossible.
+        Waits for the device. Errors: RuntimeError before a step was recorded."""
         self._check_open("plan")
         return Plan.of(*self._sizes(), worst=worst)
 
@@ -274,7 +280,7 @@ class PagedStash(_C.StashCore):
         # Names may be the layers themselves, which hold this stash: what C++ holds, Python's collector does not see.
         self.schedule, self.step = Schedule(), Step(self, records=False)
         self.sized, self._names, self._unfinished = None, [], []
-        if verdict is not None and self.overflow == "raise_at_step_end":
+        if self.overflow == "raise_at_step_end":
             verdict.raise_if_bad()
         return verdict
 
@@ -295,15 +301,18 @@ class PagedStash(_C.StashCore):
         last.over()
         recorded = last.records and (is_whole(last) or last.trace == self._unfinished)
         self._unfinished = list(last.trace) if last.records and not recorded else []
-        if recorded:
+        if recorded and last.sizes:
             self.sized = last
             if self.low_water and not captured:
                 self.recorded_pages = {key: size.pages(self.page_bytes) for key, size in last.sizes.items()}
         if self._pool is not None:
             self._captured |= captured
+            self._settle()
             self._pool.reset(self._mailbox.memory)
-        elif recorded and last.sizes and not captured:
-            self._make_pool()
+        else:
+            self._before += 1
+            if recorded and last.sizes and not captured:
+                self._make_pool()
         told = [self.schedule.restart(bool(self._unfinished))]
         if last.passed and not last.counted:
             told.append(
@@ -314,8 +323,7 @@ class PagedStash(_C.StashCore):
             self.schedule = Schedule()
         self.step = Step(self, records=record or self._pool is None or bool(self._unfinished))
         self._names = self.step.names if captured else last.names  # replays report of the step that is captured
-        if not captured:
-            self._snapshot.take(self.device)
+        self._snapshot.take(self.device, captured)
         for text in filter(None, told):
             warnings.warn(text, stacklevel=3)
         if recorded:
@@ -324,7 +332,18 @@ class PagedStash(_C.StashCore):
 
     def _sizes(self) -> tuple[Step | None, int, int | None, float]:
         """What a plan is made of."""
-        return self.sized, self.page_bytes, self.device_pages, self.factor
+        step = self.step if self.sized is None and self.step.records and is_whole(self.step) else self.sized
+        return step, self.page_bytes, self.device_pages, self.factor
+
+    def _own_gate(self) -> torch.Tensor:
+        if self._gate is None:
+            with torch.inference_mode(False):
+                self._gate = torch.zeros((), device=self.device)
+        return self._gate
+
+    def _settle(self) -> None:
+        """What a bad step leaves is taken back, as far as the gate knows now."""
+        self._snapshot.settle(self._own_gate(), self._pool.join)
 
     def _make_pool(self) -> None:
         if stream_captures():
@@ -354,4 +373,21 @@ class PagedStash(_C.StashCore):
             sm_budget=self.sm_budget,
             trap=self.overflow == "trap",
             debug=self.debug,
+            gate=self._own_gate(),
         )
+
+
+def _pass_ended() -> None:
+    """A pass of a warm-up is a step of the stashes that it went through."""
+    for stash in _C.stashes_used():
+        if stash.step.passed:
+            stash._next_step()
+
+
+def _capture_ends() -> None:
+    for stash in _C.stashes_used():
+        if stash._pool is not None and stash.step.passed:
+            stash._pool.end_capture()
+
+
+follow_captures(_pass_ended, _capture_ends)

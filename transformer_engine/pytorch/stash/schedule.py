@@ -4,6 +4,7 @@ Plain data: no tensor is seen here."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from transformer_engine.pytorch import _C
@@ -36,6 +37,7 @@ class Schedule(_C.StashSchedule):
         super().__init__()
         self.entries = [] if order is None else _entries_of(order, layers_per_chunk)
         self.known = self.numbered = order is not None
+        self.endless = False  # no reset() ends the step that is recorded: its entries are not kept
         self._numbered: dict[Hashable, int] | None = None if order is None else {}
 
     @property
@@ -50,11 +52,20 @@ class Schedule(_C.StashSchedule):
         """What comes by from here on, in the caller's names."""
         return [self._in_names(entry) for entry in self.entries[self.position :]] if self.known else []
 
+    def leaves(self, name: Hashable) -> bool:
+        """Whether a group leaves in its first microbatch, as far as that is known: not where its backward is next."""
+        ahead = [self._in_names(entry) for entry in self.entries] if self.known else []
+        for entry, following in pairwise([*ahead, None]):
+            if entry == Entry(True, name, 0):
+                return following != entry.turned
+        return True
+
     def restart(self, unfinished: bool = False) -> str:
         """A new step; unfinished: what was recorded of the old one is no schedule. What is said of the old one where it
         ended early."""
         missing = self.next if self.position else None
         self.begin()
+        self.endless = False
         if missing is not None:
             return f"{OP}: the step ended before {missing}, entry {self._at} of its schedule."
         if self.known or not self.entries:
@@ -68,7 +79,8 @@ class Schedule(_C.StashSchedule):
 
     def _pass(self, entry: Entry) -> None:
         if not self.known:
-            self.entries.append(entry)
+            if not self.endless:
+                self.entries.append(entry)
             return
         wanted = self.entries[self.position] if self.position < len(self.entries) else None
         same = wanted == entry if self._numbered is None or wanted is None else self._is_numbered(wanted, entry)
@@ -77,7 +89,8 @@ class Schedule(_C.StashSchedule):
             said = "the step is over" if wanted is None else f"wanted {self._in_names(wanted)}"
             raise RuntimeError(
                 f"{OP}: {entry} came as entry {self.position} of the schedule, {said}. Each step has to run in the "
-                "same order and with as many microbatches; after reset(record=True) a step is recorded anew."
+                "same order and with as many microbatches; after reset(record=True) a step is recorded anew. What is "
+                "no part of it, a validation say, runs under torch.no_grad()."
             )
         self.position += 1
         self._at = self.position

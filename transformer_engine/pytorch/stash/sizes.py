@@ -13,14 +13,17 @@ ALIGNMENT = 128  # of members in the stream of bytes that is cut into pages (tra
 
 
 class Extent(NamedTuple):
-    """One member: most units of unit_bytes; count: how many are alive, on the device."""
+    """One member: most units of unit_bytes; count: how many are alive, on the device; behind: how many units leave
+    with these."""
 
     unit_bytes: int
     most: int
     count: torch.Tensor
+    behind: int
 
     def bytes(self, worst: bool) -> int:
-        return self.unit_bytes * (self.most if worst else min(max(int(self.count), 0), self.most))
+        alive = self.most if worst else int(self.count)
+        return self.unit_bytes * (min(alive + self.behind, self.most) if alive > 0 else 0)
 
 
 class Size(NamedTuple):
@@ -34,7 +37,7 @@ class Size(NamedTuple):
         extents = []
         for piece in pieces:
             for r in piece.regions:
-                extents.append(Extent(r.row_bytes * r.unit_rows, r.rows // r.unit_rows, r.counter.clone()))
+                extents.append(Extent(r.row_bytes * r.unit_rows, r.rows // r.unit_rows, r.counter.clone(), r.behind))
         return cls(sum(piece.bytes for piece in pieces), extents)
 
     def live(self, worst: bool = False) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash.pool import Pool
 from transformer_engine.pytorch.stash.schedule import Entry, Operation
@@ -36,4 +38,18 @@ def _evict_farthest(step: Step, pool: Pool) -> None:
             free += pages.get(handle.key, 0)
 
 
-_C.set_stash_python(Entry, Operation, Size.of, _evict_farthest)
+def _endless(step: Step) -> None:
+    """Without a reset() what is recorded would grow with every step."""
+    step.forget_records()
+    schedule = step.stash.schedule
+    if not schedule.known:
+        schedule.entries, schedule.endless = [], True
+    warnings.warn(
+        "PagedStash: more than 1,000 microbatches of one group came by in one step. reset() starts a step: without it "
+        "the first one never ends, which keeps everything where the number of pages is not given, and no order is "
+        "known. Its records are dropped; call reset() before each step.",
+        stacklevel=3,
+    )
+
+
+_C.set_stash_python(Entry, Operation, Size.of, _evict_farthest, _endless)

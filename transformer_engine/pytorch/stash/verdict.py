@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
+
+from transformer_engine.pytorch import _C
+
 # te_stash_flag, by bit
 FLAGS = {
     1: "lost",
@@ -30,8 +34,9 @@ _MEANS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """step: how many reset()s came before it ended. ok: nothing is flagged. flags: what is. group: of the first group
-    that was flagged, None where it is unknown. report: the numbers (te_stash_report)."""
+    """step: how many steps came before it: reset(), grow() and rerun() begin one each. ok: nothing is flagged. flags:
+    what is. group: of the first group that was flagged, None where it is unknown. report: the numbers
+    (te_stash_report)."""
 
     step: int
     flags: tuple[str, ...]
@@ -53,8 +58,15 @@ class Verdict:
             raise RuntimeError(str(self))
 
 
-def said(report: dict[str, int | float], names: list[Hashable]) -> Verdict:
-    """names: of the step's stores, by number."""
+def said(report: dict[str, int | float], names: list[Hashable], before: int) -> Verdict:
+    """names: of the step's stores, by number. before: steps before the pool's first one."""
     bits, number = report["flags"], report["flagged_entry"]
     group = names[number] if 0 <= number < len(names) else None
+    report = {**report, "step": before + report["step"]}
     return Verdict(report["step"], tuple(name for bit, name in FLAGS.items() if bits & bit), group, report)
+
+
+def nothing_said(step: int) -> Verdict:
+    """On a step without a pool, in which nothing can be lost."""
+    empty = _C.stash_report_in(torch.zeros(_C.stash_report_bytes, dtype=torch.uint8))
+    return said({**empty, "flagged_entry": -1}, [], step)

@@ -32,7 +32,8 @@
  * start at 0 there.
  *
  * Counts above `most` are cut (TE_STASH_OVER_CAPACITY), negative ones are 0 (TE_STASH_NEGATIVE): both are flagged.
- * Every flag raises the gate, a float that is 1 for a bad step (found_inf of fused optimizers), until the next reset.
+ * Every flag raises the gate, a float that is 1 for a bad step (found_inf of fused optimizers), until the next reset:
+ * the report's, and the caller's own (options.gate), which outlives the pool.
  *
  * Memory. The caller owns pages, control and entries: device memory (plain on the CPU) on 128 bytes, alive as long as
  * the pool, its graphs included. Host pages are the core's pinned memory, counted as "stash".
@@ -92,6 +93,7 @@ typedef struct te_stash_options {
   int32_t debug;        /* 1: canaries, checksums, 0xFF in pages that were given back, leaks at reset */
   void* pages;          /* te_stash_pages_bytes(); NULL for 0 */
   void* control;        /* te_stash_control_bytes() */
+  float* gate;          /* the report's gate once more, on the device; NULL: nowhere else */
 } te_stash_options;
 
 typedef struct te_stash_member {
@@ -102,6 +104,7 @@ typedef struct te_stash_member {
   int64_t unit_bytes;    /* not 0 */
   int64_t most;          /* units */
   int64_t tile_units;    /* of TE_STASH_TAIL_TILE: 128 rows / rows of a unit, at least 1 */
+  int64_t behind;        /* a store: units that count as alive behind the live ones, where there is a live one */
 } te_stash_member;
 
 /* The head of an entry, which te_stash_read_entry() brings: what is stored of one group. Its page map follows it. */

@@ -79,6 +79,7 @@ Table table_of(const char* op, const te_stash_member* members, int32_t count) {
     te_stash_member& member = table.members[m] = members[m];
     if (member.unit_bytes < 1) bad_argument(op, argument("unit_bytes").c_str(), member.unit_bytes, "bytes, not 0");
     if (member.most < 0) bad_argument(op, argument("most").c_str(), member.most, "a number of units >= 0");
+    if (member.behind < 0) bad_argument(op, argument("behind").c_str(), member.behind, "a number of units >= 0");
     if (member.most > kMostBytes / member.unit_bytes) {
       bad_argument(op, argument("most").c_str(), concat(member.most, " units of ", member.unit_bytes, " bytes"),
                    concat("at most ", kMostBytes, " bytes"));
@@ -133,6 +134,7 @@ Pool view_of(const te_stash_options& o, unsigned char* host_data) {
   Pool pool{};
   auto* memory = static_cast<unsigned char*>(o.control);
   pool.control = static_cast<Control*>(o.control);
+  pool.gate = o.gate;
   memory += aligned(sizeof(Control));
   pool.device_ids = reinterpret_cast<int32_t*>(memory);
   pool.host_ids = reinterpret_cast<int32_t*>(memory + list_bytes(o));

@@ -111,7 +111,7 @@ __device__ void give_back(const Pool& pool, const Give& give, Entry* entry, int6
   poison(pool, entry, 0, give.device_pages);
   poison(pool, entry, entry->head.pages - entry->head.host_pages, give.host_pages);
   if (threadIdx.x != 0) return;
-  raise(pool.control->report, give.flags | flags, entry->head.number);
+  raise(pool, give.flags | flags, entry->head.number);
   finish_give(pool, give, load);
   if (!keep) entry->head.state = TE_STASH_STATE_EMPTY;
 }
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     uint32_t flags = 0;
     if (lane < table.count) {
       const te_stash_member& member = table.members[lane];
-      group.layout.counts[lane] = alive(read_counter(member), member.most, flags);
+      group.layout.counts[lane] = alive(read_counter(member), member, flags);
     }
     flags = __reduce_or_sync(~0u, flags);
     __syncwarp();
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) start_kernel(const __grid_constant__
   if (thread == 0) stash::start_step(pool, first);
   if (pool.debug == 0) return;  // in debug mode there is one block
   __syncthreads();
-  if (mend_canaries(pool, first, thread, blockDim.x)) raise(pool.control->report, TE_STASH_CANARY, -1);
+  if (mend_canaries(pool, first, thread, blockDim.x)) raise(pool, TE_STASH_CANARY, -1);
 }
 
 // The host may look at any time: a report whose step is not -1 is whole.
@@ -284,11 +284,11 @@ __global__ void __launch_bounds__(kThreads)
             [&](const Tile& tile) { return page_of(pool, *entry, tile.page) + tile.in_page; });
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (!canaries_hold(pool, *entry, thread, int64_t(gridDim.x) * blockDim.x)) {
-    raise(pool.control->report, TE_STASH_CANARY, entry->head.number);
+    raise(pool, TE_STASH_CANARY, entry->head.number);
   }
   if (!is_last(entry) || threadIdx.x != 0) return;
   if (__ldcg(&entry->checked) != entry->head.checksum) {
-    raise(pool.control->report, TE_STASH_CHANGED, entry->head.number);
+    raise(pool, TE_STASH_CHANGED, entry->head.number);
   }
   entry->checked = 0;
 }

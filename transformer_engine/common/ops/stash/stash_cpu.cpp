@@ -59,7 +59,7 @@ void check_pages(const Pool& pool, const Table& table, const Layout& layout, con
   const auto in_page = [&](const Tile& tile) { return page_of(pool, entry, tile.page) + tile.in_page; };
   uint32_t flags = canaries_hold(pool, entry, 0, 1) ? 0 : TE_STASH_CANARY;
   if (checksum(pool, table, layout, in_page) != entry.head.checksum) flags |= TE_STASH_CHANGED;
-  raise(pool.control->report, flags, entry.head.number);
+  raise(pool, flags, entry.head.number);
 }
 
 void poison(const Pool& pool, const Entry& entry, int64_t first, int64_t count) {
@@ -80,14 +80,14 @@ void give_back(const Pool& pool, const Give& give, Entry& entry, int64_t load) {
 void start_step(const Pool& pool, bool first) {
   first_ids(pool, 0, 1);
   stash::start_step(pool, first);
-  if (pool.debug != 0 && mend_canaries(pool, first, 0, 1)) raise(pool.control->report, TE_STASH_CANARY, -1);
+  if (pool.debug != 0 && mend_canaries(pool, first, 0, 1)) raise(pool, TE_STASH_CANARY, -1);
 }
 
 void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, int64_t loads) {
   Layout layout;
   uint32_t flags = 0;
   for (int m = 0; m < table.count; ++m) {
-    layout.counts[m] = alive(read_counter(table.members[m]), table.members[m].most, flags);
+    layout.counts[m] = alive(read_counter(table.members[m]), table.members[m], flags);
   }
   place(table, layout);
   const Room room = Room::of(pool, entry, loads);
@@ -126,14 +126,14 @@ void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t
     fill(data + live, 0, tail_end(member, layout.counts[m]) * member.unit_bytes - live);
   }
   const Give give = keep ? Give::nothing(pool, load) : plan_give(pool, entry, load);
-  raise(pool.control->report, give.flags | (state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0), entry.head.number);
+  raise(pool, give.flags | (state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0), entry.head.number);
   give_back(pool, give, entry, load);
   if (!keep) entry.head.state = TE_STASH_STATE_EMPTY;
 }
 
 void drop(const Pool& pool, Entry& entry, int64_t load) {
   const Give give = plan_give(pool, entry, load);
-  raise(pool.control->report, give.flags, entry.head.number);
+  raise(pool, give.flags, entry.head.number);
   give_back(pool, give, entry, load);
   entry.head.state = TE_STASH_STATE_EMPTY;
 }

@@ -29,11 +29,11 @@ TE_HOST_DEVICE int64_t read_counter(const te_stash_member& member) {
   return *static_cast<const int64_t*>(member.counter);
 }
 
-// Units that are alive of a counter's value.
-TE_HOST_DEVICE int64_t alive(int64_t value, int64_t most, uint32_t& flags) {
+// Units that are alive of a counter's value, those behind them included.
+TE_HOST_DEVICE int64_t alive(int64_t value, const te_stash_member& member, uint32_t& flags) {
   if (value < 0) flags |= TE_STASH_NEGATIVE;
-  if (value > most) flags |= TE_STASH_OVER_CAPACITY;
-  return value < 0 ? 0 : least(value, most);
+  if (value > member.most) flags |= TE_STASH_OVER_CAPACITY;
+  return value <= 0 ? 0 : member.most - value < member.behind ? member.most : value + member.behind;
 }
 
 // The first unit behind the live ones that a load leaves alone.

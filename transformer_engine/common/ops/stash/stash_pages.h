@@ -48,6 +48,7 @@ static_assert(sizeof(Entry) == 256, "the map follows");
 // A pool as calls see it, by value.
 struct Pool {
   Control* control;
+  float* gate;                     // the caller's, or null
   int32_t *device_ids, *host_ids;  // of free pages
   unsigned char *device_data, *host_data;
   int64_t device_pages, host_pages;
@@ -74,16 +75,19 @@ TE_HOST_DEVICE void add(int64_t& value, int64_t by) {
 #endif
 }
 
-TE_HOST_DEVICE void raise(te_stash_report& report, uint32_t flags, int64_t number) {
+TE_HOST_DEVICE void raise(const Pool& pool, uint32_t flags, int64_t number) {
   if (flags == 0) return;
+  te_stash_report& report = pool.control->report;
 #if defined(__CUDA_ARCH__)
   atomicOr(&report.flags, flags);
   atomicExch(&report.gate, 1.f);
+  if (pool.gate != nullptr) atomicExch(pool.gate, 1.f);
   atomicCAS(reinterpret_cast<unsigned long long*>(&report.flagged_entry), ~0ull,
             static_cast<unsigned long long>(number));
 #else
   report.flags |= flags;
   report.gate = 1.f;
+  if (pool.gate != nullptr) *pool.gate = 1.f;
   if (report.flagged_entry == -1) report.flagged_entry = number;
 #endif
 }
@@ -186,7 +190,7 @@ TE_HOST_DEVICE void finish_store(const Pool& pool, const Room& room, const Befor
   Control& control = *pool.control;
   te_stash_report& report = control.report;
   const te_stash_report& was = before.report;
-  raise(report, take.flags, number);
+  raise(pool, take.flags, number);
   if (take.state == TE_STASH_STATE_EMPTY) return;
   const int64_t demand = before.demand + take.pages;
   te_stash_entry& head = entry.head;
@@ -378,7 +382,8 @@ TE_HOST_DEVICE void start_step(const Pool& pool, bool first) {
   control.device.tails[0] = pool.device_pages;
   control.host.tails[0] = pool.host_pages;
   control.demand.tails[0] = 0;
-  if (leaked) raise(report, TE_STASH_LEAKED, -1);
+  if (pool.gate != nullptr) *pool.gate = 0.f;
+  if (leaked) raise(pool, TE_STASH_LEAKED, -1);
 }
 
 }  // namespace te::stash

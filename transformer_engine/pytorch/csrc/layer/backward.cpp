@@ -149,7 +149,8 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
       parts.operand = taken.operand.defined() ? taken.operand : source.recompute(route, from, now);
       if (by_groups && as_before != nullptr) {
         const Tensor plain = parts.operand.plain;
-        parts.operand = stage.products->quantized_groups(route, Pass::kFprop, plain, kept_directions(q), nullptr);
+        const at::TensorList used = saved.list(saved_name(number, kUsedScales));
+        parts.operand = stage.products->quantized_again(route, plain, kept_directions(q), used);
       } else if (reads == BackwardReads::kDequantized && !behind) {
         parts.operand = recomputed_operand(route, as_before, from.used_scales, parts.operand.plain, kept_directions(q));
       }

@@ -3,6 +3,7 @@
 
 #include "layer.h"
 #include "linear_core.h"
+#include "rows_behind.h"
 
 namespace te_torch::layer {
 
@@ -56,6 +57,26 @@ bool may_be_recomputed(const Stage& stage) {
   return !stage.source->keeps_width() || (q != nullptr && !unquantized(q));
 }
 
+// Of what is kept in place of an operand, rows behind the live ones that quantizing it again reads: those of the last
+// one's block; all, where a quantizer written in Python does it.
+int64_t rows_behind_of(const ProductQuantization* q) {
+  if (q == nullptr || !q->x.active() || unquantized(q)) return 0;
+  if (q->x.spec.kind == QuantizeSpec::kPython) return kAllRows;
+  return q->x.spec.scaling() == TE_SCALING_TENSOR ? 0 : 127;
+}
+
+int64_t rows_behind_of(const Stages& stages, const NamedTensors& arguments) {
+  int64_t rows = 0;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    const bool run_again = i + 1 < stages.size() && stages[i + 1].input == Fate::kRecomputed;
+    if (stages[i].operand != Fate::kRecomputed && !run_again) continue;
+    for (size_t w = 0; w < arguments.list(weight_of(i)).size(); ++w) {
+      rows = std::max(rows, rows_behind_of(stages[i].products->quantization(stages[i].quantization.get(), w)));
+    }
+  }
+  return rows;
+}
+
 // For a backward that goes on through the layer with what it has. gathered: the operand with all ranks' rows, where
 // that is kept in its place.
 void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in, const LayerOutput& out,
@@ -82,8 +103,9 @@ void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& i
         keeper.recomputed(unkept(operand, q, made.input), words(source.operand_words(), q));
       }
     }
-    // Groups are quantized again by what made their scales.
-    if (!unquantized(q) && !stage.products->quantizes_groups(q)) {
+    if (!unquantized(q) && stage.products->quantizes_groups(q)) {
+      for (const Tensor& used : stage.products->used_scales(operand)) keeper.keep(name(kUsedScales), used, kScales);
+    } else if (!unquantized(q)) {
       keeper.keep(name(kUsedScales), used_scales(operand), kScales);
     }
   } else if (gathered.defined()) {
@@ -286,6 +308,7 @@ variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const
     if (i > 0) stage.input = policy.decide(stage.source->input_words(), stage.input);
   }
 
+  const RowsBehind behind(rows_behind_of(state.stages, arguments));
   const OptionalTensor none;
   const OptionalTensor residual = arguments.optional(kResidual), gamma = arguments.optional(kGamma),
                        beta = arguments.optional(kBeta);

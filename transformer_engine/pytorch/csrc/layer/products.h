@@ -53,6 +53,10 @@ class TE_EXPORT Products {
   virtual bool quantizes_groups(const ProductQuantization* all) const { return false; }
   // By what quantization() says of each group. dbias: the column sums of each, where they are wanted.
   virtual Operand quantized_groups(const Route&, Pass, const Tensor& t, Directions, Tensor* dbias) const { return {}; }
+  // Of the forward's operand once more, to the same bits. used: used_scales() of what quantized_groups() made.
+  virtual Operand quantized_again(const Route&, const Tensor& t, Directions, at::TensorList used) const { return {}; }
+  // The scales that stand for the whole of a group, which its rows may say no more in the backward.
+  virtual std::vector<Tensor> used_scales(const Operand&) const { return {}; }
   // The gradients of the biases, where nobody wants a weight's; made: the sums, where they are made already.
   virtual Sums bias_gradients(const Route&, const Tensor& dy, const Tensor& made) const;
 

@@ -219,6 +219,11 @@ class DeviceGroups final : public Products {
     return {{}, q};
   }
 
+  // Rows of no group have no part in a scale.
+  Operand quantized_again(const Route& route, const Tensor& t, Directions directions, at::TensorList) const override {
+    return quantized_groups(route, Pass::kFprop, t, directions, nullptr);
+  }
+
   Tensor fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
     const probe::Because because(why_of(listed()));

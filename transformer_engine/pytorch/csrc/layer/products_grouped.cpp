@@ -177,6 +177,32 @@ class HostGroups final : public Products {
     return any ? all : Operand{t, {}};
   }
 
+  Operand quantized_again(const Route& route, const Tensor& t, Directions directions,
+                          at::TensorList used) const override {
+    const Tensor rows = matrix_of(t);
+    Operand all;
+    bool any = false;
+    size_t next = 0;
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      const Quantizer& quantizer = quantization(grouping_.quantizations[0].get(), i)->x;
+      const Tensor part = part_of(route, rows, i), scales = by_amax(quantizer) ? used[next++] : Tensor();
+      all.groups.push_back(recomputed_operand(route, &quantizer, scales, part, directions));
+      if (!all.groups.back().quantized()) follow(all.groups.back().plain, t);
+      any = any || all.groups.back().quantized();
+    }
+    return any ? all : Operand{t, {}};
+  }
+
+  std::vector<Tensor> used_scales(const Operand& operand) const override {
+    std::vector<Tensor> used;
+    for (size_t i = 0; i < operand.groups.size(); ++i) {
+      if (by_amax(quantization(grouping_.quantizations[0].get(), i)->x)) {
+        used.push_back(operand.groups[i].fp8.rowwise_scale_inv);
+      }
+    }
+    return used;
+  }
+
   Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
     return made.defined() ? each_row(route, made) : column_sums_of(route, dy, groups_);
   }
@@ -212,6 +238,7 @@ class HostGroups final : public Products {
   }
 
  private:
+  static bool by_amax(const Quantizer& quantizer) { return quantizer.spec.kind == QuantizeSpec::kCurrent; }
   static c10::SymInt rows_in(const Operand& weight) {
     const Tensor& t = !weight.quantized() ? weight.plain : weight.fp8.rowwise;
     return t.defined() ? t.sym_size(0) : weight.fp8.columnwise.sym_size(1);

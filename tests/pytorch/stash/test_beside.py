@@ -1,0 +1,256 @@
+# A stash beside what is no step of its own: probes, validations, warm-ups of captures, graphs that stay, a loop without
+# reset(). Each leaves the step that runs as it was. Mutants: a probe that passes by the schedule (step_now()), a visit
+# aside whose backward is let through (refuse_backward()), aside steps kept over a reset(), `leaves` of a group whose
+# own backward is next, no pass_ended() in warm_up(), records kept for ever (forget_records()), `captured` not noted in
+# store(): each turns tests red.
+import gc
+
+import pytest
+import torch
+from stash_cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, layers_of, made, report, same, step
+from support import randn, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.stash import PagedStash
+
+
+class Model(torch.nn.Module):
+    """A stack of layers that a stash is about, of one argument."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.inner, self.whole = whole.module, whole
+
+    def forward(self, x):
+        return self.inner(x, self.whole.counter, self.whole.stash)
+
+
+def forwards(whole, layers, stash):
+    """Of some layers, whose graph is dropped."""
+    y = whole.x.clone().requires_grad_()
+    for i in range(layers):
+        y = stash.pre_schedule(y)
+        with stash.group(i, whole.counter):
+            y = whole.module.layers[i](y)
+        y = stash.post_schedule(y)
+    return y
+
+
+@pytest.mark.parametrize("where", ["behind", "behind reset", "within"])
+@pytest.mark.parametrize("probe", [te.memory_plan, te.explain])
+def test_probes(probe, where, device):
+    """They show a step's groups as a step has them, and are none: no entry passes by, and no page is taken."""
+    with made(device) as stash:
+        whole = Whole(stash, device)
+        whole(), whole()
+        if where != "behind":
+            stash.reset()
+        y = forwards(whole, 2, stash) if where == "within" else None
+        before = stash.schedule.position, report(stash)
+        found = probe(Model(whole), whole.x.clone().requires_grad_())
+        if probe is te.memory_plan:
+            assert [row.status for row in found.rows].count("stashed") == 2  # of the last its own backward is next
+        assert (stash.schedule.position, report(stash)) == before
+        if y is not None:  # the step goes on
+            with torch.no_grad():
+                y.detach()
+            z = stash.pre_schedule(y)
+            with stash.group(2, whole.counter):
+                z = whole.module.layers[2](z)
+            stash.post_schedule(z).sum().backward()
+            assert stash.verdict(wait=True).ok
+            del y, z
+        whole(), whole()
+
+
+def test_a_probe_shows_what_is_kept_without_a_pool(device):
+    with made(device, device_pages=None) as stash:
+        whole = Whole(stash, device)
+        found = te.memory_plan(Model(whole), whole.x.clone().requires_grad_())
+        assert not [row for row in found.rows if row.status == "stashed"] and not stash.step.passed
+
+
+def test_a_validation_with_gradients(device):
+    """Behind the last backward of a step, and before its reset()."""
+    with made(device) as stash:
+        whole = Whole(stash, device)
+        whole(), whole()
+        for _ in range(2):
+            y = forwards(whole, 3, stash)
+            assert torch.equal(y[:LIVE], whole.expected[0])
+        numbers = report(stash)
+        assert numbers["groups"] == 2 and numbers["device_in_use"] == 0
+        whole()
+        y.sum().backward()  # of a step that is over
+        whole()
+        with refused(RuntimeError, "the backward of group 2, microbatch 1 came as entry 6", "step is over"):
+            forwards(whole, 3, stash).sum().backward()
+        whole(), whole()
+
+
+def test_a_validation_that_fails(device):
+    with made(device) as stash:
+        whole = Whole(stash, device)
+        whole(), whole()
+        stash.pre_schedule(whole.x.clone().requires_grad_())
+        with refused(RuntimeError, "pre_schedule", "called twice"):
+            forwards(whole, 3, stash)
+        whole(), whole()
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+@pytest.mark.parametrize("first", [False, True])
+def test_bump_with_graphs_that_stay(first, scheduled, device):
+    """Backwards that keep the graph give groups back in the same order: last in, first out."""
+    with made(device, policy="bump", page_bytes=512, device_pages=200) as stash:
+        module, x, counter = layers_of(device, 2, scheduled=scheduled), given(device), count(LIVE, device)
+        expected, _ = step(module, [x], [counter])
+        for k in range(4):
+            stash.reset()
+            module.zero_grad(set_to_none=True)
+            leaf = x.clone().requires_grad_()
+            y = module(leaf, counter, stash)
+            y[:LIVE].sum().backward(retain_graph=first or k > 0)
+            same([leaf.grad[:LIVE], *(p.grad for p in module.parameters())], expected[1:])
+            verdict = stash.verdict(wait=True)
+            assert verdict.ok and float(stash.gate()) == 0, (k, verdict)
+            del y
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_loop_without_reset(scheduled, device):
+    """Is told, and records nothing any more."""
+    with made(device, device_pages=None) as stash:
+        module, x, counter = layers_of(device, 1, scheduled=scheduled), given(device), count(LIVE, device)
+
+        def once():
+            module(x.clone().requires_grad_(), counter, stash).sum().backward()
+
+        for _ in range(1024):
+            once()
+        with pytest.warns(UserWarning, match="reset.. starts a step.*call reset.. before each step"):
+            once()
+        for _ in range(10):
+            once()
+        assert not stash.step.sizes and not stash.schedule.entries and len(stash.step.trace) == 0
+        stash.reset()
+        once()
+        stash.reset()
+        assert stash.plan().peak_pages == (0 if scheduled else 2)
+
+
+def test_a_device_that_is_not_there():
+    for name in ("cuda:0", "cuda") if not torch.cuda.is_available() else (f"cuda:{torch.cuda.device_count()}",):
+        with refused(ValueError, "PagedStash", "'device'", name, f"{torch.cuda.device_count()} CUDA devices", "'cpu'"):
+            PagedStash(device=name)
+
+
+class Captured(_C.StashLanes):
+    """As a graph's capture has them, once `on`."""
+
+    on = False
+
+    def run(self, lane, work, what, behind):
+        work(self.current())
+        return _C.StashPoint(lane, None, what, self.on)
+
+    def now(self, what):
+        return _C.StashPoint("compute", None, what, self.on)
+
+    def wait(self, point):
+        pass
+
+
+@pytest.mark.parametrize("what", ["store", "load"])
+def test_a_pool_is_captured_with_its_first_call(what):
+    """Wherever reset() was called."""
+    with made("cpu", device_pages=40) as stash:
+        lanes = stash.lanes = Captured(stash.device)
+        t = filled(100, 64, torch.uint8, "cpu")
+        lanes.on = what == "store"
+        handle = stash.stash("a", [t], count(100, "cpu"))
+        lanes.on = True
+        if what == "load":
+            stash.reload(handle)
+        lanes.on = False
+        lost = [stash.stash(i, [t], count(100, "cpu")) for i in range(2)]
+        assert not stash.verdict(wait=True).ok and lost
+        with refused(RuntimeError, "PagedStash.grow", "captured", "recapture=fn"):
+            stash.grow()
+        again = []
+        assert stash.grow(recapture=lambda: again.append(1)) and again
+        gc.collect()
+
+
+def test_the_first_step(device):
+    """Before there is a pool, what is asked of a step has an answer."""
+    with made(device, device_pages=None, page_bytes=128, factor=1.0) as stash:
+        whole = Whole(stash, device)
+        with refused(RuntimeError, "PagedStash.plan", "no step with groups"):
+            stash.plan()
+        stash.reset()
+        found, _ = step(whole.module, [whole.x], [whole.counter], stash)
+        same(found, whole.expected)
+        verdict = stash.verdict(wait=True)
+        assert verdict.ok and verdict.step == 1 and verdict.report["groups"] == 0 and stash.verdict() is None
+        assert verdict.report["flagged_entry"] == -1 and verdict.group is None
+        plan = stash.plan()
+        stash.reset()
+        assert stash.plan().peak_pages == plan.peak_pages == plan.device_pages
+        whole()
+        assert stash.close().ok
+
+
+def test_numbers_of_steps(device):
+    """Each step has one of its own, over pools too."""
+    with made(device, device_pages=None, factor=1.0, page_bytes=128) as stash:
+        whole, t, numbers = Whole(stash, device), filled(100, 64, torch.uint8, device), []
+
+        def told():
+            numbers.append(stash.verdict(wait=True).step)
+
+        told()
+        for _ in range(2):
+            stash.reset()
+            step(whole.module, [whole.x], [whole.counter], stash)
+            told()
+        for _ in range(2):
+            t = t.repeat(2, 1)
+            stash.reset()
+            handle = stash.stash("a", [t], count(len(t), device))
+            told()
+            stash.grow()
+            told()
+            stash.rerun(lambda: None)
+            told()
+            stash.reset()
+            stash.reset()
+            told()
+            assert handle
+        assert numbers == sorted(set(numbers)) and numbers[:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kept", ["before the pool", "over grow()"])
+def test_one_gate_for_the_life(kept, device):
+    """It is asked for once: what an optimizer has is the gate of every pool."""
+    with made(device, device_pages=None, factor=1.0, page_bytes=128) as stash:
+        module, x = layers_of(device, 2), randn(ROWS, WIDTH, device=device)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
+        gate = stash.gate() if kept == "before the pool" else None
+        for number, rows in enumerate((LIVE, LIVE, ROWS, ROWS, LIVE)):
+            stash.reset()
+            step(module, [x], [count(rows, device)], stash)
+            gate = optimizer.found_inf = stash.gate() if gate is None else gate
+            before = [p.detach().clone() for p in module.parameters()]
+            optimizer.step()
+            moved = [not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)]
+            assert all(moved) if number != 2 else not any(moved)
+            assert all(bool(p.isfinite().all()) for p in module.parameters())
+            assert float(gate) == (number == 2) and stash.gate() is gate
+            if number == 2:
+                module.zero_grad(set_to_none=True)
+                stash.grow()
+                assert float(gate) == 0
+                stash.rerun(lambda: step(module, [x], [count(ROWS, device)], stash))
+                assert float(gate) == 0

@@ -1,0 +1,156 @@
+# A stash in layers that make_graphed_callables captures one by one: passes of the warm-up are steps, so is the capture,
+# and no graph waits for what another one's capture recorded. Mutants: no pass_ended() in warm_up(), a new step where
+# none has run (no `passed` in _pass_ended()), `over` not looked at in run() or wait(), captured points that are not
+# noted (stash_lanes.cpp): each turns tests red.
+import pytest
+import torch
+from stash_cases import LIVE, WIDTH, count, given, made, report, same
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capture_flag import capture_ends
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, stash, number, device):
+        super().__init__()
+        self.stash, self.number = stash, number
+        self.inner = te.LayerNormMLP(WIDTH, 48, device=device)
+
+    def forward(self, x, counter):
+        if self.stash is None:
+            return self.inner(x)
+        x = self.stash.pre_schedule(x)
+        with self.stash.group(self.number, counter):
+            x = self.inner(x)
+        return self.stash.post_schedule(x)
+
+
+def run(layers, x, counter):
+    y = leaf = x.clone().requires_grad_()
+    for layer in layers:
+        y = layer(y, counter)
+    y[:LIVE].sum().backward()
+    found = [leaf.grad[:LIVE], *(p.grad.clone() for layer in layers for p in layer.parameters())]
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("first", ["eager", "none"])
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("warm", [0, 1, 3])
+def test_warm_ups(warm, hook, first, device):
+    """Each of their passes is a step; without any the capture is the first."""
+    if warm == 0 and first == "none":
+        pytest.skip("a pool is not made inside of a capture")
+    counter, x = count(LIVE, device), given(device)
+    with made(device, device_pages=None, factor=2.0, page_bytes=128) as stash:
+        layers = [Layer(stash, i, device) for i in range(3)]
+        plain = [Layer(None, i, device) for i in range(3)]
+        for a, b in zip(layers, plain, strict=True):
+            b.load_state_dict(a.state_dict())
+        expected = run(plain, x, counter)
+        for _ in range(2 if first == "eager" else 0):
+            stash.reset()
+            same(run(layers, x, counter), expected)
+        stash.reset()
+        samples = tuple((x.clone().requires_grad_(), counter.clone()) for _ in layers)
+        graphed = te.make_graphed_callables(
+            tuple(layers), samples, num_warmup_iters=warm, post_warmup_hook=stash.reset if hook else None
+        )
+        for _ in range(3):
+            stash.reset()
+            same(run(graphed, x, counter), expected)
+            numbers = report(stash)
+            assert numbers["flags"] == 0 and numbers["groups"] == 2 and numbers["device_in_use"] == 0
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_microbatches(told, device):
+    """Two in flight, by an order that is recorded, or said before."""
+    order, counter, x = [1, 1, -1, -1], count(LIVE, device), given(device)
+    with made(device, device_pages=None, factor=2.0, page_bytes=128) as stash:
+        layers = [Layer(stash, i, device) for i in range(2)]
+        plain = [Layer(None, i, device) for i in range(2)]
+        for a, b in zip(layers, plain, strict=True):
+            b.load_state_dict(a.state_dict())
+
+        def both(passes):
+            leaves, results = [x.clone().requires_grad_(), (2 * x).requires_grad_()], []
+            for m, y in enumerate(leaves):
+                for call in passes[2 * m : 2 * m + 2]:
+                    y = call(y, counter)
+                results.append(y)
+            for y in results:  # the oldest first
+                y[:LIVE].sum().backward()
+            owners = plain if passes[0] is plain[0] else layers
+            found = [t.grad[:LIVE] for t in leaves] + [p.grad.clone() for m in owners for p in m.parameters()]
+            for m in owners:
+                m.zero_grad(set_to_none=True)
+            return found
+
+        expected = both(plain * 2)
+        if told:
+            stash.schedule_from_order(order, 2)
+        stash.reset()
+        same(both(layers * 2), expected)
+        stash.reset()
+        samples = tuple((x.clone().requires_grad_(), counter.clone()) for _ in range(4))
+        passes = te.make_graphed_callables(tuple(layers), samples, _order=order, _num_layers_per_chunk=[2])
+        for _ in range(3):
+            stash.reset()
+            same(both(passes), expected)
+            numbers = report(stash)
+            assert numbers["flags"] == 0 and numbers["groups"] > 0 and numbers["device_in_use"] == 0
+
+
+class Numbered(_C.StashLanes):
+    """As captures one behind the other have them: who waits for a point of another capture is refused, as by CUDA."""
+
+    number = 0
+
+    def _mine(self, points):
+        for point in points:
+            assert point.mark == self.number, f"capture {self.number} waits for {point.what} of {point.mark}"
+
+    def now(self, what):
+        return _C.StashPoint("compute", self.number, what, True)
+
+    def run(self, lane, work, what, behind):
+        self._mine(behind)
+        work(self.current())
+        return _C.StashPoint(lane, self.number, what, True)
+
+    def wait(self, point):
+        self._mine([point])
+
+
+def test_captures_one_behind_the_other():
+    with made("cpu") as stash:
+        lanes = stash.lanes = Numbered(stash.device)
+        layers = [Layer(stash, i, "cpu") for i in range(3)]
+        counter, x = count(LIVE, "cpu"), given("cpu")
+        plain = [Layer(None, i, "cpu") for i in range(3)]
+        for a, b in zip(layers, plain, strict=True):
+            b.load_state_dict(a.state_dict())
+
+        def capture(call):
+            lanes.number += 1
+            result = call()
+            capture_ends()
+            return result
+
+        def steps(layers):
+            leaves, results, y = [], [], x
+            for layer in layers:
+                leaves.append(y.detach().clone().requires_grad_())
+                results.append(capture(lambda layer=layer: layer(leaves[-1], counter)))
+                y = results[-1]
+            grad = (torch.arange(len(x)) < LIVE)[:, None].expand(-1, WIDTH).float()
+            for leaf, result in zip(reversed(leaves), reversed(results), strict=True):
+                capture(lambda leaf=leaf, result=result, grad=grad: result.backward(grad))
+                grad = leaf.grad
+            return [grad[:LIVE], *(p.grad for layer in layers for p in layer.parameters())]
+
+        same(steps(layers), steps(plain))
