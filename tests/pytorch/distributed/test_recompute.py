@@ -11,6 +11,7 @@ from module_contract import Tracker
 from plain_modules import randomize
 from recompute_cases import Dropping, both_ways, same_bits, step, tokens
 from support import assert_same_bits, in_threads, refused, saved_tensors
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import transformer_engine.pytorch as te
 
@@ -24,6 +25,19 @@ def test_every_module(device, name, dtype, use_reentrant):
     module, inputs = build(name, device, dtype), [t.requires_grad_() for t in inputs_of(name, device, dtype)]
     kept = step(lambda m, *t: m(*t), module, *inputs)
     same_bits(step(lambda m, *t: te.checkpoint(m, *t, use_reentrant=use_reentrant), module, *inputs), kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_every_module_with_a_selective_policy(device, name, dtype):
+    """Under its dispatch modes as without; autocast included."""
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.te.linear_fwd.default])
+    recomputed = functools.partial(te.checkpoint, use_reentrant=False, context_fn=policy)
+    module, inputs = build(name, device, dtype), [t.requires_grad_() for t in inputs_of(name, device, dtype)]
+    for enabled in (False, True):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=enabled):
+            kept = step(lambda m, *t: m(*t), module, *inputs)
+            same_bits(step(recomputed, module, *inputs), kept)
 
 
 @both_ways
@@ -75,20 +89,6 @@ def test_dropout_and_a_tracker(device, use_reentrant, retain):
 
 
 @both_ways
-def test_a_tracker_that_is_not_ours(device, use_reentrant):
-    """Any tracker with get_states, set_states and fork."""
-    tracker = Tracker()
-    module, x, start = Dropping(device, tracker), tokens(device), tracker.get_states()
-    kept = step(lambda m, t: m(t), module, x, tracker=tracker)
-    tracker.set_states(start)
-
-    def call(m, t):
-        return te.checkpoint(m, t, use_reentrant=use_reentrant, get_rng_state_tracker=lambda: tracker)
-
-    same_bits(step(call, module, x, tracker=tracker), kept)
-
-
-@both_ways
 @pytest.mark.parametrize("tracked", [False, True])
 def test_random_states_that_are_left_alone(device, use_reentrant, tracked, monkeypatch):
     """preserve_rng_state=False: nothing is read or put back, and the second run draws on. True is the default."""
@@ -113,6 +113,20 @@ def test_random_states_that_are_left_alone(device, use_reentrant, tracked, monke
         te.checkpoint(drawing, x, preserve_rng_state=preserve, **options).sum().backward()
         assert len(drawn) == 2 and (drawn[0] == drawn[1]) is preserve
         drawn.clear()
+
+
+@both_ways
+def test_a_tracker_that_is_not_ours(device, use_reentrant):
+    """Any tracker with get_states, set_states and fork."""
+    tracker = Tracker()
+    module, x, start = Dropping(device, tracker), tokens(device), tracker.get_states()
+    kept = step(lambda m, t: m(t), module, x, tracker=tracker)
+    tracker.set_states(start)
+
+    def call(m, t):
+        return te.checkpoint(m, t, use_reentrant=use_reentrant, get_rng_state_tracker=lambda: tracker)
+
+    same_bits(step(call, module, x, tracker=tracker), kept)
 
 
 @both_ways

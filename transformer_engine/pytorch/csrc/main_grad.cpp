@@ -148,7 +148,7 @@ std::vector<Tensor> WeightParameters::accumulate(const WeightProduct& product, c
     std::optional<pybind11::gil_scoped_release> no_gil;
     if (PyGILState_Check() != 0) no_gil.emplace();
     const Turns turns(targets.list);
-    sums = product.accumulate(targets.list, with_bias);
+    sums = accumulate_any(product, targets.list, with_bias);
   }
   const bool waits = std::find(targets.tells.begin(), targets.tells.end(), true) != targets.tells.end();
   if (waits || listening.load() != 0) {

@@ -42,7 +42,7 @@ class TracedSink : public WeightGradSink {
   explicit TracedSink(std::vector<WeightTarget> targets) : targets_(std::move(targets)) {}
 
   WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override {
-    const std::vector<Tensor> sums = product->accumulate(targets_, with_bias);
+    const std::vector<Tensor> sums = accumulate_any(*product, targets_, with_bias);
     return {{Tensor()}, sums_of_matrices(*product, sums)};
   }
 

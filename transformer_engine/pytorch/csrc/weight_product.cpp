@@ -1,8 +1,11 @@
 // See weight_product.h.
 #include "weight_product.h"
 
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
 
 #include "gemm.h"
 #include "gemm_fp8.h"
@@ -88,6 +91,24 @@ std::vector<Tensor> MatrixProduct::reads() const {
     if (!t->quantized()) plain.push_back(t->plain);
   }
   return plain;
+}
+
+std::vector<Tensor> accumulate_any(const WeightProduct& product, at::ArrayRef<WeightTarget> targets, bool with_bias) {
+  const auto fits = [dtype = product.dtype()](const WeightTarget& target) {
+    if (!target.out.defined()) return true;
+    return target.out.scalar_type() == at::kFloat || target.out.scalar_type() == dtype;
+  };
+  if (std::all_of(targets.begin(), targets.end(), fits)) return product.accumulate(targets, with_bias);
+  std::vector<WeightTarget> wide(targets.begin(), targets.end());
+  for (WeightTarget& target : wide) {
+    if (fits(target)) continue;
+    target.out = target.overwrite ? at::empty_like(target.out, at::kFloat) : target.out.to(at::kFloat);
+  }
+  std::vector<Tensor> sums = product.accumulate(wide, with_bias);
+  for (size_t i = 0; i < wide.size(); ++i) {
+    if (!fits(targets[i])) targets[i].out.copy_(wide[i].out);
+  }
+  return sums;
 }
 
 void register_weight_product(pybind11::module_& m) {

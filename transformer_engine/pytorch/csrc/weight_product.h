@@ -33,6 +33,10 @@ class TE_EXPORT WeightProduct {
   virtual size_t matrices() const { return 1; }  // whose rows the targets are, or a target each
 };
 
+// accumulate() where a target may be of the other 16-bit type than the product's operands (a main_grad of its weight's,
+// under autocast to the other one): it goes through float32 and is rounded once.
+std::vector<Tensor> accumulate_any(const WeightProduct& product, at::ArrayRef<WeightTarget> targets, bool with_bias);
+
 // Of one matrix: dweight[N, K] = dy^T x, dbias[N] = the column sums of dy.
 class TE_EXPORT MatrixProduct : public WeightProduct {
  public:

@@ -93,7 +93,7 @@ TE_FACES(linear, faces) {
         auto results = NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight, bias, eps,
                                          rms, zero_centered_gamma, return_output, recompute_output, handles, parallel,
                                          parallel.group());
-        // The schema has no alias of x among its results, so the dispatched route leaves this one empty.
+        // The schema has no alias of x among its results, so the dispatcher leaves this one empty.
         Tensor& h = std::get<2>(results);
         if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
         return results;

@@ -3,8 +3,11 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
 
 #include "exchange_group.h"
 #include "layer.h"
@@ -86,6 +89,16 @@ inline void check_own_weights(const Call& call) {
   }
 }
 
+// Whether the autograd node can be made here, for a call that a schema cannot say: a dispatch mode sees the ops inside
+// of the node in any case. functorch takes whole ops; without a graph there is nothing that the node is for.
+inline bool sees_inner_ops(const Call& call, at::ArrayRef<const Tensor*> tensors) {
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return false;
+  if (!c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return false;
+  const at::TensorList weights = call.arguments.list(weight_of(0));
+  return needs_graph(tensors) ||
+         std::any_of(weights.begin(), weights.end(), [](const Tensor& t) { return t.requires_grad(); });
+}
+
 namespace detail {
 template <class T>
 concept Handles = requires(const T& handles) {
@@ -152,6 +165,13 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
     visit_tensors(call, [&](const Tensor& t) { tensors.push_back(&t); });
     if (must_dispatch(tensors)) {
       refuse_sink(beyond_schema, name);
+      if (call.return_input && sees_inner_ops(call, tensors)) {
+        Call again = kPack(detail::for_schema(given)...);
+        again.return_input = true;
+        autocast_all(again);  // before autocast is excluded
+        const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+        return kUnpack(Node<Family, Dispatched>::run(tensors_of(again), again), again);
+      }
       return Dispatched::call<&Op::autograd>(name, detail::for_schema(given)...);
     }
     autocast_all(call);
