@@ -1,6 +1,7 @@
 // See saved.h.
 #include "saved.h"
 
+#include <deque>
 #include <utility>
 
 namespace te_torch {
@@ -12,7 +13,7 @@ struct Announced {
   LiveRows live;
 };
 
-thread_local std::vector<Announced> announced;
+thread_local std::deque<Announced> announced;  // those that hooks add leave these where they are
 thread_local std::optional<at::Tensor> live_tokens;
 
 }  // namespace

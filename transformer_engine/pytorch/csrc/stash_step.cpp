@@ -36,7 +36,7 @@ bool StashStep::runs(const StashCore* core) const { return core != nullptr && co
 
 void StashStep::over() {
   leaving_.reset();
-  scheduled_.clear();
+  std::exchange(scheduled_, {}).clear();  // what frees a group may come back here
   for (const auto& handle : handles()) {
     if (handle->state != StashState::kKept && handle->state != StashState::kBack) handle->give_up();
   }
