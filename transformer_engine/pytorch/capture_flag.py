@@ -1,29 +1,42 @@
-"""Whether a capture is under way: by the flag that our captures, and clients' own, set around warm-up and capture, and
-by the stream itself. Modules and helpers ask; nothing is captured here."""
+"""Whether a capture is under way in this thread: by the flag that our captures, and clients' own, set around warm-up
+and capture, and by the stream itself. Modules and helpers ask; nothing is captured here."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-_capturing = False
+from transformer_engine.pytorch import _C
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:  # torch.compile sees no attribute of the class
+        self.capturing = False
+
+
+_here = _Here()
+_threads: set[int] = set()  # that capture: where there is none, no backward belongs to a capture
 
 
 def set_capture_start() -> None:
-    """Tells the modules that a capture begins; its warm-up counts as part of it."""
-    global _capturing
-    _capturing = True
+    """Tells the modules that a capture begins in this thread; its warm-up counts as part of it, and so do the backwards
+    that this thread calls."""
+    _here.capturing = True
+    _threads.add(_C.this_thread())
 
 
 def set_capture_end() -> None:
     """Tells the modules that a capture has ended."""
-    global _capturing
-    _capturing = False
+    _here.capturing = False
+    _threads.discard(_C.this_thread())
 
 
 def is_graph_capturing() -> bool:
-    """Whether callables are being captured, warm-up included: a module may then leave out what only eager needs."""
-    return _capturing
+    """Whether this thread captures callables, warm-up included: a module may then leave out what only eager needs."""
+    if _here.capturing or torch.compiler.is_compiling() or not _threads:
+        return _here.capturing
+    return _C.calling_thread() in _threads
 
 
 def stream_captures() -> bool:
@@ -53,9 +66,8 @@ def capture_ends() -> None:
 @contextmanager
 def as_captured() -> Iterator[None]:
     """Inside, modules do what they do in a capture; so run a CPU's replays."""
-    global _capturing
-    before, _capturing = _capturing, True
+    before, _here.capturing = _here.capturing, True
     try:
         yield
     finally:
-        _capturing = before
+        _here.capturing = before

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.distributed.regions import (
     gather_from_sequence_parallel_region,
 )
 from transformer_engine.pytorch.quantization.products import stateless_integers
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _OPS_WORDS = re.compile(r"^(te_|linear_)?cross_entropy(_\w+)?: ")
@@ -141,9 +141,10 @@ def parallel_cross_entropy(
 
 def _quantization(op: str) -> list[int]:
     """Of the te.autocast around the call, as integers; none: plain products."""
-    if not STATE.enabled:
+    state = here()
+    if not state.enabled:
         return []
-    recipe = STATE.chosen_recipe()
+    recipe = state.chosen_recipe()
     if recipe.delayed() or recipe.custom():
         refuse(
             f"{op}: {type(recipe).__name__} keeps state between steps, which is not available in this version for a "

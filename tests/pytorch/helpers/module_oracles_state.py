@@ -28,7 +28,7 @@ from support import assert_same_bits
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 
 # ---- (f) exceptions, and what they leave ----
 
@@ -109,7 +109,8 @@ def after_exceptions(p):
                 step(one, way, batch)
         before = grads_of(whole)
         ended = failing(p, failed, way, batch)
-        now = STATE.depth, STATE.enabled, STATE.calibrating, STATE.region
+        state = here()
+        now = state.depth, state.enabled, state.calibrating, state.region
         assert now == (0, False, False, None), f"{now} stays switched on"
         if ended and not stateless:
             return  # its forward's scales moved, and of its backward what had been computed was noted

@@ -75,11 +75,12 @@ class Originals:
         self.noted, self.overwritten = {}, 0
 
     def __enter__(self):
-        door.observers.append(self._note)
+        self.observed = door.observed(self._note)
+        self.observed.__enter__()
         return self
 
     def __exit__(self, *_):
-        door.observers.remove(self._note)
+        self.observed.__exit__(None, None, None)
 
     def _note(self, tensor, saved):
         memory = getattr(saved, "memory", None)

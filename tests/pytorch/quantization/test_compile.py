@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
 )
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 fullgraph = pytest.mark.parametrize("fullgraph", [True, False])
@@ -35,7 +35,7 @@ def check_refused(call, words):
     with pytest.raises(NotImplementedError) as caught:
         call()
     assert str(caught.value).startswith(words)
-    assert not FP8GlobalStateManager.is_fp8_enabled() and STATE.depth == 0
+    assert not FP8GlobalStateManager.is_fp8_enabled() and here().depth == 0
 
 
 @fullgraph
@@ -113,4 +113,4 @@ def test_where_a_graph_breaks_inside_of_an_autocast(device, recipe):
         )
         with pytest.raises(NotImplementedError, match=words):
             run(x)
-    assert not FP8GlobalStateManager.is_fp8_enabled() and STATE.depth == 0
+    assert not FP8GlobalStateManager.is_fp8_enabled() and here().depth == 0

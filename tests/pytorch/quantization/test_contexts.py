@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from support import assert_same_bits, in_threads, randn, refused
+from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -342,12 +342,6 @@ def test_the_answer_depends_on_the_gpu(monkeypatch, capability, available):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     got, reason = te.is_fp8_available(return_reason=True)
     assert got is available and (available or "9.0" in reason)
-
-
-def test_threads_share_what_is_said():
-    """Autograd's threads look at it too."""
-    with te.autocast(recipe=Float8CurrentScaling()):
-        assert in_threads(4, lambda i: STATE.is_fp8_enabled()) == [True] * 4
 
 
 def test_offload_switched_off():

@@ -311,4 +311,3 @@ def test_the_memory_plan_hears_of_every_client(device):
     assert copied and all(row.bytes == 4 * 96 and row.recompute == "nothing: it was copied" for row in copied)
     assert "copied 384 B" in str(with_toy) or f"copied {384 * len(copied):,} B" in str(with_toy)
     assert sum(row.bytes for row in with_toy.rows) == sum(row.bytes for row in without.rows)
-    assert not door.observers

@@ -150,7 +150,8 @@ _SPLIT, _FAST = MMParams(), MMParams(use_split_accumulator=False)
 
 class Recipe:
     """What every recipe can be asked. Recipes compare by value and ignore arguments that they do not know. A field is
-    checked whenever it is set."""
+    checked whenever it is set. Values are saturated where they become FP8: Inf is the largest finite value at its
+    scale then, NaN stays NaN."""
 
     _alignment: ClassVar[int] = 16  # of which number the rows of a product's operand are to be a multiple
 
@@ -235,7 +236,8 @@ def _override():
 
 @_recipe
 class DelayedScaling(Recipe):
-    """Per-tensor scales from the amax history of earlier steps: scale = (largest of format / amax) / 2**margin."""
+    """Per-tensor scales from the amax history of earlier steps: scale = (largest of format / amax) / 2**margin.
+    Saturates: Inf becomes the largest finite value at the scale of earlier steps, and makes no scale; NaN stays NaN."""
 
     margin: int = _field(0, _A_MARGIN)
     fp8_format: Format = _field(Format.HYBRID, _a_format)
@@ -253,7 +255,8 @@ class DelayedScaling(Recipe):
 
 @_recipe
 class Float8CurrentScaling(Recipe):
-    """Per-tensor scales from the tensor itself."""
+    """Per-tensor scales from the tensor itself; 1 where its amax is 0 or infinite. Saturates: Inf becomes the largest
+    finite value, 448 in E4M3 and 57344 in E5M2; NaN stays NaN."""
 
     fp8_format: Format = _field(Format.HYBRID, _a_format)
     fp8_quant_fwd_inp: QParams = _params(_as_it_is)
@@ -275,7 +278,8 @@ def _block_quantization():
 
 @_recipe
 class Float8BlockScaling(Recipe):
-    """A scale for each 1 x 128 (dim 1) or 128 x 128 (dim 2) block."""
+    """A scale for each 1 x 128 (dim 1) or 128 x 128 (dim 2) block; 1 where its amax is 0 or infinite. Saturates: Inf
+    becomes the largest finite value, 448 in E4M3 and 57344 in E5M2; NaN stays NaN."""
 
     fp8_format: Format = _field(Format.E4M3, _a_format)
     fp8_quant_fwd_inp: QParams = _params(_block_quantization)

@@ -59,6 +59,7 @@
   X(stash_front)            \
   X(optimizer_step)         \
   X(normalization_quantize) \
+  X(threads)                \
   X(tune)                   \
   X(accumulators)
 

@@ -1,4 +1,4 @@
-// See probe.h. One recording at a time in the process: calls of other threads made meanwhile are recorded as well.
+// See probe.h. One recording at a time in the process, of one thread's calls and of the backwards that it calls.
 #include "probe.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -7,6 +7,8 @@
 
 #include <atomic>
 #include <mutex>
+
+#include "threads.h"
 
 namespace te_torch {
 
@@ -33,7 +35,7 @@ struct PathRow {
   std::string op, path, why_not_faster;
 };
 
-std::atomic<bool> recording{false};
+std::atomic<int64_t> recorder{0};  // the number of the thread that records
 std::mutex mutex;
 std::vector<KeptRow> kept_rows;
 std::vector<PathRow> path_rows;
@@ -42,7 +44,10 @@ thread_local const char* because = nullptr;
 
 }  // namespace
 
-bool active() { return recording.load(std::memory_order_relaxed); }
+bool active() {
+  const int64_t thread = recorder.load(std::memory_order_relaxed);
+  return thread != 0 && calling_thread() == thread;
+}
 
 const std::string& label() { return current_label; }
 
@@ -87,25 +92,29 @@ void register_probe(pybind11::module_& m) {
   using namespace probe;
   m.def("start_recording", torch::wrap_pybind_function([] {
           const std::lock_guard<std::mutex> lock(mutex);
-          TORCH_CHECK(!active(),
+          TORCH_CHECK(recorder == 0,
                       "te.memory_plan and te.explain: another recording is under way in this process; wait for it.");
           kept_rows.clear();
           path_rows.clear();
-          recording.store(true, std::memory_order_relaxed);
+          recorder.store(this_thread(), std::memory_order_relaxed);
         }));
   m.def("stop_recording", [] {
-    const std::lock_guard<std::mutex> lock(mutex);
-    recording.store(false, std::memory_order_relaxed);
+    std::vector<KeptRow> said_kept;
+    std::vector<PathRow> said_paths;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      recorder.store(0, std::memory_order_relaxed);
+      said_kept.swap(kept_rows);
+      said_paths.swap(path_rows);
+    }
     current_label.clear();
-    py::list kept, paths;
-    for (const auto& row : kept_rows) {
+    py::list kept, paths;  // without the lock: what Python does meanwhile may be a call that waits for it
+    for (const auto& row : said_kept) {
       const uintptr_t storage = row.storage ? reinterpret_cast<uintptr_t>(row.storage->_unsafe_get_target()) : 0;
       kept.append(py::make_tuple(row.label, row.op, row.what.name, row.what.why, row.what.recompute, row.kept, storage,
                                  row.offset, row.shape, row.dtype, row.bytes));
     }
-    for (const auto& row : path_rows) paths.append(py::make_tuple(row.label, row.op, row.path, row.why_not_faster));
-    kept_rows.clear();
-    path_rows.clear();
+    for (const auto& row : said_paths) paths.append(py::make_tuple(row.label, row.op, row.path, row.why_not_faster));
     return py::make_tuple(kept, paths);
   });
   m.def("is_recording", active);

@@ -2,6 +2,7 @@
 #include "saved.h"
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 #include "rows_behind.h"
@@ -16,7 +17,7 @@ struct Announced {
   int64_t behind = 0;
 };
 
-thread_local std::vector<Announced> announced;
+thread_local std::deque<Announced> announced;  // those that hooks add leave these where they are
 thread_local std::optional<at::Tensor> live_tokens;
 thread_local int64_t rows_now_behind = 0;
 

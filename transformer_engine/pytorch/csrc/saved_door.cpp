@@ -58,8 +58,8 @@ std::vector<std::pair<uint32_t, uint32_t>> Taken::watched() const {
 
 bool Taken::marked() const {
   if (stays(key_)) return true;
-  for (const py::object& ref : saved_) {
-    const py::object t = ref();  // None where it is gone
+  for (size_t i = 0; i < saved_.size(); ++i) {    // an attribute's code may save more
+    const py::object ref = saved_[i], t = ref();  // None where it is gone
     if (!t.is_none() && is_marked(t.ptr())) return true;
   }
   return false;
@@ -163,8 +163,16 @@ py::object Client::push(py::handle object, py::handle outward) {
   } else {
     stands = py::cast(std::make_unique<KeptTensor>(object.ptr()));
   }
-  for (const py::handle observe : python_door().observers) observe(object, stands);
+  if (!saved_observers().empty()) {
+    const auto all = saved_observers();  // what is told may end one of them
+    for (const auto& observer : all) py::handle(observer.get())(object, stands);
+  }
   return stands;
+}
+
+std::vector<std::shared_ptr<PyObject>>& saved_observers() {
+  thread_local std::vector<std::shared_ptr<PyObject>> all;
+  return all;
 }
 
 std::shared_ptr<Taken> Client::memory_of(const Offered& offered) {

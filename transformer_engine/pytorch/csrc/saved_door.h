@@ -156,7 +156,6 @@ class Client {
 
 // What the door asks of Python.
 struct PythonDoor {
-  pybind11::list observers;     // told of each tensor that a client takes, or that stays, and of what stands for it
   pybind11::object phase;       // recompute_phase.py's, of this thread
   pybind11::object mark;        // name of the attribute that marks what stays
   pybind11::object composed;    // (client, tensor, outward): what stands for a tensor of several parts
@@ -164,6 +163,9 @@ struct PythonDoor {
   pybind11::object pop;         // (saved, fetch): what stands for a tensor, and is Python's
 };
 PythonDoor& python_door();
+
+// Of this thread: called (tensor, saved) for each tensor that a client takes, or that stays, with what stands for it.
+std::vector<std::shared_ptr<PyObject>>& saved_observers();
 
 // What a question to Python came to; its error is thrown.
 inline bool truth_of(int answer) {

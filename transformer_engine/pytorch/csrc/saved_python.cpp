@@ -5,6 +5,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include <algorithm>
+
 #include "held_object.h"
 #include "saved_door.h"
 
@@ -114,6 +116,22 @@ class Hooks {
   bool pushed_ = false;
 };
 
+// `with SavedObserver(told):` told(tensor, saved) is called for what this thread saves inside.
+class Observer {
+ public:
+  explicit Observer(const py::function& told) : told_(held_object(told.ptr())) {}
+
+  void enter() { saved_observers().push_back(told_); }
+  void exit(const py::args&) {
+    auto& all = saved_observers();
+    const auto last = std::find(all.rbegin(), all.rend(), told_);
+    if (last != all.rend()) all.erase(std::next(last).base());
+  }
+
+ private:
+  std::shared_ptr<PyObject> told_;
+};
+
 // Whether torch.utils.checkpoint's way that is not reentrant hears of what is saved here. It numbers that, and finds it
 // again by number in its second run, inside of the backward, where nothing is taken: had some of the first run been,
 // gradients would be made of other tensors' values. Other hooks between it and here keep all of it from it.
@@ -215,7 +233,10 @@ void register_saved_python(py::module_& m) {
       .def("pop", &Hooks::pop);
   m.def("unpack_saved", wrapped([](const py::object& saved) { return pop_saved(saved, true); }));
   m.def("pop_saved", wrapped([](const py::object& saved) { return pop_saved(saved, false); }));
-  m.attr("saved_observers") = python_door().observers;
+  py::class_<Observer>(m, "SavedObserver")
+      .def(py::init<const py::function&>(), py::arg("told"))
+      .def("__enter__", &Observer::enter)
+      .def("__exit__", &Observer::exit);
   m.def("is_recorded", is_recorded);
   m.def("set_saved_door",
         [](py::object phase, py::object mark, py::object composed, py::object outward_of, py::object pop) {

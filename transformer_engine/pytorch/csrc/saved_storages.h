@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace te_torch {
 
@@ -59,7 +60,15 @@ class Storages {
 
  private:
   void sweep() {
-    for (auto i = known_.begin(); i != known_.end();) i = i->second.first.expired() ? known_.erase(i) : std::next(i);
+    std::vector<Value> gone;  // freed after the walk: what frees a value may come back here
+    for (auto i = known_.begin(); i != known_.end();) {
+      if (!i->second.first.expired()) {
+        ++i;
+        continue;
+      }
+      gone.push_back(std::move(i->second.second));
+      i = known_.erase(i);
+    }
     sweep_at_ = std::max<size_t>(64, 2 * known_.size());
   }
 

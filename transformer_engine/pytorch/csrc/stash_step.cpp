@@ -81,7 +81,7 @@ void StashStep::forget_records() {
 
 void StashStep::over() {
   leaving_.reset();
-  scheduled_.clear();
+  std::exchange(scheduled_, {}).clear();  // what frees a group may come back here
   for (const auto& handle : handles()) {
     if (handle->state != StashState::kKept && handle->state != StashState::kBack) handle->give_up();
   }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common.h"
+#include "threads.h"
 
 namespace te_torch {
 
@@ -21,7 +22,7 @@ namespace {
 
 namespace py = pybind11;
 
-std::atomic<bool> noting{false};
+std::atomic<int64_t> tuner{0};  // the number of the thread whose products are noted
 std::mutex mutex;
 std::vector<te_gemm_key> noted;  // each once, in the order met
 
@@ -63,14 +64,14 @@ te_gemm_choice choice_of(const std::string& bytes) {
 
 void start() {
   const std::lock_guard<std::mutex> lock(mutex);
-  TORCH_CHECK(!noting, "tune: another thread is tuning; one te.tune at a time.");
+  TORCH_CHECK(tuner == 0, "tune: another thread is tuning; one te.tune at a time.");
   noted.clear();
-  noting = true;
+  tuner = this_thread();
 }
 
 std::vector<te_gemm_key> stop() {
   const std::lock_guard<std::mutex> lock(mutex);
-  noting = false;
+  tuner = 0;
   return std::move(noted);
 }
 
@@ -94,7 +95,10 @@ void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const std:
 
 }  // namespace
 
-bool looks_on() { return noting.load(std::memory_order_relaxed); }
+bool looks_on() {
+  const int64_t thread = tuner.load(std::memory_order_relaxed);
+  return thread != 0 && calling_thread() == thread;
+}
 
 void meet(const te_gemm_problem& problem) {
   if (!looks_on()) return;
@@ -104,7 +108,7 @@ void meet(const te_gemm_problem& problem) {
   for (const te_gemm_key& other : noted) {
     if (std::memcmp(&other, &key, sizeof key) == 0) return;
   }
-  if (noting) noted.push_back(key);
+  if (tuner != 0) noted.push_back(key);
 }
 
 }  // namespace tuning

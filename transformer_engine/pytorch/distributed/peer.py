@@ -87,14 +87,14 @@ def kind_of(device: torch.device) -> str:
 @contextlib.contextmanager
 def channels_noted(found: set[_C.PeerChannel]) -> Iterator[None]:
     """Adds those that calls go over meanwhile, of any thread."""
-    before = {meeting.channel: meeting.channel.calls for meeting in _channels.values()}
+    before = {meeting.channel: meeting.channel.calls for meeting in list(_channels.values())}
     yield
-    every = [meeting.channel for meeting in _channels.values()]
+    every = [meeting.channel for meeting in list(_channels.values())]
     found.update(channel for channel in every if channel.calls != before.get(channel, 0))
 
 
 def channels_of(group: str) -> list[_C.PeerChannel]:
-    return [found.channel for (name, _), found in _channels.items() if name == group]
+    return [found.channel for (name, _), found in list(_channels.items()) if name == group]
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import noop_context_fn
 from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.distributed.divided import divided_inputs
 from transformer_engine.pytorch.distributed.rng import AsTheyCome, NoDraws, Snapshot
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.recompute_phase import FirstRun, activation_recompute_forward, recompute_phase
 from transformer_engine.pytorch.torch_private import pytree
 
@@ -21,7 +21,7 @@ from transformer_engine.pytorch.torch_private import pytree
 def is_fp8_activation_recompute_enabled() -> bool:
     """Whether this thread runs, inside an enabled te.autocast, a forward that is recomputed in the backward, in either
     of its two runs."""
-    return recompute_phase().enabled and STATE.enabled
+    return recompute_phase().enabled and here().enabled
 
 
 class _Twice:
@@ -32,7 +32,7 @@ class _Twice:
         self.function, self.form, self.tracker, self.preserve = function, form, tracker, preserve
         self.snapshot: Snapshot | NoDraws | AsTheyCome | None = None
         self.first_run = FirstRun()
-        self.surroundings = STATE.surroundings()
+        self.surroundings = here().surroundings()
         self.result_form = None
         self.passed: dict[int, torch.Tensor] = {}
         self.outer: list[tuple[int, weakref.ref]] = []  # results of the first run that may be from outside
@@ -45,7 +45,7 @@ class _Twice:
         if self.snapshot is not None:
             self.first_run.rewind()
             again = activation_recompute_forward(True, True, first_run=self.first_run)
-            with again, self.snapshot.replayed(), STATE.surrounded(self.surroundings):
+            with again, self.snapshot.replayed(), here().surrounded(self.surroundings):
                 results = self._call(leaves)
             self._refuse_outer(results)
         else:

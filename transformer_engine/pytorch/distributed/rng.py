@@ -27,11 +27,11 @@ class CudaRNGStatesTracker:
         self.states_: dict[str, torch.Generator] = {}
         self.seeds_: set[int] = set()
         self._inside: str | None = None  # on the CPU: whose numbers the default generator is drawing
-        _trackers.add(self)
+        _add(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        _trackers.add(self)
+        _add(self)
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """A snapshot: name -> the bytes of the state. Drawing numbers does not change it; torch.save takes it."""
@@ -113,11 +113,18 @@ def _new_generator() -> torch.Generator:
 
 
 _trackers: weakref.WeakSet[CudaRNGStatesTracker] = weakref.WeakSet()
+_adding = threading.Lock()
+
+
+def _add(tracker: CudaRNGStatesTracker) -> None:
+    with _adding:
+        _trackers.add(tracker)
 
 
 def trackers() -> list[CudaRNGStatesTracker]:
     """Every tracker there is."""
-    return list(_trackers)
+    with _adding:
+        return list(_trackers)
 
 
 def get_all_rng_states() -> dict[str, torch.Generator]:

@@ -1,6 +1,7 @@
 """Captures of a set of callables in the order of a schedule, behind their warm-up. Either all of it succeeds, or none
 of it stays: modules, random states and memory are as before."""
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -33,6 +34,7 @@ from transformer_engine.pytorch.saved.marks import mark_not_offload
 
 # Whose static inputs nobody else may have; reset() empties them.
 _live: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
+_lived = threading.Lock()  # around it: other threads capture too
 
 
 class Capture:
@@ -50,7 +52,9 @@ class Capture:
 
     def run(self) -> list[Graphed]:
         plan = self.plan
-        inputs = static_inputs(plan, [t for graphed in _live for t in graphed.forward_graph.inputs])
+        with _lived:
+            others = list(_live)
+        inputs = static_inputs(plan, [t for graphed in others for t in graphed.forward_graph.inputs])
         ambient = Ambient(plan.device.type)
         for i in range(plan.schedule.samples):
             module = plan.module_of(i)
@@ -81,7 +85,8 @@ class Capture:
                 draft.work.forget()
             self.buffers = Buffers()
             raise
-        _live.update(finished)
+        with _lived:
+            _live.update(finished)
         return finished
 
     def _leaves(self) -> list[torch.Tensor]:

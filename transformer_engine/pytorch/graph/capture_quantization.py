@@ -15,7 +15,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.products import Plan
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 
 
 def our_modules(module: object) -> list[TransformerEngineBaseModule]:
@@ -123,19 +123,20 @@ class Quantization:
             for state in _scaling_states(part):
                 if state is not None:
                     state.changed()  # a copy of scales that a recomputation needs is made inside the graph, each time
-        before = STATE.skip_weight_update, STATE.noted
-        STATE.skip_weight_update = None if self.flag is None else self.flag.tensor
-        noted = STATE.noted = {}
+        state = here()
+        before = state.skip_weight_update, state.noted
+        state.skip_weight_update = None if self.flag is None else self.flag.tensor
+        noted = state.noted = {}
         try:
             with autocast(*self.arguments, _graph=True):
-                own = STATE.token
+                own = state.token
                 yield
-                self.plan = STATE.plan if STATE.enabled else None
+                self.plan = state.plan if state.enabled else None
                 known = {id(part) for part in parts}
                 found = [(part, *entry) for part, entry in noted.items() if id(part) in known]
                 self.noted = [Noted(part, token is not own, group) for part, token, group in found]
         finally:
-            STATE.skip_weight_update, STATE.noted = before
+            state.skip_weight_update, state.noted = before
             for part in parts:
                 for state in _scaling_states(part):
                     if state is not None:

@@ -4,6 +4,7 @@ again. It makes nothing faster; it lets schedules, buffers, hooks and refusals r
 import collections
 import linecache
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -48,14 +49,19 @@ class RecordedStream:
 _main = RecordedStream("main")
 
 
+class _Here(threading.local):
+    recorded: "set[RecordedEvent] | None" = None  # by the capture under way in this thread
+
+
+_here = _Here()
+
+
 class RecordedEvent:
     """Stands for a torch.cuda.Event(external=True): a capture notes that it is recorded."""
 
-    capturing: "set[RecordedEvent] | None" = None  # by the capture under way
-
     def record(self, stream: RecordedStream | None = None) -> None:
-        if RecordedEvent.capturing is not None:
-            RecordedEvent.capturing.add(self)
+        if _here.recorded is not None:
+            _here.recorded.add(self)
 
 
 def _write(static: Written, tensors: Written) -> None:
@@ -99,12 +105,12 @@ class CpuGraphs:
         self, work: Callable[[], Written], *, apart: bool = False
     ) -> tuple[RecordedGraph, list[torch.Tensor | None], frozenset[RecordedEvent]]:
         buffers, events = self.apart if apart else self.buffers, set()
-        RecordedEvent.capturing = events
+        _here.recorded = events
         try:
             with _RefuseWaiting():
                 written = work()
         finally:
-            RecordedEvent.capturing = None
+            _here.recorded = None
         static = [None if tensor is None else buffers.take(tensor) for tensor in written]
         _write(static, written)
         return RecordedGraph(work, static), static, frozenset(events)

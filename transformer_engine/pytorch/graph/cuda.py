@@ -2,6 +2,7 @@
 whatever is raised inside a capture."""
 
 import gc
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from transformer_engine.pytorch.utils import make_weak_ref
 
 # One capture stream a device: libraries keep a workspace for every stream that they have seen.
 _streams: dict[int, torch.cuda.Stream] = {}
+_one_session = threading.Lock()
 
 # What CUDA says where a capture meets the default stream: that would wait for the capture, or the capture for it.
 _OUTSIDE = ("legacy stream", "uncaptured work in another stream")
@@ -44,7 +46,11 @@ def _explain(error: RuntimeError) -> None:
 
 @contextmanager
 def _waiting_refused() -> Iterator[None]:
-    """torch raises before a call that would wait for the device, and so spoil the capture."""
+    """torch raises before a call that would wait for the device, and so spoil the capture. It would raise in other
+    threads too: beside these CUDA itself refuses the call."""
+    if threading.active_count() > 1:
+        yield
+        return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "a prototype feature"
@@ -81,7 +87,8 @@ class CudaGraphs:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        with torch.cuda.device(self.device):
+        """Captures of several threads take turns: they share the stream, and torch captures one graph at a time."""
+        with _one_session, torch.cuda.device(self.device):
             yield
 
     @contextmanager
@@ -119,7 +126,8 @@ class CudaGraphs:
             graph.register_generator_state(generator)
         pool = self.apart if apart else self.pool
         with torch.cuda.stream(self.stream), _no_collection():
-            graph.capture_begin(pool=pool)
+            # Other threads, which train meanwhile, may ask CUDA for what a capture may not.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 with _waiting_refused():
                     static = [None if tensor is None else tensor.detach() for tensor in work()]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch import _C, capture_flag
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capture_flag import is_graph_capturing
 from transformer_engine.pytorch.graph.backend import Backend
 from transformer_engine.pytorch.graph.calls import Calls, Fitness
 from transformer_engine.pytorch.graph.captured import BackwardGraph, ForwardGraph, WeightGradGraph
@@ -20,7 +21,7 @@ from transformer_engine.pytorch.graph.replay_scales import Scales
 from transformer_engine.pytorch.graph.weight_flag import WeightFlag
 from transformer_engine.pytorch.graph.weight_grads import WeightGrads
 from transformer_engine.pytorch.quantization.products import Plan
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.torch_private import are_functorch_transforms_active, current_graph_task_id
 
@@ -104,7 +105,7 @@ class Graphed(_Record, Replays, Refusals, WeightGrads):
     ) -> object:
         if self.fitness.unfit is not None:
             raise RuntimeError(f"{self.label}: {self.fitness.unfit}")
-        if capture_flag._capturing:
+        if is_graph_capturing():
             self._refuse_capturing()
         if self.channels:
             self._refuse_failed()
@@ -121,7 +122,7 @@ class Graphed(_Record, Replays, Refusals, WeightGrads):
             raise ValueError(
                 f"{self.label}: argument 'is_first_microbatch' is {shown(is_first_microbatch)}, wanted True or False."
             )
-        if STATE.enabled:
+        if here().enabled:
             if self.plan is not None:
                 self._check_recipe()
             elif not self.calls.told:

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.graph.capture_quantization import Noted
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.recompute_phase import RecomputePhase
 from transformer_engine.pytorch.torch_private import foreach_copy_
 
@@ -66,7 +66,7 @@ class Scales:
         """(the region around a call, which its states enter; that region once more where there is no autocast, and it
         is to be updated behind the call)."""
         self._check_known()
-        state = STATE
+        state = here()
         around = state.group if state.active else self.group
         if around is not self._prepared_for:
             self._prepare(around)

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.module.parallel import divided, group_size
 from transformer_engine.pytorch.module.retelling import retell
 from transformer_engine.pytorch.quantization import te_state
 from transformer_engine.pytorch.quantization.primary_weights import plain
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import HERE, here
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.torch_autocast import is_autocast
 
@@ -179,7 +179,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             if buffer is not None and not torch.compiler.is_compiling():  # refused there
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
-        if splits.offsets is not None and inp.is_cuda and STATE.enabled:  # before a quantizer notes anything
+        if splits.offsets is not None and inp.is_cuda and here().enabled:  # before a quantizer notes anything
             self._check_dtype(inp)
         (weights, all_plain), (biases, _) = (self._parameters_of(names) for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, all_plain, is_first_microbatch)
@@ -232,7 +232,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not quantizations:
             return [], []
         own = quantization.own
-        if is_first_microbatch is None and all_plain and not STATE.in_capture():
+        if is_first_microbatch is None and all_plain and not HERE.state.in_capture():
             return quantizations, []  # of_weights() has nothing of any
         copies = quantization.of_weights(self, weights, is_first_microbatch)
         if not any(copy is not None for copy in copies):
@@ -258,7 +258,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
 
     def _check_recipe(self) -> None:
-        if self.tp_size > 1 and STATE.enabled and STATE.chosen_recipe().float8_current_scaling():
+        if self.tp_size > 1 and here().enabled and here().chosen_recipe().float8_current_scaling():
             refuse_recipe(
                 f"{type(self).__name__}: Float8CurrentScaling with {self.tp_size} ranks of tensor parallelism, where "
                 "each rank has a part of what is to have one scale; use Float8BlockScaling or DelayedScaling.",

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.distributed.usage import usage_by_name
 from transformer_engine.pytorch.optimizers.adam_states import local_of
 from transformer_engine.pytorch.probe.held import Held, Inner, held_by, inner_hooks_seen
 from transformer_engine.pytorch.probe.one_run import gradients_returned, nodes_behind, recording, table, tensors_in
-from transformer_engine.pytorch.saved import observers
+from transformer_engine.pytorch.saved import observed
 
 
 @dataclass(frozen=True)
@@ -222,13 +222,9 @@ def memory_plan(
         def observe(t: torch.Tensor, saved: object) -> None:
             seen.append(_Observed(at_work[-1] if at_work else "", t, saved))
 
-        observers.append(observe)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
-                with inner_hooks_seen(lambda: at_work[-1] if at_work else "") as inner:
-                    result = module(*sample, **options)
-        finally:
-            observers.remove(observe)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor)
+        with observed(observe), hooks, inner_hooks_seen(lambda: at_work[-1] if at_work else "") as inner:
+            result = module(*sample, **options)
         kept = [packed for ref in seen if (packed := ref()) is not None]  # the others' graphs are gone already
         device = next((t.device for t in (*tensors_in([sample, options]), *module.parameters())), None)
         kept += _packed([packed for ref in inner if (packed := ref()) is not None])

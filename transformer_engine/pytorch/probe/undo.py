@@ -11,7 +11,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.rng import trackers
 from transformer_engine.pytorch.graph.capture_quantization import our_modules
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.torch_private import unsafe_preserve_version_counter
 
 
@@ -74,15 +74,15 @@ def _alias(t: torch.Tensor) -> torch.Tensor:
 def _quantization_restored(module: torch.nn.Module) -> Iterator[None]:
     """Scales and histories in their memory, which views and graphs know, and kept weights: inside, none is written to.
     No region is told of what runs: its end and its backward would make scales of it."""
-    parts, region = our_modules(module), STATE.region
+    parts, state = our_modules(module), here()
     before = [(part.runtime, part.runtime.snapshot(part)) for part in parts]
     for runtime, _ in before:
         runtime.weights_anew()
-    STATE.region = None
+    region, state.region = state.region, None
     try:
         yield
     finally:
-        STATE.region = region
+        state.region = region
         for runtime, snapshot in before:
             runtime.restore(snapshot)
 

@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._keywords import hides_unknown, tells_keywords, unknown_keyword
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.formats import must_be_a_recipe
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 
 
 def _deprecated(old: str, new: str) -> None:
@@ -34,9 +34,10 @@ class autocast:
     high precision and note the amaxes from which delayed scaling makes scales. amax_reduction_group: over which those
     amaxes are reduced, once, when the outermost autocast ends; None: the default group, where there is one. _graph: for
     the owner of a captured graph, who updates scales himself.
-    Contexts nest, and an instance may be entered again once it has been left. What is switched on holds for the whole
-    process: contexts of several threads at a time are not kept apart. A module that runs under two recipes
-    inside one outermost autocast is refused where one of them is delayed scaling.
+    Contexts nest, and an instance may be entered again once it has been left. What is switched on holds for the thread,
+    as torch.autocast does: a new thread starts with nothing, a backward has what is on in the thread that calls it, and
+    te.checkpoint's second run what its first one had. A module that runs under two recipes inside one outermost
+    autocast is refused where one of them is delayed scaling.
     Errors: ValueError for what is no flag or no recipe; RuntimeError where an instance is entered that has not been
     left.
     """
@@ -69,8 +70,9 @@ class autocast:
             raise RuntimeError(
                 "autocast: this instance has been entered and not left; make one for each block that runs at a time."
             )
-        state = STATE
+        state = here()
         self._before = (
+            state,
             (state.enabled, state.calibrating, state.recipe, state.group),
             (state.token, state.plan, state.region, state.capturing),
             state.resets,
@@ -83,7 +85,7 @@ class autocast:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object | None) -> None:
-        state, (said, rest, resets) = STATE, self._before
+        state, said, rest, resets = self._before
         region, graph = state.region, state.capturing
         self._before = None
         if state.resets != resets:
@@ -129,7 +131,7 @@ def quantized_model_init(
     _must_be_flags("quantized_model_init", enabled=enabled)
     if recipe is not None:
         must_be_a_recipe("quantized_model_init", recipe)
-    state = STATE
+    state = here()
     before, resets = (state.parameters, state.parameters_recipe, state.preserve_high_precision), state.resets
     state.parameters = bool(enabled)
     state.parameters_recipe = recipe

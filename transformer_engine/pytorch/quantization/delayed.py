@@ -258,7 +258,7 @@ class Region:
 
 def _update_table(table: dict[int, tuple]) -> None:
     """Each backward of a region leaves new amaxes: the entries stay for another one (retain_graph)."""
-    update(table.values())
+    update(list(table.values()))  # of which a forward beside it may add some
 
 
 def update(entries: Iterable[tuple]) -> None:

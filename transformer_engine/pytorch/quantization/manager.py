@@ -1,5 +1,5 @@
 """FP8GlobalStateManager: the questions and commands about contexts and scales that clients know by these names. It
-keeps nothing itself."""
+keeps nothing itself. All of it is of the thread that asks; in a backward, of the thread that calls it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.quantization import availability
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.utils import resolve_device
 
 
@@ -18,55 +18,55 @@ class QuantizationState:
 
     @property
     def fp8_enabled(self) -> bool:
-        return STATE.enabled
+        return here().enabled
 
     @property
     def fp8_calibration(self) -> bool:
-        return STATE.calibrating
+        return here().calibrating
 
     @property
     def fp8_recipe(self) -> Recipe | None:
         """Of the innermost autocast; None where it was given none."""
-        return STATE.recipe
+        return here().recipe
 
     @property
     def fp8_distributed_group(self) -> object | None:
-        return STATE.group
+        return here().group
 
     @property
     def fp8_parameters(self) -> bool:
-        return STATE.parameters
+        return here().parameters
 
     @property
     def high_precision_init_val(self) -> bool:
-        return STATE.preserve_high_precision
+        return here().preserve_high_precision
 
     @property
     def autocast_depth(self) -> int:
-        return STATE.depth
+        return here().depth
 
     @property
     def skip_fp8_weight_update_tensor(self) -> torch.Tensor | None:
-        return STATE.skip_weight_update
+        return here().skip_weight_update
 
     @property
     def fp8_graph_capturing(self) -> bool:
-        return STATE.in_capture()
+        return here().in_capture()
 
     @fp8_graph_capturing.setter
     def fp8_graph_capturing(self, capturing: bool) -> None:
-        STATE.capturing = capturing
+        here().capturing = capturing
 
     @property
     def is_first_fp8_module(self) -> bool:
         """Whether no module has been the first yet inside the outermost autocast; to read it changes nothing."""
-        region = STATE.region
+        region = here().region
         return region is not None and not (region.claimed or region.followed)
 
     @is_first_fp8_module.setter
     def is_first_fp8_module(self, first: bool) -> None:
-        if STATE.region is not None:
-            STATE.region.claimed = not first
+        if here().region is not None:
+            here().region.claimed = not first
 
 
 class FP8GlobalStateManager:
@@ -78,29 +78,29 @@ class FP8GlobalStateManager:
     def reset(cls) -> None:
         """As in a new process: no context, nothing waiting. Those that are open have ended, and leaving them changes
         nothing; what ran inside gets no new scales from them. Scales and histories are the modules'."""
-        STATE.reset()
+        here().reset()
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        return STATE.enabled
+        return here().enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        return STATE.calibrating
+        return here().calibrating
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
         """Whether modules built here get quantized weights."""
-        return STATE.parameters
+        return here().parameters
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        return STATE.preserve_high_precision
+        return here().preserve_high_precision
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
         """Whether a graph is being captured, by its owner's word (autocast's _graph) or by the stream's."""
-        return STATE.in_capture()
+        return here().in_capture()
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
@@ -112,22 +112,23 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        return STATE.chosen_recipe()
+        return here().chosen_recipe()
 
     @classmethod
     def get_fp8_group(cls) -> object | None:
-        return STATE.group
+        return here().group
 
     @classmethod
     def get_fp8_autocast_state(cls) -> tuple:
         """(enabled, calibrating, recipe, group, capturing)."""
-        return STATE.surroundings()[:5]
+        return here().surroundings()[:5]
 
     @classmethod
     def set_fp8_autocast_state(cls, fp8_state: tuple) -> None:
         """Puts back what get_fp8_autocast_state returned."""
-        *said, STATE.capturing = fp8_state
-        STATE.set(*said)
+        state = here()
+        *said, state.capturing = fp8_state
+        state.set(*said)
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
@@ -150,38 +151,41 @@ class FP8GlobalStateManager:
         """A flag on the device, float32 [1], that a graph's kernels read: where it is not 0, a cached weight is not
         quantized again. It stays the same memory, so that a graph which was captured with it follows; calls outside of
         a capture ask is_first_microbatch alone. None: there is no flag."""
+        state = here()
         if skip is None:
-            STATE.skip_weight_update = None
+            state.skip_weight_update = None
             return
-        if STATE.skip_weight_update is None:
-            STATE.skip_weight_update = torch.empty(1, dtype=torch.float32, device=resolve_device(None))
-        STATE.skip_weight_update.fill_(float(skip))
+        if state.skip_weight_update is None:
+            state.skip_weight_update = torch.empty(1, dtype=torch.float32, device=resolve_device(None))
+        state.skip_weight_update.fill_(float(skip))
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> torch.Tensor | None:
-        return STATE.skip_weight_update
+        return here().skip_weight_update
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
         """New scales from the amaxes of the current region's forward, or of the backward of the oldest region whose
         owner captured it in a graph. Eager regions see to both themselves."""
+        state = here()
         if forward:
-            if STATE.region is not None:
-                STATE.region.update_forward()
-        elif STATE.waiting:
-            STATE.waiting.popleft().update_backward()
+            if state.region is not None:
+                state.region.update_forward()
+        elif state.waiting:
+            state.waiting.popleft().update_backward()
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict) -> None:
         """A module's scales and histories join the current region: for the replay of a graph, in which no module
         runs. Outside of autocast, and for recipes without state, nothing happens."""
-        if STATE.region is None:
+        region = here().region
+        if region is None:
             return
         for forward in (True, False):
             key = cls.get_meta_tensor_key(forward)
             if key in fp8_meta:
-                STATE.region.by_hand = True
-                STATE.region.add(fp8_meta[key], fp8_meta["fp8_group"], forward=forward)
+                region.by_hand = True
+                region.add(fp8_meta[key], fp8_meta["fp8_group"], forward=forward)
 
     @classmethod
     def get_meta_tensor_key(cls, forward: bool = True) -> str:

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.quantization import extra_state
 from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import here
 
 
 class QuantizedModule(torch.nn.Module):
@@ -73,8 +73,9 @@ class QuantizedModule(torch.nn.Module):
                 "module's products."
             )
         quantization = self.runtime.quantization
-        if STATE.active and self._products and quantization.token is not STATE.token:
-            quantization.enter(self, STATE)
+        state = here()
+        if state.active and self._products and quantization.token is not state.token:
+            quantization.enter(self, state)
 
     def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
         """Makes the histories (of one direction: fwd) shorter or longer; the newest amaxes stay. Errors: ValueError for
@@ -107,7 +108,8 @@ class QuantizedModule(torch.nn.Module):
         dict (torch.distributed.checkpoint) find room for a checkpoint's."""
         meta = self.fp8_meta
         ran = self.runtime.quantization.own is not None or meta["fp8_checkpoint"] or "scaling_fwd" in meta
-        if not (ran or self.primary_weights_in_fp8) and STATE.active and STATE.chosen_recipe().delayed():
+        state = here()
+        if not (ran or self.primary_weights_in_fp8) and state.active and state.chosen_recipe().delayed():
             self.init_fp8_metadata()
         forward, backward = (meta.get(key) for key in DIRECTIONS)
         return torch.empty(0, dtype=torch.uint8) if forward is None else extra_state.pack(forward, backward)

@@ -26,9 +26,10 @@ from transformer_engine.pytorch.quantization.primary_weights import (
 )
 from transformer_engine.pytorch.quantization.products import SLOTS, Plan, plan_of, traced_integers
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.surroundings import STATE, State, get_default_recipe
+from transformer_engine.pytorch.quantization.surroundings import HERE, State, get_default_recipe, here
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
+from transformer_engine.pytorch.torch_private import current_graph_task_id
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")  # keys of meta
 
@@ -96,7 +97,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
     """
 
     def __init__(self, products: int) -> None:
-        self.parameters_recipe: Recipe | None = STATE.parameters_recipe
+        self.parameters_recipe: Recipe | None = here().parameters_recipe
         self.meta: dict[str, object] = {
             "fp8_checkpoint": False,
             "recipe": get_default_recipe(),
@@ -165,7 +166,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         self, module: torch.nn.Module, product: str, weight: torch.Tensor, is_first_microbatch: bool | None
     ) -> tuple[object | None, _C.Quantized | None]:
         """(of_product, of_weight) of a call."""
-        if module.primary_weights_in_fp8 and STATE.enabled and _under_compile():
+        if module.primary_weights_in_fp8 and here().enabled and _under_compile():
             refuse(
                 f"{type(module).__name__}: a product with a quantized weight (quantized_model_init) is not available "
                 "in this version under torch.compile; keep the module out of the compiled region."
@@ -177,9 +178,11 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
 
     def of_product(self, module: torch.nn.Module, product: str = "") -> object | list[int] | None:
         """_C.ProductQuantization of this call's product, its integers under torch.compile; None: high precision."""
-        state = STATE
+        state = HERE.state
         if torch.compiler.is_compiling():
             return self._traced(module, state)
+        if state.borrowed or (not state.active and current_graph_task_id() != -1):
+            state = here()
         if not state.active:
             if self.token is not None:
                 self._tell_of_recomputation(module)
@@ -246,8 +249,9 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             return
         own.note(index, "input", _C.quantize_amax(x.detach()))
         own.note(index, "weight", _C.quantize_amax(weight.detach()))
-        if index == 0 and STATE.region is not None:
-            STATE.region.add(own.forward, STATE.group, forward=True)
+        state = here()
+        if index == 0 and state.region is not None:
+            state.region.add(own.forward, state.group, forward=True)
 
     # ---- the recipe ----
 
@@ -336,7 +340,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         own = self.own
         if own is None:
             if self.parameters_recipe is None:
-                self.parameters_recipe = STATE.chosen_recipe()
+                self.parameters_recipe = here().chosen_recipe()
             own = ModulePlan(plan_of(self.parameters_recipe), roles_of(module), _weight_device(module))
             own.prepare(None, None)
             self._hold(module, own)

@@ -18,7 +18,7 @@ from transformer_engine.pytorch.quantization.primary_weights import (
     as_product_reads,
     check_primary_weight,
 )
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import HERE
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.torch_autocast import is_autocast
@@ -112,9 +112,10 @@ class WeightCalls:
 
         is_first_microbatch: True quantizes and keeps, False takes what was kept, None does neither. In a graph's
         capture its flag (set_skip_fp8_weight_update_tensor), where there is one, decides instead, in the kernel."""
-        if not STATE.enabled:
+        state = HERE.state
+        if not state.enabled:
             return None
-        if is_first_microbatch is None and type(weight) is torch.nn.Parameter and not STATE.in_capture():
+        if is_first_microbatch is None and type(weight) is torch.nn.Parameter and not state.in_capture():
             return None
         products = {product: module._products.index(product)}
         return self.of_weights(module, [weight], is_first_microbatch, products)[0]
@@ -127,7 +128,7 @@ class WeightCalls:
         products: Mapping[str, int] | None = None,
     ) -> list[_C.Quantized | None]:
         """of_weight() of each. products: their names and numbers, all of the module's by default."""
-        state = STATE
+        state = HERE.state
         if products is None:
             products = {name: i for i, name in enumerate(module._products)}
         copies = [

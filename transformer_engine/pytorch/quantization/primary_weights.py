@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import outside_of_modes
 from transformer_engine.pytorch.quantization.module_plan import ModulePlan
-from transformer_engine.pytorch.quantization.surroundings import STATE
+from transformer_engine.pytorch.quantization.surroundings import HERE
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.layout import ROWWISE
@@ -51,7 +51,7 @@ def as_product_reads(own: ModulePlan, weight: QuantizedTensor) -> _C.Quantized:
             with outside_of_modes():
                 weight.update_usage(rowwise_usage=True, columnwise_usage=True)
             handle = weight._native()
-        if STATE.in_capture():  # replays read and write this memory
+        if HERE.state.in_capture():  # replays read and write this memory
             weight._keeps_columnwise = True
     elif handle.columnwise is not None and _needs_no_columns(weight):
         weight.update_usage(columnwise_usage=False)

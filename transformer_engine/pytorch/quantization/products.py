@@ -7,6 +7,7 @@ import copy
 import operator
 import os
 import struct
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,7 @@ class Plan:
 
 
 _plans: dict[object, Plan] = {}
+_making = threading.Lock()
 _MOST_PLANS = 256  # of recipes made anew in each step with ever other values
 
 
@@ -201,9 +203,10 @@ def plan_of(recipe: Recipe) -> Plan:
     plan = _plans.get(key)
     if plan is None:
         plan = _new_plan(copy.copy(recipe))  # whose owner may change its fields later
-        if len(_plans) >= _MOST_PLANS:
-            _plans.pop(next(iter(_plans)))
-        _plans[key] = plan
+        with _making:
+            if len(_plans) >= _MOST_PLANS:
+                del _plans[next(iter(_plans))]
+            plan = _plans.setdefault(key, plan)  # another thread may have made it meanwhile
     return plan
 
 

@@ -1,8 +1,12 @@
-"""What is switched on around the code that asks: one instance, which contexts write and modules read. torch.compile
-guards the attributes of an instance, not those of a class. It is the process's, as autograd's threads look too."""
+"""What is switched on around the code that asks: one instance for each thread, which contexts write and modules read.
+torch.compile guards the attributes of an instance, not those of a class. As with torch.autocast a new thread starts
+with nothing switched on, and a backward sees what is on in the thread that calls it, whichever thread runs it."""
 
 from __future__ import annotations
 
+import copy
+import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +15,11 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.capture_flag import stream_captures
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.products import Plan, plan_of
+from transformer_engine.pytorch.torch_private import current_graph_task_id
 
 
 def get_default_recipe() -> Recipe:
@@ -39,9 +45,14 @@ class Surroundings(NamedTuple):
 
 class State:
     """enabled, calibrating, recipe, group: of the innermost autocast. token: which autocast that is. region: what the
-    outermost one has to update at its end. capturing: it belongs to a graph, whose owner updates scales."""
+    outermost one has to update at its end. capturing: it belongs to a graph, whose owner updates scales. thread: whose
+    number it has; 0: it needed none yet. borrowed: a copy for one of that thread's backwards, which another one runs;
+    backward, outside: its number, and the depth that it was found at."""
 
     def __init__(self) -> None:
+        self.thread = 0
+        self.borrowed = False
+        self.backward, self.outside = -1, 0
         self.resets = 0
         self.reset()
 
@@ -114,4 +125,45 @@ class State:
                 self.token, self.plan = before[1:]
 
 
-STATE = State()
+class _Here(threading.local):
+    """state: what this thread's code sees. own: what is on in this thread; outside of a backward these are one.
+    borrowed: of threads whose backwards it runs."""
+
+    def __init__(self) -> None:  # torch.compile sees no attribute of the class
+        self.state = self.own = State()
+        self.borrowed: dict[int, State] = {}
+
+
+HERE = _Here()
+_states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()  # by the numbers of their threads
+
+
+def here() -> State:
+    """What is on in this thread; in a backward, what is on in the thread that calls it."""
+    state = HERE.state
+    if torch.compiler.is_compiling():
+        return state
+    if current_graph_task_id() != -1:
+        return _of_caller()
+    if state.thread == 0:
+        state.thread = _C.this_thread()
+        _states[state.thread] = state
+    return state
+
+
+def _of_caller() -> State:
+    """Autograd's threads run the backwards of many others, one inside of another one: each has a copy, made anew for
+    each backward, unless a context is open on it."""
+    own, caller = HERE.own, _C.calling_thread()
+    theirs = None if caller == own.thread else _states.get(caller)
+    if theirs is None:
+        HERE.state = own
+        return own
+    state = HERE.borrowed.get(caller)
+    if state is None or (state.backward != current_graph_task_id() and state.depth == state.outside):
+        for gone in [number for number in HERE.borrowed if number not in _states]:
+            del HERE.borrowed[gone]
+        state = HERE.borrowed[caller] = copy.copy(theirs)
+        state.borrowed, state.backward, state.outside = True, current_graph_task_id(), theirs.depth
+    HERE.state = state
+    return state

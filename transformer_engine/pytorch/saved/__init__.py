@@ -5,7 +5,7 @@ marks, nesting and observers are the door's. It moves nothing itself."""
 from transformer_engine.pytorch.saved.context import Client as Client
 from transformer_engine.pytorch.saved.context import Hooks as Hooks
 from transformer_engine.pytorch.saved.context import is_recorded as is_recorded
-from transformer_engine.pytorch.saved.context import observers as observers
+from transformer_engine.pytorch.saved.context import observed as observed
 from transformer_engine.pytorch.saved.marks import mark_not_offload as mark_not_offload
 from transformer_engine.pytorch.saved.rows import live_rows as live_rows
 from transformer_engine.pytorch.saved.rows import mark_pageable as mark_pageable

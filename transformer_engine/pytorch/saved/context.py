@@ -14,8 +14,9 @@ from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.saved.standing import Composed, Foreign, pop_pythons
 from transformer_engine.pytorch.tensor.fields import MARK
 
-# Told of each tensor that a client takes, or that stays, and of what stands for it: te.memory_plan.
-observers: list[Callable[[torch.Tensor, object], None]] = _C.saved_observers
+# `with observed(told):` told(tensor, saved) is called for each tensor that this thread saves and a client takes, or
+# that stays, with what stands for it: te.memory_plan.
+observed = _C.SavedObserver
 
 # What is saved together, as one layer's tensors are: derive, and say take(tensor), what stands for the tensor's storage
 # from now on, or None: it is no concern of this client. takes: whether anything can be taken now. What take() raises is
