@@ -4,6 +4,8 @@
 # test_random_states_that_are_left_alone; `h = x` behind the node (sees_inner_ops of csrc/layer/op_faces.h false),
 # test_every_module_with_a_selective_policy.
 
+import functools
+
 import pytest
 import torch
 from families import EVERY_FAMILY, FFN, HIDDEN, build, inputs_of
