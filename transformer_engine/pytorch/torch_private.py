@@ -21,6 +21,7 @@ DisableFuncTorch = torch._C._DisableFuncTorch  # 2.9 - 2.15
 execution_engine = torch.autograd.Variable._execution_engine  # 2.9 - 2.15
 foreach_copy_ = torch._foreach_copy_  # 2.9 - 2.15
 foreach_mul = torch._foreach_mul  # 2.9 - 2.15
+has_any_global_hook = torch.nn.modules.module._has_any_global_hook  # 2.9 - 2.15
 has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type  # 2.9 - 2.15
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # 2.9 - 2.15
 increment_version = torch._C._increment_version  # 2.9 - 2.15; torch.autograd.graph's, without its frame

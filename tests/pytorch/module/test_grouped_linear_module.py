@@ -34,7 +34,7 @@ def test_signature_is_the_apis():
 
 def test_parameters_lie_in_one_buffer_and_clients_may_move_them(device):
     ours, _ = build(device=device)
-    assert [n for n, _ in ours.named_parameters()] == [f"{k}{i}" for k in ("weight", "bias") for i in range(4)]
+    assert [n for n, _ in ours.named_parameters()] == [f"{k}{i}" for i in range(4) for k in ("weight", "bias")]
     assert len({getattr(ours, f"weight{i}").untyped_storage().data_ptr() for i in range(4)}) == 1
     x = randn(sum(SPLITS), K, device=device)
     want = ours(x, SPLITS)

@@ -4,7 +4,8 @@ in its place, and with keywords of ours where it is this library's own. It compu
 from collections.abc import Callable, Mapping
 
 import torch
-from torch.nn.modules import module as torch_module
+
+from transformer_engine.pytorch.torch_private import has_any_global_hook
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -26,7 +27,7 @@ def is_own(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     own = module.__dict__
     if "forward" in own:
         return False
-    if not torch.compiler.is_compiling() and torch_module._has_any_global_hook():
+    if not torch.compiler.is_compiling() and has_any_global_hook():
         return False
     hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     return not hooks or all(getattr(hook, "only_watches", False) for name in _HOOKS for hook in own[name].values())
