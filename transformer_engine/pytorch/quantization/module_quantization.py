@@ -200,7 +200,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
 
     def _tell_of_recomputation(self, module: torch.nn.Module) -> None:
         """A second run in a backward that has lost the autocast of the first one."""
-        if self.fp8 and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if self.fp8 and torch.is_grad_enabled() and current_graph_task_id() != -1:
             warnings.warn(
                 f"{type(module).__name__}: it ran under te.autocast, and runs without it inside a backward, as "
                 "torch.utils.checkpoint recomputes: its gradients are not those of the forward that ran; use "
