@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch.quantization.delayed import ScalingState
+from transformer_engine.pytorch.torch_private import foreach_copy_
 
 
 class StepScales:
@@ -38,7 +39,7 @@ class StepScales:
             return
         now, before = _joined(tensors), self._before(tensors)
         values = torch.where(bad, before, now).split([t.numel() for t in tensors])
-        torch._foreach_copy_(tensors, [v.view_as(t) for v, t in zip(values, tensors, strict=True)])
+        foreach_copy_(tensors, [v.view_as(t) for v, t in zip(values, tensors, strict=True)])
         for state in states:
             state.changed()
 
