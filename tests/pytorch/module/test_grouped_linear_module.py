@@ -123,7 +123,7 @@ def test_a_checkpoint_that_says_it_twice(kind, device):
         given = {n: t for n, t in single.items() if kind not in n or int(n[-1]) in there}
         given[kind] = torch.stack([torch.ones_like(single[f"{kind}{i}"]) for i in range(4)])
         target, _ = build(device=device)
-        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{kind}"'):
+        with pytest.raises(RuntimeError, match=rf"Unexpected key.*: {kind}\."):
             target.load_state_dict(given)
         target.load_state_dict(given, strict=False)
         assert all(getattr(target, f"{kind}{i}").eq(2).all() for i in there)

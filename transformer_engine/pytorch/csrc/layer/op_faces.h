@@ -94,6 +94,7 @@ inline void check_own_weights(const Call& call) {
 inline bool sees_inner_ops(const Call& call, at::ArrayRef<const Tensor*> tensors) {
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return false;
   if (!c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return false;
+  if (call.x().is_meta()) return false;  // torch has no autocast for it, and there are no values
   const at::TensorList weights = call.arguments.list(weight_of(0));
   return needs_graph(tensors) ||
          std::any_of(weights.begin(), weights.end(), [](const Tensor& t) { return t.requires_grad(); });
