@@ -1,8 +1,7 @@
 """examples/with_megatron_core.py on a CPU: megatron-core asks for CUDA by name throughout, so what it asks for is
-answered by the CPU. For tests alone; run as a script, one process a rank, with the example's options."""
+answered by the CPU. For tests alone; run as a script, of one rank, with the example's options."""
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 
@@ -63,10 +62,6 @@ if __name__ == "__main__":
     pretend()
     import with_megatron_core
 
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     losses = with_megatron_core.train(with_megatron_core.options(sys.argv[1:]), torch.device("cpu"))
     sys.exit(0 if losses[-1] < losses[0] else 1)
