@@ -1,8 +1,9 @@
 # What is switched on is a thread's own, as with torch.autocast: a new thread starts with nothing, contexts of several
 # are kept apart, and a backward has what is on in the thread that calls it, whichever thread runs it. Mutants: one
-# State for the process (_Here no threading.local), _of_caller() returning HERE.own, or a copy that is never made anew
-# (`state is None` alone there), turn these red.
+# State for the process (_Here no threading.local), _of_caller() returning HERE.own, a copy that is never made anew
+# (`state is None` alone there), or the second of two plans kept (`_plans[key] = plan`) turn these red.
 import threading
+import types
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.graph import is_graph_capturing, set_capture_end, set_capture_start
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
-from transformer_engine.pytorch.quantization.products import plan_of
+from transformer_engine.pytorch.quantization import products, surroundings
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
@@ -80,6 +81,8 @@ def test_a_context_that_another_thread_leaves_is_its_own(device):
         elsewhere(context.__enter__)
         context.__exit__(None, None, None)
         assert Manager.get_fp8_recipe().float8_block_scaling()
+    context.__enter__()
+    elsewhere(lambda: context.__exit__(None, None, None))
     assert said() == NOTHING
 
 
@@ -113,7 +116,7 @@ def on_autograds_thread(call):
         except BaseException as error:
             found.append((threading.get_ident(), error))
 
-    _Deeper.apply(torch.ones(1, requires_grad=True), 70, work).backward()
+    _Deeper.apply(torch.ones(1, requires_grad=True), 61, work).backward()
     (thread, result), here = found[0], threading.get_ident()
     assert thread != here
     if isinstance(result, BaseException):
@@ -122,7 +125,6 @@ def on_autograds_thread(call):
 
 
 def test_a_backward_has_what_is_on_where_it_is_called():
-    """Each of them anew: the thread that runs it served others."""
     recipe = Float8BlockScaling()
 
     def nested():
@@ -144,6 +146,32 @@ def test_a_backward_has_what_is_on_where_it_is_called():
         assert on_autograds_thread(said)[-1] is True and elsewhere(lambda: on_autograds_thread(said)) == NOTHING
         set_capture_end()
     assert on_autograds_thread(said) == NOTHING == said()
+
+
+def test_a_copy_is_of_one_backward(monkeypatch):
+    """As a device's thread of autograd has it, which keeps what is its own from backward to backward; the threads above
+    do not."""
+    theirs, backward = surroundings.here(), [1]
+    names = types.SimpleNamespace(calling_thread=lambda: theirs.thread)
+    monkeypatch.setattr(surroundings, "_C", names)
+    monkeypatch.setattr(surroundings, "current_graph_task_id", lambda: backward[0])
+
+    def runs():
+        found = [Manager.is_fp8_enabled()]
+        theirs.set(True, False, Float8CurrentScaling(), None)
+        found.append(Manager.is_fp8_enabled())
+        backward[0] = 2
+        found.append(Manager.is_fp8_enabled())
+        with te.autocast(enabled=False):
+            backward[0] = 3  # one inside of the other
+            found.append(Manager.is_fp8_enabled())
+        found.append(Manager.is_fp8_enabled())
+        return found
+
+    try:
+        assert elsewhere(runs) == [False, False, True, False, True]
+    finally:
+        theirs.set(False, False, None, None)
 
 
 def test_backwards_of_two_threads_are_kept_apart():
@@ -207,7 +235,7 @@ def test_recomputation_on_another_thread(device, kind):
 
 
 def test_a_compiled_function_in_two_threads(device):
-    """Guards see another recipe, and another thread's."""
+    """Guards see another recipe, and another thread's. In turns: Dynamo's cache is not for two threads at a time."""
     module, x = te.Linear(32, 32, device=device), randn(16, 32, device=device)
     kinds = [Float8CurrentScaling, Float8BlockScaling, None]
     graphs = []
@@ -233,12 +261,21 @@ def test_a_compiled_function_in_two_threads(device):
     assert check(kinds * 2) and len(graphs) == 3
     wanted = [both(kind)[0] for kind in kinds]
     assert not torch.equal(wanted[0], wanted[1]) and not torch.equal(wanted[0], wanted[2])
-    assert elsewhere(lambda: check(kinds[::-1] * 2)) and len(graphs) == 3
-    assert in_threads(2, lambda i: check((kinds if i else kinds[::-1]) * 10)) == [True, True] and len(graphs) == 3
+    with te.autocast(recipe=Float8BlockScaling()), torch.no_grad():
+        assert elsewhere(lambda: check(kinds[::-1] * 2)) and len(graphs) == 3
+        assert_same_bits(run(x), wanted[1])
+    assert len(graphs) == 3
 
 
-def test_recipes_of_equal_values_have_one_plan():
-    """Plans are compared by identity, whichever thread made one first."""
-    for margin in range(60):
-        plans = in_threads(4, lambda _, margin=margin: plan_of(DelayedScaling(margin=margin, amax_history_len=77)))
-        assert all(plan is plans[0] for plan in plans)
+def test_recipes_of_equal_values_have_one_plan(monkeypatch):
+    """Plans are compared by identity, whichever of two threads that make one at a time is first."""
+    made, new_plan = threading.Barrier(2), products._new_plan
+
+    def both_make(recipe):
+        plan = new_plan(recipe)
+        made.wait(60)
+        return plan
+
+    monkeypatch.setattr(products, "_new_plan", both_make)
+    one, other = in_threads(2, lambda _: products.plan_of(DelayedScaling(margin=5, amax_history_len=77)))
+    assert one is other
