@@ -80,7 +80,7 @@ class Side {
   std::vector<te_stash_member> members(const std::vector<std::unique_ptr<Buffer<unsigned char>>>& memory, int e,
                                        const int32_t* counter) const {
     return {{memory[size_t(2 * e)]->data(), counter, 4, TE_STASH_TAIL_ZERO, 512, kMost, 1, 0},
-            {memory[size_t(2 * e + 1)]->data() + 3, counter, 4, TE_STASH_TAIL_TILE, kOdd, kMost, 64}};
+            {memory[size_t(2 * e + 1)]->data() + 3, counter, 4, TE_STASH_TAIL_TILE, kOdd, kMost, 64, 0}};
   }
 };
 
