@@ -151,12 +151,12 @@ class Peer:
         call("te_comm_peer_follow", self.made, pointer(stream))
         call("te_comm_peer_push", self.made, slot, to, ctypes.c_size_t(offset), size, *source)
         call("te_comm_peer_signal", self.made, slot, to)
-        call("te_comm_peer_join", self.made, pointer(stream))
+        call("te_comm_peer_join", self.made, slot, pointer(stream))
 
     def receive(self, slot, of, stream):
         """Waits for what `of` pushes here, and leaves the slot to it again."""
         call("te_comm_peer_wait", self.made, slot, of, pointer(stream))
-        call("te_comm_peer_done", self.made, slot, of, pointer(stream))
+        call("te_comm_peer_done", self.made, slot, of, None, ctypes.c_size_t(0), pointer(stream))
 
     def close(self):
         call("te_comm_peer_destroy", self.made)

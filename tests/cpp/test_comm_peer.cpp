@@ -1,5 +1,5 @@
 // The channel by which ranks push into each other's memory, with threads as ranks: whose bytes arrive, who waits for
-// whom, and what happens where somebody does not come. Mutants, in ops/comm/peer.cpp and peer_watch.cpp: no wait for a
+// whom, and what happens where somebody does not come. Mutants, in ops/comm/peer*.cpp: no wait for a
 // slot to be free, a word that is not put back, no look for the dead, no comparing of words, a deadline of
 // seconds that this process did not have, turn these red.
 #include <gtest/gtest.h>
@@ -78,7 +78,7 @@ class Ranks {
   }
   void done(int32_t rank) const {
     for (int32_t from = 0; from < ranks_; ++from) {
-      if (from != rank) ok(te_comm_peer_done(channels_[size_t(rank)], 0, from, nullptr));
+      if (from != rank) ok(te_comm_peer_done(channels_[size_t(rank)], 0, from, nullptr, 0, nullptr));
     }
   }
 
@@ -113,6 +113,32 @@ TEST(CommPeer, WhatIsPushedIsThereAndStaysUntilItWasRead) {
     EXPECT_EQ(std::count(wrong.begin(), wrong.end(), 0), ranks);
     EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
   }
+}
+
+// Words of all other ranks in one operation, the free slots asked for ahead, and own rows beside them. Mutants: an
+// operation that leaves out the last rank, an own copy that goes nowhere.
+TEST(CommPeer, AllOthersAtOnce) {
+  constexpr int32_t kRanks = 4;
+  Ranks all(kRanks);
+  std::vector<int> wrong(kRanks, 0);
+  all.run([&](int32_t rank) {
+    te_comm_peer* const channel = all[rank];
+    for (int again = 0; again < 200; ++again) {
+      const char value = char(again + rank);
+      ok(te_comm_peer_begin(channel, 0, "all"));
+      ok(te_comm_peer_ahead(channel, 0, nullptr));
+      ok(te_comm_peer_follow(channel, nullptr));
+      for (int32_t to = 0; to < kRanks; ++to) ok(te_comm_peer_push(channel, 0, to, size_t(rank), 1, &value, 1, 1, 1));
+      ok(te_comm_peer_signal(channel, 0, TE_COMM_PEER_OTHERS));
+      ok(te_comm_peer_wait(channel, 0, TE_COMM_PEER_OTHERS, nullptr));
+      ok(te_comm_peer_wait(channel, 0, rank, nullptr));
+      for (int32_t from = 0; from < kRanks; ++from) wrong[size_t(rank)] += all.slot(rank)[from] != char(again + from);
+      ok(te_comm_peer_join(channel, 0, nullptr));
+      ok(te_comm_peer_done(channel, 0, TE_COMM_PEER_OTHERS, nullptr, 0, nullptr));
+    }
+  });
+  EXPECT_EQ(std::count(wrong.begin(), wrong.end(), 0), kRanks);
+  EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
 }
 
 TEST(CommPeer, RowsWithPitches) {
@@ -302,7 +328,9 @@ TEST(CommPeer, Refusals) {
   ok(te_comm_peer_begin(all[0], 0, "x"));
   EXPECT_EQ(te_comm_peer_push(all[0], 0, 1, kBytes, 1, &value, 1, 1, 1), TE_INVALID_ARGUMENT);
   EXPECT_EQ(te_comm_peer_push(all[0], 0, 2, 0, 1, &value, 1, 1, 1), TE_INVALID_ARGUMENT);
-  EXPECT_EQ(te_comm_peer_wait(all[0], 0, -1, nullptr), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_comm_peer_wait(all[0], 0, -2, nullptr), TE_INVALID_ARGUMENT);
+  EXPECT_EQ(te_comm_peer_signal(all[0], 0, 0), TE_INVALID_ARGUMENT);  // nobody awaits a word of its own
+  EXPECT_EQ(te_comm_peer_done(all[0], 0, 0, nullptr, 0, nullptr), TE_INVALID_ARGUMENT);
 }
 
 }  // namespace

@@ -192,23 +192,29 @@ PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const st
   taken_ = channel_->take(kind, bytes, text, stream());
   tensor_ = lent_tensor(taken_.memory, sizes, options.device(channel_->device()));
   check(te_comm_peer_begin(channel_->get(), taken_.slot, text.c_str()));
+  check(te_comm_peer_ahead(channel_->get(), taken_.slot, stream()));
 }
 
 PeerCall::~PeerCall() {
-  te_comm_peer* const channel = channel_->get();
-  const te_stream here = stream();
-  const bool joined = te_comm_peer_join(channel, here) == TE_SUCCESS;
-  bool over = joined && complete();
   try {
-    if (over && tensor_.numel() > 0) fill_returned(taken_.memory, tensor_.options());
+    end({});
   } catch (...) {  // of a stream that has failed
-    over = false;
   }
-  for (int64_t rank = 0; rank < channel_->ranks() && over; ++rank) {
-    if (rank == channel_->rank() && !signalled_own_) continue;
-    over = te_comm_peer_done(channel, taken_.slot, int32_t(rank), here) == TE_SUCCESS;
-  }
-  if (!over) te_comm_peer_give_up(channel, "a call that raised an error");
+  if (ended_) return;
+  te_comm_peer_join(channel_->get(), taken_.slot, stream());
+  te_comm_peer_give_up(channel_->get(), "a call that raised an error");
+  channel_->give_back(taken_.slot);
+}
+
+void PeerCall::end(const Tensor& t) {
+  if (ended_ || !complete()) return;
+  const te_stream here = stream();
+  check(te_comm_peer_join(channel_->get(), taken_.slot, here));
+  if (tensor_.numel() > 0) fill_returned(taken_.memory, tensor_.options());
+  const size_t bytes = t.defined() ? t.nbytes() : 0;
+  check(te_comm_peer_done(channel_->get(), taken_.slot, TE_COMM_PEER_OTHERS, bytes > 0 ? t.data_ptr() : nullptr, bytes,
+                          here));
+  ended_ = true;
   channel_->give_back(taken_.slot);
 }
 
@@ -229,14 +235,26 @@ void PeerCall::push(int64_t to, int64_t offset, const Tensor& rows) {
                           bytes, 1));
 }
 
-void PeerCall::signal(int64_t to) {
-  signalled_own_ = signalled_own_ || to == channel_->rank();
-  check(te_comm_peer_signal(channel_->get(), taken_.slot, int32_t(to)));
+void PeerCall::signal(int64_t to) { check(te_comm_peer_signal(channel_->get(), taken_.slot, int32_t(to))); }
+
+void PeerCall::gather(const Tensor& mine) {
+  follow();
+  const int64_t ranks = channel_->ranks(), rank = channel_->rank(), offset = rank * int64_t(mine.nbytes());
+  for (int64_t step = 1; step < ranks; ++step) {
+    push((rank + step) % ranks, offset, mine);
+    signal((rank + step) % ranks);
+  }
+  push(rank, offset, mine);
 }
 
 void PeerCall::wait(int64_t from) {
   check(te_comm_peer_wait(channel_->get(), taken_.slot, int32_t(from), stream()));
-  ++waited_;
+  waited_ += from != channel_->rank();
+}
+
+void PeerCall::wait_for_others() {
+  check(te_comm_peer_wait(channel_->get(), taken_.slot, TE_COMM_PEER_OTHERS, stream()));
+  waited_ = channel_->ranks() - 1;
 }
 
 void PeerCall::poison(const Tensor& t) const {
@@ -246,26 +264,20 @@ void PeerCall::poison(const Tensor& t) const {
 PeerGathering::PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases) {
   const Tensor in = t.contiguous();
   te_note_path("peers, serial", "nothing is computed meanwhile");
-  const int64_t ranks = channel->ranks(), rank = channel->rank();
   auto sizes = in.sizes().vec();
-  sizes[0] *= ranks;
+  sizes[0] *= channel->ranks();
   std::ostringstream text;
   text << "gather " << in.scalar_type() << " " << in.sizes();
   call_ = std::make_shared<PeerCall>(std::move(channel), kind, text.str(), sizes, in.options());
   leases.hold(call_);
   all_ = call_->slot();
-  call_->follow();
-  for (int64_t step = 1; step <= ranks; ++step) {
-    const int64_t to = (rank + step) % ranks;
-    call_->push(to, rank * int64_t(in.nbytes()), in);
-    call_->signal(to);
-  }
+  call_->gather(in);
 }
 
 Tensor PeerGathering::wait() {
   if (const auto call = std::move(call_)) {
-    const int64_t ranks = call->channel().ranks(), rank = call->channel().rank();
-    for (int64_t step = 1; step <= ranks; ++step) call->wait((rank + ranks - step) % ranks);
+    call->wait_for_others();
+    call->wait(call->channel().rank());
     call->poison(all_);
   }
   return all_;

@@ -106,9 +106,15 @@ class PeerCall {
   // rows, dense, into `to`'s slot from its byte `offset` on. They are kept until the call's end.
   void push(int64_t to, int64_t offset, const Tensor& rows);
   void signal(int64_t to);
+  // `mine`, dense, to every rank's slot, behind what is enqueued here so far.
+  void gather(const Tensor& mine);
+  // For what `from` pushes; for this rank's own rows in its slot.
   void wait(int64_t from);
-  // All that come were waited for: a call that has signalled itself waits for itself too.
-  bool complete() const { return waited_ == channel_->ranks() - 1 + signalled_own_; }
+  void wait_for_others();
+  bool complete() const { return waited_ == channel_->ranks() - 1; }  // all others were waited for
+  // The slot has been read for the last time: it is the peers' again, and t is NaN if the channel has failed by then.
+  // Nothing where not all others were waited for.
+  void end(const Tensor& t);
   void poison(const Tensor& t) const;  // NaN if the channel has failed by then
 
  private:
@@ -119,7 +125,7 @@ class PeerCall {
   Tensor tensor_;
   std::vector<Tensor> sources_;
   int64_t waited_ = 0;
-  bool signalled_own_ = false;
+  bool ended_ = false;
 };
 
 // Every rank's t, one behind the other, in a slot until `leases` end: all of it, in one piece, on its way from the

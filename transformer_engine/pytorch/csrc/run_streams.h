@@ -19,7 +19,8 @@ class RunStreams {
 
   // From here on this thread's current stream is the next run's.
   void turn();
-  // The run's waits are enqueued: the next one may read what they are for.
+  // The waits of a run are enqueued: those that follow read what they are for. Not of one that has none, nor of the
+  // last.
   void arrived();
   // The current stream is that of before the first turn. Nothing where there was none.
   void end();

@@ -28,6 +28,7 @@ extern "C" {
 
 #define TE_COMM_PEER_SLOTS 8
 #define TE_COMM_PEER_TEXT 160
+#define TE_COMM_PEER_OTHERS (-1) /* in place of a rank: every one but this, in one operation of a stream */
 
 typedef struct te_comm_peer te_comm_peer;
 
@@ -67,20 +68,25 @@ TE_API te_status te_comm_peer_slot(te_comm_peer* channel, int32_t slot, void* co
 
 /* A call's first step: `text` says what every rank of it does, in the same words. */
 TE_API te_status te_comm_peer_begin(te_comm_peer* channel, int32_t slot, const char* text);
+/* The copy lane waits for the others' slots now, and not when something is pushed there, so that the wait is over by
+ * then; nothing while a graph is captured. Ahead of follow(). */
+TE_API te_status te_comm_peer_ahead(te_comm_peer* channel, int32_t slot, te_stream stream);
 /* What is pushed from now on comes behind what `stream` has so far. */
 TE_API te_status te_comm_peer_follow(te_comm_peer* channel, te_stream stream);
-/* `rows` runs of row_bytes, source_pitch bytes apart, into `to`'s slot from `offset` on, target_pitch apart. `to` may
- * be this rank. */
+/* `rows` runs of row_bytes, source_pitch bytes apart, into `to`'s slot from `offset` on, target_pitch apart. To this
+ * rank itself it is one copy a call, beside those to others, which nobody is told of. */
 TE_API te_status te_comm_peer_push(te_comm_peer* channel, int32_t slot, int32_t to, size_t offset, size_t target_pitch,
                                    const void* source, size_t source_pitch, size_t row_bytes, int64_t rows);
 /* All that this call pushes to `to` is pushed. */
 TE_API te_status te_comm_peer_signal(te_comm_peer* channel, int32_t slot, int32_t to);
-/* `stream` goes on when `from` has signalled. */
+/* `stream` goes on when `from` has signalled; when this rank's own copy is there, where that is `from`. */
 TE_API te_status te_comm_peer_wait(te_comm_peer* channel, int32_t slot, int32_t from, te_stream stream);
-/* `stream` goes on behind all pushes so far. */
-TE_API te_status te_comm_peer_join(te_comm_peer* channel, te_stream stream);
-/* A call's last step: behind what `stream` has so far the slot is `from`'s again; for each rank that has pushed. */
-TE_API te_status te_comm_peer_done(te_comm_peer* channel, int32_t slot, int32_t from, te_stream stream);
+/* `stream` goes on behind all that this call has pushed and copied so far. */
+TE_API te_status te_comm_peer_join(te_comm_peer* channel, int32_t slot, te_stream stream);
+/* A call's last step: behind what `stream` has so far the slot is `from`'s again; for each other rank. data: what is
+ * made NaN as by te_comm_peer_poison(), in the same launch; NULL: nothing. */
+TE_API te_status te_comm_peer_done(te_comm_peer* channel, int32_t slot, int32_t from, void* data, size_t bytes,
+                                   te_stream stream);
 
 /* Makes NaN (bytes of 0xff) of this memory if the channel has failed by then. */
 TE_API te_status te_comm_peer_poison(te_comm_peer* channel, void* data, size_t bytes, te_stream stream);

@@ -1,7 +1,6 @@
-// The channel: its calls, and the verbs of the CPU, where the calling thread copies, sets words and waits for them.
+// The channel: its calls.
 #include "ops/comm/peer.h"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -13,57 +12,6 @@ namespace te::comm {
 
 namespace {
 
-constexpr int kSpins = 200;  // looks at a word before the thread sleeps between two of them
-
-class CpuVerbs final : public Verbs {
- public:
-  explicit CpuVerbs(const Words& words) : words_(words) {}
-
-  void follow(te_stream) override {}
-  void join(te_stream) override {}
-
-  void copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
-            int64_t rows) override {
-    if (target_pitch == row_bytes && source_pitch == row_bytes) {
-      std::memcpy(target, source, row_bytes * size_t(rows));
-      return;
-    }
-    for (size_t row = 0; row < size_t(rows); ++row) {
-      std::memcpy(static_cast<char*>(target) + row * target_pitch,
-                  static_cast<const char*>(source) + row * source_pitch, row_bytes);
-    }
-  }
-
-  void set(bool, te_stream, uint32_t* value, uint32_t to) override {
-    word(*value).store(to, std::memory_order_release);
-  }
-
-  void wait(bool, te_stream, const Awaited& what) override {
-    word(*what.wants).store(what.wanted);
-    int spins = 0;
-    while (word(*what.value).load(std::memory_order_acquire) != what.wanted) {
-      if (words_.failed()) break;
-      if (++spins < kSpins) {
-        sched_yield();
-      } else {
-        usleep(50);
-      }
-    }
-    word(*what.value).store(0);
-    word(*what.wants).store(0);
-    word(*what.timed).store(0);
-  }
-
-  void poison(void* data, size_t bytes, uint32_t* failed, te_stream) override {
-    if (word(*failed).load(std::memory_order_acquire) != 0) std::memset(data, 0xff, bytes);
-  }
-
-  bool idle() const override { return true; }
-
- private:
-  const Words words_;
-};
-
 std::unique_ptr<Verbs> verbs_of(const te_comm_peer_options& options, const Words& words) {
   if (options.device == TE_DEVICE_CPU) return cpu_verbs(words);
 #if defined(TE_WITH_CUDA)
@@ -74,8 +22,6 @@ std::unique_ptr<Verbs> verbs_of(const te_comm_peer_options& options, const Words
 }
 
 }  // namespace
-
-std::unique_ptr<Verbs> cpu_verbs(const Words& words) { return std::make_unique<CpuVerbs>(words); }
 
 class Channel {
  public:
@@ -133,29 +79,55 @@ class Channel {
     if (rows == 0 || row_bytes == 0) return;
     const size_t end = offset + size_t(rows - 1) * target_pitch + row_bytes;
     if (call.addresses.empty() || end > call.bytes) bad_argument(op, "offset", end, concat("<= ", call.bytes));
-    let_in(call, slot, to);
-    verbs_->copy(static_cast<char*>(call.addresses[size_t(to)]) + offset, target_pitch, source, source_pitch, row_bytes,
-                 rows);
+    char* const target = static_cast<char*>(call.addresses[size_t(to)]) + offset;
+    if (to == options_.rank) {
+      verbs_->copy_own(slot, target, target_pitch, source, source_pitch, row_bytes, rows);
+      return;
+    }
+    let_in(call, slot, {to});
+    verbs_->copy(target, target_pitch, source, source_pitch, row_bytes, rows);
+  }
+
+  void ahead(const char* op, int32_t slot, te_stream stream) {
+    Call& call = call_of(op, slot);
+    if (verbs_->goes_ahead(stream)) let_in(call, slot, others(op, "to", TE_COMM_PEER_OTHERS));
   }
 
   void signal(const char* op, int32_t slot, int32_t to) {
     Call& call = call_of(op, slot);
-    check_rank(op, "to", to);
-    let_in(call, slot, to);
-    verbs_->set(true, nullptr, &words_.line(slot, to, options_.rank).arrived, call.hash);
+    const std::vector<int32_t> to_all = others(op, "to", to);
+    let_in(call, slot, to_all);
+    std::vector<uint32_t*> values;
+    for (const int32_t each : to_all) values.push_back(&words_.line(slot, each, options_.rank).arrived);
+    verbs_->set(values, call.hash);
   }
 
   void wait(const char* op, int32_t slot, int32_t from, te_stream stream) {
     const Call& call = call_of(op, slot);
-    check_rank(op, "from", from);
-    Line& line = words_.line(slot, options_.rank, from);
-    verbs_->wait(false, stream, {&line.arrived, &line.wants_arrived, &line.timed_arrived, call.hash});
+    if (from == options_.rank) {
+      verbs_->wait_own(slot, stream);
+      return;
+    }
+    std::vector<Awaited> all;
+    for (const int32_t each : others(op, "from", from)) {
+      Line& line = words_.line(slot, options_.rank, each);
+      all.push_back({&line.arrived, &line.wants_arrived, call.hash});
+    }
+    verbs_->wait(false, stream, all, false);
   }
 
-  void done(const char* op, int32_t slot, int32_t from, te_stream stream) {
+  void join(const char* op, int32_t slot, te_stream stream) {
     call_of(op, slot);
-    check_rank(op, "from", from);
-    verbs_->set(false, stream, &words_.line(slot, from, options_.rank).freed, kFree);
+    verbs_->join(slot, stream);
+  }
+
+  void done(const char* op, int32_t slot, int32_t from, void* data, size_t bytes, te_stream stream) {
+    call_of(op, slot);
+    const bool all = from == TE_COMM_PEER_OTHERS;
+    const int32_t first = all ? 0 : others(op, "from", from)[0], me = options_.rank;
+    const Lines lines{&words_.line(slot, me, first), &words_.line(slot, first, me), all ? options_.ranks : 1,
+                      options_.ranks, all ? me : -1};
+    verbs_->end(data, bytes, &words_.shared().failed, lines, stream);
   }
 
   void give_up(const char* text) {
@@ -190,22 +162,38 @@ class Channel {
     if (rank < 0 || rank >= options_.ranks) bad_argument(op, argument, rank, concat("0 to ", options_.ranks - 1));
   }
 
+  // That rank, or all but this one, those ahead of it first.
+  std::vector<int32_t> others(const char* op, const char* argument, int32_t rank) const {
+    if (rank != TE_COMM_PEER_OTHERS) {
+      check_rank(op, argument, rank);
+      if (rank == options_.rank) bad_argument(op, argument, rank, "another rank than this one");
+      return {rank};
+    }
+    std::vector<int32_t> all;
+    for (int32_t step = 1; step < options_.ranks; ++step) all.push_back((options_.rank + step) % options_.ranks);
+    return all;
+  }
+
   void refuse_child(const char* op) const {
     if (getpid() == pid_) return;
     throw Error(TE_RUNTIME_ERROR, concat(op, ": this process (", getpid(), ") was forked from the one (", pid_,
                                          ") that is a rank of this channel; make a group in it."));
   }
 
-  // Once in a call, ahead of the first push to `to`.
-  void let_in(Call& call, int32_t slot, int32_t to) {
+  // Once in a call for each, ahead of the first push there.
+  void let_in(Call& call, int32_t slot, const std::vector<int32_t>& to) {
     if (call.let_in.size() != size_t(options_.ranks)) {
       throw Error(TE_INVALID_ARGUMENT, concat("te_comm_peer: slot ", slot,
                                               " has no call; te_comm_peer_begin() comes before pushes and signals."));
     }
-    if (call.let_in[size_t(to)]) return;
-    call.let_in[size_t(to)] = true;
-    Line& line = words_.line(slot, options_.rank, to);
-    verbs_->wait(true, nullptr, {&line.freed, &line.wants_freed, &line.timed_freed, kFree});
+    std::vector<Awaited> all;
+    for (const int32_t each : to) {
+      if (call.let_in[size_t(each)]) continue;
+      call.let_in[size_t(each)] = true;
+      Line& line = words_.line(slot, options_.rank, each);
+      all.push_back({&line.freed, &line.wants_freed, kFree});
+    }
+    if (!all.empty()) verbs_->wait(true, nullptr, all, true);
   }
 
   const te_comm_peer_options options_;
@@ -284,6 +272,11 @@ te_status te_comm_peer_begin(te_comm_peer* channel, int32_t slot, const char* te
   return c_guard([&] { channel_of(op, channel).begin(op, slot, text); });
 }
 
+te_status te_comm_peer_ahead(te_comm_peer* channel, int32_t slot, te_stream stream) {
+  const char* op = "te_comm_peer_ahead";
+  return c_guard([&] { channel_of(op, channel).ahead(op, slot, stream); });
+}
+
 te_status te_comm_peer_follow(te_comm_peer* channel, te_stream stream) {
   return c_guard([&] { channel_of("te_comm_peer_follow", channel).verbs().follow(stream); });
 }
@@ -305,13 +298,15 @@ te_status te_comm_peer_wait(te_comm_peer* channel, int32_t slot, int32_t from, t
   return c_guard([&] { channel_of(op, channel).wait(op, slot, from, stream); });
 }
 
-te_status te_comm_peer_join(te_comm_peer* channel, te_stream stream) {
-  return c_guard([&] { channel_of("te_comm_peer_join", channel).verbs().join(stream); });
+te_status te_comm_peer_join(te_comm_peer* channel, int32_t slot, te_stream stream) {
+  const char* op = "te_comm_peer_join";
+  return c_guard([&] { channel_of(op, channel).join(op, slot, stream); });
 }
 
-te_status te_comm_peer_done(te_comm_peer* channel, int32_t slot, int32_t from, te_stream stream) {
+te_status te_comm_peer_done(te_comm_peer* channel, int32_t slot, int32_t from, void* data, size_t bytes,
+                            te_stream stream) {
   const char* op = "te_comm_peer_done";
-  return c_guard([&] { channel_of(op, channel).done(op, slot, from, stream); });
+  return c_guard([&] { channel_of(op, channel).done(op, slot, from, data, bytes, stream); });
 }
 
 te_status te_comm_peer_poison(te_comm_peer* channel, void* data, size_t bytes, te_stream stream) {

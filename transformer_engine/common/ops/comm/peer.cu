@@ -1,13 +1,15 @@
-// The verbs of a channel on CUDA: copies on the channel's own stream, words by stream memory operations on host memory
-// that the ranks share, a launch that poisons. A stream that is being captured records all of it as nodes.
+// The verbs of a channel on CUDA: copies on streams of the channel's own, words by stream memory operations on host
+// memory that the ranks share, a launch that poisons. A stream that is being captured records all of it as nodes.
+#include <cooperative_groups.h>
 #include <cuda.h>
 
-#include <algorithm>
+#include <array>
 
 #include "core/device.h"
 #include "core/vec.cuh"
 #include "ops/comm/comm.h"
 #include "ops/comm/peer_verbs.h"
+#include "transformer_engine/comm_peer.h"
 
 namespace te::comm::cuda {
 
@@ -24,15 +26,54 @@ const Driver& driver() {
   return functions;
 }
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512, kBlocks = 8;  // one cluster
 
-__global__ void poison_kernel(char* data, size_t bytes, const volatile uint32_t* failed) {
+// A read of host memory takes about a microsecond, and those of all blocks of a launch one behind the other: one block
+// asks, and the others of its cluster read the answer there.
+__device__ bool has_failed(const volatile uint32_t* failed) {
+  namespace cg = cooperative_groups;
+  const cg::cluster_group cluster = cg::this_cluster();
   __shared__ uint32_t found;
-  if (threadIdx.x == 0) found = *failed;
-  __syncthreads();
-  if (found == 0) return;
-  const size_t step = size_t(gridDim.x) * kThreads;
-  for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < bytes; i += step) data[i] = char(0xff);
+  if (cluster.block_rank() == 0 && threadIdx.x == 0) found = *failed;
+  cluster.sync();
+  const bool answer = *cluster.map_shared_rank(&found, 0) != 0;
+  cluster.sync();  // the first block stays while it is read
+  return answer;
+}
+
+__device__ void fill(char* data, size_t bytes) {
+  const size_t first = size_t(blockIdx.x) * kThreads + threadIdx.x, step = size_t(kBlocks) * kThreads;
+  const size_t head = min(bytes, size_t(-reinterpret_cast<uintptr_t>(data) & 15)), vectors = (bytes - head) / 16;
+  uint4* const middle = reinterpret_cast<uint4*>(data + head);
+  for (size_t i = first; i < vectors; i += step) middle[i] = make_uint4(~0U, ~0U, ~0U, ~0U);
+  for (size_t i = first; i < head; i += step) data[i] = char(0xff);
+  for (size_t i = head + 16 * vectors + first; i < bytes; i += step) data[i] = char(0xff);
+}
+
+__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
+    poison_kernel(char* data, size_t bytes, const volatile uint32_t* failed) {
+  if (has_failed(failed)) fill(data, bytes);
+}
+
+// What has arrived is put back before the peer hears that it may push again.
+__device__ void free_slot(const Lines& lines) {
+  for (int32_t peer = int32_t(threadIdx.x); peer < lines.count; peer += kThreads) {
+    if (peer == lines.itself) continue;
+    volatile Line& mine = lines.mine[peer];
+    mine.wants_arrived = 0;
+    mine.arrived = 0;
+    __threadfence_system();
+    volatile Line& its = lines.theirs[int64_t(peer) * lines.stride];
+    its.freed = kFree;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) free_kernel(const __grid_constant__ Lines lines) { free_slot(lines); }
+
+__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
+    end_kernel(char* data, size_t bytes, const volatile uint32_t* failed, const __grid_constant__ Lines lines) {
+  if (blockIdx.x == 0) free_slot(lines);
+  if (has_failed(failed)) fill(data, bytes);
 }
 
 class CudaVerbs final : public Verbs {
@@ -49,6 +90,10 @@ class CudaVerbs final : public Verbs {
       int lowest = 0, highest = 0;
       check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "te_comm_peer_create");
       check_cuda(cudaStreamCreateWithPriority(&lane_, cudaStreamNonBlocking, highest), "te_comm_peer_create");
+      check_cuda(cudaStreamCreateWithPriority(&own_lane_, cudaStreamNonBlocking, highest), "te_comm_peer_create");
+      for (cudaEvent_t& each : own_) {
+        check_cuda(cudaEventCreateWithFlags(&each, cudaEventDisableTiming), "te_comm_peer_create");
+      }
       check_cuda(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "te_comm_peer_create");
       check_cuda(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming), "te_comm_peer_create");
       driver();
@@ -60,10 +105,17 @@ class CudaVerbs final : public Verbs {
 
   ~CudaVerbs() override {
     cudaStreamDestroy(lane_);
+    cudaStreamDestroy(own_lane_);
+    for (const cudaEvent_t each : own_) cudaEventDestroy(each);
     cudaEventDestroy(fork_);
     cudaEventDestroy(join_);
     if (last_ != nullptr) cudaEventDestroy(last_);
     cudaHostUnregister(words_);
+  }
+
+  bool goes_ahead(te_stream stream) const override {
+    const DeviceGuard guard(device_);
+    return !is_captured(stream) && !is_captured(lane_);
   }
 
   void follow(te_stream stream) override {
@@ -78,53 +130,81 @@ class CudaVerbs final : public Verbs {
     check_cuda(cudaStreamWaitEvent(lane_, fork_, 0), "te_comm_peer_follow");
   }
 
-  void join(te_stream stream) override {
+  void join(int32_t slot, te_stream stream) override {
     const DeviceGuard guard(device_);
     check_cuda(cudaEventRecord(join_, lane_), "te_comm_peer_join");
     check_cuda(cudaStreamWaitEvent(cudaStream_t(stream), join_, 0), "te_comm_peer_join");
+    wait_own(slot, stream);
   }
 
   void copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
             int64_t rows) override {
-    const DeviceGuard guard(device_);
-    if (target_pitch == row_bytes && source_pitch == row_bytes) {
-      check_cuda(cudaMemcpyAsync(target, source, row_bytes * size_t(rows), cudaMemcpyDefault, lane_),
-                 "te_comm_peer_push");
-    } else {
-      check_cuda(cudaMemcpy2DAsync(target, target_pitch, source, source_pitch, row_bytes, size_t(rows),
-                                   cudaMemcpyDefault, lane_),
-                 "te_comm_peer_push");
-    }
+    copy_on(lane_, target, target_pitch, source, source_pitch, row_bytes, rows);
   }
 
-  void set(bool lane, te_stream stream, uint32_t* value, uint32_t to) override {
-    CUstreamBatchMemOpParams op = write(value, to);
-    run(lane, stream, &op, 1);
-    if (lane || is_captured(stream)) return;
+  void copy_own(int32_t slot, void* target, size_t target_pitch, const void* source, size_t source_pitch,
+                size_t row_bytes, int64_t rows) override {
     const DeviceGuard guard(device_);
+    check_cuda(cudaStreamWaitEvent(own_lane_, fork_, 0), "te_comm_peer_push");
+    copy_on(own_lane_, target, target_pitch, source, source_pitch, row_bytes, rows);
+    check_cuda(cudaEventRecord(own_[size_t(slot)], own_lane_), "te_comm_peer_push");
+    copies_own_[size_t(slot)] = true;
+  }
+
+  void wait_own(int32_t slot, te_stream stream) override {
+    if (!copies_own_[size_t(slot)]) return;
+    const DeviceGuard guard(device_);
+    check_cuda(cudaStreamWaitEvent(cudaStream_t(stream), own_[size_t(slot)], 0), "te_comm_peer_wait");
+    copies_own_[size_t(slot)] = false;
+  }
+
+  void set(const std::vector<uint32_t*>& values, uint32_t to) override {
+    std::vector<CUstreamBatchMemOpParams> ops;
+    for (uint32_t* value : values) ops.push_back(write(value, to));
+    run(lane_, ops);
+  }
+
+  // All that is awaited is said before the first of the waits.
+  void wait(bool lane, te_stream stream, const std::vector<Awaited>& all, bool put_back) override {
+    std::vector<CUstreamBatchMemOpParams> ops;
+    for (const Awaited& each : all) ops.push_back(write(each.wants, each.wanted));
+    for (const Awaited& each : all) {
+      CUstreamBatchMemOpParams op{};
+      op.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+      op.waitValue.address = CUdeviceptr(mapped(each.value));
+      op.waitValue.value = each.wanted;
+      op.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
+      ops.push_back(op);
+      if (!put_back) continue;
+      ops.push_back(write(each.wants, 0));
+      ops.push_back(write(each.value, 0));
+    }
+    run(lane ? lane_ : cudaStream_t(stream), ops);
+  }
+
+  void poison(void* data, size_t bytes, const uint32_t* failed, te_stream stream) override {
+    const DeviceGuard guard(device_);
+    poison_kernel<<<kBlocks, kThreads, 0, cudaStream_t(stream)>>>(static_cast<char*>(data), bytes, mapped(failed));
+    check_launch("te_comm_peer_poison");
+  }
+
+  void end(void* data, size_t bytes, const uint32_t* failed, const Lines& lines, te_stream stream) override {
+    const DeviceGuard guard(device_);
+    Lines seen = lines;
+    seen.mine = mapped(lines.mine);
+    seen.theirs = mapped(lines.theirs);
+    if (bytes == 0) {
+      free_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(seen);
+    } else {
+      end_kernel<<<kBlocks, kThreads, 0, cudaStream_t(stream)>>>(static_cast<char*>(data), bytes, mapped(failed), seen);
+    }
+    check_launch("te_comm_peer_done");
+    if (is_captured(stream)) return;
     if (last_ == nullptr) {
       check_cuda(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "te_comm_peer_done");
     }
     check_cuda(cudaEventRecord(last_, cudaStream_t(stream)), "te_comm_peer_done");
     last_on_ = stream;
-  }
-
-  void wait(bool lane, te_stream stream, const Awaited& what) override {
-    CUstreamBatchMemOpParams ops[5] = {
-        write(what.wants, what.wanted), {}, write(what.value, 0), write(what.wants, 0), write(what.timed, 0)};
-    ops[1].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-    ops[1].waitValue.address = mapped(what.value);
-    ops[1].waitValue.value = what.wanted;
-    ops[1].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-    run(lane, stream, ops, 5);
-  }
-
-  void poison(void* data, size_t bytes, uint32_t* failed, te_stream stream) override {
-    const DeviceGuard guard(device_);
-    const auto blocks = unsigned(std::min<size_t>((bytes + kThreads - 1) / kThreads, 132));
-    poison_kernel<<<blocks, kThreads, 0, cudaStream_t(stream)>>>(
-        static_cast<char*>(data), bytes, reinterpret_cast<const volatile uint32_t*>(mapped(failed)));
-    check_launch("te_comm_peer_poison");
   }
 
   bool idle() const override {
@@ -137,22 +217,36 @@ class CudaVerbs final : public Verbs {
   }
 
  private:
-  CUdeviceptr mapped(const uint32_t* value) const {
-    return CUdeviceptr(mapped_ + (reinterpret_cast<const char*>(value) - words_));
+  template <class T>
+  T* mapped(T* shared) const {
+    return reinterpret_cast<T*>(mapped_ + (reinterpret_cast<const char*>(shared) - words_));
   }
 
   CUstreamBatchMemOpParams write(uint32_t* value, uint32_t to) const {
     CUstreamBatchMemOpParams op{};
     op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-    op.writeValue.address = mapped(value);
+    op.writeValue.address = CUdeviceptr(mapped(value));
     op.writeValue.value = to;
     op.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
     return op;
   }
 
-  void run(bool lane, te_stream stream, CUstreamBatchMemOpParams* ops, unsigned count) const {
+  void copy_on(cudaStream_t lane, void* target, size_t target_pitch, const void* source, size_t source_pitch,
+               size_t row_bytes, int64_t rows) const {
     const DeviceGuard guard(device_);
-    const CUresult result = driver().batch(lane ? CUstream(lane_) : CUstream(stream), count, ops, 0);
+    if (target_pitch == row_bytes && source_pitch == row_bytes) {
+      check_cuda(cudaMemcpyAsync(target, source, row_bytes * size_t(rows), cudaMemcpyDefault, lane),
+                 "te_comm_peer_push");
+    } else {
+      check_cuda(cudaMemcpy2DAsync(target, target_pitch, source, source_pitch, row_bytes, size_t(rows),
+                                   cudaMemcpyDefault, lane),
+                 "te_comm_peer_push");
+    }
+  }
+
+  void run(cudaStream_t stream, std::vector<CUstreamBatchMemOpParams>& ops) const {
+    const DeviceGuard guard(device_);
+    const CUresult result = driver().batch(stream, unsigned(ops.size()), ops.data(), 0);
     if (result != CUDA_SUCCESS) {
       throw Error(TE_RUNTIME_ERROR,
                   concat("te_comm_peer: the driver refuses stream memory operations (CUresult ", int(result),
@@ -163,9 +257,11 @@ class CudaVerbs final : public Verbs {
   const int32_t device_;
   char* const words_;
   char* mapped_ = nullptr;
-  cudaStream_t lane_ = nullptr;
+  cudaStream_t lane_ = nullptr, own_lane_ = nullptr;
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
-  cudaEvent_t last_ = nullptr;  // behind the last eager call
+  std::array<cudaEvent_t, TE_COMM_PEER_SLOTS> own_{};  // behind the copy of own rows into a slot
+  std::array<bool, TE_COMM_PEER_SLOTS> copies_own_{};  // and not waited for so far
+  cudaEvent_t last_ = nullptr;                         // behind the last eager call
   te_stream last_on_ = nullptr;
   bool captured_ = false;  // a graph has recorded calls
 };

@@ -18,16 +18,7 @@
 namespace te::comm {
 
 constexpr int kSlots = TE_COMM_PEER_SLOTS;
-constexpr uint32_t kFree = 1;  // a word of freed
-constexpr int kTexts = 64;     // calls that a rank remembers the words of
-
-// One rank's view of one peer at one slot; its owner's streams await `arrived` and `freed`, which the peer's streams
-// set. wants_*: what the owner waits for just now, 0 for nothing. timed_*: the watching thread's note that a wait has
-// been seen, which the wait's end takes away: two waits for the same are not one long wait.
-struct alignas(64) Line {
-  uint32_t arrived, wants_arrived, timed_arrived;
-  uint32_t freed, wants_freed, timed_freed;
-};
+constexpr int kTexts = 64;  // calls that a rank remembers the words of
 
 struct Text {
   uint32_t hash;
@@ -94,8 +85,7 @@ class Watch {
 
   void run();
   void look(double passed);
-  void look_at(uint32_t& value, uint32_t& wants, uint32_t& timed, double& seen, double passed, int32_t peer,
-               bool freeing);
+  void look_at(uint32_t& value, uint32_t& wants, double& seen, double passed, int32_t peer, bool freeing);
   void look_for_dead();
   std::string last_words() const;
   std::string words_of(int32_t rank, uint32_t hash) const;

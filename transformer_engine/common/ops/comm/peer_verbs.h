@@ -1,32 +1,60 @@
-// What a channel does with words and rows, on the CPU (peer.cpp) or on CUDA streams (peer.cu). What the words mean is
-// the channel's.
+// What a channel does with words and rows, on the CPU (peer_cpu.cpp) or on CUDA streams (peer.cu). What the words mean
+// is the channel's.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "transformer_engine/transformer_engine.h"
 
 namespace te::comm {
 
-// A word, what stands beside it, and the value that is awaited; behind the wait the word is 0 again.
+// One rank's view of one peer at one slot; its owner's streams await `arrived` and `freed`, which the peer's streams
+// set. wants_*: what the owner waits for, or has waited for while the word is that, and 0 for nothing; with kSeen the
+// watching thread has seen this wait, so that two waits for the same are not one long wait.
+struct alignas(64) Line {
+  uint32_t arrived, wants_arrived;
+  uint32_t freed, wants_freed;
+};
+constexpr uint32_t kSeen = 1U << 31;  // in no word that is awaited
+constexpr uint32_t kFree = 1;         // a word of freed
+
+// A word, what stands beside it, and the value that is awaited.
 struct Awaited {
-  uint32_t *value, *wants, *timed;
+  uint32_t *value, *wants;
   uint32_t wanted;
 };
 
-// lane: the copy lane of the channel, whose stream `stream` is not looked at.
+// Lines of a rank, and the peers' lines of that rank, `stride` apart; at `itself` there is none.
+struct Lines {
+  Line *mine, *theirs;
+  int32_t count, stride, itself;
+};
+
+// lane: the copy lane of the channel, whose stream `stream` is not looked at. Several words are one operation of a
+// stream.
 class Verbs {
  public:
   virtual ~Verbs() = default;
+  // Whether the lane may go ahead of what `stream` has: not in a graph, whose replays keep no other order than that of
+  // dependencies, where streams share a queue of the device.
+  virtual bool goes_ahead(te_stream stream) const = 0;
   virtual void follow(te_stream stream) = 0;
-  virtual void join(te_stream stream) = 0;
+  virtual void join(int32_t slot, te_stream stream) = 0;
   virtual void copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
                     int64_t rows) = 0;
-  virtual void set(bool lane, te_stream stream, uint32_t* value, uint32_t to) = 0;
-  virtual void wait(bool lane, te_stream stream, const Awaited& what) = 0;
-  virtual void poison(void* data, size_t bytes, uint32_t* failed, te_stream stream) = 0;
+  // The same into this rank's own slot, beside the lane; wait_own: what `stream` has from here on comes behind it.
+  virtual void copy_own(int32_t slot, void* target, size_t target_pitch, const void* source, size_t source_pitch,
+                        size_t row_bytes, int64_t rows) = 0;
+  virtual void wait_own(int32_t slot, te_stream stream) = 0;
+  virtual void set(const std::vector<uint32_t*>& values, uint32_t to) = 0;  // on the lane
+  // put_back: the words are 0 behind it.
+  virtual void wait(bool lane, te_stream stream, const std::vector<Awaited>& all, bool put_back) = 0;
+  virtual void poison(void* data, size_t bytes, const uint32_t* failed, te_stream stream) = 0;
+  // Poisons, puts back what has arrived, and says that the slot is free.
+  virtual void end(void* data, size_t bytes, const uint32_t* failed, const Lines& lines, te_stream stream) = 0;
   // Nothing of all this is under way, or may come again with a graph.
   virtual bool idle() const = 0;
 };

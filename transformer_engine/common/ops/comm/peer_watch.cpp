@@ -28,7 +28,7 @@ void copy_text(char* target, const std::string& text) {
 uint32_t hash_of(const char* text) {
   uint32_t hash = 2166136261u;
   for (; *text != 0; ++text) hash = (hash ^ uint8_t(*text)) * 16777619u;
-  return hash | 2u;  // neither 0 nor 1
+  return (hash & ~kSeen) | 2u;  // neither 0 nor 1
 }
 
 uint64_t process_start(uint32_t pid) {
@@ -108,15 +108,14 @@ void Watch::look(double passed) {
     for (int32_t peer = 0; peer < ranks_; ++peer) {
       Line& line = words_.line(slot, rank_, peer);
       Seen& seen = seen_[size_t(slot * ranks_ + peer)];
-      look_at(line.arrived, line.wants_arrived, line.timed_arrived, seen.arrived, passed, peer, false);
-      look_at(line.freed, line.wants_freed, line.timed_freed, seen.freed, passed, peer, true);
+      look_at(line.arrived, line.wants_arrived, seen.arrived, passed, peer, false);
+      look_at(line.freed, line.wants_freed, seen.freed, passed, peer, true);
     }
   }
 }
 
-void Watch::look_at(uint32_t& value, uint32_t& wants, uint32_t& timed, double& seen, double passed, int32_t peer,
-                    bool freeing) {
-  const uint32_t wanted = word(wants).load(std::memory_order_acquire);
+void Watch::look_at(uint32_t& value, uint32_t& wants, double& seen, double passed, int32_t peer, bool freeing) {
+  const uint32_t found = word(wants).load(std::memory_order_acquire), wanted = found & ~kSeen;
   if (wanted == 0) return;
   const uint32_t got = word(value).load(std::memory_order_acquire);
   if (got == wanted) return;
@@ -125,15 +124,20 @@ void Watch::look_at(uint32_t& value, uint32_t& wants, uint32_t& timed, double& s
     return;
   }
   // What is wanted is written before the value is looked at, so a value beside it belongs to this wait or to no wait.
-  if (got != 0 && word(wants).load() == wanted && word(value).load() == got) {
+  if (got != 0 && word(wants).load() == found && word(value).load() == got) {
     fail(words_, TE_COMM_PEER_OTHER, rank_, peer, freeing, words_of(rank_, wanted), words_of(peer, got));
     return;
   }
-  if (dead_[size_t(peer)]) {  // was gone before the value was looked at
+  if (word(wants).load() != found) return;  // has ended meanwhile
+  if (dead_[size_t(peer)]) {                // was gone before the value was looked at
     fail(words_, TE_COMM_PEER_DEAD, rank_, peer, freeing, freeing ? last_words() : words_of(rank_, wanted), "");
     return;
   }
-  if (word(timed).exchange(1) == 0) seen = 0;
+  if (found == wanted) {
+    uint32_t unseen = wanted;
+    if (!word(wants).compare_exchange_strong(unseen, wanted | kSeen)) return;
+    seen = 0;
+  }
   seen += passed;
   const std::string op = freeing ? std::string() : words_of(rank_, wanted);
   if (word(words_.member(peer).left).load() != 0 && seen > 2 * kDeadPeriod) {

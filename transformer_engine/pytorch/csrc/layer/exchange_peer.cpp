@@ -80,14 +80,17 @@ class PeerTransfer : public Transfer {
 
   bool next(Rows& rows) override {
     if (streams_ != nullptr) taken_ < products_ ? streams_->turn() : streams_->end();
-    for (; at_ < steps_.size(); ++at_) {
+    for (bool waits = false; at_ < steps_.size(); ++at_) {
       const te_comm_step& step = steps_[at_];
-      if (step.kind == TE_COMM_STEP_WAIT) arrives(step.peer);
+      if (step.kind == TE_COMM_STEP_WAIT) {
+        arrives(step.peer);
+        waits = true;
+      }
       if (step.kind != TE_COMM_STEP_GEMM) continue;
       rows = {step.first, step.last - step.first};
       ++at_;
       ++taken_;
-      if (streams_ != nullptr) streams_->arrived();
+      if (streams_ != nullptr && waits && taken_ < products_) streams_->arrived();
       return true;
     }
     end_product();
@@ -97,8 +100,6 @@ class PeerTransfer : public Transfer {
  protected:
   int64_t ranks() const { return channel_->ranks(); }
   int64_t rank() const { return channel_->rank(); }
-  // `step` ranks before this one; of pushes the ones behind it are next.
-  int64_t rank_before(int64_t step) const { return (rank() + ranks() - step) % ranks(); }
 
   virtual void begin_product() = 0;        // the plan is there
   virtual void arrives(int32_t peer) = 0;  // its rows are read from here on
@@ -184,12 +185,7 @@ class PeerGather final : public PeerTransfer {
     arrived_ = own_;
     (arrived_.quantized() ? arrived_.fp8.rowwise : arrived_.plain) = call_->slot();
     if (arrived_.quantized()) arrived_.fp8.columnwise = arrived_.fp8.columnwise_scale_inv = Tensor();
-    call_->follow();
-    for (int64_t step = 1; step <= ranks(); ++step) {
-      const int64_t to = (rank() + step) % ranks();
-      call_->push(to, rank() * int64_t(data.nbytes()), data);
-      call_->signal(to);
-    }
+    call_->gather(data);
   }
 
   const Operand& operand() const override { return arrived_; }
@@ -206,14 +202,19 @@ class PeerGather final : public PeerTransfer {
   }
 
   Tensor finish() override {
-    call_->poison(result_);
+    if (read_later_) {
+      call_->poison(result_);
+    } else {
+      call_->end(result_);
+    }
     return result_.view(with_first(like_, like_.size(0) * ranks(), result_.size(-1)));
   }
 
  private:
   void begin_product() override {
     if (!runs_) {
-      for (int64_t step = 1; step <= ranks(); ++step) call_->wait(rank_before(step));
+      call_->wait_for_others();
+      call_->wait(rank());
       end_product();
     } else if (reinterpret_cast<uintptr_t>(data_of(own_).data_ptr()) % kAligned != 0) {
       // Own rows that lie otherwise than a run of the whole wants them are read in the slot.
@@ -269,7 +270,7 @@ class PeerScatter final : public PeerTransfer {
   }
 
   Tensor finish() override {
-    for (int64_t step = 1; step < ranks(); ++step) call_->wait(rank_before(step));
+    call_->wait_for_others();
     std::vector<te_tensor> partials;
     for (int64_t from = 0; from < ranks(); ++from) {
       const Tensor part =
@@ -279,7 +280,7 @@ class PeerScatter final : public PeerTransfer {
     const Tensor out = at::empty(with_first(like_, like_.size(0) / ranks(), result_.size(-1)), like_.options());
     check(te_comm_ordered_sum(partials.data(), int32_t(ranks()), view_2d(bias_, "peer_scatter", "bias"),
                               view_2d(out, "peer_scatter", "out"), current_stream(out)));
-    call_->poison(out);
+    call_->end(out);
     call_.reset();
     return out;
   }

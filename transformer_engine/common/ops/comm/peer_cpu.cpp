@@ -1,0 +1,93 @@
+// The verbs of a channel on the CPU, where the calling thread copies, sets words and waits for them.
+#include <sched.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "ops/comm/peer.h"
+
+namespace te::comm {
+
+namespace {
+
+constexpr int kSpins = 200;  // looks at a word before the thread sleeps between two of them
+
+class CpuVerbs final : public Verbs {
+ public:
+  explicit CpuVerbs(const Words& words) : words_(words) {}
+
+  bool goes_ahead(te_stream) const override { return true; }
+  void follow(te_stream) override {}
+  void join(int32_t, te_stream) override {}
+
+  void copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
+            int64_t rows) override {
+    if (target_pitch == row_bytes && source_pitch == row_bytes) {
+      std::memcpy(target, source, row_bytes * size_t(rows));
+      return;
+    }
+    for (size_t row = 0; row < size_t(rows); ++row) {
+      std::memcpy(static_cast<char*>(target) + row * target_pitch,
+                  static_cast<const char*>(source) + row * source_pitch, row_bytes);
+    }
+  }
+
+  void copy_own(int32_t, void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
+                int64_t rows) override {
+    copy(target, target_pitch, source, source_pitch, row_bytes, rows);
+  }
+  void wait_own(int32_t, te_stream) override {}
+
+  void set(const std::vector<uint32_t*>& values, uint32_t to) override {
+    for (uint32_t* value : values) word(*value).store(to, std::memory_order_release);
+  }
+
+  void wait(bool, te_stream, const std::vector<Awaited>& all, bool put_back) override {
+    for (const Awaited& each : all) word(*each.wants).store(each.wanted);
+    for (const Awaited& each : all) {
+      wait_for(each);
+      if (put_back) reset(*each.wants, *each.value);
+    }
+  }
+
+  void poison(void* data, size_t bytes, const uint32_t*, te_stream) override {
+    if (bytes != 0 && words_.failed()) std::memset(data, 0xff, bytes);
+  }
+
+  void end(void* data, size_t bytes, const uint32_t* failed, const Lines& lines, te_stream stream) override {
+    poison(data, bytes, failed, stream);
+    for (int32_t peer = 0; peer < lines.count; ++peer) {
+      if (peer == lines.itself) continue;
+      reset(lines.mine[peer].wants_arrived, lines.mine[peer].arrived);
+      word(lines.theirs[int64_t(peer) * lines.stride].freed).store(kFree, std::memory_order_release);
+    }
+  }
+
+  bool idle() const override { return true; }
+
+ private:
+  void wait_for(const Awaited& what) const {
+    int spins = 0;
+    while (word(*what.value).load(std::memory_order_acquire) != what.wanted) {
+      if (words_.failed()) break;
+      if (++spins < kSpins) {
+        sched_yield();
+      } else {
+        usleep(50);
+      }
+    }
+  }
+
+  static void reset(uint32_t& wants, uint32_t& value) {
+    word(wants).store(0);
+    word(value).store(0);
+  }
+
+  const Words words_;
+};
+
+}  // namespace
+
+std::unique_ptr<Verbs> cpu_verbs(const Words& words) { return std::make_unique<CpuVerbs>(words); }
+
+}  // namespace te::comm
