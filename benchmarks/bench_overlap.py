@@ -5,7 +5,8 @@ fused). Beside them `gemm`, the rank's product alone: what the spec's bars are r
     torchrun --nproc-per-node=2 bench_overlap.py                    # each rank on a CUDA device of its own
     torchrun --nproc-per-node=2 bench_overlap.py --device cpu       # small shapes: that it runs
 
-At its end it prints what an entry of ops/comm/costs.cpp needs of such devices, by which "auto" decides (link_costs.py).
+First it prints what an entry of ops/comm/costs.cpp needs of such devices, by which "auto" decides (link_costs.py).
+--tokens says which of its numbers of tokens are measured; with the first one of all goes a column's backward.
 A shape is tokens of all ranks, width of all ranks' weights, depth: [M, K] x [N / t, K]^T of a column, [M, K / t] x
 [N, K / t]^T of a row."""
 
@@ -25,7 +26,14 @@ MODELS = {  # N, K: 70B gate_up, qkv, 8B gate_up, qkv; 70B down, o_proj, 8B down
     "linear_scatter": [(8192, 28672), (8192, 8192), (4096, 14336)],
 }
 TOKENS = {"cuda": (8192, 256, 512, 1024, 2048, 4096, 16384), "cpu": (256,)}
+SAMPLE_US, FLOPS_PER_US = 20_000, 7e8  # of a sample on CUDA, by which it has calls
 CPU = {"gather_linear": [(96, 32)], "linear_scatter": [(32, 96)]}
+
+
+def calls_of(bench, case):
+    if not bench.cuda:
+        return 2
+    return max(4, min(20, round(SAMPLE_US * FLOPS_PER_US / case.flops)))
 
 
 def layer(bench, op, n, k, overlap, **options):
@@ -84,7 +92,7 @@ def forward(bench, op, m, n, k):
     peer = fused(op, x, weight)
     if peer is not None:
         ways["torch fused"] = peer
-    bench.compare_ranks(case, ways, calls=20 if bench.cuda else 2)
+    bench.compare_ranks(case, ways, calls=calls_of(bench, case))
 
 
 def backward(bench, m, n, k, direction):
@@ -117,23 +125,24 @@ def backward(bench, m, n, k, direction):
         "ours serial": call(layer(bench, "gather_linear", n, k, "off"), x),
         "gemm": call(whole, inputs),
     }
-    bench.compare_ranks(case, ways, calls=10 if bench.cuda else 1)
+    bench.compare_ranks(case, ways, calls=calls_of(bench, case))
 
 
 def main():
-    bench = RankBench(__doc__)
+    bench = RankBench(__doc__, lambda parser: parser.add_argument("--tokens", type=int, nargs="+"))
     _C.set_cpu_products("loop")
-    shapes = MODELS if bench.cuda else CPU
-    for m in TOKENS[bench.device.type]:
-        for op, widths in shapes.items():
-            for n, k in widths:
-                forward(bench, op, m, n, k)
-    for n, k in shapes["gather_linear"][:1]:
-        for direction in ("backward", "forward+backward"):
-            backward(bench, TOKENS[bench.device.type][0], n, k, direction)
+    shapes, tokens = MODELS if bench.cuda else CPU, TOKENS[bench.device.type]
     link = Meter(bench).link()
     bench.say("an entry of ops/comm/costs.cpp, where each rank has a device of its own:")
     bench.say(link.entry(kind_of(bench.device)))
+    asked = bench.options.tokens or tokens
+    for m in asked:
+        for op, widths in shapes.items():
+            for n, k in widths:
+                forward(bench, op, m, n, k)
+    for n, k in shapes["gather_linear"][:1] if tokens[0] in asked else ():
+        for direction in ("backward", "forward+backward"):
+            backward(bench, tokens[0], n, k, direction)
     bench.finish()
 
 

@@ -65,14 +65,17 @@ class Case:
 class Bench:
     """One benchmark run on one device."""
 
-    def __init__(self, description, device=None):
+    def __init__(self, description, device=None, options=None):
+        """options(parser): adds what this benchmark alone understands; found in `options`."""
         parser = argparse.ArgumentParser(description=description.split("\n")[0])
         default = device or ("cuda" if torch.cuda.is_available() else "cpu")
         parser.add_argument("--device", type=torch.device, default=torch.device(default))
         parser.add_argument("--results", type=pathlib.Path, default=table.RESULTS, help="folder the rows go to")
         parser.add_argument("--only", default="", help="only cases whose 'case op dtype shape direction' contains this")
         parser.add_argument("--ours", action="store_true", help="without the peers")
-        args = parser.parse_args()
+        if options is not None:
+            options(parser)
+        args = self.options = parser.parse_args()
         self.device, self._only, self._failed, self._ours = args.device, args.only, [], args.ours
         stem, self._machine = table.machine(self.device)  # first: a run that cannot be named is not started
         self.folder, self._path = args.results, args.results / f"{stem}.csv"

@@ -20,14 +20,14 @@ QUEUED = 1_000_000  # cycles, half a millisecond and more: longer than a host ta
 class RankBench(Bench):
     """One run on one rank; results go to <device>x<ranks>.csv."""
 
-    def __init__(self, description):
+    def __init__(self, description, options=None):
         if "LOCAL_RANK" not in os.environ:
             sys.exit("start it by `torchrun --nproc-per-node=2`: it measures several ranks")
         devices, local = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
         # Ranks that share a device, whom NCCL refuses: of what they show memory is a figure, time is none.
         shared = 0 < devices < int(os.environ["LOCAL_WORLD_SIZE"])
         local = local % devices if devices else local
-        super().__init__(description, device=f"cuda:{local}" if torch.cuda.is_available() else None)
+        super().__init__(description, device=f"cuda:{local}" if torch.cuda.is_available() else None, options=options)
         if self.cuda:
             self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
@@ -68,6 +68,9 @@ class RankBench(Bench):
 
     def _sample(self, run, calls, host):
         self.together()
+        if self.cuda and not host:  # a call that nobody times: behind it the ranks' devices are together too
+            torch.cuda._sleep(QUEUED)
+            run()
         return self.timed(run, calls, host)
 
     def timed(self, run, calls, host=False):

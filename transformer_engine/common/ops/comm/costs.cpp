@@ -1,4 +1,4 @@
-// Costs of kinds of devices, by which plans are made. An entry is what `benchmarks/bench_overlap.py` prints at its end,
+// Costs of kinds of devices, by which plans are made. An entry is what `benchmarks/bench_overlap.py` prints first,
 // between devices of that kind, and nothing else: "auto" computes in runs on such devices alone.
 #include <cmath>
 #include <initializer_list>
