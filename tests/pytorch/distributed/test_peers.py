@@ -1,7 +1,7 @@
-# Layers whose ranks push rows into each other's memory (tp_overlap="chunked"), several processes on the CPU or on one
-# CUDA device: the bits of the same layers over the group. Mutants, in csrc/layer/exchange_peer.cpp and
-# common/ops/comm/peer.cpp: a wait left out, a run before its rows, a word that is not put back, partials in the order
-# in which they arrive, turn these red.
+# Layers whose ranks push rows into each other's memory (tp_overlap="chunked"), several processes on the CPU, on CUDA
+# devices of their own, or on one: the bits of the same layers over the group. Mutants, in csrc/layer/exchange_peer.cpp
+# and common/ops/comm/peer.cpp: a wait left out, a run before its rows, a word that is not put back, partials in the
+# order in which they arrive, turn these red.
 import re
 from types import SimpleNamespace
 

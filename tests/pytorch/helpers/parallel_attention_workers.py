@@ -32,7 +32,7 @@ from parallel_attention_cases import (
 )
 from parallel_cases import Twins
 from parallel_modules import FP8, RECIPES, randn
-from ranks import here, on_cuda
+from ranks import here, on_cuda, one_by_one
 
 import transformer_engine.pytorch as te
 
@@ -289,16 +289,5 @@ def refusals(rank):
 def everything(rank):
     """One start of the ranks for all of them."""
     found = {kind: cases(rank, kind) for kind in KINDS}
-    for worker in (
-        by_head,
-        surroundings,
-        kinds_of_state,
-        gathered_norms,
-        compiled,
-        copies,
-        late_group,
-        draws,
-        refusals,
-    ):
-        found[worker.__name__] = worker(rank)
-    return found
+    workers = (by_head, surroundings, kinds_of_state, gathered_norms, compiled, copies, late_group, draws, refusals)
+    return found | one_by_one(rank, workers)

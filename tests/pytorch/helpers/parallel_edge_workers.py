@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from parallel_cases import collectives
 from parallel_modules import own_quantizer
-from ranks import here, making_tensors_here
+from ranks import here, making_tensors_here, one_by_one, ranks_compare
 from torch.distributed.device_mesh import init_device_mesh
 
 import transformer_engine.pytorch as te
@@ -231,9 +231,7 @@ def itself(thing):
 
 def everything(rank):
     """One start of the ranks for all of them."""
-    workers = (
-        disagreeing, no_tokens, without_dimensions, called_sinks, gathers_of_checkpoints, explained, devices_and_groups
-    )  # fmt: skip
+    workers = [no_tokens, without_dimensions, called_sinks, gathers_of_checkpoints, explained, devices_and_groups]
     with making_tensors_here():
-        found = {worker.__name__: worker(rank) for worker in workers}
-    return found | {"dropped_paths": dropped_paths(rank)}  # which compiles: a device's context would break the graph
+        found = one_by_one(rank, [*([disagreeing] if ranks_compare() else []), *workers])
+    return found | one_by_one(rank, [dropped_paths])  # which compiles: a device's context would break the graph

@@ -9,7 +9,7 @@ from parallel_edge_workers import said
 from parallel_lease_workers import drawn, interleaved, mlps, pairs, same, usage
 from parallel_modules import RECIPES
 from parallel_rare_workers import layer, width
-from ranks import here, making_tensors_here
+from ranks import here, making_tensors_here, one_by_one
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
@@ -166,4 +166,4 @@ WORKERS = (
 def everything(rank):
     """One start of the ranks for all of them."""
     with making_tensors_here():
-        return {worker.__name__: worker(rank) for worker in WORKERS}
+        return one_by_one(rank, WORKERS)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from parallel_cases import HIDDEN, WIDE
 from parallel_modules import RECIPES
-from ranks import here
+from ranks import here, one_by_one
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe
@@ -234,4 +234,4 @@ def peaks(rank):
 
 def everything(rank):
     """One start of the ranks for all of them."""
-    return {worker.__name__: worker(rank) for worker in (stacked, sizes, held, planned, raised)}
+    return one_by_one(rank, (stacked, sizes, held, planned, raised))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from peer_workers import example, made, memory_of_channels
-from ranks import on_cuda
+from ranks import backends, go_to, here, must_have_devices, on_cuda, peers_share_a_device
 
 from transformer_engine.pytorch import _C, distributed
 from transformer_engine.pytorch.distributed.peer import CommTimeout
@@ -23,7 +23,8 @@ TOKENS = 32
 def start(folder, ranks, name):
     store = dist.FileStore(str(Path(folder) / name), ranks[1])
     wait = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=ranks[0], world_size=ranks[1], timeout=wait)
+    by = backends(here(), peers_share_a_device(ranks[1]))
+    dist.init_process_group(by, store=store, rank=ranks[0], world_size=ranks[1], timeout=wait)
 
 
 def note(folder, me, **found):
@@ -69,7 +70,7 @@ def one(rank, ranks, folder, name, timeout):
     os.environ["TE_COMM_TIMEOUT_S"] = str(timeout)
     torch.set_num_threads(1)
     if on_cuda():
-        torch.cuda.set_device(0)
+        go_to(f"cuda:{0 if peers_share_a_device(ranks) else rank}")
     start(folder, (rank, ranks), "store")
     WORKERS[name](rank, ranks, folder)
     os._exit(0)  # a destroyed group would wait for who is gone
@@ -237,7 +238,7 @@ WORKERS = {
 
 def starts(name, folder, ranks, timeout):
     if on_cuda():
-        os.environ.update({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+        must_have_devices(ranks, peers_share_a_device(ranks))
     context = mp.get_context("spawn")
     each = [context.Process(target=one, args=(rank, ranks, str(folder), name, timeout)) for rank in range(ranks)]
     for process in each:

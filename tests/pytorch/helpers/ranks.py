@@ -46,6 +46,11 @@ def here():
     return _here or torch.device("cuda:0" if on_cuda() else "cpu")
 
 
+def ranks_compare():
+    """Whether ranks say what they bring before it is sent: over gloo."""
+    return here().type == "cpu" or share_a_device()
+
+
 def making_tensors_here():
     """Around a worker that says no device: what it makes is on this rank's."""
     return contextlib.nullcontext() if here().type == "cpu" else here()
@@ -65,6 +70,14 @@ def _gathered_by_gloo(tensor, gather_dim, group, tag=""):
     whole = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
     dist.all_gather_into_tensor(whole, tensor, group=group)
     return torch.cat(whole.chunk(group.size()), gather_dim) if gather_dim else whole
+
+
+def go_to(device):
+    """Of a process that is a rank, and was not started here."""
+    global _here
+    _here = torch.device(device)
+    if _here.type == "cuda":
+        torch.cuda.set_device(_here)
 
 
 def _main(rank, environment, ranks, folder, worker, args, device, shared):
@@ -127,9 +140,14 @@ def must_be_captured():
         pytest.skip("gloo cannot be captured in a CUDA graph")
 
 
+def peers_share_a_device(ranks):
+    """Ranks that push into each other's memory may all be on one CUDA device, where there are not enough."""
+    return share_a_device() or torch.cuda.device_count() < ranks
+
+
 def as_peers(worker, *args, ranks=2):
-    """on_ranks() of ranks that push into each other's memory: on the CPU, or all on one CUDA device."""
-    return on_ranks(worker, *args, ranks=ranks, shared=True)
+    """on_ranks() of ranks that push into each other's memory."""
+    return on_ranks(worker, *args, ranks=ranks, shared=peers_share_a_device(ranks))
 
 
 def on_ranks(worker, *args, ranks=2, device=None, shared=None):
@@ -158,6 +176,31 @@ def on_ranks(worker, *args, ranks=2, device=None, shared=None):
                 return [torch.load(path, weights_only=False, map_location="cpu") for path in paths]
 
 
+class Raised(str):
+    """The traceback of one worker of several."""
+
+
+def one_by_one(rank, workers):
+    """What each of them returns, by its name; of one that raises its traceback, which ends the tests of that one."""
+    found = {}
+    for worker in workers:
+        try:
+            found[worker.__name__] = worker(rank)
+        except Exception:
+            found[worker.__name__] = Raised(traceback.format_exc())
+    return found
+
+
+class Found(dict):
+    """What each rank brought, by name."""
+
+    def __getitem__(self, name):
+        every = super().__getitem__(name)
+        for rank, brought in enumerate(every):
+            assert not isinstance(brought, Raised), f"rank {rank}: {brought}"
+        return every
+
+
 def found_by(worker):
     """A module's fixture: what each of two ranks brings, by the names in the dictionary that worker(rank) returns."""
     import pytest
@@ -165,6 +208,6 @@ def found_by(worker):
     @pytest.fixture(scope="module")
     def found():
         ranks = on_ranks(worker)
-        return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        return Found({name: [rank[name] for rank in ranks] for name in ranks[0]})
 
     return found
