@@ -132,7 +132,8 @@ def main():
     bench = RankBench(__doc__, lambda parser: parser.add_argument("--tokens", type=int, nargs="+"))
     _C.set_cpu_products("loop")
     shapes, tokens = MODELS if bench.cuda else CPU, TOKENS[bench.device.type]
-    link = Meter(bench).link()
+    meter = Meter(bench)  # whose memory stays mapped: where one rank lets it go, the next meeting may find it half gone
+    link = meter.link()
     bench.say("an entry of ops/comm/costs.cpp, where each rank has a device of its own:")
     bench.say(link.entry(kind_of(bench.device)))
     asked = bench.options.tokens or tokens

@@ -115,8 +115,9 @@ TEST(CommPeer, WhatIsPushedIsThereAndStaysUntilItWasRead) {
   }
 }
 
-// Words of all other ranks in one operation, the free slots asked for ahead, and own rows beside them. Mutants: an
-// operation that leaves out the last rank, an own copy that goes nowhere.
+// Words of all other ranks in one operation, and own rows beside them; each rank has one queue, its thread, in which a
+// wait holds up all that comes behind it. Mutants: an operation that leaves out the last rank, an own copy that goes
+// nowhere, a wait ahead of this rank's own signal.
 TEST(CommPeer, AllOthersAtOnce) {
   constexpr int32_t kRanks = 4;
   Ranks all(kRanks);
@@ -126,7 +127,6 @@ TEST(CommPeer, AllOthersAtOnce) {
     for (int again = 0; again < 200; ++again) {
       const char value = char(again + rank);
       ok(te_comm_peer_begin(channel, 0, "all"));
-      ok(te_comm_peer_ahead(channel, 0, nullptr));
       ok(te_comm_peer_follow(channel, nullptr));
       for (int32_t to = 0; to < kRanks; ++to) ok(te_comm_peer_push(channel, 0, to, size_t(rank), 1, &value, 1, 1, 1));
       ok(te_comm_peer_signal(channel, 0, TE_COMM_PEER_OTHERS));

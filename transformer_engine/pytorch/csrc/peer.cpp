@@ -192,7 +192,6 @@ PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const st
   taken_ = channel_->take(kind, bytes, text, stream());
   tensor_ = lent_tensor(taken_.memory, sizes, options.device(channel_->device()));
   check(te_comm_peer_begin(channel_->get(), taken_.slot, text.c_str()));
-  check(te_comm_peer_ahead(channel_->get(), taken_.slot, stream()));
 }
 
 PeerCall::~PeerCall() {

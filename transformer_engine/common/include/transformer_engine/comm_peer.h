@@ -68,9 +68,6 @@ TE_API te_status te_comm_peer_slot(te_comm_peer* channel, int32_t slot, void* co
 
 /* A call's first step: `text` says what every rank of it does, in the same words. */
 TE_API te_status te_comm_peer_begin(te_comm_peer* channel, int32_t slot, const char* text);
-/* The copy lane waits for the others' slots now, and not when something is pushed there, so that the wait is over by
- * then; nothing while a graph is captured. Ahead of follow(). */
-TE_API te_status te_comm_peer_ahead(te_comm_peer* channel, int32_t slot, te_stream stream);
 /* What is pushed from now on comes behind what `stream` has so far. */
 TE_API te_status te_comm_peer_follow(te_comm_peer* channel, te_stream stream);
 /* `rows` runs of row_bytes, source_pitch bytes apart, into `to`'s slot from `offset` on, target_pitch apart. To this
@@ -84,7 +81,7 @@ TE_API te_status te_comm_peer_wait(te_comm_peer* channel, int32_t slot, int32_t 
 /* `stream` goes on behind all that this call has pushed and copied so far. */
 TE_API te_status te_comm_peer_join(te_comm_peer* channel, int32_t slot, te_stream stream);
 /* A call's last step: behind what `stream` has so far the slot is `from`'s again; for each other rank. data: what is
- * made NaN as by te_comm_peer_poison(), in the same launch; NULL: nothing. */
+ * made NaN as by te_comm_peer_poison() before; NULL: nothing. */
 TE_API te_status te_comm_peer_done(te_comm_peer* channel, int32_t slot, int32_t from, void* data, size_t bytes,
                                    te_stream stream);
 

@@ -88,18 +88,13 @@ class Channel {
     verbs_->copy(target, target_pitch, source, source_pitch, row_bytes, rows);
   }
 
-  void ahead(const char* op, int32_t slot, te_stream stream) {
-    Call& call = call_of(op, slot);
-    if (verbs_->goes_ahead(stream)) let_in(call, slot, others(op, "to", TE_COMM_PEER_OTHERS));
-  }
-
   void signal(const char* op, int32_t slot, int32_t to) {
     Call& call = call_of(op, slot);
     const std::vector<int32_t> to_all = others(op, "to", to);
     let_in(call, slot, to_all);
     std::vector<uint32_t*> values;
     for (const int32_t each : to_all) values.push_back(&words_.line(slot, each, options_.rank).arrived);
-    verbs_->set(values, call.hash);
+    verbs_->set(true, nullptr, values, call.hash);
   }
 
   void wait(const char* op, int32_t slot, int32_t from, te_stream stream) {
@@ -113,7 +108,7 @@ class Channel {
       Line& line = words_.line(slot, options_.rank, each);
       all.push_back({&line.arrived, &line.wants_arrived, call.hash});
     }
-    verbs_->wait(false, stream, all, false);
+    verbs_->wait(false, stream, all);
   }
 
   void join(const char* op, int32_t slot, te_stream stream) {
@@ -123,11 +118,10 @@ class Channel {
 
   void done(const char* op, int32_t slot, int32_t from, void* data, size_t bytes, te_stream stream) {
     call_of(op, slot);
-    const bool all = from == TE_COMM_PEER_OTHERS;
-    const int32_t first = all ? 0 : others(op, "from", from)[0], me = options_.rank;
-    const Lines lines{&words_.line(slot, me, first), &words_.line(slot, first, me), all ? options_.ranks : 1,
-                      options_.ranks, all ? me : -1};
-    verbs_->end(data, bytes, &words_.shared().failed, lines, stream);
+    poison(data, bytes, stream);
+    std::vector<uint32_t*> values;
+    for (const int32_t each : others(op, "from", from)) values.push_back(&words_.line(slot, each, options_.rank).freed);
+    verbs_->set(false, stream, values, kFree);
   }
 
   void give_up(const char* text) {
@@ -193,7 +187,7 @@ class Channel {
       Line& line = words_.line(slot, options_.rank, each);
       all.push_back({&line.freed, &line.wants_freed, kFree});
     }
-    if (!all.empty()) verbs_->wait(true, nullptr, all, true);
+    if (!all.empty()) verbs_->wait(true, nullptr, all);
   }
 
   const te_comm_peer_options options_;
@@ -270,11 +264,6 @@ te_status te_comm_peer_slot(te_comm_peer* channel, int32_t slot, void* const* ad
 te_status te_comm_peer_begin(te_comm_peer* channel, int32_t slot, const char* text) {
   const char* op = "te_comm_peer_begin";
   return c_guard([&] { channel_of(op, channel).begin(op, slot, text); });
-}
-
-te_status te_comm_peer_ahead(te_comm_peer* channel, int32_t slot, te_stream stream) {
-  const char* op = "te_comm_peer_ahead";
-  return c_guard([&] { channel_of(op, channel).ahead(op, slot, stream); });
 }
 
 te_status te_comm_peer_follow(te_comm_peer* channel, te_stream stream) {

@@ -55,27 +55,6 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
   if (has_failed(failed)) fill(data, bytes);
 }
 
-// What has arrived is put back before the peer hears that it may push again.
-__device__ void free_slot(const Lines& lines) {
-  for (int32_t peer = int32_t(threadIdx.x); peer < lines.count; peer += kThreads) {
-    if (peer == lines.itself) continue;
-    volatile Line& mine = lines.mine[peer];
-    mine.wants_arrived = 0;
-    mine.arrived = 0;
-    __threadfence_system();
-    volatile Line& its = lines.theirs[int64_t(peer) * lines.stride];
-    its.freed = kFree;
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) free_kernel(const __grid_constant__ Lines lines) { free_slot(lines); }
-
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
-    end_kernel(char* data, size_t bytes, const volatile uint32_t* failed, const __grid_constant__ Lines lines) {
-  if (blockIdx.x == 0) free_slot(lines);
-  if (has_failed(failed)) fill(data, bytes);
-}
-
 class CudaVerbs final : public Verbs {
  public:
   CudaVerbs(int32_t device, void* words, size_t bytes) : device_(device), words_(static_cast<char*>(words)) {
@@ -111,11 +90,6 @@ class CudaVerbs final : public Verbs {
     cudaEventDestroy(join_);
     if (last_ != nullptr) cudaEventDestroy(last_);
     cudaHostUnregister(words_);
-  }
-
-  bool goes_ahead(te_stream stream) const override {
-    const DeviceGuard guard(device_);
-    return !is_captured(stream) && !is_captured(lane_);
   }
 
   void follow(te_stream stream) override {
@@ -158,14 +132,21 @@ class CudaVerbs final : public Verbs {
     copies_own_[size_t(slot)] = false;
   }
 
-  void set(const std::vector<uint32_t*>& values, uint32_t to) override {
+  void set(bool lane, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) override {
     std::vector<CUstreamBatchMemOpParams> ops;
     for (uint32_t* value : values) ops.push_back(write(value, to));
-    run(lane_, ops);
+    run(lane ? lane_ : cudaStream_t(stream), ops);
+    if (lane || is_captured(stream)) return;
+    const DeviceGuard guard(device_);
+    if (last_ == nullptr) {
+      check_cuda(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "te_comm_peer_done");
+    }
+    check_cuda(cudaEventRecord(last_, cudaStream_t(stream)), "te_comm_peer_done");
+    last_on_ = stream;
   }
 
   // All that is awaited is said before the first of the waits.
-  void wait(bool lane, te_stream stream, const std::vector<Awaited>& all, bool put_back) override {
+  void wait(bool lane, te_stream stream, const std::vector<Awaited>& all) override {
     std::vector<CUstreamBatchMemOpParams> ops;
     for (const Awaited& each : all) ops.push_back(write(each.wants, each.wanted));
     for (const Awaited& each : all) {
@@ -175,7 +156,6 @@ class CudaVerbs final : public Verbs {
       op.waitValue.value = each.wanted;
       op.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
       ops.push_back(op);
-      if (!put_back) continue;
       ops.push_back(write(each.wants, 0));
       ops.push_back(write(each.value, 0));
     }
@@ -186,25 +166,6 @@ class CudaVerbs final : public Verbs {
     const DeviceGuard guard(device_);
     poison_kernel<<<kBlocks, kThreads, 0, cudaStream_t(stream)>>>(static_cast<char*>(data), bytes, mapped(failed));
     check_launch("te_comm_peer_poison");
-  }
-
-  void end(void* data, size_t bytes, const uint32_t* failed, const Lines& lines, te_stream stream) override {
-    const DeviceGuard guard(device_);
-    Lines seen = lines;
-    seen.mine = mapped(lines.mine);
-    seen.theirs = mapped(lines.theirs);
-    if (bytes == 0) {
-      free_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(seen);
-    } else {
-      end_kernel<<<kBlocks, kThreads, 0, cudaStream_t(stream)>>>(static_cast<char*>(data), bytes, mapped(failed), seen);
-    }
-    check_launch("te_comm_peer_done");
-    if (is_captured(stream)) return;
-    if (last_ == nullptr) {
-      check_cuda(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "te_comm_peer_done");
-    }
-    check_cuda(cudaEventRecord(last_, cudaStream_t(stream)), "te_comm_peer_done");
-    last_on_ = stream;
   }
 
   bool idle() const override {

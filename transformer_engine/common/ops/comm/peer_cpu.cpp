@@ -16,7 +16,6 @@ class CpuVerbs final : public Verbs {
  public:
   explicit CpuVerbs(const Words& words) : words_(words) {}
 
-  bool goes_ahead(te_stream) const override { return true; }
   void follow(te_stream) override {}
   void join(int32_t, te_stream) override {}
 
@@ -38,29 +37,21 @@ class CpuVerbs final : public Verbs {
   }
   void wait_own(int32_t, te_stream) override {}
 
-  void set(const std::vector<uint32_t*>& values, uint32_t to) override {
+  void set(bool, te_stream, const std::vector<uint32_t*>& values, uint32_t to) override {
     for (uint32_t* value : values) word(*value).store(to, std::memory_order_release);
   }
 
-  void wait(bool, te_stream, const std::vector<Awaited>& all, bool put_back) override {
+  void wait(bool, te_stream, const std::vector<Awaited>& all) override {
     for (const Awaited& each : all) word(*each.wants).store(each.wanted);
     for (const Awaited& each : all) {
       wait_for(each);
-      if (put_back) reset(*each.wants, *each.value);
+      word(*each.wants).store(0);
+      word(*each.value).store(0);
     }
   }
 
   void poison(void* data, size_t bytes, const uint32_t*, te_stream) override {
     if (bytes != 0 && words_.failed()) std::memset(data, 0xff, bytes);
-  }
-
-  void end(void* data, size_t bytes, const uint32_t* failed, const Lines& lines, te_stream stream) override {
-    poison(data, bytes, failed, stream);
-    for (int32_t peer = 0; peer < lines.count; ++peer) {
-      if (peer == lines.itself) continue;
-      reset(lines.mine[peer].wants_arrived, lines.mine[peer].arrived);
-      word(lines.theirs[int64_t(peer) * lines.stride].freed).store(kFree, std::memory_order_release);
-    }
   }
 
   bool idle() const override { return true; }
@@ -76,11 +67,6 @@ class CpuVerbs final : public Verbs {
         usleep(50);
       }
     }
-  }
-
-  static void reset(uint32_t& wants, uint32_t& value) {
-    word(wants).store(0);
-    word(value).store(0);
   }
 
   const Words words_;

@@ -27,20 +27,15 @@ struct Awaited {
   uint32_t wanted;
 };
 
-// Lines of a rank, and the peers' lines of that rank, `stride` apart; at `itself` there is none.
-struct Lines {
-  Line *mine, *theirs;
-  int32_t count, stride, itself;
-};
-
 // lane: the copy lane of the channel, whose stream `stream` is not looked at. Several words are one operation of a
 // stream.
+// Order. Streams may share a queue of the device, in which a wait holds up all that was enqueued behind it. So a wait
+// is enqueued behind everything of this rank that has to happen before it can end, through the peers too: pushes and
+// the words of a call before its waits, and a wait for a free slot directly ahead of the first push there, behind what
+// computes the rows.
 class Verbs {
  public:
   virtual ~Verbs() = default;
-  // Whether the lane may go ahead of what `stream` has: not in a graph, whose replays keep no other order than that of
-  // dependencies, where streams share a queue of the device.
-  virtual bool goes_ahead(te_stream stream) const = 0;
   virtual void follow(te_stream stream) = 0;
   virtual void join(int32_t slot, te_stream stream) = 0;
   virtual void copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
@@ -49,12 +44,10 @@ class Verbs {
   virtual void copy_own(int32_t slot, void* target, size_t target_pitch, const void* source, size_t source_pitch,
                         size_t row_bytes, int64_t rows) = 0;
   virtual void wait_own(int32_t slot, te_stream stream) = 0;
-  virtual void set(const std::vector<uint32_t*>& values, uint32_t to) = 0;  // on the lane
-  // put_back: the words are 0 behind it.
-  virtual void wait(bool lane, te_stream stream, const std::vector<Awaited>& all, bool put_back) = 0;
+  virtual void set(bool lane, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) = 0;
+  // The words are 0 behind it.
+  virtual void wait(bool lane, te_stream stream, const std::vector<Awaited>& all) = 0;
   virtual void poison(void* data, size_t bytes, const uint32_t* failed, te_stream stream) = 0;
-  // Poisons, puts back what has arrived, and says that the slot is free.
-  virtual void end(void* data, size_t bytes, const uint32_t* failed, const Lines& lines, te_stream stream) = 0;
   // Nothing of all this is under way, or may come again with a graph.
   virtual bool idle() const = 0;
 };
