@@ -13,6 +13,7 @@ from pathlib import Path
 import megatron_on_cpu
 import pytest
 import torch
+from torchrun import TORCHRUN
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "with_megatron_core.py"
 SMALL = ("--steps=5", "--hidden=128", "--vocab=64", "--sequence=32", "--batch=2")
@@ -40,7 +41,7 @@ def run(*command):
 
 
 def ranks(count):
-    return "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={count}", "--master-addr=127.0.0.1"
+    return *TORCHRUN[1:3], f"--nproc-per-node={count}", *TORCHRUN[4:]
 
 
 @pytest.mark.parametrize("case", CASES)

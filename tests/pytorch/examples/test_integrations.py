@@ -79,7 +79,7 @@ def test_llama_refuses_what_it_would_get_wrong():
     for options, words in (
         ({"attention_bias": True}, "without biases"),
         ({"hidden_act": "gelu"}, "with silu"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
     ):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options))
         layer = model.model.layers[0]

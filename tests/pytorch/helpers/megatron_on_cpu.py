@@ -36,17 +36,28 @@ def _on_the_cpu(function):
     return made
 
 
+def _nothing():
+    def done(*args, **kwargs):
+        return None
+
+    return done
+
+
 def pretend() -> None:
+    """Each name gets a function of its own: torch.compile's tables refuse one function under two names."""
     cuda = torch.cuda
     cuda.current_device = lambda: "cpu"
-    cuda.synchronize = cuda.set_device = cuda._lazy_init = lambda *args, **kwargs: None
+    cuda.synchronize, cuda.set_device, cuda._lazy_init = _nothing(), _nothing(), _nothing()
     cuda._lazy_call = lambda call, **kwargs: call()
-    cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    for room in (cuda, cuda.random):
+        room.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        room.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.default_generators = _Generators()
-    cuda.Stream = cuda.Event = cuda.stream = cuda.current_stream = cuda.default_stream = _Stream
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+        setattr(cuda, name, type(name, (_Stream,), {}))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     kind = torch.Tensor.type  # its optimizer sorts parameters by "torch.cuda.BFloat16Tensor"
 
     def type_(self, *args, **kwargs):
