@@ -285,7 +285,10 @@ def test_the_memory_plan_counts_what_leaves(family, how, recipe, device):
     def planned():
         with autocast(RECIPES[recipe]):
             plan = te.memory_plan(stack, draw(device, 0, 1)[0].requires_grad_())
-        return {status: plan.bytes_of(status) for status in statuses}
+        found = {status: plan.bytes_of(status) for status in statuses}
+        on_the_host_anyway = (row for row in plan.rows if row.op == "checkpoint" and row.status == "offloaded")
+        found["offloaded"] -= sum(row.bytes for row in on_the_host_anyway)  # checkpoints' random states
+        return found
 
     plan = planned()
     assert plan["offloaded"] == round(context.offload_synchronizer.get_offloaded_total_size_mb() * 2**20) > 0
