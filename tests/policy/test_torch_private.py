@@ -60,7 +60,7 @@ def test_no_other_file_asks_for_private_names():
 
 
 def served():
-    """(first, last) minor versions of torch 2 in the metadata: "torch>=2.9,<2.16"."""
+    """(first, last) minor versions of torch 2 in the metadata: "torch>=2.10,<2.13"."""
     import tomllib
 
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
