@@ -68,7 +68,7 @@ class RankBench(Bench):
 
     def _sample(self, run, calls, host):
         self.together()
-        if self.cuda and not host:  # a call that nobody times: behind it the ranks' devices are together too
+        if self.cuda and not host:  # an untimed call: after it the ranks' devices are in step too
             torch.cuda._sleep(QUEUED)
             run()
         return self.timed(run, calls, host)

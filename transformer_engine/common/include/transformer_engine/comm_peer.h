@@ -71,7 +71,7 @@ TE_API te_status te_comm_peer_begin(te_comm_peer* channel, int32_t slot, const c
 /* What is pushed from now on comes behind what `stream` has so far. */
 TE_API te_status te_comm_peer_follow(te_comm_peer* channel, te_stream stream);
 /* `rows` runs of row_bytes, source_pitch bytes apart, into `to`'s slot from `offset` on, target_pitch apart. To this
- * rank itself it is one copy a call, beside those to others, which nobody is told of. */
+ * rank itself it is one copy a call, beside those to others, with no word for it. */
 TE_API te_status te_comm_peer_push(te_comm_peer* channel, int32_t slot, int32_t to, size_t offset, size_t target_pitch,
                                    const void* source, size_t source_pitch, size_t row_bytes, int64_t rows);
 /* All that this call pushes to `to` is pushed. */
