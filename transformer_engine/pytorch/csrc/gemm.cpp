@@ -134,7 +134,8 @@ std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b, te_gemm_la
   // an epilogue, which works in float32 before the one rounding.
   const bool plain = epilogue == TE_GEMM_NONE || epilogue == TE_GEMM_BGRAD;
   const at::ScalarType wide = plain ? out_dtype : at::kFloat;
-  Tensor d = product_cpu(a.to(wide), b.to(wide), layout);
+  // Rows as on the GPU: the order in which LibTorch adds up may follow an operand's strides.
+  Tensor d = product_cpu(rows_of(a).to(wide), rows_of(b).to(wide), layout);
   Tensor extra = at::empty({0}, a.options());
   if (bias.has_value()) d = d + *bias;
   if (epilogue == TE_GEMM_GELU) {
@@ -143,7 +144,7 @@ std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b, te_gemm_la
   } else if (epilogue == TE_GEMM_DGELU) {
     d = at::gelu_backward(d, folded(*aux).to(wide), "tanh");
   } else if (epilogue == TE_GEMM_BGRAD) {
-    extra = column_sum(b);
+    extra = column_sum(rows_of(b));
   }
   return {d.to(out_dtype), extra};
 }
