@@ -38,21 +38,22 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
     return _scikit.prepare_metadata_for_build_editable(metadata_directory, config_settings)
 
 
-def _build(by: Callable[..., str], folder: str, settings: Settings, metadata: str | None) -> str:
+def _build(by: Callable[..., str], folder: str, settings: Settings, metadata: str | None, unity: str) -> str:
     torch = target.needed()
     checks.all_of_them()
     try:
-        return by(folder, {**(settings or {}), "cmake.define.TE_TORCH": torch.facts}, metadata)
+        defines = {"cmake.define.TE_TORCH": torch.facts, "cmake.define.TE_UNITY": unity}
+        return by(folder, {**defines, **(settings or {})}, metadata)
     except (SystemExit, OSError):
         checks.full()
         raise
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    return _build(_scikit.build_wheel, wheel_directory, config_settings, metadata_directory)
+    return _build(_scikit.build_wheel, wheel_directory, config_settings, metadata_directory, unity="ON")
 
 
 def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    return _build(_scikit.build_editable, wheel_directory, config_settings, metadata_directory)
+    return _build(_scikit.build_editable, wheel_directory, config_settings, metadata_directory, unity="OFF")

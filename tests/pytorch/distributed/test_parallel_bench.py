@@ -93,4 +93,5 @@ def test_a_machine_need_not_know_any_name(tmp_path):
     script = 'test ! -e /etc/hosts || mount --bind hosts /etc/hosts; exec "$@"'
     run = [*alone, "bash", "-euc", script, "bash", *command]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=50)
-    assert done.returncode == 0 and done.stdout.split() == ["2", "2"], done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "".join(done.stdout.split()) == "22", done.stdout  # two processes write: a line may be cut by the other's

@@ -1,8 +1,7 @@
-// See common.h. Also lends PyTorch's thread pool to the core, so that nothing oversubscribes.
+// See common.h.
 #include "common.h"
 
 #include <ATen/autocast_mode.h>
-#include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -10,14 +9,6 @@
 namespace te_torch {
 
 namespace {
-
-void parallel_hook(int64_t n_blocks, void (*body)(void*, int64_t), void* context) {
-  at::parallel_for(0, n_blocks, 1, [&](int64_t first, int64_t last) {
-    for (int64_t block = first; block < last; ++block) body(context, block);
-  });
-}
-
-[[maybe_unused]] const bool hook_installed = (te_set_parallel_for(parallel_hook), true);
 
 // Whether dims [0, dim - 1) fold into one: each stride is the next one's extent (size-1 dims do not matter).
 bool folds(const Tensor& t) {

@@ -323,6 +323,7 @@ TE_FACES(cross_entropy, faces) {
       .composite(cross_entropy_dispatched)
       .autograd(cross_entropy_autograd)
       .python(cross_entropy);
+#undef TE_LOSS
 }
 
 }  // namespace te_torch

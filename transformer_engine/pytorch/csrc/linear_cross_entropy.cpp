@@ -22,7 +22,7 @@ namespace te_torch {
 
 namespace {
 
-constexpr const char* kOp = "linear_cross_entropy";
+constexpr const char* kFusedOp = "linear_cross_entropy";
 std::atomic<int64_t> chunk_bytes{int64_t{512} << 20};  // tests take less
 constexpr int64_t kRowStep = 128;                      // FP8 blocks end with a chunk
 constexpr Kept kHiddenGradient{"gradient of hidden", "made in forward; the backward hands it out",
@@ -51,17 +51,17 @@ int64_t chunk_rows(int64_t tokens, int64_t classes, int64_t element_bytes, bool 
 
 void check_arguments(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                      const LossOptions& options) {
-  check_float(hidden, kOp, "hidden");
-  TORCH_CHECK_VALUE(hidden.dim() >= 1 && weight.dim() == 2 && weight.sym_size(1) == hidden.sym_size(-1), kOp,
+  check_float(hidden, kFusedOp, "hidden");
+  TORCH_CHECK_VALUE(hidden.dim() >= 1 && weight.dim() == 2 && weight.sym_size(1) == hidden.sym_size(-1), kFusedOp,
                     ": arguments 'hidden' and 'weight' have shapes ", hidden.sym_sizes(), " and ", weight.sym_sizes(),
                     ", wanted [..., features] and [classes, features].");
-  check_same(weight, hidden, kOp, "weight");
+  check_same(weight, hidden, kFusedOp, "weight");
   if (bias.has_value()) {
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kOp, ": argument 'bias' has shape ",
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kFusedOp, ": argument 'bias' has shape ",
                       bias->sym_sizes(), ", wanted [", weight.sym_size(0), "].");
-    check_same(*bias, hidden, kOp, "bias");
+    check_same(*bias, hidden, kFusedOp, "bias");
   }
-  check_loss(kOp, hidden.sym_sizes().slice(0, hidden.dim() - 1), weight.sym_size(0), hidden, target, options);
+  check_loss(kFusedOp, hidden.sym_sizes().slice(0, hidden.dim() - 1), weight.sym_size(0), hidden, target, options);
 }
 
 // One call's tensors and what becomes of a chunk of them.
@@ -155,7 +155,7 @@ class Loop {
 
 // Rows behind the live ones that the backward reads, which makes each chunk's scales anew.
 int64_t rows_behind_of(at::ArrayRef<int64_t> quantization) {
-  const Quantization q = quantization_of(quantization, kOp);
+  const Quantization q = quantization_of(quantization, kFusedOp);
   if (q == nullptr || !q->x.active()) return 0;
   return q->x.spec.scaling() == TE_SCALING_TENSOR ? kAllRows : 127;
 }
@@ -163,7 +163,7 @@ int64_t rows_behind_of(at::ArrayRef<int64_t> quantization) {
 Tensor or_empty(const Tensor& t, const Tensor& like) { return t.defined() ? t : like.new_empty({0}); }
 
 struct LinearCrossEntropyFamily {
-  static constexpr const char* kName = kOp;
+  static constexpr const char* kName = kFusedOp;
   struct State {
     LossOptions options;
     bool float32_sum = true;
@@ -227,7 +227,7 @@ struct LinearCrossEntropyFamily {
       std::tie(std::ignore, out[0], out[1], out[2], std::ignore) =
           made<Route>(state, saved[kX], saved[kWeight], saved.optional(kBias), saved[kTargets], grads[0], wanted);
     } else {
-      if constexpr (std::is_same_v<Route, Direct>) state.once.pass(kOp);
+      if constexpr (std::is_same_v<Route, Direct>) state.once.pass(kFusedOp);
       for (int i = 0; i < 3; ++i) {
         if (wanted[i]) out[i] = scaled<Route>(saved[kX + i], grads[0], saved.optional(kScale));
       }
@@ -243,10 +243,10 @@ Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const 
                               at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks, Flags wanted) {
   const LossOptions options{label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks};
   check_arguments(hidden, weight, bias, target, options);
-  check_memory(hidden, kOp, "hidden");
-  check_memory(weight, kOp, "weight");
+  check_memory(hidden, kFusedOp, "hidden");
+  check_memory(weight, kFusedOp, "weight");
   const Tensor inverse = loss_inverse_count(target.contiguous().view({-1}), weight.size(0), options);
-  Loop loop(hidden, weight, bias, target, options, quantization_of(quantization, kOp), wanted, float32_sum);
+  Loop loop(hidden, weight, bias, target, options, quantization_of(quantization, kFusedOp), wanted, float32_sum);
   Tensor scale = reduce_loss && !scales_late(hidden) ? inverse : Tensor();
   if (dloss.has_value()) scale = dloss->resolve_neg().contiguous().view({-1});
   loop.run(scale);

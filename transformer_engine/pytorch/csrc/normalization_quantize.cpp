@@ -11,7 +11,7 @@ namespace te_torch {
 
 namespace {
 
-constexpr const char* kOp = "normalization";
+constexpr const char* kFusedOp = "normalization";
 
 OptionalTensor folded(const OptionalTensor& t) {
   return t.has_value() && t->defined() ? OptionalTensor(rows_of(*t)) : OptionalTensor();
@@ -37,7 +37,7 @@ QuantizedNorm normalization_fwd_quantize(const Tensor& x, const OptionalTensor& 
   check_normalization(x, residual, gamma, beta);
   const Tensor in = rows_of(x), scale = te_torch::parameter_beside(x, gamma);
   const OptionalTensor other = folded(residual), shift = parameter_beside(x, beta);
-  const te_tensor source = view_2d(in, kOp, "x");
+  const te_tensor source = view_2d(in, kFusedOp, "x");
   const auto floats = in.options().dtype(at::kFloat);
   out.h = at::empty(other.has_value() ? in.sizes() : at::IntArrayRef{0}, in.options());
   out.mean = at::empty({rms ? 0 : source.rows}, floats);
@@ -50,14 +50,14 @@ QuantizedNorm normalization_fwd_quantize(const Tensor& x, const OptionalTensor& 
   if (in.is_cuda()) {
     const auto bytes = static_cast<int64_t>(te_normalization_forward_quantize_workspace(source.rows));
     workspace = at::empty({bytes}, in.options().dtype(at::kByte));
-    scratch = view_2d(workspace, kOp, "workspace");
+    scratch = view_2d(workspace, kFusedOp, "workspace");
   }
-  const te_quantized target = view_of(out.quantized, kOp, "out");
+  const te_quantized target = view_of(out.quantized, kFusedOp, "out");
   check(te_normalization_forward_quantize(
-      {rms, zero_centered_gamma, static_cast<float>(eps)}, source, view_2d(other, kOp, "residual"),
-      view_2d(scale, kOp, "gamma"), view_2d(shift, kOp, "beta"),
-      other.has_value() ? view_2d(out.h, kOp, "h") : absent(), rms ? absent() : view_2d(out.mean, kOp, "mean"),
-      view_2d(out.rstd, kOp, "rstd"), &plan.plan, &target, scratch, current_stream(in)));
+      {rms, zero_centered_gamma, static_cast<float>(eps)}, source, view_2d(other, kFusedOp, "residual"),
+      view_2d(scale, kFusedOp, "gamma"), view_2d(shift, kFusedOp, "beta"),
+      other.has_value() ? view_2d(out.h, kFusedOp, "h") : absent(), rms ? absent() : view_2d(out.mean, kFusedOp, "mean"),
+      view_2d(out.rstd, kFusedOp, "rstd"), &plan.plan, &target, scratch, current_stream(in)));
   return out;
 }
 
@@ -66,12 +66,12 @@ Quantized normalization_again_quantize(const Tensor& h, const Tensor& gamma, con
                                        const QuantizeSpec& spec, const Tensor& used_scales, Directions directions) {
   const Tensor in = rows_of(h), scale = te_torch::parameter_beside(h, gamma);
   const OptionalTensor shift = parameter_beside(h, beta);
-  const te_tensor source = view_2d(in, kOp, "h");
+  const te_tensor source = view_2d(in, kFusedOp, "h");
   const Quantized out = empty_quantized(spec, source.rows, source.cols, directions, in.options());
   const QuantizePlan plan(spec, used_scales);
-  const te_quantized target = view_of(out, kOp, "out");
-  check(te_normalization_quantize({rms, zero_centered_gamma, 0.f}, source, rms ? absent() : view_2d(mean, kOp, "mean"),
-                                  view_2d(rstd, kOp, "rstd"), view_2d(scale, kOp, "gamma"), view_2d(shift, kOp, "beta"),
+  const te_quantized target = view_of(out, kFusedOp, "out");
+  check(te_normalization_quantize({rms, zero_centered_gamma, 0.f}, source, rms ? absent() : view_2d(mean, kFusedOp, "mean"),
+                                  view_2d(rstd, kFusedOp, "rstd"), view_2d(scale, kFusedOp, "gamma"), view_2d(shift, kFusedOp, "beta"),
                                   &plan.plan, &target, current_stream(in)));
   return out;
 }

@@ -39,7 +39,7 @@ struct SourceGradient {
   const Quantizer* quantizer = nullptr;
   // Of the product that made the source's input: how it reads the gradient. Null where it goes on as it is.
   const Quantizer* onward = nullptr;
-  Directions directions;
+  Directions directions{};
   bool wants_onward_sums = false;
 };
 
