@@ -4,8 +4,8 @@
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
 
 # The minor versions that are served; pyproject.toml says the same (tests/policy/test_torch_private.py).
-set(te_torch_first 2.10)
-set(te_torch_end 2.13)
+set(te_torch_first 2.9)
+set(te_torch_end 2.16)
 if(TE_TORCH)  # of the build backend: what find_torch.py prints in the environment that the package goes to
   set(te_torch ${TE_TORCH})
 else()

@@ -4,6 +4,8 @@
 import inspect
 import re
 import sys
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,6 +14,7 @@ sys.path.append(str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 from api_meanings import CALL, CONSTRUCTOR, OF
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
 
 DOCS = Path(__file__).parents[3] / "docs"
 MODULES = (
@@ -23,7 +26,23 @@ FUNCTIONS = (
     *("parallel_cross_entropy", "fused_linear_cross_entropy", "memory_plan", "explain", "tune", "doctor"),
     *("distributed.comm_usage", "distributed.CommTimeout"),
 )
-CLASSES = {"stash": ("stash.PagedStash", "stash.Verdict", "stash.Plan")}  # page -> what it has, method by method
+# page -> where from, and what it has, method by method
+CLASSES = {
+    "stash": (te, ("stash.PagedStash", "stash.Verdict", "stash.Plan")),
+    "optimizers": (te, ("optimizers.FusedAdam", "optimizers.FusedSGD")),
+    "recipes": (
+        recipe,
+        (
+            "DelayedScaling",
+            "Float8CurrentScaling",
+            "Float8BlockScaling",
+            "CustomRecipe",
+            "Format",
+            "QParams",
+            "MMParams",
+        ),
+    ),
+}
 MADE = "This text is generated: `python tests/pytorch/helpers/api_pages.py` rewrites it.\n"
 
 
@@ -54,8 +73,20 @@ def refusals(document, name, word):
 def shown(parameter):
     if parameter.kind is parameter.VAR_KEYWORD:
         return "`**kwargs`", ""
-    default = "required" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
-    return f"`{parameter.name}`", default
+    value = parameter.default
+    if value is parameter.empty:
+        return f"`{parameter.name}`", "required"
+    if isinstance(value, Enum):
+        return f"`{parameter.name}`", f"`{type(value).__name__}.{value.name}`"
+    if is_dataclass(value):  # what is not the class's own default
+        own = type(value)()
+        given = [
+            f"{f.name}={getattr(value, f.name)!r}"
+            for f in fields(value)
+            if getattr(value, f.name) != getattr(own, f.name)
+        ]
+        return f"`{parameter.name}`", f"`{type(value).__name__}({', '.join(given)})`"
+    return f"`{parameter.name}`", f"`{value!r}`"
 
 
 def table(name, function, meanings, known):
@@ -98,19 +129,37 @@ def functions_page():
     return "\n".join(parts)
 
 
-def arguments(function):
+def arguments(function, defaults=None):
+    """defaults: those that the signature does not have."""
     given = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    given = [p.replace(default=(defaults or {}).get(p.name, p.default)) for p in given]
     rows = ["| " + " | ".join(shown(p)) + " |" for p in given]
     return ["| argument | default |", "|---|---|", *rows, ""] if rows else []
 
 
+def constructor(found):
+    if issubclass(found, Enum):
+        return (
+            ["| value | largest forward | largest of gradients |", "|---|---|---|"]
+            + [f"| `{member.name}` | {member.value.max_fwd:g} | {member.value.max_bwd:g} |" for member in found]
+            + [""]
+        )
+    made = (
+        {f.name: f.default_factory() for f in fields(found) if f.default_factory is not MISSING}
+        if is_dataclass(found)
+        else {}
+    )
+    return arguments(found.__init__, made)
+
+
 def classes_page(page):
-    parts = [f"# transformer_engine.pytorch.{page}\n", MADE]
-    for name in CLASSES[page]:
-        found = attrgetter(name)(te)
-        parts += [f"## {name}\n", *arguments(found.__init__), text_of(found) + "\n"]
+    source, names = CLASSES[page]
+    parts = [f"# {source.__name__}.{page}\n" if source is te else f"# {source.__name__}\n", MADE]
+    for name in names:
+        found = attrgetter(name)(source)
+        parts += [f"## {name}\n", *constructor(found), text_of(found) + "\n"]
         for method, function in vars(found).items():
-            if inspect.isfunction(function) and not method.startswith("_") and inspect.getdoc(function):
+            if inspect.isfunction(function) and not method.startswith("_") and function.__doc__:
                 parts += [f"### {name}.{method}\n", *arguments(function), text_of(function) + "\n"]
     return "\n".join(parts)
 
@@ -121,7 +170,9 @@ def pages():
     made |= {f"{page}.md": classes_page(page) for page in CLASSES}
     index = [f"- [{name}]({name}.md): `{first_sentence(getattr(te, name))}`" for name in MODULES]
     index.append("- [functions](functions.md): " + ", ".join(f"`{name}`" for name in FUNCTIONS))
-    index += [f"- [{page}]({page}.md): " + ", ".join(f"`{name}`" for name in CLASSES[page]) for page in CLASSES]
+    index += [
+        f"- [{page}]({page}.md): " + ", ".join(f"`{name}`" for name in names) for page, (_, names) in CLASSES.items()
+    ]
     heads = "What works, raises and is not there, by name: [compatibility](../compatibility.md).\n"
     made["README.md"] = "\n".join(["# API\n", MADE, heads, *index, ""])
     return made

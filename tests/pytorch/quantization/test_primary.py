@@ -294,3 +294,45 @@ def test_a_weight_kept_in_eval_notes_nothing(device, name, first):
         module(x, is_first_microbatch=True)
         largest = max(p.abs().max() for n, p in module.named_parameters() if n in ("weight", "fc1_weight"))
         assert state.amax_history[0, 1] == largest
+
+
+# ---- inference ----
+
+
+def has_columns(module):
+    return [
+        weight.get_usages()["columnwise"] for weight in module.parameters() if isinstance(weight, te.QuantizedTensor)
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", [*MODULES, "GroupedLinear"])
+def test_inference_keeps_no_columnwise_data(device, name, recipe):
+    """Made for inference it never has them; inside of autocast or not they go; training has its gradients all the same.
+    Mutant: plain() without drop_columns()."""
+    chosen = RECIPES[recipe]()
+    makers = MODULES | {"GroupedLinear": lambda device: te.GroupedLinear(2, 32, 32, device=device)}
+    x = randn(32, 32, device=device)
+    if name in ("MultiheadAttention", "TransformerLayer"):
+        x = x.reshape(32, 1, 32)
+    more = ([16, 16],) if name == "GroupedLinear" else ()
+    modules = []
+    for surroundings in (torch.enable_grad, torch.no_grad):
+        torch.manual_seed(0)
+        with te.quantized_model_init(recipe=chosen), surroundings():
+            modules.append(makers[name](device))
+    trained, served = modules
+    assert has_columns(trained) and all(has_columns(trained)) and not any(has_columns(served))
+    for autocast in (False, True):
+        with torch.inference_mode(), te.autocast(enabled=autocast, recipe=chosen):
+            trained(x, *more)
+        assert not any(has_columns(trained))
+        grads = []
+        for module in modules:
+            with te.autocast(recipe=chosen):
+                module(x, *more).square().sum().backward()
+            grads.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+            module.zero_grad()
+        assert grads[0] and all(has_columns(trained))
+        for got, want in zip(*grads, strict=True):
+            assert_same_bits(got, want)

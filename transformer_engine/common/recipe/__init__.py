@@ -43,7 +43,8 @@ class MMParams:
 
 @dataclass(frozen=True)
 class QParams:
-    """How a tensor is quantized. amax_epsilon: the least amax that a scale is made from."""
+    """How a tensor is quantized. power_2_scale: scales are rounded down to powers of two. amax_epsilon: the least amax
+    that a scale is made from. The others are NVFP4's, and refused where a tensor is quantized."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -237,7 +238,15 @@ def _override():
 @_recipe
 class DelayedScaling(Recipe):
     """Per-tensor scales from the amax history of earlier steps: scale = (largest of format / amax) / 2**margin.
-    Saturates: Inf becomes the largest finite value at the scale of earlier steps, and makes no scale; NaN stays NaN."""
+    Saturates: Inf becomes the largest finite value at the scale of earlier steps, and makes no scale; NaN stays NaN.
+
+    margin: a whole number. fp8_format: E4M3, or HYBRID, whose gradients are E5M2. amax_history_len: of how many steps
+    amaxes are kept. amax_compute_algo: "max" of them, "most_recent", or a function (history) -> amaxes, history being
+    float32 [amax_history_len, tensors]. scaling_factor_compute_algo: a function (amaxes, scales, largest of format,
+    recipe) -> scales in place of the formula. reduce_amax: amaxes are the largest over the ranks of autocast's
+    amax_reduction_group. fp8_dpa, fp8_mha: FP8 attention, which autocast refuses. backward_override: None alone.
+    Errors: ValueError or TypeError naming the field.
+    """
 
     margin: int = _field(0, _A_MARGIN)
     fp8_format: Format = _field(Format.HYBRID, _a_format)
@@ -256,7 +265,14 @@ class DelayedScaling(Recipe):
 @_recipe
 class Float8CurrentScaling(Recipe):
     """Per-tensor scales from the tensor itself; 1 where its amax is 0 or infinite. Saturates: Inf becomes the largest
-    finite value, 448 in E4M3 and 57344 in E5M2; NaN stays NaN."""
+    finite value, 448 in E4M3 and 57344 in E5M2; NaN stays NaN.
+
+    fp8_format: E4M3, or HYBRID, whose gradients are E5M2. fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad:
+    how inputs, weights and gradients are quantized. fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: how the three
+    products accumulate. fp8_dpa, fp8_mha: FP8 attention, which autocast refuses. backward_override: None, or what the
+    backward's products read: "high_precision", the operands as they were, or "dequantized", what the forward's mean;
+    default NVTE_BACKWARD_OVERRIDE. Errors: ValueError or TypeError naming the field.
+    """
 
     fp8_format: Format = _field(Format.HYBRID, _a_format)
     fp8_quant_fwd_inp: QParams = _params(_as_it_is)
@@ -279,7 +295,12 @@ def _block_quantization():
 @_recipe
 class Float8BlockScaling(Recipe):
     """A scale for each 1 x 128 (dim 1) or 128 x 128 (dim 2) block; 1 where its amax is 0 or infinite. Saturates: Inf
-    becomes the largest finite value, 448 in E4M3 and 57344 in E5M2; NaN stays NaN."""
+    becomes the largest finite value, 448 in E4M3 and 57344 in E5M2; NaN stays NaN.
+
+    x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 or 2, of inputs, weights and gradients. Scales
+    are powers of two unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1. The other fields are as in Float8CurrentScaling.
+    Errors: ValueError or TypeError naming the field.
+    """
 
     fp8_format: Format = _field(Format.E4M3, _a_format)
     fp8_quant_fwd_inp: QParams = _params(_block_quantization)
@@ -338,7 +359,11 @@ class NVFP4BlockScaling(Recipe):
 
 @_recipe
 class CustomRecipe(Recipe):
-    """qfactory(role) gives the quantizer of each role."""
+    """qfactory(role) gives the quantizer of each role, or None where that tensor is to stay as it is.
+
+    quantization_alignment: of which number the rows of an operand are to be a multiple. The other fields are as in
+    Float8CurrentScaling.
+    """
 
     qfactory: Callable = field(metadata={"check": _called()})
     fp8_format: Format = _field(Format.HYBRID, _a_format)

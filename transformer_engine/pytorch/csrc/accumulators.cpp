@@ -27,24 +27,24 @@ class FreshAccumulators {
     TORCH_CHECK(nodes_.empty(), "FreshAccumulators: entered twice, wanted once at a time.");
     for (const auto& leaf : leaves_) {
       nodes_.push_back(impl::try_get_grad_accumulator(leaf));
-      if (nodes_.back() != nullptr) impl::set_grad_accumulator(leaf, {});
+      if (nodes_.back() != nullptr) impl::set_grad_accumulator(leaf, WeakNodePtr(NodePtr()));
     }
   }
 
   void exit(const pybind11::args&) {
     for (size_t i = 0; i < nodes_.size(); ++i) {
-      if (nodes_[i] != nullptr) impl::set_grad_accumulator(leaves_[i], nodes_[i]);
+      if (nodes_[i] != nullptr) impl::set_grad_accumulator(leaves_[i], WeakNodePtr(nodes_[i]));
     }
     nodes_.clear();
   }
 
  private:
   std::vector<Tensor> leaves_;
-  std::vector<std::shared_ptr<torch::autograd::Node>> nodes_;
+  std::vector<NodePtr> nodes_;
 };
 
 // Whether this node is a leaf's, and the engine would do nothing for it but call it.
-bool is_plain_leaf(const std::shared_ptr<torch::autograd::Node>& node, const c10::Stream& stream) {
+bool is_plain_leaf(const NodePtr& node, const c10::Stream& stream) {
   // Another graph, or one more edge of this one, that waits for it; DDP and others, who hold it for its hooks.
   if (node.use_count() != 1 || typeid(*node) != typeid(AccumulateGrad)) return false;
   return node->pre_hooks().empty() && node->post_hooks().empty() && node->tensor_pre_hooks().empty() &&
@@ -53,7 +53,7 @@ bool is_plain_leaf(const std::shared_ptr<torch::autograd::Node>& node, const c10
 
 // Whether the engine has nothing to check or to convert.
 bool fits(const Tensor& gradient, const torch::autograd::InputMetadata& wanted) {
-  return gradient.layout() == at::kStrided && gradient.scalar_type() == wanted.grad_dtype() &&
+  return gradient.layout() == at::kStrided && takes_dtype(wanted, gradient.scalar_type()) &&
          gradient.device() == wanted.device() && !wanted.is_tensor_subclass() && !wanted.is_nested_tensor() &&
          wanted.is_same_shape(gradient);
 }
@@ -84,7 +84,7 @@ bool asks_for_all() {
   return asked == nullptr || asked->empty();
 }
 
-void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<std::shared_ptr<torch::autograd::Node>>& through) {
+void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>& through) {
   const auto* asked = torch::autograd::get_current_graph_task_exec_info();
   const bool all_asked = asked != nullptr && asked->empty() && !torch::autograd::get_current_graph_task_keep_graph();
   const auto node = torch::autograd::get_current_node();

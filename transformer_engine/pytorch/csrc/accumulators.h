@@ -2,9 +2,8 @@
 // nodes with hundreds.
 #pragma once
 
-#include <torch/csrc/autograd/function.h>
-
 #include "common.h"
+#include "torch_api.h"
 
 namespace te_torch {
 
@@ -19,6 +18,6 @@ bool asks_for_all();  // that backward, or none: unwanted() has nothing of any
 // no hooks, the same stream, and no user but this node, whose next_functions are gone behind it. One leaf is the
 // engine's, which waits for the streams of those that it knows. through: gets the nodes that are through, one that
 // throws as well; they have to live as long as the graph.
-void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<std::shared_ptr<torch::autograd::Node>>& through);
+void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>& through);
 
 }  // namespace te_torch

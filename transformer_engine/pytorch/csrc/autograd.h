@@ -12,6 +12,7 @@
 #include "common.h"
 #include "saved.h"
 #include "saved_leaves.h"
+#include "torch_api.h"
 
 namespace te_torch {
 
@@ -63,10 +64,10 @@ template <class State>
 struct Held : torch::CustomClassHolder {
   State state;
   Slots slots;
-  NamedTensors::Labels labels;                                  // of the saved tensors
-  SavedLeaves leaves;                                           // those of them that autograd was not given
-  std::string module;                                           // that called, while somebody records
-  std::vector<std::shared_ptr<torch::autograd::Node>> through;  // leaves' that the engine was not told of
+  NamedTensors::Labels labels;   // of the saved tensors
+  SavedLeaves leaves;            // those of them that autograd was not given
+  std::string module;            // that called, while somebody records
+  std::vector<NodePtr> through;  // leaves' that the engine was not told of
 };
 
 // Family:

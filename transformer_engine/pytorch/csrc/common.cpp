@@ -6,6 +6,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include "torch_api.h"
+
 namespace te_torch {
 
 namespace {
@@ -101,11 +103,12 @@ Tensor rows_of(const Tensor& t) {
   return folds(t) ? t : t.contiguous();
 }
 
-te_stream current_stream(const Tensor& t) {
-  if (t.is_cpu()) return nullptr;
-  const c10::impl::VirtualGuardImpl impl(t.device().type());
-  return reinterpret_cast<te_stream>(impl.getStream(t.device()).native_handle());
+te_stream current_stream(const at::Device& device) {
+  if (device.is_cpu()) return nullptr;
+  return reinterpret_cast<te_stream>(handle_of(c10::impl::VirtualGuardImpl(device.type()).getStream(device)));
 }
+
+te_stream current_stream(const Tensor& t) { return current_stream(t.device()); }
 
 void check_same(const Tensor& t, const Tensor& like, const char* op, const char* argument) {
   TORCH_CHECK_VALUE(t.device() == like.device(), op, ": argument '", argument, "' is on ", t.device(), ", wanted ",

@@ -47,6 +47,7 @@ inline te_tensor absent() { return te_tensor{nullptr, 0, 0, 0, TE_FLOAT32, TE_DE
 Tensor rows_of(const Tensor& t);
 
 // PyTorch's current stream on t's device, taken device-generically so that no CUDA library is linked.
+te_stream current_stream(const at::Device& device);  // null on a CPU
 te_stream current_stream(const Tensor& t);
 
 // "cuda" is the current device, as everywhere in torch.

@@ -190,11 +190,7 @@ Tensor lent_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::
 Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind) {
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
   const at::Device device = indexed(options.device());
-  te_stream stream = nullptr;
-  if (!device.is_cpu()) {
-    const c10::impl::VirtualGuardImpl impl(device.type());
-    stream = reinterpret_cast<te_stream>(impl.getStream(device).native_handle());
-  }
+  const te_stream stream = current_stream(device);
   if (may_last(device, stream)) {
     slot_ = arena().take({std::string(group), device, stream, kind}, bytes, options.device(device));
   } else {

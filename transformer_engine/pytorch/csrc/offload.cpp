@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "saved_door.h"
+#include "torch_api.h"
 
 namespace te_torch {
 
@@ -26,12 +27,6 @@ void check_memory(te_status status) {
 }
 
 int32_t ordinal(const at::Device& device) { return device.is_cpu() ? TE_DEVICE_CPU : int32_t(device.index()); }
-
-te_stream stream_of(const at::Device& device) {
-  if (device.is_cpu()) return nullptr;
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  return reinterpret_cast<te_stream>(impl.getStream(device).native_handle());
-}
 
 Tensor bytes_on(const at::Device& device, size_t count) {
   return at::empty({int64_t(count)}, at::TensorOptions().dtype(at::kByte).device(device));
@@ -85,7 +80,7 @@ OffloadLayer::OffloadLayer(std::shared_ptr<OffloadEngine> engine, bool retain) :
 
 OffloadLayer::~OffloadLayer() { te_offload_layer_destroy(layer_); }  // before the storages: it waits for their copies
 
-te_stream OffloadLayer::stream() const { return stream_of(engine_->device()); }
+te_stream OffloadLayer::stream() const { return current_stream(engine_->device()); }
 
 int64_t OffloadLayer::mark() {
   int64_t mark = -1;
@@ -188,7 +183,7 @@ namespace {
 bool follows(const Tensor& tensor, int64_t wanted, uint64_t topological) {
   std::vector<torch::autograd::Node*> waiting;
   std::unordered_set<torch::autograd::Node*> seen;
-  const auto visit = [&](const std::shared_ptr<torch::autograd::Node>& node) {
+  const auto visit = [&](const NodePtr& node) {
     if (node != nullptr && (node->topological_nr() > topological || reinterpret_cast<int64_t>(node.get()) == wanted) &&
         seen.insert(node.get()).second) {
       waiting.push_back(node.get());
@@ -279,14 +274,14 @@ void register_offload(pybind11::module_& m) {
           const auto spans = spans_of(tensors);
           check_packed(tensors, spans, packed, "offload_pack");
           check(te_offload_pack(spans.data(), int64_t(spans.size()), packed.data_ptr(), ordinal(packed.device()),
-                                stream_of(packed.device())));
+                                current_stream(packed.device())));
           note_written(packed);
         }));
   m.def("offload_unpack", wrapped([](const Tensor& packed, const std::vector<Tensor>& tensors) {
           const auto spans = spans_of(tensors);
           check_packed(tensors, spans, packed, "offload_unpack");
           check(te_offload_unpack(packed.data_ptr(), spans.data(), int64_t(spans.size()), ordinal(packed.device()),
-                                  stream_of(packed.device())));
+                                  current_stream(packed.device())));
           for (const Tensor& t : tensors) note_written(t);
         }));
   m.def("offload_node_of", [](const Tensor& tensor) {

@@ -217,11 +217,7 @@ void PeerCall::end(const Tensor& t) {
   channel_->give_back(taken_.slot);
 }
 
-te_stream PeerCall::stream() const {
-  if (channel_->device().is_cpu()) return nullptr;
-  const c10::impl::VirtualGuardImpl impl(channel_->device().type());
-  return reinterpret_cast<te_stream>(impl.getStream(channel_->device()).native_handle());
-}
+te_stream PeerCall::stream() const { return current_stream(channel_->device()); }
 
 void PeerCall::follow() { check(te_comm_peer_follow(channel_->get(), stream())); }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "stash_members.h"
+#include "torch_api.h"
 
 namespace te_torch {
 
@@ -18,7 +19,7 @@ constexpr std::array<const char*, 3> kLanes{"store", "load", "compute"};
 
 bool captures(const c10::Stream& stream) {
   int32_t found = 0;
-  check(te_comm_is_captured(reinterpret_cast<te_stream>(stream.native_handle()), &found));
+  check(te_comm_is_captured(reinterpret_cast<te_stream>(handle_of(stream)), &found));
   return found != 0;
 }
 
@@ -102,7 +103,7 @@ StashPointPtr StashLanes::run(StashLane lane, const StashWork& work, StashWords 
     (*p)->event->block(*stream);
     (*p)->passed |= bit_of(lane);
   }
-  work.start(reinterpret_cast<te_stream>(stream->native_handle()));
+  work.start(reinterpret_cast<te_stream>(handle_of(*stream)));
   return point(lane, *stream, std::move(what), captured);
 }
 
@@ -113,9 +114,7 @@ void StashLanes::wait(const StashPointPtr& point) {
   if (point->captured == captures(stream)) point->event->block(stream);
 }
 
-te_stream StashLanes::current() const {
-  return device_.is_cpu() ? nullptr : reinterpret_cast<te_stream>(current_stream().native_handle());
-}
+te_stream StashLanes::current() const { return te_torch::current_stream(device_); }
 
 namespace {
 

@@ -21,6 +21,7 @@ from transformer_engine.pytorch.quantization.module_weights import KeptWeights, 
 from transformer_engine.pytorch.quantization.primary_weights import (
     adopt_primary_weight,
     check_primary_weight,
+    drop_columns,
     keep_high_precision,
     primary_weights,
 )
@@ -325,11 +326,12 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
 
     # ---- parameters and checkpoints ----
 
-    @torch.no_grad()
     def quantize_parameters(self, module: torch.nn.Module) -> None:
-        """Under quantized_model_init the products' weights, just initialised, become quantized tensors."""
+        """Under quantized_model_init the products' weights, just initialised, become quantized tensors; in a module
+        that is made without gradients, for inference, they have no columnwise data until training asks for them."""
         if not module.primary_weights_in_fp8:
             return
+        for_training = torch.is_grad_enabled()
         names = [module._product_names(product)[0] for product in module._products]
         if any(len(weights) > 1 for weights in names):
             raise NotImplementedError(
@@ -351,7 +353,10 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             quantizer = own.python_quantizer(index, "weight", held=True)
             if quantizer is None:
                 continue
-            quantized = torch.nn.Parameter(quantizer._held(weight), weight.requires_grad)
+            with torch.no_grad():
+                quantized = torch.nn.Parameter(quantizer._held(weight), weight.requires_grad)
+            if not for_training:
+                drop_columns(quantized)
             if module.preserve_high_precision_init_val:
                 keep_high_precision(quantized, weight)
             setattr(module, name, quantized)

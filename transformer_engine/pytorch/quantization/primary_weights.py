@@ -33,7 +33,11 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Its values, where it is quantized, or a view of something that is; differentiable."""
     if isinstance(tensor, ValuesView):
         return tensor.plain()
-    return tensor._differentiable() if isinstance(tensor, QuantizedTensor) else tensor
+    if not isinstance(tensor, QuantizedTensor):
+        return tensor
+    if isinstance(tensor, torch.nn.Parameter) and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        drop_columns(tensor)
+    return tensor._differentiable()
 
 
 def primary_weights(module: torch.nn.Module) -> list[tuple[int, str, QuantizedTensor]]:
@@ -53,16 +57,18 @@ def as_product_reads(own: ModulePlan, weight: QuantizedTensor) -> _C.Quantized:
             handle = weight._native()
         if HERE.state.in_capture():  # replays read and write this memory
             weight._keeps_columnwise = True
-    elif handle.columnwise is not None and _needs_no_columns(weight):
-        weight.update_usage(columnwise_usage=False)
+    elif handle.columnwise is not None and drop_columns(weight):
         handle = weight._native()
     return handle
 
 
-def _needs_no_columns(weight: QuantizedTensor) -> bool:
-    """Whether its columnwise data can go where there are no gradients: the next call with them recomputes them."""
+def drop_columns(weight: QuantizedTensor) -> bool:
+    """Whether its columnwise data went, where there are no gradients: the next call with them recomputes them."""
     derived = weight._derivable() and weight.get_usages()[ROWWISE]
-    return derived and not (weight._keeps_columnwise or recompute_phase().enabled)
+    goes = derived and not (weight._keeps_columnwise or recompute_phase().enabled)
+    if goes:
+        weight.update_usage(columnwise_usage=False)
+    return goes
 
 
 def check_primary_weight(op: str, own: ModulePlan, index: int, weight: QuantizedTensor, made_by: Recipe | None) -> None:
