@@ -26,6 +26,19 @@ def test_ranks_that_disagree_hear_of_it(found):
         assert f" to {function[0]}, rank 1 brings Float [128, 32] to group_gather;" in module[1]
 
 
+@pytest.mark.skipif(not ranks_compare(), reason="over NCCL nobody compares what ranks bring")
+def test_an_error_on_one_rank_is_heard_by_all(found):
+    """Long before the group's timeout. Mutant: heard_by_ranks() without tell_of_error()."""
+    one, other = found["ended_alone"]
+    ops = {"width": "layernorm_mlp", "dtype": "layernorm_mlp", "loss": "cross_entropy", "fused": "linear_cross_entropy"}
+    for (what, heard, works), (_, raised, its_works) in zip(one, other, strict=True):
+        assert works == its_works == "nothing", (what, works, its_works)
+        op = ops.get(what, "linear")
+        assert heard.startswith("ValueError: ") and " rank 1 of the process group '" in heard, (what, heard)
+        assert f"does not come: its call of {op} was ended by an error" in heard, (what, heard)
+        assert "Error: " in raised and "does not come" not in raised, (what, raised)
+
+
 def test_a_module_goes_by_its_group(found):
     for rank in found["devices_and_groups"]:
         assert rank["sizes"] == [2, 2, 2] and rank["whole"]

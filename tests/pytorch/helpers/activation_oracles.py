@@ -10,6 +10,11 @@ def gelu(t, sigmoid):
     return t * sigmoid(2 * math.sqrt(2 / math.pi) * (t + 0.044715 * t**3))
 
 
+def at_most(t):
+    """t.clamp(max=7), whose slope at 7 itself is 1; torch's is 0 since 2.14."""
+    return t.where(~(t > 7), 7)
+
+
 ORACLE = {
     "gelu": gelu,
     "geglu": lambda a, b, sigmoid: gelu(a, sigmoid) * b,
@@ -22,7 +27,7 @@ ORACLE = {
     "sreglu": lambda a, b, sigmoid: a.relu() ** 2 * b,
     "silu": lambda t, sigmoid: t * sigmoid(t),
     "swiglu": lambda a, b, sigmoid: a * sigmoid(a) * b,
-    "clamped_swiglu": lambda a, b, sigmoid: a.clamp(max=7) * sigmoid(1.702 * a.clamp(max=7)) * (b.clamp(-7, 7) + 1),
+    "clamped_swiglu": lambda a, b, sigmoid: at_most(a) * sigmoid(1.702 * at_most(a)) * (1 - at_most(-at_most(b))),
 }
 # Of two operands, whose parts lie side by side in one tensor.
 GATED = tuple(kind for kind, oracle in ORACLE.items() if oracle.__code__.co_argcount == 3)

@@ -72,6 +72,36 @@ def disagreeing(rank):
     return found
 
 
+def ended_alone(rank):
+    """What each rank hears where an error ends a call on one of them before they meet, and whether the next call
+    works. (what, words, works)."""
+    world = {"tp_group": dist.group.WORLD, "device": here()}
+    divided = column(sequence_parallel=False)  # whose forward meets nobody: the row behind it does
+    row = te.Linear(32, 32, parallel_mode="row", **world)
+    stack = lambda x: row(divided(x))  # noqa: E731
+    norm = te.LayerNormLinear(32, 32, parallel_mode="column", sequence_parallel=True, **world)
+    x, target = torch.randn(16, 1, 32), torch.randint(0, 32, (16,))
+    loss = lambda t: te.parallel_cross_entropy(torch.randn(16, 16), t, 0.0, True, dist.group.WORLD)  # noqa: E731
+    head = torch.randn(16, 32)
+    fused = lambda t: te.fused_linear_cross_entropy(  # noqa: E731
+        torch.randn(16, 32), head, t, dist_process_group=dist.group.WORLD
+    )
+    calls = {
+        "width": (mlp(), x, torch.randn(16, 1, 33)),
+        "dtype": (mlp(), x, x.double()),
+        "norm": (norm, x, torch.randn(16, 1, 31)),
+        "divided": (stack, x, torch.randn(16, 1, 31)),
+        "row": (row, torch.randn(16, 1, 16), torch.randn(16, 1, 15)),
+        "loss": (loss, target, target.int()),
+        "fused": (fused, target, target[:15]),
+    }
+    found = []
+    for what, (function, good, bad) in calls.items():
+        words = said(lambda function=function, good=good, bad=bad: function(bad if rank else good))
+        found.append((what, words, said(lambda function=function, good=good: function(good))))
+    return found
+
+
 def devices_and_groups(rank):
     """What of a group a module goes by, and what it says of one that cannot serve it."""
     world, meta = dist.group.WORLD, column(device="meta")
@@ -233,5 +263,5 @@ def everything(rank):
     """One start of the ranks for all of them."""
     workers = [no_tokens, without_dimensions, called_sinks, gathers_of_checkpoints, explained, devices_and_groups]
     with making_tensors_here():
-        found = one_by_one(rank, [*([disagreeing] if ranks_compare() else []), *workers])
+        found = one_by_one(rank, [*([disagreeing, ended_alone] if ranks_compare() else []), *workers])
     return found | one_by_one(rank, [dropped_paths])  # which compiles: a device's context would break the graph

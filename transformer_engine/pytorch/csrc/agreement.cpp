@@ -41,9 +41,25 @@ bool by_gloo(c10d::ProcessGroup& group, c10::DeviceType type) {
   return false;
 }
 
+// Whether the ranks are asked before they communicate t.
+bool asks(c10d::ProcessGroup& group, const Tensor& t) {
+  return t.is_cpu() || (by_gloo(group, t.device().type()) && by_gloo(group, c10::kCPU));
+}
+
+bool is_captured(const Tensor& t) {
+  int32_t captured = 0;
+  if (!t.is_cpu()) check(te_comm_is_captured(current_stream(t), &captured));
+  return captured != 0;
+}
+
+thread_local uint64_t asked = 0;
+
 }  // namespace
 
+uint64_t agreements() { return asked; }
+
 std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine) {
+  ++asked;
   Tensor own = at::empty({1, int64_t(kNumbers)}, at::kLong),
          all = at::empty({group.getSize(), int64_t(kNumbers)}, at::kLong);
   write(mine, own.data_ptr<int64_t>());
@@ -52,19 +68,28 @@ std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine) {
   std::vector<Said> every;
   const int64_t* const numbers = all.data_ptr<int64_t>();
   for (int64_t rank = 0; rank < group.getSize(); ++rank) every.push_back(read(numbers + rank * int64_t(kNumbers)));
+  for (size_t rank = 0; rank < every.size(); ++rank) {
+    TORCH_CHECK_VALUE(mine.how == Said::kRaised || every[rank].how != Said::kRaised, mine.op, ": rank ", rank,
+                      " of the process group '", group.getGroupName(), "' does not come: its call of ", every[rank].op,
+                      " was ended by an error, which is raised there.");
+  }
   return every;
 }
 
-void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op) {
-  if (!t.is_cpu()) {
-    if (!by_gloo(group, t.device().type())) return;
-    int32_t captured = 0;
-    check(te_comm_is_captured(current_stream(t), &captured));
-    TORCH_CHECK(captured == 0, op, ": the process group '", group.getGroupName(),
-                "' communicates by gloo, which cannot be captured in a graph; make a group of nccl for ", t.device(),
-                ", or leave the layer out of the capture.");
-    if (!by_gloo(group, c10::kCPU)) return;
+void tell_of_error(std::string_view name, const Tensor& t, const char* op) {
+  try {
+    const auto group = c10d::resolve_process_group(std::string(name));
+    if (asks(*group, t) && !is_captured(t)) every_rank_says(*group, {op, Said::kRaised, t.scalar_type(), {}});
+  } catch (const std::exception&) {  // NOLINT: the error that is on its way came first
   }
+}
+
+void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op) {
+  if (!t.is_cpu() && !by_gloo(group, t.device().type())) return;
+  TORCH_CHECK(!is_captured(t), op, ": the process group '", group.getGroupName(),
+              "' communicates by gloo, which cannot be captured in a graph; make a group of nccl for ", t.device(),
+              ", or leave the layer out of the capture.");
+  if (!asks(group, t)) return;
   const std::vector<Said> every = every_rank_says(group, {op, 0, t.scalar_type(), t.sizes().vec()});
   if (std::all_of(every.begin(), every.end(), [&](const Said& said) { return said == every[0]; })) return;
   std::ostringstream words;

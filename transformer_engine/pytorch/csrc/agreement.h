@@ -10,6 +10,8 @@ namespace te_torch {
 
 // What a rank is about to do: in which operation, how (a hash of what else has to be equal), with what.
 struct Said {
+  static constexpr int64_t kRaised = -1;  // how: it does not come, as an error has ended its call of op
+
   std::string op;  // at most 48 characters of it travel
   int64_t how = 0;
   at::ScalarType dtype = at::kFloat;
@@ -20,12 +22,31 @@ struct Said {
   }
 };
 
-// In the order of the ranks. Waits for all of them.
+// In the order of the ranks. Waits for all of them. ValueError where another one's call was ended by an error.
 std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine);
 
 // Raises the same ValueError on every rank where they bring different tensors, or are in different operations. On other
 // devices than the CPU nothing is asked but over gloo: that takes longer than many a collective there. RuntimeError
 // where gloo would be captured in a graph.
 void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op);
+
+// How often this thread has asked.
+uint64_t agreements();
+// Tells the others that this rank's call of op is ended by an error, where check_agreement() would have asked them.
+void tell_of_error(std::string_view group, const Tensor& t, const char* op);
+
+// Runs what the ranks of `group` begin together with t. Where it ends in an error on this rank before they have met,
+// the others wait for it: they are told, and raise a ValueError too. An empty name: there are no others.
+template <class Body>
+auto heard_by_ranks(std::string_view group, const Tensor& t, const char* op, Body&& body) {
+  if (group.empty()) return body();
+  const uint64_t before = agreements();
+  try {
+    return body();
+  } catch (const c10::Error&) {
+    if (agreements() == before) tell_of_error(group, t, op);
+    throw;
+  }
+}
 
 }  // namespace te_torch

@@ -21,6 +21,8 @@ struct LossOptions {
   int64_t ignore_idx = -100;
   std::string group;  // whose ranks have the classes, in their order, equally many each; read where ranks > 1
   int64_t ranks = 1;
+
+  std::string_view asking_group() const { return ranks > 1 ? std::string_view(group) : std::string_view(); }
 };
 
 // Names what does not fit. rows: the shape of the target. classes: of one rank.

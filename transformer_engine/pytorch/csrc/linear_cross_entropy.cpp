@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "agreement.h"
 #include "autograd.h"
 #include "cross_entropy.h"
 #include "faces.h"
@@ -57,8 +58,8 @@ void check_arguments(const Tensor& hidden, const Tensor& weight, const OptionalT
                     ", wanted [..., features] and [classes, features].");
   check_same(weight, hidden, kFusedOp, "weight");
   if (bias.has_value()) {
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kFusedOp, ": argument 'bias' has shape ",
-                      bias->sym_sizes(), ", wanted [", weight.sym_size(0), "].");
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kFusedOp,
+                      ": argument 'bias' has shape ", bias->sym_sizes(), ", wanted [", weight.sym_size(0), "].");
     check_same(*bias, hidden, kFusedOp, "bias");
   }
   check_loss(kFusedOp, hidden.sym_sizes().slice(0, hidden.dim() - 1), weight.sym_size(0), hidden, target, options);
@@ -242,9 +243,11 @@ Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const 
                               bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                               at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks, Flags wanted) {
   const LossOptions options{label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks};
-  check_arguments(hidden, weight, bias, target, options);
-  check_memory(hidden, kFusedOp, "hidden");
-  check_memory(weight, kFusedOp, "weight");
+  heard_by_ranks(options.asking_group(), hidden, kFusedOp, [&] {
+    check_arguments(hidden, weight, bias, target, options);
+    check_memory(hidden, kFusedOp, "hidden");
+    check_memory(weight, kFusedOp, "weight");
+  });
   const Tensor inverse = loss_inverse_count(target.contiguous().view({-1}), weight.size(0), options);
   Loop loop(hidden, weight, bias, target, options, quantization_of(quantization, kFusedOp), wanted, float32_sum);
   Tensor scale = reduce_loss && !scales_late(hidden) ? inverse : Tensor();

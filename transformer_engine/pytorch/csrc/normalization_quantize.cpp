@@ -56,8 +56,9 @@ QuantizedNorm normalization_fwd_quantize(const Tensor& x, const OptionalTensor& 
   check(te_normalization_forward_quantize(
       {rms, zero_centered_gamma, static_cast<float>(eps)}, source, view_2d(other, kFusedOp, "residual"),
       view_2d(scale, kFusedOp, "gamma"), view_2d(shift, kFusedOp, "beta"),
-      other.has_value() ? view_2d(out.h, kFusedOp, "h") : absent(), rms ? absent() : view_2d(out.mean, kFusedOp, "mean"),
-      view_2d(out.rstd, kFusedOp, "rstd"), &plan.plan, &target, scratch, current_stream(in)));
+      other.has_value() ? view_2d(out.h, kFusedOp, "h") : absent(),
+      rms ? absent() : view_2d(out.mean, kFusedOp, "mean"), view_2d(out.rstd, kFusedOp, "rstd"), &plan.plan, &target,
+      scratch, current_stream(in)));
   return out;
 }
 
@@ -70,9 +71,10 @@ Quantized normalization_again_quantize(const Tensor& h, const Tensor& gamma, con
   const Quantized out = empty_quantized(spec, source.rows, source.cols, directions, in.options());
   const QuantizePlan plan(spec, used_scales);
   const te_quantized target = view_of(out, kFusedOp, "out");
-  check(te_normalization_quantize({rms, zero_centered_gamma, 0.f}, source, rms ? absent() : view_2d(mean, kFusedOp, "mean"),
-                                  view_2d(rstd, kFusedOp, "rstd"), view_2d(scale, kFusedOp, "gamma"), view_2d(shift, kFusedOp, "beta"),
-                                  &plan.plan, &target, current_stream(in)));
+  check(te_normalization_quantize({rms, zero_centered_gamma, 0.f}, source,
+                                  rms ? absent() : view_2d(mean, kFusedOp, "mean"), view_2d(rstd, kFusedOp, "rstd"),
+                                  view_2d(scale, kFusedOp, "gamma"), view_2d(shift, kFusedOp, "beta"), &plan.plan,
+                                  &target, current_stream(in)));
   return out;
 }
 

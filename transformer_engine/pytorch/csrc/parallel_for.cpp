@@ -1,5 +1,5 @@
-// Lends PyTorch's thread pool to the engine, so that nothing oversubscribes. A file of its own, since it alone is compiled
-// for OpenMP.
+// Lends PyTorch's thread pool to the engine, so that nothing oversubscribes. A file of its own, since it alone is
+// compiled for OpenMP.
 #include <ATen/Parallel.h>
 #include <transformer_engine/transformer_engine.h>
 

@@ -43,6 +43,9 @@ class GroupExchange final : public Exchange {
   std::shared_ptr<PeerChannel> peers(const Route& route, const Tensor& t) const;
   const char* why_serial() const { return why_serial_.empty() ? nullptr : why_serial_.c_str(); }
 
+  std::string_view asking_group() const override {
+    return parallel_.overlap == Parallel::kSerial ? std::string_view(group_) : std::string_view();
+  }
   void check(const Tensor& x) const override;
   bool gathers(Pass pass) const override {
     return parallel_.sequence && pass == (column() ? Pass::kFprop : Pass::kDgrad);

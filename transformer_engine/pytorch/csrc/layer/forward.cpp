@@ -1,6 +1,7 @@
 // The forward of a layer and of a chain (layer.h). What is kept for the backward is decided and kept here alone.
 #include <algorithm>
 
+#include "agreement.h"
 #include "layer.h"
 #include "linear_core.h"
 #include "rows_behind.h"
@@ -271,8 +272,19 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   return out;
 }
 
+namespace {
+
+// What is traced meets nobody.
+std::string_view asking_group(const Route& route, const Stages& stages) {
+  if (!route.direct()) return {};
+  for (const Stage& stage : stages) {
+    if (stage.exchange != nullptr) return stage.exchange->asking_group();
+  }
+  return {};
+}
+
 template <class RouteType>
-variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
+variable_list run_forward(Chain::State& state, Keeper& keeper, const Call& call) {
   const Route route(RouteType{});
   const NamedTensors& arguments = call.arguments;
   const size_t layers = call.stages.size();
@@ -336,6 +348,15 @@ variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const
   }
   outputs[0] = std::move(between);
   return outputs;
+}
+
+}  // namespace
+
+template <class RouteType>
+variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
+  const char* const op = call.stages.size() > 1 ? "layernorm_mlp" : "linear";
+  return heard_by_ranks(asking_group(Route(RouteType{}), call.stages), call.x(), op,
+                        [&] { return run_forward<RouteType>(state, keeper, call); });
 }
 
 template variable_list Chain::forward<Direct>(State&, Keeper&, at::TensorList, const Call&);
