@@ -159,10 +159,12 @@ case ${CMAKE_ARGS:-} in
 *TE_WITH_CUDA*) ;;
 *) if [ -z "$nvcc" ]; then export CMAKE_ARGS="${CMAKE_ARGS:-} -DTE_WITH_CUDA=OFF"; fi ;;
 esac
+# File by file, so that the next build is of what has changed; CI builds once.
+unity=$([ "${CI:-}" = true ] && echo ON || echo OFF)
 sources=$({
   find transformer_engine build_backend cmake CMakeLists.txt pyproject.toml LICENSE -type f ! -name '*.pyc' -print0 |
     sort -z | xargs -0 sha256sum
-  echo "$stamp $nvcc ${CMAKE_ARGS:-} $(g++ -dumpfullversion)"
+  echo "$stamp $nvcc ${CMAKE_ARGS:-} $(g++ -dumpfullversion) $unity"
 } | sha256sum)
 # Elsewhere than in .venv it is an editable install, or none.
 installed=$(cd / && "$venv/bin/python" -c 'import transformer_engine as te; print(te.__file__)' 2>/dev/null || true)
@@ -170,7 +172,8 @@ if [ "$(cat "$venv/.te-package" 2>/dev/null)" != "$sources" ] || [ "${installed#
   say "building and installing the package"
   rm -f "$venv/.te-package"
   # As the README has it, with the pinned tools: older pips take the first variable for them, newer ones the second.
-  PIP_CONSTRAINT=$root/qa/constraints.txt PIP_BUILD_CONSTRAINT=$root/qa/constraints.txt pip install -q --no-deps . ||
+  PIP_CONSTRAINT=$root/qa/constraints.txt PIP_BUILD_CONSTRAINT=$root/qa/constraints.txt \
+    pip install -q --no-deps --config-settings "cmake.define.TE_UNITY=$unity" . ||
     fail "the build failed; its output is above. CMAKE_ARGS=-DTE_WITH_CUDA=OFF builds for the CPU alone."
   echo "$sources" >"$venv/.te-package"
 fi

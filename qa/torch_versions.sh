@@ -32,7 +32,7 @@ one() {
   # shellcheck disable=SC2086
   "$venv/bin/python" -m pip install -q -c "$pins" "torch==$version" $needed >"$log" 2>&1 || { echo "no such torch, see $log" && return; }
   PIP_CONSTRAINT=$pins PIP_BUILD_CONSTRAINT=$pins "$venv/bin/python" -m pip install -q --no-deps --force-reinstall \
-    -C build-dir=build/torch_versions/build . >>"$log" 2>&1 || { echo "does not build, see $log" && return; }
+    --config-settings build-dir=build/torch_versions/build . >>"$log" 2>&1 || { echo "does not build, see $log" && return; }
   (cd / && "$venv/bin/python" -c 'import transformer_engine.pytorch') >>"$log" 2>&1 || { echo "does not import, see $log" && return; }
   OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -q -n "$cores" "${suite[@]}" >>"$log" 2>&1 || true
   tail -n 1 "$log"

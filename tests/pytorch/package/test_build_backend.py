@@ -158,15 +158,23 @@ def test_an_sdist_is_small_and_requires_the_range(tmp_path):
 
 
 def test_cmake_is_told_which_torch(build):
-    """Beside what the caller has set."""
+    """Beside what the caller has set. A wheel is compiled in groups of files, an editable install file by file."""
     folder = install_torch(build.site, "2.11.0+cpu")
     code = (
         "from scikit_build_core import build\n"
-        "build.build_wheel = lambda folder, settings, metadata: print(settings)\n"
-        "te_build.build_wheel('out', {'cmake.define.TE_WITH_CUDA': 'OFF'})"
+        "build.build_wheel = build.build_editable = lambda folder, settings, metadata: print(settings)\n"
+        "te_build.build_wheel('out', {'cmake.define.TE_WITH_CUDA': 'OFF'})\n"
+        "te_build.build_wheel('out', {'cmake.define.TE_UNITY': 'OFF'})\n"
+        "te_build.build_editable('out')"
     )
     status, out, error = build.pip(code)
     assert status == 0, error
     include = folder / "include"
     facts = f"2.11.0;1;{folder}/lib;{include};{include}/torch/csrc/api/include"
-    assert eval(out) == {"cmake.define.TE_WITH_CUDA": "OFF", "cmake.define.TE_TORCH": facts}
+    told = [eval(line) for line in out.splitlines()]
+    shared = {"cmake.define.TE_TORCH": facts}
+    assert told == [
+        {"cmake.define.TE_WITH_CUDA": "OFF", "cmake.define.TE_UNITY": "ON", **shared},
+        {"cmake.define.TE_UNITY": "OFF", **shared},
+        {"cmake.define.TE_UNITY": "OFF", **shared},
+    ]

@@ -90,7 +90,8 @@ INITS = {
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
 @pytest.mark.parametrize("init", INITS)
 def test_init_functions_are_not_clipped(device, init, stepped):
-    """torch computes them in several operations, each of which is rounded: within a few roundings of the plain ones."""
+    """torch computes them in several operations, each of which is rounded: within a few roundings of the plain ones.
+    Since 2.15 trunc_normal_ draws again what lies outside of the bounds, which a rounding may decide for a few."""
     module = linear(device)
     if stepped:
         forward_backward(module)
@@ -101,7 +102,8 @@ def test_init_functions_are_not_clipped(device, init, stepped):
         INITS[init](weight)
         results.append(weight.detach().float() if weight is plain else weight.dequantize())
     want, got = results
-    assert (got - want).abs().max() <= 0.2 * want.abs().max()
+    close = (got - want).abs() <= 0.2 * want.abs().max()
+    assert close.float().mean() >= (0.9 if init == "trunc_normal_" else 1.0)
     assert got.abs().max() >= 0.9 * want.abs().max()
 
 
