@@ -62,7 +62,9 @@ def test_no_other_file_asks_for_private_names():
 
 def test_no_other_cpp_file_knows_versions():
     """Nor what differs between them: how nodes are held, what a stream's handle is."""
-    differs = re.compile(r"TORCH_VERSION_|TE_TORCH_AT_LEAST|(shared|intrusive)_ptr<[\w:]*Node>|native_handle\(|grad_dtype\(")
+    differs = re.compile(
+        r"TORCH_VERSION_|TE_TORCH_AT_LEAST|(shared|intrusive)_ptr<[\w:]*Node>|native_handle\(|grad_dtype\("
+    )
     folder = REPO / "transformer_engine/pytorch/csrc"
     found = {p.name for suffix in ("h", "cpp") for p in folder.rglob(f"*.{suffix}") if differs.search(p.read_text())}
     assert found == {"torch_api.h"}
