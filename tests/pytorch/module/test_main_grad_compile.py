@@ -22,8 +22,11 @@ from weight_grad_cases import (
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.pytorch.torch_version import torch_version
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
+# Until then compiled code refuses whatever a backward reads and another one has written, however it is kept.
+written_between = pytest.mark.skipif(torch_version() < (2, 11), reason="torch >= 2.11: docs/limits.md")
 
 
 def compiled(function, backend="aot_eager"):
@@ -89,6 +92,7 @@ def test_recipes(device, family, recipe):
     check_same(module, other)
 
 
+@written_between
 @pytest.mark.parametrize("family", [linear, mlp], ids=lambda f: f.__name__)
 def test_two_microbatches_in_flight(device, family):
     module, other = twins(family, device)
@@ -100,6 +104,7 @@ def test_two_microbatches_in_flight(device, family):
     check_same(module, other)
 
 
+@written_between
 def test_main_grads_in_one_buffer(device):
     """As data-parallel buffers have them: writing one moves the version of all, also of what another graph keeps."""
     pairs = [twins(linear, device) for _ in range(2)]
@@ -149,6 +154,7 @@ def test_torch_autocast_and_other_batches(device):
     check_same(module, other)
 
 
+@written_between
 def test_inductor(device):
     """Nothing beside the module is in the graph, so the bits are eager's."""
     module, other = twins(linear, device)
