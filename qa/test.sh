@@ -15,7 +15,7 @@ kernels=$([ -n "${CUDACXX:-}" ] && echo ON || echo OFF) # as qa/setup.sh built t
 configure() {
   cmake "$@" -G Ninja -S tests/cpp -B build/test -DTE_ENGINE="$package/lib/libtransformer_engine.so" \
     -DTE_LAYER_POLICIES=ON -DTE_WITH_CUDA="$kernels" -DPython_EXECUTABLE="$root/.venv/bin/python" \
-    ${CMAKE_ARGS:-} >build/test-configure.log 2>&1
+    ${CI:+-DTE_WERROR=ON} ${CMAKE_ARGS:-} >build/test-configure.log 2>&1
 }
 mkdir -p build
 configure || configure --fresh || { cat build/test-configure.log >&2 && exit 1; }  # a moved folder needs a fresh cache

@@ -3,6 +3,8 @@
 // them.
 #pragma once
 
+#include <algorithm>
+
 #include "emulated_gpu.h"
 
 #include "ops/quantize/fp8.h"

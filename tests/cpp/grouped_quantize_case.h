@@ -2,6 +2,7 @@
 // of each group alone. For the suite of grouped quantize.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "quantize_case.h"

@@ -2,6 +2,7 @@
 // computes is tested with that op.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>

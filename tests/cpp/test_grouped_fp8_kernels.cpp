@@ -8,6 +8,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "emulated_grouped.h"
 #include "grouped_fp8_case.h"
 #include "ops/gemm/grouped_fp8_jobs.cuh"

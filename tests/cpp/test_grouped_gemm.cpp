@@ -3,6 +3,7 @@
 // weight, or a tail that starts a row early (on CUDA: no zeroed rows in wgmma_mainloop.cuh) turn these red.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 

@@ -6,6 +6,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "emulated_grouped.h"
 #include "grouped_case.h"
 #include "ops/gemm/grouped_plan.h"

@@ -3,6 +3,7 @@
 // EveryWaitOrdersSomething turns red.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <vector>

@@ -4,6 +4,7 @@
 // EveryCutGivesTheWhole red on the CPU; in_one() without `first + kColumns <= range.length` does on CUDA.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <string>

@@ -4,6 +4,8 @@
 // load writes nothing turns these red.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "stash_pool.h"
 
 namespace te {

@@ -4,6 +4,8 @@
 // pages (stash.cu) turn these red.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "stash_pool.h"
 
 #if defined(TE_WITH_CUDA)

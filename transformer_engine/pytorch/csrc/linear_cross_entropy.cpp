@@ -8,6 +8,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "agreement.h"
 #include "autograd.h"
 #include "cross_entropy.h"

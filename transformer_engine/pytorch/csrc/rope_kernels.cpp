@@ -6,6 +6,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <transformer_engine/rope.h>
 
+#include <algorithm>
+
 namespace te_torch {
 
 namespace {

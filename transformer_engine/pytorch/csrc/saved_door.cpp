@@ -4,6 +4,8 @@
 #include <ATen/ops/_neg_view.h>
 #include <torch/csrc/DynamicTypes.h>
 
+#include <algorithm>
+
 namespace te_torch {
 
 namespace py = pybind11;

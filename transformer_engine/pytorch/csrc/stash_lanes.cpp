@@ -4,6 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <transformer_engine/comm.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "stash_members.h"

@@ -1,6 +1,7 @@
 // comm, contract and CPU path (the specification) of the ordered sum and the interleave.
 #include "ops/comm/comm.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/cpu_chunk.h"

@@ -1,6 +1,7 @@
 // cross_entropy, contract and CPU path (the specification). The formulas are in cross_entropy_math.h.
 #include "transformer_engine/cross_entropy.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/cpu_chunk.h"

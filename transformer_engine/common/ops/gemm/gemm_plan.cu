@@ -1,5 +1,6 @@
 // gemm, CUDA path: which algorithm a problem takes. Holds the plans, the choices that somebody made over the heuristic,
 // and one library handle per device, under one mutex. It times nothing and owns no device memory.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>

@@ -1,6 +1,7 @@
 // normalization, contract and CPU path (the specification). The formulas are in the C header.
 #include "ops/normalization/normalization.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 

@@ -2,6 +2,7 @@
 // blockDim.x threads of one threadIdx.y; thread x of a row owns its vectors x, x + blockDim.x, ...
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "core/device.h"

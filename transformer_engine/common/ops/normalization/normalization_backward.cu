@@ -4,6 +4,8 @@
 // twice, one element at a time. No atomics, no order that depends on the machine.
 #include <cuda_pipeline_primitives.h>
 
+#include <algorithm>
+
 #include "ops/normalization/normalization.cuh"
 
 namespace te::normalization::cuda {

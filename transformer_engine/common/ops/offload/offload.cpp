@@ -1,6 +1,7 @@
 // offload, contract and CPU path (the specification): the same machine, whose copies are done when they are asked for.
 #include "transformer_engine/offload.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/device.h"

@@ -1,4 +1,6 @@
 // Adam, the CPU path (the specification). Formulas are in optimizer_math.h; arguments have been checked.
+#include <algorithm>
+
 #include "ops/optimizer/lists_cpu.h"
 #include "ops/optimizer/optimizer_math.h"
 

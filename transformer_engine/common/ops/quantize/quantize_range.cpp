@@ -1,5 +1,6 @@
 // quantize, ranges of a matrix: contract, entry points and the CPU path (the specification). A range meets each block
 // of 128 rows in rows that may be cut at either end; what it has of them is walked by 128 columns.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 

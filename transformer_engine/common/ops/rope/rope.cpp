@@ -1,6 +1,7 @@
 // rope, contract and CPU path (the specification). The formulas are in rope_math.h.
 #include "transformer_engine/rope.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/cpu_chunk.h"
