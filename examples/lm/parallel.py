@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+# Here, before there is a group: others import it later on, its functions hold the group that they find then, and that
+# group's threads would outlive destroy_process_group().
+import torch.distributed.nn
 import torch.nn.functional as F
 from torch import nn
 

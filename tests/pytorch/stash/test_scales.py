@@ -1,7 +1,8 @@
 # Delayed scaling around a step that is lost: what runs again, and every step behind one that the gate has kept out,
 # gives the bits of a run in which nothing was lost. Mutants: scales that rerun() leaves, states that came in the bad
 # step left as they are (`fresh` in scales.py), `changed()` not said, scales put back whatever the gate says, no
-# settling in reset(), verdict() or gate(), host states put back for a step that was replayed: each turns tests red.
+# settling in reset(), verdict() or gate(), host states put back for a step that was replayed, a Snapshot without the
+# trackers' states: each turns tests red.
 import copy
 
 import pytest
@@ -157,6 +158,7 @@ def test_recomputation_reads_the_scales_that_are_put_back(device):
 
 
 def test_a_rerun_puts_trackers_back(device):
+    """What is drawn inside of a fork is drawn again, as the states of trackers are part of what a step starts with."""
     tracker = te.distributed.CudaRNGStatesTracker()
     tracker.add("a", 1234)
 
@@ -168,6 +170,33 @@ def test_a_rerun_puts_trackers_back(device):
         stash.reset()
         first = draw()
         assert torch.equal(stash.rerun(draw), first) and not torch.equal(draw(), first)
+
+
+def test_a_rerun_puts_a_callers_own_tracker_back(device):
+    """One that a registered module was given, of a class that is not the library's. Mutant: trackers() for
+    trackers_of() in Snapshot.take()."""
+
+    class Own:
+        def __init__(self):
+            self.drawn = 0
+
+        def get_states(self):
+            return {"drawn": self.drawn}
+
+        def set_states(self, states):
+            self.drawn = states["drawn"]
+
+    tracker = Own()
+    attention = te.DotProductAttention(2, 4, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+
+    def draw():
+        tracker.drawn += 1
+        return tracker.drawn
+
+    with made(device) as stash:
+        stash.register(attention)
+        stash.reset()
+        assert draw() == 1 and stash.rerun(draw) == 1 and draw() == 2
 
 
 def test_only_what_is_registered(device):

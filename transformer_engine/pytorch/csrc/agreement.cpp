@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -56,8 +57,6 @@ thread_local uint64_t asked = 0;
 
 }  // namespace
 
-uint64_t agreements() { return asked; }
-
 std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine) {
   ++asked;
   Tensor own = at::empty({1, int64_t(kNumbers)}, at::kLong),
@@ -76,10 +75,14 @@ std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine) {
   return every;
 }
 
-void tell_of_error(std::string_view name, const Tensor& t, const char* op) {
+HeardByRanks::HeardByRanks(std::string_view group, const Tensor& t, const char* op)
+    : group_(group), t_(t), op_(op), errors_(std::uncaught_exceptions()), asked_(asked) {}
+
+HeardByRanks::~HeardByRanks() {
+  if (group_.empty() || std::uncaught_exceptions() == errors_ || asked != asked_) return;
   try {
-    const auto group = c10d::resolve_process_group(std::string(name));
-    if (asks(*group, t) && !is_captured(t)) every_rank_says(*group, {op, Said::kRaised, t.scalar_type(), {}});
+    const auto group = c10d::resolve_process_group(std::string(group_));
+    if (asks(*group, t_) && !is_captured(t_)) every_rank_says(*group, {op_, Said::kRaised, t_.scalar_type(), {}});
   } catch (const std::exception&) {  // NOLINT: the error that is on its way came first
   }
 }

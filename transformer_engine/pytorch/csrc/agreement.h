@@ -30,23 +30,21 @@ std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine);
 // where gloo would be captured in a graph.
 void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op);
 
-// How often this thread has asked.
-uint64_t agreements();
-// Tells the others that this rank's call of op is ended by an error, where check_agreement() would have asked them.
-void tell_of_error(std::string_view group, const Tensor& t, const char* op);
+// Around the beginning of what the ranks of `group` do together with t: where an error ends it on this rank before they
+// have met, the others, which wait for it, are told, and raise a ValueError too. An empty name: there are no others.
+class HeardByRanks {
+ public:
+  HeardByRanks(std::string_view group, const Tensor& t, const char* op);
+  ~HeardByRanks();
+  HeardByRanks(const HeardByRanks&) = delete;
+  HeardByRanks& operator=(const HeardByRanks&) = delete;
 
-// Runs what the ranks of `group` begin together with t. Where it ends in an error on this rank before they have met,
-// the others wait for it: they are told, and raise a ValueError too. An empty name: there are no others.
-template <class Body>
-auto heard_by_ranks(std::string_view group, const Tensor& t, const char* op, Body&& body) {
-  if (group.empty()) return body();
-  const uint64_t before = agreements();
-  try {
-    return body();
-  } catch (const c10::Error&) {
-    if (agreements() == before) tell_of_error(group, t, op);
-    throw;
-  }
-}
+ private:
+  std::string_view group_;
+  const Tensor& t_;
+  const char* op_;
+  int errors_;
+  uint64_t asked_;  // how often this thread had asked by then
+};
 
 }  // namespace te_torch

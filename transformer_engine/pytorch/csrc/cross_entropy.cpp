@@ -103,11 +103,10 @@ using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 // (loss, logits with the gradient in them, the mean's 1 / n or empty).
 Three over_logits(const Tensor& logits, const Tensor& target, const LossOptions& options, bool gradient) {
-  heard_by_ranks(options.asking_group(), logits, kOp, [&] {
-    check_logits(logits, target, options);
-    check_memory(logits, kOp, "logits");
-    gradients_over_logits().check(logits);
-  });
+  const HeardByRanks heard(options.asking_group(), logits, kOp);
+  check_logits(logits, target, options);
+  check_memory(logits, kOp, "logits");
+  gradients_over_logits().check(logits);
   const int64_t classes = logits.size(-1);
   const Tensor rows = logits.view({-1, classes}), targets = target.contiguous().view({-1});
   const auto floats = logits.options().dtype(at::kFloat);
@@ -131,10 +130,9 @@ LossOptions options_of(double label_smoothing, bool reduce_loss, int64_t ignore_
 Three cross_entropy_fwd(const Tensor& logits, const Tensor& target, double label_smoothing, bool reduce_loss,
                         int64_t ignore_idx, std::string_view group, int64_t ranks, bool gradient) {
   const LossOptions options = options_of(label_smoothing, reduce_loss, ignore_idx, group, ranks);
-  heard_by_ranks(options.asking_group(), logits, kOp, [&] {
-    check_logits(logits, target, options);
-    gradients_over_logits().check(logits);
-  });
+  const HeardByRanks heard(options.asking_group(), logits, kOp);
+  check_logits(logits, target, options);
+  gradients_over_logits().check(logits);
   const Tensor memory = gradient ? logits.clone() : logits;
   auto [loss, grad, inverse] = over_logits(memory, target, options, gradient);
   return {loss, gradient ? grad : logits.new_empty({0}), inverse};

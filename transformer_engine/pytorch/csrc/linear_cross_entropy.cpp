@@ -245,11 +245,10 @@ Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const 
                               bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                               at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks, Flags wanted) {
   const LossOptions options{label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks};
-  heard_by_ranks(options.asking_group(), hidden, kFusedOp, [&] {
-    check_arguments(hidden, weight, bias, target, options);
-    check_memory(hidden, kFusedOp, "hidden");
-    check_memory(weight, kFusedOp, "weight");
-  });
+  const HeardByRanks heard(options.asking_group(), hidden, kFusedOp);
+  check_arguments(hidden, weight, bias, target, options);
+  check_memory(hidden, kFusedOp, "hidden");
+  check_memory(weight, kFusedOp, "weight");
   const Tensor inverse = loss_inverse_count(target.contiguous().view({-1}), weight.size(0), options);
   Loop loop(hidden, weight, bias, target, options, quantization_of(quantization, kFusedOp), wanted, float32_sum);
   Tensor scale = reduce_loss && !scales_late(hidden) ? inverse : Tensor();

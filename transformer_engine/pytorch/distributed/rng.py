@@ -127,6 +127,17 @@ def trackers() -> list[CudaRNGStatesTracker]:
         return list(_trackers)
 
 
+def trackers_of(modules: Iterable[torch.nn.Module]) -> list:
+    """Every tracker there is, and those that the modules were given, which may be of a caller's own class."""
+    found: list = trackers()
+    for module in modules:
+        for part in module.modules():
+            get = getattr(part, "get_rng_state_tracker", None)
+            if callable(get):
+                found.append(get())
+    return list({id(t): t for t in found if hasattr(t, "get_states") and hasattr(t, "set_states")}.values())
+
+
 def get_all_rng_states() -> dict[str, torch.Generator]:
     """Name -> live generator, of every tracker there is: what a CUDA graph has to be told before its capture
     (`graph.register_generator_state`). Where several trackers use a name, it is numbered: "name", "name (2)"."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.distributed.rng import trackers
+from transformer_engine.pytorch.distributed.rng import trackers_of
 from transformer_engine.pytorch.graph.capture_quantization import our_modules
 from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.torch_private import unsafe_preserve_version_counter
@@ -22,22 +22,13 @@ def state_restored(module: torch.nn.Module) -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
-        for tracker in _trackers_of(module):
+        for tracker in trackers_of([module]):
             stack.callback(tracker.set_states, tracker.get_states())
         _C.set_stash_probe(True)
         stack.callback(_C.set_stash_probe, False)
         stack.enter_context(_buffers_restored(module))
         stack.enter_context(_quantization_restored(module))
         yield
-
-
-def _trackers_of(module: torch.nn.Module) -> list:
-    found = list(trackers())
-    for part in module.modules():
-        get = getattr(part, "get_rng_state_tracker", None)
-        if callable(get):
-            found.append(get())
-    return list({id(t): t for t in found if hasattr(t, "get_states") and hasattr(t, "set_states")}.values())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from transformer_engine.pytorch.distributed.rng import trackers
+from transformer_engine.pytorch.distributed.rng import trackers_of
 from transformer_engine.pytorch.graph.capture_quantization import our_modules
 from transformer_engine.pytorch.quantization.delayed import ScalingState
 from transformer_engine.pytorch.stash.scales import StepScales
@@ -56,7 +56,7 @@ class Snapshot:
             self._random = [(torch.set_rng_state, torch.get_rng_state())]
             if device.type == "cuda":
                 self._random.append((partial(_put_back, device.index), _seed_and_offset(device.index)))
-            self._random += [(tracker.set_states, tracker.get_states()) for tracker in trackers()]
+            self._random += [(tracker.set_states, tracker.get_states()) for tracker in trackers_of(self._modules)]
             parts = {id(part): part for module in self._modules for part in our_modules(module)}.values()
             self._ours = [part.runtime for part in parts]
             self._known = [part.runtime.snapshot(part, values=False) for part in parts]

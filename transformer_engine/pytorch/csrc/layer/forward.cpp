@@ -283,9 +283,13 @@ std::string_view asking_group(const Route& route, const Stages& stages) {
   return {};
 }
 
+}  // namespace
+
 template <class RouteType>
-variable_list run_forward(Chain::State& state, Keeper& keeper, const Call& call) {
+variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
   const Route route(RouteType{});
+  const HeardByRanks heard(asking_group(route, call.stages), call.x(),
+                           call.stages.size() > 1 ? "layernorm_mlp" : "linear");
   const NamedTensors& arguments = call.arguments;
   const size_t layers = call.stages.size();
   const Tensor& x = call.x();
@@ -348,15 +352,6 @@ variable_list run_forward(Chain::State& state, Keeper& keeper, const Call& call)
   }
   outputs[0] = std::move(between);
   return outputs;
-}
-
-}  // namespace
-
-template <class RouteType>
-variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
-  const char* const op = call.stages.size() > 1 ? "layernorm_mlp" : "linear";
-  return heard_by_ranks(asking_group(Route(RouteType{}), call.stages), call.x(), op,
-                        [&] { return run_forward<RouteType>(state, keeper, call); });
 }
 
 template variable_list Chain::forward<Direct>(State&, Keeper&, at::TensorList, const Call&);
