@@ -126,6 +126,14 @@ class ScalingState:
         newest.copy_(torch.fmax(newest, amax))
 
     @torch.no_grad()
+    def cover_unknown(self, column: int, amax: torch.Tensor) -> None:
+        """cover(), unless these may be the data that the history and the scale were made for, which a checkpoint or a
+        pickle brings back beside them: noted once more they would change the steps to come. Rounding to FP8 has made
+        their amax larger by 1/8 at most (half a step of E5M2)."""
+        known = torch.fmax(self.amax_history[:, column].amax().view(1), self.fp8_max / self.scale_of(column))
+        self.cover(column, torch.where(amax <= known * 1.125, 0, amax))
+
+    @torch.no_grad()
     def resize(self, length: int) -> None:
         """Row 0, which is being written, and of the steps before it the newest, which are the last; new rows are 0."""
         if length == len(self.amax_history):

@@ -123,7 +123,7 @@ class Float8Quantizer(PerTensorQuantizer, python_written=False):
     def _adopted(self, tensor: Float8TensorStorage) -> None:
         state = self._weight_state(tensor.device)
         if state is not None:
-            state.cover(self._column.index, _amax_of(tensor))
+            state.cover_unknown(self._column.index, _amax_of(tensor))
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         self._take_note_of(engine.amax(tensor))
