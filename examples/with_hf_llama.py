@@ -78,7 +78,8 @@ def fused_class(decoder_layer):
             if attention_mask is not None or past_key_values is not None:
                 raise NotImplementedError(
                     "FusedLayer: attention_mask and past_key_values are not supported; pass sequences without padding "
-                    "and use_cache=False"
+                    "and use_cache=False; unfuse(model) before generate(). transformers makes a mask by itself for "
+                    "attn_implementation='eager', and where position_ids begin anew without attention_mask=ones"
                 )
             if options.get("output_attentions") or self.config.output_attentions:
                 raise NotImplementedError("FusedLayer: output_attentions=True, but attention weights are never made")
@@ -88,7 +89,8 @@ def fused_class(decoder_layer):
             length = hidden_states.shape[1]
             if position_ids is None:
                 return self.rotary(length)
-            if position_ids.shape[0] > 1 and not (position_ids == position_ids[:1]).all():
+            position_ids = position_ids.reshape(-1, length)
+            if not (position_ids == position_ids[:1]).all():
                 raise NotImplementedError(
                     "FusedLayer: position_ids differ from row to row of the batch; pass one row at a time"
                 )
@@ -111,16 +113,38 @@ def fused_class(decoder_layer):
 def _replace(model, number, made, copies):
     """Puts a layer in another one's place, with its hooks; copies: (to, from) of the weights."""
     layer = model.model.layers[number]
+    trained = [(to if to.is_leaf else to._base, weight.requires_grad) for to, weight in copies]
     for to, weight in copies:
         to.copy_(weight)
+    for parameter, wanted in trained:
+        parameter.requires_grad_(wanted)
     for name in HOOKS:
         getattr(made, name).update(getattr(layer, name))
     made.gradient_checkpointing = layer.gradient_checkpointing
     model.model.layers[number] = made.train(layer.training)
 
 
+def _check(layer, number):
+    """What one of our layers cannot hold as it is."""
+    if not hasattr(layer, "self_attn"):
+        raise TypeError(
+            f"fuse: layer {number} is a {type(layer).__name__}, wanted LlamaDecoderLayer; is it fused already?"
+        )
+    weights = {name: layer.get_parameter(name) for name, _, _ in WEIGHTS}
+    dtypes = {weight.dtype: name for name, weight in weights.items()}
+    if len(dtypes) > 1:
+        raise NotImplementedError(f"fuse: layer {number} has several dtypes, {dtypes}; cast it to one of them first")
+    if weights["mlp.gate_proj.weight"].requires_grad != weights["mlp.up_proj.weight"].requires_grad:
+        raise NotImplementedError(
+            f"fuse: gate_proj and up_proj of layer {number} become one weight; freeze both or none"
+        )
+
+
 def fuse(model):
-    """Puts our layers into a LlamaForCausalLM, in its place; returns it."""
+    """Puts our layers into a LlamaForCausalLM, in its place; returns it. The layers' parameters are new ones: an
+    optimizer is made afterwards."""
+    if not hasattr(getattr(model, "model", None), "rotary_emb"):
+        raise TypeError(f"fuse: got a {type(model).__name__}, wanted a LlamaForCausalLM; adapters are merged first")
     config, rotary = model.config, model.model.rotary_emb
     kind = config.rope_parameters.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3") or rotary.attention_scaling != 1.0:
@@ -128,24 +152,30 @@ def fuse(model):
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         raise NotImplementedError("fuse: wanted a Llama without biases, with silu")
     for number, layer in enumerate(model.model.layers):
+        _check(layer, number)
+    for number, layer in enumerate(model.model.layers):
         weight = layer.self_attn.q_proj.weight
         made = fused_class(type(layer))(config, number, rotary.inv_freq, weight.device, weight.dtype)
         ours = in_their_names(dict(made.layer.named_parameters()))
         _replace(model, number, made, [(to, layer.get_parameter(theirs)) for theirs, to in ours])
-    config.use_cache = False
+    model.unfused_use_cache, config.use_cache = config.use_cache, False
     model.save_pretrained = functools.partial(_save_pretrained, model)
     return model
 
 
 def unfuse(model):
-    """The inverse of fuse(): Hugging Face's own layers, with the weights as they are now; returns the model."""
+    """The inverse of fuse(): Hugging Face's own layers, with the weights as they are now; returns the model. The
+    layers' parameters are new ones again."""
+    if not hasattr(model, "unfused_use_cache"):
+        raise TypeError(f"unfuse: this {type(model).__name__} is not fused")
     for number, fused in enumerate(model.model.layers):
         weight = fused.layer.self_attention.proj.weight
         with torch.device(weight.device):
             made = type(fused).__mro__[1](model.config, number).to(weight.dtype)
         ours = in_their_names(dict(fused.layer.named_parameters()))
         _replace(model, number, made, [(made.get_parameter(theirs), weight) for theirs, weight in ours])
-    del model.save_pretrained
+    model.config.use_cache = model.unfused_use_cache
+    del model.save_pretrained, model.unfused_use_cache
     return model
 
 
@@ -156,7 +186,11 @@ def _save_pretrained(model, directory, *args, state_dict=None, **options):
     for number in range(len(model.model.layers)):
         prefix = f"model.layers.{number}."
         theirs |= {prefix + name: weight for name, weight in in_their_names(state, prefix + "layer.")}
-    type(model).save_pretrained(model, directory, *args, state_dict=theirs, **options)
+    model.config.use_cache = model.unfused_use_cache
+    try:
+        type(model).save_pretrained(model, directory, *args, state_dict=theirs, **options)
+    finally:
+        model.config.use_cache = False
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -179,3 +179,39 @@ def test_unfused_is_what_it_was(device):
     t = tokens(device)
     assert_same_bits(logits(back, t), logits(plain, t))
     assert back.generate(t[:, :4], max_new_tokens=3, do_sample=False, use_cache=True).shape == (1, 7)
+
+
+def test_frozen_weights_stay_frozen(device):
+    plain = model(device)
+    frozen = ["self_attn.k_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"]
+    for name in frozen:
+        plain.model.layers[1].get_parameter(name).requires_grad_(False)
+    wanted = {name: p.requires_grad for name, p in plain.named_parameters()}
+    fused = fuse(plain)
+    assert sum(not p.requires_grad for p in fused.parameters()) == 3
+    assert {name: p.requires_grad for name, p in unfuse(fused).named_parameters()} == wanted
+
+
+def test_what_cannot_be_fused_is_left_as_it_was(device):
+    plain = model(device)
+    layer = plain.model.layers[1]
+    layer.mlp.up_proj.requires_grad_(False)
+    with refused(NotImplementedError, "layer 1", "freeze both or none"):
+        fuse(plain)
+    layer.mlp.gate_proj.requires_grad_(False)
+    layer.post_attention_layernorm.bfloat16()
+    with refused(NotImplementedError, "layer 1", "several dtypes", "cast it"):
+        fuse(plain)
+    with refused(TypeError, "is not fused"):
+        unfuse(plain)
+    assert all(hasattr(one, "self_attn") for one in plain.model.layers)
+    layer.post_attention_layernorm.float()
+    with refused(TypeError, "fuse", "already"):
+        fuse(fuse(plain))
+
+
+def test_the_cache_of_the_unfused_model_is_used_again(device, tmp_path):
+    fused = fuse(model(device))
+    fused.save_pretrained(tmp_path)
+    assert not fused.config.use_cache
+    assert transformers.LlamaConfig.from_pretrained(tmp_path).use_cache and unfuse(fused).config.use_cache
