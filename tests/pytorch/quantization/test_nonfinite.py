@@ -10,6 +10,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
+ROUNDING = 2**-23  # of a product of two scales, which the GPU rounds once more
 each = pytest.mark.parametrize("name", RECIPES)
 
 
@@ -28,7 +29,7 @@ def test_an_infinite_input_becomes_the_largest_finite_value(device, name):
     x[3, 5], x[4, 6], x[9, 9] = torch.inf, -torch.inf, 1.0
     with te.autocast(recipe=RECIPES[name]()):
         y = module(x)
-    assert (y[3, 5].item(), y[4, 6].item(), y[9, 9].item()) == (448.0, -448.0, 1.0)
+    assert [y[3, 5].item(), y[4, 6].item(), y[9, 9].item()] == pytest.approx([448.0, -448.0, 1.0], rel=ROUNDING)
     assert torch.isfinite(y).all()
 
 
@@ -42,7 +43,7 @@ def test_an_infinite_gradient_becomes_finite_too(device, name):
         y = module(x)
     y.backward(gradient)
     largest = 448.0 if name == "block" else 57344.0
-    assert x.grad[3, 5].item() == largest and torch.isfinite(x.grad).all()
+    assert x.grad[3, 5].item() == pytest.approx(largest, rel=ROUNDING) and torch.isfinite(x.grad).all()
     assert torch.isfinite(module.weight.grad).all()
 
 
