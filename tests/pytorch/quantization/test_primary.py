@@ -1,8 +1,7 @@
 # Weights held in FP8 alone, and the recipe that their module runs under: of the same kind, or an error that names both
 # and leaves everything as it was. Mutants: leave out check_primary_weight in ModuleQuantization._adopt, or in
 # ModuleQuantization._of_primary_weight; a kept weight that notes amaxes in eval() (KeptWeights.copy_of), or one
-# without columnwise data that training goes on with; an adopted weight covered whatever the history knows
-# (ScalingState.cover_unknown).
+# without columnwise data that training goes on with.
 import copy
 import io
 import itertools
@@ -337,50 +336,3 @@ def test_inference_keeps_no_columnwise_data(device, name, recipe):
         assert grads[0] and all(has_columns(trained))
         for got, want in zip(*grads, strict=True):
             assert_same_bits(got, want)
-
-
-def resumed(how, module, optimizer, made):
-    if how == "saved":
-        file = io.BytesIO()
-        torch.save((module, optimizer), file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-    if how == "deepcopy":
-        return copy.deepcopy((module, optimizer))
-    new, _ = made()
-    new.load_state_dict(copy.deepcopy(module.state_dict()), assign=how == "assigned")
-    its = te.optimizers.FusedAdam(new.parameters(), lr=0.01, master_weights=True)
-    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return new, its
-
-
-@pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.parametrize("how", ["deepcopy", "copied", "assigned", "saved"])
-def test_a_resumed_run_has_the_same_bits(device, how, length):
-    """The amax of rounded data is not noted beside that of the values they were made of."""
-    recipe = DelayedScaling(amax_history_len=length)
-
-    def made():
-        torch.manual_seed(0)
-        with te.quantized_model_init(recipe=recipe):
-            module = te.Linear(16, 16, params_dtype=torch.bfloat16, device=device)
-        return module, te.optimizers.FusedAdam(module.parameters(), lr=0.01, master_weights=True)
-
-    def run(stop=None):
-        (module, optimizer), found = made(), []
-        for i in range(6):
-            if stop == i:
-                module, optimizer = resumed(how, module, optimizer, made)
-            torch.manual_seed(i)
-            with te.autocast(recipe=recipe):
-                y = module(randn(48, 16, device=device, dtype=torch.bfloat16))
-            y.float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(module.weight.dequantize().clone())
-        return found
-
-    wanted = run()
-    for stop in (1, 2, 3):
-        for i, (got, want) in enumerate(zip(run(stop), wanted, strict=True)):
-            assert_same_bits(got, want, f"resumed at {stop}, step {i}")

@@ -127,11 +127,10 @@ class ScalingState:
 
     @torch.no_grad()
     def cover_unknown(self, column: int, amax: torch.Tensor) -> None:
-        """cover(), unless these may be the data that the history and the scale were made for, which a checkpoint or a
-        pickle brings back beside them: noted once more they would change the steps to come. Rounding to FP8 has made
-        their amax larger by 1/8 at most (half a step of E5M2)."""
-        known = torch.fmax(self.amax_history[:, column].amax().view(1), self.fp8_max / self.scale_of(column))
-        self.cover(column, torch.where(amax <= known * 1.125, 0, amax))
+        """cover(), unless the newest amax is that of the values before these data were rounded from them: a checkpoint
+        or a pickle brings both back, and the larger amax of the data would change the steps to come. Rounding to FP8
+        adds 1/8 at most (half a step of E5M2)."""
+        self.cover(column, torch.where(amax <= self.amax_of(column) * 1.125, 0, amax))
 
     @torch.no_grad()
     def resize(self, length: int) -> None:
