@@ -97,3 +97,13 @@ def test_each_name_says_how_far_it_is_known():
         assert int(known[1]) <= first and int(known[2]) >= last, (
             f"{FILE.name}:{i + 1}: served are 2.{first} to 2.{last}"
         )
+
+
+# torch's get_state() and set_state() can lock two threads out of each other (csrc/random_state.cpp says how).
+RANDOM = re.compile(r"\b(get_rng_state|set_rng_state|fork_rng)\(|\bgenerator\w*(\[\w+\])?\.[gs]et_state\(")
+
+
+def test_random_states_are_read_and_written_by_ours():
+    lines = ((p, *line) for p in files() for line in enumerate(p.read_text().splitlines(), 1))
+    wrong = [f"{p.relative_to(REPO)}:{number}: {line.strip()}" for p, number, line in lines if RANDOM.search(line)]
+    assert not wrong, "call _C.get_random_state or _C.set_random_state:\n" + "\n".join(wrong)

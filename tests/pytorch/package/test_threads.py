@@ -5,6 +5,7 @@
 import contextlib
 import copy
 import gc
+import subprocess
 import sys
 import threading
 import zlib
@@ -294,3 +295,34 @@ def test_captures_of_many_threads_know_of_one_another():
         return True
 
     assert all(in_threads(4, run))
+
+
+# Mutant: torch.get_rng_state() in distributed/rng.py. torch makes its tensor under the generator's mutex, where Python
+# 3.10 and 3.11 may collect garbage, whose callbacks may hand the GIL to a thread that waits for that mutex.
+RANDOM_STATES = """
+import gc, threading, time
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.distributed.rng import Snapshot
+
+tracker = te.distributed.CudaRNGStatesTracker()
+tracker.add("drawn", 5)
+done = []
+
+def work():
+    for _ in range(300):
+        with Snapshot((), tracker).replayed():
+            torch.rand(2)
+    done.append(1)
+
+gc.callbacks.append(lambda phase, info: time.sleep(1e-4))  # hypothesis, profilers and finalizers do the like
+gc.set_threshold(2)
+threads = [threading.Thread(target=work) for _ in range(2)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert len(done) == 2
+"""
+
+
+def test_threads_that_note_random_states_do_not_lock_each_other_out():
+    subprocess.run([sys.executable, "-c", RANDOM_STATES], check=True, timeout=120)

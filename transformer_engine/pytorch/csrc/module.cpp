@@ -47,6 +47,7 @@
   X(quantize_list)          \
   X(quantizer)              \
   X(quantize_range)         \
+  X(random_state)           \
   X(offload)                \
   X(optimizer)              \
   X(parameters)             \

@@ -22,7 +22,7 @@ foreach(group IN ITEMS
     "saved;saved_leaves;saved_marks;saved_rows;saved_door;rows_view"
     "optimizer;optimizer_adam;optimizer_step;parameters"
     "main_grad;main_grad_module;weight_grad;weight_product;product"
-    "accumulators;backward_watch;threads;own_storage;probe"
+    "accumulators;backward_watch;random_state;threads;own_storage;probe"
     "comm;group;agreement;lease"
     "peer;run_streams;layer/exchange_peer;layer/exchange_group"
     "offload;module;common"

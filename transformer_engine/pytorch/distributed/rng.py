@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from transformer_engine.pytorch import _C
+
 DEFAULT_NAME = "model-parallel-rng"
 
 
@@ -35,9 +37,9 @@ class CudaRNGStatesTracker:
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """A snapshot: name -> the bytes of the state. Drawing numbers does not change it; torch.save takes it."""
-        states = {name: generator.get_state() for name, generator in self.states_.items()}
+        states = {name: _C.get_random_state(generator) for name, generator in self.states_.items()}
         if self._inside is not None:
-            states[self._inside] = torch.get_rng_state()
+            states[self._inside] = _C.get_random_state(torch.default_generator)
         return states
 
     def set_states(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
@@ -45,10 +47,12 @@ class CudaRNGStatesTracker:
         generators = {}
         for name, state in states.items():
             generators[name] = self.states_.get(name) or _new_generator()
-            generators[name].set_state(state.get_state() if isinstance(state, torch.Generator) else state)
+            if isinstance(state, torch.Generator):
+                state = _C.get_random_state(state)
+            _C.set_random_state(generators[name], state)
         self.states_ = generators
         if self._inside in states:
-            torch.set_rng_state(generators[self._inside].get_state())
+            _C.set_random_state(torch.default_generator, _C.get_random_state(generators[self._inside]))
 
     def add(self, name: str, seed: int) -> None:
         """Adds the state that seeding the default generator with `seed` would give.
@@ -95,16 +99,17 @@ class CudaRNGStatesTracker:
     @contextmanager
     def _on_cpu(self, name: str) -> Iterator[None]:
         """As above by copies of the bytes: the CPU generator has no handles. Forks of one tracker may nest freely."""
-        around, before = self._inside, torch.get_rng_state()
+        around, before = self._inside, _C.get_random_state(torch.default_generator)
         if around is not None:
-            self.states_[around].set_state(before)
-        torch.set_rng_state(self.states_[name].get_state())
+            _C.set_random_state(self.states_[around], before)
+        _C.set_random_state(torch.default_generator, _C.get_random_state(self.states_[name]))
         self._inside = name
         try:
             yield
         finally:
-            self.states_[name].set_state(torch.get_rng_state())
-            torch.set_rng_state(before if around is None else self.states_[around].get_state())
+            _C.set_random_state(self.states_[name], _C.get_random_state(torch.default_generator))
+            back = before if around is None else _C.get_random_state(self.states_[around])
+            _C.set_random_state(torch.default_generator, back)
             self._inside = around
 
 
@@ -218,27 +223,29 @@ class AsTheyCome:
 
 class Snapshot:
     """The random states that a block of work may draw from, as they are now: the CPU's, CUDA's on the devices of
-    `tensors` and the current one (where CUDA is in use), and those of a tracker with get_states and set_states."""
+    `tensors`, `devices` and the current one (where CUDA is in use), and those of a tracker with get_states and
+    set_states."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor] = (), tracker: object | None = None) -> None:
-        self.cpu = torch.get_rng_state()
+    def __init__(
+        self, tensors: Iterable[torch.Tensor] = (), tracker: object | None = None, devices: Iterable[int] = ()
+    ) -> None:
+        self.cpu = _C.get_random_state(torch.default_generator)
         self.cuda: dict[int, torch.Tensor] = {}
         if torch.cuda.is_initialized():
-            devices = {t.device.index for t in tensors if t.device.type == "cuda"} | {torch.cuda.current_device()}
-            self.cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(devices)}
+            drawn = {t.device.index for t in tensors if t.device.type == "cuda"}
+            drawn |= {torch.cuda.current_device(), *devices}
+            self.cuda = {index: _C.get_random_state(torch.cuda.default_generators[index]) for index in sorted(drawn)}
         self.tracker = tracker
         self.tracked = None if tracker is None else tracker.get_states()
 
     def _now(self) -> "Snapshot":
-        now = Snapshot((), self.tracker)
-        now.cuda |= {index: torch.cuda.get_rng_state(index) for index in self.cuda}
-        return now
+        return Snapshot((), self.tracker, self.cuda)
 
     def restore(self) -> None:
         """Every state is as it was."""
-        torch.set_rng_state(self.cpu)
+        _C.set_random_state(torch.default_generator, self.cpu)
         for index, state in self.cuda.items():
-            torch.cuda.set_rng_state(state, index)
+            _C.set_random_state(torch.cuda.default_generators[index], state)
         if self.tracker is not None:
             self.tracker.set_states(self.tracked)
 

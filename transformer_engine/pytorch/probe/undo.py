@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.distributed.rng import trackers_of
+from transformer_engine.pytorch.distributed.rng import Snapshot, trackers_of
 from transformer_engine.pytorch.graph.capture_quantization import our_modules
 from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.torch_private import unsafe_preserve_version_counter
@@ -21,7 +21,7 @@ def state_restored(module: torch.nn.Module) -> Iterator[None]:
     included; an autocast around it learns nothing of what ran, and no step of a stash has a part in it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
+        stack.callback(Snapshot(devices=devices).restore)
         for tracker in trackers_of([module]):
             stack.callback(tracker.set_states, tracker.get_states())
         _C.set_stash_probe(True)

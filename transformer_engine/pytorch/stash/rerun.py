@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.rng import trackers_of
 from transformer_engine.pytorch.graph.capture_quantization import our_modules
 from transformer_engine.pytorch.quantization.delayed import ScalingState
@@ -53,7 +54,8 @@ class Snapshot:
             self._replayed.fill_(float(captured))
         if not captured:
             self._taken = True
-            self._random = [(torch.set_rng_state, torch.get_rng_state())]
+            default = torch.default_generator
+            self._random = [(partial(_C.set_random_state, default), _C.get_random_state(default))]
             if device.type == "cuda":
                 self._random.append((partial(_put_back, device.index), _seed_and_offset(device.index)))
             self._random += [(tracker.set_states, tracker.get_states()) for tracker in trackers_of(self._modules)]
