@@ -12,7 +12,7 @@
 namespace te_torch {
 
 void register_random_state(pybind11::module_& m) {
-  m.def("get_random_state", [](const at::Generator& generator) {
+  m.def("get_random_state", [](at::Generator generator) {
     const pybind11::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(generator.mutex());
     return generator.get_state();
