@@ -295,3 +295,30 @@ def test_training_under_delayed_scaling_is_as_without_probes(probe, primary, fai
         assert_same_bits(a, b)
     for a, b in zip(kept, own, strict=True):
         assert_same_tensors(a, b)
+
+
+@pytest.mark.parametrize("probe", [te.explain, te.memory_plan])
+def test_what_is_run_without_a_sample(device, probe):
+    class Given(torch.nn.Module):
+        def __init__(self, *names):
+            super().__init__()
+            self.inner, self.names = te.Linear(16, 16, device=device), names
+
+    class Nothing(Given):
+        def forward(self):
+            return self.inner(torch.ones(4, 16, device=device))
+
+    class Named(Given):
+        def forward(self, *, x):
+            return self.inner(x)
+
+    class Something(Given):
+        def forward(self, x):
+            return self.inner(x)
+
+    for module in (te.Linear(16, 16, device=device), te.LayerNormMLP(16, 32, device=device), Nothing()):
+        assert probe(module).rows
+    assert probe(Named(), x=torch.ones(4, 16, device=device)).rows
+    assert probe(Something(), x=torch.ones(4, 16, device=device)).rows
+    with refused(TypeError, probe.__name__, "Something", "(module, *sample)"):
+        probe(Something())

@@ -286,8 +286,9 @@ def _verdict(optimizer: Adam, grad_scaler: Any) -> tuple[torch.Tensor | None, to
         return None, None
     if not optimizer.capturable:
         raise ValueError(
-            f"{OP}: 'grad_scaler', 'found_inf' or 'grad_scale' is given with capturable=False, wanted capturable=True; "
-            "GradScaler.step() handles another optimizer's gradients itself."
+            f"{OP}: 'grad_scaler', 'found_inf' or 'grad_scale' is given with capturable=False, wanted capturable=True, "
+            "which needs parameters on CUDA; elsewhere call unscale_() and step() of GradScaler, which handle the "
+            "gradients and leave a step out themselves."
         )
     if grad_scaler is not None:
         if optimizer.use_decoupled_grad:

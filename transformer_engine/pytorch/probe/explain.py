@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch.probe.one_run import recording, run_with_gradients, table
+from transformer_engine.pytorch.probe.one_run import recording, run_with_gradients, sample_for, table
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,6 @@ class Explanation:
     __repr__ = __str__
 
 
-def _sample_for(module: torch.nn.Module) -> list[torch.Tensor]:
-    """16 tokens for one of our modules that says how wide its input is; elsewhere the names may mean other things."""
-    ours = any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
-    like = next(module.parameters(), None)
-    width = next((getattr(module, n) for n in ("in_features", "hidden_size") if ours and hasattr(module, n)), None)
-    if like is None or not isinstance(width, int):
-        raise TypeError(
-            f"explain: {type(module).__name__} does not say what its input looks like; pass one: "
-            "te.explain(module, *sample)."
-        )
-    return [torch.randn(16, 1, width, dtype=like.dtype, device=like.device, requires_grad=True)]
-
-
 def explain(module: torch.nn.Module, *sample: object, **options: object) -> Explanation:
     """Runs module(*sample, **options) and its backward once and lists which path each op took.
 
@@ -58,7 +45,9 @@ def explain(module: torch.nn.Module, *sample: object, **options: object) -> Expl
     Errors: TypeError for something that is not a module, has a compiled part, or whose input is not known.
     """
     with recording("explain", module) as (record, _):
-        run_with_gradients(module, sample or _sample_for(module), options)
+        if not (sample or options):
+            sample = sample_for("explain", module)
+        run_with_gradients(module, sample, options)
     counts = Counter(record.paths)
     rows = [Path(label, op.removeprefix("te::"), *rest, calls) for (label, op, *rest), calls in counts.items()]
     return Explanation(rows)

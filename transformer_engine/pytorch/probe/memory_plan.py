@@ -12,7 +12,14 @@ import torch
 from transformer_engine.pytorch.distributed.usage import usage_by_name
 from transformer_engine.pytorch.optimizers.adam_states import local_of
 from transformer_engine.pytorch.probe.held import Held, Inner, held_by, inner_hooks_seen
-from transformer_engine.pytorch.probe.one_run import gradients_returned, nodes_behind, recording, table, tensors_in
+from transformer_engine.pytorch.probe.one_run import (
+    gradients_returned,
+    nodes_behind,
+    recording,
+    sample_for,
+    table,
+    tensors_in,
+)
 from transformer_engine.pytorch.saved import observed
 
 
@@ -199,12 +206,14 @@ def memory_plan(
     """Runs module(*sample, **options) once, forward alone, and lists what its graph keeps for backward when it returns.
     optimizer: what its state holds of the module's parameters is listed too, as it is: nothing before the first step.
 
+    Without a sample, one of 16 tokens is made for our modules that have in_features or hidden_size.
+
     Bytes are those of distinct storages that saved-tensor hooks see. What wants a gradient decides what is kept: a
     sample that requires one, as inside a network it would, keeps more. The module, its gradients, its buffers and the
     random states are as before afterwards. fuse_wgrad_accumulation and delay_wgrad_compute keep nothing more in a
     forward; main_grad need not be there.
-    Errors: TypeError for something that is not a module (an optimizer), or has a compiled part; NotImplementedError for
-    tensors that are neither strided nor sparse; whatever module(*sample) raises.
+    Errors: TypeError for something that is not a module (an optimizer), has a compiled part, or whose input is not
+    known; NotImplementedError for tensors that are neither strided nor sparse; whatever module(*sample) raises.
     """
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise TypeError(
@@ -222,6 +231,8 @@ def memory_plan(
         def observe(t: torch.Tensor, saved: object) -> None:
             seen.append(_Observed(at_work[-1] if at_work else "", t, saved))
 
+        if not (sample or options):
+            sample = sample_for("memory_plan", module)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor)
         with observed(observe), hooks, inner_hooks_seen(lambda: at_work[-1] if at_work else "") as inner:
             result = module(*sample, **options)

@@ -4,6 +4,7 @@ parameters is not undone."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -76,6 +77,22 @@ def recording(op: str, module: torch.nn.Module) -> Iterator[tuple[Recording, _La
             yield record, labels
         finally:
             record.kept, record.paths = _C.stop_recording()
+
+
+def sample_for(op: str, module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """16 tokens for one of our modules that says how wide its input is; elsewhere the names may mean other things.
+    Nothing for a forward that wants nothing."""
+    wanted = inspect.signature(module.forward).parameters.values()
+    if not any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in wanted):
+        return ()
+    ours = any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
+    like = next(module.parameters(), None)
+    width = next((getattr(module, n) for n in ("in_features", "hidden_size") if ours and hasattr(module, n)), None)
+    if like is None or not isinstance(width, int):
+        raise TypeError(
+            f"{op}: {type(module).__name__} does not say what its input looks like; pass one: te.{op}(module, *sample)."
+        )
+    return (torch.randn(16, 1, width, dtype=like.dtype, device=like.device, requires_grad=True),)
 
 
 @contextmanager
