@@ -100,7 +100,7 @@ def test_each_name_says_how_far_it_is_known():
 
 
 # torch's get_state() and set_state() can lock two threads out of each other (csrc/random_state.cpp says how).
-RANDOM = re.compile(r"\b(get_rng_state|set_rng_state|fork_rng)\(|\bgenerator\w*(\[\w+\])?\.[gs]et_state\(")
+RANDOM = re.compile(r"\b(get_rng_state|set_rng_state|fork_rng)\(|generator\w*(\[\w+\])?\.[gs]et_state\(")
 
 
 def test_random_states_are_read_and_written_by_ours():

@@ -300,9 +300,9 @@ def test_training_under_delayed_scaling_is_as_without_probes(probe, primary, fai
 @pytest.mark.parametrize("probe", [te.explain, te.memory_plan])
 def test_what_is_run_without_a_sample(device, probe):
     class Given(torch.nn.Module):
-        def __init__(self, *names):
+        def __init__(self):
             super().__init__()
-            self.inner, self.names = te.Linear(16, 16, device=device), names
+            self.inner = te.Linear(16, 16, device=device)
 
     class Nothing(Given):
         def forward(self):
@@ -316,7 +316,12 @@ def test_what_is_run_without_a_sample(device, probe):
         def forward(self, x):
             return self.inner(x)
 
-    for module in (te.Linear(16, 16, device=device), te.LayerNormMLP(16, 32, device=device), Nothing()):
+    class Passes(te.Linear):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    made = [te.Linear(16, 16, device=device), te.LayerNormMLP(16, 32, device=device), Passes(16, 16, device=device)]
+    for module in (*made, Nothing()):
         assert probe(module).rows
     assert probe(Named(), x=torch.ones(4, 16, device=device)).rows
     assert probe(Something(), x=torch.ones(4, 16, device=device)).rows
