@@ -75,7 +75,7 @@ def _told_by_caller(op: str, logits: str, error: Exception) -> Exception:
     text, found = _OPS_WORDS.subn(f"{op}: ", str(error), count=1)
     if not found:
         return error
-    return type(error)(text.replace("argument 'plan.", "argument '").replace("'logits'", f"'{logits}'", 1))
+    return type(error)(text.replace("'logits'", f"'{logits}'", 1))
 
 
 @tells_keywords(renamed={"_input": "inp"})

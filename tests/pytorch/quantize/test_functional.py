@@ -137,7 +137,7 @@ def bad_calls(device):
         (lambda: _C.quantize(block, x[:2], True, True, None, good), ("'out.rowwise'", "[4, 32]", "[2, 32]")),
         (lambda: _C.quantize(_C.Quantizer("current"), x, True, True, None, good), ("'plan'", "block scaling")),
         (lambda: _C.quantize(block, x, True, True, flag.double()), ("'noop'", "Double")),
-        (lambda: _C.quantize(block, x, True, True, torch.zeros(2, device=device)), ("'plan.noop'", "[1, 2]")),
+        (lambda: _C.quantize(block, x, True, True, torch.zeros(2, device=device)), ("argument 'noop'", "[1, 2]")),
         (lambda: _C.quantize(_C.Quantizer("block1d", amax_epsilon=-1.0), x, True, False), ("amax_epsilon", "-1")),
         (lambda: _C.Quantizer("block3d"), ("'kind'", "'block3d'", "block1d")),
         (lambda: _C.Quantizer("delayed"), ("'scale'", "missing", "delayed")),

@@ -145,7 +145,7 @@ def test_bad_input_is_named(device):
         ),
         (ValueError, lambda: cast(spec=delayed), "argument 'scale' is missing"),
         (ValueError, lambda: cast(scale=amaxes), "argument 'scale' is given"),
-        (ValueError, lambda: cast(amaxes=None), "argument 'plan.amaxes' is [0, 0]"),
+        (ValueError, lambda: cast(amaxes=None), "argument 'amaxes' is [0, 0]"),
         (ValueError, lambda: cast(data=data.view(30, 20)), "argument 'data' is [30, 20], wanted [20, 30]"),
         (ValueError, lambda: cast(data=data.float()), "argument 'data' has shape [20, 30]"),
         (ValueError, lambda: cast(start=-1), "argument 'range' is elements -1"),

@@ -339,6 +339,8 @@ def test_bad_packed_input_is_named(device):
             functional.rope_qkv(qkv, heads=heads, q_freqs=freqs)
     with pytest.raises(ValueError, match="'k_freqs' has 3 positions"):
         functional.rope_qkv(qkv, heads=(2, 1, 1), q_freqs=freqs, k_freqs=freqs[:3])
+    with pytest.raises(ValueError, match=r"argument 'k_freqs' is .*, wanted "):
+        apply_fused_qkv_rotary_pos_emb(qkv, freqs, angles(device, 4, 4), [32, 16, 16])
     for split in ([32, 16], [32, 16, 8], [40, 16, 8], [64, 0, 0]):
         with pytest.raises(ValueError, match="'qkv_split_arg_list'"):
             apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, split)

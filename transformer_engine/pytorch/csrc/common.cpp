@@ -6,6 +6,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <string>
+#include <string_view>
+
 #include "torch_api.h"
 
 namespace te_torch {
@@ -31,19 +34,31 @@ bool folds(const Tensor& t) {
 
 }  // namespace
 
+namespace {
+
+// What the core calls a member of a plan, which callers of the ops have never seen, is their argument of that name.
+std::string last_error() {
+  constexpr std::string_view kPlan = "argument 'plan.", kArgument = "argument '";
+  std::string words = te_last_error();
+  if (const size_t found = words.find(kPlan); found != std::string::npos) words.replace(found, kPlan.size(), kArgument);
+  return words;
+}
+
+}  // namespace
+
 void check(te_status status) {
   switch (status) {
     case TE_SUCCESS:
       return;
     case TE_INVALID_ARGUMENT:
-      TORCH_CHECK_VALUE(false, te_last_error());
+      TORCH_CHECK_VALUE(false, last_error());
     case TE_NOT_IMPLEMENTED:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, te_last_error());
+      TORCH_CHECK_NOT_IMPLEMENTED(false, last_error());
     case TE_RUNTIME_ERROR:
     case TE_PINNED_MEMORY:
       break;
   }
-  TORCH_CHECK(false, te_last_error());
+  TORCH_CHECK(false, last_error());
 }
 
 te_dtype dtype_of(const Tensor& t, const char* op, const char* argument) {
