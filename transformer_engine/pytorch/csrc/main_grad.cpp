@@ -91,6 +91,8 @@ bool WeightParameters::asked(size_t number) const {
   return std::find(unasked.begin(), unasked.end(), number) == unasked.end();
 }
 
+bool WeightParameters::takes(size_t number) const { return wanted[number] && weights[number].requires_grad(); }
+
 std::vector<int64_t> WeightParameters::rows() const {
   std::vector<int64_t> rows;
   for (const Tensor& weight : weights) rows.push_back(weight.size(0));
@@ -102,7 +104,7 @@ std::vector<Tensor> WeightParameters::main_grads(bool ask) const {
   Attributes attributes_of;
   std::vector<Tensor> found(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (!wanted[i] || !asked(i)) continue;
+    if (!takes(i) || !asked(i)) continue;
     const py::object weight = owned(THPVariable_Wrap(weights[i]));
     attributes_of.now(weight.ptr());
     const py::object lazy = attributes_of.get(attributes.get_main_grad);
@@ -128,7 +130,7 @@ WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) c
     said.tells.push_back(false);
     said.stands_in.push_back(false);
     said.zero.push_back(false);
-    if (!wanted[i]) continue;
+    if (!takes(i)) continue;
     const py::object weight = owned(THPVariable_Wrap(weights[i]));
     attributes_of.now(weight.ptr());
     const bool waits = bool(attributes_of.get(attributes.added));
@@ -180,7 +182,7 @@ c10::SmallVector<Tensor, 1> WeightParameters::stand_ins(const WeightTargets& tar
   shape[0] = 0;
   bool zero = false;
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (wanted[i] && !targets.stands_in[i]) return {Tensor()};
+    if (takes(i) && !targets.stands_in[i]) return {Tensor()};
     shape[0] += targets.list[i].rows;
     zero = zero || targets.zero[i];
   }

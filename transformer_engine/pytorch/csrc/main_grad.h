@@ -37,6 +37,8 @@ struct WeightParameters {
   // In a backward: `unasked`. For autograd the parameters of one matrix are one, of which all is wanted or none.
   std::vector<size_t> find_unasked() const;
   bool asked(size_t number) const;
+  // As an accumulator of autograd's: a weight that was frozen since the call gets nothing.
+  bool takes(size_t number) const;
   std::vector<int64_t> rows() const;
 
   // Under the GIL: where the wanted gradients are added to; others are undefined. Unless `ask`, a get_main_grad() is
