@@ -131,6 +131,18 @@ def test_place_in_the_memory_that_they_are_in(device):
     pending.sum().backward()
 
 
+def test_place_right_behind_the_memory_that_they_are_in(device):
+    """Which a caching allocator gives next: nothing is written over, so a pending backward may run. Mutant: memory
+    taken to reach as far behind its start as its whole storage is long."""
+    module, x = linear(device, bias=False), randn(4, 24, device=device)
+    (unit,) = module.row_units()
+    memory = torch.empty(64, 24, device=device)
+    unit.place(memory[:32])
+    pending = module(x)
+    unit.place(memory[32:])
+    pending.sum().backward()
+
+
 def test_a_buffer_that_does_not_fit_changes_nothing(device):
     module = linear(device)
     unit = module.row_units()[0]

@@ -147,10 +147,15 @@ def _place(t: torch.Tensor) -> tuple[object, ...]:
     return t.untyped_storage()._cdata, t.storage_offset(), t.dtype
 
 
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last one. What lies behind that in its storage is another's."""
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    return t.data_ptr(), t.data_ptr() + elements * t.element_size()
+
+
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of contiguous memory, or of what lies within it."""
-    start, other_start = one.data_ptr(), other.data_ptr()
-    return start < other_start + other.nbytes and other_start < start + one.untyped_storage().nbytes()
+    (first, last), (other_first, other_last) = _extent(one), _extent(other)
+    return first < other_last and other_first < last
 
 
 def units_of(module: torch.nn.Module) -> list[RowUnit]:
