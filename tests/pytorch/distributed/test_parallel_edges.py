@@ -10,7 +10,7 @@ pytestmark = pytest.mark.dist
 found = found_by(workers.everything)
 
 
-@pytest.mark.skipif(not ranks_compare(), reason="over NCCL nobody compares what ranks bring")
+@pytest.mark.skipif(not ranks_compare(), reason="over NCCL ranks hear of it later: test_fingerprints.py")
 def test_ranks_that_disagree_hear_of_it(found):
     (*one, gather, grads), (*other, its_gather, its_grads) = found["disagreeing"]
     assert one == other
@@ -26,7 +26,7 @@ def test_ranks_that_disagree_hear_of_it(found):
         assert f" to {function[0]}, rank 1 brings Float [128, 32] to group_gather;" in module[1]
 
 
-@pytest.mark.skipif(not ranks_compare(), reason="over NCCL nobody compares what ranks bring")
+@pytest.mark.skipif(not ranks_compare(), reason="over NCCL ranks hear of it later: test_fingerprints.py")
 def test_an_error_on_one_rank_is_heard_by_all(found):
     """Long before the group's timeout. Mutant: a ~HeardByRanks() that sends nothing to the other ranks."""
     one, other = found["ended_alone"]

@@ -12,34 +12,28 @@
 #include <sstream>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "fingerprints.h"
+
 namespace te_torch {
 
 namespace {
 
 constexpr size_t kName = 6, kSizes = 12;
 enum Place : size_t { kOp = 0, kHow = kName, kDtype, kDim, kFirstSize, kNumbers = kFirstSize + kSizes };
+static_assert(kNumbers == kSaidNumbers);
 
-void write(const Said& said, int64_t* numbers) {
-  std::fill_n(numbers, size_t(kNumbers), 0);
-  std::memcpy(numbers + kOp, said.op.data(), std::min(said.op.size(), kName * sizeof(int64_t)));
-  numbers[kHow] = said.how;
-  numbers[kDtype] = int64_t(said.dtype);
-  numbers[kDim] = int64_t(std::min(said.sizes.size(), kSizes));
-  std::copy_n(said.sizes.begin(), numbers[kDim], numbers + kFirstSize);
-}
-
-Said read(const int64_t* numbers) {
-  char name[kName * sizeof(int64_t) + 1] = {};
-  std::memcpy(name, numbers + kOp, sizeof(name) - 1);
-  const int64_t* const sizes = numbers + kFirstSize;
-  return {name, numbers[kHow], at::ScalarType(numbers[kDtype]), {sizes, sizes + numbers[kDim]}};
-}
-
-bool by_gloo(c10d::ProcessGroup& group, c10::DeviceType type) {
+bool communicates_by(c10d::ProcessGroup& group, c10::DeviceType type, const char* backend) {
   for (const at::Device& device : group.getDeviceTypes()) {
-    if (device.type() == type) return group.getBackend(type)->getBackendName() == "gloo";
+    if (device.type() == type) return group.getBackend(type)->getBackendName() == backend;
   }
   return false;
+}
+
+bool by_gloo(c10d::ProcessGroup& group, c10::DeviceType type) { return communicates_by(group, type, "gloo"); }
+
+// Whether what a rank says is compared beside its work.
+bool posts(c10d::ProcessGroup& group, const Tensor& t) {
+  return !t.is_cpu() && communicates_by(group, t.device().type(), "nccl");
 }
 
 // Whether the ranks are asked before they communicate t.
@@ -57,16 +51,48 @@ thread_local uint64_t asked = 0;
 
 }  // namespace
 
+SaidNumbers numbers_of(const Said& said) {
+  SaidNumbers numbers{};
+  std::memcpy(numbers.data() + kOp, said.op.data(), std::min(said.op.size(), kName * sizeof(int64_t)));
+  numbers[kHow] = said.how;
+  numbers[kDtype] = int64_t(said.dtype);
+  numbers[kDim] = int64_t(std::min(said.sizes.size(), kSizes));
+  std::copy_n(said.sizes.begin(), numbers[kDim], numbers.begin() + kFirstSize);
+  return numbers;
+}
+
+Said said_of(const SaidNumbers& numbers) {
+  char name[kName * sizeof(int64_t) + 1] = {};
+  std::memcpy(name, numbers.data() + kOp, sizeof(name) - 1);
+  const int64_t* const sizes = numbers.data() + kFirstSize;
+  return {name, numbers[kHow], at::ScalarType(numbers[kDtype]), {sizes, sizes + numbers[kDim]}};
+}
+
+std::string words_of(size_t rank, const Said& said) {
+  std::ostringstream words;
+  if (said.how == Said::kRaised) {
+    words << "rank " << rank << " does not come: its call of " << said.op
+          << " was ended by an error, which is raised there";
+  } else {
+    words << "rank " << rank << " brings " << said.dtype << " " << at::IntArrayRef(said.sizes) << " to " << said.op;
+  }
+  return words.str();
+}
+
 std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine) {
   ++asked;
   Tensor own = at::empty({1, int64_t(kNumbers)}, at::kLong),
          all = at::empty({group.getSize(), int64_t(kNumbers)}, at::kLong);
-  write(mine, own.data_ptr<int64_t>());
+  const SaidNumbers numbers = numbers_of(mine);
+  std::copy(numbers.begin(), numbers.end(), own.data_ptr<int64_t>());
   const auto work = group._allgather_base(all, own);
   if (work) work->wait();
   std::vector<Said> every;
-  const int64_t* const numbers = all.data_ptr<int64_t>();
-  for (int64_t rank = 0; rank < group.getSize(); ++rank) every.push_back(read(numbers + rank * int64_t(kNumbers)));
+  for (int64_t rank = 0; rank < group.getSize(); ++rank) {
+    SaidNumbers theirs;
+    std::copy_n(all.data_ptr<int64_t>() + rank * int64_t(kNumbers), kNumbers, theirs.begin());
+    every.push_back(said_of(theirs));
+  }
   for (size_t rank = 0; rank < every.size(); ++rank) {
     TORCH_CHECK_VALUE(mine.how == Said::kRaised || every[rank].how != Said::kRaised, mine.op, ": rank ", rank,
                       " of the process group '", group.getGroupName(), "' does not come: its call of ", every[rank].op,
@@ -82,24 +108,33 @@ HeardByRanks::~HeardByRanks() {
   if (group_.empty() || std::uncaught_exceptions() == errors_ || asked != asked_) return;
   try {
     const auto group = c10d::resolve_process_group(std::string(group_));
-    if (asks(*group, t_) && !is_captured(t_)) every_rank_says(*group, {op_, Said::kRaised, t_.scalar_type(), {}});
+    const Said raised{op_, Said::kRaised, t_.scalar_type(), {}};
+    if (posts(*group, t_)) {
+      post_fingerprint(*group, t_.device().type(), raised);
+    } else if (asks(*group, t_) && !is_captured(t_)) {
+      every_rank_says(*group, raised);
+    }
   } catch (const std::exception&) {  // NOLINT: the error that is on its way came first
   }
 }
 
 void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op) {
+  const Said mine{op, 0, t.scalar_type(), t.sizes().vec()};
+  if (posts(group, t)) {
+    ++asked;
+    post_fingerprint(group, t.device().type(), mine);
+    return;
+  }
   if (!t.is_cpu() && !by_gloo(group, t.device().type())) return;
   TORCH_CHECK(!is_captured(t), op, ": the process group '", group.getGroupName(),
               "' communicates by gloo, which cannot be captured in a graph; make a group of nccl for ", t.device(),
               ", or leave the layer out of the capture.");
   if (!asks(group, t)) return;
-  const std::vector<Said> every = every_rank_says(group, {op, 0, t.scalar_type(), t.sizes().vec()});
+  const std::vector<Said> every = every_rank_says(group, mine);
   if (std::all_of(every.begin(), every.end(), [&](const Said& said) { return said == every[0]; })) return;
   std::ostringstream words;
   for (size_t rank = 0; rank < every.size(); ++rank) {
-    const Said& said = every[rank];
-    words << (rank > 0 ? ", " : "") << "rank " << rank << " brings " << said.dtype << " " << at::IntArrayRef(said.sizes)
-          << " to " << said.op;
+    words << (rank > 0 ? ", " : "") << words_of(rank, every[rank]);
   }
   TORCH_CHECK_VALUE(false, "the ranks of the process group '", group.getGroupName(),
                     "' call different things: ", words.str(),

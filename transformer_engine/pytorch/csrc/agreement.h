@@ -1,8 +1,13 @@
 // What the ranks of a group say before they send: over gloo a rank that brings something else to a collective ends the
 // other processes, or hangs them. All questions have one form, so that ranks in different places understand each other.
+// Over NCCL nobody is asked: what a rank says is compared beside its work (fingerprints.h).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <array>
+#include <string>
+#include <vector>
 
 #include "common.h"
 
@@ -22,12 +27,21 @@ struct Said {
   }
 };
 
+// The same as numbers, for other processes: 48 bytes of op, how, dtype, the count of sizes, 12 sizes.
+inline constexpr size_t kSaidNumbers = 21;
+using SaidNumbers = std::array<int64_t, kSaidNumbers>;
+SaidNumbers numbers_of(const Said& said);
+Said said_of(const SaidNumbers& numbers);
+
+// "rank 1 brings Float [128, 32] to group_gather".
+std::string words_of(size_t rank, const Said& said);
+
 // In the order of the ranks. Waits for all of them. ValueError where another one's call was ended by an error.
 std::vector<Said> every_rank_says(c10d::ProcessGroup& group, const Said& mine);
 
-// Raises the same ValueError on every rank where they bring different tensors, or are in different operations. On other
-// devices than the CPU nothing is asked but over gloo: that takes longer than many a collective there. RuntimeError
-// where gloo would be captured in a graph.
+// Raises the same ValueError on every rank where they bring different tensors, or are in different operations; over
+// NCCL at the group's next call, and what waits meanwhile is aborted. RuntimeError where gloo would be captured in a
+// graph.
 void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op);
 
 // Around the beginning of what the ranks of `group` do together with t: where an error ends it on this rank before they

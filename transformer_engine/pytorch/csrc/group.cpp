@@ -8,6 +8,7 @@
 
 #include "agreement.h"
 #include "faces.h"
+#include "fingerprints.h"
 #include "held_object.h"
 
 namespace te_torch {
@@ -30,9 +31,17 @@ Options at_once() {
   return options;
 }
 
-// Work that is queued behind everything on the current stream, and that stream behind it.
-void finish(const c10::intrusive_ptr<c10d::Work>& work) {
-  if (work) work->wait();
+// What `start` begins is queued behind everything on the current stream, and that stream behind it. Where it raises as
+// the ranks were found to differ, that is the error.
+template <class Start>
+void finish(c10d::ProcessGroup& group, Start&& start) {
+  try {
+    const c10::intrusive_ptr<c10d::Work> work = start();
+    if (work) work->wait();
+  } catch (const std::exception&) {
+    refuse_disagreement(group);
+    throw;
+  }
 }
 
 thread_local const char *said_path = nullptr, *said_why = nullptr;
@@ -82,10 +91,10 @@ class Received {
 
   Tensor& tensor() { return tensor_; }
   template <class Start>
-  void by(Start&& start) {
+  void by(c10d::ProcessGroup& group, Start&& start) {
     if (tensor_.numel() == 0) return;
     if (lease_ != nullptr) lease_->expect();
-    finish(start());
+    finish(group, start);
     if (lease_ != nullptr) lease_->arrived();
   }
 
@@ -119,7 +128,7 @@ Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char*
   auto sizes = in.sizes().vec();
   sizes[0] *= ranks;
   Received all(sizes, in, name, leases, kind);
-  all.by([&] { return group->_allgather_base(all.tensor(), in, at_once<c10d::AllgatherOptions>()); });
+  all.by(*group, [&] { return group->_allgather_base(all.tensor(), in, at_once<c10d::AllgatherOptions>()); });
   return all.tensor();
 }
 
@@ -135,7 +144,7 @@ Tensor exchange(const Tensor& t, std::string_view name, int64_t ranks, Leases* l
   Received parts(sizes, in, name, leases, SlotKind::kInbox);
   std::vector<int64_t> whole;  // empty: equal parts
   Tensor flat = parts.tensor().view(in.sizes());
-  parts.by([&] { return group->alltoall_base(flat, in, whole, whole, at_once<c10d::AllToAllOptions>()); });
+  parts.by(*group, [&] { return group->alltoall_base(flat, in, whole, whole, at_once<c10d::AllToAllOptions>()); });
   return parts.tensor();
 }
 
@@ -195,7 +204,7 @@ c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view
 
 Tensor group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
   const Tensor out = t.clone(at::MemoryFormat::Contiguous);
-  finish(begin_group_sum(out, name, ranks, false));
+  finish(*group_named(name, ranks), [&] { return begin_group_sum(out, name, ranks, false); });
   return out;
 }
 
@@ -207,7 +216,7 @@ Tensor group_symmetric_sum(const Tensor& t, std::string_view group, int64_t rank
     te_note_path("process group, serial", "kernels over symmetric memory are CUDA's");
     check_agreement(*found, t, "group_symmetric_sum");
     std::vector<Tensor> tensors{out};
-    if (t.numel() > 0) finish(found->allreduce(tensors, at_once<c10d::AllreduceOptions>()));
+    if (t.numel() > 0) finish(*found, [&] { return found->allreduce(tensors, at_once<c10d::AllreduceOptions>()); });
     return out;
   }
   group_named(group, ranks);
@@ -228,7 +237,7 @@ void group_amax(const Tensor& amax, const Tensor& x, std::string_view name, int6
   std::vector<Tensor> tensors{amax};
   auto largest = at_once<c10d::AllreduceOptions>();
   largest.reduceOp = c10d::ReduceOp::MAX;
-  finish(group->allreduce(tensors, largest));
+  finish(*group, [&] { return group->allreduce(tensors, largest); });
 }
 
 TE_FACES(group, faces) {

@@ -18,6 +18,7 @@
   X(comm)                   \
   X(cross_entropy)          \
   X(exchange_group)         \
+  X(fingerprints)           \
   X(gemm)                   \
   X(gemm_fp8)               \
   X(gemm_grouped)           \

@@ -23,7 +23,7 @@ foreach(group IN ITEMS
     "optimizer;optimizer_adam;optimizer_step;parameters"
     "main_grad;main_grad_module;weight_grad;weight_product;product"
     "accumulators;backward_watch;random_state;threads;own_storage;probe"
-    "comm;group;agreement;lease"
+    "comm;group;agreement;fingerprints;fingerprint_ring;lease"
     "peer;run_streams;layer/exchange_peer;layer/exchange_group"
     "offload;module;common"
     "layer/forward;layer/backward;layer/gathered_product;layer/products;layer/products_device;layer/source_plain;layer/source_norm;layer/source_activation")

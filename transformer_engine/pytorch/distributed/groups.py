@@ -92,12 +92,26 @@ def every_rank_says(op: str, how: str, dtype: torch.dtype, sizes: list[int], gro
     return [Said(*told) for told in _C.every_rank_says(name, op, zlib.crc32(how.encode()), dtype, sizes)]
 
 
+def post_fingerprint(
+    op: str, how: str, dtype: torch.dtype, sizes: list[int], device: torch.device, group: object | None
+) -> bool:
+    """Over NCCL says what this rank is about to do, and waits for nobody: csrc/fingerprints.h. False over another
+    backend. ValueError where the group's ranks were found to differ before."""
+    if _backends(group).get(device.type) != "nccl":
+        return False
+    name = (dist.group.WORLD if group is None else group).group_name
+    _C.post_fingerprint(name, device, op, zlib.crc32(how.encode()), dtype, sizes)
+    return True
+
+
 def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str = "") -> None:
     """On the CPU and over gloo, raises the same ValueError on every rank where the ranks bring tensors of different
     shapes or dtypes, are in different functions or treat them differently (`how`): what they would exchange has no
-    meaning then, or never ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes
-    longer than many a collective there."""
+    meaning then, or never ends. Over NCCL the ranks are compared beside their work, and the error comes at the group's
+    next call (post_fingerprint)."""
     if torch.compiler.is_compiling():  # traced, there is nothing to ask yet
+        return
+    if post_fingerprint(op, how, inp.dtype, list(inp.shape), inp.device, group):
         return
     if inp.device.type != "cpu" and _backends(group).get(inp.device.type) != "gloo":
         return

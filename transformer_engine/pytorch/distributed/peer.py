@@ -85,12 +85,15 @@ def kind_of(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def channels_noted(found: set[_C.PeerChannel]) -> Iterator[None]:
-    """Adds those that calls go over meanwhile, of any thread."""
-    before = {meeting.channel: meeting.channel.calls for meeting in list(_channels.values())}
+def channels_noted(found: set[_C.PeerChannel | _C.ComparedGroup]) -> Iterator[None]:
+    """Adds those that calls go over meanwhile, of any thread; with them, groups over NCCL."""
+    before = {channel: channel.calls for channel in _every_channel()}
     yield
-    every = [meeting.channel for meeting in list(_channels.values())]
-    found.update(channel for channel in every if channel.calls != before.get(channel, 0))
+    found.update(channel for channel in _every_channel() if channel.calls != before.get(channel, 0))
+
+
+def _every_channel() -> list[_C.PeerChannel | _C.ComparedGroup]:
+    return [*(meeting.channel for meeting in list(_channels.values())), *_C.compared_groups()]
 
 
 def channels_of(group: str) -> list[_C.PeerChannel]:
