@@ -1,6 +1,6 @@
 """Products beside their communication (targets.py case M): a column's gather and product, a row's product and scatter,
-with tp_overlap "chunked" (ours), over the group and then computed (ours serial), and by torch's symmetric memory (torch
-fused). Beside them `gemm`, the rank's product alone: what the spec's bars are ratios to.
+with tp_overlap "chunked" (ours), "auto" (own auto), over the group and then computed (ours serial), and by torch's
+symmetric memory (torch fused). Beside them `gemm`, the rank's product alone: what the spec's bars are ratios to.
 
     torchrun --nproc-per-node=2 bench_overlap.py                    # each rank on a CUDA device of its own
     torchrun --nproc-per-node=2 bench_overlap.py --device cpu       # small shapes: that it runs
@@ -74,8 +74,9 @@ def forward(bench, op, m, n, k):
         return
     gather = op == "gather_linear"
     chunked = layer(bench, op, n, k, "chunked")
-    serial = layer(bench, op, n, k, "off")
-    serial.load_state_dict(chunked.state_dict())
+    serial, auto = layer(bench, op, n, k, "off"), layer(bench, op, n, k, "auto")
+    for module in (serial, auto):
+        module.load_state_dict(chunked.state_dict())
     weight = chunked.weight.detach()
     rows = m // bench.ranks if gather else m
     x = bench.randn(rows, k if gather else k // bench.ranks, dtype="bf16")
@@ -88,7 +89,8 @@ def forward(bench, op, m, n, k):
 
         return run
 
-    ways = {"ours": call(chunked), "ours serial": call(serial), "gemm": lambda: F.linear(whole, weight)}
+    ways = {"ours": call(chunked), "own auto": call(auto), "ours serial": call(serial)}
+    ways["gemm"] = lambda: F.linear(whole, weight)
     peer = fused(op, x, weight)
     if peer is not None:
         ways["torch fused"] = peer

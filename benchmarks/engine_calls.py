@@ -33,7 +33,7 @@ class Gemm(ctypes.Structure):
 class Costs(ctypes.Structure):
     RATES = ("flops_per_us", "link_bytes_per_us", "serial_bytes_per_us", "memory_bytes_per_us")
     RATES += ("launch_us", "hop_us", "beside")
-    COUNTS = ("units", "tile_rows", "tile_cols")
+    COUNTS = ("units", "tile_rows", "tile_cols", "least_gathered", "least_scattered")
     _fields_ = [(name, ctypes.c_double) for name in RATES] + [(name, ctypes.c_int32) for name in COUNTS]
 
 

@@ -31,6 +31,8 @@ class Link:
     units: int
     tile_rows: int = 128
     tile_cols: int = 256
+    least_gathered: int = 0  # these two are read off the rows of bench_overlap.py
+    least_scattered: int = 0
 
     def entry(self, kind):
         """A line of kMeasured."""

@@ -113,7 +113,9 @@ inline te_comm_costs small_costs() {
           .beside = 1,
           .units = 2,
           .tile_rows = 2,
-          .tile_cols = 4};
+          .tile_cols = 4,
+          .least_gathered = 0,
+          .least_scattered = 0};
 }
 
 // Queued calls hold the tensors that they are given; the matrices must stay.

@@ -50,7 +50,8 @@ def test_products_beside_their_communication(tmp_path):
     header = (BENCHMARKS.parent / "transformer_engine/common/include/transformer_engine/comm.h").read_text()
     fields = re.findall(r"^  (?:double|int32_t) (\w+);", header.partition("te_comm_costs {")[2].partition("}")[0], re.M)
     assert re.findall(r"\.(\w+) = ", line) == fields
-    assert all(float(value) > 0 for value in re.findall(r" = ([^,}]+)", line)), line
+    measured = re.sub(r"\.least_\w+ = 0", "", line)  # which are read off the rows
+    assert all(float(value) > 0 for value in re.findall(r" = ([^,}]+)", measured)), line
 
 
 @pytest.mark.dist

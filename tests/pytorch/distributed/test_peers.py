@@ -10,9 +10,10 @@ import peer_graph_workers as graph_workers
 import peer_workers as workers
 import pytest
 import torch
-from ranks import as_peers
+from ranks import as_peers, here
 from support import refused
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed import peer
 
 pytestmark = pytest.mark.dist
@@ -121,6 +122,26 @@ def test_auto_is_serial_where_that_is_faster():
             assert any("predicted to be faster" in why for *_, why in rows), rows
 
 
+@pytest.mark.parametrize("few", ["least_gathered", "least_scattered"])
+def test_auto_of_few_tokens_goes_over_the_group(few):
+    """Forward and backward. Mutants: one rank's tokens in place of all ranks', the other operation's least
+    (GroupExchange::peers)."""
+    tokens = 2 * workers.TOKENS * workers.BATCH
+    least = {"least_gathered": tokens, "least_scattered": tokens, few: tokens + 1}
+    for wrong, found in as_peers(workers.of_costs, {**SLOW, "link_bytes_per_us": 100, **least}):
+        assert not wrong, "\n".join(wrong[:8])
+        for rows in found.values():
+            gathers = [row for row in rows if "gather" in row[0]]
+            scatters = [row for row in rows if "scatter" in row[0] or "exchange" in row[0]]
+            assert gathers and scatters, rows
+            small, large = (gathers, scatters) if few == "least_gathered" else (scatters, gathers)
+            assert all("peers" in path for _, path, _ in large), rows
+            assert {path for _, path, _ in small} == {"process group, serial"}, rows
+            words = "a gather of fewer than {least_gathered} tokens, or a scatter of fewer than {least_scattered}"
+            assert all(words.format(**least) in why for _, _, why in small), rows
+
+
+@pytest.mark.skipif(_C.comm_least_rows(peer.kind_of(here())) is not None, reason="this kind of device was measured")
 def test_auto_says_that_a_device_was_not_measured():
     for found in as_peers(workers.explained, "auto"):
         for rows in found.values():

@@ -1,6 +1,7 @@
 # CudaRNGStatesTracker and snapshots of random states, on the device that the tracker follows: CUDA where there is one,
 # else the CPU. Mutants: leaving out the `finally` of a fork, or returning live generators from get_states, turns these
 # red.
+import contextlib
 import copy
 import gc
 import io
@@ -257,3 +258,41 @@ def test_forks_inside_a_capture_are_replayed_with_fresh_numbers():
     for want in wanted:
         graph.replay()
         assert_same_bits(out.clone(), want)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("backward_in", [None, "model-parallel-rng", "expert"])
+@pytest.mark.parametrize("forward_in", [None, "model-parallel-rng", "expert"])
+def test_a_checkpoint_inside_a_fork_draws_the_same_again(forward_in, backward_in, reentrant):
+    """Its function forks too, and draws behind that. Mutants: a replay outside of the fork that the snapshot was made
+    in, or in the one that the backward runs in."""
+
+    def run(checkpointed):
+        torch.manual_seed(1)
+        tracker = te.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 21)
+        tracker.add("expert", 22)
+
+        def within(name):
+            return contextlib.nullcontext() if name is None else tracker.fork(name)
+
+        def function(x):
+            with tracker.fork():
+                y = torch.nn.functional.dropout(x * x, 0.5)
+            z = torch.nn.functional.dropout(y * x, 0.5)
+            with tracker.fork("expert"):
+                return torch.nn.functional.dropout(z * x, 0.5)
+
+        x = torch.arange(1, 65.0, device=DEVICE, requires_grad=True)
+        options = {"use_reentrant": reentrant, "get_rng_state_tracker": lambda: tracker}
+        with within(forward_in):
+            y = te.checkpoint(function, x, **options) if checkpointed else function(x)
+            between = draw()
+        with within(backward_in):
+            y.sum().backward()
+            behind = draw()
+        after = [*tracker.get_states().values(), torch.get_rng_state()]
+        return [y.detach(), x.grad, between, behind, draw(), *after]
+
+    for number, pair in enumerate(zip(run(True), run(False), strict=True)):
+        assert_same_bits(*pair, f"{number}")

@@ -319,12 +319,16 @@ void register_peer(pybind11::module_& m) {
     check(te_comm_peer_bytes(int32_t(ranks), &bytes));
     return int64_t(bytes);
   });
-  m.def("comm_costs_known", [](const std::string& kind) {
-    te_comm_costs costs;
-    int32_t known = 0;
-    check(te_comm_costs_of(kind.c_str(), &costs, &known));
-    return known != 0;
-  });
+  m.def(
+      "comm_least_rows",
+      [](const std::string& kind) -> std::optional<std::pair<int32_t, int32_t>> {
+        te_comm_costs costs;
+        int32_t known = 0;
+        check(te_comm_costs_of(kind.c_str(), &costs, &known));
+        if (known == 0) return std::nullopt;
+        return std::pair(costs.least_gathered, costs.least_scattered);
+      },
+      "Tokens of all ranks from which on gathers, and scatters, go over peers; None of a kind that was not measured.");
   m.def(
       "lend_comm_costs",
       [](const std::string& kind, const std::optional<std::map<std::string, double>>& changed) {
@@ -342,8 +346,11 @@ void register_peer(pybind11::module_& m) {
             {"hop_us", &costs.hop_us},
             {"beside", &costs.beside},
         };
-        const std::map<std::string, int32_t*> counts{
-            {"units", &costs.units}, {"tile_rows", &costs.tile_rows}, {"tile_cols", &costs.tile_cols}};
+        const std::map<std::string, int32_t*> counts{{"units", &costs.units},
+                                                     {"tile_rows", &costs.tile_rows},
+                                                     {"tile_cols", &costs.tile_cols},
+                                                     {"least_gathered", &costs.least_gathered},
+                                                     {"least_scattered", &costs.least_scattered}};
         for (const auto& [name, value] : *changed) {
           if (const auto rate = rates.find(name); rate != rates.end()) {
             *rate->second = value;

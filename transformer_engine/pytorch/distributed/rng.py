@@ -28,7 +28,7 @@ class CudaRNGStatesTracker:
         """Forgets every state."""
         self.states_: dict[str, torch.Generator] = {}
         self.seeds_: set[int] = set()
-        self._inside: str | None = None  # on the CPU: whose numbers the default generator is drawing
+        self._inside: str | None = None  # whose numbers the default generator is drawing
         _add(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -38,9 +38,13 @@ class CudaRNGStatesTracker:
     def get_states(self) -> dict[str, torch.Tensor]:
         """A snapshot: name -> the bytes of the state. Drawing numbers does not change it; torch.save takes it."""
         states = {name: _C.get_random_state(generator) for name, generator in self.states_.items()}
-        if self._inside is not None:
+        if self._is_copied(self._inside):
             states[self._inside] = _C.get_random_state(torch.default_generator)
         return states
+
+    def _is_copied(self, name: str | None) -> bool:
+        """Whether the default generator draws that state's numbers from a copy: on the CPU."""
+        return name in self.states_ and self.states_[name].device.type == "cpu"
 
     def set_states(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
         """Goes back to a snapshot; generators stay the same objects, so that graphs which know them follow."""
@@ -51,7 +55,7 @@ class CudaRNGStatesTracker:
                 state = _C.get_random_state(state)
             _C.set_random_state(generators[name], state)
         self.states_ = generators
-        if self._inside in states:
+        if self._is_copied(self._inside):
             _C.set_random_state(torch.default_generator, _C.get_random_state(generators[self._inside]))
 
     def add(self, name: str, seed: int) -> None:
@@ -91,9 +95,11 @@ class CudaRNGStatesTracker:
         default = torch.cuda.default_generators[device]
         outside = default.graphsafe_get_state()
         default.graphsafe_set_state(generator)  # they share one state now: what is drawn moves it on
+        around, self._inside = self._inside, name
         try:
             yield
         finally:
+            self._inside = around
             default.graphsafe_set_state(outside)
 
     @contextmanager
@@ -111,6 +117,23 @@ class CudaRNGStatesTracker:
             back = before if around is None else _C.get_random_state(self.states_[around])
             _C.set_random_state(torch.default_generator, back)
             self._inside = around
+
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """As in none of its forks, whichever one this runs in. States are the caller's to put back behind it."""
+        around, self._inside = self._inside, None
+        shared = None
+        if around is not None and not self._is_copied(around):
+            default = torch.cuda.default_generators[torch.cuda.current_device()]
+            shared = default.graphsafe_get_state()
+            default.graphsafe_set_state(torch.Generator(default.device))
+        try:
+            yield
+        finally:
+            self._inside = around
+            if shared is not None:
+                default.graphsafe_set_state(shared)
 
 
 def _new_generator() -> torch.Generator:
@@ -237,6 +260,9 @@ class Snapshot:
             self.cuda = {index: _C.get_random_state(torch.cuda.default_generators[index]) for index in sorted(drawn)}
         self.tracker = tracker
         self.tracked = None if tracker is None else tracker.get_states()
+        # Of a tracker of ours: the fork that this is made in. A caller's own class is asked for nothing but states.
+        self.own = tracker if isinstance(tracker, CudaRNGStatesTracker) else None
+        self.inside = None if self.own is None else self.own._inside
 
     def _now(self) -> "Snapshot":
         return Snapshot((), self.tracker, self.cuda)
@@ -251,10 +277,13 @@ class Snapshot:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, numbers are drawn as they were from here on; behind it, as if the block had drawn none."""
+        """Inside, numbers are drawn as they were from here on, in the tracker's fork that it was made in; behind it, as
+        if the block had drawn none."""
         now = self._now()
         try:
-            self.restore()
-            yield
+            with nullcontext() if self.own is None else self.own.apart():
+                self.restore()
+                with nullcontext() if self.inside is None else self.own.fork(self.inside):
+                    yield
         finally:
             now.restore()

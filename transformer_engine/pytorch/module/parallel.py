@@ -141,13 +141,15 @@ def _overlap_of(module: torch.nn.Module, name: str, device: torch.device) -> tup
                 f"{op}: argument 'tp_overlap' is 'chunked', but {error}; use 'auto' or 'off'."
             ) from None
         return _CHUNKED, ""
-    if not _C.comm_costs_known(kind_of(device)):
+    least = _C.comm_least_rows(kind_of(device))
+    if least is None:
         return _SERIAL, "no measured costs for this device: tp_overlap='chunked' asks for runs"
     try:
         peer_channel(op, name, device)
     except NotImplementedError as error:
         return _SERIAL, str(error)
-    return _AUTO, ""
+    words = "a gather of fewer than {} tokens, or a scatter of fewer than {}, takes less time over the group"
+    return _AUTO, words.format(*least)
 
 
 def _sum_of(module: torch.nn.Module, mode: str) -> int:

@@ -74,6 +74,9 @@ typedef struct te_comm_costs {
   int32_t units;     /* multiprocessors: tiles that are computed at once */
   int32_t tile_rows; /* of a product's tiles */
   int32_t tile_cols;
+  /* Of all ranks: what gathers or scatters fewer takes less time over the group. No plan reads them. */
+  int32_t least_gathered;
+  int32_t least_scattered;
 } te_comm_costs;
 
 /* What a plan that is asked for goes by where nothing was measured. */

@@ -67,9 +67,9 @@ class TE_EXPORT Exchange {
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // The process group whose ranks ask each other before its first collective, or none: ranks that hear of each other
-  // in another way.
-  virtual std::string_view asking_group() const { return {}; }
+  // The process group whose ranks ask each other before a call's first collective, or none: ranks that hear of each
+  // other in another way. x: what the call is given.
+  virtual std::string_view asking_group(const Tensor& x) const { return {}; }
   // Refuses an x that cannot be handed over, before anything is done with it.
   virtual void check(const Tensor& x) const {}
   // Whether what the product of this pass reads comes from others too.

@@ -46,17 +46,26 @@ const char* why_values(const Quantizer& behind) {
   }
 }
 
+// Of an operand; columnwise: of FP8 data whose rows are columns.
+c10::SymInt rows_in(const Operand& mine, bool columnwise) {
+  if (mine.quantized()) return columnwise ? mine.fp8.columnwise.sym_size(1) : mine.fp8.rowwise.sym_size(0);
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; d + 1 < mine.plain.dim(); ++d) rows = rows * mine.plain.sym_size(d);
+  return rows;
+}
+
 // All ranks' rows of one tensor: on their way over peers, or there.
 class Coming {
  public:
   Coming() = default;
   // leases: null where somebody keeps them, in memory of their own.
-  Coming(const Route& route, const GroupExchange& exchange, const Tensor& t, const Tensor& gradient, Leases* leases,
-         SlotKind kind) {
+  // tokens: of all ranks.
+  Coming(const Route& route, const GroupExchange& exchange, const Tensor& t, const c10::SymInt& tokens,
+         const Tensor& gradient, Leases* leases, SlotKind kind) {
     const std::string_view name(exchange.group());
     const int64_t ranks = exchange.parallel().ranks;
     const bool again = gradient.defined();
-    if (auto channel = exchange.peers(route, t)) {
+    if (auto channel = exchange.peers(route, t, TE_COMM_GATHER_PRODUCT, tokens)) {
       kept_ = leases == nullptr;
       if (kept_) own_ = std::make_unique<Leases>();
       Leases& held = kept_ ? *own_ : *leases;
@@ -97,14 +106,14 @@ class Gathering final : public Arriving {
     const WhySerial told(behind != nullptr ? "process group, serial, quantized behind" : nullptr,
                          behind != nullptr ? why_values(*behind) : exchange.why_serial());
     const auto coming = [&](const Tensor& t, bool put_together, SlotKind kind) {
-      return Coming(route, exchange, t, gradient, put_together ? &own_ : leases, kind);
+      return Coming(route, exchange, t, rows_ * ranks_, gradient, put_together ? &own_ : leases, kind);
     };
+    rows_ = rows_in(mine, columnwise);
     if (!mine.quantized()) {
       data_ = coming(mine.plain, false, SlotKind::kValues);
       return;
     }
     const Quantized& q = mine.fp8;
-    rows_ = (columnwise ? q.columnwise : q.rowwise).sym_size(columnwise ? 1 : 0);
     data_ = columnwise ? coming(q.columnwise, true, SlotKind::kColumns) : coming(q.rowwise, false, SlotKind::kValues);
     if (q.scaling == TE_SCALING_TENSOR) return;
     TORCH_INTERNAL_ASSERT(rows_ % kBlock == 0);
@@ -206,9 +215,21 @@ class GroupTransfer final : public Transfer {
 
 }  // namespace
 
-std::shared_ptr<PeerChannel> GroupExchange::peers(const Route& route, const Tensor& t) const {
+std::shared_ptr<PeerChannel> GroupExchange::peers(const Route& route, const Tensor& t, te_comm_op op,
+                                                  const c10::SymInt& tokens) const {
   if (parallel_.overlap == Parallel::kSerial || !parallel_.sequence || !route.direct()) return nullptr;
-  return PeerChannel::of(group_, t.device());
+  auto channel = PeerChannel::of(group_, t.device());
+  if (!channel || parallel_.overlap != Parallel::kAuto) return channel;
+  const te_comm_costs& costs = channel->costs();
+  const bool few = tokens < (op == TE_COMM_GATHER_PRODUCT ? costs.least_gathered : costs.least_scattered);
+  return few ? nullptr : channel;
+}
+
+std::string_view GroupExchange::asking_group(const Tensor& x) const {
+  const bool gathers = column() && parallel_.sequence;
+  const c10::SymInt tokens = rows_in({x, {}}, false) * (gathers ? parallel_.ranks : 1);
+  const te_comm_op op = gathers ? TE_COMM_GATHER_PRODUCT : TE_COMM_PRODUCT_SCATTER;
+  return peers(Route(Direct{}), x, op, tokens) == nullptr ? std::string_view(group_) : std::string_view();
 }
 
 void GroupExchange::check(const Tensor& x) const {
@@ -264,7 +285,9 @@ std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, co
                                                const Quantizer* behind, Directions directions,
                                                const OptionalTensor& bias, Leases* leases) const {
   if (!gathers(pass) && !adds_up(pass)) return nullptr;
-  auto channel = peers(route, mine.quantized() ? mine.fp8.rowwise : mine.plain);
+  const c10::SymInt tokens = rows_in(mine, false) * (gathers(pass) ? parallel_.ranks : 1);
+  const te_comm_op op = gathers(pass) ? TE_COMM_GATHER_PRODUCT : TE_COMM_PRODUCT_SCATTER;
+  auto channel = peers(route, mine.quantized() ? mine.fp8.rowwise : mine.plain, op, tokens);
   const bool automatic = parallel_.overlap == Parallel::kAuto;
   if (!gathers(pass)) {
     if (channel) return peer_product_scatter(std::move(channel), automatic, pass, mine, like, bias);
@@ -291,7 +314,9 @@ std::unique_ptr<Arriving> GroupExchange::begin_whole(const Route& route, Pass pa
                                                      Leases* leases) const {
   const bool columnwise = mine.fp8.columnwise.defined();
   const Tensor& data = !mine.quantized() ? mine.plain : columnwise ? mine.fp8.columnwise : mine.fp8.rowwise;
-  if (!gathers(pass) || peers(route, data) == nullptr) return nullptr;
+  if (!gathers(pass)) return nullptr;
+  const c10::SymInt tokens = rows_in(mine, columnwise) * parallel_.ranks;
+  if (peers(route, data, TE_COMM_GATHER_PRODUCT, tokens) == nullptr) return nullptr;
   return gathering(route, mine, columnwise, behind, {false, true}, gradient, leases);
 }
 

@@ -39,13 +39,12 @@ class GroupExchange final : public Exchange {
 
   const Parallel& parallel() const { return parallel_; }
   const std::string& group() const { return group_; }
-  // Where this is to go over peers; else null.
-  std::shared_ptr<PeerChannel> peers(const Route& route, const Tensor& t) const;
+  // Where this is to go over peers; else null. tokens: of all ranks.
+  std::shared_ptr<PeerChannel> peers(const Route& route, const Tensor& t, te_comm_op op,
+                                     const c10::SymInt& tokens) const;
   const char* why_serial() const { return why_serial_.empty() ? nullptr : why_serial_.c_str(); }
 
-  std::string_view asking_group() const override {
-    return parallel_.overlap == Parallel::kSerial ? std::string_view(group_) : std::string_view();
-  }
+  std::string_view asking_group(const Tensor& x) const override;
   void check(const Tensor& x) const override;
   bool gathers(Pass pass) const override {
     return parallel_.sequence && pass == (column() ? Pass::kFprop : Pass::kDgrad);

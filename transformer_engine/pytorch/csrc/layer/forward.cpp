@@ -275,10 +275,10 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
 namespace {
 
 // What is traced meets nobody.
-std::string_view asking_group(const Route& route, const Stages& stages) {
+std::string_view asking_group(const Route& route, const Stages& stages, const Tensor& x) {
   if (!route.direct()) return {};
   for (const Stage& stage : stages) {
-    if (stage.exchange != nullptr) return stage.exchange->asking_group();
+    if (stage.exchange != nullptr) return stage.exchange->asking_group(x);
   }
   return {};
 }
@@ -288,7 +288,7 @@ std::string_view asking_group(const Route& route, const Stages& stages) {
 template <class RouteType>
 variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
   const Route route(RouteType{});
-  const HeardByRanks heard(asking_group(route, call.stages), call.x(),
+  const HeardByRanks heard(asking_group(route, call.stages, call.x()), call.x(),
                            call.stages.size() > 1 ? "layernorm_mlp" : "linear");
   const NamedTensors& arguments = call.arguments;
   const size_t layers = call.stages.size();
