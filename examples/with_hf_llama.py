@@ -90,12 +90,15 @@ def fused_class(decoder_layer):
             if position_ids is None:
                 return self.rotary(length)
             position_ids = position_ids.reshape(-1, length)
-            if not (position_ids == position_ids[:1]).all():
+            if len(position_ids) > 1 and not (position_ids == position_ids[:1]).all():  # which waits for the device
                 raise NotImplementedError(
                     "FusedLayer: position_ids differ from row to row of the batch; pass one row at a time"
                 )
             angles = position_ids[0].to(torch.float32)[:, None] * self.rotary.inv_freq
             return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+        def __reduce_ex__(self, protocol):  # pickle finds no class that a function has made
+            return _new_layer, (decoder_layer,), self.__dict__
 
         @property
         def _gradient_checkpointing_func(self):
@@ -107,6 +110,11 @@ def fused_class(decoder_layer):
             pass
 
     return FusedLayer
+
+
+def _new_layer(decoder_layer):
+    fused = fused_class(decoder_layer)
+    return fused.__new__(fused)
 
 
 @torch.no_grad()
@@ -160,6 +168,24 @@ def fuse(model):
         _replace(model, number, made, [(to, layer.get_parameter(theirs)) for theirs, to in ours])
     model.unfused_use_cache, config.use_cache = config.use_cache, False
     model.save_pretrained = functools.partial(_save_pretrained, model)
+    return model
+
+
+def capture(model, tokens, **options):
+    """Puts the layers of a fused model into CUDA graphs, for calls of this form: shapes, keywords, with gradients or
+    without. Before output_hidden_states=True is asked for, whose hooks of Hugging Face's stay on the layers. options:
+    make_graphed_callables'. Returns the model; each layer's reset() takes it out again."""
+    layers, handed = tuple(model.model.layers), []
+
+    def note(_, args, kwargs):
+        handed.append((args, kwargs))
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    samples = tuple((torch.zeros_like(x).requires_grad_(x.requires_grad),) for (x,), _ in handed)
+    te.make_graphed_callables(layers, samples, sample_kwargs=tuple(kwargs for _, kwargs in handed), **options)
     return model
 
 

@@ -122,7 +122,7 @@ if [ "$(cat "$venv/.te-requirements" 2>/dev/null)" != "$stamp" ]; then
 fi
 # What examples/with_*.py and the tests of clients need, and nothing else does: where it cannot be had, these tests are
 # skipped and say so, but for CI, which has to run all.
-extras="accelerate lightning peft transformers"
+extras="accelerate lightning peft transformers megatron-core;python_version>='3.12'"
 extras_stamp=$(echo "$stamp $extras" | sha256sum)
 if [ "$(cat "$venv/.te-extras" 2>/dev/null)" != "$extras_stamp" ]; then
   say "installing what the examples with frameworks and the tests of clients need: $extras"

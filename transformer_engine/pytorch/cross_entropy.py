@@ -2,9 +2,11 @@
 at once; the classes may be spread over a group's ranks. Computes nothing itself: functional/cross_entropy.py."""
 
 import re
+import warnings
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._arguments import check_tensor
@@ -18,6 +20,7 @@ from transformer_engine.pytorch.distributed.regions import (
 from transformer_engine.pytorch.quantization.products import stateless_integers
 from transformer_engine.pytorch.quantization.surroundings import here
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+from transformer_engine.pytorch.torch_private import current_graph_task_id
 
 _OPS_WORDS = re.compile(r"^(te_|linear_)?cross_entropy(_\w+)?: ")
 
@@ -160,6 +163,26 @@ def _quantization(op: str) -> list[int]:
     return stateless_integers(recipe)
 
 
+# Weights whose last call, outside of any backward, had FP8 products.
+_in_fp8 = WeakIdKeyDictionary()
+
+
+def _note_precision(op: str, weight: torch.Tensor, fp8: bool) -> None:
+    """Warns where a backward runs the function again without the te.autocast of its first run."""
+    again = current_graph_task_id() != -1
+    if again and not fp8 and torch.is_grad_enabled() and weight in _in_fp8:
+        warnings.warn(
+            f"{op}: it ran under te.autocast, and runs without it inside a backward, as torch.utils.checkpoint "
+            "recomputes: its gradients are not those of the forward that ran; use te.checkpoint, which recomputes "
+            "under the same autocast.",
+            stacklevel=3,
+        )
+    if fp8:
+        _in_fp8[weight] = True
+    elif not again:
+        _in_fp8.pop(weight, None)
+
+
 @tells_keywords()
 def fused_linear_cross_entropy(
     hidden: torch.Tensor,
@@ -206,6 +229,8 @@ def fused_linear_cross_entropy(
         enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = enter(hidden, dist_process_group)
     quantization = _quantization(op)
+    if not torch.compiler.is_compiling():
+        _note_precision(op, weight, bool(quantization))
     try:
         return functional.fused_linear_cross_entropy(
             hidden,

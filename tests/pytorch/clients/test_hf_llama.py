@@ -1,10 +1,11 @@
-"""examples/with_hf_llama.py in a client's hands: positions, recomputation, hidden states, saving, and back to Hugging
-Face's own layers.
+"""examples/with_hf_llama.py in a client's hands: positions, recomputation, hidden states, captures, saving, and back to
+Hugging Face's own layers.
 
 Mutants: _angles that ignores position_ids; take the setter of _gradient_checkpointing_func for torch's; the hooks left
 out of _replace; _save_pretrained left out of fuse(); gate and up exchanged in WEIGHTS."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -215,3 +216,31 @@ def test_the_cache_of_the_unfused_model_is_used_again(device, tmp_path):
     fused.save_pretrained(tmp_path)
     assert not fused.config.use_cache
     assert transformers.LlamaConfig.from_pretrained(tmp_path).use_cache and unfuse(fused).config.use_cache
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, current])
+def test_captured_layers_have_the_bits_of_eager(device, around):
+    """With the keywords that the model hands its layers. Mutant: positions compared, which waits, where there is one
+    row of them."""
+    eager = fuse(model(device)).train()
+    captured, t = copy.deepcopy(eager), tokens(device, 2)
+    fp8 = {"enabled": True, "recipe": recipe.Float8CurrentScaling()} if around is current else {}
+    with_hf_llama.capture(captured, t, **fp8)
+    for _ in range(3):
+        t = tokens(device, 2)
+        wanted, got = gradients(eager, t, around), gradients(captured, t, around)
+        assert list(got) == list(wanted)
+        for name, want in wanted.items():
+            assert_same_bits(got[name], want, name)
+    for layer in captured.model.layers:
+        layer.reset()
+
+
+def test_the_module_is_pickled_as_it_is(device):
+    fused, t = fuse(model(device)), tokens(device)
+    file = io.BytesIO()
+    torch.save(fused, file)
+    again = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert_same_bits(logits(again, t), logits(fused, t))
+    assert type(again.model.layers[0]) is type(fused.model.layers[0])
+    assert_same_bits(logits(unfuse(again), t), logits(unfuse(fused), t))

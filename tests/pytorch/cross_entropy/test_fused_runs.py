@@ -1,6 +1,8 @@
 """fused_linear_cross_entropy on one rank in runs: which products, memory's law, tied weights, microbatches, second
 backwards, compile. Its values are test_fused.py's."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from fused_loss_cases import FEATURES, RECIPES, chunks_of, draw
 from support import assert_same_bits, assert_within, refused
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch import _C
 
 
@@ -139,3 +142,23 @@ def test_compiled(device, how, reduce):
         results.append((loss.detach().view(-1), *grads))
     for got, want in zip(*results):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_second_run_without_its_autocast_is_told(device, reentrant):
+    """Its gradients are not those of the forward that ran. Mutant: _note_precision that forgets the weight."""
+    x = torch.randn(8, 32, device=device, requires_grad=True)
+    w, t = torch.randn(16, 32, device=device, requires_grad=True), torch.arange(8, device=device)
+    head = lambda x: te.fused_linear_cross_entropy(x, w, t)  # noqa: E731
+
+    def step(checkpoint, fp8):
+        with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+            loss = checkpoint(head, x, use_reentrant=reentrant)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            loss.backward()
+        return [str(each.message) for each in heard if "fused_linear_cross_entropy: it ran" in str(each.message)]
+
+    torchs = torch.utils.checkpoint.checkpoint
+    for checkpoint, fp8, told in ((torchs, False, 0), (torchs, True, 1), (te.checkpoint, True, 0), (torchs, False, 0)):
+        assert len(step(checkpoint, fp8)) == told, (checkpoint, fp8)

@@ -296,3 +296,49 @@ def test_a_checkpoint_inside_a_fork_draws_the_same_again(forward_in, backward_in
 
     for number, pair in enumerate(zip(run(True), run(False), strict=True)):
         assert_same_bits(*pair, f"{number}")
+
+
+def test_forks_of_two_trackers_nest():
+    """Each state gives its own numbers in order, whoever forks around it. Mutant: a tracker that takes the default
+    generator for its own state's while another one's fork is inside."""
+    one, two = te.CudaRNGStatesTracker(), te.CudaRNGStatesTracker()
+    one.add("a", 5), two.add("b", 6)
+    torch.manual_seed(7)
+    got = {"a": [], "b": [], "default": []}
+    got["default"].append(draw())
+    with one.fork("a"):
+        got["a"].append(draw())
+        with two.fork("b"):
+            got["b"].append(draw())
+            between = one.get_states()
+            with one.fork("a"):
+                got["a"].append(draw())
+            got["b"].append(draw())
+        got["a"].append(draw())
+    got["default"].append(draw())
+    with two.fork("b"):
+        got["b"].append(draw())
+    for name, seed in (("a", 5), ("b", 6), ("default", 7)):
+        assert_same_bits(torch.cat(got[name]), torch.cat([drawn_after(seed, 5 * len(got[name]))]), name)
+    one.set_states(between)
+    with one.fork("a"):
+        assert_same_bits(draw(), got["a"][1])
+
+
+@pytest.mark.parametrize("how", ["reset", "set_states", "raise"])
+def test_a_fork_whose_state_is_taken_away_ends_all_the_same(tracker, how):
+    torch.manual_seed(5)
+    want = drawn_after(5)
+    with contextlib.suppress(KeyboardInterrupt), tracker.fork("expert"):
+        draw()
+        if how == "reset":
+            tracker.reset()
+        elif how == "set_states":
+            tracker.set_states({})
+        else:
+            raise KeyboardInterrupt
+    assert_same_bits(draw(), want)
+    tracker.reset()
+    tracker.add("expert", 9)
+    with tracker.fork("expert"):
+        assert_same_bits(draw(), drawn_after(9))

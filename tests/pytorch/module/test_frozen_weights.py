@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import assert_same_bits
-from weight_grad_cases import build, every_family, microbatch, weights, with_main_grads
+from weight_grad_cases import build, every_family, microbatch, split_linear, weights, with_main_grads
 
 
 @every_family
@@ -33,3 +33,31 @@ def test_frozen_behind_the_forward(device, family, delay, fused, every):
             assert (gradient == 1).all() if fused else gradient is None, name
         else:
             assert_same_bits(gradient, want[name], name)
+
+
+@pytest.mark.parametrize("when", ["backward", "backward_dw"])
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+def test_thawed_behind_the_forward(device, fused, when):
+    """What was frozen in the forward has no gradient, thawed before the backward or before backward_dw(). Mutant: a
+    left_out() that names what the backward left out alone."""
+    module = build(split_linear, device, fuse_wgrad_accumulation=fused, delay_wgrad_compute=True)
+    if fused:
+        with_main_grads(module, value=1.0)
+    frozen = [module.key_weight, module.value_bias]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    x, generator = microbatch(device, torch.float32, 1)
+    y = module(x)
+    for late in (False, True):
+        if late == (when == "backward_dw"):
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+        if not late:
+            y.backward(torch.randn(y.shape, generator=generator).to(y))
+    module.backward_dw()
+    assert all(p.grad is None for p in frozen)
+    if fused:
+        assert (module.key_weight.main_grad == 1).all() and (module.query_weight.main_grad != 1).any()
+    else:
+        assert module.query_weight.grad is not None
+    assert module.key_bias.grad is not None

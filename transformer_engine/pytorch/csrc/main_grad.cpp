@@ -91,6 +91,14 @@ bool WeightParameters::asked(size_t number) const {
   return std::find(unasked.begin(), unasked.end(), number) == unasked.end();
 }
 
+std::vector<size_t> WeightParameters::left_out() const {
+  std::vector<size_t> numbers = unasked;
+  for (size_t i = 0; i < wanted.size() + wanted_biases.size(); ++i) {
+    if (!(i < wanted.size() ? wanted[i] : wanted_biases[i - wanted.size()])) numbers.push_back(i);
+  }
+  return numbers;
+}
+
 bool WeightParameters::takes(size_t number) const { return wanted[number] && weights[number].requires_grad(); }
 
 std::vector<int64_t> WeightParameters::rows() const {

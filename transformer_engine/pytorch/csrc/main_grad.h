@@ -29,7 +29,7 @@ struct WeightTargets {
 struct WeightParameters {
   std::shared_ptr<const WeightNames> names;
   std::vector<Tensor> weights, biases;
-  c10::SmallVector<bool, 4> wanted;  // of the weights
+  c10::SmallVector<bool, 4> wanted, wanted_biases;
   bool fused = false;
   bool overwrite = false;       // as the call said; a weight may say so too
   std::vector<size_t> unasked;  // weights, then biases, whose gradients the backward does not bring
@@ -37,6 +37,8 @@ struct WeightParameters {
   // In a backward: `unasked`. For autograd the parameters of one matrix are one, of which all is wanted or none.
   std::vector<size_t> find_unasked() const;
   bool asked(size_t number) const;
+  // Those, and what wanted no gradient when the product was called.
+  std::vector<size_t> left_out() const;
   // As an accumulator of autograd's: a weight that was frozen since the call gets nothing.
   bool takes(size_t number) const;
   std::vector<int64_t> rows() const;

@@ -50,7 +50,10 @@ class WeightGradProduct {
       if (!p.wanted[i] || p.weights[i].is_leaf()) continue;
       called(answers->refuse_computed, {text(p.names->op).ptr(), weights_[i].ptr()});
     }
-    for (const py::str& name : biases_) p.biases.push_back(parameter(module.ptr(), registered.ptr(), name));
+    for (const py::str& name : biases_) {
+      p.biases.push_back(parameter(module.ptr(), registered.ptr(), name));
+      p.wanted_biases.push_back(p.biases.back().requires_grad());
+    }
     if (fused) p.main_grads(false);  // what can be known to be wrong is said before anything has run
     return std::make_shared<ParameterSink>(std::move(p), store.is_none() ? nullptr : held_object(store.ptr()));
   }
@@ -113,9 +116,10 @@ void register_main_grad(py::module_& m) {
       .def_readonly("weights", &WeightParameters::weights)
       .def_readonly("biases", &WeightParameters::biases)
       .def_readonly("fused", &WeightParameters::fused)
-      .def_property_readonly(
-          "unasked", [](const WeightParameters& p) { return p.unasked; },
-          "Numbers of the weights, then biases, whose gradients the backward did not bring.")
+      .def_property_readonly("left_out", torch::wrap_pybind_function(&WeightParameters::left_out),
+                             "Numbers of the weights, then biases, that wanted no gradient when the product was "
+                             "called, or whose gradients "
+                             "the backward did not bring.")
       .def("main_grads", torch::wrap_pybind_function([](const WeightParameters& p) { return p.main_grads(true); }))
       .def("accumulate", torch::wrap_pybind_function([](const WeightParameters& p, const WeightProduct& product,
                                                         const std::vector<OptionalTensor>& main_grads, bool with_bias) {

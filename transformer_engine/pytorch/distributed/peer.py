@@ -140,6 +140,8 @@ class _Meeting:
         self.process_group = weakref.ref(found, lambda _: (meeting := this()) is not None and _forget(meeting))
         self.rank, self.ranks = found.rank(), found.size()
         self.timeout = timeout_of(found)
+        if "fake" in dist.get_backend_config(found):  # of a process that only looks like several
+            self._refuse("the group's backend is 'fake'")
         store = dist.distributed_c10d._get_process_group_store(found)
         # A store may serve one group behind another of the same name.
         times = (store.add(f"te_peer/{device.type}/{self.ranks}", 1) - 1) // self.ranks

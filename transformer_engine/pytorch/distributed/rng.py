@@ -3,8 +3,9 @@ for a device."""
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -28,7 +29,6 @@ class CudaRNGStatesTracker:
         """Forgets every state."""
         self.states_: dict[str, torch.Generator] = {}
         self.seeds_: set[int] = set()
-        self._inside: str | None = None  # whose numbers the default generator is drawing
         _add(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -38,13 +38,10 @@ class CudaRNGStatesTracker:
     def get_states(self) -> dict[str, torch.Tensor]:
         """A snapshot: name -> the bytes of the state. Drawing numbers does not change it; torch.save takes it."""
         states = {name: _C.get_random_state(generator) for name, generator in self.states_.items()}
-        if self._is_copied(self._inside):
-            states[self._inside] = _C.get_random_state(torch.default_generator)
+        name = _drawing["cpu"].name_of(self)
+        if name in states:  # the default generator has a copy of it, and has moved on
+            states[name] = _C.get_random_state(torch.default_generator)
         return states
-
-    def _is_copied(self, name: str | None) -> bool:
-        """Whether the default generator draws that state's numbers from a copy: on the CPU."""
-        return name in self.states_ and self.states_[name].device.type == "cpu"
 
     def set_states(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
         """Goes back to a snapshot; generators stay the same objects, so that graphs which know them follow."""
@@ -55,8 +52,9 @@ class CudaRNGStatesTracker:
                 state = _C.get_random_state(state)
             _C.set_random_state(generators[name], state)
         self.states_ = generators
-        if self._is_copied(self._inside):
-            _C.set_random_state(torch.default_generator, _C.get_random_state(generators[self._inside]))
+        name = _drawing["cpu"].name_of(self)
+        if name in generators:
+            _C.set_random_state(torch.default_generator, _C.get_random_state(generators[name]))
 
     def add(self, name: str, seed: int) -> None:
         """Adds the state that seeding the default generator with `seed` would give.
@@ -95,45 +93,70 @@ class CudaRNGStatesTracker:
         default = torch.cuda.default_generators[device]
         outside = default.graphsafe_get_state()
         default.graphsafe_set_state(generator)  # they share one state now: what is drawn moves it on
-        around, self._inside = self._inside, name
         try:
-            yield
+            with _drawing[device].of(self, name):
+                yield
         finally:
-            self._inside = around
             default.graphsafe_set_state(outside)
 
     @contextmanager
     def _on_cpu(self, name: str) -> Iterator[None]:
-        """As above by copies of the bytes: the CPU generator has no handles. Forks of one tracker may nest freely."""
-        around, before = self._inside, _C.get_random_state(torch.default_generator)
+        """As above by copies of the bytes: the CPU generator has no handles. Forks nest freely, other trackers' too."""
+        before, around = _C.get_random_state(torch.default_generator), _drawing["cpu"].generator()
         if around is not None:
-            _C.set_random_state(self.states_[around], before)
+            _C.set_random_state(around, before)
         _C.set_random_state(torch.default_generator, _C.get_random_state(self.states_[name]))
-        self._inside = name
         try:
-            yield
+            with _drawing["cpu"].of(self, name):
+                yield
         finally:
-            _C.set_random_state(self.states_[name], _C.get_random_state(torch.default_generator))
-            back = before if around is None else _C.get_random_state(self.states_[around])
-            _C.set_random_state(torch.default_generator, back)
-            self._inside = around
+            if name in self.states_:  # reset() and set_states() may have taken it away
+                _C.set_random_state(self.states_[name], _C.get_random_state(torch.default_generator))
+            _C.set_random_state(torch.default_generator, before if around is None else _C.get_random_state(around))
 
+
+class _Drawing:
+    """Of one default generator: the forks that it is in, each a tracker and a name, or nobody's."""
+
+    def __init__(self) -> None:
+        self.forks: list[tuple[CudaRNGStatesTracker | None, str | None]] = []
+
+    def name_of(self, tracker: object) -> str | None:
+        """Which of this tracker's states is drawn from."""
+        found, name = self.forks[-1] if self.forks else (None, None)
+        return name if found is tracker else None
+
+    def generator(self) -> torch.Generator | None:
+        """The state that is drawn from."""
+        tracker, name = self.forks[-1] if self.forks else (None, None)
+        return None if tracker is None else tracker.states_.get(name)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """As in none of its forks, whichever one this runs in. States are the caller's to put back behind it."""
-        around, self._inside = self._inside, None
-        shared = None
-        if around is not None and not self._is_copied(around):
-            default = torch.cuda.default_generators[torch.cuda.current_device()]
-            shared = default.graphsafe_get_state()
-            default.graphsafe_set_state(torch.Generator(default.device))
+    def of(self, tracker: CudaRNGStatesTracker | None, name: str | None) -> Iterator[None]:
+        self.forks.append(fork := (tracker, name))
         try:
             yield
-        finally:
-            self._inside = around
-            if shared is not None:
-                default.graphsafe_set_state(shared)
+        finally:  # the last one, but where threads have forked one generator beside each other
+            del self.forks[max(i for i, each in enumerate(self.forks) if each is fork)]
+
+
+# By device: "cpu", or the index of a CUDA one.
+_drawing: defaultdict[str | int, _Drawing] = defaultdict(_Drawing)
+
+
+@contextmanager
+def _in_no_fork() -> Iterator[None]:
+    """Whichever one this runs in. States are the caller's to put back behind it."""
+    with ExitStack() as stack:
+        stack.enter_context(_drawing["cpu"].of(None, None))
+        if torch.cuda.is_initialized():
+            device = torch.cuda.current_device()
+            if _drawing[device].generator() is not None:  # whose state the default generator shares
+                default = torch.cuda.default_generators[device]
+                stack.callback(default.graphsafe_set_state, default.graphsafe_get_state())
+                default.graphsafe_set_state(torch.Generator(default.device))
+            stack.enter_context(_drawing[device].of(None, None))
+        yield
 
 
 def _new_generator() -> torch.Generator:
@@ -260,9 +283,9 @@ class Snapshot:
             self.cuda = {index: _C.get_random_state(torch.cuda.default_generators[index]) for index in sorted(drawn)}
         self.tracker = tracker
         self.tracked = None if tracker is None else tracker.get_states()
-        # Of a tracker of ours: the fork that this is made in. A caller's own class is asked for nothing but states.
-        self.own = tracker if isinstance(tracker, CudaRNGStatesTracker) else None
-        self.inside = None if self.own is None else self.own._inside
+        devices = ["cpu", *([torch.cuda.current_device()] if self.cuda else [])]
+        names = [_drawing[device].name_of(tracker) for device in devices] if tracker is not None else []
+        self.inside = next((name for name in names if name is not None), None)  # the tracker's fork that it is made in
 
     def _now(self) -> "Snapshot":
         return Snapshot((), self.tracker, self.cuda)
@@ -281,9 +304,9 @@ class Snapshot:
         if the block had drawn none."""
         now = self._now()
         try:
-            with nullcontext() if self.own is None else self.own.apart():
+            with _in_no_fork():
                 self.restore()
-                with nullcontext() if self.inside is None else self.own.fork(self.inside):
+                with nullcontext() if self.inside is None else self.tracker.fork(self.inside):
                     yield
         finally:
             now.restore()

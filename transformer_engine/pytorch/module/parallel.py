@@ -82,7 +82,7 @@ def _group_of(module: torch.nn.Module) -> dist.ProcessGroup | None:
         return dist.distributed_c10d._resolve_process_group(name)
     except (RuntimeError, LookupError, ValueError):
         raise RuntimeError(
-            f"{type(module).__name__}: the tensor-parallel group '{name}' is not there, or was destroyed; make one "
+            f"{type(module).__name__}: the process group '{name}' of tp_group is not there, or was destroyed; make one "
             "and pass it to set_tensor_parallel_group()."
         ) from None
 

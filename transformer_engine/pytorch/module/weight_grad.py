@@ -55,10 +55,11 @@ def _misfit(op: str, name: str, weight: torch.Tensor, main_grad: object) -> str 
         )
     fits = main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous()
     if not fits or main_grad.dtype not in (torch.float32, weight.dtype):
+        dtypes = "torch.float32" if weight.dtype is torch.float32 else f"torch.float32 (or {weight.dtype})"
         return (
             f"{op}: main_grad of parameter '{name}' is {main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
-            f"{'' if main_grad.is_contiguous() else ', not contiguous'}, wanted a contiguous torch.float32 (or "
-            f"{weight.dtype}) {list(weight.shape)} on {weight.device}."
+            f"{'' if main_grad.is_contiguous() else ', not contiguous'}, wanted a contiguous {dtypes} "
+            f"{list(weight.shape)} on {weight.device}."
         )
     return None
 
@@ -157,7 +158,7 @@ class Pending:
     @torch.no_grad()
     def compute(self, main_grads: Sequence[torch.Tensor | None]) -> None:
         product = self.product
-        unasked, weights = set(product.unasked), product.weights
+        left_out, weights = set(product.left_out), product.weights
         if product.fused:
             dbiases = product.accumulate(self.work, main_grads, self.with_bias)
             for weight, main_grad in zip(weights, main_grads, strict=True):
@@ -167,11 +168,11 @@ class Pending:
         else:
             dweights, dbiases = product.compute(self.work, self.with_bias)
             for number, (weight, part) in enumerate(zip(weights, dweights, strict=True)):
-                if number not in unasked:
+                if number not in left_out:
                     _accumulate_grad(weight, part)
         if self.with_bias:
             for number, (bias, part) in enumerate(zip(product.biases, dbiases, strict=True), len(weights)):
-                if number not in unasked:
+                if number not in left_out:
                     _accumulate_grad(bias, part)
 
 
