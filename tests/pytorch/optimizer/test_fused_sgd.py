@@ -185,3 +185,21 @@ def test_quantized_weights_are_refused(device):
     layer.weight.grad = torch.zeros(32, 32, device=device)
     with refused(ValueError, "FusedSGD", "Float8Tensor", "FusedAdam"):
         FusedSGD(layer.parameters(), lr=0.1).step()
+
+
+def test_buffers_that_lie_as_gradients_did(device):
+    """torch.optim.SGD's momentum lies as its gradient; the parameter is transposed. Mutant: a buffer that is loaded as
+    it lies."""
+    weights = [torch.nn.Parameter(torch.randn(5, 6, device=device).t()) for _ in range(2)]
+    weights[1].data.copy_(weights[0].data)
+    grads = [torch.randn(6, 5, device=device) for _ in range(2)]
+    theirs = torch.optim.SGD(weights[:1], lr=0.1, momentum=0.9)
+    weights[0].grad = grads[0]
+    theirs.step()
+    ours = FusedSGD(weights[1:], lr=0.1, momentum=0.9)
+    ours.load_state_dict(theirs.state_dict())
+    weights[1].data.copy_(weights[0].data)
+    for weight, optimizer in zip(weights, (theirs, ours), strict=True):
+        weight.grad = grads[1]
+        optimizer.step()
+    torch.testing.assert_close(weights[1], weights[0])

@@ -3,6 +3,7 @@
 # aside whose backward is let through (refuse_backward()), aside steps kept over a reset(), `leaves` of a group whose
 # own backward is next, no pass_ended() in warm_up(), records kept for ever (forget_records()), `captured` not noted in
 # store(): each turns tests red.
+import contextlib
 import gc
 
 import pytest
@@ -254,3 +255,44 @@ def test_one_gate_for_the_life(kept, device):
                 assert float(gate) == 0
                 stash.rerun(lambda: step(module, [x], [count(ROWS, device)], stash))
                 assert float(gate) == 0
+
+
+class Fails(torch.nn.Module):
+    """A layer of a schedule that raises, when told to, inside of its group's step."""
+
+    def __init__(self, number, stash, device):
+        super().__init__()
+        self.number, self.stash, self.fails = number, stash, False
+        self.mlp = te.LayerNormMLP(64, 128, device=device)
+
+    def forward(self, x, counter):
+        x = self.stash.pre_schedule(x)
+        with self.stash.group(self.number, counter):
+            x = self.mlp(x)
+        if self.fails:
+            raise KeyError("a user's")
+        return self.stash.post_schedule(x)
+
+
+def test_a_capture_that_failed(device):
+    """Its pass ends by itself: the next capture begins a step of its own. Mutant: no pass_ended() where a capture
+    fails."""
+    with contextlib.closing(PagedStash(page_bytes=4096, device=device, factor=9.0)) as stash:
+        layers = [Fails(i, stash, device) for i in range(2)]
+
+        def sample():
+            return randn(256, 64, device=device).requires_grad_(), torch.tensor([50], device=device)
+
+        stash.schedule_from_order([1, -1], layers_per_chunk=2)
+        stash.reset()
+        y, counter = sample()
+        for layer in layers:
+            y = layer(y, counter)
+        y[:50].sum().backward()
+        stash.reset()
+        options = {"_order": [1, -1], "_num_layers_per_chunk": [2]}
+        layers[1].fails = True
+        with pytest.raises(KeyError, match="a user's"):
+            te.make_graphed_callables(tuple(layers), (sample(), sample()), **options)
+        layers[1].fails = False
+        te.make_graphed_callables(tuple(layers), (sample(), sample()), **options)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.capture_flag import pass_ended
 from transformer_engine.pytorch.cpu_offload.leaving import layers_that_left
 from transformer_engine.pytorch.distributed.peer import channels_noted
 from transformer_engine.pytorch.graph import order
@@ -84,6 +85,7 @@ class Capture:
                 draft.drop()
                 draft.work.forget()
             self.buffers = Buffers()
+            pass_ended()  # the one that failed: what has steps begins its next one, as behind a pass that did not
             raise
         with _lived:
             _live.update(finished)

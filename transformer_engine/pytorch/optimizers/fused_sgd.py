@@ -129,8 +129,12 @@ class FusedSGD(torch.optim.Optimizer):
         return [lists for lists in calls if lists.params]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
+        """As torch's. A buffer that lies as the gradients did that it was made of is laid out as its parameter."""
         super().load_state_dict(in_todays_order(self, state_dict))
+        for p, state in self.state.items():
+            buffer = state.get(BUFFER)
+            if type(buffer) is torch.Tensor and buffer.shape == p.shape and buffer.stride() != local_of(p).stride():
+                state[BUFFER] = torch.empty_like(local_of(p), dtype=buffer.dtype, device=buffer.device).copy_(buffer)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("wd_after_momentum", "materialize_master_grads", "set_grad_none")
