@@ -388,13 +388,13 @@ def test_compiled_with_a_client_inside(device):
 
 
 def test_layers_as_built_keep_their_shortcuts(device):
-    """The sum before the MLP is part of its norm: one addition is left, the last."""
+    """The sum before the MLP is part of its norm: one addition of tokens is left, the last (attention may add masks)."""
     x, names, todo, seen = torch.randn(6, 2, 32, device=device, requires_grad=True), [], [], set()
     todo.append(build("TransformerLayer", device)(x).grad_fn)
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            names.append(node.name())
+            names += [node.name()] * (list(node._input_metadata[0].shape) == [6, 2, 32])
             todo += [following for following, _ in node.next_functions]
     assert sum("Add" in name for name in names) == 1, names

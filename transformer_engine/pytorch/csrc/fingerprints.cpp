@@ -29,6 +29,7 @@ using Group = c10d::ProcessGroup;
 constexpr auto kPeriod = std::chrono::milliseconds(10);          // between two looks
 constexpr auto kSeek = std::chrono::milliseconds(200);           // between two questions for the other ranks' rings
 constexpr auto kMostSought = std::chrono::seconds(120);          // then those that were not found are other machines'
+constexpr auto kMostHanding = std::chrono::milliseconds(500);    // that an abort waits for a collective's beginning
 constexpr auto kMostAtTheEnd = std::chrono::milliseconds(2000);  // that the end of the process waits for the thread
 
 struct Peer {
@@ -69,6 +70,8 @@ class Compared {
     if (!failed_.load(std::memory_order_acquire)) return;
     TORCH_CHECK_VALUE(false, failure_);
   }
+
+  const std::shared_ptr<std::shared_timed_mutex>& handing() const { return handing_; }
 
   // By the thread. False where there is nothing left to compare.
   bool look() {
@@ -163,6 +166,8 @@ class Compared {
           << ". The group's communicators were aborted, and what was computed since has no meaning; make a new group.";
     failure_ = words.str();
     failed_.store(true, std::memory_order_release);
+    // A collective that is being handed over ends that first, unless it waits for what the abort ends.
+    std::unique_lock<std::shared_timed_mutex> lock(*handing_, kMostHanding);
     try {
       if (const auto group = group_.lock()) group->getBackend(type_)->abort();
     } catch (const std::exception& error) {
@@ -177,6 +182,7 @@ class Compared {
   const pid_t process_;
   c10::intrusive_ptr<c10d::Store> store_;  // null once the others are found
   const std::unique_ptr<FingerprintRing> mine_;
+  const std::shared_ptr<std::shared_timed_mutex> handing_ = std::make_shared<std::shared_timed_mutex>();
   std::mutex posting_;
   std::vector<Peer> peers_;
   Clock::time_point sought_since_, seek_next_{};
@@ -280,6 +286,23 @@ void post_fingerprint(Group& group, c10::DeviceType type, const Said& said) {
 
 void refuse_disagreement(Group& group) {
   if (const auto found = groups().known(group)) found->refuse();
+}
+
+Handing::Handing(Group& group) {
+  const auto found = groups().known(group);
+  if (found == nullptr) return;
+  held_ = found->handing();
+  held_->lock_shared();
+  try {
+    found->refuse();
+  } catch (...) {
+    held_->unlock_shared();
+    throw;
+  }
+}
+
+Handing::~Handing() {
+  if (held_ != nullptr) held_->unlock_shared();
 }
 
 void register_fingerprints(pybind11::module_& m) {

@@ -4,6 +4,8 @@
 // group's communicators, which ends what the ranks wait for. Nothing waits here, so a capture may write one too.
 #pragma once
 
+#include <memory>
+#include <shared_mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "agreement.h"
@@ -16,5 +18,19 @@ void post_fingerprint(c10d::ProcessGroup& group, c10::DeviceType type, const Sai
 
 // The same error where they were; for who has seen a collective of the group raise.
 void refuse_disagreement(c10d::ProcessGroup& group);
+
+// While a collective is handed to the group, behind its post: the same error where the ranks were found to differ, and
+// no communicator is aborted meanwhile. Torch would make a new one for a collective that comes behind an abort, and
+// wait.
+class Handing {
+ public:
+  explicit Handing(c10d::ProcessGroup& group);
+  ~Handing();
+  Handing(const Handing&) = delete;
+  Handing& operator=(const Handing&) = delete;
+
+ private:
+  std::shared_ptr<std::shared_timed_mutex> held_;
+};
 
 }  // namespace te_torch

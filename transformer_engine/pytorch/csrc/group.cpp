@@ -31,17 +31,31 @@ Options at_once() {
   return options;
 }
 
-// What `start` begins is queued behind everything on the current stream, and that stream behind it. Where it raises as
-// the ranks were found to differ, that is the error.
-template <class Start>
-void finish(c10d::ProcessGroup& group, Start&& start) {
+// Work that is queued behind everything on the current stream, and that stream behind it. Where it raises as the ranks
+// were found to differ, that is the error.
+void await(c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Work>& work) {
   try {
-    const c10::intrusive_ptr<c10d::Work> work = start();
     if (work) work->wait();
   } catch (const std::exception&) {
     refuse_disagreement(group);
     throw;
   }
+}
+
+template <class Start>
+c10::intrusive_ptr<c10d::Work> begin(c10d::ProcessGroup& group, Start&& start) {
+  try {
+    const Handing handing(group);
+    return start();
+  } catch (const std::exception&) {
+    refuse_disagreement(group);
+    throw;
+  }
+}
+
+template <class Start>
+void finish(c10d::ProcessGroup& group, Start&& start) {
+  await(group, begin(group, start));
 }
 
 thread_local const char *said_path = nullptr, *said_why = nullptr;
@@ -199,12 +213,13 @@ c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view
   check_agreement(*group, t, "group_sum");
   std::vector<Tensor> tensors{t};
   const auto options = aside ? c10d::AllreduceOptions() : at_once<c10d::AllreduceOptions>();
-  return t.numel() > 0 ? group->allreduce(tensors, options) : nullptr;
+  return t.numel() > 0 ? begin(*group, [&] { return group->allreduce(tensors, options); }) : nullptr;
 }
 
 Tensor group_sum(const Tensor& t, std::string_view name, int64_t ranks) {
   const Tensor out = t.clone(at::MemoryFormat::Contiguous);
-  finish(*group_named(name, ranks), [&] { return begin_group_sum(out, name, ranks, false); });
+  const auto work = begin_group_sum(out, name, ranks, false);
+  await(*group_named(name, ranks), work);
   return out;
 }
 
