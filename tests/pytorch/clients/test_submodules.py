@@ -388,7 +388,7 @@ def test_compiled_with_a_client_inside(device):
 
 
 def test_layers_as_built_keep_their_shortcuts(device):
-    """The sum before the MLP is part of its norm: one addition of tokens is left, the last (attention may add masks)."""
+    """The sum before the MLP is part of its norm: one addition of tokens is left, the last; attention may add masks."""
     x, names, todo, seen = torch.randn(6, 2, 32, device=device, requires_grad=True), [], [], set()
     todo.append(build("TransformerLayer", device)(x).grad_fn)
     while todo:

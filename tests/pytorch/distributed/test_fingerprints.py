@@ -1,6 +1,6 @@
 # Ranks over NCCL that disagree hear of it, though nobody waits for an answer (csrc/fingerprints.h): by themselves on
 # CPUs, and by modules on two GPUs. Mutants: `all` that is not mixed with what came before, a ring that is compared
-# before its rank has met this one, a post that a fork's child makes too.
+# before its rank has met this one, or behind a capture, a post that a fork's child makes too.
 import fingerprint_workers as workers
 import pytest
 from ranks import on_ranks, ranks_compare
@@ -37,6 +37,10 @@ def test_a_difference_is_heard_by_all(found, what):
 def test_a_difference_behind_the_ring_is_heard(found):
     for words in found["long_ago"]:
         assert words.startswith("ValueError: the ranks of the process group") and "behind a call that differed" in words
+
+
+def test_what_comes_behind_a_capture_is_let_be(found):
+    assert found["captured"] == ["nothing"] * 2
 
 
 def test_an_earlier_group_of_the_name_is_not_compared(found):

@@ -109,9 +109,10 @@ HeardByRanks::~HeardByRanks() {
   try {
     const auto group = c10d::resolve_process_group(std::string(group_));
     const Said raised{op_, Said::kRaised, t_.scalar_type(), {}};
+    if (is_captured(t_)) return;
     if (posts(*group, t_)) {
       post_fingerprint(*group, t_.device().type(), raised);
-    } else if (asks(*group, t_) && !is_captured(t_)) {
+    } else if (asks(*group, t_)) {
       every_rank_says(*group, raised);
     }
   } catch (const std::exception&) {  // NOLINT: the error that is on its way came first
@@ -122,7 +123,11 @@ void check_agreement(c10d::ProcessGroup& group, const Tensor& t, const char* op)
   const Said mine{op, 0, t.scalar_type(), t.sizes().vec()};
   if (posts(group, t)) {
     ++asked;
-    post_fingerprint(group, t.device().type(), mine);
+    if (is_captured(t)) {
+      stop_comparing(group, t.device().type());
+    } else {
+      post_fingerprint(group, t.device().type(), mine);
+    }
     return;
   }
   if (!t.is_cpu() && !by_gloo(group, t.device().type())) return;

@@ -52,15 +52,12 @@ class Compared {
         peers_(size_t(group.getSize())),
         sought_since_(Clock::now()) {}
 
-  const std::string& name() const { return name_; }
-  // How many collectives of this rank it has heard of.
-  int64_t calls() const { return int64_t(mine_->posted()); }
-
   bool is_of(const Group& group) const { return !group_.expired() && group_._unsafe_get_target() == &group; }
 
   void post(const Said& said) {
     refuse();
     if (getpid() != process_) return;  // a fork has no part in its parent's groups
+    if (stopped_.load(std::memory_order_relaxed)) return;
     const SaidNumbers numbers = numbers_of(said);
     const std::lock_guard<std::mutex> lock(posting_);
     mine_->post(numbers);
@@ -69,6 +66,11 @@ class Compared {
   void refuse() const {
     if (!failed_.load(std::memory_order_acquire)) return;
     TORCH_CHECK_VALUE(false, failure_);
+  }
+
+  void stop() {
+    refuse();
+    stopped_.store(true, std::memory_order_relaxed);
   }
 
   const std::shared_ptr<std::shared_timed_mutex>& handing() const { return handing_; }
@@ -188,7 +190,7 @@ class Compared {
   Clock::time_point sought_since_, seek_next_{};
   bool told_ = false;
   std::string failure_;  // written before failed_
-  std::atomic<bool> failed_{false};
+  std::atomic<bool> failed_{false}, stopped_{false};
 };
 
 // What the thread works on, which outlives both it and the process's end.
@@ -252,13 +254,6 @@ class Groups {
     return found;
   }
 
-  std::vector<std::shared_ptr<Compared>> all() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<std::shared_ptr<Compared>> found;
-    for (const auto& each : known_) found.push_back(each.second);
-    return found;
-  }
-
   std::shared_ptr<Compared> known(Group& group) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = known_.find(&group);
@@ -282,6 +277,10 @@ Groups& groups() {
 
 void post_fingerprint(Group& group, c10::DeviceType type, const Said& said) {
   if (group.getSize() > 1) groups().of(group, type)->post(said);
+}
+
+void stop_comparing(Group& group, c10::DeviceType type) {
+  if (group.getSize() > 1) groups().of(group, type)->stop();
 }
 
 void refuse_disagreement(Group& group) {
@@ -311,12 +310,12 @@ void register_fingerprints(pybind11::module_& m) {
                                               int64_t how, at::ScalarType dtype, const std::vector<int64_t>& sizes) {
           post_fingerprint(*c10d::resolve_process_group(group), device.type(), {op, how, dtype, sizes});
         }));
-  pybind11::class_<Compared, std::shared_ptr<Compared>>(m, "ComparedGroup",
-                                                        "A group over NCCL whose ranks' calls are compared.")
-      .def_property_readonly("group", &Compared::name)
-      .def_property_readonly("calls", &Compared::calls)
-      .def("refuse_failed", torch::wrap_pybind_function_no_gil([](const Compared& group) { group.refuse(); }));
-  m.def("compared_groups", [] { return groups().all(); });
+  m.def("stop_comparing", torch::wrap_pybind_function_no_gil([](const std::string& group, at::Device device) {
+          stop_comparing(*c10d::resolve_process_group(group), device.type());
+        }));
+  m.def("refuse_disagreement", torch::wrap_pybind_function_no_gil([](const std::string& group) {
+          refuse_disagreement(*c10d::resolve_process_group(group));
+        }));
 }
 
 }  // namespace te_torch

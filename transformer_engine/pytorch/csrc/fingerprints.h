@@ -1,7 +1,7 @@
 // What the ranks of a group over NCCL do, compared while they do it. A question before each collective, as gloo's ranks
 // ask it (agreement.h), takes longer than many a collective there. So a rank writes a fingerprint of each into a ring
 // that the ranks of one machine share, and goes on; a thread compares the rings, and where two differ it aborts the
-// group's communicators, which ends what the ranks wait for. Nothing waits here, so a capture may write one too.
+// group's communicators, which ends what the ranks wait for. Nothing waits here.
 #pragma once
 
 #include <memory>
@@ -15,6 +15,10 @@ namespace te_torch {
 // Before the collective that `said` describes. ValueError where the group's ranks were found to differ. Nothing where
 // the group's backend for `type` is not NCCL, or it has one rank.
 void post_fingerprint(c10d::ProcessGroup& group, c10::DeviceType type, const Said& said);
+
+// From here on the ranks are not compared: one has a graph with a collective of the group, of whose replays its ring
+// says nothing, and another may run the same call in eager mode.
+void stop_comparing(c10d::ProcessGroup& group, c10::DeviceType type);
 
 // The same error where they were; for who has seen a collective of the group raise.
 void refuse_disagreement(c10d::ProcessGroup& group);

@@ -100,7 +100,10 @@ def post_fingerprint(
     if _backends(group).get(device.type) != "nccl":
         return False
     name = (dist.group.WORLD if group is None else group).group_name
-    _C.post_fingerprint(name, device, op, zlib.crc32(how.encode()), dtype, sizes)
+    if torch.cuda.is_current_stream_capturing():
+        _C.stop_comparing(name, device)
+    else:
+        _C.post_fingerprint(name, device, op, zlib.crc32(how.encode()), dtype, sizes)
     return True
 
 

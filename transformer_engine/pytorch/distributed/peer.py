@@ -85,15 +85,12 @@ def kind_of(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def channels_noted(found: set[_C.PeerChannel | _C.ComparedGroup]) -> Iterator[None]:
-    """Adds those that calls go over meanwhile, of any thread; with them, groups over NCCL."""
-    before = {channel: channel.calls for channel in _every_channel()}
+def channels_noted(found: set[_C.PeerChannel]) -> Iterator[None]:
+    """Adds those that calls go over meanwhile, of any thread."""
+    before = {meeting.channel: meeting.channel.calls for meeting in list(_channels.values())}
     yield
-    found.update(channel for channel in _every_channel() if channel.calls != before.get(channel, 0))
-
-
-def _every_channel() -> list[_C.PeerChannel | _C.ComparedGroup]:
-    return [*(meeting.channel for meeting in list(_channels.values())), *_C.compared_groups()]
+    every = [meeting.channel for meeting in list(_channels.values())]
+    found.update(channel for channel in every if channel.calls != before.get(channel, 0))
 
 
 def channels_of(group: str) -> list[_C.PeerChannel]:

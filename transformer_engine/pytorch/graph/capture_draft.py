@@ -32,7 +32,7 @@ class Draft:
         self.wgrad_graph: Graph | None = None
         self.forward_events = self.backward_events = frozenset()
         self.scales: Scales | None = None
-        self.channels: set[_C.PeerChannel | _C.ComparedGroup] = set()  # over which its graphs communicate
+        self.channels: set[_C.PeerChannel] = set()  # to peers, over which its graphs communicate
         self.forward_position = self.backward_position = self.end_position = 0
         self.next_backward = -1
         self.wgrad_position: int | None = None

@@ -72,7 +72,7 @@ class _Record:
     frozen: list[torch.nn.Parameter]  # that wanted none
     without_grad: bool  # captured under torch.no_grad()
     offloads: bool  # graphs of its capture copy what layers save to the host and back
-    channels: list[_C.PeerChannel | _C.ComparedGroup]  # over which its graphs communicate
+    channels: list[_C.PeerChannel]  # to peers, over which its graphs communicate
     plan: Plan | None  # of the recipe that its modules were captured with
     scales: Scales
     flag: WeightFlag | None  # each call says whether quantized weights are made anew

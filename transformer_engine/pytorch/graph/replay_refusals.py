@@ -27,8 +27,7 @@ class Refusals:
         )
 
     def _refuse_failed(self) -> None:
-        """CommTimeout where the ranks do not hear each other any more, ValueError where they call different things: a
-        replay would be NaN, or wait."""
+        """CommTimeout where the ranks do not hear each other any more: a replay would be NaN."""
         for channel in self.channels:
             channel.refuse_failed()
 
