@@ -173,17 +173,21 @@ def fuse(model):
 
 def capture(model, tokens, **options):
     """Puts the layers of a fused model into CUDA graphs, for calls of this form: shapes, keywords, with gradients or
-    without. Before output_hidden_states=True is asked for, whose hooks of Hugging Face's stay on the layers. options:
+    without. For hidden states set model.config.output_hidden_states behind it: the keyword is another call. options:
     make_graphed_callables'. Returns the model; each layer's reset() takes it out again."""
+    if not hasattr(model, "unfused_use_cache"):
+        raise TypeError(f"capture: this {type(model).__name__} is not fused; fuse(model) first")
     layers, handed = tuple(model.model.layers), []
 
     def note(_, args, kwargs):
         handed.append((args, kwargs))
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    model(tokens)
-    for hook in hooks:
-        hook.remove()
+    try:
+        model(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
     samples = tuple((torch.zeros_like(x).requires_grad_(x.requires_grad),) for (x,), _ in handed)
     te.make_graphed_callables(layers, samples, sample_kwargs=tuple(kwargs for _, kwargs in handed), **options)
     return model

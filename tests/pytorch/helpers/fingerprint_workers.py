@@ -48,7 +48,10 @@ def equal(rank):
             second("group_sum", sizes=())
     first("sizes of more than twelve dimensions", sizes=range(1, 15))
     dist.barrier()
-    return first.heard(wanted=False), second.heard(wanted=False)
+    found = [posts.heard(wanted=False) for posts in (first, second)]
+    for posts in (first, second):  # and they were compared
+        posts(sizes=(rank,))
+    return found, [posts.heard()[:10] for posts in (first, second)]
 
 
 def different(rank):
@@ -81,6 +84,7 @@ def captured(rank):
     """What comes behind a capture on one rank is not compared: it may replay what the other one posts."""
     posts = Posts()
     posts(times=3)
+    time.sleep(1)  # in which the ranks have met
     if rank == 0:
         _C.stop_comparing(posts.group.group_name, torch.device("cpu"))
     dist.barrier()
@@ -114,11 +118,13 @@ def forked(rank):
     posts(times=2)
     child = os.fork()
     if child == 0:
-        posts("what only a child does")
+        posts(f"the child of rank {rank}")
         os._exit(0)
     os.waitpid(child, 0)
     posts(times=2)
-    return posts.heard(wanted=False)
+    found = posts.heard(wanted=False)
+    posts(sizes=(rank,))  # and they were compared
+    return found, posts.heard()[:10]
 
 
 def cost(rank):
@@ -153,13 +159,10 @@ def heard_over_nccl(call, x):
 def disagree(what, rank, good):
     """(what this rank hears at last, what it raised before, whether a new group works, seconds) of modules."""
     group = dist.new_group()
-    module, other = column(tp_group=group), column(tp_group=group, bias=False)
-    two, norm = mlp(tp_group=group), te.LayerNorm(32, sequence_parallel=True, device=here())
-    norm(good).sum().backward()
+    module, two = column(tp_group=group), mlp(tp_group=group)
     module(good).sum().backward()
     torch.cuda.synchronize()
     begun, tokens = time.monotonic(), good.reshape(-1, 1, 32)
-    grads = te.distributed.allreduce_sequence_parallel_grads
     first = {
         "tokens": lambda: module(good[: 64 * (rank + 1)]),
         "dtype": lambda: module(good) if rank else torch.ops.te.group_sum(good.bfloat16(), group.group_name, 2),
@@ -167,7 +170,7 @@ def disagree(what, rank, good):
         "backward": lambda: module(good).sum().backward() if rank else module(good),
         "error": lambda: two(tokens if rank else tokens[..., :31]),
         "sum": lambda: torch.ops.te.group_sum(good[: 64 * (rank + 1)], group.group_name, 2),
-        "gradients": lambda: other(good) if rank else grads(norm, group),
+        "region": lambda: te.distributed.gather_from_sequence_parallel_region(good[: 64 * (rank + 1)], group),
     }[what]
     told = said(lambda: (first(), torch.cuda.synchronize()))
     words, others = (told, []) if told.startswith("ValueError: the ranks") else heard_over_nccl(module, good)
@@ -179,5 +182,5 @@ def disagree(what, rank, good):
 
 def over_nccl(rank):
     good = torch.randn(128, 32, device=here())
-    cases = ("tokens", "dtype", "layer", "backward", "error", "sum", "gradients")
+    cases = ("tokens", "dtype", "layer", "backward", "error", "sum", "region")
     return {what: disagree(what, rank, good) for what in cases}

@@ -203,3 +203,14 @@ def test_buffers_that_lie_as_gradients_did(device):
         weight.grad = grads[1]
         optimizer.step()
     torch.testing.assert_close(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+def test_a_gate_that_it_does_not_read_is_refused(device, name):
+    (weight,) = params = parameters(device)[:1]
+    give_grads(params)
+    optimizer, before = FusedSGD(params, lr=0.1), weight.detach().clone()
+    setattr(optimizer, name, torch.ones((), device=device))
+    with refused(ValueError, "FusedSGD", f"'{name}' is set", "leave a step out"):
+        optimizer.step()
+    assert_same_bits(weight, before)

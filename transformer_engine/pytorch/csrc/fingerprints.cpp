@@ -26,11 +26,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Group = c10d::ProcessGroup;
 
-constexpr auto kPeriod = std::chrono::milliseconds(10);          // between two looks
-constexpr auto kSeek = std::chrono::milliseconds(200);           // between two questions for the other ranks' rings
-constexpr auto kMostSought = std::chrono::seconds(120);          // then those that were not found are other machines'
-constexpr auto kMostHanding = std::chrono::milliseconds(500);    // that an abort waits for a collective's beginning
-constexpr auto kMostAtTheEnd = std::chrono::milliseconds(2000);  // that the end of the process waits for the thread
+constexpr auto kPeriod = std::chrono::milliseconds(10);           // between two looks
+constexpr std::chrono::milliseconds kSeek{100}, kMostSeek{5000};  // between two questions for the other ranks' rings
+constexpr auto kMostSought = std::chrono::seconds(120);           // then those that were not found are other machines'
+constexpr auto kMostHanding = std::chrono::milliseconds(500);     // that an abort waits for a collective's beginning
+constexpr auto kMostAtTheEnd = std::chrono::milliseconds(2000);   // that the end of the process waits for the thread
 
 struct Peer {
   std::string address;                    // as the store has it
@@ -77,7 +77,20 @@ class Compared {
 
   // By the thread. False where there is nothing left to compare.
   bool look() {
-    if (group_.expired() || failed_.load(std::memory_order_relaxed)) return false;
+    try {
+      if (looked()) return true;
+    } catch (const std::exception&) {
+      store_.reset();
+      throw;
+    }
+    store_.reset();  // whose server would outlive the group
+    return false;
+  }
+
+ private:
+  bool looked() {
+    if (group_.expired()) return false;
+    if (failed_.load(std::memory_order_relaxed)) return !aborted();
     if (store_ != nullptr && Clock::now() >= seek_next_) seek();
     if (mine_->met() == 0) return store_ != nullptr;
     for (size_t rank = 0; rank < peers_.size(); ++rank) {
@@ -85,20 +98,21 @@ class Compared {
       if (peer.ring == nullptr || peer.ring->met() != mine_->met()) continue;
       if (!compare(peer)) {
         fail(peer.compared + 1);
-        return false;
+        return !aborted();
       }
     }
     return true;
   }
 
- private:
   static std::string key(size_t rank) { return "te_fingerprints/" + std::to_string(rank); }
 
   // Finds the other ranks' rings, without a wait. What an earlier group has left in the same store is of a ring that
   // has met others than this one's, and is asked for again.
   void seek() {
-    seek_next_ = Clock::now() + kSeek;
+    seek_next_ = Clock::now() + seek_wait_;
+    seek_wait_ = std::min(2 * seek_wait_, kMostSeek);
     if (!told_) {
+      store_ = store_->clone();  // a connection of its own: the group's may be in a wait
       const std::string address = mine_->address();
       store_->set(key(rank_), std::vector<uint8_t>(address.begin(), address.end()));
       peers_[rank_].address = address;
@@ -119,8 +133,8 @@ class Compared {
       settled = settled && meets;
     }
     if (all) mine_->set_met(hash_of_addresses());
-    if (settled || Clock::now() > sought_since_ + kMostSought) store_.reset();
     if (!all) sought_since_ = Clock::now();  // a rank that has not called anything yet is waited for
+    if (settled || Clock::now() > sought_since_ + kMostSought) store_.reset();
   }
 
   uint64_t hash_of_addresses() const {
@@ -165,16 +179,23 @@ class Compared {
     for (size_t i = 0; i < each.size(); ++i) words << (i > 0 ? ", " : "") << each[i];
     if (!differ) words << ", behind a call that differed";
     words << (ended ? "" : "; wanted the same layer on each, with equally many tokens")
-          << ". The group's communicators were aborted, and what was computed since has no meaning; make a new group.";
+          << ". The group's communicators are aborted, and what was computed since has no meaning; make a new group.";
     failure_ = words.str();
     failed_.store(true, std::memory_order_release);
-    // A collective that is being handed over ends that first, unless it waits for what the abort ends.
-    std::unique_lock<std::shared_timed_mutex> lock(*handing_, kMostHanding);
+    TORCH_WARN(failure_);  // where no call of ours follows
+  }
+
+  // Whether what the ranks wait for has ended. A collective that is being handed over ends that first, unless it waits
+  // for what the abort ends, or makes its communicator, which cannot be aborted before it is there: then again.
+  bool aborted() {
+    const std::unique_lock<std::shared_timed_mutex> lock(*handing_, kMostHanding);
     try {
       if (const auto group = group_.lock()) group->getBackend(type_)->abort();
     } catch (const std::exception& error) {
-      TORCH_WARN(failure_, " That abort failed, so ranks may wait: ", error.what());
+      TORCH_WARN("the group's communicators cannot be aborted, so its ranks may wait: ", error.what());
+      return true;
     }
+    return lock.owns_lock();
   }
 
   const c10::weak_intrusive_ptr<Group> group_;
@@ -188,6 +209,7 @@ class Compared {
   std::mutex posting_;
   std::vector<Peer> peers_;
   Clock::time_point sought_since_, seek_next_{};
+  std::chrono::milliseconds seek_wait_ = kSeek;
   bool told_ = false;
   std::string failure_;  // written before failed_
   std::atomic<bool> failed_{false}, stopped_{false};
@@ -240,10 +262,21 @@ class Groups {
 
   std::shared_ptr<Compared> of(Group& group, c10::DeviceType type) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::shared_ptr<Compared>& found = known_[&group];
-    if (found == nullptr || !found->is_of(group)) {
-      std::erase_if(known_, [&](const auto& each) { return each.first != &group && !each.second->is_of(*each.first); });
+    if (const auto known = known_.find(&group); known != known_.end() && known->second->is_of(group)) {
+      return known->second;
+    }
+    if (refused_) return nullptr;
+    std::erase_if(known_, [&](const auto& each) { return !each.second->is_of(*each.first); });
+    std::shared_ptr<Compared> found;
+    try {
       found = std::make_shared<Compared>(group, type);
+    } catch (const std::exception& error) {  // a check that cannot be made ends no training
+      TORCH_WARN("what the ranks of groups over NCCL do is not compared: ", error.what());
+      refused_ = true;
+      return nullptr;
+    }
+    known_[&group] = found;
+    {
       const std::lock_guard<std::mutex> adding(watched_->mutex);
       watched_->groups.push_back(found);
       if (!running_ && getpid() == process_) {
@@ -257,7 +290,7 @@ class Groups {
   std::shared_ptr<Compared> known(Group& group) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = known_.find(&group);
-    return found != known_.end() && found->second != nullptr && found->second->is_of(group) ? found->second : nullptr;
+    return found != known_.end() && found->second->is_of(group) ? found->second : nullptr;
   }
 
  private:
@@ -265,7 +298,7 @@ class Groups {
   std::unordered_map<Group*, std::shared_ptr<Compared>> known_;
   const std::shared_ptr<Watched> watched_;
   const pid_t process_;
-  bool running_ = false;
+  bool running_ = false, refused_ = false;
 };
 
 Groups& groups() {
@@ -276,11 +309,13 @@ Groups& groups() {
 }  // namespace
 
 void post_fingerprint(Group& group, c10::DeviceType type, const Said& said) {
-  if (group.getSize() > 1) groups().of(group, type)->post(said);
+  if (group.getSize() < 2) return;
+  if (const auto found = groups().of(group, type)) found->post(said);
 }
 
 void stop_comparing(Group& group, c10::DeviceType type) {
-  if (group.getSize() > 1) groups().of(group, type)->stop();
+  if (group.getSize() < 2) return;
+  if (const auto found = groups().of(group, type)) found->stop();
 }
 
 void refuse_disagreement(Group& group) {
@@ -310,6 +345,9 @@ void register_fingerprints(pybind11::module_& m) {
                                               int64_t how, at::ScalarType dtype, const std::vector<int64_t>& sizes) {
           post_fingerprint(*c10d::resolve_process_group(group), device.type(), {op, how, dtype, sizes});
         }));
+  pybind11::class_<Handing, std::unique_ptr<Handing>>(m, "Handing", "While it lives a collective is handed to a group.")
+      .def(pybind11::init(torch::wrap_pybind_function_no_gil(
+          [](const std::string& group) { return std::make_unique<Handing>(*c10d::resolve_process_group(group)); })));
   m.def("stop_comparing", torch::wrap_pybind_function_no_gil([](const std::string& group, at::Device device) {
           stop_comparing(*c10d::resolve_process_group(group), device.type());
         }));

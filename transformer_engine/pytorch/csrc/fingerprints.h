@@ -12,8 +12,8 @@
 
 namespace te_torch {
 
-// Before the collective that `said` describes. ValueError where the group's ranks were found to differ. Nothing where
-// the group's backend for `type` is not NCCL, or it has one rank.
+// Before the collective that `said` describes, of a group whose backend for `type` is NCCL, which the caller knows.
+// ValueError where the group's ranks were found to differ. Nothing where it has one rank.
 void post_fingerprint(c10d::ProcessGroup& group, c10::DeviceType type, const Said& said);
 
 // From here on the ranks are not compared: one has a graph with a collective of the group, of whose replays its ring

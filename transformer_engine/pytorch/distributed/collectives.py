@@ -10,6 +10,8 @@ from transformer_engine.pytorch.distributed.groups import (
     check_divides,
     check_plain,
     gathered_traced,
+    handing,
+    post_gather,
     ranks_of,
 )
 from transformer_engine.pytorch.distributed.quantized import gather_quantized
@@ -91,7 +93,11 @@ def gather_along_first_dim(
     if torch.compiler.is_compiling() and not async_op:
         whole = gathered_traced(inp, process_group)
         return (whole if output_tensor is None else out.copy_(whole)), None
-    return out, dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group, async_op=async_op)
+    if async_op:
+        return out, dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group, async_op=True)
+    post_gather(inp, process_group)
+    with handing(process_group, inp.device):
+        return out, dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group)
 
 
 def reduce_scatter_along_first_dim(

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.distributed.dtensor import as_lies, local_grad, local_of, marks_of
-from transformer_engine.pytorch.distributed.groups import check_device, every_rank_says, post_fingerprint, ranks_of
+from transformer_engine.pytorch.distributed.groups import (
+    check_device,
+    every_rank_says,
+    handing,
+    post_fingerprint,
+    ranks_of,
+)
 from transformer_engine.pytorch.torch_private import debug_has_internal_overlap
 
 _OP = "allreduce_sequence_parallel_grads"
@@ -58,7 +64,11 @@ def allreduce_sequence_parallel_grads(module: torch.nn.Module, group: object | N
     _check_agreement(gradients, group)
     buckets = list(_buckets(gradients))
     flats = [_packed(bucket) for bucket in buckets]
-    for work in [dist.all_reduce(flat, group=group, async_op=True) for flat in flats]:
+    works = []
+    for flat in flats:
+        with handing(group, flat.device):
+            works.append(dist.all_reduce(flat, group=group, async_op=True))
+    for work in works:
         work.wait()
     for bucket, flat in zip(buckets, flats, strict=True):
         _unpack(bucket, flat)
@@ -92,10 +102,10 @@ def _gradient(name: str, parameter: torch.Tensor) -> _Gradient:
 def _check_agreement(gradients: list[_Gradient], group: object | None) -> None:
     told = [len(gradients), sum(g.like.numel() for g in gradients)]
     described = "".join(f"{g.name}{tuple(g.like.shape)}{g.dtype}{g.like.device.type}" for g in gradients)
-    device = gradients[0].like.device if gradients else torch.device("cuda")  # as on the ranks that have some
-    if post_fingerprint(_OP, described, torch.float32, told, device, group):
-        return
     every = every_rank_says(_OP, described, torch.float32, told, group)
+    if not every:  # nobody to ask
+        device = gradients[0].like.device if gradients else torch.device("cuda")  # as on ranks that have some
+        post_fingerprint(_OP, described, torch.float32, told, device, group)
     if any(said != every[0] for said in every):
         counts = "; ".join(f"rank {rank} {' of '.join(map(str, s.sizes))} elements" for rank, s in enumerate(every))
         raise ValueError(

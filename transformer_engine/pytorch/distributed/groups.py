@@ -1,7 +1,9 @@
 """What a collective asks of its group before it starts: that it is alive, that it reaches the tensor's device, and over
-gloo that every rank brings the same. Nothing is sent here but that question."""
+gloo that every rank brings the same; what it says over NCCL. Nothing else is sent here."""
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -88,33 +90,43 @@ def every_rank_says(op: str, how: str, dtype: torch.dtype, sizes: list[int], gro
     """What each rank of the group gives here; nothing where the group has no gloo to ask."""
     if _backends(group).get("cpu") != "gloo":
         return []
-    name = (dist.group.WORLD if group is None else group).group_name
-    return [Said(*told) for told in _C.every_rank_says(name, op, zlib.crc32(how.encode()), dtype, sizes)]
+    return [Said(*told) for told in _C.every_rank_says(_name_of(group), op, zlib.crc32(how.encode()), dtype, sizes)]
 
 
 def post_fingerprint(
     op: str, how: str, dtype: torch.dtype, sizes: list[int], device: torch.device, group: object | None
-) -> bool:
-    """Over NCCL says what this rank is about to do, and waits for nobody: csrc/fingerprints.h. False over another
-    backend. ValueError where the group's ranks were found to differ before."""
+) -> None:
+    """Over NCCL says what this rank is about to do, and waits for nobody: csrc/fingerprints.h. What is traced too says
+    what its traced form does, as another rank may run that. ValueError where the group's ranks were found to differ
+    before."""
     if _backends(group).get(device.type) != "nccl":
-        return False
-    name = (dist.group.WORLD if group is None else group).group_name
+        return
     if torch.cuda.is_current_stream_capturing():
-        _C.stop_comparing(name, device)
+        _C.stop_comparing(_name_of(group), device)
     else:
-        _C.post_fingerprint(name, device, op, zlib.crc32(how.encode()), dtype, sizes)
-    return True
+        _C.post_fingerprint(_name_of(group), device, op, zlib.crc32(how.encode()), dtype, sizes)
+
+
+@contextmanager
+def handing(group: object | None, device: torch.device) -> Iterator[None]:
+    """Around what hands a collective to the group: csrc/fingerprints.h."""
+    held = _C.Handing(_name_of(group)) if _backends(group).get(device.type) == "nccl" else None
+    try:
+        yield
+    finally:
+        del held
+
+
+def _name_of(group: object | None) -> str:
+    return (dist.group.WORLD if group is None else group).group_name
 
 
 def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str = "") -> None:
     """On the CPU and over gloo, raises the same ValueError on every rank where the ranks bring tensors of different
     shapes or dtypes, are in different functions or treat them differently (`how`): what they would exchange has no
-    meaning then, or never ends. Over NCCL the ranks are compared beside their work, and the error comes at the group's
-    next call (post_fingerprint)."""
+    meaning then, or never ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes
+    longer than many a collective there (but see post_fingerprint)."""
     if torch.compiler.is_compiling():  # traced, there is nothing to ask yet
-        return
-    if post_fingerprint(op, how, inp.dtype, list(inp.shape), inp.device, group):
         return
     if inp.device.type != "cpu" and _backends(group).get(inp.device.type) != "gloo":
         return
@@ -139,6 +151,11 @@ def check_divides(op: str, inp: torch.Tensor, ranks: int) -> None:
         raise ValueError(
             f"{op}: argument 'inp' has {inp.shape[0]} rows, wanted a multiple of the group's {ranks} ranks; pad it."
         )
+
+
+def post_gather(rows: torch.Tensor, group: object | None) -> None:
+    """What gathered_traced() says."""
+    post_fingerprint("group_gather", "", rows.dtype, list(rows.shape), rows.device, group)
 
 
 def gathered_traced(rows: torch.Tensor, group: object | None) -> torch.Tensor:

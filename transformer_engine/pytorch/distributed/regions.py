@@ -13,6 +13,8 @@ from transformer_engine.pytorch.distributed.groups import (
     check_divides,
     check_plain,
     gathered_traced,
+    handing,
+    post_gather,
     ranks_of,
 )
 
@@ -25,7 +27,9 @@ def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return gathered_traced(rows, group)
     out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
-    dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
+    post_gather(rows, group)
+    with handing(group, rows.device):
+        dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
     return out
 
 
@@ -33,7 +37,8 @@ def _scattered_sum(whole: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return dist._functional_collectives.reduce_scatter_tensor(whole.contiguous(), "sum", 0, group)
     out = whole.new_empty((whole.shape[0] // dist.get_world_size(group), *whole.shape[1:]))
-    dist.reduce_scatter_tensor(out, whole.contiguous(), group=group)
+    with handing(group, whole.device):
+        dist.reduce_scatter_tensor(out, whole.contiguous(), group=group)
     return out
 
 
@@ -46,7 +51,8 @@ def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return dist._functional_collectives.all_reduce(part.contiguous(), "sum", group)
     out = part.clone(memory_format=torch.contiguous_format)  # a gradient may be somebody else's, or have stride 0
-    dist.all_reduce(out, group=group)
+    with handing(group, out.device):
+        dist.all_reduce(out, group=group)
     return out
 
 

@@ -81,6 +81,13 @@ class FusedSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all groups; what closure() returns, which runs first."""
+        for name in ("found_inf", "grad_scale"):
+            if getattr(self, name, None) is not None:
+                raise ValueError(
+                    f"{OP}: attribute '{name}' is set, which this optimizer does not read; delete it, and leave a step "
+                    "out by yourself (`if not float(found_inf): optimizer.step()`), or use FusedAdam or torch's "
+                    "fused=True optimizers, which take it."
+                )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,9 +139,9 @@ class FusedSGD(torch.optim.Optimizer):
         """As torch's. A buffer that lies as the gradients did that it was made of is laid out as its parameter."""
         super().load_state_dict(in_todays_order(self, state_dict))
         for p, state in self.state.items():
-            buffer = state.get(BUFFER)
-            if type(buffer) is torch.Tensor and buffer.shape == p.shape and buffer.stride() != local_of(p).stride():
-                state[BUFFER] = torch.empty_like(local_of(p), dtype=buffer.dtype, device=buffer.device).copy_(buffer)
+            buffer, weight = state.get(BUFFER), local_of(p)
+            if type(buffer) is torch.Tensor and buffer.shape == weight.shape and buffer.stride() != weight.stride():
+                state[BUFFER] = torch.empty_like(weight, dtype=buffer.dtype, device=buffer.device).copy_(buffer)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("wd_after_momentum", "materialize_master_grads", "set_grad_none")
