@@ -253,7 +253,7 @@ def bad_calls(device):
         (ValueError, norm(gamma=g.to("meta")), ("'gamma'", "meta")),
         (ValueError, norm(residual=x[:2]), ("'residual'", "[2, 8]", "[3, 8]")),
         (ValueError, norm(residual=x.half()), ("'residual'", "Half", "Float")),
-        (ValueError, norm(eps=-1.0), ("'plan.eps'", "-1", ">= 0")),
+        (ValueError, norm(eps=-1.0), ("'eps'", "-1", ">= 0")),
         (ValueError, norm(x[:, :0], g[:0]), ("'x'", "[3, 0]", "at least 1")),
         (NotImplementedError, norm(wide_x, wide_x[0]), ("'x'", "[1, 65537]", "65536")),
         (ValueError, backward(x[:2]), ("'dy'", "[2, 8]", "[3, 8]")),
