@@ -173,7 +173,7 @@ def fuse(model):
 
 def capture(model, tokens, **options):
     """Puts the layers of a fused model into CUDA graphs, for calls of this form: shapes, keywords, with gradients or
-    without. For hidden states set model.config.output_hidden_states behind it: the keyword is another call. options:
+    without. For hidden states set model.config.output_hidden_states afterwards (layers refuse the keyword). options:
     make_graphed_callables'. Returns the model; each layer's reset() takes it out again."""
     if not hasattr(model, "unfused_use_cache"):
         raise TypeError(f"capture: this {type(model).__name__} is not fused; fuse(model) first")

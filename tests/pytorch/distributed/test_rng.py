@@ -264,7 +264,7 @@ def test_forks_inside_a_capture_are_replayed_with_fresh_numbers():
 @pytest.mark.parametrize("backward_in", [None, "model-parallel-rng", "expert"])
 @pytest.mark.parametrize("forward_in", [None, "model-parallel-rng", "expert"])
 def test_a_checkpoint_inside_a_fork_draws_the_same_again(forward_in, backward_in, reentrant):
-    """Its function forks too, and draws behind that. Mutants: a replay outside of the fork that the snapshot was made
+    """Its function forks too, and draws after that. Mutants: a replay outside of the fork that the snapshot was made
     in, or in the one that the backward runs in."""
 
     def run(checkpointed):
