@@ -2,7 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "autograd.h"
+#include "autograd/autograd.h"
 
 namespace {
 

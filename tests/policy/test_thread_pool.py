@@ -1,6 +1,6 @@
 """The CPU paths run on PyTorch's own threads: they start its pool, and no second one. It says nothing about speed.
 
-Mutant: drop -fopenmp from common.cpp (ATen's parallel_for is then serial) -> the pool is never started."""
+Mutant: drop -fopenmp from parallel_for.cpp (ATen's parallel_for is then serial) -> the pool is never started."""
 
 import os
 import pathlib

@@ -1,6 +1,6 @@
 # PyTorch's private names are asked for in one file, which says for each how far it is known; what differs in C++ is in
-# csrc/torch_api.h. Mutant: torch._C in any other file of the package, a name there without its range, or a version of
-# torch's asked for in another C++ file, turns these red.
+# csrc/core/torch_api.h. Mutant: torch._C in any other file of the package, a name there without its range, or a version
+# of torch's asked for in another C++ file, turns these red.
 import ast
 import re
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_each_name_says_how_far_it_is_known():
         )
 
 
-# torch's get_state() and set_state() can lock two threads out of each other (csrc/random_state.cpp says how).
+# torch's get_state() and set_state() can lock two threads out of each other (csrc/core/random_state.cpp says how).
 RANDOM = re.compile(r"\b(get_rng_state|set_rng_state|fork_rng)\(|generator\w*(\[\w+\])?\.[gs]et_state\(")
 
 

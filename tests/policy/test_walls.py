@@ -1,8 +1,10 @@
 # The house's walls: each room has all its parts under one stem, and includes run one way. Mutant: including
-# "ops/gemm/gemm.cu" or another room's header from a room, or removing a room's bench file, turns these red.
+# "ops/gemm/gemm.cu" or another room's header from a room, or removing a room's bench file, turns these red; so does
+# including "layer/layer.h" in csrc/gemm, or "quantize/quantize.h" in csrc/autograd together with the reverse.
 import re
 from pathlib import Path
 
+import house
 import pytest
 
 REPO = Path(__file__).parents[2]
@@ -15,7 +17,7 @@ PARTS = [
     "transformer_engine/common/include/transformer_engine/{room}.h",
     "transformer_engine/common/ops/{room}/{room}.cpp",
     "transformer_engine/common/ops/{room}/{room}.cu",
-    "transformer_engine/pytorch/csrc/{room}.cpp",
+    "transformer_engine/pytorch/csrc/*/{room}.cpp",
     "transformer_engine/pytorch/functional/{room}.py",
     "tests/cpp/test_{room}.cpp",
     "tests/pytorch/{room}/test_{room}.py",
@@ -48,15 +50,21 @@ def in_project(include):
     return include.startswith(("core/", "ops/", "transformer_engine/"))
 
 
+def registered():
+    """{folder: the names that module.cpp registers of it}."""
+    lists = re.findall(r"^#define TE_(\w+)\(X\) *\\\n((?:  X\(\w+\) *\\?\n)+)", (CSRC / "module.cpp").read_text(), re.M)
+    return {folder.lower(): re.findall(r"X\((\w+)\)", names) for folder, names in lists}
+
+
 def test_there_are_rooms():
     assert "activation" in ROOMS
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_room_has_every_part_under_its_stem(room):
-    missing = [part.format(room=room) for part in PARTS if not (REPO / part.format(room=room)).exists()]
+    missing = [part.format(room=room) for part in PARTS if not list(REPO.glob(part.format(room=room)))]
     assert not missing, f"room {room!r} lacks {missing}"
-    assert f"  X({room})" in (CSRC / "module.cpp").read_text()
+    assert room in {name for names in registered().values() for name in names}
 
 
 def test_every_op_folder_with_an_entry_point_is_a_room():
@@ -90,5 +98,82 @@ def test_engine_includes_run_one_way(path):
 
 @pytest.mark.parametrize("path", sources(CSRC), ids=lambda p: p.name)
 def test_binding_sees_only_the_c_api(path):
-    inside = [i for i in includes(path) if i.startswith(("core/", "ops/"))]
+    # `core` and `ops` are folders of the engine and of the binding: the binding's own files are found in csrc.
+    inside = [i for i in includes(path) if i.startswith(("core/", "ops/")) and not (CSRC / i).exists()]
     assert not inside, f"{path.relative_to(REPO)} reaches behind the C API: {inside}"
+
+
+# ---- the folders of the binding ----
+
+# From the lowest floor up. A file includes its own folder and lower floors; folders of one floor do not reach each
+# other by a circle.
+CSRC_FLOORS = [
+    ["core"],
+    ["autograd", "quantize", "distributed"],
+    ["gemm", "saved_hooks"],
+    ["wgrad", "stash"],
+    ["ops"],
+    ["layer"],
+]
+CSRC_FLOOR = {folder: number for number, floor in enumerate(CSRC_FLOORS) for folder in floor}
+CSRC_TOP = {"CMakeLists.txt", "unity.cmake", "module.cpp"}  # files outside of the folders
+# Units (x.h with x.cpp) that include each other. The list may only become shorter.
+KNOTS = [
+    ("distributed/agreement", "distributed/fingerprint_ring", "distributed/fingerprints"),
+    ("layer/products_device", "layer/products_grouped"),
+    tuple(f"stash/stash_{unit}" for unit in ("calls", "handle", "lanes", "members", "pool", "schedule", "step")),
+    ("wgrad/main_grad", "wgrad/weight_grad"),
+]
+
+
+def binding_includes():
+    """[(file, included file)] in csrc, as paths below it; what C++ and libraries have is left out."""
+    found = []
+    for path in sources(CSRC):
+        quoted = re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.M)
+        found += [(str(path.relative_to(CSRC)), include) for include in quoted]
+    return found
+
+
+def top(path):
+    return path.split("/")[0]
+
+
+def between_folders():
+    arrows = {(top(a), top(b)) for a, b in binding_includes() if "/" in a}
+    return {(a, b) for a, b in arrows if a != b}
+
+
+def test_every_file_of_the_binding_is_in_a_folder_with_a_floor():
+    assert {p.name for p in CSRC.iterdir() if p.is_file()} == CSRC_TOP
+    assert {p.name for p in CSRC.iterdir() if p.is_dir()} == set(CSRC_FLOOR)
+
+
+def test_binding_includes_name_their_folder():
+    wrong = [(a, b) for a, b in binding_includes() if "/" not in b or not (CSRC / b).exists()]
+    assert len(binding_includes()) > 200, "the search found hardly anything"
+    assert not wrong, f'write these from csrc on, as in "gemm/gemm.h": {wrong}'
+
+
+def test_binding_includes_run_down():
+    wrong = [(a, b) for a, b in binding_includes() if "/" in a and CSRC_FLOOR[top(a)] < CSRC_FLOOR[top(b)]]
+    assert not wrong, f"these include a higher floor: {wrong}"
+
+
+def test_folders_of_the_binding_have_no_circle():
+    assert not house.circles(between_folders())
+
+
+def test_units_of_the_binding_have_no_new_circle():
+    stems = {tuple(path.rsplit(".", 1)[0] for path in pair) for pair in binding_includes()}
+    assert house.circles({(a, b) for a, b in stems if a != b}) == KNOTS
+
+
+@pytest.mark.parametrize("folder", CSRC_FLOOR)
+def test_a_folder_registers_the_names_of_its_own_files(folder):
+    text = "\n".join(path.read_text() for path in sorted((CSRC / folder).glob("*.cpp")))
+    own = set(re.findall(r"^TE_FACES\((\w+),", text, re.M)) | set(re.findall(r"^void register_(\w+)\(", text, re.M))
+    named = registered()[folder]
+    assert named and set(named) <= own
+    assert f"TE_FOLDER({folder}, TE_{folder.upper()})" in (CSRC / "module.cpp").read_text()
+    assert f"  te_torch::register_folder_{folder}(m);" in (CSRC / "module.cpp").read_text()

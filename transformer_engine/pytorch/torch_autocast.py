@@ -1,5 +1,5 @@
 """torch.autocast where a module casts itself, since no op does it for it: the same rule as the ops' own
-(csrc/common.h)."""
+(csrc/core/common.h)."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """examples/moe_stash.py on tiny layers: what it asserts holds, and it says so where it does not.
 
 Mutants: in ToRows.backward of moe/blocks.py collect without looking at is_here (gradients of rows that hold nothing);
-in StashHandle::start_load (csrc/stash_handle.cpp) leave the memory unread (torch.zeros and no load).
+in StashHandle::start_load (csrc/stash/stash_handle.cpp) leave the memory unread (torch.zeros and no load).
 """
 
 import csv

@@ -1,7 +1,7 @@
 # gemm_fp8, the products of FP8 matrices: every pair of formats and scalings, bias, accumulation, output dtype and odd
 # shape against float64, exactly where the operands are whole numbers; repeatability, compile, refusals. Mutant: repeat
-# for repeat_interleave over the rows of 128 x 128 scales (scales_over in csrc/gemm_fp8.cpp; on CUDA: BLOCK_1D's for
-# BLOCK_2D's mode in scale_mode_of, ops/gemm/cublaslt.h) turns test_whole_numbers_are_exact red.
+# for repeat_interleave over the rows of 128 x 128 scales (scales_over in csrc/gemm/gemm_fp8.cpp; on CUDA: BLOCK_1D's
+# for BLOCK_2D's mode in scale_mode_of, ops/gemm/cublaslt.h) turns test_whole_numbers_are_exact red.
 import pytest
 import torch
 from fp8_operands import BLOCK_1D, BLOCK_2D, NAMES, TENSOR, TORCH_DTYPES, Operand, over_elements

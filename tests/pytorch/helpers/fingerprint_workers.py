@@ -1,6 +1,6 @@
-# Ranks that say what they do without waiting for each other (csrc/fingerprints.h). On CPUs they do it beside a gloo
-# group, whose communicators have no abort; over NCCL by modules that disagree. No test here: a worker returns what it
-# found.
+# Ranks that say what they do without waiting for each other (csrc/distributed/fingerprints.h). On CPUs they do it
+# beside a gloo group, whose communicators have no abort; over NCCL by modules that disagree. No test here: a worker
+# returns what it found.
 import os
 import time
 from datetime import timedelta

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from transformer_engine.pytorch import _C
 
 GARBAGE = 0x5A
-COMPUTE = "compute"  # the lane of the current stream, as csrc/stash_lanes.h says it
+COMPUTE = "compute"  # the lane of the current stream, as csrc/stash/stash_lanes.h says it
 
 
 @dataclasses.dataclass

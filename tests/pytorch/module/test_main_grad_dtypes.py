@@ -1,7 +1,7 @@
 # A main_grad of the weight's 16-bit dtype where the product is of the other one, as under torch.autocast: it is summed
 # in float32 and rounded once. Mutant: targets handed to the product as they are (accumulate_any in
-# csrc/weight_product.cpp) raises in the backward, copying back what is overwritten without its zero start turns the
-# overwriting cases red.
+# csrc/wgrad/weight_product.cpp) raises in the backward, copying back what is overwritten without its zero start turns
+# the overwriting cases red.
 import pytest
 import torch
 from support import assert_same_bits, randn

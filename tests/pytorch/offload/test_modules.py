@@ -1,7 +1,7 @@
 # Outputs and gradients of our modules and plain ones are the same bits with offload as without: every family, 16 bits,
 # recomputation, delayed and accumulated weight gradients, a graph gone through twice, layers of uneven size.
 # Mutants: popping a piece without waiting, or dropping the packed pieces' unpack, turns these red on a GPU; leaving
-# from inside of torch's checkpoint (in_torch_checkpoint in csrc/saved_python.cpp) on a CPU too.
+# from inside of torch's checkpoint (in_torch_checkpoint in csrc/saved_hooks/saved_python.cpp) on a CPU too.
 import contextlib
 
 import pytest

@@ -1,7 +1,7 @@
 """Views of quantized weights as parameters: those that are copies of values are refused by whatever writes memory, and
 those that are the weight's own bytes are stepped, with every other row of it as it was.
 
-Mutant: take written_memory_of for memory_of (csrc/optimizer_adam.cpp) -> test_a_copy_of_values_is_refused."""
+Mutant: take written_memory_of for memory_of (csrc/ops/optimizer_adam.cpp) -> test_a_copy_of_values_is_refused."""
 
 import pytest
 import torch

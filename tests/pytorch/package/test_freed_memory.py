@@ -1,6 +1,6 @@
 # Tensors whose memory was freed under them, as sharding frameworks do: an error that names them, before anything is
-# read. Without the checks (check_memory in csrc/common.h, must_have_memory in tensor/layout.py, _check_main_grad in
-# module/weight_grad.py) these end the process.
+# read. Without the checks (check_memory in csrc/core/common.h, must_have_memory in tensor/layout.py, _check_main_grad
+# in module/weight_grad.py) these end the process.
 import pytest
 import torch
 from support import randn, refused

@@ -1,4 +1,5 @@
-// The extension module: one register line per room, and the few facts about the build that Python asks for.
+// The extension module: one line for each name that registers, by folders, and the few facts about the build that
+// Python asks for.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <transformer_engine/transformer_engine.h>
@@ -6,73 +7,112 @@
 #include <string>
 #include <vector>
 
-#include "common.h"
+#include "core/common.h"
 
-// One line for each file that registers: register_<name> is made by TE_FACES (faces.h), or written where there are no
-// ops.
-#define TE_ROOMS(X)         \
-  X(activation)             \
-  X(activation_quantize)    \
-  X(agreement)              \
-  X(backward_watch)         \
-  X(comm)                   \
-  X(cross_entropy)          \
-  X(exchange_group)         \
-  X(fingerprints)           \
-  X(gemm)                   \
-  X(gemm_fp8)               \
-  X(gemm_grouped)           \
-  X(gemm_grouped_fp8)       \
-  X(gemm_path)              \
-  X(group)                  \
-  X(grouped_linear)         \
-  X(layernorm_mlp)          \
-  X(lease)                  \
-  X(linear)                 \
-  X(linear_core)            \
-  X(linear_cross_entropy)   \
-  X(noop_cat)               \
-  X(own_storage)            \
-  X(peer)                   \
-  X(probe)                  \
-  X(product)                \
-  X(saved_marks)            \
-  X(saved_python)           \
-  X(saved_rows)             \
-  X(weight_product)         \
-  X(main_grad)              \
-  X(rope)                   \
-  X(normalization)          \
-  X(quantize)               \
-  X(quantize_grouped)       \
-  X(quantize_list)          \
-  X(quantizer)              \
-  X(quantize_range)         \
-  X(random_state)           \
-  X(offload)                \
-  X(optimizer)              \
-  X(parameters)             \
-  X(stash_lanes)            \
-  X(stash_handle)           \
-  X(stash)                  \
-  X(stash_members)          \
-  X(stash_schedule)         \
-  X(stash_step)             \
-  X(stash_front)            \
-  X(optimizer_step)         \
-  X(normalization_quantize) \
-  X(threads)                \
-  X(tune)                   \
+// The names that a folder's files register, a list a folder, from the lowest floor up (tests/policy/test_walls.py).
+// register_<name> is made by TE_FACES (core/faces.h), or written where there are no ops.
+#define TE_CORE(X) \
+  X(lease)         \
+  X(own_storage)   \
+  X(probe)         \
+  X(random_state)  \
+  X(parameters)    \
+  X(threads)       \
+  X(tune)
+
+#define TE_AUTOGRAD(X) \
+  X(backward_watch)    \
   X(accumulators)
 
+#define TE_QUANTIZE(X) \
+  X(quantize)          \
+  X(quantize_grouped)  \
+  X(quantize_list)     \
+  X(quantizer)         \
+  X(quantize_range)
+
+#define TE_DISTRIBUTED(X) \
+  X(agreement)            \
+  X(fingerprints)         \
+  X(group)                \
+  X(peer)
+
+#define TE_GEMM(X)    \
+  X(gemm)             \
+  X(gemm_fp8)         \
+  X(gemm_grouped)     \
+  X(gemm_grouped_fp8) \
+  X(gemm_path)        \
+  X(linear_core)      \
+  X(product)
+
+#define TE_SAVED_HOOKS(X) \
+  X(saved_marks)          \
+  X(saved_python)         \
+  X(saved_rows)
+
+#define TE_WGRAD(X) \
+  X(weight_product) \
+  X(main_grad)
+
+#define TE_STASH(X) \
+  X(stash_lanes)    \
+  X(stash_handle)   \
+  X(stash)          \
+  X(stash_members)  \
+  X(stash_schedule) \
+  X(stash_step)     \
+  X(stash_front)
+
+#define TE_OPS(X)         \
+  X(activation)           \
+  X(activation_quantize)  \
+  X(comm)                 \
+  X(cross_entropy)        \
+  X(linear_cross_entropy) \
+  X(noop_cat)             \
+  X(rope)                 \
+  X(normalization)        \
+  X(offload)              \
+  X(optimizer)            \
+  X(optimizer_step)       \
+  X(normalization_quantize)
+
+#define TE_LAYER(X) \
+  X(exchange_group) \
+  X(grouped_linear) \
+  X(layernorm_mlp)  \
+  X(linear)
+
 namespace te_torch {
-#define TE_DECLARE(room) void register_##room(pybind11::module_& m);
-TE_ROOMS(TE_DECLARE)
+#define TE_DECLARE(name) void register_##name(pybind11::module_& m);
+#define TE_REGISTER(name) register_##name(m);
+#define TE_FOLDER(folder, names) \
+  names(TE_DECLARE) static void register_folder_##folder(pybind11::module_& m) { names(TE_REGISTER) }
+
+TE_FOLDER(core, TE_CORE)
+TE_FOLDER(autograd, TE_AUTOGRAD)
+TE_FOLDER(quantize, TE_QUANTIZE)
+TE_FOLDER(distributed, TE_DISTRIBUTED)
+TE_FOLDER(gemm, TE_GEMM)
+TE_FOLDER(saved_hooks, TE_SAVED_HOOKS)
+TE_FOLDER(wgrad, TE_WGRAD)
+TE_FOLDER(stash, TE_STASH)
+TE_FOLDER(ops, TE_OPS)
+TE_FOLDER(layer, TE_LAYER)
 }  // namespace te_torch
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-#define TE_REGISTER(room) te_torch::register_##room(m);
-  TE_ROOMS(TE_REGISTER)
+  te_torch::register_folder_core(m);
+  te_torch::register_folder_autograd(m);
+  te_torch::register_folder_quantize(m);
+  te_torch::register_folder_distributed(m);
+  te_torch::register_folder_gemm(m);
+  te_torch::register_folder_saved_hooks(m);
+  te_torch::register_folder_wgrad(m);
+  te_torch::register_folder_stash(m);
+  te_torch::register_folder_ops(m);
+  te_torch::register_folder_layer(m);
 
   m.attr("torch_version") = TE_TORCH_VERSION;
   m.attr("version") = te_version();

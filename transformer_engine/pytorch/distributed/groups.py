@@ -78,7 +78,7 @@ def _backends(group: object | None) -> dict[str, str]:
 
 
 class Said(NamedTuple):
-    """What one rank said: csrc/agreement.h."""
+    """What one rank said: csrc/distributed/agreement.h."""
 
     op: str
     how: int
@@ -96,9 +96,9 @@ def every_rank_says(op: str, how: str, dtype: torch.dtype, sizes: list[int], gro
 def post_fingerprint(
     op: str, how: str, dtype: torch.dtype, sizes: list[int], device: torch.device, group: object | None
 ) -> None:
-    """Over NCCL says what this rank is about to do, and waits for nobody: csrc/fingerprints.h. What is traced too says
-    what its traced form does, as another rank may run that. ValueError where the group's ranks were found to differ
-    before."""
+    """Over NCCL says what this rank is about to do, and waits for nobody: csrc/distributed/fingerprints.h. What is
+    traced too says what its traced form does, as another rank may run that. ValueError where the group's ranks were
+    found to differ before."""
     if _backends(group).get(device.type) != "nccl":
         return
     if torch.cuda.is_current_stream_capturing():
@@ -109,7 +109,7 @@ def post_fingerprint(
 
 @contextmanager
 def handing(group: object | None, device: torch.device) -> Iterator[None]:
-    """Around what hands a collective to the group: csrc/fingerprints.h."""
+    """Around what hands a collective to the group: csrc/distributed/fingerprints.h."""
     held = _C.Handing(_name_of(group)) if _backends(group).get(device.type) == "nccl" else None
     try:
         yield

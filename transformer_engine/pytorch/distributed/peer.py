@@ -1,6 +1,6 @@
 """Channels between the ranks of a group on one machine, by which layers with tp_overlap="chunked" push rows into each
-other's memory (csrc/peer.h): who is where, whose memory lies where, and what is said where that cannot be. Nothing is
-pushed here. No multicast."""
+other's memory (csrc/distributed/peer.h): who is where, whose memory lies where, and what is said where that cannot be.
+Nothing is pushed here. No multicast."""
 
 from __future__ import annotations
 

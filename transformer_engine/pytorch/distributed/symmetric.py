@@ -66,7 +66,8 @@ def symmetric_all_reduce(
 
 
 def _of_modules(inp: torch.Tensor, group: str, ranks: int, kind: int) -> torch.Tensor:
-    """The sum of a row layer with symmetric_ar_type (csrc/group.cpp calls it, for tensors that are not on the CPU)."""
+    """The sum of a row layer with symmetric_ar_type (csrc/distributed/group.cpp calls it, for tensors that are not on
+    the CPU)."""
     found = dist.distributed_c10d._resolve_process_group(group)
     with torch.no_grad():
         return _by_kernels(inp, found, ranks, _TYPES[kind - 1])

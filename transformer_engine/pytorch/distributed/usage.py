@@ -1,5 +1,5 @@
-"""What tensor parallelism holds for receiving: the slots that calls have on lease (csrc/lease.h), and those that peers
-push to (csrc/peer.h)."""
+"""What tensor parallelism holds for receiving: the slots that calls have on lease (csrc/core/lease.h), and those that
+peers push to (csrc/distributed/peer.h)."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,6 @@
 """What is Python's of weight gradients that are not returned: words for a main_grad that does not fit, and the store of
-those that wait for backward_dw(). What a backward does is the extension's (csrc/main_grad.h); nothing computes here."""
+those that wait for backward_dw(). What a backward does is the extension's (csrc/wgrad/main_grad.h); nothing computes
+here."""
 
 from __future__ import annotations
 

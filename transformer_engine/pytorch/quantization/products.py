@@ -23,13 +23,13 @@ from transformer_engine.pytorch.quantization.roles import QuantizerRole
 from transformer_engine.pytorch.tensor.engine import STATELESS
 from transformer_engine.pytorch.tensor.registry import SCALINGS, Wanted
 
-# QuantizeSpec::Kind of csrc/quantize.h; a spec is (kind, e5m2, pow_2_scales, the bits of amax_epsilon).
+# QuantizeSpec::Kind of csrc/quantize/quantize.h; a spec is (kind, e5m2, pow_2_scales, the bits of amax_epsilon).
 SCALING_NAMES = tuple(name for name, *_ in _C.quantizer_kinds)
 NONE, DELAYED = map(SCALING_NAMES.index, ("none", "delayed"))
 _BY_ENGINE = {"none": NONE, **STATELESS}
 Spec = Sequence[int]
 
-_BACKWARD = {None: 0, "high_precision": 1, "dequantized": 2}  # BackwardReads of csrc/product.h
+_BACKWARD = {None: 0, "high_precision": 1, "dequantized": 2}  # BackwardReads of csrc/gemm/product.h
 DELAYED_SPLITS = (False, True, True)  # float32 accumulation throughout: not in the forward product, in backward
 SLOTS = {"input": 0, "weight": 1, "output": 2, "grad_output": 0, "grad_input": 1}  # of a product, each way
 FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
@@ -173,7 +173,7 @@ class Plan:
 
     @property
     def backward(self) -> int:
-        """What the products of the backward read: BackwardReads of csrc/product.h."""
+        """What the products of the backward read: BackwardReads of csrc/gemm/product.h."""
         return _BACKWARD[self.recipe.backward_override]
 
     @property

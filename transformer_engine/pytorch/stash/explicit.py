@@ -1,5 +1,5 @@
 """Tensors that a caller hands over where there is no pool yet: the caller may write into the originals from then on.
-The rest is csrc/stash_front.cpp's."""
+The rest is csrc/stash/stash_front.cpp's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Memory that is stashed, as pieces of bytes and the regions in them whose rows are counted (csrc/stash_handle.h).
-Nothing is copied here."""
+"""Memory that is stashed, as pieces of bytes and the regions in them whose rows are counted
+(csrc/stash/stash_handle.h). Nothing is copied here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """One pool on one device, and the order of its calls: which point a store, a load or a drop runs behind
-(csrc/stash_calls.h). Sizes, when something is stashed and what of it comes back are the step's."""
+(csrc/stash/stash_calls.h). Sizes, when something is stashed and what of it comes back are the step's."""
 
 from __future__ import annotations
 

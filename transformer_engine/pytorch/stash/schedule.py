@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 class Schedule(_C.StashSchedule):
     """The entries of a step: recorded in the first one, matched in those behind it. An order that is known from the
     start names its layers by number; the first group that comes by in a layer's place has its number for good. An
-    entry that is the next one passes by in csrc/stash_schedule.h; others come here."""
+    entry that is the next one passes by in csrc/stash/stash_schedule.h; others come here."""
 
     def __init__(self, order: Sequence[int | float] | None = None, layers_per_chunk: int | Sequence[int] = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One step of a stash (csrc/stash_step.h): what is done once a step, or only while it is recorded."""
+"""One step of a stash (csrc/stash/stash_step.h): what is done once a step, or only while it is recorded."""
 
 from __future__ import annotations
 

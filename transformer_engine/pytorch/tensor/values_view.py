@@ -91,7 +91,7 @@ class ValuesView(torch.Tensor):
         return result if first is None else shown(result, func, first._format_name)
 
     def _why_not_written(self) -> str:
-        """For what writes memory itself, and asks before (csrc/optimizer_adam.cpp)."""
+        """For what writes memory itself, and asks before (csrc/ops/optimizer_adam.cpp)."""
         return (
             f"is what {self._made_by} made of a {self._format_name}, a copy of its values, so that what is written "
             "would be lost, wanted the whole tensor, or rows of it that stay quantized (t[first:last])."

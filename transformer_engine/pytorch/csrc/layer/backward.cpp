@@ -1,8 +1,8 @@
 // The backward of a layer and of a chain (layer.h): takes back what forward.cpp kept.
 #include <ATen/TensorOperators.h>
 
-#include "gathered_product.h"
-#include "layer.h"
+#include "layer/gathered_product.h"
+#include "layer/layer.h"
 
 namespace te_torch::layer {
 

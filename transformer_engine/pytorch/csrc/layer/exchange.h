@@ -6,8 +6,8 @@
 #include <optional>
 #include <string_view>
 
-#include "lease.h"
-#include "product.h"
+#include "core/lease.h"
+#include "gemm/product.h"
 
 namespace te_torch::layer {
 

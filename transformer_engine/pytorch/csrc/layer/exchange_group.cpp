@@ -1,5 +1,5 @@
-// See exchange_group.h. Collectives are group.h's, formats quantize.h's.
-#include "exchange_group.h"
+// See exchange_group.h. Collectives are distributed/group.h's, formats quantize/quantize.h's.
+#include "layer/exchange_group.h"
 
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/utils/pybind.h>
@@ -7,9 +7,9 @@
 #include <array>
 #include <limits>
 
-#include "comm.h"
-#include "exchange_peer.h"
-#include "group.h"
+#include "distributed/group.h"
+#include "layer/exchange_peer.h"
+#include "ops/comm.h"
 
 namespace te_torch::layer {
 

@@ -7,8 +7,8 @@
 
 #include <string>
 
-#include "exchange.h"
-#include "peer.h"
+#include "distributed/peer.h"
+#include "layer/exchange.h"
 
 namespace te_torch::layer {
 
@@ -24,7 +24,7 @@ struct Parallel {
   int64_t sum = 0;
 
   // How products and communication share the time: one behind the other over the group, or over a channel to peers
-  // (peer.h): in runs; or in runs where the device's costs predict that these are faster.
+  // (distributed/peer.h): in runs; or in runs where the device's costs predict that these are faster.
   enum Overlap : int64_t { kSerial = 0, kChunked = 1, kAuto = 2 } overlap = kSerial;
 
   static constexpr size_t kPacked = 6;
@@ -33,7 +33,7 @@ struct Parallel {
 
 class GroupExchange final : public Exchange {
  public:
-  // why_serial: what te.explain says of collectives over the group; empty: as group.h has it.
+  // why_serial: what te.explain says of collectives over the group; empty: as distributed/group.h has it.
   GroupExchange(const Parallel& parallel, std::string group, std::string why_serial = {})
       : parallel_(parallel), group_(std::move(group)), why_serial_(std::move(why_serial)) {}
 

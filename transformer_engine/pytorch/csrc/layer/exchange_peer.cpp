@@ -1,5 +1,5 @@
 // See exchange_peer.h. What is done in which order is the comm room's plan.
-#include "exchange_peer.h"
+#include "layer/exchange_peer.h"
 
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/empty.h>

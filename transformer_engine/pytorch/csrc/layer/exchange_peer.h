@@ -3,8 +3,8 @@
 // whole, the same copies stand before or behind one product.
 #pragma once
 
-#include "exchange.h"
-#include "peer.h"
+#include "distributed/peer.h"
+#include "layer/exchange.h"
 
 namespace te_torch::layer {
 

@@ -1,10 +1,10 @@
 // The forward of a layer and of a chain (layer.h). What is kept for the backward is decided and kept here alone.
 #include <algorithm>
 
-#include "agreement.h"
-#include "layer.h"
-#include "linear_core.h"
-#include "rows_behind.h"
+#include "autograd/rows_behind.h"
+#include "distributed/agreement.h"
+#include "gemm/linear_core.h"
+#include "layer/layer.h"
 
 namespace te_torch::layer {
 

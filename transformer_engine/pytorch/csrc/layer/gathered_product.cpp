@@ -1,5 +1,5 @@
 // See gathered_product.h.
-#include "gathered_product.h"
+#include "layer/gathered_product.h"
 
 namespace te_torch::layer {
 

@@ -2,7 +2,7 @@
 // gathers the others' when it is computed, in backward_dw() too.
 #pragma once
 
-#include "layer.h"
+#include "layer/layer.h"
 
 namespace te_torch::layer {
 

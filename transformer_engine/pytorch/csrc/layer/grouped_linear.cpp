@@ -1,12 +1,12 @@
 // grouped_linear: a layer with a weight for each group of rows. Schemas and the Python entry.
 #include <ATen/autocast_mode.h>
 
-#include "faces.h"
-#include "gemm_grouped.h"
-#include "gemm_list_fp8.h"
-#include "gemm_path.h"
-#include "op_faces.h"
-#include "products_device.h"
+#include "core/faces.h"
+#include "gemm/gemm_list_fp8.h"
+#include "gemm/gemm_path.h"
+#include "gemm/grouped_gemm.h"
+#include "layer/op_faces.h"
+#include "layer/products_device.h"
 
 namespace te_torch {
 

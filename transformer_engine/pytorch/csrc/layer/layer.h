@@ -3,11 +3,11 @@
 // policies are here; forward.cpp and backward.cpp run them.
 #pragma once
 
-#include "autograd.h"
-#include "exchange.h"
-#include "products.h"
-#include "source.h"
-#include "weight_grad.h"
+#include "autograd/autograd.h"
+#include "layer/exchange.h"
+#include "layer/products.h"
+#include "layer/source.h"
+#include "wgrad/weight_grad.h"
 
 namespace te_torch::layer {
 
@@ -51,8 +51,8 @@ struct Defaults {
 };
 TE_EXPORT Defaults& defaults();
 
-// A family of autograd.h but for its name. Outputs: y; behind a norm also the norm's output, and x + residual (or x
-// itself, asked for) after it.
+// A family of autograd/autograd.h but for its name. Outputs: y; behind a norm also the norm's output, and x + residual
+// (or x itself, asked for) after it.
 struct TE_EXPORT Chain {
   struct State {
     Stages stages;

@@ -1,7 +1,7 @@
 // layernorm_mlp: two layers as one node, a norm before the first product and an activation before the second. Schema
 // and Python entry.
-#include "faces.h"
-#include "op_faces.h"
+#include "core/faces.h"
+#include "layer/op_faces.h"
 
 namespace te_torch {
 

@@ -1,7 +1,7 @@
 // linear, normalization_linear and activation_linear: one layer each, behind another source. Schemas and Python
 // entries.
-#include "faces.h"
-#include "op_faces.h"
+#include "core/faces.h"
+#include "layer/op_faces.h"
 
 namespace te_torch {
 

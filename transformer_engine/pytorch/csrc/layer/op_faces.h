@@ -9,8 +9,8 @@
 
 #include <algorithm>
 
-#include "exchange_group.h"
-#include "layer.h"
+#include "layer/exchange_group.h"
+#include "layer/layer.h"
 
 namespace te_torch::layer {
 

@@ -1,12 +1,12 @@
 // See products.h. The arithmetic is the gemm room's.
-#include "products.h"
+#include "layer/products.h"
 
 #include <ATen/ExpandUtils.h>
 
-#include "gemm.h"
-#include "gemm_fp8.h"
-#include "linear_core.h"
-#include "rows_view.h"
+#include "core/rows_view.h"
+#include "gemm/gemm.h"
+#include "gemm/gemm_fp8.h"
+#include "gemm/linear_core.h"
 
 namespace te_torch::layer {
 

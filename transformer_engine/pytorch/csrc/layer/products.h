@@ -1,12 +1,12 @@
 // The products of a layer over its weights, as a policy: over one weight here, over one for each group of rows in
 // products_grouped.h. Forward, input gradient and weight gradient are written once over it; which formats the operands
-// have is product.h's business.
+// have is gemm/product.h's business.
 #pragma once
 
 #include <memory>
 
-#include "exchange.h"
-#include "weight_product.h"
+#include "layer/exchange.h"
+#include "wgrad/weight_product.h"
 
 namespace te_torch::layer {
 

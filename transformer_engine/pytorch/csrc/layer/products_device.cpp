@@ -1,18 +1,18 @@
 // See products_device.h.
-#include "products_device.h"
+#include "layer/products_device.h"
 
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <map>
 
-#include "gemm.h"
-#include "gemm_fp8.h"
-#include "gemm_grouped.h"
-#include "gemm_grouped_fp8.h"
-#include "gemm_path.h"
-#include "quantize_grouped.h"
-#include "rows_view.h"
+#include "core/rows_view.h"
+#include "gemm/gemm.h"
+#include "gemm/gemm_fp8.h"
+#include "gemm/gemm_path.h"
+#include "gemm/grouped_gemm.h"
+#include "gemm/grouped_gemm_fp8.h"
+#include "quantize/grouped_quantize.h"
 
 namespace te_torch::layer {
 

@@ -1,8 +1,8 @@
 // Products over several weights whose groups of rows the device alone knows: one kernel a product, one a quantization,
-// and no look at how many rows a group has. FP8 rows are rowwise data and panels (quantize_grouped.h).
+// and no look at how many rows a group has. FP8 rows are rowwise data and panels (quantize/grouped_quantize.h).
 #pragma once
 
-#include "products_grouped.h"
+#include "layer/products_grouped.h"
 
 namespace te_torch::layer {
 

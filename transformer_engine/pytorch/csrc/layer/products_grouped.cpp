@@ -1,5 +1,5 @@
 // See products_grouped.h. Groups that the host knows: their products one behind the other, into one result.
-#include "products_grouped.h"
+#include "layer/products_grouped.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -8,11 +8,11 @@
 
 #include <optional>
 
-#include "gemm.h"
-#include "gemm_list.h"
-#include "probe.h"
-#include "products_device.h"
-#include "rows_view.h"
+#include "core/probe.h"
+#include "core/rows_view.h"
+#include "gemm/gemm.h"
+#include "gemm/gemm_list.h"
+#include "layer/products_device.h"
 
 namespace te_torch::layer {
 

@@ -3,7 +3,7 @@
 // communicate nothing.
 #pragma once
 
-#include "products.h"
+#include "layer/products.h"
 
 namespace te_torch::layer {
 

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "product.h"
+#include "gemm/product.h"
 
 namespace te_torch::layer {
 

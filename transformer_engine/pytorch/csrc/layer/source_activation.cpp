@@ -1,6 +1,6 @@
 // An activation as a source. Its backward recomputes the activation, so that is never kept.
-#include "activation.h"
-#include "source.h"
+#include "layer/source.h"
+#include "ops/activation.h"
 
 namespace te_torch::layer {
 

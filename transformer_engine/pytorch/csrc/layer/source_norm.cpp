@@ -1,7 +1,7 @@
 // A norm as a source: RMSNorm or LayerNorm, of the sum with a residual where there is one.
-#include "normalization.h"
-#include "normalization_quantize.h"
-#include "source.h"
+#include "layer/source.h"
+#include "ops/normalization.h"
+#include "ops/normalization_quantize.h"
 
 namespace te_torch::layer {
 

@@ -1,5 +1,5 @@
 // The source that is none: the product reads the layer's input.
-#include "source.h"
+#include "layer/source.h"
 
 namespace te_torch::layer {
 

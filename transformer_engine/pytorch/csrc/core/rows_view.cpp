@@ -1,0 +1,50 @@
+// See rows_view.h.
+#include "core/rows_view.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/TensorImpl.h>
+
+namespace te_torch {
+
+namespace {
+
+constexpr int64_t kSmall = int64_t(1) << 20;  // bytes, up to which torch's allocator cuts pieces itself
+constexpr int64_t kBeginning = 512;           // bytes, of which that allocator's addresses are multiples
+
+at::Tensor view_at(const at::Tensor& t, int64_t row, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  auto view =
+      c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), t.dtype());
+  view->set_storage_offset(t.storage_offset() + row * t.stride(0));
+  view->set_sizes_and_strides(sizes, strides);
+  return at::Tensor(std::move(view));
+}
+
+}  // namespace
+
+at::Tensor rows_view(const at::Tensor& t, int64_t first, int64_t count) {
+  if (t.layout() != at::kStrided) return t.narrow(0, first, count);
+  TORCH_INTERNAL_ASSERT(t.dim() == 2 && first >= 0 && count >= 0 && first + count <= t.size(0));
+  const int64_t sizes[] = {count, t.size(1)};
+  return view_at(t, first, sizes, t.strides());
+}
+
+at::Tensor row_view(const at::Tensor& t, int64_t row) {
+  TORCH_INTERNAL_ASSERT(t.dim() == 2 && row >= 0 && row < t.size(0));
+  return view_at(t, row, t.sizes().slice(1), t.strides().slice(1));
+}
+
+std::vector<at::Tensor> new_matrices(size_t count, int64_t rows, int64_t cols, const at::TensorOptions& options) {
+  std::vector<at::Tensor> all(count);
+  const auto element = int64_t(options.dtype().itemsize());
+  if (count < 2 || rows * cols * element > kSmall) {
+    for (at::Tensor& one : all) one = at::empty({rows, cols}, options);
+    return all;
+  }
+  const int64_t each = (rows * cols * element + kBeginning - 1) / kBeginning * kBeginning / element;
+  const at::Tensor memory = at::empty({int64_t(count), each}, options);
+  const int64_t sizes[] = {rows, cols}, strides[] = {cols, 1};
+  for (size_t i = 0; i < count; ++i) all[i] = view_at(memory, int64_t(i), sizes, strides);
+  return all;
+}
+
+}  // namespace te_torch

@@ -1,0 +1,106 @@
+// The matrices that a product reads, plain or FP8, and how a product is quantized. Written once for both routes; which
+// format an operand has is nobody else's business.
+#pragma once
+
+#include "autograd/saved.h"
+#include "quantize/quantize.h"
+
+namespace te_torch {
+
+// What the products of a backward read: the operands in FP8, as the forward's; or, with a gradient that stays as it is,
+// the operands as they were before they were quantized, or the values of those that the forward has read.
+enum class BackwardReads : uint8_t { kQuantized, kHighPrecision, kDequantized };
+
+// How the three products of one weight are quantized: its input, itself, the gradient of its output.
+struct ProductQuantization {
+  Quantizer x, weight, dy;
+  // float32 accumulation throughout; without it the products of TENSOR scaling may accumulate faster.
+  bool split_fprop = false;
+  bool split_dgrad = true;
+  bool split_wgrad = true;
+  BackwardReads backward = BackwardReads::kQuantized;
+
+  static constexpr size_t kPacked = 3 * QuantizeSpec::kPacked + 4;
+  // What a schema carries: the quantizers' specs, then the three flags, then what the backward reads.
+  std::vector<int64_t> pack() const;
+};
+
+using Quantization = std::shared_ptr<const ProductQuantization>;  // none: plain operands
+
+// None for no integers.
+Quantization quantization_of(at::ArrayRef<int64_t> packed, const char* op);
+
+inline BackwardReads backward_reads(const ProductQuantization* q) {
+  return q == nullptr ? BackwardReads::kQuantized : q->backward;
+}
+// In which direction it reads an FP8 operand of the forward.
+inline Directions kept_directions(const ProductQuantization* q) {
+  const bool columnwise = backward_reads(q) == BackwardReads::kQuantized;
+  return {!columnwise, columnwise};
+}
+// Why its products are none of FP8, for te.explain and te.memory_plan; null where they may be.
+const char* why_override(const ProductQuantization* q);
+
+// A matrix that a product reads.
+struct Operand {
+  Tensor plain;  // undefined where it is FP8
+  Quantized fp8;
+  std::vector<Operand> groups = {};  // in place of one matrix: one for each group of its rows
+
+  bool quantized() const { return fp8.defined() || !groups.empty(); }
+  bool defined() const { return plain.defined() || quantized(); }
+};
+
+// Consecutive rows of a matrix whose leading dimensions are folded.
+struct Rows {
+  int64_t first = 0, count = 0;
+};
+
+// The quantization again, its input by the scales that were used before: same bits, and no state touched.
+Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales);
+
+// Of the gradient of a product's output, read in these directions; null where it is plain. In neither (the bias alone
+// wants a gradient) one that makes column sums, to the same bits as any other, and no data.
+const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions);
+
+// Names a quantizer whose state no schema carries, where such a route meets one.
+void refuse_state(const Quantizer& quantizer);
+
+// x by the quantizer, or as it is where there is none, or where it leaves x alone. dbias: the sums of x's columns,
+// where they are wanted and x was quantized.
+Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor& x, Directions directions,
+                   Tensor* dbias = nullptr);
+
+// operand_of() of each, by as few launches as there may be.
+c10::SmallVector<Operand, 1> operands_of(const Route& route, at::ArrayRef<const Quantizer*> quantizers,
+                                         at::TensorList xs, Directions directions);
+
+// The same bits again, by the scales that were used before.
+Operand recomputed_operand(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
+                           Directions directions);
+
+// Sums may stay in the tensor cores where nobody asked for float32 throughout, and scales are of the whole tensor.
+inline bool may_be_fast(const Quantized& a, const Quantized& b, bool split) {
+  return !split && a.scaling == TE_SCALING_TENSOR && b.scaling == TE_SCALING_TENSOR;
+}
+
+Tensor plain_of(const Route& route, const Operand& t, at::ScalarType dtype);
+
+// Some rows of an operand, as a matrix of its own, in the rowwise direction alone. Rows of blocks of 128 x 128 start
+// and end with a block.
+TE_EXPORT Operand rows_of(const Operand& t, const Rows& rows);
+
+// The same in memory that is not on lease: what is, is copied.
+Operand off_lease(const Operand& t);
+
+// As refuse_leased of what it has.
+void refuse_leased(const Operand& t, const char* op);
+
+// An operand through the saved-tensor door, under one name: itself, or data and scales in these directions.
+void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what);
+Operand kept_operand(const NamedTensors& saved, int name);  // the one under the name; several are its groups
+c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name);
+
+inline constexpr Kept kScales{"scales", "FP8 data mean nothing without them", "a few bytes for each block"};
+
+}  // namespace te_torch

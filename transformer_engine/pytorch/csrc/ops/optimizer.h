@@ -1,0 +1,93 @@
+// The optimizer room's lists as ATen tensors: what is checked of each, how they are told apart by device and dtypes,
+// and where memory overlaps. Nothing is written before all of it has been looked at.
+#pragma once
+
+#include <transformer_engine/optimizer.h>
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "core/common.h"
+
+namespace te_torch {
+
+inline int32_t ordinal(const at::Device& device) { return device.is_cpu() ? TE_DEVICE_CPU : int32_t(device.index()); }
+
+// A tensor of one element, of any shape, or none.
+te_tensor one_of(const OptionalTensor& t, const char* op, const char* argument);
+
+// Autograd must notice the change, as it does after an operation in place.
+inline void bump_version(const Tensor& t) {
+  if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
+// Memory of a call. list, index: what a message calls it.
+struct Span {
+  uintptr_t begin = 0, end = 0;
+  const char* list = "";
+  int64_t index = 0;
+};
+
+// The memory of t, which lies on like's device, as like lies, without gaps; ValueError otherwise.
+Span memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index);
+
+// So too, of memory that is written: ValueError for a copy of a quantized tensor's values, where a write would be lost.
+Span written_memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index);
+
+// Whether memory that a call writes overlaps anything else of it; looked at again only when an address changes.
+class OverlapGuard {
+ public:
+  // ValueError where two of `written`, or one of them and one of `read`, overlap.
+  void check(const char* op, const std::vector<Span>& written, const std::vector<Span>& read);
+
+ private:
+  uint64_t written_seen_ = 0, read_seen_ = 0;
+  std::vector<Span> sorted_;
+};
+
+// A tensor of a step of Adam. Nobody's: undefined tensors stand for what is not there (master, pairs, fp8_*). fp8_*: of
+// an FP8 weight, whose param is its bytes, with a row pitch or without.
+struct AdamEntry {
+  const Tensor &grad, &param, &exp_avg, &exp_avg_sq, &master;
+  const Tensor &exp_avg_pair, &exp_avg_sq_pair, &master_pair;
+  const Tensor &fp8_scale, &fp8_amax, &fp8_scale_inv;
+  bool e5m2;
+  at::ScalarType rounding;
+};
+
+struct AdamOptions {
+  double lr, beta1, beta2, eps, weight_decay;
+  int64_t step;
+  bool decoupled, bias_correction;
+  OptionalTensor noop, lr_tensor, step_tensor, inv_scale, clip;
+};
+
+// Entries by device and dtypes: each of these is one call of the engine.
+class AdamCalls {
+ public:
+  explicit AdamCalls(const char* op) : op_(op) {}
+
+  void add(const AdamEntry& entry, int64_t index);
+  const std::vector<Span>& written() const { return written_; }
+  const std::vector<Span>& read() const { return read_; }
+  void run(const AdamOptions& options) const;
+
+ private:
+  struct Call {
+    te_adam_plan plan{};
+    Tensor any;  // one of its weights
+    std::vector<te_optimizer_tensor> tensors;
+    std::vector<te_adam_scales> scales;  // empty where nothing is scaled
+  };
+  Call& call_of(const te_adam_plan& plan, const Tensor& param);
+  te_tensor bytes_of(const Tensor& param, const Tensor& like, int64_t index) const;
+  te_adam_scales scales_of(const AdamEntry& entry, const Tensor& like) const;
+
+  const char* op_;
+  std::vector<Call> calls_;
+  std::vector<Tensor> params_, grads_;
+  std::vector<Span> written_, read_;
+};
+
+}  // namespace te_torch

@@ -1,0 +1,156 @@
+// quantize, kernel wrappers that other bindings call, and what they pass around: a Quantizer says how a tensor becomes
+// FP8, a Quantized is the result as plain tensors, which autograd keeps like any others.
+#pragma once
+
+#include <c10/util/FunctionRef.h>
+#include <transformer_engine/quantize.h>
+#include <transformer_engine/scaling.h>
+
+#include <memory>
+
+#include "core/common.h"
+
+namespace te_torch {
+
+// The kinds of quantizers, by their names in Python, and the scaling of what they make. none: as it is. delayed: by a
+// scale that is given. current: by the tensor's own amax. python: by a quantizer written in Python, eager alone.
+// X(enumerator, name, scaling, stateless: the integers of a spec say all of it, so a schema can carry it)
+#define TE_QUANTIZER_TABLE(X)            \
+  X(kNone, "none", TENSOR, false)        \
+  X(kDelayed, "delayed", TENSOR, false)  \
+  X(kCurrent, "current", TENSOR, true)   \
+  X(kBlock1d, "block1d", BLOCK_1D, true) \
+  X(kBlock2d, "block2d", BLOCK_2D, true) \
+  X(kPython, "python", TENSOR, false)
+
+struct QuantizerKind {
+  const char* name;
+  te_scaling scaling;
+  bool stateless;
+};
+inline constexpr QuantizerKind kQuantizerKinds[] = {
+#define TE_QUANTIZER_KIND(enumerator, name, scaling, stateless) {name, TE_SCALING_##scaling, stateless},
+    TE_QUANTIZER_TABLE(TE_QUANTIZER_KIND)
+#undef TE_QUANTIZER_KIND
+};
+
+// How a tensor is quantized, as plain values: what a schema carries.
+struct QuantizeSpec {
+  enum Kind : int8_t {
+#define TE_QUANTIZER_ENUMERATOR(enumerator, ...) enumerator,
+    TE_QUANTIZER_TABLE(TE_QUANTIZER_ENUMERATOR)
+#undef TE_QUANTIZER_ENUMERATOR
+  } kind = kNone;
+  bool e5m2 = false;
+  bool pow_2_scales = false;
+  float amax_epsilon = 0;
+
+  te_scaling scaling() const { return kQuantizerKinds[kind].scaling; }
+  bool stateless() const { return kQuantizerKinds[kind].stateless; }
+  bool operator==(const QuantizeSpec&) const = default;
+  te_dtype dtype() const { return e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3; }
+  // Four integers: kind, e5m2, pow_2_scales, the bits of amax_epsilon.
+  static constexpr size_t kPacked = 4;
+  void pack(std::vector<int64_t>& into) const;
+  static QuantizeSpec unpack(at::ArrayRef<int64_t> values);
+};
+
+// An FP8 matrix: uint8 data [rows, cols] and [cols, rows], float32 scales as in transformer_engine/quantize.h (those of
+// TENSOR hold two: scale_inv and scale). Undefined where a direction is not there.
+struct Quantized {
+  te_scaling scaling = TE_SCALING_TENSOR;
+  bool e5m2 = false;
+  Tensor rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv;
+
+  bool defined() const { return rowwise.defined() || columnwise.defined(); }
+  te_dtype dtype() const { return e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3; }
+};
+
+// Which directions are wanted.
+struct Directions {
+  bool rowwise = false;
+  bool columnwise = false;
+};
+
+// A quantizer of a module: the spec, and the state that delayed scaling keeps between steps.
+struct Quantizer {
+  QuantizeSpec spec;
+  Tensor scale;                            // float32 [1], kDelayed: read
+  Tensor amax;                             // float32 [1], kDelayed: takes the maximum; undefined: not wanted
+  std::shared_ptr<const PyObject> python;  // kPython
+
+  bool active() const { return spec.kind != QuantizeSpec::kNone; }
+};
+
+// FP8 data of one direction: uint8 [rows, cols], a view on a buffer whose rows and pitch are rounded up to 16 (FP8
+// products need both) and whose rows beyond are zeroed. Not otherwise initialised.
+Tensor empty_fp8_data(int64_t rows, int64_t cols, const at::TensorOptions& like);
+
+// Such data for the directions of a [rows, cols] matrix, [rows, cols] and [cols, rows], and their scales.
+Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
+                          const at::TensorOptions& like);
+
+// The same of many that are alike: one buffer for all data of a direction, one for its scales.
+std::vector<Quantized> empty_quantized_list(size_t count, const QuantizeSpec& spec, int64_t rows, int64_t cols,
+                                            Directions directions, const at::TensorOptions& like);
+
+// The C API's view of it.
+te_quantized view_of(const Quantized& q, const char* op, const char* argument);
+
+// A plan of the C API with the tensors that it points to: what the kernel wrapper of a fused producer needs.
+struct QuantizePlan {
+  te_quantize_plan plan{};
+  Tensor amax_parts, column_sums;
+
+  // What a built-in quantizer says. fill_parts(parts) makes the amax parts, and is called under current scaling alone.
+  QuantizePlan(const Quantizer& quantizer, const at::TensorOptions& like,
+               c10::function_ref<void(te_tensor parts)> fill_parts);
+  // Again by the scale that was used before (TENSOR: `used_scales` holds it; blocks need none): no amax is touched.
+  QuantizePlan(const QuantizeSpec& spec, const Tensor& used_scales);
+
+  void want_column_sums(int64_t rows, int64_t cols, const at::TensorOptions& like);
+  Tensor bias_gradient(at::ScalarType dtype) const;  // of the sums that the call has made
+};
+
+// x, its leading dimensions folded into rows, by the quantizer; undefined where one in Python leaves x alone. With
+// dbias also the sums of its columns, in x's dtype. noop: float32 [1], or undefined.
+Quantized quantize(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias = nullptr);
+
+// Again by the scale that was used before: same bits, no amax touched.
+Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, Directions directions);
+
+// The same into `out`; noop and amax (current scaling: an amax from elsewhere, in place of x's own) may be undefined.
+Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, const Quantized& out, const Tensor& noop,
+                        const Tensor& amax);
+
+// FP8 data, a uint8 matrix whose rows are contiguous, as the C API takes it; absent where undefined.
+te_tensor bytes_view(const Tensor& t, te_dtype dtype, const char* op, const char* argument);
+
+// [cols, rows] of bytes [rows, cols], in `out`, or in a buffer like empty_quantized's.
+Tensor fp8_transpose(const Tensor& data, const OptionalTensor& out);
+
+// float32 [1]: the largest |x|.
+Tensor quantize_amax(const Tensor& x);
+
+te_scaling scaling_of(int64_t number);
+
+// [rows, cols] in `dtype`.
+Tensor dequantize(const Quantized& q, at::ScalarType dtype);
+
+// The quantizer of a spec that a schema can carry: current, block1d or block2d.
+Quantizer stateless_quantizer(at::ArrayRef<int64_t> spec);
+
+// Quantizers without state as a registered op, te::quantize: (rowwise, rowwise_scale_inv, columnwise,
+// columnwise_scale_inv, dbias), empty where not wanted.
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
+
+// quantize_again likewise, te::quantize_again, for scales of the whole tensor: without dbias.
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+FourTensors quantize_again_op(const Tensor& x, at::ArrayRef<int64_t> spec, const Tensor& used_scales, bool rowwise,
+                              bool columnwise);
+
+Tensor dequantize_op(const Tensor& data, const Tensor& scale_inv, int64_t scaling, bool e5m2, bool columnwise,
+                     at::ScalarType dtype);
+
+}  // namespace te_torch

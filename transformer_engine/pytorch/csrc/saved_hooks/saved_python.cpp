@@ -1,0 +1,252 @@
+// The door for saved tensors as Python meets it: classes to derive, hooks to enter, and what stands for a tensor.
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include <algorithm>
+
+#include "core/held_object.h"
+#include "saved_hooks/saved_door.h"
+
+namespace te_torch {
+
+namespace py = pybind11;
+
+PythonDoor& python_door() {
+  static auto* const door = new PythonDoor();  // which outlives the interpreter
+  return *door;
+}
+
+namespace {
+
+[[noreturn]] void not_said(py::handle self, const char* what) {
+  PyErr_SetString(PyExc_NotImplementedError, (type_name(self) + ": " + what + "() is the client's to say.").c_str());
+  throw py::error_already_set();
+}
+
+// The object that Python knows a derived instance by, and its methods: those that Python does not say are bound below.
+class Derived {
+ protected:
+  template <class Base>
+  PyObject* self(const Base* base) const {
+    if (self_ == nullptr) self_ = py::cast(base, py::return_value_policy::reference).ptr();  // which lives as long
+    return self_;
+  }
+  template <class Base, class... Arguments>
+  py::object call(const Base* base, const py::str& method, const Arguments&... arguments) const {
+    PyObject* found = PyObject_CallMethodObjArgs(self(base), method.ptr(), arguments.ptr()..., nullptr);
+    if (found == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(found);
+  }
+
+ private:
+  mutable PyObject* self_ = nullptr;
+};
+
+const py::str& name_of_method(const char* name) { return *new py::str(name); }
+
+class PyTaken : public Taken, private Derived {
+ public:
+  using Taken::Taken;
+
+  void add(const Offered& offered) override {
+    static const py::str& name = name_of_method("add");
+    call<Taken>(this, name, py::handle(offered.object));
+  }
+  void fetch() override {
+    static const py::str& name = name_of_method("fetch");
+    call<Taken>(this, name);
+  }
+  c10::Storage restore() override {
+    static const py::str& name = name_of_method("restore");
+    return py::cast<Tensor>(call<Taken>(this, name)).storage();
+  }
+  Tensor back_as(const Saved& saved) override {
+    static const py::str& name = name_of_method("back_as");
+    return py::cast<Tensor>(call<Taken>(this, name, py::cast(saved, py::return_value_policy::reference)));
+  }
+};
+
+class PyClient : public Client, private Derived {
+ public:
+  bool takes() const override {
+    static const py::str& name = name_of_method("takes");
+    return py::cast<bool>(py::getattr(self<Client>(this), name));
+  }
+  std::shared_ptr<Taken> take(const Offered& offered) override {
+    static const py::str& name = name_of_method("take");
+    const py::object taken = call<Client>(this, name, py::handle(offered.object));
+    if (taken.is_none()) return nullptr;
+    return {held_object(taken.ptr()), py::cast<Taken*>(taken)};  // the object of Python, whole
+  }
+};
+
+// Offers the client what is saved between push() and pop().
+class Hooks {
+ public:
+  explicit Hooks(py::object client) : client_(std::move(client)), offers_(py::cast<Client*>(client_)) {}
+
+  py::object pack(const py::object& tensor) { return offers_->push(tensor, outward_); }
+
+  static void push(const py::object& self) {
+    static const auto* const top = new py::object(of_torch("_top_saved_tensors_default_hooks"));
+    static const auto* const push = new py::object(of_torch("_push_saved_tensors_default_hooks"));
+    static const auto* const unpack =
+        new py::object(py::module_::import("transformer_engine.pytorch._C").attr("unpack_saved"));
+    auto& hooks = py::cast<Hooks&>(self);
+    const py::object around = (*top)(true);
+    hooks.outward_ = around.is_none() ? around : python_door().outward_of(around);
+    (*push)(self.attr("pack"), *unpack);
+    hooks.pushed_ = true;
+  }
+  void pop() {
+    static const auto* const pop = new py::object(of_torch("_pop_saved_tensors_default_hooks"));
+    if (pushed_) (*pop)();
+    pushed_ = false;
+  }
+
+ private:
+  static py::object of_torch(const char* name) { return py::module_::import("torch._C._autograd").attr(name); }
+
+  py::object client_;
+  Client* offers_;
+  py::object outward_ = py::none();
+  bool pushed_ = false;
+};
+
+// `with SavedObserver(told):` told(tensor, saved) is called for what this thread saves inside.
+class Observer {
+ public:
+  explicit Observer(const py::function& told) : told_(held_object(told.ptr())) {}
+
+  void enter() { saved_observers().push_back(told_); }
+  void exit(const py::args&) {
+    auto& all = saved_observers();
+    const auto last = std::find(all.rbegin(), all.rend(), told_);
+    if (last != all.rend()) all.erase(std::next(last).base());
+  }
+
+ private:
+  std::shared_ptr<PyObject> told_;
+};
+
+// Whether torch.utils.checkpoint's way that is not reentrant hears of what is saved here. It numbers that, and finds it
+// again by number in its second run, inside of the backward, where nothing is taken: had some of the first run been,
+// gradients would be made of other tensors' values. Other hooks between it and here keep all of it from it.
+bool in_torch_checkpoint() {
+  const auto hooks = at::SavedTensorDefaultHooks::get_hooks(true);
+  if (!hooks.has_value()) return false;
+  static const auto* const name = new py::str("__qualname__");
+  const py::object said = attribute_or_none(hooks->first.ptr(getPyInterpreter()), name->ptr());
+  return py::isinstance<py::str>(said) && py::cast<std::string>(said).rfind("_checkpoint_hook.", 0) == 0;
+}
+
+}  // namespace
+
+bool is_recorded() {
+  if (!c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1) return false;
+  return !py::cast<bool>(python_door().phase.attr("enabled")) && !in_torch_checkpoint();
+}
+
+py::object saved_hooks(py::object client) { return py::cast(Hooks(std::move(client))); }
+void push_hooks(const py::object& hooks) { Hooks::push(hooks); }
+void pop_hooks(const py::object& hooks) { py::cast<Hooks&>(hooks).pop(); }
+
+py::object pop_saved(py::handle saved, bool fetch) {
+  static const py::handle saved_type = py::type::of<Saved>().release(),
+                          kept_type = py::type::of<KeptTensor>().release();
+  const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(saved.ptr())));
+  if (type.is(saved_type)) {
+    auto& s = py::cast<Saved&>(saved);
+    if (fetch) s.memory->fetch();
+    return py::cast(s.pop());
+  }
+  if (type.is(kept_type)) return py::cast(py::cast<KeptTensor&>(saved).pop());
+  return python_door().pop(saved, fetch);
+}
+
+void register_saved_python(py::module_& m) {
+  const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
+  auto taken = py::class_<Taken, PyTaken, std::shared_ptr<Taken>>(m, "Taken");
+  taken.def(py::init<const Tensor&>(), py::arg("tensor"))
+      .def("add",
+           [](Taken& self, const py::object& t) {
+             self.Taken::add({py::cast<Tensor>(t), t.ptr()});
+           })
+      .def("fetch", [](Taken& self) { self.Taken::fetch(); })
+      .def("restore", [](const py::object& self) { not_said(self, "restore"); })
+      .def("back_as", wrapped([](Taken& self, const Saved& saved) { return self.Taken::back_as(saved); }))
+      .def("check", &Taken::check)
+      .def("let_go", &Taken::let_go)
+      .def("give_up",
+           [](Taken& self, const std::string& why) {
+             self.let_go();
+             self.set_written(why);
+           })
+      .def_property_readonly("tensor",
+                             [](const Taken& self) -> std::optional<Tensor> {
+                               if (!self.there()) return std::nullopt;
+                               return bytes_over(self.storage(), 0, int64_t(self.storage().nbytes()));
+                             })
+      .def_property_readonly("key", [](const Taken& self) { return reinterpret_cast<uintptr_t>(self.key()); })
+      .def_property_readonly("bytes", &Taken::bytes)
+      .def_property_readonly("watched", &Taken::watched)
+      .def_property_readonly("written", &Taken::written)
+      .def_property_readonly("away", &Taken::away)
+      .def_property_readonly("stays", &Taken::marked);
+  taken.attr("status") = "kept";
+  taken.attr("back") = "";
+  py::class_<Saved>(m, "Saved")
+      .def_readonly("memory", &Saved::memory)
+      .def_readonly("dtype", &Saved::dtype)
+      .def_readonly("offset", &Saved::offset)
+      .def_property_readonly("shape",
+                             [](const Saved& s) { return std::vector<int64_t>(s.sizes.begin(), s.sizes.end()); })
+      .def_property_readonly("strides",
+                             [](const Saved& s) { return std::vector<int64_t>(s.strides.begin(), s.strides.end()); })
+      .def_property_readonly("status", [](const Saved& s) -> py::object { return py::cast(s.memory).attr("status"); })
+      .def_property_readonly("back", [](const Saved& s) -> py::object { return py::cast(s.memory).attr("back"); })
+      .def("fetch", [](const Saved& s) { s.memory->fetch(); })
+      .def("pop", wrapped([](const Saved& s) { return s.pop(); }));
+  auto kept =
+      py::class_<KeptTensor>(m, "Kept").def("fetch", [](const KeptTensor&) {}).def("pop", [](const KeptTensor& k) {
+        return k.pop();
+      });
+  kept.attr("status") = "kept";
+  kept.attr("back") = "";
+  py::class_<Client, PyClient, std::shared_ptr<Client>>(m, "SavedClient")
+      .def(py::init<>())
+      .def_property_readonly("takes", [](const Client&) { return true; })
+      .def("take", [](const py::object& self, const py::object&) { not_said(self, "take"); })
+      .def_property_readonly("taken", &Client::taken)
+      .def("push", wrapped([](Client& self, const py::object& tensor, const py::object& outward) {
+             return self.push(tensor, outward);
+           }),
+           py::arg("tensor"), py::arg("outward") = py::none())
+      .def("forget", &Client::forget);
+  py::class_<Hooks>(m, "SavedHooks")
+      .def(py::init<py::object>(), py::arg("client"))
+      .def("pack", wrapped([](Hooks& self, const py::object& tensor) { return self.pack(tensor); }))
+      .def("push", [](const py::object& self) { Hooks::push(self); })
+      .def("pop", &Hooks::pop);
+  m.def("unpack_saved", wrapped([](const py::object& saved) { return pop_saved(saved, true); }));
+  m.def("pop_saved", wrapped([](const py::object& saved) { return pop_saved(saved, false); }));
+  py::class_<Observer>(m, "SavedObserver")
+      .def(py::init<const py::function&>(), py::arg("told"))
+      .def("__enter__", &Observer::enter)
+      .def("__exit__", &Observer::exit);
+  m.def("is_recorded", is_recorded);
+  m.def("set_saved_door",
+        [](py::object phase, py::object mark, py::object composed, py::object outward_of, py::object pop) {
+          auto& door = python_door();
+          door.phase = std::move(phase);
+          door.mark = std::move(mark);
+          door.composed = std::move(composed);
+          door.outward_of = std::move(outward_of);
+          door.pop = std::move(pop);
+        });
+}
+
+}  // namespace te_torch

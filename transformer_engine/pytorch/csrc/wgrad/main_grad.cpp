@@ -1,0 +1,270 @@
+// See main_grad.h. Whoever waits for a lock here does not hold the GIL; who holds a lock may take the GIL.
+#include "wgrad/main_grad.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "autograd/accumulators.h"
+#include "core/held_object.h"
+#include "wgrad/main_grad_python.h"
+
+namespace te_torch {
+
+using namespace main_grad;
+
+namespace {
+
+bool fits(const Tensor& main_grad, const Tensor& weight) {
+  return main_grad.layout() == at::kStrided && main_grad.sizes() == weight.sizes() &&
+         main_grad.device() == weight.device() && main_grad.is_contiguous() &&
+         (main_grad.scalar_type() == at::kFloat || main_grad.scalar_type() == weight.scalar_type()) &&
+         (main_grad.numel() == 0 || main_grad.storage().nbytes() != 0);
+}
+
+// Additions to one main_grad from several threads take turns. Striped, so that no parameter carries a lock; those of
+// one product are taken together, in an order that is everybody's.
+class Turns {
+ public:
+  explicit Turns(const std::vector<WeightTarget>& targets) {
+    for (const WeightTarget& target : targets) {
+      if (target.out.defined()) stripes_.push_back(reinterpret_cast<uintptr_t>(target.out.data_ptr()) / 256 % kLocks);
+    }
+    std::sort(stripes_.begin(), stripes_.end());
+    stripes_.erase(std::unique(stripes_.begin(), stripes_.end()), stripes_.end());
+    for (const size_t stripe : stripes_) locks()[stripe].lock();
+  }
+  ~Turns() {
+    for (const size_t stripe : stripes_) locks()[stripe].unlock();
+  }
+  Turns(const Turns&) = delete;
+  Turns& operator=(const Turns&) = delete;
+
+ private:
+  static constexpr size_t kLocks = 64;
+  static std::array<std::mutex, kLocks>& locks() {
+    static auto* all = new std::array<std::mutex, kLocks>;
+    return *all;
+  }
+  c10::SmallVector<size_t, 4> stripes_;
+};
+
+// Sets of Python's that get the weights, by id, whose gradients are added to main_grad. Under the GIL; the count is
+// for who does not hold it.
+std::vector<PyObject*> listeners;
+std::atomic<size_t> listening{0};
+
+void tell(PyObject* weight) {
+  for (PyObject* noted : listeners) {
+    const py::object id = owned(PyLong_FromVoidPtr(weight));
+    if (!id || PySet_Add(noted, id.ptr()) != 0) throw_python_error();
+  }
+}
+
+}  // namespace
+
+void note_accumulations(PyObject* noted) {
+  listeners.push_back(Py_NewRef(noted));
+  listening.store(listeners.size());
+}
+
+void forget_accumulations(PyObject* noted) {
+  const auto found = std::find(listeners.begin(), listeners.end(), noted);
+  if (found == listeners.end()) return;
+  listeners.erase(found);
+  listening.store(listeners.size());
+  Py_DECREF(noted);
+}
+
+std::vector<size_t> WeightParameters::find_unasked() const {
+  if (weights.size() == 1 || asks_for_all()) return {};
+  std::vector<Tensor> leaves = weights;
+  leaves.insert(leaves.end(), biases.begin(), biases.end());
+  return unwanted(leaves);
+}
+
+bool WeightParameters::asked(size_t number) const {
+  return std::find(unasked.begin(), unasked.end(), number) == unasked.end();
+}
+
+std::vector<size_t> WeightParameters::left_out() const {
+  std::vector<size_t> numbers = unasked;
+  for (size_t i = 0; i < wanted.size() + wanted_biases.size(); ++i) {
+    if (!(i < wanted.size() ? wanted[i] : wanted_biases[i - wanted.size()])) numbers.push_back(i);
+  }
+  return numbers;
+}
+
+bool WeightParameters::takes(size_t number) const { return wanted[number] && weights[number].requires_grad(); }
+
+std::vector<int64_t> WeightParameters::rows() const {
+  std::vector<int64_t> rows;
+  for (const Tensor& weight : weights) rows.push_back(weight.size(0));
+  return rows;
+}
+
+std::vector<Tensor> WeightParameters::main_grads(bool ask) const {
+  const Names& attributes = names_of_attributes();
+  Attributes attributes_of;
+  std::vector<Tensor> found(weights.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!takes(i) || !asked(i)) continue;
+    const py::object weight = owned(THPVariable_Wrap(weights[i]));
+    attributes_of.now(weight.ptr());
+    const py::object lazy = attributes_of.get(attributes.get_main_grad);
+    if (lazy && !ask) continue;
+    py::object main_grad = lazy ? called(lazy.ptr(), {}) : attributes_of.get(attributes.main_grad);
+    if (!main_grad) main_grad = py::none();
+    if (!THPVariable_CheckExact(main_grad.ptr()) || !fits(THPVariable_Unpack(main_grad.ptr()), weights[i])) {
+      const py::object op = text(names->op), name = text(names->weights[i]);
+      called(answers->check_main_grad, {op.ptr(), name.ptr(), weight.ptr(), main_grad.ptr()});
+    }
+    found[i] = THPVariable_Unpack(main_grad.ptr());
+  }
+  return found;
+}
+
+WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) const {
+  const Names& attributes = names_of_attributes();
+  Attributes attributes_of;
+  WeightTargets said;
+  said.list.reserve(weights.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    said.list.push_back({main_grads[i], weights[i].size(0), overwrite});
+    said.tells.push_back(false);
+    said.stands_in.push_back(false);
+    said.zero.push_back(false);
+    if (!takes(i)) continue;
+    const py::object weight = owned(THPVariable_Wrap(weights[i]));
+    attributes_of.now(weight.ptr());
+    const bool waits = bool(attributes_of.get(attributes.added));
+    said.stands_in[i] = waits;
+    if (waits) said.zero[i] = is_true(attributes_of.get(attributes.zero_out).ptr());
+    if (!main_grads[i].defined()) continue;
+    said.tells[i] = waits;
+    said.list[i].overwrite = overwrite || is_true(attributes_of.get(attributes.overwrite).ptr());
+  }
+  return said;
+}
+
+std::vector<Tensor> WeightParameters::accumulate(const WeightProduct& product, const WeightTargets& targets,
+                                                 bool with_bias) const {
+  std::vector<Tensor> sums;
+  {
+    std::optional<pybind11::gil_scoped_release> no_gil;
+    if (PyGILState_Check() != 0) no_gil.emplace();
+    const Turns turns(targets.list);
+    sums = accumulate_any(product, targets.list, with_bias);
+  }
+  const bool waits = std::find(targets.tells.begin(), targets.tells.end(), true) != targets.tells.end();
+  if (waits || listening.load() != 0) {
+    const pybind11::gil_scoped_acquire gil;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!targets.list[i].out.defined()) continue;
+      const py::object weight = owned(THPVariable_Wrap(weights[i]));
+      tell(weight.ptr());
+      if (targets.tells[i] && PyObject_SetAttr(weight.ptr(), names_of_attributes().added, Py_True) != 0)
+        throw_python_error();
+    }
+  }
+  return sums;
+}
+
+c10::SmallVector<Tensor, 1> WeightParameters::stand_ins(const WeightTargets& targets,
+                                                        const WeightProduct& product) const {
+  const auto dummy = [&](at::IntArrayRef shape, bool zero) {
+    return dummy_weight_grad(shape, product.dtype(), weights[0].device(), zero);
+  };
+  c10::SmallVector<Tensor, 1> all;
+  if (product.matrices() > 1) {
+    for (size_t i = 0; i < weights.size(); ++i) {
+      all.push_back(targets.stands_in[i] ? dummy(weights[i].sizes(), targets.zero[i]) : Tensor());
+    }
+    return all;
+  }
+  std::vector<int64_t> shape = weights[0].sizes().vec();
+  shape[0] = 0;
+  bool zero = false;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (takes(i) && !targets.stands_in[i]) return {Tensor()};
+    shape[0] += targets.list[i].rows;
+    zero = zero || targets.zero[i];
+  }
+  return {dummy(shape, zero)};
+}
+
+namespace {
+
+// Never destroyed: backwards may run while the process ends.
+struct Dummies {
+  using Key = std::tuple<std::vector<int64_t>, at::ScalarType, at::DeviceType, int>;
+  std::mutex mutex;
+  std::map<Key, Tensor> buffers;
+};
+
+Dummies& dummies() {
+  static auto* all = new Dummies;
+  return *all;
+}
+
+}  // namespace
+
+std::vector<Tensor> dummy_weight_grads() {
+  Dummies& all = dummies();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::vector<Tensor> found;
+  for (const auto& entry : all.buffers) found.push_back(entry.second.detach());
+  return found;
+}
+
+void clear_dummy_weight_grads() {
+  Dummies& all = dummies();
+  std::map<Dummies::Key, Tensor> gone;  // freed behind the lock
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  gone.swap(all.buffers);
+}
+
+Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::Device& device, bool zero) {
+  Dummies& all = dummies();
+  Tensor buffer;
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    Tensor& kept = all.buffers[{shape.vec(), dtype, device.type(), device.index()}];
+    if (!kept.defined()) {
+      const c10::InferenceMode normal(false);  // a buffer made there would be an inference tensor for good
+      kept = at::empty(shape, at::TensorOptions(device).dtype(dtype));
+    }
+    buffer = kept;
+  }
+  return zero ? buffer.zero_().detach() : buffer.detach();
+}
+
+WeightGrads ParameterSink::take(std::shared_ptr<const WeightProduct> product, bool with_bias) const {
+  const WeightParameters* parameters = &parameters_;
+  std::shared_ptr<WeightParameters> own;
+  std::vector<size_t> unasked = parameters_.find_unasked();
+  if (store_ != nullptr || !unasked.empty()) {
+    own = std::make_shared<WeightParameters>(parameters_);
+    own->unasked = std::move(unasked);
+    parameters = own.get();
+  }
+  if (store_ != nullptr) {
+    const pybind11::gil_scoped_acquire gil;
+    const pybind11::object left = pybind11::cast(std::move(own)), work = handle_of(std::move(product));
+    called(answers->leave, {store_.get(), left.ptr(), work.ptr(), with_bias ? Py_True : Py_False});
+    return {{Tensor()}, {Tensor()}};
+  }
+  WeightTargets targets;
+  {
+    const pybind11::gil_scoped_acquire gil;
+    targets = parameters->targets(parameters->main_grads(true));
+  }
+  const std::vector<Tensor> sums = parameters->accumulate(*product, targets, with_bias);
+  return {parameters->stand_ins(targets, *product), sums_of_matrices(*product, sums)};
+}
+
+}  // namespace te_torch

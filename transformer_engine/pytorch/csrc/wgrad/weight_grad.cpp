@@ -1,0 +1,84 @@
+// See weight_grad.h. Python exceptions raised by the callable reach whoever called backward() unchanged.
+#include "wgrad/weight_grad.h"
+
+#include <ATen/ops/cat.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "core/held_object.h"
+#include "wgrad/main_grad.h"
+
+namespace te_torch {
+
+namespace {
+
+Tensor tensor_or_none(PyObject* object) {
+  if (object == Py_None) return Tensor();
+  TORCH_CHECK(THPVariable_Check(object), "weight gradient: the sink returned a ", Py_TYPE(object)->tp_name,
+              ", wanted a Tensor or None.");
+  return THPVariable_Unpack(object);
+}
+
+class CallableSink : public WeightGradSink {
+ public:
+  explicit CallableSink(PyObject* callable) : callable_(held_object(callable)) {}
+
+  WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override {
+    const pybind11::gil_scoped_acquire gil;
+    const pybind11::object handle = handle_of(std::move(product));
+    const THPObjectPtr result(
+        PyObject_CallFunctionObjArgs(callable_.get(), handle.ptr(), with_bias ? Py_True : Py_False, nullptr));
+    if (!result) throw_python_error();
+    TORCH_CHECK(PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == 2,
+                "weight gradient: the sink returned a ", Py_TYPE(result.get())->tp_name, ", wanted a pair.");
+    return {{tensor_or_none(PyTuple_GET_ITEM(result.get(), 0))}, {tensor_or_none(PyTuple_GET_ITEM(result.get(), 1))}};
+  }
+
+ private:
+  std::shared_ptr<PyObject> callable_;
+};
+
+class TracedSink : public WeightGradSink {
+ public:
+  explicit TracedSink(std::vector<WeightTarget> targets) : targets_(std::move(targets)) {}
+
+  WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override {
+    const std::vector<Tensor> sums = accumulate_any(*product, targets_, with_bias);
+    return {{Tensor()}, sums_of_matrices(*product, sums)};
+  }
+
+ private:
+  std::vector<WeightTarget> targets_;
+};
+
+}  // namespace
+
+c10::SmallVector<Tensor, 1> sums_of_matrices(const WeightProduct& product, const std::vector<Tensor>& sums) {
+  if (sums.empty()) return {Tensor()};
+  if (product.matrices() > 1) return {sums.begin(), sums.end()};
+  return {sums.size() == 1 ? sums[0] : at::cat(sums)};
+}
+
+Sink traced_sink(std::vector<WeightTarget> targets) { return std::make_shared<TracedSink>(std::move(targets)); }
+
+pybind11::object handle_of(std::shared_ptr<const WeightProduct> product) {
+  return pybind11::cast(std::const_pointer_cast<WeightProduct>(std::move(product)));  // whose Python methods are const
+}
+
+// A callable(product, with_bias) -> (dweight or None, dbias or None), which is called under the GIL, is one too.
+void register_sinks(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<WeightGradSink, std::shared_ptr<WeightGradSink>>(m, "WeightGradSink")
+      .def(py::init([](const py::function& callable) -> std::shared_ptr<WeightGradSink> {
+        return std::make_shared<CallableSink>(callable.ptr());
+      }));
+  py::implicitly_convertible<py::function, WeightGradSink>();
+}
+
+void refuse_sink(bool there, const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!there, op,
+                              ": fuse_wgrad_accumulation and delay_wgrad_compute work on plain tensors in eager mode, "
+                              "not under FakeTensorMode, functorch or with tensor subclasses; build the "
+                              "module without them there.");
+}
+
+}  // namespace te_torch

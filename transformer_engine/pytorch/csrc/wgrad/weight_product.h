@@ -1,0 +1,64 @@
+// The third product of a linear layer, that of its weight gradients, as an object: computed now, added to buffers, or
+// kept for later. Where these buffers are is said by who asks.
+#pragma once
+
+#include "gemm/product.h"
+
+namespace te_torch {
+
+// One entry a matrix of the product; undefined ones where nobody wants a gradient.
+struct WeightGrads {
+  c10::SmallVector<Tensor, 1> weights, biases;
+};
+
+// Consecutive rows of a product's weight gradients, and where they go.
+struct WeightTarget {
+  Tensor out;  // contiguous, of these rows; undefined: nowhere
+  int64_t rows = 0;
+  bool overwrite = false;  // =, not +=
+};
+
+// Weight gradients that are computed now or later.
+class TE_EXPORT WeightProduct {
+ public:
+  virtual ~WeightProduct() = default;
+
+  virtual WeightGrads compute(const Route& route, bool with_bias) const = 0;
+  // Into targets, which are all rows of the product, in order. Returns each one's part of the bias's gradient, those
+  // without an `out` too; nothing unless `with_bias`.
+  virtual std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const = 0;
+  // The plain tensors that it reads: whoever changes these in place changes the gradients.
+  virtual std::vector<Tensor> reads() const = 0;
+  virtual at::ScalarType dtype() const = 0;
+  virtual size_t matrices() const { return 1; }  // whose rows the targets are, or a target each
+};
+
+// accumulate() where a target may be of the other 16-bit type than the product's operands (a main_grad of its weight's,
+// under autocast to the other one): it goes through float32 and is rounded once.
+std::vector<Tensor> accumulate_any(const WeightProduct& product, at::ArrayRef<WeightTarget> targets, bool with_bias);
+
+// Of one matrix: dweight[N, K] = dy^T x, dbias[N] = the column sums of dy.
+class TE_EXPORT MatrixProduct : public WeightProduct {
+ public:
+  Operand dy, x;
+  Tensor dbias;  // summed already, where dy is FP8 and the bias wants a gradient
+
+  MatrixProduct(Operand dy_, Operand x_, Tensor dbias_, at::ScalarType dtype, bool split)
+      : dy(std::move(dy_)), x(std::move(x_)), dbias(std::move(dbias_)), dtype_(dtype), split_(split) {}
+
+  WeightGrads compute(const Route& route, bool with_bias) const override;
+  std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
+  std::vector<Tensor> reads() const override;
+  at::ScalarType dtype() const override { return dtype_; }
+
+ private:
+  // Rows [first, first + rows) of it into out, += or =. Returns these rows' part of the bias's gradient, or nothing.
+  Tensor accumulate_rows(const Route& route, Tensor& out, int64_t first, int64_t rows, bool with_bias,
+                         bool overwrite) const;
+  Tensor column_sums(const Route& route, int64_t first, int64_t rows) const;
+
+  at::ScalarType dtype_;
+  bool split_;
+};
+
+}  // namespace te_torch
