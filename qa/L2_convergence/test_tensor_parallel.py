@@ -1,10 +1,11 @@
 # 100 steps of examples/train_lm.py in fp32, with accumulated gradients, clipping and tied embeddings: divided over 2
 # and over 4 processes against the whole model, from one checkpoint, in every mode. Beside the suites that each commit
 # runs.
-import example_workers as workers
 import pytest
 import torch
 from ranks import on_ranks
+
+from pytorch.examples import workers
 
 STEPS, BOUND = 101, 1e-4
 

@@ -34,6 +34,11 @@ def test_lengths_of_files():
     assert statistics.median(sizes) <= 130 and sizes[int(0.9 * len(sizes))] <= 330
 
 
+def test_helpers_of_tests_are_few():
+    """What serves one folder of tests is in that folder: tests/pytorch/README.md."""
+    assert 1 <= len(list((house.REPO / "tests/pytorch/helpers").glob("*.py"))) <= 15
+
+
 def test_nothing_is_written_twice():
     assert not house.repeats()
 

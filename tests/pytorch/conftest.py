@@ -2,7 +2,8 @@
 # TE_TEST_DEVICE (cpu, cuda, or cpu,cuda) says exactly which instead, and one that is missing is an error, not a skip.
 # `generated_seed` is the number of a random program: --generated=N of them, GENERATED of the module without it.
 # Every test starts from the same seed, with no compiled code, and sees NaN in each tensor that nobody has written yet.
-# Folders are the rooms of the source, helpers/ what they share: README.md says which test is where.
+# Folders are the rooms of the source, helpers/ what several share: README.md says where a test is, and what it
+# imports.
 import os
 import sys
 
@@ -32,7 +33,7 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:.*Deterministic behavior was enabled.*:UserWarning")
     if config.getoption("--layer-policy", None):
-        from layer_policies import install
+        from .layer.policies import install
 
         install(config.getoption("--layer-policy"))
 
@@ -61,7 +62,7 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     if name := config.getoption("--layer-policy", None):
-        from layer_policies import NOT_ASKED
+        from .layer.policies import NOT_ASKED
 
         left_out = [item for item in items if item.name.partition("[")[0] in NOT_ASKED[name]]
         config.hook.pytest_deselected(items=left_out)

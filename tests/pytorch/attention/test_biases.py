@@ -2,11 +2,12 @@
 # masks.default_slopes turns test_slopes_of_the_paper red.
 import pytest
 import torch
-from attention_cases import BATCH, HEAD, HEADS, LENGTHS, by_hand, check, lower_right, padding_arguments, qkv
 from support import DTYPES, randn, wide
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.masks import default_slopes
+
+from .cases import BATCH, HEAD, HEADS, LENGTHS, by_hand, check, lower_right, padding_arguments, qkv
 
 
 def bias_shape(kind, seqs):

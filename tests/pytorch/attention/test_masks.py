@@ -4,7 +4,13 @@
 # test_windows_between_the_lengths_of_queries_and_keys red.
 import pytest
 import torch
-from attention_cases import (
+from plain_modules import run
+from support import DTYPES, assert_same_bits
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.constants import AttnMaskTypes as MASKS
+
+from .cases import (
     BATCH,
     HEAD,
     HEADS,
@@ -15,11 +21,6 @@ from attention_cases import (
     padding_arguments,
     qkv,
 )
-from plain_modules import run
-from support import DTYPES, assert_same_bits
-
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.constants import AttnMaskTypes as MASKS
 
 WINDOWS = [None, (-1, -1), (2, 1), (0, 0), (1, -1), (-1, 2)]
 

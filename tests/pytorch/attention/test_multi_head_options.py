@@ -3,12 +3,13 @@
 # side-by-side ones, or rotating before a norm that comes first turns test_options_match_plain red.
 import pytest
 import torch
-from attention_cases import by_hand, padding_arguments
-from plain_attention import OptionAttention, check_options
 from plain_modules import angles, randomize, run
 from support import DTYPES, assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
+
+from .cases import by_hand, padding_arguments
+from .plain import OptionAttention, check_options
 
 HIDDEN, HEADS, SEQ, SEQ_KV, BATCH = 32, 4, 7, 9, 3
 HEAD = HIDDEN // HEADS

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from attention_cases import BATCH, HEAD, HEADS, LENGTHS, by_hand, check, cumulative, padding_arguments, qkv
 from module_contract import Tracker
 from plain_modules import run
 from support import DTYPES, assert_same_bits, randn
@@ -11,6 +10,8 @@ from support import DTYPES, assert_same_bits, randn
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.constants import AttnBiasTypes as BIASES
 from transformer_engine.pytorch.constants import AttnMaskTypes as MASKS
+
+from .cases import BATCH, HEAD, HEADS, LENGTHS, by_hand, check, cumulative, padding_arguments, qkv
 
 
 def test_dropout_only_drops_what_is_seen(device):

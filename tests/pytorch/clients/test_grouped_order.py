@@ -9,11 +9,12 @@ import io
 
 import pytest
 import torch
-from client_modules import build, values
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+from .modules import build, values
 
 ORDER = ["weight0", "bias0", "weight1", "bias1", "weight2", "bias2"]
 OLD = sorted(ORDER, key=lambda name: name.startswith("bias"))

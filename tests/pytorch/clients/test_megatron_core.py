@@ -1,6 +1,6 @@
 """megatron-core's GPT trains on our layers, unmodified: its layer spec, grouped products of a mixture, data-parallel
 buffers and optimizer, as examples/with_megatron_core.py calls them. On a CPU what it asks of CUDA is answered by
-helpers/megatron_on_cpu.py. Skipped, by name, where the package is not installed.
+megatron_on_cpu.py. Skipped, by name, where the package is not installed.
 
 Mutant: general_gemm that takes gelu=None for a wish (its router's backward ends there)."""
 
@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import megatron_on_cpu
 import pytest
 import torch
 from torchrun import TORCHRUN
+
+from . import megatron_on_cpu
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "with_megatron_core.py"
 SMALL = ("--steps=5", "--hidden=128", "--vocab=64", "--sequence=32", "--batch=2")

@@ -8,13 +8,14 @@ import warnings
 import accelerate
 import pytest
 import torch
-from client_modules import MODULES, build, values
 from support import assert_same_bits, refused
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
+
+from .modules import MODULES, build, values
 
 
 def two(name, device, seed=0):

@@ -17,12 +17,13 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import find_tied_parameters
-from client_modules import MODULES, SPLIT, build, values
-from row_unit_cases import Ran, in_one_buffer
 from support import assert_same_bits, in_threads
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import transformer_engine.pytorch as te
+
+from ..module.row_unit_cases import Ran, in_one_buffer
+from .modules import MODULES, SPLIT, build, values
 
 every_module = pytest.mark.parametrize("name", MODULES)
 

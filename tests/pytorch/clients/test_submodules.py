@@ -1,20 +1,20 @@
 """Clients' own submodules, adapters and hooks in TransformerLayer and MultiheadAttention: they are called by what the
 API says of a submodule, and what they return counts; keywords of ours reach no other class.
 
-Mutants: is_own that answers True for subclasses, or for modules with hooks; taken() that leaves the bias out, or its
-look at the bias's shape; _run_part that gives the norm's input where its output was asked for; only_watches left out
-in probe/one_run.py."""
+Mutants: is_own that answers True for subclasses, or for modules with hooks; taken() without the bias or its look at the
+bias's shape; _run_part that gives the norm's input for its output; probe/one_run.py without only_watches."""
 
 import copy
 
 import pytest
 import torch
-from client_modules import build
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.submodules import is_own
 from transformer_engine.pytorch.probe.one_run import recording
+
+from .modules import build
 
 HIDDEN, FFN, HEADS = 16, 32, 2
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

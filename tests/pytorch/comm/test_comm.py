@@ -4,11 +4,12 @@
 # last shard first (interleave in comm.cpp), test_shards_become_the_whole.
 import pytest
 import torch
-from quantize_cases import KINDS, check_padding, draw, quantizer
 from support import DTYPES, assert_same_bits, layouts, randn, refused
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import comm_interleave, comm_ordered_sum
+
+from ..quantize.cases import KINDS, check_padding, draw, quantizer
 
 
 def in_order(partials, bias=None):

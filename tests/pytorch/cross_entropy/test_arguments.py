@@ -8,10 +8,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from cross_entropy_cases import draw
 from support import DTYPES, assert_same_bits, refused
 
 import transformer_engine.pytorch as te
+
+from .cases import draw
 
 
 def losses(x, target, reduce, smoothing=0.1):

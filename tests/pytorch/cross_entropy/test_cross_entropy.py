@@ -5,11 +5,12 @@ test_values_and_gradients turns red."""
 import pytest
 import torch
 import torch.nn.functional as F
-from cross_entropy_cases import IGNORED, draw
 from support import DTYPES, U32, UNIT_ROUNDOFF, assert_same_bits, assert_within, randn, refused, rounding, wide
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
+
+from .cases import IGNORED, draw
 
 
 def oracle(logits, target, smoothing=0.0, reduce=False, ignore=IGNORED):

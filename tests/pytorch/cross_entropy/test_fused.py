@@ -5,12 +5,13 @@ in WeightTarget (csrc/ops/linear_cross_entropy.cpp) and test_values_and_gradient
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_loss_cases import FEATURES, IGNORED, RECIPES, chunks_of, draw
 from support import DTYPES, U32, assert_same_bits, assert_within, refused, rounding, saved_tensors, sum_error, wide
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import _C
+
+from .fused_cases import FEATURES, IGNORED, RECIPES, chunks_of, draw
 
 
 def parts_of(*tensors):

@@ -6,12 +6,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_loss_cases import FEATURES, RECIPES, chunks_of, draw
 from support import assert_same_bits, assert_within, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch import _C
+
+from .fused_cases import FEATURES, RECIPES, chunks_of, draw
 
 
 def test_products_that_run(device):

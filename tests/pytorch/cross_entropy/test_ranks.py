@@ -3,13 +3,14 @@ against a float64 oracle of the whole, beside a column-parallel Linear, compiled
 alike. Mutants: rank * cols left out of own_column (ops/cross_entropy), or copy_to_tensor_model_parallel_region out of
 fused_linear_cross_entropy, turn these red."""
 
-import cross_entropy_workers
 import pytest
 import torch
 import torch.nn.functional as F
-from cross_entropy_workers import CLASSES, DTYPES, OPTIONS, TOKENS, targets_of, whole
 from ranks import at_most, on_ranks
 from support import UNIT_ROUNDOFF, assert_same_bits, assert_within, wide
+
+from . import workers
+from .workers import CLASSES, DTYPES, OPTIONS, TOKENS, targets_of, whole
 
 pytestmark = pytest.mark.dist
 both = pytest.mark.parametrize("ranks", [2, 4])
@@ -34,7 +35,7 @@ def oracle(leaves, logits_of, target, options):
 @both
 def test_shards(ranks):
     """A row's arithmetic in float32, of 64 classes within 30 of each other: 1e-5; two roundings of the gradient."""
-    results = on_ranks(cross_entropy_workers.sharded, ranks=at_most(ranks))
+    results = on_ranks(workers.sharded, ranks=at_most(ranks))
     for dtype in DTYPES:
         logits, *_, target = whole(dtype)
         for number, options in enumerate(OPTIONS):
@@ -54,7 +55,7 @@ def test_shards(ranks):
 def test_fused(ranks):
     """Logits of 16 products, rounded to the dtype: within 64 of its units, which is what p and so all gradients move
     by, relative to sums of at most 24 tokens' or 64 classes' magnitudes, of at most 4 each."""
-    results = on_ranks(cross_entropy_workers.fused, ranks=at_most(ranks))
+    results = on_ranks(workers.fused, ranks=at_most(ranks))
     for dtype in DTYPES:
         _, *leaves, target = whole(dtype)
         for number, options in enumerate(OPTIONS):
@@ -71,7 +72,7 @@ def test_fused(ranks):
 
 def test_beside_a_column_parallel_linear():
     """Its values, with sequence parallelism too; and compiled, its own bits."""
-    results = on_ranks(cross_entropy_workers.composed)
+    results = on_ranks(workers.composed)
     for rank, result in enumerate(results):
         for sequence in (False, True):
             names = ("loss", "hidden", "weight")
@@ -82,7 +83,7 @@ def test_beside_a_column_parallel_linear():
 
 
 def test_refusals():
-    results = on_ranks(cross_entropy_workers.refusals, device="cpu")
+    results = on_ranks(workers.refusals, device="cpu")
     words = {
         "uneven": ("ValueError", "call different things", "rank 0 brings Float [4, 33]", "rank 1 brings Float [4, 32]"),
         "out of range": ("ValueError", "target", "64 in row 2", "0 to 63"),

@@ -5,11 +5,12 @@ import copy
 
 import pytest
 import torch
-from cross_entropy_cases import draw
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
+
+from .cases import draw
 
 
 def test_gradient_lies_over_the_logits(device):

@@ -1,9 +1,10 @@
 # Ranks over NCCL that disagree raise an error, and no rank waits for an answer (csrc/distributed/fingerprints.h): the
 # rings alone on CPUs, and modules on two GPUs. Mutants: `all` that is not mixed with what came before, a ring that is
 # compared before its rank has met this one, or behind a capture, a post that a fork's child makes too.
-import fingerprint_workers as workers
 import pytest
 from ranks import on_ranks, ranks_compare
+
+from . import fingerprint_workers as workers
 
 pytestmark = pytest.mark.dist
 

@@ -1,11 +1,12 @@
 # allreduce_sequence_parallel_grads on four processes: those of one process that sees every token, where they
 # lie, how many collectives that takes, refusals. Mutants: rounding before the sum,
 # taking .grad where it is a dummy, or a .grad for a parameter that no rank has one of, turn these red.
-import gradient_workers
 import pytest
 import torch
 from ranks import on_ranks
 from support import U32, UNIT_ROUNDOFF, assert_same_bits, assert_within, rounding, sum_error, wide
+
+from . import gradient_workers
 
 RANKS = gradient_workers.RANKS
 OWN = sum(range(1, RANKS + 1))  # what the ranks' own parts of whole-number gradients add up to

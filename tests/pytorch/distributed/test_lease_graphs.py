@@ -1,9 +1,10 @@
 # Memory on lease on CUDA: in captured graphs, on streams at work together, and NaN where it was given back; over NCCL
 # and one rank. Mutants: a lease of a capture that is a slot of the arena (may_last in lease.cpp), slots that streams
 # share, turn these red.
-import lease_graph_workers as workers
 import pytest
 from ranks import on_ranks
+
+from . import lease_graph_workers as workers
 
 pytestmark = [pytest.mark.dist, pytest.mark.gpu]
 

@@ -1,13 +1,14 @@
 # Data parallel around tensor parallel: DDP and FSDP2 over one dimension of a mesh, divided layers over the other,
 # against the undivided layers on all data; a checkpoint of four processes read by one. Mutant: without
 # allreduce_sequence_parallel_grads, norms and biases of rows learn from a part of the tokens.
-import mesh_workers as workers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 
 from transformer_engine.pytorch import distributed
+
+from . import mesh_workers as workers
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 

@@ -2,13 +2,14 @@
 # gathered, the bias added before the scatter, norm gradients summed by the module itself, turn these red.
 import itertools
 
-import parallel_stacks
-import parallel_workers as workers
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_fp8_workers import fp8_bits
 from ranks import backends, here, on_ranks
+
+from . import parallel_stacks
+from . import parallel_workers as workers
+from .parallel_fp8_workers import fp8_bits
 
 pytestmark = pytest.mark.dist
 

@@ -1,10 +1,11 @@
 # Attention and transformer layers on several ranks against the same modules whole. Mutants: the gradients of q_norm and
 # k_norm not added up, or not marked, ALiBi's slopes of the first heads on every rank, rotary positions checked against
 # a rank's tokens, the dropout of what is divided drawn without a fork, turn these red.
-import parallel_attention_workers as workers
 import pytest
 import torch
 from ranks import found_by, on_ranks
+
+from . import parallel_attention_workers as workers
 
 pytestmark = pytest.mark.dist
 found = found_by(workers.everything)

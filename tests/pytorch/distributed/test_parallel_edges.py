@@ -1,10 +1,11 @@
 # Edges of tensor parallelism on gloo ranks. Mutants: the largest amax asked for without the question whether the ranks
 # agree, or a backward's gather that counts as a forward's, end or hang the ranks here; so do functions
 # and modules that ask in words of different lengths.
-import parallel_edge_workers as workers
 import pytest
 import torch
 from ranks import found_by, ranks_compare
+
+from . import parallel_edge_workers as workers
 
 pytestmark = pytest.mark.dist
 found = found_by(workers.everything)

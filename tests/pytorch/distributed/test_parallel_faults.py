@@ -1,9 +1,10 @@
 # What goes wrong, or lies across, while divided layers are at work, on gloo ranks. Mutants: a sum of gradients that is
 # written behind the backward's end, a backward that gathers into what its caller has, slots without a group in their
 # name, turn these red.
-import parallel_fault_workers as workers
 import pytest
 from ranks import found_by
+
+from . import parallel_fault_workers as workers
 
 pytestmark = pytest.mark.dist
 found = found_by(workers.everything)

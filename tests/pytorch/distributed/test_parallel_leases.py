@@ -5,13 +5,14 @@
 # these red.
 import contextlib
 
-import parallel_lease_workers as workers
 import pytest
 import torch.distributed as dist
 from ranks import found_by
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import transformer_engine.pytorch as te
+
+from . import parallel_lease_workers as workers
 
 pytestmark = pytest.mark.dist
 found = found_by(workers.everything)

@@ -1,9 +1,10 @@
-# Drawn programs over divided modules against the same modules whole (helpers/parallel_programs.py): what no test of one
+# Drawn programs over divided modules against the same modules whole (parallel_programs.py): what no test of one
 # option meets. Mutants: an exchange that is kept under the mode alone, a norm's gradient that the module adds up, a
 # norm's output that torch.compile cannot gather, turn these red.
-import parallel_programs as programs
 import pytest
 from ranks import on_ranks
+
+from . import parallel_programs as programs
 
 pytestmark = pytest.mark.dist
 

@@ -1,8 +1,9 @@
 # What tensor-parallel layers seldom meet, on gloo ranks. Mutants: a gather of memory that does not lie in order, a sum
 # in place, products of a delayed gradient that name nothing they read, an exchange kept under the mode alone.
-import parallel_rare_workers as workers
 import pytest
 from ranks import found_by
+
+from . import parallel_rare_workers as workers
 
 pytestmark = pytest.mark.dist
 found = found_by(workers.everything)

@@ -3,9 +3,10 @@
 # is replayed. Mutants: peer_gather() that poisons nothing and PeerCall without refuse_failed()
 # (csrc/distributed/peer.cpp), words without the dtype (csrc/layer/exchange_peer.cpp), replays that do not ask
 # (graph/replay.py), turn these red.
-import peer_failure_workers as workers
 import pytest
 from ranks import as_peers
+
+from . import peer_failure_workers as workers
 
 pytestmark = pytest.mark.dist
 

@@ -6,9 +6,10 @@ import signal
 import time
 from pathlib import Path
 
-import peer_fault_workers as workers
 import pytest
 from ranks import on_cuda
+
+from . import peer_fault_workers as workers
 
 pytestmark = pytest.mark.dist
 

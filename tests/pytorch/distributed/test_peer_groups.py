@@ -4,9 +4,10 @@
 # without telling, turn these red.
 import time
 
-import peer_group_workers as workers
 import pytest
 from ranks import as_peers, on_cuda
+
+from . import peer_group_workers as workers
 
 pytestmark = [
     pytest.mark.dist,

@@ -1,9 +1,10 @@
 # Groups at work together over channels to peers, each with words and memory of its own: bits as over the group. On CUDA
 # with any number of hardware queues. Mutant, in csrc/distributed/peer.cpp: a channel that is found by the device alone
 # turns these red.
-import peer_together_workers as workers
 import pytest
 from ranks import as_peers
+
+from . import peer_together_workers as workers
 
 pytestmark = pytest.mark.dist
 

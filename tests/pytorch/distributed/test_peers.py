@@ -5,9 +5,6 @@
 import re
 from types import SimpleNamespace
 
-import parallel_workers
-import peer_graph_workers as graph_workers
-import peer_workers as workers
 import pytest
 import torch
 from ranks import as_peers, here
@@ -15,6 +12,10 @@ from support import refused
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed import peer
+
+from . import parallel_workers
+from . import peer_graph_workers as graph_workers
+from . import peer_workers as workers
 
 pytestmark = pytest.mark.dist
 

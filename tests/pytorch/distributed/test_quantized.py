@@ -2,12 +2,13 @@
 # tensor quantized, in every format and direction; what travels; what quantizers note; refusals. Mutants: an amax
 # that is not agreed on, columnwise data put behind each other, blocks that are gathered though they span two ranks,
 # scales that are not compared, turn these red.
-import gather_workers
 import pytest
 import torch
-from gather_workers import USAGES, gather, quantizer_of
 from ranks import on_ranks
 from support import assert_same_bits
+
+from . import gather_workers
+from .gather_workers import USAGES, gather, quantizer_of
 
 RANKS = 2
 

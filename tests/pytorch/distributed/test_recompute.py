@@ -11,11 +11,12 @@ import torch
 from families import EVERY_FAMILY, FFN, HIDDEN, build, inputs_of
 from module_contract import Tracker
 from plain_modules import randomize
-from recompute_cases import Dropping, both_ways, same_bits, step, tokens
 from support import assert_same_bits, in_threads, refused, saved_tensors
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import transformer_engine.pytorch as te
+
+from .recompute_cases import Dropping, both_ways, same_bits, step, tokens
 
 # ---- the same bits ----
 

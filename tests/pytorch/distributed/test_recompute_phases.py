@@ -7,7 +7,6 @@ import pytest
 import torch
 from families import FFN, HEAD, HIDDEN, build
 from plain_modules import angles, randomize
-from recompute_cases import Dropping, both_ways, same_bits, step, tokens
 from support import assert_same_bits, in_threads, refused
 
 import transformer_engine.pytorch as te
@@ -17,6 +16,8 @@ from transformer_engine.pytorch.distributed import (
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
 )
+
+from .recompute_cases import Dropping, both_ways, same_bits, step, tokens
 
 # ---- phases ----
 

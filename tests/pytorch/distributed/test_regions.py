@@ -2,12 +2,13 @@
 # what they refuse on every rank alike. Mutants: a backward that gathers where it has to sum, or sums where it has to
 # gather, a sum that is written into the gradient that came in, or ranks that are not compared, turn these red.
 import pytest
-import region_workers
 import torch
 from rank_workers import of_rank
 from ranks import on_ranks
-from region_workers import REGIONS, ROWS, WIDTH
 from support import assert_same_bits, refused
+
+from . import region_workers
+from .region_workers import REGIONS, ROWS, WIDTH
 
 RANKS = 2
 

@@ -3,12 +3,13 @@
 # projection that is cut in one piece, a copy in place of the parameter's memory, FSDP2's parameters taken for unmarked
 # ones, turn these red.
 import pytest
-import sharded_state_workers as workers
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 
 from transformer_engine.pytorch.distributed import load_tensor_parallel_state_dict, tensor_parallel_state_dict
+
+from . import sharded_state_workers as workers
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,14 @@
 # symmetric memory on CUDA devices that reach each other; what it refuses by name. Mutants: a sum that is written into
 # its input, shared memory that does not grow, turn these red.
 import pytest
-import region_workers
 import torch
 from rank_workers import of_rank
 from ranks import on_ranks
 from support import assert_same_bits, refused
 
 from transformer_engine.pytorch.distributed import symmetric_all_reduce
+
+from . import region_workers
 
 # On devices as the suites have them, and in any case where there is a CUDA device on that one, which the ranks share.
 PLACES = [

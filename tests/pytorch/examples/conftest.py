@@ -1,9 +1,10 @@
 # Fixtures of the tests of examples/train_lm.py.
 import pytest
 import torch
-from train_lm_cases import TEXT, TINY
 
 from lm.config import PRESETS
+
+from .train_lm_cases import TEXT, TINY
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ import dataclasses
 import random
 
 import pytest
-from framework_gpt import IN_FLIGHT, IN_TURN, LAYERS, Options, train
-from offload_cases import small  # noqa: F401
 from support import assert_same_bits
 
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from ..offload.cases import small  # noqa: F401
+from .framework_gpt import IN_FLIGHT, IN_TURN, LAYERS, Options, train
 
 pytestmark = [
     pytest.mark.usefixtures("small", "fp8_left_off"),

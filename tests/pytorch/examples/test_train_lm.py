@@ -9,13 +9,14 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_lm_cases import FILES, TINY, metrics, train
 
 import train_lm
 from lm import data
 from lm.config import ExampleError
 from lm.model import FusedLM, plain_twin
 from transformer_engine.pytorch.cpu_offload import layer as offload_layer
+
+from .train_lm_cases import FILES, TINY, metrics, train
 
 pytestmark = pytest.mark.usefixtures("tiny_toy")
 

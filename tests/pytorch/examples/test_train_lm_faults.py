@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from train_lm_cases import FILES, TEXT, TINY, metrics, train
 
 import train_lm
 from lm import checkpoint
 from lm.config import PRESETS, ExampleError
 from lm.model import FusedLM
 from lm.train import Trainer
+
+from .train_lm_cases import FILES, TEXT, TINY, metrics, train
 
 pytestmark = pytest.mark.usefixtures("tiny_toy")
 SCRIPT = Path(train_lm.__file__)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import example_workers as workers
 import pytest
 import torch
 from ranks import must_have_devices, on_cuda, on_ranks
@@ -19,6 +18,8 @@ from torchrun import TORCHRUN
 
 import train_lm
 from lm.config import ExampleError
+
+from . import workers
 
 pytestmark = pytest.mark.dist
 STEPS, BACK = 5, 7
@@ -74,11 +75,13 @@ def test_torchrun_starts_it(tmp_path):
     if on_cuda():
         must_have_devices(2)
     (tmp_path / "text.py").write_bytes(workers.TEXT)
-    code = f"import example_workers as w; print(w.train({str(tmp_path)!r}, 'run', '--tp', '2', '--steps', '2')[1])"
+    call = f"workers.train({str(tmp_path)!r}, 'run', '--tp', '2', '--steps', '2')"
+    code = f"from pytorch.examples import workers; print({call}[1])"
     command = [*TORCHRUN, "--no-python", sys.executable]
-    paths = os.pathsep.join(str(path) for path in (Path(workers.__file__).parent, Path(train_lm.__file__).parent))
+    tests = Path(workers.__file__).parents[2]
+    paths = [str(path) for path in (tests, tests / "pytorch/helpers", Path(train_lm.__file__).parent)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in (paths, environment.get("PYTHONPATH")) if path)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, environment.get("PYTHONPATH")]))
     done = subprocess.run([*command, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step    2/2") == 1

@@ -4,11 +4,12 @@
 # for BLOCK_2D's mode in scale_mode_of, ops/gemm/cublaslt.h) turns test_whole_numbers_are_exact red.
 import pytest
 import torch
-from fp8_operands import BLOCK_1D, BLOCK_2D, NAMES, TENSOR, TORCH_DTYPES, Operand, over_elements
 from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, refused, rounding, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_engine.pytorch import _C
+
+from .fp8_operands import BLOCK_1D, BLOCK_2D, NAMES, TENSOR, TORCH_DTYPES, Operand, over_elements
 
 gemm_fp8, gemm_fp8_accumulate = torch.ops.te.gemm_fp8, torch.ops.te.gemm_fp8_accumulate
 

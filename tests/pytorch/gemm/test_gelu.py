@@ -3,8 +3,9 @@ import math
 
 import pytest
 import torch
-from gemm_cases import LAYOUTS, accumulated, call, each, first_rounding, product
 from support import DTYPES, U32, assert_within, randn, rounding, wide
+
+from .cases import LAYOUTS, accumulated, call, each, first_rounding, product
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from gemm_cases import LAYOUTS, accumulated, call, each, first_rounding, may_refuse, operands, product
 from support import (
     DTYPES,
     assert_same_bits,
@@ -21,6 +20,8 @@ from support import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_engine.pytorch.functional import gemm, gemm_accumulate
+
+from .cases import LAYOUTS, accumulated, call, each, first_rounding, may_refuse, operands, product
 
 FORMS = ((torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_operands import BLOCK_1D, BLOCK_2D, TENSOR, Operand, rounded_up
 from support import DTYPES, assert_same_bits, assert_within, in_threads, randn, refused, rounding, sum_error, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +16,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import gemm, gemm_accumulate
+
+from .fp8_operands import BLOCK_1D, BLOCK_2D, TENSOR, Operand, rounded_up
 
 ops = torch.ops.te
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.uint8

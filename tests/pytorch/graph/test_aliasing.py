@@ -7,11 +7,12 @@ import gc
 
 import pytest
 import torch
-from graph_cases import FAMILIES, HIDDEN, assert_same_step, capture, left_by, tokens, twins
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph.buffers import apart, fill, neighbourhood
+
+from .cases import FAMILIES, HIDDEN, assert_same_step, capture, left_by, tokens, twins
 
 OP = "make_graphed_callables"
 

@@ -7,12 +7,13 @@ import functools
 import numpy as np
 import pytest
 import torch
-from graph_cases import HIDDEN, build, capture, linear, tokens
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.graph.order import pipeline_schedule
+
+from .cases import HIDDEN, build, capture, linear, tokens
 
 OP = "make_graphed_callables"
 

@@ -5,11 +5,12 @@ import copy
 
 import pytest
 import torch
-from graph_cases import HIDDEN, assert_same_step, build, leaves_of, left_by, linear, step, tokens
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
+
+from .cases import HIDDEN, assert_same_step, build, leaves_of, left_by, linear, step, tokens
 
 
 class Part(torch.nn.Module):

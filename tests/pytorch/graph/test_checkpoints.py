@@ -7,14 +7,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from graph_cases import Recording, assert_same_step, build, left_by, linear, mlp, norm_linear, tokens
-from graph_fp8_cases import RECIPES, around, assert_same_states, states
 from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import activation_recompute_forward
 from transformer_engine.pytorch.graph.cpu import RecordedStream
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from .cases import Recording, assert_same_step, build, left_by, linear, mlp, norm_linear, tokens
+from .fp8_cases import RECIPES, around, assert_same_states, states
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 BF16 = torch.bfloat16

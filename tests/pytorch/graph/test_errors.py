@@ -5,7 +5,12 @@ import copy
 
 import pytest
 import torch
-from graph_cases import (
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph import is_graph_capturing
+
+from .cases import (
     HIDDEN,
     assert_same_step,
     build,
@@ -18,11 +23,7 @@ from graph_cases import (
     tokens,
     twins,
 )
-from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, allocated, faulty_backward_dw
-from support import assert_same_bits, refused
-
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph import is_graph_capturing
+from .fault_cases import STAGES, WARMUPS, Fault, Faulty, allocated, faulty_backward_dw
 
 OP = "make_graphed_callables"
 

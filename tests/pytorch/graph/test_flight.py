@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 import torch
-from graph_cases import HIDDEN, TOKENS, assert_same_step, build, left_by, linear, mlp, step, tokens
-from graph_orders import ORDERS, check, chunks_of, pipelines
 from support import assert_same_bits, refused
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
+
+from .cases import HIDDEN, TOKENS, assert_same_step, build, left_by, linear, mlp, step, tokens
+from .orders import ORDERS, check, chunks_of, pipelines
 
 WORDS = ("graphed callable 0 (Linear)", "order of the captures", "'_order'", "capture it apart")
 

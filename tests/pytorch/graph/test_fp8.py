@@ -5,13 +5,14 @@ import copy
 
 import pytest
 import torch
-from graph_cases import assert_same_step, build, left_by, linear, mlp, norm_linear, recomputed_mlp, step, tokens
-from graph_fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
-from graph_fp8_families import delayed, every_recipe, layer
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from .cases import assert_same_step, build, left_by, linear, mlp, norm_linear, recomputed_mlp, step, tokens
+from .fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
+from .fp8_families import delayed, every_recipe, layer
 
 FAMILIES = [linear, norm_linear, mlp, recomputed_mlp, layer]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)

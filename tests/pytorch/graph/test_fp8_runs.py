@@ -8,7 +8,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from graph_cases import (
+from support import assert_same_bits
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.distributed import activation_recompute_forward
+from transformer_engine.pytorch.graph import is_graph_capturing
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from .cases import (
     Recording,
     assert_same_step,
     build,
@@ -22,14 +29,8 @@ from graph_cases import (
     stream_on,
     tokens,
 )
-from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, allocated, faulty_backward_dw
-from graph_fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
-from support import assert_same_bits
-
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.distributed import activation_recompute_forward
-from transformer_engine.pytorch.graph import is_graph_capturing
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from .fault_cases import STAGES, WARMUPS, Fault, Faulty, allocated, faulty_backward_dw
+from .fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 every_recipe = pytest.mark.parametrize("name", ["delayed", "current", "block"])

@@ -4,15 +4,16 @@ import copy
 
 import pytest
 import torch
-from graph_cases import HIDDEN, assert_same_step, build, linear, mlp, split_linear, tokens
-from graph_fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
-from graph_fp8_families import delayed, every_recipe, layer
-from graph_program_states import unchecked
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import restore_fp8_tensors, save_fp8_tensors
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from .cases import HIDDEN, assert_same_step, build, linear, mlp, split_linear, tokens
+from .fp8_cases import RECIPES, around, assert_same_states, capture, fp8_step, states, twins
+from .fp8_families import delayed, every_recipe, layer
+from .program_states import unchecked
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,12 @@
 # microbatches in flight, weight gradients everywhere, refused calls, exceptions in captures, writes to what is in
 # flight. --generated=N runs N programs; a failure prints its program. Mutant: results of a checkpoint's first run that
 # stay in static memory turn programs 54, 65 and 91 red; parameters that are not guarded, 29 and 35.
-import graph_rank_workers as workers
 import pytest
-from graph_program_runs import run
-from graph_programs import generated
 from ranks import on_ranks
+
+from . import workers
+from .program_runs import run
+from .programs import generated
 
 GENERATED = 40  # 0.3 s each
 

@@ -6,7 +6,13 @@ import pickle
 
 import pytest
 import torch
-from graph_cases import (
+from support import DTYPES, assert_same_bits, refused, saved_tensors
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph import is_graph_capturing
+from transformer_engine.pytorch.utils import make_weak_ref
+
+from .cases import (
     FAMILIES,
     HIDDEN,
     TOKENS,
@@ -21,11 +27,6 @@ from graph_cases import (
     tokens,
     twins,
 )
-from support import DTYPES, assert_same_bits, refused, saved_tensors
-
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph import is_graph_capturing
-from transformer_engine.pytorch.utils import make_weak_ref
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 

@@ -1,8 +1,9 @@
 # Captured callables on two ranks: amaxes of delayed scaling are reduced over the group that eager takes, at the same
 # places and in the same order. Mutants: the captured group inside of an autocast, or none, turn these red.
-import graph_rank_workers as workers
 import pytest
 from ranks import on_ranks
+
+from . import workers
 
 pytestmark = pytest.mark.dist
 

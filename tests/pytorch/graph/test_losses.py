@@ -7,10 +7,11 @@ import enum
 
 import pytest
 import torch
-from graph_cases import HIDDEN, assert_same_step, build, capture, left_by, linear, mlp, step, tokens, twins
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
+
+from .cases import HIDDEN, assert_same_step, build, capture, left_by, linear, mlp, step, tokens, twins
 
 OP = "make_graphed_callables"
 

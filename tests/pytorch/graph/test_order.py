@@ -6,8 +6,6 @@ import gc
 
 import pytest
 import torch
-from graph_cases import DELAYING, HIDDEN, TOKENS, assert_same_step, build, left_by, linear, mlp, norm_linear
-from graph_orders import DELAYED, FOUR_STAGES, INTERLEAVED, ORDERS, check, chunks_of, every_order, pipelines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import assert_same_bits, refused
@@ -15,6 +13,9 @@ from support import assert_same_bits, refused
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import order
 from transformer_engine.pytorch.graph.order import Step, pipeline_schedule
+
+from .cases import DELAYING, HIDDEN, TOKENS, assert_same_step, build, left_by, linear, mlp, norm_linear
+from .orders import DELAYED, FOUR_STAGES, INTERLEAVED, ORDERS, check, chunks_of, every_order, pipelines
 
 
 @every_order

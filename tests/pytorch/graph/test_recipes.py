@@ -7,14 +7,15 @@ import warnings
 
 import pytest
 import torch
-from graph_cases import assert_same_step, build, linear, mlp, step, tokens
-from graph_fault_cases import STAGES, WARMUPS, Fault, Faulty, faulty_backward_dw
-from graph_fp8_cases import assert_same_states, states
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from .cases import assert_same_step, build, linear, mlp, step, tokens
+from .fault_cases import STAGES, WARMUPS, Fault, Faulty, faulty_backward_dw
+from .fp8_cases import assert_same_states, states
 
 BEFORE = DelayedScaling(amax_history_len=8)
 # What is another in the recipe of the capture.

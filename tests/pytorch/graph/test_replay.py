@@ -6,7 +6,11 @@ import weakref
 
 import pytest
 import torch
-from graph_cases import (
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+
+from .cases import (
     HIDDEN,
     assert_same_step,
     build,
@@ -20,9 +24,6 @@ from graph_cases import (
     tokens,
     twins,
 )
-from support import assert_same_bits, refused
-
-import transformer_engine.pytorch as te
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,11 @@ import weakref
 
 import pytest
 import torch
-from graph_cases import (
+from support import refused
+
+import transformer_engine.pytorch as te
+
+from .cases import (
     HIDDEN,
     assert_same_step,
     build,
@@ -20,9 +24,6 @@ from graph_cases import (
     tokens,
     twins,
 )
-from support import refused
-
-import transformer_engine.pytorch as te
 
 
 def test_reset_restores_the_eager_forward(device):

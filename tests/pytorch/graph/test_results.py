@@ -6,11 +6,12 @@ import random
 
 import pytest
 import torch
-from graph_cases import assert_same_step, build, left_by, linear
-from graph_orders import ORDERS, chunks_of, every_order, pipelines
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te
+
+from .cases import assert_same_step, build, left_by, linear
+from .orders import ORDERS, chunks_of, every_order, pipelines
 
 WIDTH = 4
 every_reuse = pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])

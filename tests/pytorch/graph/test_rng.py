@@ -3,10 +3,11 @@ import copy
 
 import pytest
 import torch
-from graph_cases import HIDDEN, TOKENS, assert_same_step, build, capture, layer, mlp, plain, step, tokens, twins
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
+
+from .cases import HIDDEN, TOKENS, assert_same_step, build, capture, layer, mlp, plain, step, tokens, twins
 
 
 def test_random_numbers_go_on_as_in_eager(device):

@@ -4,7 +4,15 @@ import collections
 
 import pytest
 import torch
-from graph_cases import (
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.graph.cpu import RecordedEvent, RecordedStream
+from transformer_engine.pytorch.graph.cuda import CudaGraphs
+from transformer_engine.pytorch.graph.weight_flag import WeightFlag
+
+from .cases import (
     Recording,
     assert_same_step,
     build,
@@ -18,13 +26,6 @@ from graph_cases import (
     tokens,
     twins,
 )
-from support import assert_same_bits, refused
-
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.graph.cpu import RecordedEvent, RecordedStream
-from transformer_engine.pytorch.graph.cuda import CudaGraphs
-from transformer_engine.pytorch.graph.weight_flag import WeightFlag
 
 
 def logged():

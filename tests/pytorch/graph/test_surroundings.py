@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from graph_cases import assert_same_step, build, capture, linear, mlp, step, tokens, twins
 from support import refused
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
+
+from .cases import assert_same_step, build, capture, linear, mlp, step, tokens, twins
 
 
 def checkpointed(layers, run):

@@ -5,11 +5,12 @@ import copy
 
 import pytest
 import torch
-from graph_cases import HIDDEN, assert_same_step, build, capture, linear, step, tokens
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph.cpu import RecordedGraph
+
+from .cases import HIDDEN, assert_same_step, build, capture, linear, step, tokens
 
 CHANGED = "modified by an inplace operation"
 

@@ -3,7 +3,12 @@
 # main_grad stay, or a joined weight of which all gets its gradient where one part is asked for, turn these red.
 import pytest
 import torch
-from graph_cases import (
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph.cpu import RecordedStream
+
+from .cases import (
     Recording,
     assert_same_step,
     capture,
@@ -15,10 +20,6 @@ from graph_cases import (
     tokens,
     twins,
 )
-from support import assert_same_bits, refused
-
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.cpu import RecordedStream
 
 FAMILIES = [linear, split_linear, norm_linear, mlp]
 

@@ -6,7 +6,11 @@ import copy
 
 import pytest
 import torch
-from graph_cases import (
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+
+from .cases import (
     DELAYING,
     assert_same_step,
     build,
@@ -19,9 +23,6 @@ from graph_cases import (
     tokens,
     twins,
 )
-from support import assert_same_bits, refused
-
-import transformer_engine.pytorch as te
 
 
 @pytest.mark.parametrize("family", DELAYING, ids=lambda f: f.__name__)

@@ -6,11 +6,12 @@ import contextlib
 
 import pytest
 import torch
-from layer_policies import policy
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
+
+from .policies import policy
 
 LAYERS, MICROBATCHES = 3, 2
 

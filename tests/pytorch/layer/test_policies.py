@@ -8,7 +8,6 @@ import contextlib
 
 import pytest
 import torch
-from layer_policies import policy
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
@@ -16,6 +15,8 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.quantization.products import plan_of
 from transformer_engine.pytorch.saved.rows import live_rows
+
+from .policies import policy
 
 RECIPES = {
     "none": None,

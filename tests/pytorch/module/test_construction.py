@@ -5,12 +5,13 @@ import io
 
 import pytest
 import torch
-from module_cases import MODULES, build, every_module, same_bits, through_a_file, tokens
 from module_contract import Tracker
 from plain_modules import as_tuple, run
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
+
+from .cases import MODULES, build, every_module, same_bits, through_a_file, tokens
 
 # ---- construction, meta device, state, copies ----
 

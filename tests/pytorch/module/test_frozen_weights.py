@@ -3,7 +3,8 @@
 import pytest
 import torch
 from support import assert_same_bits
-from weight_grad_cases import build, every_family, microbatch, split_linear, weights, with_main_grads
+
+from .weight_grad_cases import build, every_family, microbatch, split_linear, weights, with_main_grads
 
 
 @every_family

@@ -2,14 +2,15 @@
 # gradients elsewhere, writes, exceptions, copies and files. module_oracles_*.py say what has to be equal to what, most
 # of it to the bit; a failure tells its seed and what the program did. Mutants: a gradient that is left out where it
 # alone is wanted, an amax that is noted twice, a scale that stays as it was.
-import module_rank_workers
 import pytest
 from fp8_steps import assert_same_tensors
 from generated import Program
-from module_oracles_gradients import ORACLES as OF_GRADIENTS
-from module_oracles_state import ORACLES as OF_STATE
-from module_oracles_writes import ORACLES as OF_WRITES
 from ranks import on_ranks
+
+from . import workers
+from .oracles_gradients import ORACLES as OF_GRADIENTS
+from .oracles_state import ORACLES as OF_STATE
+from .oracles_writes import ORACLES as OF_WRITES
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 GENERATED = 20
@@ -25,9 +26,9 @@ def test_a_program_over_modules(oracle, generated_seed):
 
 def test_two_ranks_keep_the_histories_of_one_process(request):
     seeds = range(request.config.getoption("generated", None) or 8)
-    ranks = on_ranks(module_rank_workers.programs, seeds, device="cpu")
+    ranks = on_ranks(workers.programs, seeds, device="cpu")
     for seed in seeds:
-        alone = module_rank_workers.run(seed, None)
+        alone = workers.run(seed, None)
         for rank in ranks:
             for at, wanted in enumerate(alone):
                 if wanted:

@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 import torch
-from grouped_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import DTYPES, assert_same_bits, randn, refused, saved_tensors
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as R
+from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
+
+from .grouped_cases import (
     RECIPES,
     SPLITS,
     K,
@@ -18,13 +26,6 @@ from grouped_cases import (
     step,
     step_of_loop,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support import DTYPES, assert_same_bits, randn, refused, saved_tensors
-
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as R
-from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
 
 # bias, main_grad, and gradients that are left to backward_dw(), each with each.
 OPTIONS = [

@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
-from grouped_cases import RECIPES, SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
 from plain_fp8 import PlainScales, linear
 from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, refused, rounding, saved_tensors
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
 from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
+
+from .grouped_cases import RECIPES, SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

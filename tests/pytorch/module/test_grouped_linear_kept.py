@@ -4,12 +4,13 @@
 # (cpu_offload): each turns tests here red.
 import pytest
 import torch
-from grouped_cases import RECIPES, SPLITS, K, build
-from offload_cases import small as small  # a fixture
 from support import assert_same_bits, randn, saved_tensors
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
+
+from ..offload.cases import small as small  # a fixture
+from .grouped_cases import RECIPES, SPLITS, K, build
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

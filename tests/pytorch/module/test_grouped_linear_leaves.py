@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
-from grouped_cases import SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
+
+from .grouped_cases import SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
 
 ROWS = sum(SPLITS)
 

@@ -5,11 +5,12 @@
 # (gemm_list.cpp), no note_written() (products_grouped.cpp), or pieces without their distance (rows_view.cpp).
 import pytest
 import torch
-from grouped_cases import SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
 from support import DTYPES, assert_same_bits, randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
+
+from .grouped_cases import SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
 
 ROWS = sum(SPLITS)
 OPTIONS = {

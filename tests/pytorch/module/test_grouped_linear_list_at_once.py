@@ -7,12 +7,13 @@ import copy
 
 import pytest
 import torch
-from grouped_cases import SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
 from transformer_engine.pytorch import _C
+
+from .grouped_cases import SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

@@ -5,12 +5,13 @@
 # is_plain true of any class, or without tp_getattro; pieces of gradients 16 bytes apart, or of any size (rows_view).
 import pytest
 import torch
-from grouped_cases import SPLITS, K, N, build, one_by_one, step, step_of_loop
 from support import assert_same_bits, randn, saved_tensors
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import _C
+
+from .grouped_cases import SPLITS, K, N, build, one_by_one, step, step_of_loop
 
 ROWS = sum(SPLITS)
 BF16 = torch.bfloat16

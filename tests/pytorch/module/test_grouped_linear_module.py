@@ -8,7 +8,13 @@ import pickle
 import pytest
 import torch
 from api_names import MODULES
-from grouped_cases import (
+from module_contract import Tracker, check_signature
+from support import assert_same_bits, randn, refused, saved_tensors
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as R
+
+from .grouped_cases import (
     RECIPES,
     SPLITS,
     K,
@@ -19,11 +25,6 @@ from grouped_cases import (
     step,
     step_of_loop,
 )
-from module_contract import Tracker, check_signature
-from support import assert_same_bits, randn, refused, saved_tensors
-
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as R
 
 # ---- what clients look at ----
 

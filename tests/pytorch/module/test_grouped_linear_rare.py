@@ -4,11 +4,12 @@
 # `alike` without amax_epsilon, tails of `out` written (run_rows): each turns tests here red.
 import pytest
 import torch
-from grouped_cases import SPLITS, K, N, build
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
+
+from .grouped_cases import SPLITS, K, N, build
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

@@ -4,10 +4,11 @@
 # late, a tail that is multiplied, wgrad's rows to a whole tile.
 import pytest
 import torch
-from grouped_cases import K, N, assert_same_gradients, build, step, step_of_loop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import assert_same_bits, assert_within, randn
+
+from .grouped_cases import K, N, assert_same_gradients, build, step, step_of_loop
 
 BF16 = torch.bfloat16
 KINDS = {

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from grouped_cases import RECIPES, SPLITS, K, N, build, give_main_grads, step
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
+
+from .grouped_cases import RECIPES, SPLITS, K, N, build, give_main_grads, step
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

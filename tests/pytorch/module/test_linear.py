@@ -6,11 +6,12 @@ import inspect
 
 import pytest
 import torch
-from linear_cases import assert_same_step, step, twins
 from support import DTYPES, assert_same_bits, assert_within, in_threads, randn, refused, wide
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.functional import linear
+
+from .linear_cases import assert_same_step, step, twins
 
 # specs: name and default of every argument, in order. `device` stands for "cuda where there is one".
 SIGNATURE = {

@@ -6,11 +6,12 @@ import pickle
 
 import pytest
 import torch
-from linear_cases import assert_same_step, step, twins
 from support import addresses, assert_same_bits, randn, refused, saved_tensors
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.functional import noop_cat
+
+from .linear_cases import assert_same_step, step, twins
 
 # ---- parameters_split ----
 

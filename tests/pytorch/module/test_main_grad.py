@@ -6,7 +6,10 @@ import copy
 import pytest
 import torch
 from support import DTYPES, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
-from weight_grad_cases import (
+
+import transformer_engine.pytorch as te
+
+from .weight_grad_cases import (
     IN,
     backward,
     build,
@@ -19,8 +22,6 @@ from weight_grad_cases import (
     weights,
     with_main_grads,
 )
-
-import transformer_engine.pytorch as te
 
 # ---- fused accumulation ----
 

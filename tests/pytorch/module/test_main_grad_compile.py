@@ -7,7 +7,12 @@ import copy
 import pytest
 import torch
 from support import assert_same_bits, randn, refused
-from weight_grad_cases import (
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.pytorch.torch_version import torch_version
+
+from .weight_grad_cases import (
     backward,
     build,
     every_family,
@@ -19,10 +24,6 @@ from weight_grad_cases import (
     weights,
     with_main_grads,
 )
-
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
-from transformer_engine.pytorch.torch_version import torch_version
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 # Until then compiled code refuses whatever a backward reads and another one has written, however it is kept.

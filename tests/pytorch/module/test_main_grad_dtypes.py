@@ -5,10 +5,11 @@
 import pytest
 import torch
 from support import assert_same_bits, randn
-from weight_grad_cases import backward, build, every_family, gradients, microbatch, weights
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
+
+from .weight_grad_cases import backward, build, every_family, gradients, microbatch, weights
 
 PAIRS = [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)]
 pairs = pytest.mark.parametrize(("own", "other"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -10,7 +10,10 @@ import weakref
 import pytest
 import torch
 from support import assert_same_bits, in_threads, refused
-from weight_grad_cases import (
+
+import transformer_engine.pytorch as te
+
+from .weight_grad_cases import (
     FAMILIES,
     backward,
     build,
@@ -22,8 +25,6 @@ from weight_grad_cases import (
     weights,
     with_main_grads,
 )
-
-import transformer_engine.pytorch as te
 
 
 def gradients_of(module, seed):

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from module_cases import BATCH, HEADS, HIDDEN, SEQ, build, every_module, same_bits, through_a_file, tokens
 from plain_modules import angles, as_tuple, run
 from support import DTYPES, assert_same_bits, layouts, refused, rounding, wide
 
 import transformer_engine.pytorch as te
+
+from .cases import BATCH, HEADS, HIDDEN, SEQ, build, every_module, same_bits, through_a_file, tokens
 
 HEAD = HIDDEN // HEADS
 

@@ -7,10 +7,11 @@ from io import BytesIO
 
 import pytest
 import torch
-from row_unit_cases import SPLIT, Ran, addresses, example, in_one_buffer, joins_without_copy, linear, model, units
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
+
+from .row_unit_cases import SPLIT, Ran, addresses, example, in_one_buffer, joins_without_copy, linear, model, units
 
 
 def run(parts, device):

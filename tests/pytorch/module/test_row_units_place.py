@@ -6,7 +6,11 @@ from io import BytesIO
 
 import pytest
 import torch
-from row_unit_cases import (
+from support import assert_same_bits, randn, refused
+
+import transformer_engine.pytorch as te
+
+from .row_unit_cases import (
     EXAMPLE,
     SPLIT,
     Ran,
@@ -18,9 +22,6 @@ from row_unit_cases import (
     model,
     units,
 )
-from support import assert_same_bits, randn, refused
-
-import transformer_engine.pytorch as te
 
 # ---- marks ----
 

@@ -7,11 +7,14 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import by_hand, padding_arguments
-from plain_attention import OptionLayer, check_options
 from plain_modules import angles
 from support import DTYPES, assert_same_bits, randn, refused
-from transformer_cases import (
+
+import transformer_engine.pytorch as te
+
+from ..attention.cases import by_hand, padding_arguments
+from ..attention.plain import OptionLayer, check_options
+from .transformer_cases import (
     AFTER_NORM,
     BATCH,
     DECODER,
@@ -27,8 +30,6 @@ from transformer_cases import (
     inputs_of,
     tokens,
 )
-
-import transformer_engine.pytorch as te
 
 # Products in a row (norms, GEMMs, attentions, activation; forward and backward) times the longest sum (80).
 TIGHT = 12 * 80

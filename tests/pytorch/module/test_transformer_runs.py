@@ -6,9 +6,10 @@ import pytest
 import torch
 from plain_modules import angles, run
 from support import assert_same_bits, randn
-from transformer_cases import DECODER, HEADS, HIDDEN, OPTIONS, POST_LN, SEQ_KV, build, calling, inputs_of, tokens
 
 import transformer_engine.pytorch as te
+
+from .transformer_cases import DECODER, HEADS, HIDDEN, OPTIONS, POST_LN, SEQ_KV, build, calling, inputs_of, tokens
 
 # ---- stochastic depth ----
 

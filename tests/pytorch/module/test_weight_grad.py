@@ -10,7 +10,11 @@ import weakref
 import pytest
 import torch
 from support import DTYPES, assert_same_bits, assert_within, in_threads, refused, sum_error, wide
-from weight_grad_cases import (
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module.weight_grad import Pending
+
+from .weight_grad_cases import (
     assert_same_gradients,
     backward,
     build,
@@ -25,9 +29,6 @@ from weight_grad_cases import (
     weights,
     with_main_grads,
 )
-
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.module.weight_grad import Pending
 
 # ---- delayed ----
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from normalization_cases import BOTH, EPS, Inputs, draw
 from support import DTYPES, U32, assert_same_bits, assert_within, layouts, randn, refused, rounding, wide
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import normalization
+
+from .cases import BOTH, EPS, Inputs, draw
 
 # No rows, one element, odd (elementwise access on the GPU), one dimension, three, a warp's and a block's rows.
 SHAPES = ((0, 8), (1, 1), (3, 5), (7,), (2, 3, 33), (9, 128), (5, 4096), (2, 20000))

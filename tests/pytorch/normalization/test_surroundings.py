@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
-from normalization_cases import BOTH, EPS, Inputs, draw
 from support import addresses, assert_same_bits, assert_within, in_threads, randn, refused, saved_tensors, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import normalization
+
+from .cases import BOTH, EPS, Inputs, draw
 
 # ---- PyTorch around it ----
 

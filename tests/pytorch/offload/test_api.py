@@ -6,12 +6,13 @@ import warnings
 
 import pytest
 import torch
-from offload_cases import forward, small, step  # noqa: F401
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 from transformer_engine.pytorch.cpu_offload import context as offload_context
+
+from .cases import forward, small, step  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small")
 

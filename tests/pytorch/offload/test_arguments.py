@@ -7,7 +7,6 @@ import copy
 
 import pytest
 import torch
-from offload_cases import forward, small, step  # noqa: F401
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
@@ -17,6 +16,8 @@ from transformer_engine.pytorch.cpu_offload import (
     ManualOffloadSynchronizer,
     OffloadableLayerState,
 )
+
+from .cases import forward, small, step  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small")
 

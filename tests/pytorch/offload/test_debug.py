@@ -4,10 +4,11 @@ import ctypes
 
 import pytest
 import torch
-from offload_cases import forward, small  # noqa: F401
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
+
+from .cases import forward, small  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small")
 COPY = 2  # te_offload_step_kind

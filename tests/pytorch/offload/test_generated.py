@@ -6,10 +6,11 @@
 import warnings
 
 import pytest
-from offload_cases import small  # noqa: F401
-from offload_program_runs import Run
-from offload_programs import Refused, make
 from support import assert_same_bits
+
+from .cases import small  # noqa: F401
+from .program_runs import Run
+from .programs import Refused, make
 
 pytestmark = pytest.mark.usefixtures("small", "fp8_left_off")
 

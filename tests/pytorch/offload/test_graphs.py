@@ -5,14 +5,15 @@
 # and, on a GPU, test_a_capture_ends_behind_the_copies_that_it_forked red.
 import pytest
 import torch
-from graph_cases import Records
-from offload_cases import forward, small, step  # noqa: F401
-from offload_graph_cases import HIDDEN, LAYERS, K, build, same
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cpu_offload import schedule
 from transformer_engine.pytorch.cpu_offload.layer import OffloadableLayerState
+
+from ..graph.cases import Records
+from .cases import forward, small, step  # noqa: F401
+from .graph_cases import HIDDEN, LAYERS, K, build, same
 
 pytestmark = pytest.mark.usefixtures("small")
 

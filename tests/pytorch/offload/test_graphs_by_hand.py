@@ -4,12 +4,13 @@ import gc
 
 import pytest
 import torch
-from graph_cases import Records
-from offload_cases import forward, small, step  # noqa: F401
-from offload_graph_cases import HIDDEN, LAYERS, build, same
 from support import randn
 
 import transformer_engine.pytorch as te
+
+from ..graph.cases import Records
+from .cases import forward, small, step  # noqa: F401
+from .graph_cases import HIDDEN, LAYERS, build, same
 
 pytestmark = pytest.mark.usefixtures("small")
 

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-from offload_cases import forward, small, states, step  # noqa: F401
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
@@ -19,6 +18,8 @@ from transformer_engine.pytorch.cpu_offload import (
     OffloadContext,
 )
 from transformer_engine.pytorch.cpu_offload.context import _sync_function
+
+from .cases import forward, small, states, step  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small")
 

@@ -7,13 +7,14 @@ import io
 
 import pytest
 import torch
-from offload_cases import small  # noqa: F401
-from offload_quantized_cases import FORMATS, parts, quantizers
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import cpu_offload
 from transformer_engine.pytorch.cpu_offload import OffloadableLayerState
+
+from .cases import small  # noqa: F401
+from .quantized_cases import FORMATS, parts, quantizers
 
 pytestmark = pytest.mark.usefixtures("small")
 

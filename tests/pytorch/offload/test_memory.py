@@ -4,10 +4,11 @@ import gc
 
 import pytest
 import torch
-from offload_cases import forward, small  # noqa: F401
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cpu_offload import OffloadableLayerState
+
+from .cases import forward, small  # noqa: F401
 
 WIDTH, TOKENS, LAYERS = 1024, 8192, 6
 

@@ -6,10 +6,11 @@ import contextlib
 
 import pytest
 import torch
-from offload_cases import forward, small, step  # noqa: F401
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
+
+from .cases import forward, small, step  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small")
 

@@ -3,7 +3,6 @@
 # cpu_offload/layer.py) turns test_views_come_back_as_they_were red.
 import pytest
 import torch
-from offload_cases import small  # noqa: F401
 from support import assert_same_bits, randn, refused
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -15,6 +14,8 @@ from transformer_engine.pytorch.cpu_offload import (
     mark_not_offload,
 )
 from transformer_engine.pytorch.cpu_offload.layer import Engines
+
+from .cases import small  # noqa: F401
 
 
 def away_and_back(state, tensors):

@@ -4,11 +4,12 @@
 # turn these red.
 import pytest
 import torch
-from offload_cases import forward, peak_bytes, small  # noqa: F401
 from support import randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cpu_offload import layer as offload_layer
+
+from .cases import forward, peak_bytes, small  # noqa: F401
 
 MIB = 1 << 20
 UNEVEN = (3, 2, 5, 2, 4, 6)

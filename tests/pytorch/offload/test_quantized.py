@@ -7,8 +7,6 @@ import gc
 
 import pytest
 import torch
-from offload_cases import small  # noqa: F401
-from offload_quantized_cases import E4M3, FORMATS, parts, quantizers
 from support import assert_same_bits, randn, refused
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -17,6 +15,9 @@ from transformer_engine.pytorch.cpu_offload import OffloadableLayerState, mark_n
 from transformer_engine.pytorch.cpu_offload import layer as offload_layer
 from transformer_engine.pytorch.cpu_offload.layer import Engines
 from transformer_engine.pytorch.tensor.subviews import buffer_of, restore_subview
+
+from .cases import small  # noqa: F401
+from .quantized_cases import E4M3, FORMATS, parts, quantizers
 
 pytestmark = pytest.mark.usefixtures("small")
 

@@ -7,13 +7,14 @@ import weakref
 
 import pytest
 import torch
-from offload_cases import forward, small, states, step  # noqa: F401
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import cpu_offload
 from transformer_engine.pytorch.cpu_offload import DefaultOffloadSynchronizer, OffloadContext
 from transformer_engine.pytorch.cpu_offload.context import _sync_function
+
+from .cases import forward, small, states, step  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small")
 

@@ -11,11 +11,12 @@ import warnings
 
 import pytest
 import torch
-from offload_cases import forward, small, step  # noqa: F401
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import cpu_offload
+
+from .cases import forward, small, step  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small")
 N, K = 4, 2

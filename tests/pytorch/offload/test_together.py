@@ -7,11 +7,12 @@ import contextlib
 
 import pytest
 import torch
-from offload_cases import small  # noqa: F401
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+
+from .cases import small  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small", "fp8_left_off")
 

@@ -5,10 +5,11 @@
 # on a view's own node (_end_of in cpu_offload/context.py), turn the tests at the end red.
 import pytest
 import torch
-from offload_cases import small  # noqa: F401
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
+
+from .cases import small  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small")
 

@@ -3,10 +3,11 @@
 # them, `left_out`.
 import pytest
 import torch
-from offload_cases import small  # noqa: F401
 
 from transformer_engine.pytorch.cpu_offload import OffloadableLayerState
 from transformer_engine.pytorch.cpu_offload.layer import Engines
+
+from .cases import small  # noqa: F401
 
 PRODUCED, RELOADED = 1, 16  # te_offload_wait
 LONG = 100_000_000  # clock cycles: some 50 ms

@@ -10,13 +10,14 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from optimizer_cases import assert_same, everything, give_grads, kept_error, more_steps, parameters, trained
 from safetensors.torch import load_file, save_file
 from support import assert_same_bits, assert_within, randn, refused, wide
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine.pytorch.optimizers import FusedAdam
+
+from .cases import assert_same, everything, give_grads, kept_error, more_steps, parameters, trained
 
 MASTERS = {"master_weights": True}
 BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}

@@ -8,11 +8,12 @@ import copy
 
 import pytest
 import torch
-from optimizer_cases import assert_same, everything, give_grads, more_steps, parameters, trained
 from quantized_cases import FORMATS, parts_of
 from support import assert_same_bits, randn, refused
 
 from transformer_engine.pytorch.optimizers import FusedAdam, adam_groups
+
+from .cases import assert_same, everything, give_grads, more_steps, parameters, trained
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1}
 FORMS = {

@@ -5,12 +5,13 @@ Mutant: states of new parameters put in place before everything is looked at -> 
 
 import pytest
 import torch
-from optimizer_cases import assert_same, everything, give_grads, parameters, trained
 from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+from .cases import assert_same, everything, give_grads, parameters, trained
 
 MASTERS = {"master_weights": True}
 FP8 = {"exp_avg_dtype": torch.uint8}

@@ -7,10 +7,11 @@ import copy
 
 import pytest
 import torch
-from optimizer_cases import assert_same, everything, give_grads, more_steps, parameters, trained
 from support import assert_same_bits, refused
 
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+from .cases import assert_same, everything, give_grads, more_steps, parameters, trained
 
 KINDS = {
     "float32": {},

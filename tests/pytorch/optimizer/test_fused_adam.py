@@ -6,7 +6,11 @@ masters begun from 0 -> test_masters_begin_with_the_weights."""
 
 import pytest
 import torch
-from optimizer_cases import (
+from support import DTYPES, assert_same_bits, assert_within, randn, rounding, wide
+
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+from .cases import (
     adam_oracle,
     assert_same,
     everything,
@@ -16,9 +20,6 @@ from optimizer_cases import (
     parameters,
     trained,
 )
-from support import DTYPES, assert_same_bits, assert_within, randn, rounding, wide
-
-from transformer_engine.pytorch.optimizers import FusedAdam
 
 STATES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}

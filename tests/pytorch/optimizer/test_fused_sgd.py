@@ -7,11 +7,12 @@ import copy
 
 import pytest
 import torch
-from optimizer_cases import give_grads, parameters
 from support import DTYPES, U32, UNIT_ROUNDOFF, assert_same_bits, assert_within, refused, wide
 
 from transformer_engine.pytorch import quantized_model_init
 from transformer_engine.pytorch.optimizers import FusedSGD
+
+from .cases import give_grads, parameters
 
 
 @pytest.mark.parametrize("momentum, dampening, nesterov", [(0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)])

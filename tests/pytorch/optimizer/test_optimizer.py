@@ -7,11 +7,12 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from optimizer_cases import adam_oracle
 from support import DTYPES, U32, assert_same_bits, assert_within, randn, refused, rounding, wide
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.functional import optimizer as ops
+
+from .cases import adam_oracle
 
 SIZES = (0, 1, 7, 255, 2048, 2049, 20011)
 OPTIONS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1, "step": 3}

@@ -1,21 +1,22 @@
 # Fused optimizers under FSDP2, on two processes: the weights of one process that sees both halves of the
 # data, states that are DTensors, resumed from DCP bit for bit. Mutant: states of the whole shape on each rank (`_as`
 # without from_local) turn all of it red.
-import optimizer_workers
 import pytest
 import torch
-from optimizer_workers import FAMILY, PLAIN, QUANTIZED, STEPS
 from rank_workers import batch_of, fresh
 from ranks import on_ranks
 from support import assert_same_bits
-from tensor_workers import FSDP_SHAPES, Layer, batch
+
+from ..tensor.workers import FSDP_SHAPES, Layer, batch
+from . import workers
+from .workers import FAMILY, PLAIN, QUANTIZED, STEPS
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(optimizer_workers.everything, str(tmp_path_factory.mktemp("dcp")))
+    return on_ranks(workers.everything, str(tmp_path_factory.mktemp("dcp")))
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -47,7 +48,7 @@ def test_trains_as_one_process_does(ranks, name):
 def test_quantized_weights_train_as_one_process_does(ranks, name):
     """Gradients are whole numbers, halved: exact, so the bits are the same."""
     module = Layer(name, FSDP_SHAPES[name])
-    optimizer = optimizer_workers.adam_of(module.weight)
+    optimizer = workers.adam_of(module.weight)
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(2):

@@ -4,10 +4,11 @@ Mutant: `kept` from scaled_second (optimizer_math.h) -> test_no_step_is_longer_t
 
 import pytest
 import torch
-from optimizer_cases import everything
 from support import assert_same_bits
 
 from transformer_engine.pytorch.optimizers import FusedAdam
+
+from .cases import everything
 
 LEAST = {torch.uint8: 2.0**-9 / 448, torch.float16: 2.0**-24 / 32752}
 # The magnitudes of the rows' gradients: the last ones' squares are far below the least that the format holds.

@@ -9,13 +9,14 @@ import copy
 
 import pytest
 import torch
-from optimizer_cases import assert_same, everything, more_steps, parameters
 from quantized_cases import E5M2, FORMATS, assert_same_parts, assert_same_tensor, delayed, parts_of
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam
+
+from .cases import assert_same, everything, more_steps, parameters
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

@@ -3,10 +3,11 @@
 import inspect
 
 import pytest
-from api_meanings import CALL, CONSTRUCTOR, OF
-from api_pages import DOCS, MODULES, pages, refusals
 
 import transformer_engine.pytorch as te
+
+from .api_meanings import CALL, CONSTRUCTOR, OF
+from .api_pages import DOCS, MODULES, pages, refusals
 
 PAGES = pages()
 
@@ -14,7 +15,7 @@ PAGES = pages()
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_what_is_found(page):
     path = DOCS / "api" / page
-    assert path.exists() and path.read_text() == PAGES[page], "run `python tests/pytorch/helpers/api_pages.py`"
+    assert path.exists() and path.read_text() == PAGES[page], "run `python tests/pytorch/package/api_pages.py`"
 
 
 def test_no_page_is_left_over():

@@ -7,7 +7,8 @@ import subprocess
 import tarfile
 
 import pytest
-from build_targets import (
+
+from .build_targets import (
     ASK,
     BY_HAND,
     FIND,

@@ -5,9 +5,10 @@ import shutil
 import subprocess
 import sys
 
-import build_targets
 import pytest
-from build_targets import ASK, FIND, METADATA, REPO, Build, compiled, install_torch, refused
+
+from . import build_targets
+from .build_targets import ASK, FIND, METADATA, REPO, Build, compiled, install_torch, refused
 
 
 @pytest.fixture

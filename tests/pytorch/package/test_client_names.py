@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import torch
-from client_names import NEXT
 from support import refused
 
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import pad_thd_sequences_for_cp
+
+from .client_names import NEXT
 
 
 @pytest.mark.parametrize(("module", "name"), NEXT, ids=str)

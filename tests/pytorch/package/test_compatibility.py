@@ -6,18 +6,19 @@ import inspect
 import pytest
 import torch
 from api_names import TE, TOP_LEVEL
-from compatibility import DOCUMENT, absent, document, reason
 from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import permutation
 from transformer_engine.pytorch._absent import absent as mark_absent
 
+from .compatibility import DOCUMENT, absent, document, reason
+
 
 def test_the_document_is_what_is_found():
     wanted, found = DOCUMENT.read_text().splitlines(), document().splitlines()
     differing = [line for line in found if line not in wanted] + [f"no longer: {w}" for w in wanted if w not in found]
-    assert found == wanted, "run `python tests/pytorch/helpers/compatibility.py`: " + "\n".join(differing)
+    assert found == wanted, "run `python tests/pytorch/package/compatibility.py`: " + "\n".join(differing)
 
 
 def absent_names():

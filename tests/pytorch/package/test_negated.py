@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from graph_fp8_cases import RECIPES
 from quantized_cases import FP8_FORMATS
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+from ..graph.fp8_cases import RECIPES
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 MODULES = {

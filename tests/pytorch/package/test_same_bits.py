@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 
-import same_bits
-from same_bits_cases import DTYPES, MODULES, every_case, together
+from . import same_bits
+from .same_bits_cases import DTYPES, MODULES, every_case, together
 
 CHANGES = """
 

@@ -12,7 +12,6 @@ import zlib
 
 import pytest
 import torch
-from graph_cases import event_on
 from support import in_threads, randn
 
 import transformer_engine.pytorch as te
@@ -21,6 +20,8 @@ from transformer_engine.pytorch import saved as door
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 from transformer_engine.pytorch.stash import PagedStash
+
+from ..graph.cases import event_on
 
 pytestmark = [pytest.mark.usefixtures("fp8_left_off"), pytest.mark.filterwarnings("ignore")]
 HIDDEN, ROWS = 32, 16

@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
-from fp8_operands import BLOCK_1D, BLOCK_2D, TENSOR, Operand
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.probe.tune import FORMAT, _accumulated, _Scratch, _tune_one
+
+from ..gemm.fp8_operands import BLOCK_1D, BLOCK_2D, TENSOR, Operand
 
 
 @pytest.fixture(autouse=True)

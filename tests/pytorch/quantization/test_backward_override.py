@@ -4,8 +4,21 @@
 # or an activation that is not quantized again where its values are read (layer_backward), turn these red.
 import pytest
 import torch
-from override_cases import assert_same, by_name, every_recipe, every_word, kept_of
-from override_reference import (
+from support import addresses, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.quantization.products import plan_of
+
+from .override_cases import assert_same, by_name, every_recipe, every_word, kept_of
+from .override_reference import (
     FAMILIES,
     FFN,
     HIDDEN,
@@ -21,18 +34,6 @@ from override_reference import (
     step,
     tokens,
 )
-from support import addresses, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
-
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-)
-from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.quantization.products import plan_of
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

@@ -9,8 +9,15 @@ import random
 
 import pytest
 import torch
-from override_cases import assert_same, by_name, every_recipe, every_word, kept_of
-from override_reference import (
+from plain_modules import as_tuple
+from support import addresses, assert_same_bits
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import CustomRecipe
+from transformer_engine.pytorch import functional
+
+from .override_cases import assert_same, by_name, every_recipe, every_word, kept_of
+from .override_reference import (
     FFN,
     HIDDEN,
     PRODUCTS,
@@ -32,12 +39,6 @@ from override_reference import (
     tokens,
     transformer_layer,
 )
-from plain_modules import as_tuple
-from support import addresses, assert_same_bits
-
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import CustomRecipe
-from transformer_engine.pytorch import functional
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

@@ -2,9 +2,10 @@
 # operands, eager and compiled. That divided modules have the whole ones' values is distributed/test_parallel.py's.
 # Mutants: the gathered operand read columnwise (GroupExchange::whole), or quantized as the forward's in high precision
 # (GatheredProduct::gathered), turn these red.
-import override_workers as workers
 import pytest
 from ranks import on_ranks
+
+from . import override_workers as workers
 
 pytestmark = pytest.mark.dist
 

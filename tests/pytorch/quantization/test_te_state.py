@@ -5,16 +5,17 @@ import io
 import warnings
 
 import pytest
-import te_states
 import torch
 import torch.distributed.checkpoint as dcp
 from support import assert_same_bits, randn
-from te_states import FORMS, as_tensor, state_of, written
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.quantization import extra_state
+
+from . import te_states
+from .te_states import FORMS, as_tensor, state_of, written
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 MODULES = {

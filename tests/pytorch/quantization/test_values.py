@@ -8,11 +8,12 @@ import pickle
 
 import pytest
 import torch
-from primary_cases import by_scale, fitting, forward_backward, forward_scale, linear, newest_amax, rule
 from quantized_cases import assert_same_parts
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
+
+from .primary_cases import by_scale, fitting, forward_backward, forward_scale, linear, newest_amax, rule
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

@@ -4,12 +4,13 @@
 import plain_fp8 as plain
 import pytest
 import torch
-from quantize_cases import DIRECTIONS, SHAPES, check_quantized, draw, expected
 from support import DTYPES, assert_same_bits, refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import dequantize, quantize
+
+from .cases import DIRECTIONS, SHAPES, check_quantized, draw, expected
 
 # ---- bias gradients, the registered op ----
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from quantize_cases import (
+from support import DTYPES, assert_same_bits, in_threads, layouts
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.functional import dequantize
+
+from .cases import (
     DIRECTIONS,
     KINDS,
     SHAPES,
@@ -19,10 +24,6 @@ from quantize_cases import (
     quantizer,
     same_bytes,
 )
-from support import DTYPES, assert_same_bits, in_threads, layouts
-
-from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.functional import dequantize
 
 # ---- bytes and scales ----
 

@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
-from quantize_cases import DIRECTIONS, KINDS, check_padding, draw, quantizer
 from support import DTYPES, assert_same_bits, refused
 
 from transformer_engine.pytorch import _C
+
+from .cases import DIRECTIONS, KINDS, check_padding, draw, quantizer
 
 SHAPES = ((0, 16), (5, 0), (1, 1), (17, 130), (128, 256), (129, 300))
 PARTS = ("rowwise", "rowwise_scale_inv", "columnwise", "columnwise_scale_inv")

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quantize_cases import draw, quantizer, same_bytes
 from support import DTYPES, assert_same_bits, refused
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import quantize_range_amax, quantize_range_cast
+
+from .cases import draw, quantizer, same_bytes
 
 KINDS = {"delayed": 0, "current": 0, "block2d": 2}
 

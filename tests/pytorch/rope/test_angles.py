@@ -6,11 +6,12 @@ import pickle
 
 import pytest
 import torch
-from rope_cases import angles, draw
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import MultiheadAttention, functional
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+
+from .cases import angles, draw
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ test_values_and_gradients turns red."""
 
 import pytest
 import torch
-from rope_cases import angles, draw
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
@@ -13,6 +12,8 @@ from transformer_engine.pytorch.attention.rope import (
     apply_rotary_pos_emb,
     apply_rotary_to_packed,
 )
+
+from .cases import angles, draw
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF_UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

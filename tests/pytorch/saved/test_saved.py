@@ -7,14 +7,15 @@ import gc
 
 import pytest
 import torch
-from offload_cases import small  # noqa: F401
 from quantized_cases import FORMATS
-from saved_cases import Copied, Noted, Toy, same
 from support import randn, refused
 from torch.autograd.graph import save_on_cpu
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import saved as door
+
+from ..offload.cases import small  # noqa: F401
+from .cases import Copied, Noted, Toy, same
 
 pytestmark = pytest.mark.usefixtures("small")  # tensors of 64 elements and more are offload's
 

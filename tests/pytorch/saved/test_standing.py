@@ -4,13 +4,14 @@
 # memory's start (saved.offset there) turn these red.
 import pytest
 import torch
-from offload_cases import small  # noqa: F401
 from quantized_cases import FORMATS
-from saved_cases import Noted, Toy, same
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import saved as door
+
+from ..offload.cases import small  # noqa: F401
+from .cases import Noted, Toy, same
 
 pytestmark = pytest.mark.usefixtures("small")  # tensors of 64 elements and more are offload's
 

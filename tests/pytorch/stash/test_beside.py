@@ -8,12 +8,13 @@ import gc
 
 import pytest
 import torch
-from stash_cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, layers_of, made, report, same, step
 from support import randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash import PagedStash
+
+from .cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, layers_of, made, report, same, step
 
 
 class Model(torch.nn.Module):

@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
-from stash_cases import ROWS, WIDTH, count, dead_rows_zero, filled, layers_of, made, report, same
 from support import randn, refused
 
 from transformer_engine.pytorch.stash import PagedStash
+
+from .cases import ROWS, WIDTH, count, dead_rows_zero, filled, layers_of, made, report, same
 
 LONG = 1_000_000_000  # clock cycles: some 500 ms
 LIVES = (0, 3, 17, ROWS)

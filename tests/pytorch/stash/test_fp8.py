@@ -8,11 +8,12 @@ import copy
 
 import pytest
 import torch
-from stash_cases import made, report, same
 from support import randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
+
+from .cases import made, report, same
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 ROWS, WIDTH = 260, 32

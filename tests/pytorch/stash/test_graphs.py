@@ -4,11 +4,12 @@
 # noted (stash_lanes.cpp): each turns tests red.
 import pytest
 import torch
-from stash_cases import LIVE, WIDTH, count, given, made, report, same
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.capture_flag import capture_ends
+
+from .cases import LIVE, WIDTH, count, given, made, report, same
 
 
 class Layer(torch.nn.Module):

@@ -9,12 +9,13 @@ import weakref
 
 import pytest
 import torch
-from stash_cases import Layers, Originals, count, dead_rows_zero, made, report, same, step
-from stash_layers import HIDDEN, ROWS, agree, inputs_of, ours, stack
 from support import randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import saved as door
+
+from .cases import Layers, Originals, count, dead_rows_zero, made, report, same, step
+from .layers import HIDDEN, ROWS, agree, inputs_of, ours, stack
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 COUNTS = [0, 3, 17, ROWS]

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
-from stash_cases import count, made, report
 
 from transformer_engine.pytorch import saved as door
+
+from .cases import count, made, report
 
 GROUPS, ROWS, WIDTH = 9, 16, 8
 MOST = {True: (6, 3), False: (4, 3)}  # scheduled: (forward, backward); three more than CPython 3.12 counts

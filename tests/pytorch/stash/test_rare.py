@@ -10,10 +10,11 @@ import weakref
 
 import pytest
 import torch
-from stash_cases import LIVE, ROWS, WIDTH, count, filled, made, pinned_bytes, report, same
 from support import randn, refused
 
 from transformer_engine.pytorch.stash import PagedStash
+
+from .cases import LIVE, ROWS, WIDTH, count, filled, made, pinned_bytes, report, same
 
 
 class Tail(str, enum.Enum):

@@ -7,11 +7,12 @@ import math
 
 import pytest
 import torch
-from stash_cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, made, same, step
 from support import randn, refused
 
 from transformer_engine.pytorch import saved as door
 from transformer_engine.pytorch.stash import PagedStash
+
+from .cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, made, same, step
 
 
 @pytest.mark.parametrize(

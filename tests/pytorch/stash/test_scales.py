@@ -7,12 +7,13 @@ import copy
 
 import pytest
 import torch
-from stash_cases import LIVE, count, filled, made
 from support import randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
 from transformer_engine.pytorch.stash import manager
+
+from .cases import LIVE, count, filled, made
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 WIDTH, ROWS, STEPS, BAD = 32, 16, 6, 2

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given as generated
 from hypothesis import settings
 from hypothesis import strategies as st
-from stash_cases import count, made, report, same
-from stash_pipelines import PIPELINES, ROWS, WIDTH, chunks_in_order, layer
 from support import randn
 
 from transformer_engine.pytorch.stash.schedule import Schedule
+
+from .cases import count, made, report, same
+from .pipelines import PIPELINES, ROWS, WIDTH, chunks_in_order, layer
 
 
 def entries(stash, layers):

@@ -9,8 +9,9 @@ import weakref
 
 import pytest
 import torch
-from stash_cases import count, filled, made, pinned_bytes, report, same, scribble
 from support import refused
+
+from .cases import count, filled, made, pinned_bytes, report, same, scribble
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 COUNTS = [0, 1, 63, 64, 65, 127, 128, 200]

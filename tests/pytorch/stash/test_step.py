@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
-from stash_cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, layers_of, made, report, same, step
 from support import in_threads, randn, refused
 
 import transformer_engine.pytorch as te
+
+from .cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, layers_of, made, report, same, step
 
 
 def test_another_order(device):

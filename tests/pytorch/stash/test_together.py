@@ -2,12 +2,13 @@
 # run that keeps everything.
 import pytest
 import torch
-from stash_cases import Layers, Originals, count, dead_rows_zero, made, report, same, step
-from stash_layers import HIDDEN, ROWS, Declared, agree, inputs_of, ours, stack
 from support import randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+
+from .cases import Layers, Originals, count, dead_rows_zero, made, report, same, step
+from .layers import HIDDEN, ROWS, Declared, agree, inputs_of, ours, stack
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

@@ -5,12 +5,13 @@ import gc
 
 import pytest
 import torch
-from stash_cases import count, filled, made, report, scribble
-from stash_lanes import late_lanes
-from stash_pipelines import PIPELINES, chunks_in_order
 from support import randn
 
 from transformer_engine.pytorch.stash.pieces import Piece
+
+from .cases import count, filled, made, report, scribble
+from .lanes import late_lanes
+from .pipelines import PIPELINES, chunks_in_order
 
 CPU = "cpu"
 

@@ -6,8 +6,6 @@ import gc
 import pytest
 import torch
 from fp8_steps import RECIPES
-from graph_cases import HIDDEN, assert_same_step, linear, tokens
-from graph_fp8_cases import capture, fp8_step
 from quantized_cases import FORMATS, assert_directions_agree, assert_same_bits
 from support import randn, refused
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +13,9 @@ from torch.utils.weak import TensorWeakRef
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.optimizers import FusedAdam
+
+from ..graph.cases import HIDDEN, assert_same_step, linear, tokens
+from ..graph.fp8_cases import capture, fp8_step
 
 NAMES = ["delayed", "current", "block2d"]
 every_format = pytest.mark.parametrize("name", NAMES)

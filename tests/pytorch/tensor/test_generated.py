@@ -1,10 +1,11 @@
 # Random programs over quantized tensors, their views, aliases and copies: never silently another value than torch's own
-# operations would leave there, one rounding of the format aside. tensor_programs.py says what a program is. Mutants: a
+# operations would leave there, one rounding of the format aside. programs.py says what a program is. Mutants: a
 # rows view that is rescaled when it is written, a transpose that a write leaves as it was.
 import pytest
-import tensor_programs
 from generated import Program
 from quantized_cases import FORMATS
+
+from . import programs
 
 GENERATED = 40
 
@@ -12,4 +13,4 @@ GENERATED = 40
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_program_over_a_quantized_tensor(name, generated_seed):
     with Program(generated_seed, name).told() as program:
-        tensor_programs.run(program, name)
+        programs.run(program, name)

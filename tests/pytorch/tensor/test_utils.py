@@ -4,7 +4,6 @@
 import copy
 
 import pytest
-import shard_workers
 import torch
 from quantized_cases import FORMATS, assert_readable, assert_same_parts, block1d, block2d, current, delayed, parts_of
 from ranks import on_ranks
@@ -13,6 +12,8 @@ from support import assert_same_bits, refused
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.tensor import utils
+
+from . import shard_workers
 
 STEPS = 2
 IN_PARTS = {"delayed": delayed, "current": current, "block2d": block2d}

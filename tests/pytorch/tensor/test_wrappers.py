@@ -2,7 +2,6 @@
 # two processes over gloo. Mutants: a flattened context that compares quantizers by identity, shards that do not agree
 # on a scale, or nn.Module.half that dequantizes turn these red.
 import pytest
-import tensor_workers
 import torch
 from quantized_cases import (
     FORMATS,
@@ -15,9 +14,11 @@ from quantized_cases import (
 )
 from ranks import here, on_ranks
 from support import assert_same_bits, randn
-from tensor_workers import FSDP_SHAPES, RATE, STEPS, Layer, batch
 
 import transformer_engine.pytorch as te
+
+from . import workers
+from .workers import FSDP_SHAPES, RATE, STEPS, Layer, batch
 
 every_format = pytest.mark.parametrize("name", FORMATS)
 every_fp8 = pytest.mark.parametrize("name", FP8_FORMATS)
@@ -183,7 +184,7 @@ def alone(name, shape):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(tensor_workers.everything, str(tmp_path_factory.mktemp("dcp")))
+    return on_ranks(workers.everything, str(tmp_path_factory.mktemp("dcp")))
 
 
 @pytest.mark.dist
