@@ -38,7 +38,7 @@ SHAPES = {  # tokens of all, N, K of all
     "linear_scatter": [(8192, 8192, 28672)],
 }
 CPU = {"gather_linear": [(256, 128, 64)], "linear_scatter": [(256, 64, 128)]}
-# That one call at a time takes: the first of its kind (csrc/core/lease.h).
+# That one call at a time takes: the first of its kind (csrc/core/comm_buffer_pool.h).
 SLOTS = {"gather_linear": 0, "linear_scatter": 6}
 CALLS = 4  # of a sample: what the peers enqueue for it has to fit into a stream
 SUM_BYTES_PER_US = 4.1e6

@@ -9,7 +9,7 @@ ctest --test-dir build/test --output-on-failure --parallel "$cores"
 # The modules' suites below other policies of layers (tests/layer): rows that arrive in runs, two weights, nothing kept.
 modules=(tests/pytorch/{functional/test_linear,layer/test_fp8,quantization/test_modules,quantization/test_cached_weights}.py)
 modules+=(tests/pytorch/module/test_{linear,linear_parameters,layernorm_linear,layernorm_mlp,main_grad,weight_grad}.py)
-for policy in exchange_in_runs two_weights recomputed; do
+for policy in tp_comm_in_chunks two_weights recomputed; do
   pytest -q -n "$cores" --layer-policy "$policy" "${modules[@]}"
 done
 pytest -q -n "$cores" "$@"

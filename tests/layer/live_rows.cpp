@@ -14,14 +14,14 @@ struct Family {
   struct State {};
   enum Saved { kInput, kOther };
 
-  template <class RouteType>
-  static variable_list forward(State&, Keeper& keeper, const Tensor& x, const Tensor& counter, int64_t unit_rows) {
+  template <class DispatchModeType>
+  static variable_list forward(State&, SaveContext& ctx, const Tensor& x, const Tensor& counter, int64_t unit_rows) {
     const LiveRows live{counter, unit_rows};
-    keeper.keep(kInput, x, kParameter, 0, &live);
-    keeper.keep(kOther, x.clone(), kParameter);
+    ctx.keep(kInput, x, kParameter, 0, &live);
+    ctx.keep(kOther, x.clone(), kParameter);
     return {x.clone()};
   }
-  template <class RouteType>
+  template <class DispatchModeType>
   static variable_list backward(const State&, const Wanted&, const NamedTensors&, const variable_list& grads) {
     return {grads[0]};
   }

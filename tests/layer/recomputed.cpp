@@ -14,8 +14,10 @@ std::map<std::string, int> counts;
 
 class MadeAgain final : public te_torch::SavedPolicy {
  public:
-  te_torch::Fate decide(const te_torch::Kept&, te_torch::Fate) const override { return te_torch::Fate::kRecomputed; }
-  void recomputed(const te_torch::Kept& what) const override {
+  te_torch::SaveMode decide(const te_torch::SavedInfo&, te_torch::SaveMode) const override {
+    return te_torch::SaveMode::kRecompute;
+  }
+  void recomputed(const te_torch::SavedInfo& what) const override {
     const std::lock_guard<std::mutex> lock(mutex);
     ++counts[what.name];
   }

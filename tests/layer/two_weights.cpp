@@ -1,5 +1,5 @@
-// Products over two weights for tests: the first third of the rows go by the first weight, the others by the second; a
-// layer that has one weight uses it for both. And a linear op that has two. Nothing of the layers is repeated here.
+// GemmPolicy over two weights for tests: the first third of the rows go by the first weight, the others by the second;
+// a layer that has one weight uses it for both. And a linear op that has two. Nothing of the layers is repeated here.
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -49,14 +49,14 @@ WeightSet one_of(const WeightSet& w, size_t i) {
   return {{w.weights[own]}, w.biases.empty() ? w.biases : w.biases.slice(own, 1)};
 }
 
-class TwoGradients final : public WeightProduct {
+class TwoGradients final : public WgradTask {
  public:
-  TwoGradients(std::shared_ptr<WeightProduct> first, std::shared_ptr<WeightProduct> second, Tensor sums, bool shared)
+  TwoGradients(std::shared_ptr<WgradTask> first, std::shared_ptr<WgradTask> second, Tensor sums, bool shared)
       : parts_{std::move(first), std::move(second)}, sums_(std::move(sums)), shared_(shared) {}
 
-  WeightGrads compute(const Route& route, bool with_bias) const override {
+  WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override {
     const bool each_bias = with_bias && !sums_.defined();
-    const WeightGrads a = parts_[0]->compute(route, each_bias), b = parts_[1]->compute(route, each_bias);
+    const WeightGrads a = parts_[0]->compute(dispatch, each_bias), b = parts_[1]->compute(dispatch, each_bias);
     if (!shared_) return {{a.weights[0], b.weights[0]}, {a.biases[0], b.biases[0]}};
     const Tensor bias = sums_.defined() ? sums_ : each_bias ? a.biases[0] + b.biases[0] : Tensor();
     return {{a.weights[0] + b.weights[0]}, {bias}};
@@ -86,7 +86,7 @@ class TwoGradients final : public WeightProduct {
   at::ScalarType dtype() const override { return parts_[0]->dtype(); }
 
  private:
-  std::shared_ptr<WeightProduct> parts_[2];
+  std::shared_ptr<WgradTask> parts_[2];
   Tensor sums_;
   bool shared_;
 };
@@ -95,34 +95,34 @@ class TwoWeights final : public layer::SingleProduct {
  public:
   explicit TwoWeights(bool shared) : shared_(shared) {}
 
-  Tensor fprop(const Route& route, const Operand& x, const Rows* rows, const WeightSet& w, const Tensor& like,
+  Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows* rows, const WeightSet& w, const Tensor& like,
                bool split) const override {
-    return over_both(route, x, w, like, [&](const Operand& part, const WeightSet& one, const Tensor& shape) {
-      return SingleProduct::fprop(route, part, rows, one, shape, split);
+    return over_both(dispatch, x, w, like, [&](const Operand& part, const WeightSet& one, const Tensor& shape) {
+      return SingleProduct::fprop(dispatch, part, rows, one, shape, split);
     });
   }
-  Tensor dgrad(const Route& route, const Operand& dy, const Rows* rows, const WeightSet& w, const Tensor& like,
-               bool split) const override {
-    return over_both(route, dy, w, like, [&](const Operand& part, const WeightSet& one, const Tensor& shape) {
-      return SingleProduct::dgrad(route, part, rows, one, shape, split);
+  Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
+               const Tensor& like, bool split) const override {
+    return over_both(dispatch, dy, w, like, [&](const Operand& part, const WeightSet& one, const Tensor& shape) {
+      return SingleProduct::dgrad(dispatch, part, rows, one, shape, split);
     });
   }
-  std::shared_ptr<WeightProduct> weight_product(const Route& route, layer::Gradient gradient, Operand x,
-                                                at::ScalarType dtype, bool split) const override {
-    if (!route.direct()) return SingleProduct::weight_product(route, std::move(gradient), std::move(x), dtype, split);
+  std::shared_ptr<WgradTask> wgrad_task(const DispatchMode& dispatch, layer::Gradient gradient, Operand x,
+                                        at::ScalarType dtype, bool split) const override {
+    if (!dispatch.direct()) return SingleProduct::wgrad_task(dispatch, std::move(gradient), std::move(x), dtype, split);
     const auto [first, second] = halves(rows_in(x), x.quantized() || gradient.dy.quantized());
     const auto part = [&](const Rows& rows) {
-      return SingleProduct::weight_product(route, {columnwise_rows(gradient.dy, rows), {}}, columnwise_rows(x, rows),
-                                           dtype, split);
+      return SingleProduct::wgrad_task(dispatch, {columnwise_rows(gradient.dy, rows), {}}, columnwise_rows(x, rows),
+                                       dtype, split);
     };
     return std::make_shared<TwoGradients>(part(first), part(second), gradient.dbias, shared_);
   }
 
  private:
   template <class Product>
-  static Tensor over_both(const Route& route, const Operand& t, const WeightSet& w, const Tensor& like,
+  static Tensor over_both(const DispatchMode& dispatch, const Operand& t, const WeightSet& w, const Tensor& like,
                           Product&& product) {
-    if (!route.direct()) return product(t, one_of(w, 0), like);
+    if (!dispatch.direct()) return product(t, one_of(w, 0), like);
     const auto [first, second] = halves(rows_in(t), t.quantized());
     const auto part = [&](const Rows& rows, size_t i) {
       return product(rows_of(t, rows), one_of(w, i), like.new_empty({0}).expand({rows.count, 0}));
@@ -136,16 +136,16 @@ class TwoWeights final : public layer::SingleProduct {
   bool shared_;
 };
 
-struct TwoChain : layer::Chain {
+struct TwoChain : layer::LayerChain {
   static constexpr const char* kName = "two_weights";
 };
 
 Tensor two_linear(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                   const std::shared_ptr<ProductQuantization>& quantization) {
-  layer::Call call;
-  call.stages.emplace_back();
-  call.stages[0].products = std::make_shared<TwoWeights>(false);
-  call.stages[0].quantization = quantization;
+  layer::LayerArgs call;
+  call.layers.emplace_back();
+  call.layers[0].products = std::make_shared<TwoWeights>(false);
+  call.layers[0].quantization = quantization;
   call.own_weights.resize(1);
   call.arguments.add(layer::kX, x);
   for (const Tensor& weight : weights) call.arguments.add(layer::weight_of(0), weight);

@@ -158,11 +158,11 @@ PYTORCH, CSRC, ROOM = "transformer_engine/pytorch", "transformer_engine/pytorch/
 WALK = [
     (f"{PYTORCH}/module/layernorm_mlp.py", "LayerNormMLP.forward", "def forward(", "options, kept weights, sinks"),
     (f"{PYTORCH}/functional/linear.py", "layernorm_mlp", "def layernorm_mlp(", "eager or compiled"),
-    (f"{CSRC}/layer/op_faces.h", "Op::eager", "static auto eager(", "with autograd or without"),
+    (f"{CSRC}/layer/op_registration.h", "Op::eager", "static auto eager(", "with autograd or without"),
     (f"{CSRC}/autograd/autograd.h", "Node::forward", "static variable_list forward(", "what is saved, below autograd"),
     (f"{CSRC}/layer/forward.cpp", "Chain::forward", "variable_list Chain::forward(", "layer by layer"),
     (f"{CSRC}/layer/forward.cpp", "layer_forward", "LayerOutput layer_forward(", "source, then product"),
-    (f"{CSRC}/layer/source_activation.cpp", "Activation::make", "Made make(", "plain, or straight to FP8"),
+    (f"{CSRC}/layer/prologue_activation.cpp", "Activation::make", "Made make(", "plain, or straight to FP8"),
     (f"{CSRC}/ops/activation.cpp", "activation_fwd", "Tensor activation_fwd(", "allocate, view, stream"),
     (f"{ROOM}/activation/activation.cpp", "te_activation_forward", "te_status te_activation_forward(", "contract"),
     (f"{ROOM}/activation/activation.cpp", "cpu::forward", "void forward(", "rows, in chunks"),

@@ -1,5 +1,5 @@
 # Memory on lease on CUDA: in captured graphs, on streams at work together, and NaN where it was given back; over NCCL
-# and one rank. Mutants: a lease of a capture that is a slot of the arena (may_last in lease.cpp), slots that streams
+# and one rank. Mutants: a lease of a capture that is a slot of the arena (may_last in comm_buffer_pool.cpp), slots that streams
 # share, turn these red.
 import pytest
 from ranks import on_ranks

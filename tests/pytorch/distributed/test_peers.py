@@ -1,5 +1,5 @@
 # Layers whose ranks push rows into each other's memory (tp_overlap="chunked"), several processes on the CPU, on CUDA
-# devices of their own, or on one: the bits of the same layers over the group. Mutants, in csrc/layer/exchange_peer.cpp
+# devices of their own, or on one: the bits of the same layers over the group. Mutants, in csrc/layer/tp_comm_peer.cpp
 # and common/ops/comm/peer.cpp: a wait left out, a run before its rows, a word that is not put back, partials in the
 # order in which they arrive, turn these red.
 import re
@@ -92,7 +92,7 @@ def test_nothing_is_gathered_for_a_product_that_waits():
 
 
 def test_what_is_kept_comes_over_peers():
-    """Mutant: a gather without leases by the group (exchange_group.cpp)."""
+    """Mutant: a gather without leases by the group (tp_comm_group.cpp)."""
     for found in as_peers(workers.explained_keeping):
         for kind in ("column", "norm"):
             ops = [(op, path) for op, path, _ in found[kind] if "gather" in op]
@@ -107,7 +107,7 @@ SLOW = {"units": 1, "tile_rows": 16, "tile_cols": 16, "flops_per_us": 1e3, "laun
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_auto_goes_by_the_costs_of_the_device(ranks):
-    """Mutant: a plan that is asked for runs in any case (exchange_peer.cpp)."""
+    """Mutant: a plan that is asked for runs in any case (tp_comm_peer.cpp)."""
     for wrong, found in as_peers(workers.of_costs, {**SLOW, "link_bytes_per_us": 100}, ranks=ranks):
         assert not wrong, "\n".join(wrong[:8])
         for rows in found.values():

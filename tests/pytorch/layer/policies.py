@@ -13,7 +13,7 @@ _BUILT = pathlib.Path(__file__).parents[3] / "build" / "test" / "layer"
 
 # What a policy changes by its nature, and so is not asked of it: the test's name, up to its parameters.
 NOT_ASKED = {
-    "exchange_in_runs": {
+    "tp_comm_in_chunks": {
         "test_bits_of_torch_on_the_cpu": "the plain loop computes",
         "test_drop_in_for_torch": "the plain loop computes",
     },

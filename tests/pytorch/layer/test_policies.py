@@ -1,7 +1,7 @@
 # Policies of tests/layer below unchanged layers: an exchange that delivers rows in three uneven runs, products over two
 # weights, saved tensors that are recomputed, live rows. The suites of the modules run under each (qa/L0_unittest);
 # here is what only they can show. CPU products go by the plain loop, whose bits the rows beside them do not change.
-# Mutants: through() (csrc/layer/exchange.h) giving the product the whole operand, or all rows their first run's range;
+# Mutants: through() (csrc/layer/tp_comm.h) giving the product the whole operand, or all rows their first run's range;
 # rows_of (csrc/gemm/product.cpp) leaving block scales as they are; keep() (csrc/layer/forward.cpp) keeping what is made
 # again, or the first weight alone; ~AnnouncedRows leaving rows announced.
 import contextlib
@@ -69,7 +69,7 @@ def test_rows_that_arrive_in_runs(name, kind, rows, device, by_loop):
     module = MODULES[name](device=device)
     x, dy = randn(*rows, 256, device=device), randn(*rows, 384, device=device)
     whole = run(module, x, dy, kind)
-    with installed("exchange_in_runs") as exchange:
+    with installed("tp_comm_in_chunks") as exchange:
         exchange.runs()
         in_runs = run(module, x, dy, kind)
         assert exchange.runs() > 0

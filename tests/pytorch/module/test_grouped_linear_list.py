@@ -2,7 +2,7 @@
 # every dtype, with rows, buffers and weights that it takes and that it does not, one by one and by the grouped kernels;
 # and gradients that are pieces of one allocation, each a tensor for itself. Mutants: a pitch of a single row, an offset
 # in elements of another size, a bias of the first group, what the first buffer says for all, is_neg() not asked
-# (gemm_list.cpp), no note_written() (products_grouped.cpp), or pieces without their distance (rows_view.cpp).
+# (gemm_list.cpp), no note_written() (gemm_policy_grouped.cpp), or pieces without their distance (rows_view.cpp).
 import pytest
 import torch
 from support import DTYPES, assert_same_bits, randn

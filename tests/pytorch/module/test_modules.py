@@ -1,6 +1,6 @@
 # What every module with parameters promises in the same words: same bits run to run, torch.compile, autocast, meta
 # device, state and copies, misuse that leaves it whole. Formulas are the other suites'. Mutant: leaving `autocast_all`
-# out of Op::eager (csrc/layer/op_faces.h) turns the autocast tests red.
+# out of Op::eager (csrc/layer/op_registration.h) turns the autocast tests red.
 import contextlib
 import copy
 

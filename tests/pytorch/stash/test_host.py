@@ -1,5 +1,5 @@
 # The host's work for a group: calls of Python in a step whose order is known, counted and not timed, so that they are
-# the same on every machine. What a tensor more costs is C++'s (csrc/saved_hooks/saved_door.cpp,
+# the same on every machine. What a tensor more costs is C++'s (csrc/saved_hooks/saved_tensor_hooks.cpp,
 # csrc/stash/stash_members.cpp), but for the observers that it may have. Mutants: a client of the door in Python, a
 # scheduler that is an autograd.Function, a second question whether anything is recorded: each turns these red.
 import sys

@@ -10,9 +10,9 @@
 #include "core/common.h"
 
 // The names that a folder's files register, a list a folder, from the lowest floor up (tests/policy/test_walls.py).
-// register_<name> is made by TE_FACES (core/faces.h), or written where there are no ops.
+// register_<name> is made by TE_OP_REGISTRATION (core/op_registration.h), or written where there are no ops.
 #define TE_CORE(X) \
-  X(lease)         \
+  X(buffer)        \
   X(own_storage)   \
   X(probe)         \
   X(random_state)  \
@@ -52,7 +52,7 @@
   X(saved_rows)
 
 #define TE_WGRAD(X) \
-  X(weight_product) \
+  X(wgrad_task)     \
   X(main_grad)
 
 #define TE_STASH(X) \
@@ -79,7 +79,7 @@
   X(normalization_quantize)
 
 #define TE_LAYER(X) \
-  X(exchange_group) \
+  X(tp_comm_group)  \
   X(grouped_linear) \
   X(layernorm_mlp)  \
   X(linear)

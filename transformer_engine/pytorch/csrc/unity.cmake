@@ -13,21 +13,21 @@ foreach(group IN ITEMS
     "ops/cross_entropy;ops/linear_cross_entropy"
     "ops/rope;ops/rope_kernels;ops/noop_cat"
     "gemm/gemm;gemm/gemm_path;core/tune;core/cpu_gemm;gemm/linear_core"
-    "gemm/gemm_list;gemm/gemm_list_fp8;quantize/grouped_quantize;layer/products_grouped"
+    "gemm/gemm_list;gemm/gemm_list_fp8;quantize/grouped_quantize;layer/gemm_policy_grouped"
     "gemm/gemm_fp8;gemm/grouped_gemm;gemm/grouped_gemm_fp8;core/grouped_operands"
     "quantize/quantize;quantize/list_quantize;quantize/quantize_range;quantize/quantizer"
     "stash/stash;stash/stash_calls;stash/stash_lanes;stash/stash_pool;stash/stash_members"
     "stash/stash_handle;stash/stash_schedule;stash/stash_step"
     "stash/stash_front;saved_hooks/saved_python"
     "autograd/saved;autograd/saved_leaves;core/rows_view"
-    "saved_hooks/saved_marks;saved_hooks/saved_rows;saved_hooks/saved_door"
+    "saved_hooks/saved_marks;saved_hooks/saved_rows;saved_hooks/saved_tensor_hooks"
     "ops/optimizer;ops/optimizer_adam;ops/optimizer_step;core/parameters"
-    "wgrad/main_grad;wgrad/main_grad_module;wgrad/weight_grad;wgrad/weight_product;gemm/product"
+    "wgrad/main_grad;wgrad/main_grad_module;wgrad/grad_accumulator;wgrad/wgrad_task;gemm/product"
     "autograd/accumulators;autograd/backward_watch;core/random_state;core/threads;core/own_storage;core/probe"
-    "ops/comm;distributed/group;distributed/agreement;distributed/fingerprints;distributed/fingerprint_ring;core/lease"
-    "distributed/peer;core/run_streams;layer/exchange_peer;layer/exchange_group"
+    "ops/comm;distributed/group;distributed/agreement;distributed/fingerprints;distributed/fingerprint_ring;core/comm_buffer_pool"
+    "distributed/peer;core/run_streams;layer/tp_comm_peer;layer/tp_comm_group"
     "ops/offload;module;core/common"
-    "layer/forward;layer/backward;layer/gathered_product;layer/products;layer/products_device;layer/source_plain;layer/source_norm;layer/source_activation")
+    "layer/forward;layer/backward;layer/gathered_wgrad;layer/gemm_policy;layer/gemm_policy_device;layer/prologue_plain;layer/prologue_norm;layer/prologue_activation")
   list(GET group 0 name)
   list(TRANSFORM group APPEND .cpp)
   set_source_files_properties(${group} PROPERTIES UNITY_GROUP ${name})

@@ -1,4 +1,4 @@
-"""What tensor parallelism holds for receiving: the slots that calls have on lease (csrc/core/lease.h), and those that
+"""What tensor parallelism holds for receiving: the slots that calls have on lease (csrc/core/comm_buffer_pool.h), and those that
 peers push to (csrc/distributed/peer.h)."""
 
 from typing import NamedTuple

@@ -102,7 +102,7 @@ def linear(
     quantization: the products are FP8 ones. own_weight: weight's FP8 copy, made before; weight serves autograd alone.
     Saves: x for weight's gradient, weight for x's; neither where that gradient is not wanted. Of FP8 operands the one
     direction that the backward reads; with keep_input x as it is, which the backward quantizes again.
-    exchange: weight is this rank's part, and tokens or sums go over a process group (csrc/layer/exchange_group.h).
+    exchange: weight is this rank's part, and tokens or sums go over a process group (csrc/layer/tp_comm_group.h).
     Errors: ValueError naming the argument whose shape, dtype or device does not fit.
     """
     if torch.compiler.is_compiling():

@@ -1,5 +1,5 @@
 """Tensor parallelism as a module knows it: its group, by name, how its sizes are divided, and each product's exchange.
-Nothing is communicated here: csrc/layer/exchange_group.h does."""
+Nothing is communicated here: csrc/layer/tp_comm_group.h does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.recompute_phase import recompute_phase
 _MODES = {"column": 1, "row": 2}
 # What adds up a row's output without sequence parallelism: the group, or kernels over symmetric memory.
 _SUMS = {None: 0, "one_shot": 1, "two_shot": 2}
-_ARRIVED = 2  # beside a recompute of 0 and 1: csrc/layer/exchange_group.h
+_ARRIVED = 2  # beside a recompute of 0 and 1: csrc/layer/tp_comm_group.h
 _SERIAL, _CHUNKED, _AUTO = range(3)  # how products and communication share the time, as there
 
 

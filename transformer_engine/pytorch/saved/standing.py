@@ -1,6 +1,6 @@
 """What stands for a saved tensor until a backward wants it. A tensor that stays (Kept) is watched for changes; one that
 a client took (Saved) comes back as the view that it was, of memory that all views share (Taken): these are
-csrc/saved_hooks/saved_door.h's. Here is what is Python's: hooks that are not ours, and quantized tensors. Who takes
+csrc/saved_hooks/saved_tensor_hooks.h's. Here is what is Python's: hooks that are not ours, and quantized tensors. Who takes
 what is the client's.
 
 Clients derive Taken, a storage that was taken, whole, for all saved tensors that lie in it; it lives as long as one of

@@ -1,6 +1,6 @@
 // The one autograd skeleton. A family (an op, or the layers of layer/) is data for it: a kName, a State, and forward
 // and backward written once for both routes. The skeleton does what every node must do the same way: run below autograd
-// and autocast, keep tensors only through the saved-tensor door (saved.h), and refuse a double backward by name.
+// and autocast, keep tensors only through a SaveContext (saved.h), and refuse a double backward by name.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -74,12 +74,12 @@ struct Held : torch::CustomClassHolder {
 //   static constexpr const char* kName;
 //   static constexpr bool kManyLeaves;         there or not: arguments may be hundreds of leaves
 //   struct State;                              plain values, no tensors
-//   template <class Route> static variable_list forward(State&, Keeper&, const Args&...);
-//   template <class Route> static variable_list backward(const State&, const Wanted&, const NamedTensors& saved,
+//   template <class DispatchMode> static variable_list forward(State&, SaveContext&, const Args&...);
+//   template <class DispatchMode> static variable_list backward(const State&, const Wanted&, const NamedTensors& saved,
 //                                                        const variable_list& grads);   a gradient for each slot
 // Args: Tensor, OptionalTensor, at::TensorList and plain values, in any order; trailing slots may be left out.
-template <class Family, class Route>
-struct Node : torch::autograd::Function<Node<Family, Route>> {
+template <class Family, class DispatchMode>
+struct Node : torch::autograd::Function<Node<Family, DispatchMode>> {
   using Holder = Held<typename Family::State>;
 
   template <class... Args>
@@ -94,11 +94,11 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     auto holder = c10::make_intrusive<Holder>();
     (holder->slots.add(args), ...);
-    Keeper keeper = Keeper::of_graph(Family::kName);
-    variable_list outputs = Family::template forward<Route>(holder->state, keeper, args...);
-    for (const Tensor& output : outputs) refuse_leased(output, Family::kName, "an output");
+    SaveContext ctx = SaveContext::of_graph(Family::kName);
+    variable_list outputs = Family::template forward<DispatchMode>(holder->state, ctx, args...);
+    for (const Tensor& output : outputs) refuse_pooled(output, Family::kName, "an output");
     if (probe::active()) holder->module = probe::label();
-    NamedTensors kept = keeper.take();
+    NamedTensors kept = ctx.take();
     holder->labels = kept.labels();
     if constexpr (kManyLeaves) holder->leaves.take(kept.tensors());
     ctx->save_for_backward(std::move(kept.tensors()));
@@ -122,8 +122,8 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
     if constexpr (kManyLeaves) held.leaves.give(tensors);
     const NamedTensors saved(std::move(tensors), held.labels);
     const probe::Label label(held.module);
-    variable_list out = Family::template backward<Route>(held.state, Wanted(ctx, held.slots), saved, grads);
-    for (const Tensor& gradient : out) refuse_leased(gradient, Family::kName, "a gradient");
+    variable_list out = Family::template backward<DispatchMode>(held.state, Wanted(ctx, held.slots), saved, grads);
+    for (const Tensor& gradient : out) refuse_pooled(gradient, Family::kName, "a gradient");
     out.resize(held.slots.size());
     if constexpr (kManyLeaves) {
       held.leaves.end_with_graph();
@@ -134,7 +134,7 @@ struct Node : torch::autograd::Function<Node<Family, Route>> {
 
  private:
   static constexpr bool kManyLeaves = requires { Family::kManyLeaves; }
-  &&std::is_same_v<Route, Direct>;
+  &&std::is_same_v<DispatchMode, Direct>;
 
   static void give(Holder& held, variable_list& out) {
     std::vector<Tensor*> of_edges;

@@ -23,12 +23,12 @@ thread_local int64_t rows_now_behind = 0;
 
 }  // namespace
 
-void Keeper::announce(const at::Tensor& t, const LiveRows& live) {
+void SaveContext::announce(const at::Tensor& t, const LiveRows& live) {
   announced.push_back({t.unsafeGetTensorImpl(), live, 0});
 }
 
 // A row is an index of the first dimension, which of three is not that of the tokens alone.
-void Keeper::announce_tokens(const at::Tensor& t) {
+void SaveContext::announce_tokens(const at::Tensor& t) {
   const bool counted = live_tokens.has_value() && t.dim() >= 1 && t.dim() <= 2 && t.is_contiguous() &&
                        t.device() == live_tokens->device();
   if (!counted && rows_now_behind == 0) return;

@@ -1,11 +1,11 @@
-// The one door through which a node keeps tensors for its backward: each under a name, with the words that
+// How a node keeps tensors for its backward: each under a name, with the words that
 // te.memory_plan shows for it, and, where only the device knows how many of its rows are alive, with that counter. A
 // policy, which only tests replace, may say that more is recomputed than the call's options ask.
 #pragma once
 
 #include <optional>
 
-#include "core/lease.h"
+#include "core/comm_buffer_pool.h"
 #include "core/named_tensors.h"
 #include "core/probe.h"
 
@@ -23,7 +23,7 @@ struct LiveRows {
 std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter);
 
 // What becomes of a tensor that the backward reads and that can be recomputed from what is kept in any case.
-enum class Fate : uint8_t { kKept, kRecomputed };
+enum class SaveMode : uint8_t { kSave, kRecompute };
 
 // Decides that for every node; `asked` is what the call's options say. One that always recomputes is a test.
 class TE_EXPORT SavedPolicy {
@@ -33,41 +33,41 @@ class TE_EXPORT SavedPolicy {
   SavedPolicy(const SavedPolicy&) = delete;
   SavedPolicy& operator=(const SavedPolicy&) = delete;
 
-  virtual Fate decide(const Kept& what, Fate asked) const { return asked; }
-  virtual void recomputed(const Kept& what) const {}  // said by the backward that does it
+  virtual SaveMode decide(const SavedInfo& what, SaveMode asked) const { return asked; }
+  virtual void recomputed(const SavedInfo& what) const {}  // said by the backward that does it
 };
 
-// A Keeper without a graph keeps nothing; one that collects serves a backward that runs a forward again.
-class TE_EXPORT Keeper {
+// A SaveContext without a graph keeps nothing; one that collects serves a backward that runs a forward again.
+class TE_EXPORT SaveContext {
  public:
-  static Keeper of_graph(const char* op) { return Keeper(op, true); }
-  static Keeper collecting() { return Keeper(nullptr, true); }
-  static Keeper of_none() { return Keeper(nullptr, false); }
+  static SaveContext of_graph(const char* op) { return SaveContext(op, true); }
+  static SaveContext collecting() { return SaveContext(nullptr, true); }
+  static SaveContext of_none() { return SaveContext(nullptr, false); }
 
   // Whether a backward will take anything back: not in a call without gradients, whoever wants some.
   bool serves_a_graph() const { return op_ != nullptr; }
 
-  void keep(int name, const at::Tensor& t, const Kept& what, uint8_t part = 0, const LiveRows* live = nullptr) {
+  void keep(int name, const at::Tensor& t, const SavedInfo& what, uint8_t part = 0, const LiveRows* live = nullptr) {
     if (!keeps_ || !t.defined()) return;
-    refuse_leased(t, op_ != nullptr ? op_ : "recompute", what.name);
-    if (op_ != nullptr && probe::active()) probe::tell(op_, what, t, true);
+    refuse_pooled(t, op_ != nullptr ? op_ : "recompute", what.name);
+    if (op_ != nullptr && probe::active()) probe::report(op_, what, t, true);
     if (op_ != nullptr && live != nullptr) announce(t, *live);
     if (op_ != nullptr && live == nullptr && what.tokens) announce_tokens(t);
     kept_.add(name, t, part);
   }
-  void keep(int name, const std::optional<at::Tensor>& t, const Kept& what) {
+  void keep(int name, const std::optional<at::Tensor>& t, const SavedInfo& what) {
     if (t.has_value()) keep(name, *t, what);
   }
 
   // What is not kept, because the backward recomputes it.
-  void recomputed(const at::Tensor& t, const Kept& what) const {
-    if (op_ != nullptr && probe::active()) probe::tell(op_, what, t, false);
+  void recomputed(const at::Tensor& t, const SavedInfo& what) const {
+    if (op_ != nullptr && probe::active()) probe::report(op_, what, t, false);
   }
 
   NamedTensors take() { return std::move(kept_); }
 
  private:
-  Keeper(const char* op, bool keeps) : op_(op), keeps_(keeps) {}
+  SaveContext(const char* op, bool keeps) : op_(op), keeps_(keeps) {}
   static void announce(const at::Tensor& t, const LiveRows& live);
   static void announce_tokens(const at::Tensor& t);
 

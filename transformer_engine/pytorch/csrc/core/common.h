@@ -1,5 +1,5 @@
 // What every room's binding needs to reach the C core from ATen tensors: views as PODs, the current stream, statuses as
-// Python exceptions, and the choice between the direct route and the dispatcher. No arithmetic happens here.
+// Python exceptions, and the choice between the direct dispatch mode and the dispatcher. No arithmetic happens here.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -111,11 +111,11 @@ struct Dispatched {
   }
 };
 
-// A route as a value, for code that is compiled once for both.
-class Route {
+// A dispatch mode as a value, for code that is compiled once for both.
+class DispatchMode {
  public:
-  constexpr explicit Route(Direct) : direct_(true) {}
-  constexpr explicit Route(Dispatched) : direct_(false) {}
+  constexpr explicit DispatchMode(Direct) : direct_(true) {}
+  constexpr explicit DispatchMode(Dispatched) : direct_(false) {}
 
   constexpr bool direct() const { return direct_; }
 

@@ -19,7 +19,7 @@ namespace {
 struct KeptRow {
   std::string label;
   const char* op;
-  Kept what;
+  SavedInfo what;
   bool kept;
   // Weak: memory is freed as without a recording, but no later storage gets the same address, which is the row's key
   // (data pointers are none: on the meta device all of them are null).
@@ -61,7 +61,7 @@ Label::~Label() {
   if (active()) current_label = std::move(outer_);
 }
 
-void tell(const char* op, const Kept& what, const at::Tensor& t, bool kept) {
+void report(const char* op, const SavedInfo& what, const at::Tensor& t, bool kept) {
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
   if (t.has_storage()) storage.emplace(t.storage().getWeakStorageImpl());
   const std::lock_guard<std::mutex> lock(mutex);

@@ -12,7 +12,7 @@
 namespace te_torch {
 
 // A tensor kept for backward, in words.
-struct Kept {
+struct SavedInfo {
   const char* name;       // what it is
   const char* why;        // who reads it
   const char* recompute;  // what not keeping it would cost, and the option that does so
@@ -20,10 +20,10 @@ struct Kept {
 };
 
 inline constexpr const char* kCallers = "the caller's tensor: keeping it costs only what freeing it would give back";
-inline constexpr Kept kParameter{"parameter", "the gradients behind it read it", "a parameter: kept in any case"};
-inline constexpr Kept kStatistic{"norm statistic", "the norm's backward reads one value a row",
-                                 "reading the norm's input once", true};
-inline constexpr Kept kAngles{"rotary angles", "the backward turns the gradient back by them", kCallers};
+inline constexpr SavedInfo kParameter{"parameter", "the gradients behind it read it", "a parameter: kept in any case"};
+inline constexpr SavedInfo kStatistic{"norm statistic", "the norm's backward reads one value a row",
+                                      "reading the norm's input once", true};
+inline constexpr SavedInfo kAngles{"rotary angles", "the backward turns the gradient back by them", kCallers};
 
 namespace probe {
 
@@ -44,7 +44,7 @@ class TE_EXPORT Label {
 };
 
 // kept: it is held for backward; else the backward recomputes it.
-TE_EXPORT void tell(const char* op, const Kept& what, const at::Tensor& tensor, bool kept);
+TE_EXPORT void report(const char* op, const SavedInfo& what, const at::Tensor& tensor, bool kept);
 
 // While it lives, what this thread calls says `why` before what the engine says; null: nothing.
 class TE_EXPORT Because {

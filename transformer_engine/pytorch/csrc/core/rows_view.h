@@ -8,7 +8,7 @@
 
 namespace te_torch {
 
-// Of a dense matrix without subclass or mode around it (the direct route): others take narrow().
+// Of a dense matrix without subclass or mode around it (the direct dispatch mode): others take narrow().
 at::Tensor rows_view(const at::Tensor& t, int64_t first, int64_t count);
 // One of them, without its dimension.
 at::Tensor row_view(const at::Tensor& t, int64_t row);

@@ -6,8 +6,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "core/faces.h"
 #include "core/held_object.h"
+#include "core/op_registration.h"
 #include "distributed/agreement.h"
 #include "distributed/fingerprints.h"
 
@@ -87,7 +87,7 @@ Tensor group_gather_again_meta(const Tensor& t, const Tensor&, std::string_view 
   return group_gather_meta(t, group, ranks);
 }
 
-Tensor group_exchange_meta(const Tensor& t, std::string_view, int64_t ranks) {
+Tensor group_tp_comm_meta(const Tensor& t, std::string_view, int64_t ranks) {
   check_divides(t, ranks, "group_exchange");
   c10::SymDimVector shape = with_first(t, t.sym_size(0) / ranks);
   shape.insert(shape.begin(), ranks);
@@ -96,24 +96,24 @@ Tensor group_exchange_meta(const Tensor& t, std::string_view, int64_t ranks) {
 
 Tensor group_sum_meta(const Tensor& t, std::string_view, int64_t) { return t.new_empty_symint(t.sym_sizes()); }
 
-// Memory for what is received: the caller's own, or on lease. The ranks have agreed by now.
+// Memory for what is received: the caller's own, or pooled. The ranks have agreed by now.
 class Received {
  public:
-  Received(at::IntArrayRef sizes, const Tensor& like, std::string_view group, Leases* leases, SlotKind kind)
-      : lease_(leases != nullptr ? &leases->take(sizes, like.options(), group, kind) : nullptr),
-        tensor_(lease_ != nullptr ? lease_->tensor() : at::empty(sizes, like.options())) {}
+  Received(at::IntArrayRef sizes, const Tensor& like, std::string_view group, ScopedBuffers* buffers, SlotKind kind)
+      : buffer_(buffers != nullptr ? &buffers->take(sizes, like.options(), group, kind) : nullptr),
+        tensor_(buffer_ != nullptr ? buffer_->tensor() : at::empty(sizes, like.options())) {}
 
   Tensor& tensor() { return tensor_; }
   template <class Start>
   void by(c10d::ProcessGroup& group, Start&& start) {
     if (tensor_.numel() == 0) return;
-    if (lease_ != nullptr) lease_->expect();
+    if (buffer_ != nullptr) buffer_->expect();
     finish(group, start);
-    if (lease_ != nullptr) lease_->arrived();
+    if (buffer_ != nullptr) buffer_->arrived();
   }
 
  private:
-  Lease* lease_;
+  ScopedBuffer* buffer_;
   Tensor tensor_;
 };
 
@@ -133,7 +133,8 @@ Tensor group_symmetric_sum_meta(const Tensor& t, std::string_view, int64_t, int6
   return t.new_empty_symint(t.sym_sizes());
 }
 
-Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char* op, Leases* leases, SlotKind kind) {
+Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char* op, ScopedBuffers* buffers,
+              SlotKind kind) {
   check_tensor(t, ranks, op);
   const auto group = group_named(name, ranks);
   Tensor in = t.contiguous();
@@ -141,12 +142,12 @@ Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char*
   check_agreement(*group, in, op);
   auto sizes = in.sizes().vec();
   sizes[0] *= ranks;
-  Received all(sizes, in, name, leases, kind);
+  Received all(sizes, in, name, buffers, kind);
   all.by(*group, [&] { return group->_allgather_base(all.tensor(), in, at_once<c10d::AllgatherOptions>()); });
   return all.tensor();
 }
 
-Tensor exchange(const Tensor& t, std::string_view name, int64_t ranks, Leases* leases) {
+Tensor exchange(const Tensor& t, std::string_view name, int64_t ranks, ScopedBuffers* buffers) {
   check_divides(t, ranks, "group_exchange");
   const auto group = group_named(name, ranks);
   Tensor in = t.contiguous();
@@ -155,7 +156,7 @@ Tensor exchange(const Tensor& t, std::string_view name, int64_t ranks, Leases* l
   auto sizes = in.sizes().vec();
   sizes[0] /= ranks;
   sizes.insert(sizes.begin(), ranks);
-  Received parts(sizes, in, name, leases, SlotKind::kInbox);
+  Received parts(sizes, in, name, buffers, SlotKind::kInbox);
   std::vector<int64_t> whole;  // empty: equal parts
   Tensor flat = parts.tensor().view(in.sizes());
   parts.by(*group, [&] { return group->alltoall_base(flat, in, whole, whole, at_once<c10d::AllToAllOptions>()); });
@@ -194,17 +195,17 @@ Tensor group_gather_again(const Tensor& t, const Tensor&, std::string_view group
   return gather(t, group, ranks, "group_gather_again", nullptr, SlotKind::kValues);
 }
 
-Tensor group_gather_leased(const Tensor& t, std::string_view group, int64_t ranks, bool again, Leases& leases,
+Tensor group_gather_leased(const Tensor& t, std::string_view group, int64_t ranks, bool again, ScopedBuffers& buffers,
                            SlotKind kind) {
-  return gather(t, group, ranks, again ? "group_gather_again" : "group_gather", &leases, kind);
+  return gather(t, group, ranks, again ? "group_gather_again" : "group_gather", &buffers, kind);
 }
 
-Tensor group_exchange(const Tensor& t, std::string_view group, int64_t ranks) {
+Tensor group_tp_comm(const Tensor& t, std::string_view group, int64_t ranks) {
   return exchange(t, group, ranks, nullptr);
 }
 
-Tensor group_exchange_leased(const Tensor& t, std::string_view group, int64_t ranks, Leases& leases) {
-  return exchange(t, group, ranks, &leases);
+Tensor group_tp_comm_pooled(const Tensor& t, std::string_view group, int64_t ranks, ScopedBuffers& buffers) {
+  return exchange(t, group, ranks, &buffers);
 }
 
 c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view name, int64_t ranks, bool aside) {
@@ -255,12 +256,12 @@ void group_amax(const Tensor& amax, const Tensor& x, std::string_view name, int6
   finish(*group, [&] { return group->allreduce(tensors, largest); });
 }
 
-TE_FACES(group, faces) {
+TE_OP_REGISTRATION(group, faces) {
   faces.op("group_gather(Tensor t, str group, int ranks) -> Tensor").kernel(group_gather).meta(group_gather_meta);
   faces.op("group_gather_again(Tensor t, Tensor gradient, str group, int ranks) -> Tensor")
       .kernel(group_gather_again)
       .meta(group_gather_again_meta);
-  faces.op("group_exchange(Tensor t, str group, int ranks) -> Tensor").kernel(group_exchange).meta(group_exchange_meta);
+  faces.op("group_exchange(Tensor t, str group, int ranks) -> Tensor").kernel(group_tp_comm).meta(group_tp_comm_meta);
   faces.op("group_sum(Tensor t, str group, int ranks) -> Tensor").kernel(group_sum).meta(group_sum_meta);
   faces.op("group_symmetric_sum(Tensor t, str group, int ranks, int kind) -> Tensor")
       .kernel(group_symmetric_sum)

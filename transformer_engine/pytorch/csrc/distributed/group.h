@@ -5,8 +5,8 @@
 #include <Python.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "core/comm_buffer_pool.h"
 #include "core/common.h"
-#include "core/lease.h"
 
 namespace te_torch {
 
@@ -33,13 +33,13 @@ Tensor group_gather(const Tensor& t, std::string_view group, int64_t ranks);
 // what it brought; this one cannot be computed before the gradient is there.
 Tensor group_gather_again(const Tensor& t, const Tensor& gradient, std::string_view group, int64_t ranks);
 
-// The two, and the exchange below, in memory that `leases` have until the call that reads it has ended.
-Tensor group_gather_leased(const Tensor& t, std::string_view group, int64_t ranks, bool again, Leases& leases,
+// The two, and the TPComm below, in memory that `buffers` have until the call that reads it has ended.
+Tensor group_gather_leased(const Tensor& t, std::string_view group, int64_t ranks, bool again, ScopedBuffers& buffers,
                            SlotKind kind);
-Tensor group_exchange_leased(const Tensor& t, std::string_view group, int64_t ranks, Leases& leases);
+Tensor group_tp_comm_pooled(const Tensor& t, std::string_view group, int64_t ranks, ScopedBuffers& buffers);
 
 // Of every rank's t [ranks * n, ...] the n rows that are this rank's: [ranks, n, ...], in the order of the ranks.
-Tensor group_exchange(const Tensor& t, std::string_view group, int64_t ranks);
+Tensor group_tp_comm(const Tensor& t, std::string_view group, int64_t ranks);
 
 // The sum of every rank's t.
 Tensor group_sum(const Tensor& t, std::string_view group, int64_t ranks);

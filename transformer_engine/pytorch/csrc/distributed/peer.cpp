@@ -112,12 +112,12 @@ PeerChannel::Taken PeerChannel::take(SlotKind kind, int64_t bytes, const std::st
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int32_t last = slot + kEach;
-    while (slot < last && slots_[size_t(slot)].leased) ++slot;
+    while (slot < last && slots_[size_t(slot)].pooled) ++slot;
     TORCH_CHECK(
         slot < last, text,
         ": all slots of its kind are taken by calls over this group that have not ended; wanted a free one: make "
         "calls of different streams or threads follow each other, or give them groups of their own.");
-    slots_[size_t(slot)].leased = true;
+    slots_[size_t(slot)].pooled = true;
   }
   Slot& found = slots_[size_t(slot)];
   try {
@@ -151,12 +151,12 @@ void PeerChannel::grow(int32_t slot, int64_t bytes, const std::string& text) {
   check(te_comm_peer_slot(channel_, slot, pointers.data(), own.nbytes()));
   if (found.kept) outgrown_.push_back(found.kept);
   found.kept = held_object(made.ptr());
-  found.memory = lent_storage(own);
+  found.memory = pooled_storage(own);
 }
 
 void PeerChannel::give_back(int32_t slot) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  slots_[size_t(slot)].leased = false;
+  slots_[size_t(slot)].pooled = false;
 }
 
 void PeerChannel::reserve(SlotKind kind, int64_t bytes) {
@@ -178,7 +178,7 @@ PeerChannel::Usage PeerChannel::usage() const {
     if (!slot.memory) continue;
     total.bytes += int64_t(slot.memory.nbytes());
     ++total.slots;
-    total.leased += slot.leased;
+    total.pooled += slot.pooled;
   }
   return total;
 }
@@ -190,7 +190,7 @@ PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const st
   channel_->count_call();
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
   taken_ = channel_->take(kind, bytes, text, stream());
-  tensor_ = lent_tensor(taken_.memory, sizes, options.device(channel_->device()));
+  tensor_ = pooled_tensor(taken_.memory, sizes, options.device(channel_->device()));
   check(te_comm_peer_begin(channel_->get(), taken_.slot, text.c_str()));
 }
 
@@ -256,7 +256,8 @@ void PeerCall::poison(const Tensor& t) const {
   check(te_comm_peer_poison(channel_->get(), t.data_ptr(), t.nbytes(), stream()));
 }
 
-PeerGathering::PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases) {
+PeerGathering::PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind,
+                             ScopedBuffers& buffers) {
   const Tensor in = t.contiguous();
   te_note_path("peers, serial", "nothing is computed meanwhile");
   auto sizes = in.sizes().vec();
@@ -264,7 +265,7 @@ PeerGathering::PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor&
   std::ostringstream text;
   text << "gather " << in.scalar_type() << " " << in.sizes();
   call_ = std::make_shared<PeerCall>(std::move(channel), kind, text.str(), sizes, in.options());
-  leases.hold(call_);
+  buffers.hold(call_);
   all_ = call_->slot();
   call_->gather(in);
 }
@@ -279,8 +280,8 @@ Tensor PeerGathering::wait() {
 }
 
 std::shared_ptr<PeerGathering> begin_peer_gather(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind,
-                                                 Leases& leases) {
-  return std::make_shared<PeerGathering>(std::move(channel), t, kind, leases);
+                                                 ScopedBuffers& buffers) {
+  return std::make_shared<PeerGathering>(std::move(channel), t, kind, buffers);
 }
 
 void register_peer(pybind11::module_& m) {
@@ -312,7 +313,7 @@ void register_peer(pybind11::module_& m) {
       .def("may_end", &PeerChannel::may_end)
       .def("usage", [](const PeerChannel& c) {
         const PeerChannel::Usage found = c.usage();
-        return py::make_tuple(found.bytes, found.slots, found.leased);
+        return py::make_tuple(found.bytes, found.slots, found.pooled);
       });
   m.def("peer_words_bytes", [](int64_t ranks) {
     size_t bytes = 0;

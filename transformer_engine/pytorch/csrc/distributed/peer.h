@@ -1,6 +1,6 @@
 // A channel to the other ranks of a group on this machine (transformer_engine/comm_peer.h), found by the group's name
 // and a device, and a call's slot of it. Python makes channels (distributed/peer.py) and grows their slots; what is
-// pushed when is layer/exchange_peer.h's.
+// pushed when is layer/tp_comm_peer.h's.
 #pragma once
 
 #include <Python.h>
@@ -15,8 +15,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/comm_buffer_pool.h"
 #include "core/common.h"
-#include "core/lease.h"
 #include "core/run_streams.h"
 
 namespace te_torch {
@@ -56,7 +56,7 @@ class PeerChannel {
   void reserve(SlotKind kind, int64_t bytes);
 
   struct Usage {
-    int64_t bytes = 0, slots = 0, leased = 0;
+    int64_t bytes = 0, slots = 0, pooled = 0;
   };
   Usage usage() const;
 
@@ -70,7 +70,7 @@ class PeerChannel {
   struct Slot {
     c10::Storage memory;
     std::shared_ptr<PyObject> kept;
-    bool leased = false;
+    bool pooled = false;
   };
   void grow(int32_t slot, int64_t bytes, const std::string& text);
 
@@ -128,11 +128,11 @@ class PeerCall {
   bool ended_ = false;
 };
 
-// Every rank's t, one behind the other, in a slot until `leases` end: all of it, in one piece, on its way from the
+// Every rank's t, one behind the other, in a slot until `buffers` end: all of it, in one piece, on its way from the
 // start. To be waited for.
 class PeerGathering {
  public:
-  PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, Leases& leases);
+  PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, ScopedBuffers& buffers);
   PeerGathering(const PeerGathering&) = delete;
   PeerGathering& operator=(const PeerGathering&) = delete;
 
@@ -144,6 +144,6 @@ class PeerGathering {
 };
 
 std::shared_ptr<PeerGathering> begin_peer_gather(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind,
-                                                 Leases& leases);
+                                                 ScopedBuffers& buffers);
 
 }  // namespace te_torch

@@ -10,7 +10,7 @@
 #include <c10/core/GradMode.h>
 #include <transformer_engine/gemm.h>
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "core/tune.h"
 
 namespace te_torch {
@@ -342,7 +342,7 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   return extra;
 }
 
-TE_FACES(gemm, faces) {
+TE_OP_REGISTRATION(gemm, faces) {
   faces
       .op("gemm(Tensor a, Tensor b, str layout, str epilogue, Tensor? bias, Tensor? aux, ScalarType? out_dtype) -> "
           "(Tensor, Tensor)")

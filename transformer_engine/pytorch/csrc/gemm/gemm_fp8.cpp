@@ -10,7 +10,7 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "gemm/gemm.h"
 
 namespace te_torch {
@@ -339,7 +339,7 @@ void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t 
   note_written(out);
 }
 
-TE_FACES(gemm_fp8, faces) {
+TE_OP_REGISTRATION(gemm_fp8, faces) {
   faces
       .op("gemm_fp8(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, ScalarType "
           "out_dtype, Tensor? bias, bool fast) -> Tensor")

@@ -11,7 +11,7 @@ namespace te_torch {
 // row on 16 bytes and hold zeros there beyond their columns, as empty_quantized makes them; others are copied to such.
 inline int64_t fp8_code(te_scaling scaling, bool e5m2) { return 2 * int64_t(scaling) + (e5m2 ? 1 : 0); }
 
-// d [b's outer, a's outer] = b a^T (+ bias of its columns), in out_dtype: float32, float16 or bfloat16. Directions:
+// d [b's outer, a's outer] = b a^T (+ bias of its columns), in out_dtype: float32, float16 or bfloat16. QuantizeUsage:
 //   fprop: weight rowwise, x rowwise; dgrad: weight columnwise, dy rowwise; wgrad: x columnwise, dy columnwise.
 // fast: sums stay in the tensor cores (TENSOR alone). Refused: E5M2 with E5M2, BLOCK_2D with BLOCK_2D, TENSOR with
 // blocks, fast with blocks.
@@ -38,12 +38,12 @@ struct Fp8Operand {
   }
 };
 
-template <class Route = Direct>
+template <class DispatchMode = Direct>
 Tensor gemm_fp8(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, at::ScalarType out_dtype,
                 const OptionalTensor& bias, bool fast) {
   const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
-  return Route::template call<gemm_fp8_op>("te::gemm_fp8", left.data, left.scale_inv, left.code, right.data,
-                                           right.scale_inv, right.code, out_dtype, bias, fast);
+  return DispatchMode::template call<gemm_fp8_op>("te::gemm_fp8", left.data, left.scale_inv, left.code, right.data,
+                                                  right.scale_inv, right.code, out_dtype, bias, fast);
 }
 
 // The same into d, [b's outer, a's outer], contiguous; the bits are those of a fresh one.
@@ -54,12 +54,12 @@ void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bo
 bool fp8_runs_like_the_whole(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
                              const OptionalTensor& bias, bool fast, int64_t rows);
 
-template <class Route = Direct>
+template <class DispatchMode = Direct>
 void gemm_fp8_accumulate(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, Tensor& out,
                          bool overwrite, bool fast) {
   const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
-  Route::template call<gemm_fp8_accumulate_op>("te::gemm_fp8_accumulate", left.data, left.scale_inv, left.code,
-                                               right.data, right.scale_inv, right.code, out, overwrite, fast);
+  DispatchMode::template call<gemm_fp8_accumulate_op>("te::gemm_fp8_accumulate", left.data, left.scale_inv, left.code,
+                                                      right.data, right.scale_inv, right.code, out, overwrite, fast);
 }
 
 }  // namespace te_torch

@@ -10,8 +10,8 @@
 #include <map>
 #include <mutex>
 
-#include "core/faces.h"
 #include "core/grouped_operands.h"
+#include "core/op_registration.h"
 #include "core/rows_view.h"
 #include "gemm/gemm.h"
 #include "gemm/linear_core.h"
@@ -301,7 +301,7 @@ void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& o
   }
 }
 
-TE_FACES(gemm_grouped, faces) {
+TE_OP_REGISTRATION(gemm_grouped, faces) {
   faces.op("grouped_offsets(Tensor splits, Tensor x) -> Tensor")
       .kernel(grouped_offsets)
       .meta(grouped_offsets_meta)

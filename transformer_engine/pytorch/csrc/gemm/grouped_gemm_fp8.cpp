@@ -7,8 +7,8 @@
 #include <c10/core/GradMode.h>
 #include <transformer_engine/scaling.h>
 
-#include "core/faces.h"
 #include "core/grouped_operands.h"
+#include "core/op_registration.h"
 #include "core/rows_view.h"
 
 namespace te_torch {
@@ -330,7 +330,7 @@ void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, 
   }
 }
 
-TE_FACES(gemm_grouped_fp8, faces) {
+TE_OP_REGISTRATION(gemm_grouped_fp8, faces) {
   faces
       .op("grouped_fp8_fprop(Tensor x, Tensor x_scale_inv, int x_code, Tensor[] weights, Tensor[] weights_scale_inv, "
           "Tensor[] biases, Tensor offsets, ScalarType out_dtype) -> Tensor")

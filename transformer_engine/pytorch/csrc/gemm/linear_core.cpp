@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "gemm/gemm.h"
 
 namespace te_torch {
@@ -103,7 +103,7 @@ std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool 
   return gemm(x, dy, "NT", with_bias ? "bgrad" : "none", std::nullopt, std::nullopt, std::nullopt);
 }
 
-TE_FACES(linear_core, faces) {
+TE_OP_REGISTRATION(linear_core, faces) {
   faces.op("linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor").kernel(linear_fwd).meta(linear_fwd_meta);
   faces.op("linear_dgrad(Tensor dy, Tensor weight) -> Tensor").kernel(linear_dgrad).meta(linear_dgrad_meta);
   faces.op("linear_wgrad(Tensor dy, Tensor x, bool with_bias) -> (Tensor, Tensor)")

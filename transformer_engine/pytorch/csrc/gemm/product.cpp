@@ -60,26 +60,24 @@ std::vector<int64_t> packed(const QuantizeSpec& spec) {
 }
 
 // quantize() and quantize_again() by way of the dispatcher.
-Quantized quantize_dispatched(const QuantizeSpec& spec, const Tensor& x, Directions directions, Tensor* dbias) {
-  const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, sums] =
-      Dispatched::call<quantize_op>("te::quantize", x, at::ArrayRef<int64_t>(packed(spec)), directions.rowwise,
-                                    directions.columnwise, dbias != nullptr);
+Quantized quantize_dispatched(const QuantizeSpec& spec, const Tensor& x, QuantizeUsage usage, Tensor* dbias) {
+  const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, sums] = Dispatched::call<quantize_op>(
+      "te::quantize", x, at::ArrayRef<int64_t>(packed(spec)), usage.rowwise, usage.columnwise, dbias != nullptr);
   if (dbias != nullptr) *dbias = sums;
   Quantized q{spec.scaling(), spec.e5m2, {}, {}, {}, {}};
-  if (directions.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scale_inv;
-  if (directions.columnwise) q.columnwise = columnwise, q.columnwise_scale_inv = columnwise_scale_inv;
+  if (usage.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scale_inv;
+  if (usage.columnwise) q.columnwise = columnwise, q.columnwise_scale_inv = columnwise_scale_inv;
   return q;
 }
 
 Quantized quantize_again_dispatched(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x,
-                                    Directions directions) {
-  if (spec.scaling() != TE_SCALING_TENSOR) return quantize_dispatched(spec, x, directions, nullptr);
-  const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv] =
-      Dispatched::call<quantize_again_op>("te::quantize_again", x, at::ArrayRef<int64_t>(packed(spec)), used_scales,
-                                          directions.rowwise, directions.columnwise);
+                                    QuantizeUsage usage) {
+  if (spec.scaling() != TE_SCALING_TENSOR) return quantize_dispatched(spec, x, usage, nullptr);
+  const auto [rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv] = Dispatched::call<quantize_again_op>(
+      "te::quantize_again", x, at::ArrayRef<int64_t>(packed(spec)), used_scales, usage.rowwise, usage.columnwise);
   Quantized q{spec.scaling(), spec.e5m2, {}, {}, {}, {}};
-  if (directions.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scale_inv;
-  if (directions.columnwise) q.columnwise = columnwise, q.columnwise_scale_inv = columnwise_scale_inv;
+  if (usage.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scale_inv;
+  if (usage.columnwise) q.columnwise = columnwise, q.columnwise_scale_inv = columnwise_scale_inv;
   return q;
 }
 
@@ -104,52 +102,52 @@ Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales
   return again;
 }
 
-const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions) {
+const Quantizer* gradient_quantizer(const ProductQuantization* q, QuantizeUsage usage) {
   static const Quantizer sums{{QuantizeSpec::kBlock1d, false, false, 0.f}, {}, {}, {}};  // which needs no amax
   if (q == nullptr || !q->dy.active() || q->backward != BackwardReads::kQuantized) return nullptr;
-  return directions.rowwise || directions.columnwise ? &q->dy : &sums;
+  return usage.rowwise || usage.columnwise ? &q->dy : &sums;
 }
 
-Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor& x, Directions directions,
+Operand operand_of(const DispatchMode& dispatch, const Quantizer* quantizer, const Tensor& x, QuantizeUsage usage,
                    Tensor* dbias) {
   if (quantizer == nullptr || !quantizer->active()) return {x, {}};
-  if (route.direct()) {
-    const Quantized q = Direct::call<quantize>("te::quantize", *quantizer, x, directions, dbias);
+  if (dispatch.direct()) {
+    const Quantized q = Direct::call<quantize>("te::quantize", *quantizer, x, usage, dbias);
     return q.defined() ? Operand{{}, q} : Operand{x, {}};
   }
   refuse_state(*quantizer);
-  return {{}, quantize_dispatched(quantizer->spec, x, directions, dbias)};
+  return {{}, quantize_dispatched(quantizer->spec, x, usage, dbias)};
 }
 
-c10::SmallVector<Operand, 1> operands_of(const Route& route, at::ArrayRef<const Quantizer*> quantizers,
-                                         at::TensorList xs, Directions directions) {
+c10::SmallVector<Operand, 1> operands_of(const DispatchMode& dispatch, at::ArrayRef<const Quantizer*> quantizers,
+                                         at::TensorList xs, QuantizeUsage usage) {
   c10::SmallVector<Operand, 1> operands;
   operands.reserve(xs.size());
-  if (route.direct() && takes_list(quantizers, xs)) {
-    for (Quantized& q : Direct::call<quantize_list>("te::quantize", quantizers, xs, directions)) {
+  if (dispatch.direct() && takes_list(quantizers, xs)) {
+    for (Quantized& q : Direct::call<quantize_list>("te::quantize", quantizers, xs, usage)) {
       operands.push_back({{}, std::move(q)});
     }
     return operands;
   }
-  for (size_t i = 0; i < xs.size(); ++i) operands.push_back(operand_of(route, quantizers[i], xs[i], directions));
+  for (size_t i = 0; i < xs.size(); ++i) operands.push_back(operand_of(dispatch, quantizers[i], xs[i], usage));
   return operands;
 }
 
-Operand recomputed_operand(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
-                           Directions directions) {
+Operand recomputed_operand(const DispatchMode& dispatch, const Quantizer* quantizer, const Tensor& used_scales,
+                           const Tensor& x, QuantizeUsage usage) {
   if (quantizer == nullptr || !quantizer->active()) return {x, {}};
-  if (!route.direct()) return {{}, quantize_again_dispatched(quantizer->spec, used_scales, x, directions)};
-  if (quantizer->python != nullptr) return operand_of(route, quantizer, x, directions);
-  return {{}, Direct::call<quantize_again>("te::quantize", quantizer->spec, used_scales, x, directions)};
+  if (!dispatch.direct()) return {{}, quantize_again_dispatched(quantizer->spec, used_scales, x, usage)};
+  if (quantizer->python != nullptr) return operand_of(dispatch, quantizer, x, usage);
+  return {{}, Direct::call<quantize_again>("te::quantize", quantizer->spec, used_scales, x, usage)};
 }
 
-Tensor plain_of(const Route& route, const Operand& t, at::ScalarType dtype) {
+Tensor plain_of(const DispatchMode& dispatch, const Operand& t, at::ScalarType dtype) {
   if (!t.quantized()) return t.plain;
   const Quantized& q = t.fp8;
   const bool columnwise = !q.rowwise.defined();
-  return route.call<dequantize_op>("te::dequantize", columnwise ? q.columnwise : q.rowwise,
-                                   columnwise ? q.columnwise_scale_inv : q.rowwise_scale_inv, int64_t(q.scaling),
-                                   q.e5m2, columnwise, dtype);
+  return dispatch.call<dequantize_op>("te::dequantize", columnwise ? q.columnwise : q.rowwise,
+                                      columnwise ? q.columnwise_scale_inv : q.rowwise_scale_inv, int64_t(q.scaling),
+                                      q.e5m2, columnwise, dtype);
 }
 
 Operand rows_of(const Operand& t, const Rows& rows) {
@@ -184,41 +182,41 @@ uint8_t part_of(const Quantized& q, Part part) {
 
 }  // namespace
 
-Operand off_lease(const Operand& t) {
+Operand off_pool(const Operand& t) {
   Operand own = t;
   for (Tensor* part :
        {&own.plain, &own.fp8.rowwise, &own.fp8.columnwise, &own.fp8.rowwise_scale_inv, &own.fp8.columnwise_scale_inv}) {
-    if (on_lease(*part)) *part = part->clone();
+    if (is_pooled(*part)) *part = part->clone();
   }
   return own;
 }
 
-void refuse_leased(const Operand& t, const char* op) {
+void refuse_pooled(const Operand& t, const char* op) {
   for (const Tensor* part :
        {&t.plain, &t.fp8.rowwise, &t.fp8.columnwise, &t.fp8.rowwise_scale_inv, &t.fp8.columnwise_scale_inv}) {
-    refuse_leased(*part, op, "what is stored of it");
+    refuse_pooled(*part, op, "what is stored of it");
   }
-  for (const Operand& group : t.groups) refuse_leased(group, op);
+  for (const Operand& group : t.groups) refuse_pooled(group, op);
 }
 
-void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what) {
-  for (const Operand& group : t.groups) keep_operand(keeper, name, group, directions, what);
+void keep_operand(SaveContext& ctx, int name, const Operand& t, QuantizeUsage usage, const SavedInfo& what) {
+  for (const Operand& group : t.groups) keep_operand(ctx, name, group, usage, what);
   if (!t.quantized()) {
-    keeper.keep(name, t.plain, what);
+    ctx.keep(name, t.plain, what);
     return;
   }
   const Quantized& q = t.fp8;
-  if (directions.rowwise) {
-    Kept rows = what;
+  if (usage.rowwise) {
+    SavedInfo rows = what;
     rows.tokens = false;  // all leading dimensions are folded into the first
-    keeper.keep(name, q.rowwise, rows, part_of(q, kRowwise));
-    keeper.keep(name, q.rowwise_scale_inv, kScales, part_of(q, kRowwiseScale));
+    ctx.keep(name, q.rowwise, rows, part_of(q, kRowwise));
+    ctx.keep(name, q.rowwise_scale_inv, kScales, part_of(q, kRowwiseScale));
   }
-  if (directions.columnwise) {
-    Kept columns = what;
+  if (usage.columnwise) {
+    SavedInfo columns = what;
     columns.tokens = false;  // they lie along the second dimension
-    keeper.keep(name, q.columnwise, columns, part_of(q, kColumnwise));
-    keeper.keep(name, q.columnwise_scale_inv, kScales, part_of(q, kColumnwiseScale));
+    ctx.keep(name, q.columnwise, columns, part_of(q, kColumnwise));
+    ctx.keep(name, q.columnwise_scale_inv, kScales, part_of(q, kColumnwiseScale));
   }
 }
 

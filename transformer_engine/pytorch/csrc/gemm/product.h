@@ -34,7 +34,7 @@ inline BackwardReads backward_reads(const ProductQuantization* q) {
   return q == nullptr ? BackwardReads::kQuantized : q->backward;
 }
 // In which direction it reads an FP8 operand of the forward.
-inline Directions kept_directions(const ProductQuantization* q) {
+inline QuantizeUsage kept_usage(const ProductQuantization* q) {
   const bool columnwise = backward_reads(q) == BackwardReads::kQuantized;
   return {!columnwise, columnwise};
 }
@@ -61,46 +61,46 @@ Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales
 
 // Of the gradient of a product's output, read in these directions; null where it is plain. In neither (the bias alone
 // wants a gradient) one that makes column sums, to the same bits as any other, and no data.
-const Quantizer* gradient_quantizer(const ProductQuantization* q, Directions directions);
+const Quantizer* gradient_quantizer(const ProductQuantization* q, QuantizeUsage usage);
 
-// Names a quantizer whose state no schema carries, where such a route meets one.
+// Names a quantizer whose state no schema carries, where such a dispatch mode meets one.
 void refuse_state(const Quantizer& quantizer);
 
 // x by the quantizer, or as it is where there is none, or where it leaves x alone. dbias: the sums of x's columns,
 // where they are wanted and x was quantized.
-Operand operand_of(const Route& route, const Quantizer* quantizer, const Tensor& x, Directions directions,
+Operand operand_of(const DispatchMode& dispatch, const Quantizer* quantizer, const Tensor& x, QuantizeUsage usage,
                    Tensor* dbias = nullptr);
 
 // operand_of() of each, by as few launches as there may be.
-c10::SmallVector<Operand, 1> operands_of(const Route& route, at::ArrayRef<const Quantizer*> quantizers,
-                                         at::TensorList xs, Directions directions);
+c10::SmallVector<Operand, 1> operands_of(const DispatchMode& dispatch, at::ArrayRef<const Quantizer*> quantizers,
+                                         at::TensorList xs, QuantizeUsage usage);
 
 // The same bits again, by the scales that were used before.
-Operand recomputed_operand(const Route& route, const Quantizer* quantizer, const Tensor& used_scales, const Tensor& x,
-                           Directions directions);
+Operand recomputed_operand(const DispatchMode& dispatch, const Quantizer* quantizer, const Tensor& used_scales,
+                           const Tensor& x, QuantizeUsage usage);
 
 // Sums may stay in the tensor cores where nobody asked for float32 throughout, and scales are of the whole tensor.
 inline bool may_be_fast(const Quantized& a, const Quantized& b, bool split) {
   return !split && a.scaling == TE_SCALING_TENSOR && b.scaling == TE_SCALING_TENSOR;
 }
 
-Tensor plain_of(const Route& route, const Operand& t, at::ScalarType dtype);
+Tensor plain_of(const DispatchMode& dispatch, const Operand& t, at::ScalarType dtype);
 
 // Some rows of an operand, as a matrix of its own, in the rowwise direction alone. Rows of blocks of 128 x 128 start
 // and end with a block.
 TE_EXPORT Operand rows_of(const Operand& t, const Rows& rows);
 
-// The same in memory that is not on lease: what is, is copied.
-Operand off_lease(const Operand& t);
+// The same in memory that is not pooled: what is, is copied.
+Operand off_pool(const Operand& t);
 
-// As refuse_leased of what it has.
-void refuse_leased(const Operand& t, const char* op);
+// As refuse_pooled of what it has.
+void refuse_pooled(const Operand& t, const char* op);
 
-// An operand through the saved-tensor door, under one name: itself, or data and scales in these directions.
-void keep_operand(Keeper& keeper, int name, const Operand& t, Directions directions, const Kept& what);
+// Saves an operand under one name: itself, or data and scales in these directions.
+void keep_operand(SaveContext& ctx, int name, const Operand& t, QuantizeUsage usage, const SavedInfo& what);
 Operand kept_operand(const NamedTensors& saved, int name);  // the one under the name; several are its groups
 c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name);
 
-inline constexpr Kept kScales{"scales", "FP8 data mean nothing without them", "a few bytes for each block"};
+inline constexpr SavedInfo kScales{"scales", "FP8 data mean nothing without them", "a few bytes for each block"};
 
 }  // namespace te_torch

@@ -1,7 +1,7 @@
 // The backward of a layer and of a chain (layer.h): takes back what forward.cpp kept.
 #include <ATen/TensorOperators.h>
 
-#include "layer/gathered_product.h"
+#include "layer/gathered_wgrad.h"
 #include "layer/layer.h"
 
 namespace te_torch::layer {
@@ -21,14 +21,14 @@ struct Incoming {
 };
 
 struct WantedHere {
-  bool source = false, input = false, gamma = false, beta = false;  // source: any of what stands before the product
+  bool prologue = false, input = false, gamma = false, beta = false;  // prologue: any of what stands before the product
   bool weight = false, bias = false;
 };
 
 // How the product that made a layer's input reads that input's gradient.
 struct Onward {
   const Quantizer* quantizer = nullptr;
-  Directions directions;
+  QuantizeUsage usage;
   bool sums = false;
 };
 
@@ -38,8 +38,8 @@ struct Gradients {
   WeightGrads weights;
 };
 
-// What a layer's backward has: its saved tensors, and its source's input, which another layer may have recomputed.
-SourceSaved source_saved(const NamedTensors& saved, size_t number, const Tensor& input) {
+// What a layer's backward has: its saved tensors, and its prologue's input, which another layer may have recomputed.
+PrologueSaved prologue_saved(const NamedTensors& saved, size_t layer_idx, const Tensor& input) {
   const auto get = [&](SavedName n) -> const Tensor& { return saved[saved_name(number, n)]; };
   return {input.defined() ? input : get(kInput),
           get(kSavedGamma),
@@ -49,7 +49,7 @@ SourceSaved source_saved(const NamedTensors& saved, size_t number, const Tensor&
           get(kUsedScales)};
 }
 
-// What a weight's gradient is made of. gathered: the operand has all ranks' rows already. behind: of dy, as an exchange
+// What a weight's gradient is made of. gathered: the operand has all ranks' rows already. behind: of dy, as a TPComm
 // takes it.
 struct WeightParts {
   Gradient gradient;
@@ -60,116 +60,121 @@ struct WeightParts {
 
 // Its product, ready to be computed; divided: the same, where its matrices are divided over ranks.
 struct WeightWork {
-  std::shared_ptr<WeightProduct> product;
-  std::shared_ptr<GatheredProduct> divided;
+  std::shared_ptr<WgradTask> product;
+  std::shared_ptr<GatheredWgrad> divided;
 
   bool defined() const { return product != nullptr; }
 };
 
-WeightWork weight_work(const Route& route, const Stage& stage, WeightParts parts, at::ScalarType dtype) {
+WeightWork weight_work(const DispatchMode& dispatch, const LayerConfig& stage, WeightParts parts,
+                       at::ScalarType dtype) {
   const ProductQuantization* q = stage.quantization.get();
-  const Exchange* exchange = stage.exchange.get();
-  // What a sink stores must not hold this node, which holds the sink: an output of the node, kept, would.
-  if (stage.sink && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
-  if (stage.sink) {
-    for (const Operand* read : {&parts.gradient.dy, &parts.operand}) refuse_leased(*read, "weight gradient");
+  const TPComm* tp_comm = stage.tp_comm.get();
+  // What a gradient accumulator stores must not hold this node, which holds the gradient accumulator: an output of the
+  // node, kept, would.
+  if (stage.grad_accumulator && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
+  if (stage.grad_accumulator) {
+    for (const Operand* read : {&parts.gradient.dy, &parts.operand}) refuse_pooled(*read, "weight gradient");
   }
-  const bool x = exchange != nullptr && exchange->gathers(Pass::kFprop) && !parts.gathered;
-  const bool dy = exchange != nullptr && exchange->gathers(Pass::kDgrad);
+  const bool x = tp_comm != nullptr && tp_comm->gathers(Pass::kFprop) && !parts.gathered;
+  const bool dy = tp_comm != nullptr && tp_comm->gathers(Pass::kDgrad);
   if (x || dy) {
-    const auto divided = std::make_shared<GatheredProduct>(stage, std::move(parts.gradient), std::move(parts.operand),
-                                                           parts.behind, x, dtype);
+    const auto divided = std::make_shared<GatheredWgrad>(stage, std::move(parts.gradient), std::move(parts.operand),
+                                                         parts.behind, x, dtype);
     return {divided, divided};
   }
-  return {stage.products->weight_product(route, std::move(parts.gradient), std::move(parts.operand), dtype,
-                                         q == nullptr || q->split_wgrad),
+  return {stage.gemm_policy->wgrad_task(dispatch, std::move(parts.gradient), std::move(parts.operand), dtype,
+                                        q == nullptr || q->split_wgrad),
           nullptr};
 }
 
-// arrived: the transfer of dy that the input's gradient was taken over, or null.
-WeightGrads weight_gradient(const Route& route, const Stage& stage, WeightWork work, const Transfer* arrived,
-                            bool with_bias) {
+// arrived: the CommOp of dy that the input's gradient was taken over, or null.
+WeightGrads weight_gradient(const DispatchMode& dispatch, const LayerConfig& stage, WeightWork work,
+                            const CommOp* arrived, bool with_bias) {
   const auto gradient = [&] {
     const probe::Because told(why_override(stage.quantization.get()));
-    return stage.sink ? stage.sink->take(work.product, with_bias) : work.product->compute(route, with_bias);
+    return stage.grad_accumulator ? stage.grad_accumulator->take(work.product, with_bias)
+                                  : work.product->compute(dispatch, with_bias);
   };
   if (work.divided == nullptr) return gradient();
-  const GatheredProduct::Loan loan(work.divided, arrived);
+  const GatheredWgrad::Loan loan(work.divided, arrived);
   return gradient();
 }
 
-Gradients layer_backward(const Route& route, const Stage& stage, const SavedPolicy& policy, size_t number,
-                         const NamedTensors& saved, const Tensor& input, at::ScalarType dtype, const WantedHere& wanted,
-                         const Incoming& in, const Onward& onward) {
+Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& stage, const SavedPolicy& policy,
+                         size_t layer_idx, const NamedTensors& saved, const Tensor& input, at::ScalarType dtype,
+                         const WantedHere& wanted, const Incoming& in, const Onward& next_quantizer) {
   const ProductQuantization* q = stage.quantization.get();
-  const Source& source = *stage.source;
-  const Exchange* exchange = stage.exchange.get();
-  const SourceSaved from = source_saved(saved, number, input);
+  const Prologue& prologue = *stage.prologue;
+  const TPComm* tp_comm = stage.tp_comm.get();
+  const PrologueSaved from = prologue_saved(saved, number, input);
   Gradients out;
 
   WeightParts parts{{in.made, in.dbias}, {}, false, nullptr};
   Gradient& gradient = parts.gradient;
-  const Directions directions{wanted.source, wanted.weight};
-  const bool by_groups = stage.products->quantizes_groups(q);
-  if (in.dy.defined() && (wanted.source || wanted.weight || wanted.bias)) {
-    const Quantizer* quantizer = gradient_quantizer(q, directions);
-    const Quantizing how =
-        exchange != nullptr ? exchange->quantizing(route, Pass::kDgrad, quantizer, in.dy) : Quantizing::kBefore;
+  const QuantizeUsage usage{wanted.prologue, wanted.weight};
+  const bool by_groups = stage.gemm_policy->quantizes_groups(q);
+  if (in.dy.defined() && (wanted.prologue || wanted.weight || wanted.bias)) {
+    const Quantizer* quantizer = gradient_quantizer(q, usage);
+    const QuantizeAt how =
+        tp_comm != nullptr ? tp_comm->quantize_at(dispatch, Pass::kDgrad, quantizer, in.dy) : QuantizeAt::kBeforeGather;
     Tensor* sums = wanted.bias ? &gradient.dbias : nullptr;
     if (by_groups) {
-      gradient.dy = stage.products->quantized_groups(route, Pass::kDgrad, in.dy, directions, sums);
-    } else if (how == Quantizing::kBefore) {
-      gradient.dy = operand_of(route, quantizer, in.dy, directions, sums);
+      gradient.dy = stage.gemm_policy->quantized_groups(dispatch, Pass::kDgrad, in.dy, usage, sums);
+    } else if (how == QuantizeAt::kBeforeGather) {
+      gradient.dy = operand_of(dispatch, quantizer, in.dy, usage, sums);
     } else {
-      if (wanted.bias) operand_of(route, gradient_quantizer(q, {}), in.dy, {}, sums);
+      if (wanted.bias) operand_of(dispatch, gradient_quantizer(q, {}), in.dy, {}, sums);
       gradient.dy =
-          how == Quantizing::kTogether ? exchange->quantized(*quantizer, in.dy, directions) : Operand{in.dy, {}};
-      parts.behind = how == Quantizing::kBehind ? quantizer : nullptr;
+          how == QuantizeAt::kWithSharedAmax ? tp_comm->quantized(*quantizer, in.dy, usage) : Operand{in.dy, {}};
+      parts.behind = how == QuantizeAt::kAfterGather ? quantizer : nullptr;
     }
     // A bias behind the sum over ranks has the gradient of this rank's rows; the product's sums would be of all.
-    const bool all_rows = exchange != nullptr && exchange->gathers(Pass::kDgrad);
+    const bool all_rows = tp_comm != nullptr && tp_comm->gathers(Pass::kDgrad);
     if (all_rows && wanted.bias && !gradient.dbias.defined()) gradient.dbias = column_sums(in.dy);
   }
-  // A source that brings the operand back on the way goes before the weight's gradient, which reads it; others go
+  // A prologue that brings the operand back on the way goes before the weight's gradient, which reads it; others go
   // behind it, so that what they make is not alive meanwhile, and what is on its way has time.
-  const bool before = source.brings_operand_back();
+  const bool before = prologue.recomputes_operand();
   const BackwardReads reads = backward_reads(q);
   const Quantizer* as_before = q != nullptr && reads != BackwardReads::kHighPrecision ? &q->x : nullptr;
-  SourceGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
+  PrologueGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
   back.quantizer = reads == BackwardReads::kQuantized ? as_before : nullptr;
-  const bool through_source = in.any() && wanted.source, wants_weight = in.any() && wanted.weight;
-  const auto find_operand = [&](const TakenBack& taken) {
+  const bool through_prologue = in.any() && wanted.prologue, wants_weight = in.any() && wanted.weight;
+  const auto find_operand = [&](const PrologueBackward& taken) {
     parts.operand = kept_operand(saved, saved_name(number, kWholeOperand));
     parts.gathered = parts.operand.defined();
     if (!parts.gathered) parts.operand = kept_operand(saved, saved_name(number, kOperand));
     if (!parts.operand.defined()) {
-      const bool behind = exchange != nullptr && as_before != nullptr &&
-                          exchange->quantizing(route, Pass::kFprop, as_before, from.input) == Quantizing::kBehind;
+      const bool behind =
+          tp_comm != nullptr && as_before != nullptr &&
+          tp_comm->quantize_at(dispatch, Pass::kFprop, as_before, from.input) == QuantizeAt::kAfterGather;
       const Quantizer* now = behind || by_groups ? nullptr : back.quantizer;
-      parts.operand = taken.operand.defined() ? taken.operand : source.recompute(route, from, now);
+      parts.operand = taken.operand.defined() ? taken.operand : prologue.recompute(dispatch, from, now);
       if (by_groups && as_before != nullptr) {
         const Tensor plain = parts.operand.plain;
         const at::TensorList used = saved.list(saved_name(number, kUsedScales));
-        parts.operand = stage.products->quantized_again(route, plain, kept_directions(q), used);
+        parts.operand = stage.gemm_policy->quantized_again(dispatch, plain, kept_usage(q), used);
       } else if (reads == BackwardReads::kDequantized && !behind) {
-        parts.operand = recomputed_operand(route, as_before, from.used_scales, parts.operand.plain, kept_directions(q));
+        parts.operand = recomputed_operand(dispatch, as_before, from.used_scales, parts.operand.plain, kept_usage(q));
       }
     }
-    if (stage.operand == Fate::kRecomputed) policy.recomputed(source.operand_words());
+    if (stage.operand == SaveMode::kRecompute) policy.recomputed(prologue.operand_info());
   };
 
-  Leases leases;  // of what arrives: the gradient, which both products read, and the operand, if it is begun here
+  ScopedBuffers
+      buffers;  // of what arrives: the gradient, which both products read, and the operand, if it is begun here
   WeightWork work;
   // The operand's rows go ahead of the input gradient's, on one lane: they are read first, and nothing else is there
   // to be pushed until runs of that are computed.
-  if (wants_weight && through_source && !before && exchange != nullptr && exchange->begins_ahead() &&
-      exchange->gathers(Pass::kFprop) && (!stage.sink || stage.sink->computes_now())) {
+  if (wants_weight && through_prologue && !before && tp_comm != nullptr && tp_comm->begins_ahead() &&
+      tp_comm->gathers(Pass::kFprop) && (!stage.grad_accumulator || stage.grad_accumulator->computes_now())) {
     find_operand({});
-    work = weight_work(route, stage, parts, dtype);
-    if (work.divided != nullptr) work.divided->begin(route, leases);
+    work = weight_work(dispatch, stage, parts, dtype);
+    if (work.divided != nullptr) work.divided->begin(dispatch, buffers);
   }
-  Passing passing;
-  if (through_source) {
+  PendingResult passing;
+  if (through_prologue) {
     const probe::Because told(why_override(q));
     WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
     for (Operand& weight : w.weights) {  // a parameter whose FP8 copy served under autocast was not cast
@@ -178,51 +183,51 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
     const bool split = q == nullptr || q->split_dgrad;
     int64_t whole = 0;
     const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
-      return into.defined() ? stage.products->dgrad_into(route, part, rows, w, like, split, whole, into)
-                            : stage.products->dgrad(route, part, rows, w, like, split);
+      return into.defined() ? stage.gemm_policy->dgrad_into(dispatch, part, rows, w, like, split, whole, into)
+                            : stage.gemm_policy->dgrad(dispatch, part, rows, w, like, split);
     };
     const Tensor& like = in.dy.defined() ? in.dy : in.like;
-    std::unique_ptr<Transfer> transfer = exchange != nullptr
-                                             ? exchange->begin(route, Pass::kDgrad, gradient.dy, like, parts.behind,
-                                                               directions, OptionalTensor(), &leases)
-                                             : nullptr;
-    const auto ahead = [&](Transfer& transfer) {
-      if (!route.direct()) return;
+    std::unique_ptr<CommOp> comm_op =
+        tp_comm != nullptr
+            ? tp_comm->begin(dispatch, Pass::kDgrad, gradient.dy, like, parts.behind, usage, OptionalTensor(), &buffers)
+            : nullptr;
+    const auto ahead = [&](CommOp& comm_op) {
+      if (!dispatch.direct()) return;
       const Operand& weight = w.weights[0];
       const Tensor& across = weight.quantized() ? weight.fp8.columnwise : weight.plain;
-      whole = transfer.rows();
+      whole = comm_op.rows();
       const bool runs = whole > 0 && across.defined() &&
-                        stage.products->takes_runs(Pass::kDgrad, transfer.operand(), whole, w, like, split);
-      transfer.expect(runs ? std::optional(across.size(weight.quantized() ? 0 : 1)) : std::nullopt);
+                        stage.gemm_policy->takes_runs(Pass::kDgrad, comm_op.operand(), whole, w, like, split);
+      comm_op.plan_chunks(runs ? std::optional(across.size(weight.quantized() ? 0 : 1)) : std::nullopt);
     };
-    passing = through(std::move(transfer), gradient.dy, like, product, ahead);
+    passing = through(std::move(comm_op), gradient.dy, like, product, ahead);
   }
 
-  back.wants_operand = wanted.weight && stage.operand == Fate::kRecomputed;
-  back.onward = onward.quantizer;
-  back.directions = onward.directions;
-  back.wants_onward_sums = onward.sums;
-  const auto take_back = [&] {
+  back.wants_operand = wanted.weight && stage.operand == SaveMode::kRecompute;
+  back.next_quantizer = next_quantizer.quantizer;
+  back.usage = next_quantizer.usage;
+  back.wants_next_sums = next_quantizer.sums;
+  const auto backward = [&] {
     if (passing.defined()) back.d_operand = passing.result();
     if (in.norm_output.defined()) {
       back.d_operand = back.d_operand.defined() ? back.d_operand + in.norm_output : in.norm_output;
     }
-    return source.take_back(route, from, back);
+    return prologue.backward(dispatch, from, back);
   };
-  TakenBack taken;
-  if (before && through_source) taken = take_back();
+  PrologueBackward taken;
+  if (before && through_prologue) taken = backward();
 
   if (wants_weight) {
     if (!work.defined()) {
       find_operand(taken);
-      work = weight_work(route, stage, std::move(parts), dtype);
+      work = weight_work(dispatch, stage, std::move(parts), dtype);
     }
     parts = {};
-    out.weights = weight_gradient(route, stage, std::move(work), passing.transfer.get(), wanted.bias);
+    out.weights = weight_gradient(dispatch, stage, std::move(work), passing.comm_op.get(), wanted.bias);
   } else if (in.any() && wanted.bias) {
-    out.weights.biases = stage.products->bias_gradients(route, in.dy, gradient.dbias);
+    out.weights.biases = stage.gemm_policy->bias_gradients(dispatch, in.dy, gradient.dbias);
   }
-  if (!before && wanted.source) taken = take_back();
+  if (!before && wanted.prologue) taken = backward();
   out.dx = taken.dx;
   out.dx_sums = taken.dx_sums;
   out.dgamma = taken.dgamma;
@@ -230,14 +235,14 @@ Gradients layer_backward(const Route& route, const Stage& stage, const SavedPoli
   return out;
 }
 
-// A layer's source and product once more, by the scales of the forward: its result, and what the forward would have
+// A layer's prologue and product once more, by the scales of the forward: its result, and what the forward would have
 // kept of it.
-std::pair<Tensor, NamedTensors> recompute_layer(const Route& route, Stage stage, size_t number,
+std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, LayerConfig stage, size_t layer_idx,
                                                 const NamedTensors& saved, Needs needs) {
   const auto get = [&](SavedName n) { return saved.optional(saved_name(number, n)); };
-  stage.operand = Fate::kKept;
-  if (route.direct() &&
-      stage.quantization != nullptr) {  // a traced route has no state, and makes the same scales again
+  stage.operand = SaveMode::kSave;
+  if (dispatch.direct() &&
+      stage.quantization != nullptr) {  // a traced dispatch mode has no state, and makes the same scales again
     stage.quantization = with_scales(*stage.quantization, saved[saved_name(number, kUsedScales)]);
   }
   const auto weights = kept_operands(saved, saved_name(number, kWeight));
@@ -250,18 +255,18 @@ std::pair<Tensor, NamedTensors> recompute_layer(const Route& route, Stage stage,
   const OptionalTensor none, gamma = get(kSavedGamma), beta = get(kSavedBeta);
   const Tensor input = saved[saved_name(number, kInput)];
   const LayerInput in{{input, none, gamma, beta}, parameters, saved.list(saved_name(number, kBias)), own};
-  Keeper keeper = Keeper::collecting();
-  const Tensor y = layer_forward(route, stage, number, keeper, in, needs, Keeping::kNormal, false).y;
-  return {y, keeper.take()};
+  SaveContext ctx = SaveContext::collecting();
+  const Tensor y = layer_forward(dispatch, stage, number, ctx, in, needs, SaveFor::kBackward, false).y;
+  return {y, ctx.take()};
 }
 
 }  // namespace
 
-template <class RouteType>
-variable_list Chain::backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
-                              const variable_list& grads) {
-  const Route route(RouteType{});
-  const size_t layers = state.stages.size();
+template <class DispatchModeType>
+variable_list LayerChain::backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+                                   const variable_list& grads) {
+  const DispatchMode dispatch(DispatchModeType{});
+  const size_t layers = state.layers.size();
   // The node's first argument is the list of all tensors.
   const auto wants = [&](int name) {
     const Rows& place = state.places[name];
@@ -285,10 +290,10 @@ variable_list Chain::backward(const State& state, const Wanted& wanted, const Na
   c10::SmallVector<Tensor, 2> inputs(layers);
   c10::SmallVector<NamedTensors, 2> kept_for_recompute(layers);
   for (size_t i = 0; any && i + 1 < layers; ++i) {
-    if (state.stages[i + 1].input != Fate::kRecomputed) continue;
+    if (state.layers[i + 1].input != SaveMode::kRecompute) continue;
     std::tie(inputs[i + 1], kept_for_recompute[i]) =
-        recompute_layer(route, state.stages[i], i, saved, {here[i].source, here[i].weight});
-    state.policy->recomputed(state.stages[i + 1].source->input_words());
+        recompute_layer(dispatch, state.layers[i], i, saved, {here[i].prologue, here[i].weight});
+    state.policy->recomputed(state.layers[i + 1].prologue->input_info());
   }
 
   variable_list out(state.tensors);
@@ -302,32 +307,32 @@ variable_list Chain::backward(const State& state, const Wanted& wanted, const Na
   Incoming in;
   in.dy = grads[0];
   for (size_t i = layers; i-- > 0;) {
-    if (i + 1 < layers && !here[i + 1].source) break;
-    const Stage& stage = state.stages[i];
+    if (i + 1 < layers && !here[i + 1].prologue) break;
+    const LayerConfig& stage = state.layers[i];
     const NamedTensors& table = kept_for_recompute[i].size() > 0 ? kept_for_recompute[i] : saved;
     Tensor& input = inputs[i];
     if (i > 0 && !input.defined()) input = table[saved_name(i, kInput)];
     if (i > 0 && any && grads[0].defined() && stage.input_in_fp8) {
       const Tensor& like = input.defined() ? input : grads[0];
       const Operand packed =
-          input.defined() ? packed_input(route, input) : kept_operand(saved, saved_name(i, kPackedInput));
-      const Tensor unpacked = plain_of(route, packed, state.dtype);  // leading dimensions folded
+          input.defined() ? packed_input(dispatch, input) : kept_operand(saved, saved_name(i, kPackedInput));
+      const Tensor unpacked = plain_of(dispatch, packed, state.dtype);  // leading dimensions folded
       c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
       shape.back() = unpacked.sym_size(-1);
-      if (stage.exchange != nullptr && !input.defined()) shape[0] = stage.exchange->rows_before(shape[0]);
+      if (stage.tp_comm != nullptr && !input.defined()) shape[0] = stage.tp_comm->rows_before(shape[0]);
       input = unpacked.view_symint(shape);
     }
-    Onward onward;
+    Onward next_quantizer;
     if (i > 0) {
-      const Directions directions{here[i - 1].source, here[i - 1].weight};
-      onward = {gradient_quantizer(state.stages[i - 1].quantization.get(), directions), directions, here[i - 1].bias};
+      const QuantizeUsage usage{here[i - 1].prologue, here[i - 1].weight};
+      next_quantizer = {gradient_quantizer(state.layers[i - 1].quantization.get(), usage), usage, here[i - 1].bias};
     }
     if (i == 0) {
       in.norm_output = state.return_output ? grad(1) : Tensor();
       in.norm_input = grad(2);
     }
     const Gradients made =
-        layer_backward(route, stage, *state.policy, i, table, input, state.dtype, here[i], in, onward);
+        layer_backward(dispatch, stage, *state.policy, i, table, input, state.dtype, here[i], in, next_quantizer);
     give(weight_of(i), made.weights.weights);
     give(bias_of(i), made.weights.biases);
     if (i == 0) {
@@ -342,8 +347,9 @@ variable_list Chain::backward(const State& state, const Wanted& wanted, const Na
   return out;
 }
 
-template variable_list Chain::backward<Direct>(const State&, const Wanted&, const NamedTensors&, const variable_list&);
-template variable_list Chain::backward<Dispatched>(const State&, const Wanted&, const NamedTensors&,
-                                                   const variable_list&);
+template variable_list LayerChain::backward<Direct>(const State&, const Wanted&, const NamedTensors&,
+                                                    const variable_list&);
+template variable_list LayerChain::backward<Dispatched>(const State&, const Wanted&, const NamedTensors&,
+                                                        const variable_list&);
 
 }  // namespace te_torch::layer

@@ -10,22 +10,22 @@ namespace te_torch::layer {
 
 namespace {
 
-constexpr Kept kQuantizedWeight{"quantized weight", "the input's gradient is taken with it",
-                                "a copy of a parameter: quantizing it again"};
-constexpr Kept kMlpInput{"MLP input", "norm, first product and activation are recomputed from it",
-                         "the sum or product that made it: te.checkpoint around the layer", true};
-constexpr Kept kGatheredInput{"gathered input", "the weight's gradient is taken with all ranks' rows",
-                              "gathering it again; tp_recompute_allgather=False keeps it"};
-constexpr Kept kPackedPreActivation{"pre-activation, FP8", "the activation's backward reads it",
-                                    "norm and first product: LayerNormMLP(checkpoint=True)"};
+constexpr SavedInfo kQuantizedWeight{"quantized weight", "the input's gradient is taken with it",
+                                     "a copy of a parameter: quantizing it again"};
+constexpr SavedInfo kMlpInput{"MLP input", "norm, first product and activation are recomputed from it",
+                              "the sum or product that made it: te.checkpoint around the layer", true};
+constexpr SavedInfo kGatheredInput{"gathered input", "the weight's gradient is taken with all ranks' rows",
+                                   "gathering it again; tp_recompute_allgather=False keeps it"};
+constexpr SavedInfo kPackedPreActivation{"pre-activation, FP8", "the activation's backward reads it",
+                                         "norm and first product: LayerNormMLP(checkpoint=True)"};
 
 // Words of what is kept, with the reason where it is a recipe's backward_override.
-Kept words(Kept what, const ProductQuantization* q) {
+SavedInfo saved_info(SavedInfo what, const ProductQuantization* q) {
   if (const char* why = why_override(q)) what.why = why;
   return what;
 }
 
-Kept weight_words(const Operand& weight, const ProductQuantization* q) {
+SavedInfo weight_info(const Operand& weight, const ProductQuantization* q) {
   return words(weight.quantized() ? kQuantizedWeight : kParameter, q);
 }
 
@@ -33,8 +33,8 @@ bool unquantized(const ProductQuantization* q) { return backward_reads(q) == Bac
 
 // A weight as a backward in high precision reads it: the parameter; where that is held in FP8 alone, what it means.
 // Such a parameter is a subclass in eager mode; in a layer that is run again it is FP8 data.
-Operand weight_values(const Route& route, const Tensor& parameter, const Operand& read, bool own) {
-  const bool subclass = route.direct() && parameter.key_set().has(c10::DispatchKey::Python);
+Operand weight_values(const DispatchMode& dispatch, const Tensor& parameter, const Operand& read, bool own) {
+  const bool subclass = dispatch.direct() && parameter.key_set().has(c10::DispatchKey::Python);
   const bool values = !own || (parameter.is_floating_point() && !subclass);
   return read.quantized() && values ? Operand{parameter, {}} : read;
 }
@@ -53,12 +53,12 @@ Tensor used_scales(const Operand& operand) {
 }
 
 // Where nothing is made of x, the operand is kept as x in any case.
-bool may_be_recomputed(const Stage& stage) {
+bool may_be_recomputed(const LayerConfig& stage) {
   const ProductQuantization* q = stage.quantization.get();
-  return !stage.source->keeps_width() || (q != nullptr && !unquantized(q));
+  return !stage.prologue->is_identity() || (q != nullptr && !unquantized(q));
 }
 
-// Of what is kept in place of an operand, rows behind the live ones that quantizing it again reads: those of the last
+// Of what is kept in place of an operand, rows behind the live ones that quantize_at it again reads: those of the last
 // one's block; all, where a quantizer written in Python does it.
 int64_t rows_behind_of(const ProductQuantization* q) {
   if (q == nullptr || !q->x.active() || unquantized(q)) return 0;
@@ -66,13 +66,13 @@ int64_t rows_behind_of(const ProductQuantization* q) {
   return q->x.spec.scaling() == TE_SCALING_TENSOR ? 0 : 127;
 }
 
-int64_t rows_behind_of(const Stages& stages, const NamedTensors& arguments) {
+int64_t rows_behind_of(const LayerConfigs& layers, const NamedTensors& arguments) {
   int64_t rows = 0;
-  for (size_t i = 0; i < stages.size(); ++i) {
-    const bool run_again = i + 1 < stages.size() && stages[i + 1].input == Fate::kRecomputed;
-    if (stages[i].operand != Fate::kRecomputed && !run_again) continue;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const bool run_again = i + 1 < layers.size() && layers[i + 1].input == SaveMode::kRecompute;
+    if (layers[i].operand != SaveMode::kRecompute && !run_again) continue;
     for (size_t w = 0; w < arguments.list(weight_of(i)).size(); ++w) {
-      rows = std::max(rows, rows_behind_of(stages[i].products->quantization(stages[i].quantization.get(), w)));
+      rows = std::max(rows, rows_behind_of(layers[i].gemm_policy->quantization(layers[i].quantization.get(), w)));
     }
   }
   return rows;
@@ -80,80 +80,80 @@ int64_t rows_behind_of(const Stages& stages, const NamedTensors& arguments) {
 
 // For a backward that goes on through the layer with what it has. gathered: the operand with all ranks' rows, where
 // that is kept in its place.
-void keep(Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in, const LayerOutput& out,
+void keep(SaveContext& ctx, const LayerConfig& stage, size_t layer_idx, const LayerInput& in, const LayerOutput& out,
           at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs) {
-  const Source& source = *stage.source;
+  const Prologue& prologue = *stage.prologue;
   const ProductQuantization* q = stage.quantization.get();
-  const Directions read = kept_directions(q);
-  const Made& made = out.made;
-  const bool again = needs.weight && stage.operand == Fate::kRecomputed;
-  const bool input = (needs.source && source.reads_input()) || again;
-  const bool elsewhere = number > 0 && (stage.input == Fate::kRecomputed || stage.input_in_fp8);
+  const QuantizeUsage read = kept_usage(q);
+  const PrologueOutput& made = out.made;
+  const bool again = needs.weight && stage.operand == SaveMode::kRecompute;
+  const bool input = (needs.prologue && prologue.reads_input()) || again;
+  const bool elsewhere = number > 0 && (stage.input == SaveMode::kRecompute || stage.input_in_fp8);
   const auto name = [&](SavedName n) { return saved_name(number, n); };
-  if (input && !elsewhere) keeper.keep(name(kInput), made.input, source.input_words());
+  if (input && !elsewhere) ctx.keep(name(kInput), made.input, prologue.input_info());
   for (const Operand& weight : weights) {
-    if (needs.source) keep_operand(keeper, name(kWeight), weight, read, weight_words(weight, q));
+    if (needs.prologue) keep_operand(ctx, name(kWeight), weight, read, weight_info(weight, q));
   }
   if (again) {
     const Operand& operand = made.operand;
-    if (number == 0 || stage.input == Fate::kKept) {  // else it goes with the input, which is named
+    if (number == 0 || stage.input == SaveMode::kSave) {  // else it goes with the input, which is named
       for (const Operand& group : operand.groups) {
-        keeper.recomputed(unkept(group, q, made.input), words(source.operand_words(), q));
+        ctx.recomputed(unkept(group, q, made.input), words(prologue.operand_info(), q));
       }
       if (operand.groups.empty()) {
-        keeper.recomputed(unkept(operand, q, made.input), words(source.operand_words(), q));
+        ctx.recomputed(unkept(operand, q, made.input), words(prologue.operand_info(), q));
       }
     }
-    if (!unquantized(q) && stage.products->quantizes_groups(q)) {
-      for (const Tensor& used : stage.products->used_scales(operand)) keeper.keep(name(kUsedScales), used, kScales);
+    if (!unquantized(q) && stage.gemm_policy->quantizes_groups(q)) {
+      for (const Tensor& used : stage.gemm_policy->used_scales(operand)) ctx.keep(name(kUsedScales), used, kScales);
     } else if (!unquantized(q)) {
-      keeper.keep(name(kUsedScales), used_scales(operand), kScales);
+      ctx.keep(name(kUsedScales), used_scales(operand), kScales);
     }
   } else if (gathered.defined()) {
-    keep_operand(keeper, name(kWholeOperand), gathered, read, words(kGatheredInput, q));
+    keep_operand(ctx, name(kWholeOperand), gathered, read, words(kGatheredInput, q));
   } else if (needs.weight) {
-    keep_operand(keeper, name(kOperand), made.operand, read, words(source.operand_words(), q));
+    keep_operand(ctx, name(kOperand), made.operand, read, words(prologue.operand_info(), q));
   }
-  if (!source.reads_input() || !(needs.source || again)) return;
-  keeper.keep(name(kSavedGamma), in.source.gamma, kParameter);
-  if (again) keeper.keep(name(kSavedBeta), in.source.beta, kParameter);
-  keeper.keep(name(kMean), made.mean, kStatistic);
-  keeper.keep(name(kRstd), made.rstd, kStatistic);
+  if (!prologue.reads_input() || !(needs.prologue || again)) return;
+  ctx.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
+  if (again) ctx.keep(name(kSavedBeta), in.prologue.beta, kParameter);
+  ctx.keep(name(kMean), made.mean, kStatistic);
+  ctx.keep(name(kRstd), made.rstd, kStatistic);
 }
 
-// For a backward that runs source and product again first.
-void keep_for_recompute(const Route& route, Keeper& keeper, const ProductQuantization* q, size_t number,
+// For a backward that runs prologue and product again first.
+void keep_for_recompute(const DispatchMode& dispatch, SaveContext& ctx, const ProductQuantization* q, size_t layer_idx,
                         const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights) {
   const auto name = [&](SavedName n) { return saved_name(number, n); };
-  keeper.keep(name(kInput), out.made.input, kMlpInput);
-  keeper.keep(name(kSavedGamma), in.source.gamma, kParameter);
-  keeper.keep(name(kSavedBeta), in.source.beta, kParameter);
-  for (const Tensor& bias : in.biases) keeper.keep(name(kBias), bias, kParameter);
-  keeper.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
+  ctx.keep(name(kInput), out.made.input, kMlpInput);
+  ctx.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
+  ctx.keep(name(kSavedBeta), in.prologue.beta, kParameter);
+  for (const Tensor& bias : in.biases) ctx.keep(name(kBias), bias, kParameter);
+  ctx.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
   for (const Operand& weight : weights) {
-    keep_operand(keeper, name(kWeight), weight, {true, kept_directions(q).columnwise}, weight_words(weight, q));
+    keep_operand(ctx, name(kWeight), weight, {true, kept_usage(q).columnwise}, weight_info(weight, q));
   }
   for (size_t i = 0; unquantized(q) && i < weights.size(); ++i) {
     if (!weights[i].quantized()) continue;
-    const Operand values = weight_values(route, in.weights[i], weights[i], !in.own.empty());
-    keeper.keep(name(kWeightValues), values.plain, words(kParameter, q));
+    const Operand values = weight_values(dispatch, in.weights[i], weights[i], !in.own.empty());
+    ctx.keep(name(kWeightValues), values.plain, saved_info(kParameter, q));
   }
 }
 
-void keep_for_backward(const Route& route, Keeper& keeper, const Stage& stage, size_t number, const LayerInput& in,
-                       const LayerOutput& out, at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs,
-                       Keeping keeping) {
+void keep_for_backward(const DispatchMode& dispatch, SaveContext& ctx, const LayerConfig& stage, size_t layer_idx,
+                       const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights,
+                       const Operand& gathered, Needs needs, SaveFor keeping) {
   const ProductQuantization* q = stage.quantization.get();
-  if (keeping == Keeping::kForRecompute) {
-    keep_for_recompute(route, keeper, q, number, in, out, weights);
+  if (keeping == SaveFor::kRecompute) {
+    keep_for_recompute(dispatch, ctx, q, number, in, out, weights);
   } else if (unquantized(q)) {
     c10::SmallVector<Operand, 1> values;
     for (size_t i = 0; i < weights.size(); ++i) {
-      values.push_back(weight_values(route, in.weights[i], weights[i], !in.own.empty()));
+      values.push_back(weight_values(dispatch, in.weights[i], weights[i], !in.own.empty()));
     }
-    keep(keeper, stage, number, in, out, values, gathered, needs);
+    keep(ctx, stage, number, in, out, values, gathered, needs);
   } else {
-    keep(keeper, stage, number, in, out, weights, gathered, needs);
+    keep(ctx, stage, number, in, out, weights, gathered, needs);
   }
 }
 
@@ -164,20 +164,20 @@ Defaults& defaults() {
   return policies;
 }
 
-Operand packed_input(const Route& route, const Tensor& input) {
+Operand packed_input(const DispatchMode& dispatch, const Tensor& input) {
   static const Quantizer packer{{QuantizeSpec::kBlock1d, false, true, 0.f}, {}, {}, {}};
-  return operand_of(route, &packer, input, {true, false});
+  return operand_of(dispatch, &packer, input, {true, false});
 }
 
-LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number, Keeper& keeper, const LayerInput& in,
-                          Needs needs, Keeping keeping, bool want_output) {
+LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage, size_t layer_idx, SaveContext& ctx,
+                          const LayerInput& in, Needs needs, SaveFor keeping, bool want_output) {
   const ProductQuantization* q = stage.quantization.get();
-  const Source& source = *stage.source;
-  const Tensor& x = in.source.x;
+  const Prologue& prologue = *stage.prologue;
+  const Tensor& x = in.prologue.x;
   const bool own = !in.own.empty();
   TORCH_INTERNAL_ASSERT(!own || in.own.size() == in.weights.size());
   const auto check = [&](const Tensor& shown, const c10::SymInt& depth) {
-    if (q == nullptr && !stage.exchange) return;  // the product does, and of an exchange it sees some rows
+    if (q == nullptr && !stage.tp_comm) return;  // the product does, and of a TPComm it sees some rows
     for (size_t i = 0; i < in.weights.size(); ++i) {
       check_product(shown, depth, in.weights[i], in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[i]),
                     own);
@@ -185,115 +185,115 @@ LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number,
   };
   // Before a quantizer notes the amax of an x that is refused. A norm looks at x itself; what an activation makes of it
   // is known behind it.
-  if (source.keeps_width()) check(x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
-  const Exchange* exchange = stage.exchange.get();
-  if (exchange != nullptr) exchange->check(x);
+  if (prologue.is_identity()) check(x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
+  const TPComm* tp_comm = stage.tp_comm.get();
+  if (tp_comm != nullptr) tp_comm->check(x);
   const Quantizer* quantizer = q != nullptr ? &q->x : nullptr;
-  const Quantizing how =
-      exchange != nullptr ? exchange->quantizing(route, Pass::kFprop, quantizer, x) : Quantizing::kBefore;
-  const bool keep_operand = needs.weight && stage.operand == Fate::kKept && keeping == Keeping::kNormal;
-  const Directions read = kept_directions(q);
-  const Directions directions{true, keep_operand && read.columnwise};
+  const QuantizeAt how =
+      tp_comm != nullptr ? tp_comm->quantize_at(dispatch, Pass::kFprop, quantizer, x) : QuantizeAt::kBeforeGather;
+  const bool keep_operand = needs.weight && stage.operand == SaveMode::kSave && keeping == SaveFor::kBackward;
+  const QuantizeUsage read = kept_usage(q);
+  const QuantizeUsage usage{true, keep_operand && read.columnwise};
   const bool both = keep_operand && unquantized(q);  // the backward reads the operand as it is
-  const bool by_groups = stage.products->quantizes_groups(q);
-  const Quantizer* before = how == Quantizing::kBefore && !both && !by_groups ? quantizer : nullptr;
+  const bool by_groups = stage.gemm_policy->quantizes_groups(q);
+  const Quantizer* before = how == QuantizeAt::kBeforeGather && !both && !by_groups ? quantizer : nullptr;
   LayerOutput out;
-  out.made = source.make(route, in.source, before, directions, want_output);
+  out.made = prologue.make(dispatch, in.prologue, before, usage, want_output);
   Operand& operand = out.made.operand;
-  if (!source.keeps_width() && operand.quantized()) check(x, operand.fp8.rowwise.sym_size(-1));
-  if (!source.keeps_width() && !operand.quantized())
+  if (!prologue.is_identity() && operand.quantized()) check(x, operand.fp8.rowwise.sym_size(-1));
+  if (!prologue.is_identity() && !operand.quantized())
     check(q == nullptr ? operand.plain : x, operand.plain.sym_size(-1));
   const Operand values = both ? operand : Operand();
-  if (both && how == Quantizing::kBefore && !by_groups) {
-    operand = operand_of(route, quantizer, operand.plain, directions);
+  if (both && how == QuantizeAt::kBeforeGather && !by_groups) {
+    operand = operand_of(dispatch, quantizer, operand.plain, usage);
   }
-  if (how == Quantizing::kTogether) operand = exchange->quantized(*quantizer, operand.plain, directions);
+  if (how == QuantizeAt::kWithSharedAmax) operand = tp_comm->quantized(*quantizer, operand.plain, usage);
   if (by_groups) {
-    operand = stage.products->quantized_groups(route, Pass::kFprop, Tensor(operand.plain), directions, nullptr);
+    operand = stage.gemm_policy->quantized_groups(dispatch, Pass::kFprop, Tensor(operand.plain), usage, nullptr);
   }
 
-  const bool columnwise = read.columnwise && (needs.source || keeping == Keeping::kForRecompute);
-  const bool adds_up = exchange != nullptr && exchange->adds_up(Pass::kFprop);
+  const bool columnwise = read.columnwise && (needs.prologue || keeping == SaveFor::kRecompute);
+  const bool adds_up = tp_comm != nullptr && tp_comm->adds_up(Pass::kFprop);
   WeightSet w{{}, adds_up ? at::TensorList() : in.biases};
   if (own) {
     w.weights.assign(in.own.begin(), in.own.end());
   } else {
     c10::SmallVector<const Quantizer*, 1> quantizers;
     for (size_t i = 0; i < in.weights.size(); ++i) {
-      const ProductQuantization* its = stage.products->quantization(q, i);
+      const ProductQuantization* its = stage.gemm_policy->quantization(q, i);
       quantizers.push_back(its != nullptr ? &its->weight : nullptr);
     }
-    w.weights = operands_of(route, quantizers, in.weights, {true, columnwise});
+    w.weights = operands_of(dispatch, quantizers, in.weights, {true, columnwise});
   }
   const bool split = q == nullptr || q->split_fprop;
-  if (exchange == nullptr) {
-    out.y = stage.products->fprop(route, operand, nullptr, w, x, split);
+  if (tp_comm == nullptr) {
+    out.y = stage.gemm_policy->fprop(dispatch, operand, nullptr, w, x, split);
     if (both) operand = values;
-    keep_for_backward(route, keeper, stage, number, in, out, w.weights, {}, needs, keeping);
+    keep_for_backward(dispatch, ctx, stage, number, in, out, w.weights, {}, needs, keeping);
     return out;
   }
-  const Quantizer* behind = how == Quantizing::kBehind ? quantizer : nullptr;
+  const Quantizer* behind = how == QuantizeAt::kAfterGather ? quantizer : nullptr;
   const OptionalTensor bias = adds_up && !in.biases.empty() ? OptionalTensor(in.biases[0]) : OptionalTensor();
   // The backward reads what the product has read, and nothing else would be gathered to be kept.
   const bool as_it_came = backward_reads(q) == BackwardReads::kDequantized;
   const bool quantized = !as_it_came && (operand.quantized() || (both && behind != nullptr));
-  const bool reads_gathered = keep_operand && exchange->gathers(Pass::kFprop);
+  const bool reads_gathered = keep_operand && tp_comm->gathers(Pass::kFprop);
   // What a backward keeps for itself alone is kept as it came.
-  const bool keeps = reads_gathered && (exchange->keeps_gathered(quantized) || !keeper.serves_a_graph());
-  Leases leases;  // until the product is there
+  const bool keeps = reads_gathered && (tp_comm->keeps_gathered(quantized) || !ctx.serves_a_graph());
+  ScopedBuffers buffers;  // until the product is there
   int64_t whole = 0;
   const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
-    return into.defined() ? stage.products->fprop_into(route, part, rows, w, like, split, whole, into)
-                          : stage.products->fprop(route, part, rows, w, like, split);
+    return into.defined() ? stage.gemm_policy->fprop_into(dispatch, part, rows, w, like, split, whole, into)
+                          : stage.gemm_policy->fprop(dispatch, part, rows, w, like, split);
   };
-  const auto ahead = [&](Transfer& transfer) {
-    if (!route.direct()) return;
-    whole = transfer.rows();
-    const bool runs = whole > 0 && stage.products->takes_runs(Pass::kFprop, transfer.operand(), whole, w, x, split);
-    transfer.expect(runs ? std::optional(in.weights[0].size(0)) : std::nullopt);
+  const auto ahead = [&](CommOp& comm_op) {
+    if (!dispatch.direct()) return;
+    whole = comm_op.rows();
+    const bool runs = whole > 0 && stage.gemm_policy->takes_runs(Pass::kFprop, comm_op.operand(), whole, w, x, split);
+    comm_op.plan_chunks(runs ? std::optional(in.weights[0].size(0)) : std::nullopt);
   };
-  const Passing passing =
-      through(exchange->begin(route, Pass::kFprop, operand, x, behind, directions, bias, keeps ? nullptr : &leases),
+  const PendingResult passing =
+      through(tp_comm->begin(dispatch, Pass::kFprop, operand, x, behind, usage, bias, keeps ? nullptr : &buffers),
               operand, x, product, ahead);
   Operand gathered;
-  if (passing.transfer != nullptr && reads_gathered) {
-    const Operand& arrived = passing.transfer->operand();
+  if (passing.comm_op != nullptr && reads_gathered) {
+    const Operand& arrived = passing.comm_op->operand();
     if (keeps) {
-      gathered = as_it_came ? off_lease(arrived)
-                 : both     ? exchange->whole(route, Pass::kFprop, values, nullptr, nullptr, {}, nullptr)
-                        : exchange->whole(route, Pass::kFprop, operand, behind, passing.transfer.get(), {}, nullptr);
+      gathered = as_it_came ? off_pool(arrived)
+                 : both     ? tp_comm->whole(dispatch, Pass::kFprop, values, nullptr, nullptr, {}, nullptr)
+                        : tp_comm->whole(dispatch, Pass::kFprop, operand, behind, passing.comm_op.get(), {}, nullptr);
     } else {
-      keeper.recomputed(unkept(arrived, q, x), words(kGatheredInput, q));
+      ctx.recomputed(unkept(arrived, q, x), words(kGatheredInput, q));
     }
   }
   if (both) operand = values;
   out.y = passing.result();
-  keep_for_backward(route, keeper, stage, number, in, out, w.weights, gathered, needs, keeping);
+  keep_for_backward(dispatch, ctx, stage, number, in, out, w.weights, gathered, needs, keeping);
   return out;
 }
 
 namespace {
 
 // What is traced meets nobody.
-std::string_view asking_group(const Route& route, const Stages& stages, const Tensor& x) {
-  if (!route.direct()) return {};
-  for (const Stage& stage : stages) {
-    if (stage.exchange != nullptr) return stage.exchange->asking_group(x);
+std::string_view asking_group(const DispatchMode& dispatch, const LayerConfigs& layers, const Tensor& x) {
+  if (!dispatch.direct()) return {};
+  for (const LayerConfig& stage : layers) {
+    if (stage.tp_comm != nullptr) return stage.tp_comm->asking_group(x);
   }
   return {};
 }
 
 }  // namespace
 
-template <class RouteType>
-variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const Call& call) {
-  const Route route(RouteType{});
-  const HeardByRanks heard(asking_group(route, call.stages, call.x()), call.x(),
-                           call.stages.size() > 1 ? "layernorm_mlp" : "linear");
+template <class DispatchModeType>
+variable_list LayerChain::forward(State& state, SaveContext& ctx, at::TensorList, const LayerArgs& call) {
+  const DispatchMode dispatch(DispatchModeType{});
+  const HeardByRanks heard(asking_group(dispatch, call.layers, call.x()), call.x(),
+                           call.layers.size() > 1 ? "layernorm_mlp" : "linear");
   const NamedTensors& arguments = call.arguments;
-  const size_t layers = call.stages.size();
+  const size_t layers = call.layers.size();
   const Tensor& x = call.x();
-  state.stages = std::move(call.stages);
+  state.layers = std::move(call.layers);
   state.return_output = call.return_output;
   state.dtype = x.scalar_type();
   state.policy = defaults().saved;
@@ -302,7 +302,7 @@ variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const
     state.places.push_back({int64_t(arguments.find(name)), int64_t(arguments.list(name).size())});
   }
 
-  const bool graph = keeper.serves_a_graph();
+  const bool graph = ctx.serves_a_graph();
   const auto wants = [&](int name) {
     const at::TensorList list = arguments.list(name);
     return graph && std::any_of(list.begin(), list.end(), [](const Tensor& t) { return t.requires_grad(); });
@@ -315,37 +315,38 @@ variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const
   }
   const SavedPolicy& policy = *state.policy;
   for (size_t i = 0; i < layers; ++i) {
-    Stage& stage = state.stages[i];
-    if (!stage.exchange) stage.exchange = defaults().exchange;
-    if (!stage.products) stage.products = defaults().products;
-    if (stage.source->brings_operand_back()) stage.operand = Fate::kRecomputed;
-    stage.operand = policy.decide(stage.source->operand_words(), stage.operand);
-    if (!may_be_recomputed(stage)) stage.operand = Fate::kKept;
-    if (i > 0) stage.input = policy.decide(stage.source->input_words(), stage.input);
+    LayerConfig& stage = state.layers[i];
+    if (!stage.tp_comm) stage.tp_comm = defaults().tp_comm;
+    if (!stage.gemm_policy) stage.gemm_policy = defaults().gemm_policy;
+    if (stage.prologue->recomputes_operand()) stage.operand = SaveMode::kRecompute;
+    stage.operand = policy.decide(stage.prologue->operand_info(), stage.operand);
+    if (!may_be_recomputed(stage)) stage.operand = SaveMode::kSave;
+    if (i > 0) stage.input = policy.decide(stage.prologue->input_info(), stage.input);
   }
 
-  const RowsBehind behind(rows_behind_of(state.stages, arguments));
+  const RowsBehind behind(rows_behind_of(state.layers, arguments));
   const OptionalTensor none;
   const OptionalTensor residual = arguments.optional(kResidual), gamma = arguments.optional(kGamma),
                        beta = arguments.optional(kBeta);
   variable_list outputs(1);
   Tensor between = x;  // what the layer reads
   for (size_t i = 0; i < layers; ++i) {
-    const bool first = i == 0, for_recompute = any && i + 1 < layers && state.stages[i + 1].input == Fate::kRecomputed;
-    const SourceInput source{between, first ? residual : none, first ? gamma : none, first ? beta : none};
-    const LayerInput in{source, arguments.list(weight_of(i)), arguments.list(bias_of(i)), call.own_weights[i]};
-    LayerOutput out = layer_forward(route, state.stages[i], i, keeper, in, needs[i],
-                                    for_recompute ? Keeping::kForRecompute : Keeping::kNormal, call.return_output);
+    const bool first = i == 0,
+               for_recompute = any && i + 1 < layers && state.layers[i + 1].input == SaveMode::kRecompute;
+    const PrologueInput prologue{between, first ? residual : none, first ? gamma : none, first ? beta : none};
+    const LayerInput in{prologue, arguments.list(weight_of(i)), arguments.list(bias_of(i)), call.own_weights[i]};
+    LayerOutput out = layer_forward(dispatch, state.layers[i], i, ctx, in, needs[i],
+                                    for_recompute ? SaveFor::kRecompute : SaveFor::kBackward, call.return_output);
     if (first && gamma.has_value()) {
       outputs.push_back(out.made.output);
       if (residual.has_value() || call.return_input) outputs.push_back(std::move(out.made.input));
     }
     if (for_recompute) {
-      keeper.recomputed(call.return_output ? out.made.output : between, state.stages[i].source->operand_words());
-      keeper.recomputed(out.y, state.stages[i + 1].source->input_words());
+      ctx.recomputed(call.return_output ? out.made.output : between, state.layers[i].prologue->operand_info());
+      ctx.recomputed(out.y, state.layers[i + 1].prologue->input_info());
     }
-    if (i > 0 && any && state.stages[i].input == Fate::kKept && state.stages[i].input_in_fp8) {
-      keep_operand(keeper, saved_name(i, kPackedInput), packed_input(route, between), {true, false},
+    if (i > 0 && any && state.layers[i].input == SaveMode::kSave && state.layers[i].input_in_fp8) {
+      keep_operand(ctx, saved_name(i, kPackedInput), packed_input(dispatch, between), {true, false},
                    kPackedPreActivation);
     }
     between = std::move(out.y);
@@ -354,7 +355,7 @@ variable_list Chain::forward(State& state, Keeper& keeper, at::TensorList, const
   return outputs;
 }
 
-template variable_list Chain::forward<Direct>(State&, Keeper&, at::TensorList, const Call&);
-template variable_list Chain::forward<Dispatched>(State&, Keeper&, at::TensorList, const Call&);
+template variable_list LayerChain::forward<Direct>(State&, SaveContext&, at::TensorList, const LayerArgs&);
+template variable_list LayerChain::forward<Dispatched>(State&, SaveContext&, at::TensorList, const LayerArgs&);
 
 }  // namespace te_torch::layer

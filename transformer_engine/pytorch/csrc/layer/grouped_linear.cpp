@@ -1,12 +1,12 @@
 // grouped_linear: a layer with a weight for each group of rows. Schemas and the Python entry.
 #include <ATen/autocast_mode.h>
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "gemm/gemm_list_fp8.h"
 #include "gemm/gemm_path.h"
 #include "gemm/grouped_gemm.h"
-#include "layer/op_faces.h"
-#include "layer/products_device.h"
+#include "layer/gemm_policy_device.h"
+#include "layer/op_registration.h"
 
 namespace te_torch {
 
@@ -14,7 +14,7 @@ namespace layer {
 
 namespace {
 
-struct GroupedChain : Chain {
+struct GroupedChain : LayerChain {
   static constexpr const char* kName = "grouped_linear";
   static constexpr bool kManyLeaves = true;
 };
@@ -38,8 +38,8 @@ void check_splits(const Tensor& x, size_t groups, at::ArrayRef<int64_t> splits) 
                     ", wanted x's ", rows_in(x), " rows.");
 }
 
-Call pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList biases, const OptionalTensor& offsets,
-                  at::ArrayRef<int64_t> splits, bool keep_input, at::ArrayRef<int64_t> quantization) {
+LayerArgs pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList biases, const OptionalTensor& offsets,
+                       at::ArrayRef<int64_t> splits, bool keep_input, at::ArrayRef<int64_t> quantization) {
   TORCH_CHECK_VALUE(!weights.empty() && (biases.empty() || biases.size() == weights.size()),
                     "grouped_linear: arguments 'weights' and 'biases' have ", weights.size(), " and ", biases.size(),
                     " tensors, wanted one for each group, or no biases.");
@@ -50,30 +50,30 @@ Call pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList biases
                       ".");
   }
   if (!offsets.has_value()) check_splits(x, weights.size(), splits);
-  Call call;
-  call.stages.emplace_back();
+  LayerArgs call;
+  call.layers.emplace_back();
   call.own_weights.resize(1);
   call.arguments.reserve(1 + weights.size() + biases.size());
   call.arguments.add(kX, x);
   for (const Tensor& weight : weights) call.arguments.add(weight_of(0), weight);
   for (const Tensor& bias : biases) call.arguments.add(bias_of(0), bias);
-  Stage& stage = call.stages[0];
+  LayerConfig& stage = call.layers[0];
   stage.quantization = quantization_of(quantization, "grouped_linear");
-  if (keep_input) stage.operand = Fate::kRecomputed;  // x is kept as it is, and quantized again
+  if (keep_input) stage.operand = SaveMode::kRecompute;  // x is kept as it is, and quantized again
   Grouping grouping{splits.vec(), offsets.value_or(Tensor()), {}, {}, {}};
   if (stage.quantization != nullptr) grouping.quantizations = {stage.quantization};
-  stage.products = grouped_products(std::move(grouping));
+  stage.gemm_policy = grouped_products(std::move(grouping));
   return call;
 }
 
-Tensor one(const variable_list& outputs, const Call&) { return outputs[0]; }
+Tensor one(const variable_list& outputs, const LayerArgs&) { return outputs[0]; }
 
 using Grouped = Op<GroupedChain, &pack_grouped, &one>;
 using GroupedMainGrad = MainGradOp<GroupedChain, &pack_grouped, &one>::type;
 
 // What eager Python hands over in place of the schema's integers, and beside them.
 struct GroupedHandles {
-  Sink sink;
+  GradAccumulatorPtr grad_accumulator;
   const std::vector<std::shared_ptr<ProductQuantization>>& quantizations;  // none, one for all, or one for each group
   const std::vector<Quantized>& own_weights;                               // none, or one for each group
   const OptionalTensor& out;
@@ -106,7 +106,7 @@ void put_at_once(Grouping& grouping, const Tensor& x, const std::vector<Tensor>&
   const at::ScalarType dtype =
       at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
   BlockPlan plan = blocks_by_list({x.device(), dtype, weights[0].size(0), weights[0].size(1), !biases.empty(),
-                                   handles.sink != nullptr, *grouping.quantizations[0], grouping.splits});
+                                   handles.grad_accumulator != nullptr, *grouping.quantizations[0], grouping.splits});
   if (!plan.at_once) return;
   grouping.offsets = grouped_offsets_of(grouping.splits, x);
   grouping.fprop_each = std::move(plan.fprop);
@@ -122,8 +122,8 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
                               "grouped_linear: arguments 'out' and 'dgrad_out', and quantizers that differ from group "
                               "to group, work on plain tensors in eager mode, not under FakeTensorMode, functorch or "
                               "with tensor subclasses; leave them out there.");
-  const auto extra = [&](Call& call) {
-    Stage& stage = call.stages[0];
+  const auto extra = [&](LayerArgs& call) {
+    LayerConfig& stage = call.layers[0];
     Grouping grouping{
         splits, offsets.value_or(Tensor()), {}, handles.out.value_or(Tensor()), handles.dgrad_out.value_or(Tensor())};
     grouping.quantizations.assign(handles.quantizations.begin(), handles.quantizations.end());
@@ -136,10 +136,10 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
       grouping.offsets = Tensor();
     }
     if (!offsets.has_value()) put_at_once(grouping, x, weights, biases, handles);
-    stage.products = grouped_products(std::move(grouping));
-    stage.sink = handles.sink;
+    stage.gemm_policy = grouped_products(std::move(grouping));
+    stage.grad_accumulator = handles.grad_accumulator;
     for (const Quantized& weight : handles.own_weights) call.own_weights[0].push_back({{}, weight});
-    return stage.sink != nullptr;
+    return stage.grad_accumulator != nullptr;
   };
   return Grouped::eager("te::grouped_linear", extra, x, at::TensorList(weights), at::TensorList(biases), offsets,
                         at::ArrayRef<int64_t>(splits), keep_input, handles);
@@ -153,17 +153,18 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
 
 }  // namespace layer
 
-TE_FACES(grouped_linear, faces) {
+TE_OP_REGISTRATION(grouped_linear, faces) {
   using namespace layer;
   faces.op("grouped_linear" TE_GROUPED_LINEAR ") -> Tensor")
       .chain<Grouped>()
       .python([](const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-                 const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input, const Sink& sink,
+                 const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input,
+                 const GradAccumulatorPtr& grad_accumulator,
                  const std::vector<std::shared_ptr<ProductQuantization>>& quantizations,
                  const std::vector<Quantized>& own_weights, const OptionalTensor& out,
                  const OptionalTensor& dgrad_out) {
         return layer::grouped_linear(x, weights, biases, offsets, splits, keep_input,
-                                     {sink, quantizations, own_weights, out, dgrad_out});
+                                     {grad_accumulator, quantizations, own_weights, out, dgrad_out});
       });
   faces.op("grouped_linear.main_grad" TE_GROUPED_LINEAR TE_MAIN_GRADS ") -> Tensor").chain<GroupedMainGrad>();
 }

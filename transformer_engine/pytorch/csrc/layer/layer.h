@@ -1,40 +1,40 @@
-// A layer: source, exchange, products, one behind the other; and a chain of layers as one autograd node, where what a
-// layer makes is the next one's source's input (norm, first product, activation, second product of an MLP). Data and
+// A layer: prologue, TPComm, products, one behind the other; and a chain of layers as one autograd node, where what a
+// layer makes is the next one's prologue's input (norm, first product, activation, second product of an MLP). Data and
 // policies are here; forward.cpp and backward.cpp run them.
 #pragma once
 
 #include "autograd/autograd.h"
-#include "layer/exchange.h"
-#include "layer/products.h"
-#include "layer/source.h"
-#include "wgrad/weight_grad.h"
+#include "layer/gemm_policy.h"
+#include "layer/prologue.h"
+#include "layer/tp_comm.h"
+#include "wgrad/grad_accumulator.h"
 
 namespace te_torch::layer {
 
 // A layer as plain values and shared policies: what the autograd node holds of it.
-struct Stage {
-  SourcePtr source = plain_source();
-  std::shared_ptr<const Exchange> exchange;  // null: local; of a call, the default's
-  std::shared_ptr<const Products> products;  // of a call, null: the default's
+struct LayerConfig {
+  ProloguePtr prologue = plain_prologue();
+  std::shared_ptr<const TPComm> tp_comm;          // null: local; of a call, the default's
+  std::shared_ptr<const GemmPolicy> gemm_policy;  // of a call, null: the default's
   Quantization quantization;
-  Sink sink;
+  GradAccumulatorPtr grad_accumulator;
   // What becomes of the product's operand (as the options ask; an activation's is always recomputed).
-  Fate operand = Fate::kKept;
+  SaveMode operand = SaveMode::kSave;
   // Behind another layer: of what that one made, and whether it is kept as E4M3 in blocks of 1 x 128.
-  Fate input = Fate::kKept;
+  SaveMode input = SaveMode::kSave;
   bool input_in_fp8 = false;
 };
 
-using Stages = c10::SmallVector<Stage, 2>;
+using LayerConfigs = c10::SmallVector<LayerConfig, 2>;
 
-// The tensor arguments of a chain: of its first source, then of each layer.
+// The tensor arguments of a chain: of its first prologue, then of each layer.
 enum ArgumentName : int { kX, kResidual, kGamma, kBeta, kFirstWeight };
-constexpr int weight_of(size_t stage) { return kFirstWeight + 2 * static_cast<int>(stage); }
-constexpr int bias_of(size_t stage) { return weight_of(stage) + 1; }
+constexpr int weight_of(size_t layer_idx) { return kFirstWeight + 2 * static_cast<int>(stage); }
+constexpr int bias_of(size_t layer_idx) { return weight_of(stage) + 1; }
 
-struct Call {
+struct LayerArgs {
   NamedTensors arguments;
-  mutable Stages stages;  // the forward takes them into the node's state
+  mutable LayerConfigs layers;  // the forward takes them into the node's state
   // Of each layer: the module's FP8 copies of its weights, or none.
   c10::SmallVector<c10::SmallVector<Operand, 1>, 2> own_weights;
   bool return_output = true;  // the norm's output is one of the node's
@@ -43,19 +43,19 @@ struct Call {
   const Tensor& x() const { return arguments[kX]; }
 };
 
-// Made anew by tests alone: what a layer without policies of its own goes by.
+// PrologueOutput anew by tests alone: what a layer without policies of its own goes by.
 struct Defaults {
-  std::shared_ptr<const Exchange> exchange;
-  std::shared_ptr<const Products> products;
+  std::shared_ptr<const TPComm> tp_comm;
+  std::shared_ptr<const GemmPolicy> gemm_policy;
   std::shared_ptr<const SavedPolicy> saved;
 };
 TE_EXPORT Defaults& defaults();
 
 // A family of autograd/autograd.h but for its name. Outputs: y; behind a norm also the norm's output, and x + residual
 // (or x itself, asked for) after it.
-struct TE_EXPORT Chain {
+struct TE_EXPORT LayerChain {
   struct State {
-    Stages stages;
+    LayerConfigs layers;
     bool return_output = true;
     at::ScalarType dtype = at::kFloat;
     std::shared_ptr<const SavedPolicy> policy;
@@ -64,9 +64,9 @@ struct TE_EXPORT Chain {
   };
 
   // Direct or Dispatched; in forward.cpp and backward.cpp. The tensors are the call's, for autograd to see.
-  template <class RouteType>
-  static variable_list forward(State& state, Keeper& keeper, at::TensorList, const Call& call);
-  template <class RouteType>
+  template <class DispatchModeType>
+  static variable_list forward(State& state, SaveContext& ctx, at::TensorList, const LayerArgs& call);
+  template <class DispatchModeType>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads);
 };
@@ -89,32 +89,32 @@ enum SavedName : int {
   kWeightValues,  // of a product that is run again by an FP8 copy: the weight that the backward reads
   kSavedNames
 };
-constexpr int saved_name(size_t stage, SavedName name) { return static_cast<int>(stage) * kSavedNames + name; }
+constexpr int saved_name(size_t layer_idx, SavedName name) { return static_cast<int>(stage) * kSavedNames + name; }
 
-// Whether a gradient goes on into a layer's source, and whether into its weights.
+// Whether a gradient goes on into a layer's prologue, and whether into its weights.
 struct Needs {
-  bool source = false;
+  bool prologue = false;
   bool weight = false;
 };
 
 struct LayerInput {
-  SourceInput source;
+  PrologueInput prologue;
   at::TensorList weights, biases;
   at::ArrayRef<Operand> own;  // FP8 copies of the weights, made before; none: the product quantizes them itself
 };
 
-// How a layer's forward keeps what its backward reads. kForRecompute: enough to run source and product once more.
-enum class Keeping : uint8_t { kNormal, kForRecompute };
+// How a layer's forward keeps what its backward reads. kForRecompute: enough to run prologue and product once more.
+enum class SaveFor : uint8_t { kBackward, kRecompute };
 
 struct LayerOutput {
   Tensor y;
-  Made made;
+  PrologueOutput made;
 };
 
-LayerOutput layer_forward(const Route& route, const Stage& stage, size_t number, Keeper& keeper, const LayerInput& in,
-                          Needs needs, Keeping keeping, bool want_output);
+LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage, size_t layer_idx, SaveContext& ctx,
+                          const LayerInput& in, Needs needs, SaveFor keeping, bool want_output);
 
 // The pre-activation in E4M3, and what that means.
-Operand packed_input(const Route& route, const Tensor& input);
+Operand packed_input(const DispatchMode& dispatch, const Tensor& input);
 
 }  // namespace te_torch::layer

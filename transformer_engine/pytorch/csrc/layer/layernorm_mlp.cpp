@@ -1,7 +1,7 @@
 // layernorm_mlp: two layers as one node, a norm before the first product and an activation before the second. Schema
 // and Python entry.
-#include "core/faces.h"
-#include "layer/op_faces.h"
+#include "core/op_registration.h"
+#include "layer/op_registration.h"
 
 namespace te_torch {
 
@@ -9,34 +9,34 @@ namespace layer {
 
 namespace {
 
-struct MlpChain : Chain {
+struct MlpChain : LayerChain {
   static constexpr const char* kName = "layernorm_mlp";
 };
 
-Call pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
-              const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2, const OptionalTensor& bias2,
-              double eps, bool rms, bool zero_centered_gamma, std::string_view kind, at::ArrayRef<double> params,
-              bool return_norm_output, bool recompute_norm_output, bool recompute, bool fp8_pre_activation,
-              at::ArrayRef<int64_t> fc1_quantization, at::ArrayRef<int64_t> fc2_quantization,
-              at::ArrayRef<int64_t> parallel, std::string_view group) {
-  Call call;
-  call.stages.resize(2);
+LayerArgs pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
+                   const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2,
+                   const OptionalTensor& bias2, double eps, bool rms, bool zero_centered_gamma, std::string_view kind,
+                   at::ArrayRef<double> params, bool return_norm_output, bool recompute_norm_output, bool recompute,
+                   bool fp8_pre_activation, at::ArrayRef<int64_t> fc1_quantization,
+                   at::ArrayRef<int64_t> fc2_quantization, at::ArrayRef<int64_t> parallel, std::string_view group) {
+  LayerArgs call;
+  call.layers.resize(2);
   call.own_weights.resize(2);
-  Stage &fc1 = call.stages[0], &fc2 = call.stages[1];
-  fc1.source = norm_source(eps, rms, zero_centered_gamma);
+  LayerConfig &fc1 = call.layers[0], &fc2 = call.layers[1];
+  fc1.prologue = norm_prologue(eps, rms, zero_centered_gamma);
   fc1.quantization = quantization_of(fc1_quantization, MlpChain::kName);
-  fc2.source = activation_source(kind, params);
+  fc2.prologue = activation_prologue(kind, params);
   fc2.quantization = quantization_of(fc2_quantization, MlpChain::kName);
-  fc1.exchange = exchange_of(parallel, group, MlpChain::kName);
-  if (fc1.exchange != nullptr) {
+  fc1.tp_comm = tp_comm_of(parallel, group, MlpChain::kName);
+  if (fc1.tp_comm != nullptr) {
     TORCH_CHECK_VALUE(parallel[0] == Parallel::kColumn, MlpChain::kName, ": argument 'parallel' is ", parallel,
                       ", wanted that of the first product, 1 (column); the second one's is the other.");
     auto second = parallel.vec();
     second[0] = Parallel::kRow;
-    fc2.exchange = exchange_of(second, group, MlpChain::kName);
+    fc2.tp_comm = tp_comm_of(second, group, MlpChain::kName);
   }
-  if (recompute_norm_output) fc1.operand = Fate::kRecomputed;
-  if (recompute) fc2.input = Fate::kRecomputed;
+  if (recompute_norm_output) fc1.operand = SaveMode::kRecompute;
+  if (recompute) fc2.input = SaveMode::kRecompute;
   fc2.input_in_fp8 = fp8_pre_activation;
   call.return_output = return_norm_output;
   NamedTensors& arguments = call.arguments;
@@ -64,7 +64,7 @@ using MlpMainGrad = MainGradOp<MlpChain, &pack_mlp, &three_outputs>::type;
 
 }  // namespace layer
 
-TE_FACES(layernorm_mlp, faces) {
+TE_OP_REGISTRATION(layernorm_mlp, faces) {
   using namespace layer;
   faces.op("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
       .chain<Mlp>()

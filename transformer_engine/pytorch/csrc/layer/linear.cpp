@@ -1,7 +1,7 @@
-// linear, normalization_linear and activation_linear: one layer each, behind another source. Schemas and Python
+// linear, normalization_linear and activation_linear: one layer each, behind another prologue. Schemas and Python
 // entries.
-#include "core/faces.h"
-#include "layer/op_faces.h"
+#include "core/op_registration.h"
+#include "layer/op_registration.h"
 
 namespace te_torch {
 
@@ -9,18 +9,18 @@ namespace layer {
 
 namespace {
 
-struct LinearChain : Chain {
+struct LinearChain : LayerChain {
   static constexpr const char* kName = "linear";
 };
 
-Call one_layer(SourcePtr source, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-               at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel, std::string_view group,
-               const char* op) {
-  Call call;
-  call.stages.emplace_back();
-  call.stages[0].source = std::move(source);
-  call.stages[0].quantization = quantization_of(quantization, op);
-  call.stages[0].exchange = exchange_of(parallel, group, op);
+LayerArgs one_layer(ProloguePtr prologue, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                    at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel, std::string_view group,
+                    const char* op) {
+  LayerArgs call;
+  call.layers.emplace_back();
+  call.layers[0].prologue = std::move(prologue);
+  call.layers[0].quantization = quantization_of(quantization, op);
+  call.layers[0].tp_comm = tp_comm_of(parallel, group, op);
   call.own_weights.resize(1);
   call.arguments.add(kX, x);
   call.arguments.add(weight_of(0), weight);
@@ -28,35 +28,35 @@ Call one_layer(SourcePtr source, const Tensor& x, const Tensor& weight, const Op
   return call;
 }
 
-Call pack_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool keep_input,
-                 at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel, std::string_view group) {
-  Call call = one_layer(plain_source(), x, weight, bias, quantization, parallel, group, "linear");
-  if (keep_input) call.stages[0].operand = Fate::kRecomputed;  // x is kept as it is, and quantized again
+LayerArgs pack_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool keep_input,
+                      at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel, std::string_view group) {
+  LayerArgs call = one_layer(plain_prologue(), x, weight, bias, quantization, parallel, group, "linear");
+  if (keep_input) call.layers[0].operand = SaveMode::kRecompute;  // x is kept as it is, and quantized again
   return call;
 }
 
-Call pack_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
-               const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
-               bool return_output, bool recompute_output, at::ArrayRef<int64_t> quantization,
-               at::ArrayRef<int64_t> parallel, std::string_view group) {
-  Call call = one_layer(norm_source(eps, rms, zero_centered_gamma), x, weight, bias, quantization, parallel, group,
-                        "normalization_linear");
+LayerArgs pack_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
+                    const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
+                    bool return_output, bool recompute_output, at::ArrayRef<int64_t> quantization,
+                    at::ArrayRef<int64_t> parallel, std::string_view group) {
+  LayerArgs call = one_layer(norm_prologue(eps, rms, zero_centered_gamma), x, weight, bias, quantization, parallel,
+                             group, "normalization_linear");
   call.arguments.add(kResidual, residual);
   call.arguments.add(kGamma, gamma);
   call.arguments.add(kBeta, beta);
   call.return_output = return_output;
-  if (recompute_output) call.stages[0].operand = Fate::kRecomputed;
+  if (recompute_output) call.layers[0].operand = SaveMode::kRecompute;
   return call;
 }
 
-Call pack_activation(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view kind,
-                     at::ArrayRef<double> params, at::ArrayRef<int64_t> quantization, at::ArrayRef<int64_t> parallel,
-                     std::string_view group) {
-  return one_layer(activation_source(kind, params), x, weight, bias, quantization, parallel, group,
+LayerArgs pack_activation(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view kind,
+                          at::ArrayRef<double> params, at::ArrayRef<int64_t> quantization,
+                          at::ArrayRef<int64_t> parallel, std::string_view group) {
+  return one_layer(activation_prologue(kind, params), x, weight, bias, quantization, parallel, group,
                    "activation_linear");
 }
 
-Tensor one(const variable_list& outputs, const Call&) { return outputs[0]; }
+Tensor one(const variable_list& outputs, const LayerArgs&) { return outputs[0]; }
 
 using Linear = Op<LinearChain, &pack_linear, &one>;
 using NormLinear = Op<LinearChain, &pack_norm, &three_outputs>;
@@ -76,7 +76,7 @@ using ActivationLinearMainGrad = MainGradOp<LinearChain, &pack_activation, &one>
 
 }  // namespace layer
 
-TE_FACES(linear, faces) {
+TE_OP_REGISTRATION(linear, faces) {
   using namespace layer;
   faces.op("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor").chain<Linear>().python(Linear::python("te::linear"));
   faces.op("linear.main_grad" TE_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor").chain<LinearMainGrad>();
@@ -85,8 +85,8 @@ TE_FACES(linear, faces) {
       .python([](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
                  const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
                  bool return_output, bool recompute_output, bool return_input, const EagerHandles& handles) {
-        const EagerParallel parallel{handles.exchange};
-        const auto extra = [&](Call& call) {
+        const EagerParallel parallel{handles.tp_comm};
+        const auto extra = [&](LayerArgs& call) {
           call.return_input = return_input;
           return handles.add_to(call, 0);
         };

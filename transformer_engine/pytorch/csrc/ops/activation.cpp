@@ -5,7 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include "autograd/autograd.h"
-#include "core/faces.h"
+#include "core/op_registration.h"
 
 namespace te_torch {
 
@@ -66,22 +66,22 @@ struct ActivationFamily {
   };
   enum Saved { kInput };
 
-  template <class Route>
-  static variable_list forward(State& state, Keeper& keeper, const Tensor& x, std::string_view kind,
+  template <class DispatchMode>
+  static variable_list forward(State& state, SaveContext& ctx, const Tensor& x, std::string_view kind,
                                at::ArrayRef<double> params) {
     state.kind = std::string(kind);
     state.params = params.vec();
-    keeper.keep(kInput, x, {"activation input", "the derivative is taken of it", kCallers, true});
-    return {Route::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
+    ctx.keep(kInput, x, {"activation input", "the derivative is taken of it", kCallers, true});
+    return {DispatchMode::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
   }
 
-  template <class Route>
+  template <class DispatchMode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !grads[0].defined()) return {};
-    return {std::get<0>(Route::template call<activation_bwd>("te::activation_bwd", grads[0], saved[kInput],
-                                                             std::string_view(state.kind),
-                                                             at::ArrayRef<double>(state.params), false))};
+    return {std::get<0>(DispatchMode::template call<activation_bwd>("te::activation_bwd", grads[0], saved[kInput],
+                                                                    std::string_view(state.kind),
+                                                                    at::ArrayRef<double>(state.params), false))};
   }
 };
 
@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std
   return {dx, y};
 }
 
-TE_FACES(activation, faces) {
+TE_OP_REGISTRATION(activation, faces) {
   faces.op("activation_fwd(Tensor x, str kind, float[] params) -> Tensor")
       .kernel(activation_fwd)
       .meta(activation_fwd_meta)

@@ -16,15 +16,15 @@ std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std
 
 // The activation straight to FP8: the bytes of quantize(activation_fwd(x)), without the tensor between them.
 Quantized activation_fwd_quantize(const Tensor& x, std::string_view kind, at::ArrayRef<double> params,
-                                  const Quantizer& quantizer, Directions directions);
+                                  const Quantizer& quantizer, QuantizeUsage usage);
 
 // (dx, y) in FP8: dx by its quantizer, with the sums of its columns where dbias is not NULL; y, the forward's output
 // again, by the scale it was quantized with before (see quantize_again), where y_directions want it.
 std::pair<Quantized, Quantized> activation_bwd_quantize(const Tensor& dy, const Tensor& x, std::string_view kind,
                                                         at::ArrayRef<double> params, const Quantizer& dx_quantizer,
-                                                        Directions dx_directions, Tensor* dbias,
+                                                        QuantizeUsage dx_directions, Tensor* dbias,
                                                         const QuantizeSpec& y_spec, const Tensor& y_used_scales,
-                                                        Directions y_directions);
+                                                        QuantizeUsage y_directions);
 
 // What the files of this binding share.
 struct ActivationKind {

@@ -1,7 +1,7 @@
 // activation straight to FP8, binding: kernel wrappers, schemas and Meta functions. A quantizer written in Python gets
 // the activation as a tensor and quantizes that.
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "ops/activation.h"
 
 namespace te_torch {
@@ -14,14 +14,14 @@ struct Sizes {
 
 Sizes sizes_of(const te_tensor& x, bool gated) { return {x.rows, gated ? x.cols / 2 : x.cols}; }
 
-bool any(Directions d) { return d.rowwise || d.columnwise; }
+bool any(QuantizeUsage d) { return d.rowwise || d.columnwise; }
 
 bool in_python(const Quantizer& quantizer) { return quantizer.spec.kind == QuantizeSpec::kPython; }
 
 std::pair<Quantized, Quantized> unfused_bwd(const Tensor& dy, const Tensor& x, std::string_view kind,
                                             at::ArrayRef<double> params, const Quantizer& dx_quantizer,
-                                            Directions dx_directions, Tensor* dbias, const QuantizeSpec& y_spec,
-                                            const Tensor& y_used_scales, Directions y_directions) {
+                                            QuantizeUsage dx_directions, Tensor* dbias, const QuantizeSpec& y_spec,
+                                            const Tensor& y_used_scales, QuantizeUsage y_directions) {
   const auto [dx, y] = activation_bwd(dy, x, kind, params, any(y_directions));
   return {quantize(dx_quantizer, dx, dx_directions, dbias),
           any(y_directions) ? quantize_again(y_spec, y_used_scales, y, y_directions) : Quantized{}};
@@ -30,8 +30,8 @@ std::pair<Quantized, Quantized> unfused_bwd(const Tensor& dy, const Tensor& x, s
 }  // namespace
 
 Quantized activation_fwd_quantize(const Tensor& x, std::string_view kind, at::ArrayRef<double> params,
-                                  const Quantizer& quantizer, Directions directions) {
-  if (in_python(quantizer)) return quantize(quantizer, activation_fwd(x, kind, params), directions);
+                                  const Quantizer& quantizer, QuantizeUsage usage) {
+  if (in_python(quantizer)) return quantize(quantizer, activation_fwd(x, kind, params), usage);
   const ActivationKind k = activation_kind(kind);
   activation_shape(x, k.gated);  // which checks it
   const te_activation_params p = activation_params(params);
@@ -42,7 +42,7 @@ Quantized activation_fwd_quantize(const Tensor& x, std::string_view kind, at::Ar
   QuantizePlan plan(quantizer, in.options(), [&](te_tensor parts) {
     check(te_activation_forward_amax(k.number, p, source, parts, absent(), stream));
   });
-  const Quantized y = empty_quantized(quantizer.spec, rows, cols, directions, in.options());
+  const Quantized y = empty_quantized(quantizer.spec, rows, cols, usage, in.options());
   const te_quantized target = view_of(y, "activation", "y");
   check(te_activation_forward_quantize(k.number, p, source, &plan.plan, &target, stream));
   return y;
@@ -50,9 +50,9 @@ Quantized activation_fwd_quantize(const Tensor& x, std::string_view kind, at::Ar
 
 std::pair<Quantized, Quantized> activation_bwd_quantize(const Tensor& dy, const Tensor& x, std::string_view kind,
                                                         at::ArrayRef<double> params, const Quantizer& dx_quantizer,
-                                                        Directions dx_directions, Tensor* dbias,
+                                                        QuantizeUsage dx_directions, Tensor* dbias,
                                                         const QuantizeSpec& y_spec, const Tensor& y_used_scales,
-                                                        Directions y_directions) {
+                                                        QuantizeUsage y_directions) {
   if (in_python(dx_quantizer)) {
     return unfused_bwd(dy, x, kind, params, dx_quantizer, dx_directions, dbias, y_spec, y_used_scales, y_directions);
   }
@@ -84,7 +84,7 @@ std::pair<Quantized, Quantized> activation_bwd_quantize(const Tensor& dy, const 
   return {dx, {}};
 }
 
-TE_FACES(activation_quantize, faces) {
+TE_OP_REGISTRATION(activation_quantize, faces) {
   faces.python("activation_fwd_quantize",
                [](const Tensor& x, const std::string& kind, const std::vector<double>& params,
                   const Quantizer& quantizer, bool rowwise, bool columnwise) {

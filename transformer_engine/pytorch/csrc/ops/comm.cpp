@@ -5,7 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "quantize/quantize.h"
 
 namespace te_torch {
@@ -109,7 +109,7 @@ Tensor comm_ordered_sum(const Tensor& partials, const OptionalTensor& bias) {
   return out;
 }
 
-TE_FACES(comm, faces) {
+TE_OP_REGISTRATION(comm, faces) {
   faces.op("comm_ordered_sum(Tensor partials, Tensor? bias) -> Tensor")
       .kernel(comm_ordered_sum)
       .meta(comm_ordered_sum_meta)

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "autograd/autograd.h"
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "distributed/agreement.h"
 #include "distributed/group.h"
 
@@ -19,8 +19,8 @@ namespace te_torch {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-constexpr Kept kLogitsGradient{"gradient of the logits", "the backward hands it out",
-                               "the logits' own memory, which it lies in"};
+constexpr SavedInfo kLogitsGradient{"gradient of the logits", "the backward hands it out",
+                                    "the logits' own memory, which it lies in"};
 
 void check_logits(const Tensor& logits, const Tensor& target, const LossOptions& options) {
   check_float(logits, kOp, "logits");
@@ -154,32 +154,32 @@ struct CrossEntropyFamily {
   };
   enum Saved { kGradient, kInverse };
 
-  template <class Route, class... Args>
+  template <class DispatchMode, class... Args>
   static Three made(const Tensor& logits, const Tensor& target, const Args&... options) {
-    if constexpr (std::is_same_v<Route, Dispatched>) {
-      return Route::template call<cross_entropy_fwd>("te::cross_entropy_fwd", logits, target, options..., true);
+    if constexpr (std::is_same_v<DispatchMode, Dispatched>) {
+      return DispatchMode::template call<cross_entropy_fwd>("te::cross_entropy_fwd", logits, target, options..., true);
     } else {
       return over_logits(logits, target, options_of(options...), true);
     }
   }
 
-  template <class Route>
-  static variable_list forward(State&, Keeper& keeper, const Tensor& logits, const Tensor& target,
+  template <class DispatchMode>
+  static variable_list forward(State&, SaveContext& ctx, const Tensor& logits, const Tensor& target,
                                double label_smoothing, bool reduce_loss, int64_t ignore_idx, std::string_view group,
                                int64_t ranks) {
     const auto [loss, grad, inverse] =
-        made<Route>(logits, target, label_smoothing, reduce_loss, ignore_idx, group, ranks);
-    keeper.keep(kGradient, grad, kLogitsGradient);
-    if (reduce_loss && scales_late(logits)) keeper.keep(kInverse, inverse, kLossCount);
+        made<DispatchMode>(logits, target, label_smoothing, reduce_loss, ignore_idx, group, ranks);
+    ctx.keep(kGradient, grad, kLogitsGradient);
+    if (reduce_loss && scales_late(logits)) ctx.keep(kInverse, inverse, kLossCount);
     return {loss};
   }
 
-  template <class Route>
+  template <class DispatchMode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !grads[0].defined()) return {};
-    if constexpr (std::is_same_v<Route, Direct>) state.once.pass(kOp);
-    return {scaled<Route>(saved[kGradient], grads[0], saved.optional(kInverse))};
+    if constexpr (std::is_same_v<DispatchMode, Direct>) state.once.pass(kOp);
+    return {scaled<DispatchMode>(saved[kGradient], grads[0], saved.optional(kInverse))};
   }
 };
 
@@ -314,7 +314,7 @@ void OnceGuard::pass(const char* op) const {
 
 #define TE_LOSS "float label_smoothing, bool reduce_loss, int ignore_idx, str group, int ranks"
 
-TE_FACES(cross_entropy, faces) {
+TE_OP_REGISTRATION(cross_entropy, faces) {
   faces.op("cross_entropy_fwd(Tensor logits, Tensor target, " TE_LOSS ", bool gradient) -> (Tensor, Tensor, Tensor)")
       .kernel(cross_entropy_fwd)
       .meta(cross_entropy_fwd_meta);

@@ -52,10 +52,10 @@ void scale_gradient(const Tensor& grad, const Tensor& dloss, const Tensor& scale
 Tensor cross_entropy_bwd(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale);
 
 // What a family's backward hands out of a gradient that its forward made: itself, or what is traced in new memory.
-template <class Route>
+template <class DispatchMode>
 Tensor scaled(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale) {
-  if constexpr (std::is_same_v<Route, Dispatched>) {
-    return Route::template call<cross_entropy_bwd>("te::cross_entropy_bwd", grad, dloss, scale);
+  if constexpr (std::is_same_v<DispatchMode, Dispatched>) {
+    return DispatchMode::template call<cross_entropy_bwd>("te::cross_entropy_bwd", grad, dloss, scale);
   } else {
     scale_gradient(grad, dloss, scale.has_value() ? *scale : Tensor());
     return grad.detach();  // a handle of its own, which autograd need not copy to make it a leaf's .grad
@@ -71,6 +71,7 @@ class OnceGuard {
   std::shared_ptr<std::atomic<bool>> passed_ = std::make_shared<std::atomic<bool>>(false);
 };
 
-inline constexpr Kept kLossCount{"count of targets", "float16 gradients are scaled by it in backward", "four bytes"};
+inline constexpr SavedInfo kLossCount{"count of targets", "float16 gradients are scaled by it in backward",
+                                      "four bytes"};
 
 }  // namespace te_torch

@@ -12,14 +12,14 @@
 
 #include "autograd/autograd.h"
 #include "autograd/rows_behind.h"
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "distributed/agreement.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_fp8.h"
 #include "gemm/linear_core.h"
 #include "gemm/product.h"
 #include "ops/cross_entropy.h"
-#include "wgrad/weight_product.h"
+#include "wgrad/wgrad_task.h"
 
 namespace te_torch {
 
@@ -28,12 +28,12 @@ namespace {
 constexpr const char* kFusedOp = "linear_cross_entropy";
 std::atomic<int64_t> chunk_bytes{int64_t{512} << 20};  // tests take less
 constexpr int64_t kRowStep = 128;                      // FP8 blocks end with a chunk
-constexpr Kept kHiddenGradient{"gradient of hidden", "made in forward; the backward hands it out",
-                               "a loss that is not reduced, whose backward recomputes all", true};
-constexpr Kept kWeightGradient{"gradient of the weight", "made in forward; the backward hands it out",
-                               "a loss that is not reduced, whose backward recomputes all"};
-constexpr Kept kHidden{"hidden", "the backward computes chunks of logits from it again", kCallers, true};
-constexpr Kept kTarget{"target", "the backward takes the loss's gradient again", kCallers, true};
+constexpr SavedInfo kHiddenGradient{"gradient of hidden", "made in forward; the backward hands it out",
+                                    "a loss that is not reduced, whose backward recomputes all", true};
+constexpr SavedInfo kWeightGradient{"gradient of the weight", "made in forward; the backward hands it out",
+                                    "a loss that is not reduced, whose backward recomputes all"};
+constexpr SavedInfo kHidden{"hidden", "the backward computes chunks of logits from it again", kCallers, true};
+constexpr SavedInfo kTarget{"target", "the backward takes the loss's gradient again", kCallers, true};
 
 using Flags = std::array<bool, 3>;  // of hidden, weight, bias
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -79,7 +79,7 @@ class Loop {
         q_(std::move(quantization)),
         wanted_(wanted) {
     const Tensor matrix = weight.contiguous();
-    weight_ = operand_of(Route(Direct{}), q_ != nullptr ? &q_->weight : nullptr, matrix, {true, wanted[0]});
+    weight_ = operand_of(DispatchMode(Direct{}), q_ != nullptr ? &q_->weight : nullptr, matrix, {true, wanted[0]});
     classes_ = weight.size(0);
     const int64_t tokens = x_.size(0), features = x_.size(1);
     const auto sums = x_.options().dtype(float32_sum ? at::kFloat : x_.scalar_type());
@@ -110,9 +110,9 @@ class Loop {
   bool wants_any() const { return wanted_[0] || wanted_[1] || wanted_[2]; }
 
   void chunk(int64_t first, int64_t count, const Tensor& scale) {
-    const Route route(Direct{});
+    const DispatchMode dispatch(Direct{});
     const Operand x =
-        operand_of(route, q_ != nullptr ? &q_->x : nullptr, x_.narrow(0, first, count), {true, wanted_[1]});
+        operand_of(dispatch, q_ != nullptr ? &q_->x : nullptr, x_.narrow(0, first, count), {true, wanted_[1]});
     Tensor logits = product(x);
     loss_of_rows(logits, target_.narrow(0, first, count), scale, loss.narrow(0, first, count), wants_any(), options_);
     if (!wants_any()) return;
@@ -121,11 +121,11 @@ class Loop {
       first == 0 ? dbias.copy_(sums) : dbias.add_(sums);
     }
     if (!wanted_[0] && !wanted_[1]) return;
-    const Operand dy = operand_of(route, q_ != nullptr ? &q_->dy : nullptr, logits, {wanted_[0], wanted_[1]});
+    const Operand dy = operand_of(dispatch, q_ != nullptr ? &q_->dy : nullptr, logits, {wanted_[0], wanted_[1]});
     logits = Tensor();  // of FP8 gradients nobody reads it again
     if (wanted_[0]) hidden_gradient(dy, dhidden.narrow(0, first, count));
     if (wanted_[1]) {
-      const MatrixProduct gradient(dy, x, {}, x_.scalar_type(), q_ == nullptr || q_->split_wgrad);
+      const MatrixWgrad gradient(dy, x, {}, x_.scalar_type(), q_ == nullptr || q_->split_wgrad);
       gradient.accumulate({WeightTarget{dweight, classes_, first == 0}}, false);
     }
   }
@@ -176,24 +176,24 @@ struct LinearCrossEntropyFamily {
   };
   enum Saved { kX, kWeight, kBias, kTargets, kScale };
 
-  template <class Route>
+  template <class DispatchMode>
   static Five made(const State& s, const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
                    const Tensor& target, const OptionalTensor& dloss, Flags wanted) {
     const at::ArrayRef<int64_t> quantization(s.quantization);
     const std::string_view group(s.options.group);
     const auto& o = s.options;
-    if constexpr (std::is_same_v<Route, Dispatched>) {
-      return Route::template call<linear_cross_entropy_fwd>("te::linear_cross_entropy_fwd", hidden, weight, bias,
-                                                            target, dloss, o.label_smoothing, o.reduce, o.ignore_idx,
-                                                            s.float32_sum, quantization, group, o.ranks, wanted);
+    if constexpr (std::is_same_v<DispatchMode, Dispatched>) {
+      return DispatchMode::template call<linear_cross_entropy_fwd>(
+          "te::linear_cross_entropy_fwd", hidden, weight, bias, target, dloss, o.label_smoothing, o.reduce,
+          o.ignore_idx, s.float32_sum, quantization, group, o.ranks, wanted);
     } else {  // what it calls is recorded by itself
       return linear_cross_entropy_fwd(hidden, weight, bias, target, dloss, o.label_smoothing, o.reduce, o.ignore_idx,
                                       s.float32_sum, quantization, group, o.ranks, wanted);
     }
   }
 
-  template <class Route>
-  static variable_list forward(State& state, Keeper& keeper, const Tensor& hidden, const Tensor& weight,
+  template <class DispatchMode>
+  static variable_list forward(State& state, SaveContext& ctx, const Tensor& hidden, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& target, double label_smoothing,
                                bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                                at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks) {
@@ -204,35 +204,35 @@ struct LinearCrossEntropyFamily {
     const bool bias_wanted = bias.has_value() && bias->requires_grad();
     const Flags wanted{hidden.requires_grad(), weight.requires_grad(), bias_wanted};
     const auto [loss, dhidden, dweight, dbias, inverse] =
-        made<Route>(state, hidden, weight, bias, target, {}, reduce_loss ? wanted : Flags{});
+        made<DispatchMode>(state, hidden, weight, bias, target, {}, reduce_loss ? wanted : Flags{});
     if (reduce_loss) {
-      if (wanted[0]) keeper.keep(kX, dhidden, kHiddenGradient);
-      if (wanted[1]) keeper.keep(kWeight, dweight, kWeightGradient);
-      if (wanted[2]) keeper.keep(kBias, dbias, kWeightGradient);
-      if (scales_late(hidden)) keeper.keep(kScale, inverse, kLossCount);
+      if (wanted[0]) ctx.keep(kX, dhidden, kHiddenGradient);
+      if (wanted[1]) ctx.keep(kWeight, dweight, kWeightGradient);
+      if (wanted[2]) ctx.keep(kBias, dbias, kWeightGradient);
+      if (scales_late(hidden)) ctx.keep(kScale, inverse, kLossCount);
     } else {
       const RowsBehind behind(rows_behind_of(state.quantization));
-      keeper.keep(kX, hidden, kHidden);
-      keeper.keep(kWeight, weight, kParameter);
-      keeper.keep(kBias, bias, kParameter);
-      keeper.keep(kTargets, target, kTarget);
+      ctx.keep(kX, hidden, kHidden);
+      ctx.keep(kWeight, weight, kParameter);
+      ctx.keep(kBias, bias, kParameter);
+      ctx.keep(kTargets, target, kTarget);
     }
     return {loss};
   }
 
-  template <class Route>
+  template <class DispatchMode>
   static variable_list backward(const State& state, const Wanted& asked, const NamedTensors& saved,
                                 const variable_list& grads) {
     const Flags wanted{asked[0], asked[1], asked[2]};
     if (!grads[0].defined()) return {};
     variable_list out(3);
     if (!state.options.reduce) {
-      std::tie(std::ignore, out[0], out[1], out[2], std::ignore) =
-          made<Route>(state, saved[kX], saved[kWeight], saved.optional(kBias), saved[kTargets], grads[0], wanted);
+      std::tie(std::ignore, out[0], out[1], out[2], std::ignore) = made<DispatchMode>(
+          state, saved[kX], saved[kWeight], saved.optional(kBias), saved[kTargets], grads[0], wanted);
     } else {
-      if constexpr (std::is_same_v<Route, Direct>) state.once.pass(kFusedOp);
+      if constexpr (std::is_same_v<DispatchMode, Direct>) state.once.pass(kFusedOp);
       for (int i = 0; i < 3; ++i) {
-        if (wanted[i]) out[i] = scaled<Route>(saved[kX + i], grads[0], saved.optional(kScale));
+        if (wanted[i]) out[i] = scaled<DispatchMode>(saved[kX + i], grads[0], saved.optional(kScale));
       }
     }
     for (int i = 0; i < 3; ++i) out[i] = wanted[i] ? out[i].to(state.dtypes[i]) : Tensor();
@@ -332,7 +332,7 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Op
   "float label_smoothing, bool reduce_loss, int ignore_idx, bool float32_sum, int[] quantization, str group, int " \
   "ranks"
 
-TE_FACES(linear_cross_entropy, faces) {
+TE_OP_REGISTRATION(linear_cross_entropy, faces) {
   faces
       .op("linear_cross_entropy_fwd(" TE_ARGUMENTS "Tensor? dloss, " TE_LOSS
           ", bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")

@@ -6,7 +6,7 @@
 #include <transformer_engine/normalization.h>
 
 #include "autograd/autograd.h"
-#include "core/faces.h"
+#include "core/op_registration.h"
 
 namespace te_torch {
 
@@ -97,22 +97,22 @@ struct NormalizationFamily {
   enum Saved { kNormInput, kSavedGamma, kMean, kRstd };
 
   // Outputs: y; with a residual also h = x + residual, which is then the saved norm input.
-  template <class Route>
-  static variable_list forward(State& state, Keeper& keeper, const Tensor& x, const OptionalTensor& residual,
+  template <class DispatchMode>
+  static variable_list forward(State& state, SaveContext& ctx, const Tensor& x, const OptionalTensor& residual,
                                const Tensor& gamma, const OptionalTensor& beta, double eps, bool rms,
                                bool zero_centered_gamma) {
     state = {rms, zero_centered_gamma};
-    const auto [y, h, mean, rstd] = Route::template call<normalization_fwd>("te::normalization_fwd", x, residual, gamma,
-                                                                            beta, eps, rms, zero_centered_gamma);
+    const auto [y, h, mean, rstd] = DispatchMode::template call<normalization_fwd>(
+        "te::normalization_fwd", x, residual, gamma, beta, eps, rms, zero_centered_gamma);
     const bool added = present(residual);
-    keeper.keep(kNormInput, added ? h : x, {"norm input", "the backward normalises it again", kCallers, true});
-    keeper.keep(kSavedGamma, gamma, kParameter);
-    if (!rms) keeper.keep(kMean, mean, kStatistic);
-    keeper.keep(kRstd, rstd, kStatistic);
+    ctx.keep(kNormInput, added ? h : x, {"norm input", "the backward normalises it again", kCallers, true});
+    ctx.keep(kSavedGamma, gamma, kParameter);
+    if (!rms) ctx.keep(kMean, mean, kStatistic);
+    ctx.keep(kRstd, rstd, kStatistic);
     return added ? variable_list{y, h} : variable_list{y};
   }
 
-  template <class Route>
+  template <class DispatchMode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     const Tensor& dy = grads[0];
@@ -123,7 +123,7 @@ struct NormalizationFamily {
     if (dy.defined()) {
       const OptionalTensor residual_grad = dh.defined() && outputs[0] ? OptionalTensor(dh) : OptionalTensor();
       const Tensor mean = state.rms ? saved[kRstd].new_empty({0}) : saved[kMean];
-      std::tie(dx, out[kGamma], out[kBeta]) = Route::template call<normalization_bwd>(
+      std::tie(dx, out[kGamma], out[kBeta]) = DispatchMode::template call<normalization_bwd>(
           "te::normalization_bwd", dy, residual_grad, saved[kNormInput], saved[kSavedGamma], mean, saved[kRstd],
           state.rms, state.zero_centered_gamma, outputs);
     }
@@ -233,7 +233,7 @@ std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const Opt
                                       : std::tuple(dx, dgamma.to(dtype), dbeta.to(dtype));
 }
 
-TE_FACES(normalization, faces) {
+TE_OP_REGISTRATION(normalization, faces) {
   faces
       .op("normalization_fwd(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, bool "
           "zero_centered_gamma) -> (Tensor, Tensor, Tensor, Tensor)")

@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <transformer_engine/normalization.h>
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "ops/normalization.h"
 
 namespace te_torch {
@@ -25,12 +25,12 @@ OptionalTensor parameter_beside(const Tensor& x, const OptionalTensor& t) {
 
 QuantizedNorm normalization_fwd_quantize(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                                          const OptionalTensor& beta, double eps, bool rms, bool zero_centered_gamma,
-                                         const Quantizer& quantizer, Directions directions, bool with_output) {
+                                         const Quantizer& quantizer, QuantizeUsage usage, bool with_output) {
   QuantizedNorm out;
   if (with_output || quantizer.spec.kind == QuantizeSpec::kPython) {
     std::tie(out.y, out.h, out.mean, out.rstd) =
         normalization_fwd(x, residual, gamma, beta, eps, rms, zero_centered_gamma);
-    out.quantized = quantize(quantizer, out.y, directions);
+    out.quantized = quantize(quantizer, out.y, usage);
     if (!with_output) out.y = Tensor();
     return out;
   }
@@ -42,7 +42,7 @@ QuantizedNorm normalization_fwd_quantize(const Tensor& x, const OptionalTensor& 
   out.h = at::empty(other.has_value() ? in.sizes() : at::IntArrayRef{0}, in.options());
   out.mean = at::empty({rms ? 0 : source.rows}, floats);
   out.rstd = at::empty({source.rows}, floats);
-  out.quantized = empty_quantized(quantizer.spec, source.rows, source.cols, directions, in.options());
+  out.quantized = empty_quantized(quantizer.spec, source.rows, source.cols, usage, in.options());
   // The forward fills the parts itself, beside the statistics.
   const QuantizePlan plan(quantizer, in.options(), [](te_tensor) {});
   te_tensor scratch = absent();
@@ -64,11 +64,11 @@ QuantizedNorm normalization_fwd_quantize(const Tensor& x, const OptionalTensor& 
 
 Quantized normalization_again_quantize(const Tensor& h, const Tensor& gamma, const OptionalTensor& beta,
                                        const Tensor& mean, const Tensor& rstd, bool rms, bool zero_centered_gamma,
-                                       const QuantizeSpec& spec, const Tensor& used_scales, Directions directions) {
+                                       const QuantizeSpec& spec, const Tensor& used_scales, QuantizeUsage usage) {
   const Tensor in = rows_of(h), scale = te_torch::parameter_beside(h, gamma);
   const OptionalTensor shift = parameter_beside(h, beta);
   const te_tensor source = view_2d(in, kFusedOp, "h");
-  const Quantized out = empty_quantized(spec, source.rows, source.cols, directions, in.options());
+  const Quantized out = empty_quantized(spec, source.rows, source.cols, usage, in.options());
   const QuantizePlan plan(spec, used_scales);
   const te_quantized target = view_of(out, kFusedOp, "out");
   check(te_normalization_quantize({rms, zero_centered_gamma, 0.f}, source,
@@ -78,7 +78,7 @@ Quantized normalization_again_quantize(const Tensor& h, const Tensor& gamma, con
   return out;
 }
 
-TE_FACES(normalization_quantize, faces) {
+TE_OP_REGISTRATION(normalization_quantize, faces) {
   faces.python(
       "normalization_fwd_quantize", [](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                                        const OptionalTensor& beta, double eps, bool rms, bool zero_centered_gamma,

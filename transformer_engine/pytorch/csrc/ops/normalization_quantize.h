@@ -16,12 +16,12 @@ struct QuantizedNorm {
 // with_output (or for a quantizer written in Python). The leading dimensions of x are folded into rows.
 QuantizedNorm normalization_fwd_quantize(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                                          const OptionalTensor& beta, double eps, bool rms, bool zero_centered_gamma,
-                                         const Quantizer& quantizer, Directions directions, bool with_output);
+                                         const Quantizer& quantizer, QuantizeUsage usage, bool with_output);
 
 // The same bytes again from the saved norm input and its statistics, by the scale that was used (TENSOR: `used_scales`
 // holds it; blocks need none). No amax is touched.
 Quantized normalization_again_quantize(const Tensor& h, const Tensor& gamma, const OptionalTensor& beta,
                                        const Tensor& mean, const Tensor& rstd, bool rms, bool zero_centered_gamma,
-                                       const QuantizeSpec& spec, const Tensor& used_scales, Directions directions);
+                                       const QuantizeSpec& spec, const Tensor& used_scales, QuantizeUsage usage);
 
 }  // namespace te_torch

@@ -10,7 +10,7 @@
 #include <unordered_set>
 
 #include "core/torch_api.h"
-#include "saved_hooks/saved_door.h"
+#include "saved_hooks/saved_tensor_hooks.h"
 
 namespace te_torch {
 

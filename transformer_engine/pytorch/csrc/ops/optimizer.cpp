@@ -5,7 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <algorithm>
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 
 namespace te_torch {
 
@@ -266,7 +266,7 @@ void count_step_meta(const Tensor&, const OptionalTensor&) {}
 
 }  // namespace
 
-TE_FACES(optimizer, faces) {
+TE_OP_REGISTRATION(optimizer, faces) {
   using Tensors = std::vector<Tensor>;
   faces
       .op("optimizer_adam(Tensor(a!)[] grads, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "

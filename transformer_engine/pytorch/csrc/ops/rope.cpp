@@ -1,7 +1,7 @@
 // rope, binding: two autograd nodes (q and k; a packed qkv projection), schemas and Python entries. A node keeps the
 // angles and nothing else.
 #include "autograd/autograd.h"
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "ops/rope_kernels.h"
 
 namespace te_torch {
@@ -18,22 +18,22 @@ struct RopeFamily {
   };
   enum Saved { kFreqs, kStart };
 
-  template <class Route>
-  static variable_list forward(State& state, Keeper& keeper, const Tensor& q, const OptionalTensor& k,
+  template <class DispatchMode>
+  static variable_list forward(State& state, SaveContext& ctx, const Tensor& q, const OptionalTensor& k,
                                const Tensor& freqs, const OptionalTensor& start, bool batch_first, bool interleaved) {
     state = {batch_first, interleaved};
-    keeper.keep(kFreqs, freqs, kAngles);
-    keeper.keep(kStart, start, kAngles);
-    return Route::template call<rope_fwd>("te::rope_fwd", q, k, freqs, start, batch_first, interleaved, false);
+    ctx.keep(kFreqs, freqs, kAngles);
+    ctx.keep(kStart, start, kAngles);
+    return DispatchMode::template call<rope_fwd>("te::rope_fwd", q, k, freqs, start, batch_first, interleaved, false);
   }
 
-  template <class Route>
+  template <class DispatchMode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     const bool dq = wanted[0] && grads[0].defined();
     const bool dk = grads.size() > 1 && wanted[1] && grads[1].defined();
     if (!dq && !dk) return {};
-    const Tensors out = Route::template call<rope_fwd>(
+    const Tensors out = DispatchMode::template call<rope_fwd>(
         "te::rope_fwd", dq ? grads[0] : grads[1], dq && dk ? OptionalTensor(grads[1]) : std::nullopt, saved[kFreqs],
         saved.optional(kStart), state.batch_first, state.interleaved, true);
     return {dq ? out[0] : Tensor(), dk ? out.back() : Tensor()};
@@ -49,27 +49,27 @@ struct RopeQkvFamily {
   };
   enum Saved { kQFreqs, kKFreqs, kStart };
 
-  template <class Route>
-  static variable_list forward(State& state, Keeper& keeper, const Tensor& qkv, const Tensor& q_freqs,
+  template <class DispatchMode>
+  static variable_list forward(State& state, SaveContext& ctx, const Tensor& qkv, const Tensor& q_freqs,
                                const OptionalTensor& k_freqs, const OptionalTensor& start, at::IntArrayRef heads,
                                bool batch_first, bool interleaved) {
     state = {heads.vec(), batch_first, interleaved};
-    keeper.keep(kQFreqs, q_freqs, kAngles);
-    keeper.keep(kKFreqs, k_freqs, kAngles);
-    keeper.keep(kStart, start, kAngles);
-    auto [q, k, v] = Route::template call<rope_qkv_fwd>("te::rope_qkv_fwd", qkv, q_freqs, k_freqs, start, heads,
-                                                        batch_first, interleaved);
+    ctx.keep(kQFreqs, q_freqs, kAngles);
+    ctx.keep(kKFreqs, k_freqs, kAngles);
+    ctx.keep(kStart, start, kAngles);
+    auto [q, k, v] = DispatchMode::template call<rope_qkv_fwd>("te::rope_qkv_fwd", qkv, q_freqs, k_freqs, start, heads,
+                                                               batch_first, interleaved);
     return {q, k, v};
   }
 
-  template <class Route>
+  template <class DispatchMode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !(grads[0].defined() || grads[1].defined() || grads[2].defined())) return {};
-    return {Route::template call<rope_qkv_bwd>("te::rope_qkv_bwd", optional(grads[0]), optional(grads[1]),
-                                               optional(grads[2]), saved[kQFreqs], saved.optional(kKFreqs),
-                                               saved.optional(kStart), at::IntArrayRef(state.heads), state.batch_first,
-                                               state.interleaved)};
+    return {DispatchMode::template call<rope_qkv_bwd>("te::rope_qkv_bwd", optional(grads[0]), optional(grads[1]),
+                                                      optional(grads[2]), saved[kQFreqs], saved.optional(kKFreqs),
+                                                      saved.optional(kStart), at::IntArrayRef(state.heads),
+                                                      state.batch_first, state.interleaved)};
   }
 };
 
@@ -120,7 +120,7 @@ Three rope_qkv(const Tensor& qkv, const Tensor& q_freqs, const OptionalTensor& k
 
 }  // namespace
 
-TE_FACES(rope, faces) {
+TE_OP_REGISTRATION(rope, faces) {
   faces
       .op("rope_fwd(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved, "
           "bool backward) -> Tensor[]")

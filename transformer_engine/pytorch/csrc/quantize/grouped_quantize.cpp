@@ -9,8 +9,8 @@
 #include <ATen/TensorOperators.h>
 #include <transformer_engine/grouped_quantize.h>
 
-#include "core/faces.h"
 #include "core/grouped_operands.h"
+#include "core/op_registration.h"
 
 namespace te_torch {
 
@@ -52,21 +52,21 @@ std::array<c10::SymInt, 2> scales_of(te_scaling scaling, const Tensor& x, size_t
 }
 
 // Not initialised; `apart`: the scales of TENSOR twice, for an op, whose results are memory of their own each.
-Quantized empty_grouped(const QuantizeSpec& spec, const Tensor& x, size_t groups, Directions directions, bool apart) {
+Quantized empty_grouped(const QuantizeSpec& spec, const Tensor& x, size_t groups, QuantizeUsage usage, bool apart) {
   const auto bytes = x.options().dtype(at::kByte), floats = x.options().dtype(at::kFloat);
   Quantized q;
   q.scaling = spec.scaling();
   q.e5m2 = spec.e5m2;
   const c10::SymInt rows = x.sym_size(0), cols = x.sym_size(1);
-  if (directions.rowwise) {
+  if (usage.rowwise) {
     const c10::SymInt pitch = rounded_up(cols, kRowBytes);
     const Tensor data = at::empty_symint({rows, pitch}, bytes);
     q.rowwise = pitch == cols ? data : data.narrow_symint(1, 0, cols);
     q.rowwise_scale_inv = at::empty_symint(scales_of(q.scaling, x, groups, false), floats);
   }
-  if (directions.columnwise) {
+  if (usage.columnwise) {
     q.columnwise = at::empty_symint({most_panels(rows, groups), cols, kPanel}, bytes);
-    const bool shared = directions.rowwise && q.scaling == TE_SCALING_TENSOR && !apart;
+    const bool shared = usage.rowwise && q.scaling == TE_SCALING_TENSOR && !apart;
     q.columnwise_scale_inv =
         shared ? q.rowwise_scale_inv : at::empty_symint(scales_of(q.scaling, x, groups, true), floats);
   }
@@ -141,9 +141,9 @@ void run(at::ArrayRef<const Quantizer*> quantizers, const Tensor& in, const Tens
 }  // namespace
 
 Quantized grouped_quantize(at::ArrayRef<const Quantizer*> quantizers, const Tensor& x, const Tensor& offsets,
-                           Directions directions) {
+                           QuantizeUsage usage) {
   check_input(x, offsets, quantizers[0]->spec);
-  const Quantized out = empty_grouped(quantizers[0]->spec, x, groups_of(offsets), directions, false);
+  const Quantized out = empty_grouped(quantizers[0]->spec, x, groups_of(offsets), usage, false);
   if (out.defined()) run(quantizers, x, offsets, out);
   return out;
 }
@@ -186,7 +186,7 @@ Tensor grouped_dequantize(const Tensor& data, const Tensor& scale_inv, const Ten
   return (values * scale_inv.flatten().index_select(0, group).unsqueeze(1)).to(dtype);
 }
 
-TE_FACES(quantize_grouped, faces) {
+TE_OP_REGISTRATION(quantize_grouped, faces) {
   faces
       .op("grouped_quantize(Tensor x, Tensor offsets, int[] spec, bool rowwise, bool panels) -> (Tensor, Tensor, "
           "Tensor, Tensor)")

@@ -13,7 +13,7 @@ inline constexpr size_t kMostQuantizedGroups = 1024;  // of a launch: TE_GROUPED
 // their scales, and panels behind the last group's hold anything. quantizers: one for all groups, or one for each;
 // delayed, current or block1d, alike but for their state.
 Quantized grouped_quantize(at::ArrayRef<const Quantizer*> quantizers, const Tensor& x, const Tensor& offsets,
-                           Directions directions);
+                           QuantizeUsage usage);
 
 // Quantizers without state as a registered op, te::grouped_quantize: (rowwise, its scales, panels, their scales), empty
 // where not wanted.

@@ -99,16 +99,15 @@ bool takes_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs) {
 }
 
 std::vector<Quantized> quantize_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs,
-                                     Directions directions) {
+                                     QuantizeUsage usage) {
   std::vector<Quantized> made;
   if (!takes_list(quantizers, xs)) {
-    for (size_t i = 0; i < xs.size(); ++i) made.push_back(quantize(*quantizers[i], xs[i], directions));
+    for (size_t i = 0; i < xs.size(); ++i) made.push_back(quantize(*quantizers[i], xs[i], usage));
     return made;
   }
   check_float(xs[0], kOp, "x");
   const at::AutoDispatchBelowADInplaceOrView apart;  // parts of one buffer, but each of a version of its own
-  made =
-      empty_quantized_list(xs.size(), quantizers[0]->spec, xs[0].size(0), xs[0].size(1), directions, xs[0].options());
+  made = empty_quantized_list(xs.size(), quantizers[0]->spec, xs[0].size(0), xs[0].size(1), usage, xs[0].options());
   std::vector<te_quantized> views;
   views.reserve(made.size());
   for (const Quantized& one : made) views.push_back(view_of(one, kOp, "out"));

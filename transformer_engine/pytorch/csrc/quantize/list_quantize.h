@@ -11,8 +11,7 @@ namespace te_torch {
 bool takes_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs);
 
 // quantize() of each; matrices that no one call takes are quantized one by one.
-std::vector<Quantized> quantize_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs,
-                                     Directions directions);
+std::vector<Quantized> quantize_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs, QuantizeUsage usage);
 
 // The same into `outs`; noop as quantize_into()'s.
 void quantize_list_into(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs, at::ArrayRef<Quantized> outs,

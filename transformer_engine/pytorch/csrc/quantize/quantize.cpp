@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 
 namespace te_torch {
 
@@ -103,7 +103,7 @@ void run(const Quantizer& quantizer, const Tensor& in, const Quantized& out, con
 
 // Takes the GIL and calls the Python quantizer's `_quantize_native(x, rowwise, columnwise)`, which returns a
 // _C.Quantized, or None to leave x as it is. Its dbias is made here, by the same sums as everybody's.
-Quantized quantize_in_python(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias) {
+Quantized quantize_in_python(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage, Tensor* dbias) {
   if (dbias != nullptr) {
     Quantized nothing;
     nothing.scaling = TE_SCALING_BLOCK_1D;  // which needs no scale
@@ -112,7 +112,7 @@ Quantized quantize_in_python(const Quantizer& quantizer, const Tensor& x, Direct
   }
   const pybind11::gil_scoped_acquire gil;
   const auto object = pybind11::reinterpret_borrow<pybind11::object>(const_cast<PyObject*>(quantizer.python.get()));
-  const pybind11::object result = object.attr("_quantize_native")(x, directions.rowwise, directions.columnwise);
+  const pybind11::object result = object.attr("_quantize_native")(x, usage.rowwise, usage.columnwise);
   return result.is_none() ? Quantized{} : result.cast<Quantized>();
 }
 
@@ -155,20 +155,20 @@ Tensor empty_fp8_data(int64_t rows, int64_t cols, const at::TensorOptions& like)
 }
 
 std::vector<Quantized> empty_quantized_list(size_t count, const QuantizeSpec& spec, int64_t rows, int64_t cols,
-                                            Directions directions, const at::TensorOptions& like) {
+                                            QuantizeUsage usage, const at::TensorOptions& like) {
   const te_scaling scaling = spec.scaling();
   std::vector<Quantized> list(count);
   for (Quantized& q : list) q.scaling = scaling, q.e5m2 = spec.e5m2;
   const auto take = [&](std::vector<Tensor> parts, Tensor Quantized::*field) {
     for (size_t i = 0; i < count; ++i) list[i].*field = std::move(parts[i]);
   };
-  if (directions.rowwise) {
+  if (usage.rowwise) {
     take(empty_data(count, rows, cols, like), &Quantized::rowwise);
     take(empty_scales(count, scaling, rows, cols, like), &Quantized::rowwise_scale_inv);
   }
-  if (directions.columnwise) {
+  if (usage.columnwise) {
     take(empty_data(count, cols, rows, like), &Quantized::columnwise);
-    if (scaling == TE_SCALING_TENSOR && directions.rowwise) {
+    if (scaling == TE_SCALING_TENSOR && usage.rowwise) {
       for (Quantized& q : list) q.columnwise_scale_inv = q.rowwise_scale_inv;
     } else {
       take(empty_scales(count, scaling, cols, rows, like), &Quantized::columnwise_scale_inv);
@@ -177,9 +177,9 @@ std::vector<Quantized> empty_quantized_list(size_t count, const QuantizeSpec& sp
   return list;
 }
 
-Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
+Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, QuantizeUsage usage,
                           const at::TensorOptions& like) {
-  return std::move(empty_quantized_list(1, spec, rows, cols, directions, like)[0]);
+  return std::move(empty_quantized_list(1, spec, rows, cols, usage, like)[0]);
 }
 
 te_tensor bytes_view(const Tensor& t, te_dtype dtype, const char* op, const char* argument) {
@@ -244,11 +244,11 @@ Tensor QuantizePlan::bias_gradient(at::ScalarType dtype) const {
   return dbias;
 }
 
-Quantized quantize(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias) {
+Quantized quantize(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage, Tensor* dbias) {
   check_input(x, quantizer);
-  if (quantizer.spec.kind == QuantizeSpec::kPython) return quantize_in_python(quantizer, x, directions, dbias);
+  if (quantizer.spec.kind == QuantizeSpec::kPython) return quantize_in_python(quantizer, x, usage, dbias);
   const Tensor in = rows_of(x);
-  const Quantized out = empty_quantized(quantizer.spec, folded_rows(in.sizes()), in.size(-1), directions, in.options());
+  const Quantized out = empty_quantized(quantizer.spec, folded_rows(in.sizes()), in.size(-1), usage, in.options());
   run(quantizer, in, out, {}, {}, dbias);
   return out;
 }
@@ -267,10 +267,10 @@ Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, const Quant
   return out;
 }
 
-Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, Directions directions) {
+Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, QuantizeUsage usage) {
   check_input(x);
   const Tensor in = rows_of(x);
-  const Quantized out = empty_quantized(spec, folded_rows(in.sizes()), in.size(-1), directions, in.options());
+  const Quantized out = empty_quantized(spec, folded_rows(in.sizes()), in.size(-1), usage, in.options());
   QuantizePlan plan(spec, used_scales);
   run(plan, in, out, nullptr);
   return out;
@@ -373,7 +373,7 @@ Tensor dequantize_meta(const Tensor& data, const Tensor&, int64_t, bool, bool co
 
 }  // namespace
 
-TE_FACES(quantize, faces) {
+TE_OP_REGISTRATION(quantize, faces) {
   faces
       .op("quantize(Tensor x, int[] spec, bool rowwise, bool columnwise, bool dbias) -> (Tensor, Tensor, Tensor, "
           "Tensor, Tensor)")

@@ -67,7 +67,7 @@ struct Quantized {
 };
 
 // Which directions are wanted.
-struct Directions {
+struct QuantizeUsage {
   bool rowwise = false;
   bool columnwise = false;
 };
@@ -87,12 +87,12 @@ struct Quantizer {
 Tensor empty_fp8_data(int64_t rows, int64_t cols, const at::TensorOptions& like);
 
 // Such data for the directions of a [rows, cols] matrix, [rows, cols] and [cols, rows], and their scales.
-Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, Directions directions,
+Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, QuantizeUsage usage,
                           const at::TensorOptions& like);
 
 // The same of many that are alike: one buffer for all data of a direction, one for its scales.
 std::vector<Quantized> empty_quantized_list(size_t count, const QuantizeSpec& spec, int64_t rows, int64_t cols,
-                                            Directions directions, const at::TensorOptions& like);
+                                            QuantizeUsage usage, const at::TensorOptions& like);
 
 // The C API's view of it.
 te_quantized view_of(const Quantized& q, const char* op, const char* argument);
@@ -114,10 +114,10 @@ struct QuantizePlan {
 
 // x, its leading dimensions folded into rows, by the quantizer; undefined where one in Python leaves x alone. With
 // dbias also the sums of its columns, in x's dtype. noop: float32 [1], or undefined.
-Quantized quantize(const Quantizer& quantizer, const Tensor& x, Directions directions, Tensor* dbias = nullptr);
+Quantized quantize(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage, Tensor* dbias = nullptr);
 
 // Again by the scale that was used before: same bits, no amax touched.
-Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, Directions directions);
+Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, QuantizeUsage usage);
 
 // The same into `out`; noop and amax (current scaling: an amax from elsewhere, in place of x's own) may be undefined.
 Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, const Quantized& out, const Tensor& noop,

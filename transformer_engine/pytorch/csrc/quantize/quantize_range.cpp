@@ -1,7 +1,7 @@
 // quantize, binding of ranges: a part of a weight as a part of the whole, into tensors of the caller. Nothing is
 // computed here.
 
-#include "core/faces.h"
+#include "core/op_registration.h"
 #include "quantize/quantize.h"
 
 namespace te_torch {
@@ -69,7 +69,7 @@ void cast_meta(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor
 
 }  // namespace
 
-TE_FACES(quantize_range, faces) {
+TE_OP_REGISTRATION(quantize_range, faces) {
   faces
       .op("quantize_range_amax(Tensor x, Tensor(a!) amaxes, SymInt rows, SymInt cols, SymInt start, ScalarType "
           "rounded_to, int scaling) -> ()")

@@ -2,7 +2,7 @@
 // what carries it is known when it is saved.
 #include <torch/csrc/utils/pybind.h>
 
-#include "saved_hooks/saved_door.h"
+#include "saved_hooks/saved_tensor_hooks.h"
 
 namespace te_torch {
 
@@ -16,7 +16,7 @@ Storages<bool>& marked_storages() {
 }
 
 bool carries_mark(PyObject* object) {
-  const py::object said = attribute_or_none(object, python_door().mark.ptr());
+  const py::object said = attribute_or_none(object, python_hooks().mark.ptr());
   return !said.is_none() && truth_of(PyObject_IsTrue(said.ptr()));
 }
 

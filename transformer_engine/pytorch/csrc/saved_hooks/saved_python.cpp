@@ -1,4 +1,4 @@
-// The door for saved tensors as Python meets it: classes to derive, hooks to enter, and what stands for a tensor.
+// The hook for saved tensors as Python meets it: classes to derive, hooks to enter, and what stands for a tensor.
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -8,15 +8,15 @@
 #include <algorithm>
 
 #include "core/held_object.h"
-#include "saved_hooks/saved_door.h"
+#include "saved_hooks/saved_tensor_hooks.h"
 
 namespace te_torch {
 
 namespace py = pybind11;
 
-PythonDoor& python_door() {
-  static auto* const door = new PythonDoor();  // which outlives the interpreter
-  return *door;
+PythonHooks& python_hooks() {
+  static auto* const hooks = new PythonHooks();  // which outlives the interpreter
+  return *hooks;
 }
 
 namespace {
@@ -47,46 +47,46 @@ class Derived {
 
 const py::str& name_of_method(const char* name) { return *new py::str(name); }
 
-class PyTaken : public Taken, private Derived {
+class PyTaken : public PackedStorage, private Derived {
  public:
-  using Taken::Taken;
+  using PackedStorage::PackedStorage;
 
-  void add(const Offered& offered) override {
+  void add(const SaveRequest& offered) override {
     static const py::str& name = name_of_method("add");
-    call<Taken>(this, name, py::handle(offered.object));
+    call<PackedStorage>(this, name, py::handle(offered.object));
   }
   void fetch() override {
     static const py::str& name = name_of_method("fetch");
-    call<Taken>(this, name);
+    call<PackedStorage>(this, name);
   }
   c10::Storage restore() override {
     static const py::str& name = name_of_method("restore");
-    return py::cast<Tensor>(call<Taken>(this, name)).storage();
+    return py::cast<Tensor>(call<PackedStorage>(this, name)).storage();
   }
   Tensor back_as(const Saved& saved) override {
     static const py::str& name = name_of_method("back_as");
-    return py::cast<Tensor>(call<Taken>(this, name, py::cast(saved, py::return_value_policy::reference)));
+    return py::cast<Tensor>(call<PackedStorage>(this, name, py::cast(saved, py::return_value_policy::reference)));
   }
 };
 
-class PyClient : public Client, private Derived {
+class PyClient : public StorageHandler, private Derived {
  public:
   bool takes() const override {
     static const py::str& name = name_of_method("takes");
-    return py::cast<bool>(py::getattr(self<Client>(this), name));
+    return py::cast<bool>(py::getattr(self<StorageHandler>(this), name));
   }
-  std::shared_ptr<Taken> take(const Offered& offered) override {
+  std::shared_ptr<PackedStorage> take(const SaveRequest& offered) override {
     static const py::str& name = name_of_method("take");
-    const py::object taken = call<Client>(this, name, py::handle(offered.object));
+    const py::object taken = call<StorageHandler>(this, name, py::handle(offered.object));
     if (taken.is_none()) return nullptr;
-    return {held_object(taken.ptr()), py::cast<Taken*>(taken)};  // the object of Python, whole
+    return {held_object(taken.ptr()), py::cast<PackedStorage*>(taken)};  // the object of Python, whole
   }
 };
 
 // Offers the client what is saved between push() and pop().
 class Hooks {
  public:
-  explicit Hooks(py::object client) : client_(std::move(client)), offers_(py::cast<Client*>(client_)) {}
+  explicit Hooks(py::object client) : client_(std::move(client)), offers_(py::cast<StorageHandler*>(client_)) {}
 
   py::object pack(const py::object& tensor) { return offers_->push(tensor, outward_); }
 
@@ -97,7 +97,7 @@ class Hooks {
         new py::object(py::module_::import("transformer_engine.pytorch._C").attr("unpack_saved"));
     auto& hooks = py::cast<Hooks&>(self);
     const py::object around = (*top)(true);
-    hooks.outward_ = around.is_none() ? around : python_door().outward_of(around);
+    hooks.outward_ = around.is_none() ? around : python_hooks().outward_of(around);
     (*push)(self.attr("pack"), *unpack);
     hooks.pushed_ = true;
   }
@@ -111,7 +111,7 @@ class Hooks {
   static py::object of_torch(const char* name) { return py::module_::import("torch._C._autograd").attr(name); }
 
   py::object client_;
-  Client* offers_;
+  StorageHandler* offers_;
   py::object outward_ = py::none();
   bool pushed_ = false;
 };
@@ -147,7 +147,7 @@ bool in_torch_checkpoint() {
 
 bool is_recorded() {
   if (!c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1) return false;
-  return !py::cast<bool>(python_door().phase.attr("enabled")) && !in_torch_checkpoint();
+  return !py::cast<bool>(python_hooks().phase.attr("enabled")) && !in_torch_checkpoint();
 }
 
 py::object saved_hooks(py::object client) { return py::cast(Hooks(std::move(client))); }
@@ -164,38 +164,39 @@ py::object pop_saved(py::handle saved, bool fetch) {
     return py::cast(s.pop());
   }
   if (type.is(kept_type)) return py::cast(py::cast<KeptTensor&>(saved).pop());
-  return python_door().pop(saved, fetch);
+  return python_hooks().pop(saved, fetch);
 }
 
 void register_saved_python(py::module_& m) {
   const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
-  auto taken = py::class_<Taken, PyTaken, std::shared_ptr<Taken>>(m, "Taken");
+  auto taken = py::class_<PackedStorage, PyTaken, std::shared_ptr<PackedStorage>>(m, "Taken");
   taken.def(py::init<const Tensor&>(), py::arg("tensor"))
       .def("add",
-           [](Taken& self, const py::object& t) {
-             self.Taken::add({py::cast<Tensor>(t), t.ptr()});
+           [](PackedStorage& self, const py::object& t) {
+             self.PackedStorage::add({py::cast<Tensor>(t), t.ptr()});
            })
-      .def("fetch", [](Taken& self) { self.Taken::fetch(); })
+      .def("fetch", [](PackedStorage& self) { self.PackedStorage::fetch(); })
       .def("restore", [](const py::object& self) { not_said(self, "restore"); })
-      .def("back_as", wrapped([](Taken& self, const Saved& saved) { return self.Taken::back_as(saved); }))
-      .def("check", &Taken::check)
-      .def("let_go", &Taken::let_go)
+      .def("back_as",
+           wrapped([](PackedStorage& self, const Saved& saved) { return self.PackedStorage::back_as(saved); }))
+      .def("check", &PackedStorage::check)
+      .def("let_go", &PackedStorage::let_go)
       .def("give_up",
-           [](Taken& self, const std::string& why) {
+           [](PackedStorage& self, const std::string& why) {
              self.let_go();
              self.set_written(why);
            })
       .def_property_readonly("tensor",
-                             [](const Taken& self) -> std::optional<Tensor> {
+                             [](const PackedStorage& self) -> std::optional<Tensor> {
                                if (!self.there()) return std::nullopt;
                                return bytes_over(self.storage(), 0, int64_t(self.storage().nbytes()));
                              })
-      .def_property_readonly("key", [](const Taken& self) { return reinterpret_cast<uintptr_t>(self.key()); })
-      .def_property_readonly("bytes", &Taken::bytes)
-      .def_property_readonly("watched", &Taken::watched)
-      .def_property_readonly("written", &Taken::written)
-      .def_property_readonly("away", &Taken::away)
-      .def_property_readonly("stays", &Taken::marked);
+      .def_property_readonly("key", [](const PackedStorage& self) { return reinterpret_cast<uintptr_t>(self.key()); })
+      .def_property_readonly("bytes", &PackedStorage::bytes)
+      .def_property_readonly("watched", &PackedStorage::watched)
+      .def_property_readonly("written", &PackedStorage::written)
+      .def_property_readonly("away", &PackedStorage::away)
+      .def_property_readonly("stays", &PackedStorage::marked);
   taken.attr("status") = "kept";
   taken.attr("back") = "";
   py::class_<Saved>(m, "Saved")
@@ -216,16 +217,16 @@ void register_saved_python(py::module_& m) {
       });
   kept.attr("status") = "kept";
   kept.attr("back") = "";
-  py::class_<Client, PyClient, std::shared_ptr<Client>>(m, "SavedClient")
+  py::class_<StorageHandler, PyClient, std::shared_ptr<StorageHandler>>(m, "SavedClient")
       .def(py::init<>())
-      .def_property_readonly("takes", [](const Client&) { return true; })
+      .def_property_readonly("takes", [](const StorageHandler&) { return true; })
       .def("take", [](const py::object& self, const py::object&) { not_said(self, "take"); })
-      .def_property_readonly("taken", &Client::taken)
-      .def("push", wrapped([](Client& self, const py::object& tensor, const py::object& outward) {
+      .def_property_readonly("taken", &StorageHandler::taken)
+      .def("push", wrapped([](StorageHandler& self, const py::object& tensor, const py::object& outward) {
              return self.push(tensor, outward);
            }),
            py::arg("tensor"), py::arg("outward") = py::none())
-      .def("forget", &Client::forget);
+      .def("forget", &StorageHandler::forget);
   py::class_<Hooks>(m, "SavedHooks")
       .def(py::init<py::object>(), py::arg("client"))
       .def("pack", wrapped([](Hooks& self, const py::object& tensor) { return self.pack(tensor); }))
@@ -240,12 +241,12 @@ void register_saved_python(py::module_& m) {
   m.def("is_recorded", is_recorded);
   m.def("set_saved_door",
         [](py::object phase, py::object mark, py::object composed, py::object outward_of, py::object pop) {
-          auto& door = python_door();
-          door.phase = std::move(phase);
-          door.mark = std::move(mark);
-          door.composed = std::move(composed);
-          door.outward_of = std::move(outward_of);
-          door.pop = std::move(pop);
+          auto& hooks = python_hooks();
+          hooks.phase = std::move(phase);
+          hooks.mark = std::move(mark);
+          hooks.composed = std::move(composed);
+          hooks.outward_of = std::move(outward_of);
+          hooks.pop = std::move(pop);
         });
 }
 

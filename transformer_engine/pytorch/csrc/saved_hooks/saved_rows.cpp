@@ -6,7 +6,7 @@
 #include <map>
 
 #include "autograd/rows_behind.h"
-#include "saved_hooks/saved_door.h"
+#include "saved_hooks/saved_tensor_hooks.h"
 
 namespace te_torch {
 

@@ -131,7 +131,7 @@ bool counts_rows(const Tensor& t, const at::Device& device) {
   return (type == at::kInt || type == at::kLong || type == at::kByte) && t.numel() == 1 && t.device() == device;
 }
 
-// `with stash.group(name, counts):`, once: a client of the saved door. What is saved inside of it and says how many of
+// `with stash.group(name, counts):`, once: a StorageHandler. What is saved inside of it and says how many of
 // its rows are alive is its own; everything else goes outward.
 class StashScope {
  public:
@@ -153,7 +153,7 @@ class StashScope {
     handle_ = step_->open(name_, tail_);
     members_->open(handle_);
     try {
-      hooks_ = saved_hooks(py::cast(std::static_pointer_cast<Client>(members_)));
+      hooks_ = saved_hooks(py::cast(std::static_pointer_cast<StorageHandler>(members_)));
       push_hooks(hooks_);  // refused where torch takes no hooks
     } catch (...) {
       members_->close();

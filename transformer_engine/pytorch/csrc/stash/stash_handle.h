@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "saved_hooks/saved_door.h"
+#include "saved_hooks/saved_tensor_hooks.h"
 
 namespace te_torch {
 

@@ -30,7 +30,7 @@ std::pair<int64_t, int64_t> span_of(const Tensor& t) {
 // ---- Stashed ----
 
 Stashed::Stashed(std::shared_ptr<StashMembers> group, const Tensor& t)
-    : Taken(t), group_(std::move(group)), piece_(std::make_shared<StashPiece>(storage(), 0, bytes())) {}
+    : PackedStorage(t), group_(std::move(group)), piece_(std::make_shared<StashPiece>(storage(), 0, bytes())) {}
 
 Stashed::~Stashed() {
   const StashState state = group_->handle().state;
@@ -38,9 +38,9 @@ Stashed::~Stashed() {
   group_->dropped();
 }
 
-void Stashed::add(const Offered& offered) {
+void Stashed::add(const SaveRequest& offered) {
   if (there()) group_->place(*piece_, offered);
-  Taken::add(offered);
+  PackedStorage::add(offered);
 }
 
 void Stashed::fetch() {
@@ -90,7 +90,7 @@ void StashMembers::close() {
   }
 }
 
-std::shared_ptr<Taken> StashMembers::take(const Offered& offered) {
+std::shared_ptr<PackedStorage> StashMembers::take(const SaveRequest& offered) {
   const Tensor& t = offered.tensor;
   if (t.numel() == 0 || offered.live() == nullptr) return nullptr;
   if (t.device() != device_) {
@@ -118,7 +118,7 @@ void StashMembers::check_rows(const Tensor& t, const LiveRows& live) {
   }
 }
 
-void StashMembers::place(StashPiece& piece, const Offered& offered) {
+void StashMembers::place(StashPiece& piece, const SaveRequest& offered) {
   const Tensor& t = offered.tensor;
   if (t.numel() == 0) return;
   const auto [start, end] = span_of(t);
@@ -183,7 +183,7 @@ void StashMembers::dropped() {
 }
 
 void register_stash_members(py::module_& m) {
-  py::class_<Stashed, Taken, std::shared_ptr<Stashed>>(m, "Stashed")
+  py::class_<Stashed, PackedStorage, std::shared_ptr<Stashed>>(m, "Stashed")
       .def_property_readonly("status", [](const Stashed& s) { return s.kept() ? "kept" : "stashed"; })
       .attr("back") = "a copy out of the pages";
 }

@@ -11,8 +11,8 @@
 
 namespace te_torch {
 
-// The client of the saved door: what is saved while it is open and says how many of its rows are alive is its own.
-class StashMembers : public Client, public std::enable_shared_from_this<StashMembers> {
+// The StorageHandler: what is saved while it is open and says how many of its rows are alive is its own.
+class StashMembers : public StorageHandler, public std::enable_shared_from_this<StashMembers> {
  public:
   // counts: said of what our own nodes keep a row of for each token.
   StashMembers(pybind11::object name, std::optional<Tensor> counts, const at::Device& device)
@@ -22,8 +22,8 @@ class StashMembers : public Client, public std::enable_shared_from_this<StashMem
   void close();  // what leaves is the handle's
 
   bool takes() const override { return open_; }
-  std::shared_ptr<Taken> take(const Offered& offered) override;
-  void place(StashPiece& piece, const Offered& offered);  // the tensor lies in a region, or makes a new one
+  std::shared_ptr<PackedStorage> take(const SaveRequest& offered) override;
+  void place(StashPiece& piece, const SaveRequest& offered);  // the tensor lies in a region, or makes a new one
   void dropped();  // a storage of it is wanted by nobody any more; with the last one the group is
   StashHandle& handle() const { return *handle_; }
 
@@ -44,12 +44,12 @@ class StashMembers : public Client, public std::enable_shared_from_this<StashMem
 };
 
 // A storage that saved tensors of one group lie in.
-class Stashed : public Taken {
+class Stashed : public PackedStorage {
  public:
   Stashed(std::shared_ptr<StashMembers> group, const Tensor& t);
   ~Stashed() override;
 
-  void add(const Offered& offered) override;
+  void add(const SaveRequest& offered) override;
   void fetch() override;  // what nobody has brought back is brought back now
   c10::Storage restore() override;
 

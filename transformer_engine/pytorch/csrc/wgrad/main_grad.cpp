@@ -151,7 +151,7 @@ WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) c
   return said;
 }
 
-std::vector<Tensor> WeightParameters::accumulate(const WeightProduct& product, const WeightTargets& targets,
+std::vector<Tensor> WeightParameters::accumulate(const WgradTask& product, const WeightTargets& targets,
                                                  bool with_bias) const {
   std::vector<Tensor> sums;
   {
@@ -174,8 +174,7 @@ std::vector<Tensor> WeightParameters::accumulate(const WeightProduct& product, c
   return sums;
 }
 
-c10::SmallVector<Tensor, 1> WeightParameters::stand_ins(const WeightTargets& targets,
-                                                        const WeightProduct& product) const {
+c10::SmallVector<Tensor, 1> WeightParameters::stand_ins(const WeightTargets& targets, const WgradTask& product) const {
   const auto dummy = [&](at::IntArrayRef shape, bool zero) {
     return dummy_weight_grad(shape, product.dtype(), weights[0].device(), zero);
   };
@@ -243,7 +242,7 @@ Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::
   return zero ? buffer.zero_().detach() : buffer.detach();
 }
 
-WeightGrads ParameterSink::take(std::shared_ptr<const WeightProduct> product, bool with_bias) const {
+WeightGrads ParameterSink::take(std::shared_ptr<const WgradTask> product, bool with_bias) const {
   const WeightParameters* parameters = &parameters_;
   std::shared_ptr<WeightParameters> own;
   std::vector<size_t> unasked = parameters_.find_unasked();

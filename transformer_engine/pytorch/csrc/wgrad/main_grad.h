@@ -5,7 +5,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "wgrad/weight_grad.h"
+#include "wgrad/grad_accumulator.h"
 
 namespace te_torch {
 
@@ -50,19 +50,19 @@ struct WeightParameters {
 
   // The wanted gradients into their targets. Returns the biases', one for each; none unless `with_bias`.
   // The GIL is let go where it is held: nothing is computed or waited for under it.
-  std::vector<Tensor> accumulate(const WeightProduct& product, const WeightTargets& targets, bool with_bias) const;
+  std::vector<Tensor> accumulate(const WgradTask& product, const WeightTargets& targets, bool with_bias) const;
 
   // What autograd gets for gradients that are in main_grad: nothing, or where the owners of main_grad wait for
   // autograd's hooks (they set grad_added_to_main_grad) a dummy.
-  c10::SmallVector<Tensor, 1> stand_ins(const WeightTargets& targets, const WeightProduct& product) const;
+  c10::SmallVector<Tensor, 1> stand_ins(const WeightTargets& targets, const WgradTask& product) const;
 };
 
-class ParameterSink : public WeightGradSink {
+class ParameterSink : public GradAccumulator {
  public:
   ParameterSink(WeightParameters parameters, std::shared_ptr<PyObject> store)
       : parameters_(std::move(parameters)), store_(std::move(store)) {}
 
-  WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override;
+  WeightGrads take(std::shared_ptr<const WgradTask> product, bool with_bias) const override;
   bool computes_now() const override { return store_ == nullptr; }
 
  private:
@@ -83,6 +83,6 @@ void note_accumulations(PyObject* noted);
 void forget_accumulations(PyObject* noted);
 
 // For Python. The GIL is held.
-pybind11::object handle_of(std::shared_ptr<const WeightProduct> product);
+pybind11::object handle_of(std::shared_ptr<const WgradTask> product);
 
 }  // namespace te_torch

@@ -27,8 +27,8 @@ class WeightGradProduct {
   }
 
   // None where no weight wants a gradient.
-  std::shared_ptr<ParameterSink> sink(const py::object& module, bool fused, const py::object& first,
-                                      const py::object& store) {
+  std::shared_ptr<ParameterSink> grad_accumulator(const py::object& module, bool fused, const py::object& first,
+                                                  const py::object& store) {
     const py::object registered = attribute(module.ptr(), names_of_attributes().parameters);
     WeightParameters p;
     bool any = false;
@@ -106,10 +106,10 @@ std::vector<Tensor> cut(at::TensorList matrices, const std::vector<int64_t>& row
 void register_main_grad(py::module_& m) {
   py::class_<WeightGradProduct>(m, "WeightGradProduct")
       .def(py::init<std::vector<py::str>, std::vector<py::str>>(), py::arg("weights"), py::arg("biases"))
-      .def("sink", torch::wrap_pybind_function(&WeightGradProduct::sink), py::arg("module"), py::arg("fused"),
-           py::arg("is_first_microbatch"), py::arg("store"));
-  register_sinks(m);
-  py::class_<ParameterSink, WeightGradSink, std::shared_ptr<ParameterSink>>(m, "ParameterSink");
+      .def("sink", torch::wrap_pybind_function(&WeightGradProduct::grad_accumulator), py::arg("module"),
+           py::arg("fused"), py::arg("is_first_microbatch"), py::arg("store"));
+  register_grad_accumulators(m);
+  py::class_<ParameterSink, GradAccumulator, std::shared_ptr<ParameterSink>>(m, "ParameterSink");
   py::class_<WeightParameters, std::shared_ptr<WeightParameters>>(m, "WeightParameters")
       .def_property_readonly("op", [](const WeightParameters& p) { return p.names->op; })
       .def_property_readonly("names", [](const WeightParameters& p) { return p.names->weights; })
@@ -121,19 +121,19 @@ void register_main_grad(py::module_& m) {
                              "called, or whose gradients "
                              "the backward did not bring.")
       .def("main_grads", torch::wrap_pybind_function([](const WeightParameters& p) { return p.main_grads(true); }))
-      .def("accumulate", torch::wrap_pybind_function([](const WeightParameters& p, const WeightProduct& product,
+      .def("accumulate", torch::wrap_pybind_function([](const WeightParameters& p, const WgradTask& product,
                                                         const std::vector<OptionalTensor>& main_grads, bool with_bias) {
              std::vector<Tensor> given;
              for (const OptionalTensor& main_grad : main_grads) given.push_back(main_grad.value_or(Tensor()));
              return p.accumulate(product, p.targets(given), with_bias);
            }))
-      .def("compute", torch::wrap_pybind_function_no_gil(
-                          [](const WeightParameters& p, const WeightProduct& product, bool with_bias) {
-                            const WeightGrads grads = product.compute(Route(Direct{}), with_bias);
-                            const std::vector<int64_t> rows = p.rows();
-                            return std::make_tuple(cut(grads.weights, rows),
-                                                   with_bias ? cut(grads.biases, rows) : std::vector<Tensor>());
-                          }));
+      .def("compute",
+           torch::wrap_pybind_function_no_gil([](const WeightParameters& p, const WgradTask& product, bool with_bias) {
+             const WeightGrads grads = product.compute(DispatchMode(Direct{}), with_bias);
+             const std::vector<int64_t> rows = p.rows();
+             return std::make_tuple(cut(grads.weights, rows),
+                                    with_bias ? cut(grads.biases, rows) : std::vector<Tensor>());
+           }));
   m.def(
       "answer_weight_grads",
       [](const py::function& check_main_grad, const py::function& refuse_computed,

@@ -1,5 +1,6 @@
 // The faces of a room, from one table: what an op is called, takes and returns (its schema), who computes it, what
-// tracers and autograd see of it, and what Python calls it. TE_FACES declares each op once; all registrations follow.
+// tracers and autograd see of it, and what Python calls it. TE_OP_REGISTRATION declares each op once; all registrations
+// follow.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -11,10 +12,10 @@
 namespace te_torch {
 
 // A table is read twice: when the library is loaded, for the dispatcher, and by the module's import, for Python.
-class Faces {
+class OpRegistration {
  public:
-  explicit Faces(torch::Library& dispatcher) : dispatcher_(&dispatcher) {}
-  explicit Faces(pybind11::module_& python) : python_(&python) {}
+  explicit OpRegistration(torch::Library& dispatcher) : dispatcher_(&dispatcher) {}
+  explicit OpRegistration(pybind11::module_& python) : python_(&python) {}
 
   class Op {
    public:
@@ -41,7 +42,7 @@ class Faces {
     Op& autocast(F* f) {
       return on(c10::DispatchKey::AutocastCPU, f).on(c10::DispatchKey::AutocastCUDA, f);
     }
-    // A chain of layers, whose faces (composite, autograd, autocast) layer/op_faces.h makes.
+    // A chain of layers, whose faces (composite, autograd, autocast) layer/op_registration.h makes.
     template <class Chain>
     Op& chain() {
       return composite(&Chain::composite).autograd(&Chain::autograd).autocast(&Chain::autocast);
@@ -54,8 +55,8 @@ class Faces {
     }
 
    private:
-    friend class Faces;
-    Op(Faces& faces, const char* schema) : faces_(faces), name_(schema, std::string_view(schema).find('(')) {}
+    friend class OpRegistration;
+    Op(OpRegistration& faces, const char* schema) : faces_(faces), name_(schema, std::string_view(schema).find('(')) {}
 
     template <class F>
     Op& on(c10::DispatchKey key, F* f) {
@@ -63,7 +64,7 @@ class Faces {
       return *this;
     }
 
-    Faces& faces_;
+    OpRegistration& faces_;
     std::string name_;
   };
 
@@ -86,9 +87,9 @@ class Faces {
 // Held as long as the library is loaded.
 class DispatcherFaces {
  public:
-  DispatcherFaces(void (*table)(Faces&), const char* file, uint32_t line)
+  DispatcherFaces(void (*table)(OpRegistration&), const char* file, uint32_t line)
       : library_(torch::Library::FRAGMENT, "te", std::nullopt, file, line) {
-    Faces faces(library_);
+    OpRegistration faces(library_);
     table(faces);
   }
 
@@ -97,13 +98,13 @@ class DispatcherFaces {
 };
 
 // The body fills `faces`; makes register_<room>, which module.cpp lists.
-#define TE_FACES(room, faces)                                                                     \
-  static void room##_faces(Faces& faces);                                                         \
+#define TE_OP_REGISTRATION(room, faces)                                                           \
+  static void room##_faces(OpRegistration& faces);                                                \
   static const DispatcherFaces room##_in_dispatcher(&room##_faces, __FILE__, uint32_t(__LINE__)); \
   void register_##room(pybind11::module_& m) {                                                    \
-    Faces python(m);                                                                              \
+    OpRegistration python(m);                                                                     \
     room##_faces(python);                                                                         \
   }                                                                                               \
-  static void room##_faces(Faces& faces)
+  static void room##_faces(OpRegistration& faces)
 
 }  // namespace te_torch

@@ -6,13 +6,13 @@
 
 namespace te_torch::layer {
 
-class GatheredProduct final : public WeightProduct {
+class GatheredWgrad final : public WgradTask {
  public:
   // gather_x: x has this rank's rows alone. behind: quantizes dy when all of it has arrived, or null.
-  GatheredProduct(const Stage& stage, Gradient gradient, Operand x, const Quantizer* behind, bool gather_x,
-                  at::ScalarType dtype)
-      : exchange_(stage.exchange),
-        products_(stage.products),
+  GatheredWgrad(const LayerConfig& stage, Gradient gradient, Operand x, const Quantizer* behind, bool gather_x,
+                at::ScalarType dtype)
+      : tp_comm_(stage.tp_comm),
+        gemm_policy_(stage.gemm_policy),
         quantization_(stage.quantization),
         gradient_(std::move(gradient)),
         x_(std::move(x)),
@@ -20,10 +20,10 @@ class GatheredProduct final : public WeightProduct {
         gather_x_(gather_x),
         dtype_(dtype) {}
 
-  // Lends a product the transfer of dy that the input's gradient was taken over, while that is there.
+  // Lends a product the CommOp of dy that the input's gradient was taken over, while that is there.
   class Loan {
    public:
-    Loan(std::shared_ptr<GatheredProduct> product, const Transfer* arrived) : product_(std::move(product)) {
+    Loan(std::shared_ptr<GatheredWgrad> product, const CommOp* arrived) : product_(std::move(product)) {
       product_->arrived_ = arrived;
     }
     ~Loan() { product_->arrived_ = nullptr; }
@@ -31,14 +31,14 @@ class GatheredProduct final : public WeightProduct {
     Loan& operator=(const Loan&) = delete;
 
    private:
-    std::shared_ptr<GatheredProduct> product_;
+    std::shared_ptr<GatheredWgrad> product_;
   };
 
-  // Sets x's rows on their way, if that wins anything: for a product that is computed in this call, while `leases`
+  // Sets x's rows on their way, if that wins anything: for a product that is computed in this call, while `buffers`
   // last.
-  void begin(const Route& route, Leases& leases);
+  void begin(const DispatchMode& dispatch, ScopedBuffers& buffers);
 
-  WeightGrads compute(const Route& route, bool with_bias) const override;
+  WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override;
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
   std::vector<Tensor> reads() const override;
   at::ScalarType dtype() const override { return dtype_; }
@@ -46,18 +46,18 @@ class GatheredProduct final : public WeightProduct {
  private:
   const Quantizer* quantizes_x() const;  // when all of it has arrived
   const Tensor& behind() const;
-  // leases: of the call that computes it.
-  std::shared_ptr<WeightProduct> gathered(const Route& route, Leases& leases) const;
+  // buffers: of the call that computes it.
+  std::shared_ptr<WgradTask> gathered(const DispatchMode& dispatch, ScopedBuffers& buffers) const;
 
-  std::shared_ptr<const Exchange> exchange_;
-  std::shared_ptr<const Products> products_;
+  std::shared_ptr<const TPComm> tp_comm_;
+  std::shared_ptr<const GemmPolicy> gemm_policy_;
   Quantization quantization_;
   Gradient gradient_;
   Operand x_;
   bool behind_, gather_x_;
   at::ScalarType dtype_;
-  const Transfer* arrived_ = nullptr;
-  mutable std::unique_ptr<Arriving> x_arriving_;
+  const CommOp* arrived_ = nullptr;
+  mutable std::unique_ptr<GatherFuture> x_arriving_;
 };
 
 }  // namespace te_torch::layer

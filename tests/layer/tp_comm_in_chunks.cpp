@@ -1,4 +1,4 @@
-// An exchange for tests: the operand of each product arrives in three uneven runs of rows, out of order, in memory that
+// A TPComm for tests: the operand of each product arrives in three uneven runs of rows, out of order, in memory that
 // holds NaN until then, block scales included; the result's rows are copied away. Nothing is communicated.
 #include <torch/csrc/utils/pybind.h>
 
@@ -20,7 +20,7 @@ Tensor poisoned(const Tensor& t) {
   return t.is_floating_point() ? memory.fill_(std::numeric_limits<double>::quiet_NaN()) : memory.fill_(0x7f);
 }
 
-class InRuns final : public layer::Transfer {
+class InRuns final : public layer::CommOp {
  public:
   InRuns(const Operand& mine, const Tensor& like) : like_(like.sizes().vec()) {
     if (mine.quantized()) {
@@ -41,7 +41,7 @@ class InRuns final : public layer::Transfer {
 
   const Operand& operand() const override { return arrived_; }
 
-  bool next(Rows& rows) override {
+  bool next_chunk(Rows& rows) override {
     if (delivered_ == waiting_.size()) return false;
     rows = waiting_[delivered_++];
     data(arrived_).narrow(0, rows.first, rows.count).copy_(data(sent_).narrow(0, rows.first, rows.count));
@@ -53,7 +53,7 @@ class InRuns final : public layer::Transfer {
     return true;
   }
 
-  void take(const Rows* taken, const Tensor& result) override {
+  void store_chunk(const Rows* taken, const Tensor& result) override {
     const Rows& rows = *taken;
     if (!result_.defined()) {
       result_ = result.new_empty({data(sent_).size(0), result.size(-1)});
@@ -78,23 +78,24 @@ class InRuns final : public layer::Transfer {
   std::vector<int64_t> like_;
 };
 
-class Exchange final : public layer::Exchange {
+class TPComm final : public layer::TPComm {
  public:
-  std::unique_ptr<layer::Transfer> begin(const Route& route, layer::Pass, const Operand& mine, const Tensor& like,
-                                         const Quantizer*, Directions, const OptionalTensor&, Leases*) const override {
+  std::unique_ptr<layer::CommOp> begin(const DispatchMode& dispatch, layer::Pass, const Operand& mine,
+                                       const Tensor& like, const Quantizer*, QuantizeUsage, const OptionalTensor&,
+                                       ScopedBuffers*) const override {
     const bool refused = mine.plain.defined() && mine.plain.dim() == 0;  // by the product, in its words
-    return route.direct() && !refused ? std::make_unique<InRuns>(mine, like) : nullptr;
+    return dispatch.direct() && !refused ? std::make_unique<InRuns>(mine, like) : nullptr;
   }
-  Operand whole(const Route&, layer::Pass, const Operand& mine, const Quantizer*, const layer::Transfer*, const Tensor&,
-                Leases*) const override {
+  Operand whole(const DispatchMode&, layer::Pass, const Operand& mine, const Quantizer*, const layer::CommOp*,
+                const Tensor&, ScopedBuffers*) const override {
     return mine;
   }
 };
 
 }  // namespace
 
-PYBIND11_MODULE(exchange_in_runs, m) {
-  m.def("install", [] { te_torch::layer::defaults().exchange = std::make_shared<Exchange>(); });
-  m.def("remove", [] { te_torch::layer::defaults().exchange.reset(); });
+PYBIND11_MODULE(tp_comm_in_chunks, m) {
+  m.def("install", [] { te_torch::layer::defaults().tp_comm = std::make_shared<TPComm>(); });
+  m.def("remove", [] { te_torch::layer::defaults().tp_comm.reset(); });
   m.def("runs", [] { return std::exchange(runs, 0); });
 }

@@ -1,7 +1,7 @@
-// See lease.h. Slots are named by group, device, stream and kind: calls of one stream read and write in its order, so
-// no event is needed. Within a kind a lease takes the first slot that nobody has. While a stream is being captured its
-// leases have memory of the graph's pool, which replays write at times of their own.
-#include "core/lease.h"
+// See comm_buffer_pool.h. Slots are named by group, device, stream and kind: calls of one stream read and write in its
+// order, so no event is needed. Within a kind a pool takes the first slot that nobody has. While a stream is being
+// captured its buffers have memory of the graph's pool, which replays write at times of their own.
+#include "core/comm_buffer_pool.h"
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -22,7 +22,7 @@ namespace te_torch {
 // Kept by the arena for good, or until nobody has it and it is asked to let go.
 struct Slot {
   c10::Storage memory;
-  bool leased = false, lasting = true;
+  bool pooled = false, lasting = true;
 };
 
 namespace {
@@ -44,7 +44,7 @@ struct Key {
 void give_up(void* backing) { delete static_cast<Tensor*>(backing); }
 
 c10::Storage new_memory(int64_t bytes, const at::TensorOptions& options) {
-  return lent_storage(at::empty({bytes}, options.dtype(at::kByte).layout(at::kStrided)));
+  return pooled_storage(at::empty({bytes}, options.dtype(at::kByte).layout(at::kStrided)));
 }
 
 bool is_there(const std::string& group) {
@@ -64,17 +64,17 @@ class Arena {
       const std::lock_guard<std::mutex> guard(mutex_);
       std::vector<std::shared_ptr<Slot>>& slots = slots_of(std::move(key));
       for (const auto& slot : slots) {
-        if (slot->leased) continue;
+        if (slot->pooled) continue;
         found = slot;
         break;
       }
       if (found == nullptr) found = slots.emplace_back(std::make_shared<Slot>());
-      found->leased = true;
+      found->pooled = true;
       memory = std::move(found->memory);
     }
     // Nobody waits for the allocator: what has no memory meanwhile is this call's.
     try {
-      // Who still has a view of what a call had on lease keeps it, as it is.
+      // Who still has a view of what a call had in a pooled buffer keeps it, as it is.
       const bool shared = memory && memory.use_count() > 1;
       const int64_t before = memory ? int64_t(memory.nbytes()) : 0;
       if (shared || !memory || before < bytes) {
@@ -92,20 +92,20 @@ class Arena {
 
   void give_back(Slot& slot, bool sound) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    slot.leased = false;
+    slot.pooled = false;
     if (!sound) slot.memory = {};
   }
 
-  // Memory that nobody has on lease.
+  // Memory that no call uses.
   void let_go() {
     const std::lock_guard<std::mutex> guard(mutex_);
     for (auto& [key, slots] : kinds_) {
-      std::erase_if(slots, [](const auto& slot) { return !slot->leased; });
+      std::erase_if(slots, [](const auto& slot) { return !slot->pooled; });
     }
   }
 
   struct Usage {
-    int64_t bytes = 0, slots = 0, leased = 0;
+    int64_t bytes = 0, slots = 0, pooled = 0;
   };
 
   // Of a group; of all for an empty name.
@@ -117,7 +117,7 @@ class Arena {
       for (const auto& slot : slots) {
         total.bytes += slot->memory ? int64_t(slot->memory.nbytes()) : 0;
         ++total.slots;
-        total.leased += slot->leased;
+        total.pooled += slot->pooled;
       }
     }
     return total;
@@ -131,7 +131,7 @@ class Arena {
     // Something new begins: what groups have left that are gone is let go.
     std::erase_if(kinds_, [](const auto& entry) {
       for (const auto& slot : entry.second) {
-        if (slot->leased) return false;
+        if (slot->pooled) return false;
       }
       return !is_there(entry.first.group);
     });
@@ -170,7 +170,7 @@ void fill_returned(const c10::Storage& memory, const at::TensorOptions& options)
       .fill_(kPoison);
 }
 
-c10::Storage lent_storage(const Tensor& memory) {
+c10::Storage pooled_storage(const Tensor& memory) {
   auto backing = std::make_unique<Tensor>(memory);
   void* const data = backing->data_ptr();
   const size_t bytes = backing->nbytes();
@@ -179,7 +179,7 @@ c10::Storage lent_storage(const Tensor& memory) {
                       nullptr, false);
 }
 
-Tensor lent_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
+Tensor pooled_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
   const c10::DispatchKeySet keys(
       c10::computeDispatchKey(options.dtype().toScalarType(), at::kStrided, options.device()));
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory), keys, options.dtype());
@@ -187,7 +187,8 @@ Tensor lent_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::
   return made;
 }
 
-Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind) {
+ScopedBuffer::ScopedBuffer(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group,
+                           SlotKind kind) {
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
   const at::Device device = indexed(options.device());
   const te_stream stream = current_stream(device);
@@ -198,10 +199,10 @@ Lease::Lease(at::IntArrayRef sizes, const at::TensorOptions& options, std::strin
     slot_->memory = new_memory(bytes, options.device(device));
     slot_->lasting = false;
   }
-  tensor_ = lent_tensor(slot_->memory, sizes, options.device(device));
+  tensor_ = pooled_tensor(slot_->memory, sizes, options.device(device));
 }
 
-Lease::~Lease() {
+ScopedBuffer::~ScopedBuffer() {
   const bool filled = sound_ && tensor_.numel() > 0;
   const at::TensorOptions options = tensor_.options();
   tensor_.reset();
@@ -214,11 +215,12 @@ Lease::~Lease() {
   if (slot_->lasting) arena().give_back(*slot_, sound_);
 }
 
-Lease& Leases::take(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind) {
+ScopedBuffer& ScopedBuffers::take(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group,
+                                  SlotKind kind) {
   return list_.emplace_back(sizes, options, group, kind);
 }
 
-bool on_lease(const Tensor& t) {
+bool is_pooled(const Tensor& t) {
   if (!t.defined() || !t.has_storage()) return false;
   // A traced tensor's storage may be asked for nothing else.
   return t.unsafeGetTensorImpl()
@@ -228,25 +230,25 @@ bool on_lease(const Tensor& t) {
              .get_deleter() == give_up;
 }
 
-void refuse_leased(const Tensor& t, const char* op, const char* what) {
-  TORCH_CHECK(!on_lease(t), op, ": ", what, " of shape ", t.sizes(),
+void refuse_pooled(const Tensor& t, const char* op, const char* what) {
+  TORCH_CHECK(!is_pooled(t), op, ": ", what, " of shape ", t.sizes(),
               " lies in memory that is on lease for this call alone, and that the next collective overwrites; keep a "
               "clone() of it.");
 }
 
-void register_lease(pybind11::module_& m) {
+void register_comm_buffer_pool(pybind11::module_& m) {
   namespace py = pybind11;
   m.def("lease_usage", [](const std::string& group) {
     const auto found = [&] {
       const py::gil_scoped_release released;  // who has the arena may be waiting for the GIL
       return arena().usage(group);
     }();
-    return py::make_tuple(found.bytes, found.slots, found.leased);
+    return py::make_tuple(found.bytes, found.slots, found.pooled);
   });
   m.def(
       "let_go_of_leases", [] { arena().let_go(); }, py::call_guard<py::gil_scoped_release>());
   m.def("poison_leases", [](bool on) { return poison.exchange(on); });
-  m.def("on_lease", &on_lease);
+  m.def("on_lease", &is_pooled);
 }
 
 }  // namespace te_torch

@@ -1,9 +1,9 @@
-// Products over several weights, one for each group of consecutive rows, whose sizes are known on the host, or on the
+// GemmPolicy over several weights, one for each group of consecutive rows, whose sizes are known on the host, or on the
 // device alone. Each group's are those of a layer of its own; rows behind the last group belong to nobody. They
 // communicate nothing.
 #pragma once
 
-#include "layer/products.h"
+#include "layer/gemm_policy.h"
 
 namespace te_torch::layer {
 
@@ -22,7 +22,7 @@ struct Grouping {
 
 c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits);
 // The sums of each group's columns.
-Sums column_sums_of(const Route& route, const Tensor& dy, at::ArrayRef<Rows> groups);
+Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef<Rows> groups);
 
 // Raises where a buffer of the caller's shares memory with what the product reads.
 void check_apart(const Tensor& given, const char* argument, const Operand& read);
@@ -30,6 +30,6 @@ void check_apart(const Tensor& given, const char* argument, const Operand& read)
 // What goes on of a buffer of the caller's that a result was written into: its memory, as part of no graph.
 Tensor result_in(const Tensor& given, const Tensor& like);
 
-std::shared_ptr<const Products> grouped_products(Grouping grouping);
+std::shared_ptr<const GemmPolicy> grouped_products(Grouping grouping);
 
 }  // namespace te_torch::layer

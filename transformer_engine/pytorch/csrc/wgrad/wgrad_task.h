@@ -19,11 +19,11 @@ struct WeightTarget {
 };
 
 // Weight gradients that are computed now or later.
-class TE_EXPORT WeightProduct {
+class TE_EXPORT WgradTask {
  public:
-  virtual ~WeightProduct() = default;
+  virtual ~WgradTask() = default;
 
-  virtual WeightGrads compute(const Route& route, bool with_bias) const = 0;
+  virtual WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const = 0;
   // Into targets, which are all rows of the product, in order. Returns each one's part of the bias's gradient, those
   // without an `out` too; nothing unless `with_bias`.
   virtual std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const = 0;
@@ -35,27 +35,27 @@ class TE_EXPORT WeightProduct {
 
 // accumulate() where a target may be of the other 16-bit type than the product's operands (a main_grad of its weight's,
 // under autocast to the other one): it goes through float32 and is rounded once.
-std::vector<Tensor> accumulate_any(const WeightProduct& product, at::ArrayRef<WeightTarget> targets, bool with_bias);
+std::vector<Tensor> accumulate_any(const WgradTask& product, at::ArrayRef<WeightTarget> targets, bool with_bias);
 
 // Of one matrix: dweight[N, K] = dy^T x, dbias[N] = the column sums of dy.
-class TE_EXPORT MatrixProduct : public WeightProduct {
+class TE_EXPORT MatrixWgrad : public WgradTask {
  public:
   Operand dy, x;
   Tensor dbias;  // summed already, where dy is FP8 and the bias wants a gradient
 
-  MatrixProduct(Operand dy_, Operand x_, Tensor dbias_, at::ScalarType dtype, bool split)
+  MatrixWgrad(Operand dy_, Operand x_, Tensor dbias_, at::ScalarType dtype, bool split)
       : dy(std::move(dy_)), x(std::move(x_)), dbias(std::move(dbias_)), dtype_(dtype), split_(split) {}
 
-  WeightGrads compute(const Route& route, bool with_bias) const override;
+  WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override;
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
   std::vector<Tensor> reads() const override;
   at::ScalarType dtype() const override { return dtype_; }
 
  private:
   // Rows [first, first + rows) of it into out, += or =. Returns these rows' part of the bias's gradient, or nothing.
-  Tensor accumulate_rows(const Route& route, Tensor& out, int64_t first, int64_t rows, bool with_bias,
+  Tensor accumulate_rows(const DispatchMode& dispatch, Tensor& out, int64_t first, int64_t rows, bool with_bias,
                          bool overwrite) const;
-  Tensor column_sums(const Route& route, int64_t first, int64_t rows) const;
+  Tensor column_sums(const DispatchMode& dispatch, int64_t first, int64_t rows) const;
 
   at::ScalarType dtype_;
   bool split_;

@@ -1,5 +1,5 @@
-// See products_device.h.
-#include "layer/products_device.h"
+// See gemm_policy_device.h.
+#include "layer/gemm_policy_device.h"
 
 #include <ATen/ops/stack.h>
 
@@ -23,10 +23,10 @@ constexpr int64_t kPanelRows = 128;
 int64_t code_of(const Quantized& q) { return fp8_code(q.scaling, q.e5m2); }
 
 // Rows as they are, or what rowwise FP8 data mean.
-Tensor plain_rows(const Route& route, const Operand& t, const Tensor& offsets, at::ScalarType dtype) {
+Tensor plain_rows(const DispatchMode& dispatch, const Operand& t, const Tensor& offsets, at::ScalarType dtype) {
   if (!t.quantized()) return matrix_of(t.plain);
   TORCH_INTERNAL_ASSERT(t.fp8.rowwise.defined());  // of panels nobody asks that
-  if (t.fp8.scaling != TE_SCALING_TENSOR) return plain_of(route, t, dtype);
+  if (t.fp8.scaling != TE_SCALING_TENSOR) return plain_of(dispatch, t, dtype);
   return grouped_dequantize(t.fp8.rowwise, t.fp8.rowwise_scale_inv, offsets, t.fp8.e5m2, dtype);
 }
 
@@ -47,11 +47,11 @@ std::vector<std::vector<int64_t>> rounds_of(at::ArrayRef<WeightTarget> targets, 
   return rounds;
 }
 
-Tensor sums_of(const Route& route, const Tensor& dy, const Tensor& offsets, bool as_quantized) {
-  return route.call<grouped_sums>("te::grouped_sums", matrix_of(dy), offsets, as_quantized);
+Tensor sums_of(const DispatchMode& dispatch, const Tensor& dy, const Tensor& offsets, bool as_quantized) {
+  return dispatch.call<grouped_sums>("te::grouped_sums", matrix_of(dy), offsets, as_quantized);
 }
 
-class DeviceWeightProduct final : public WeightProduct {
+class DeviceWeightProduct final : public WgradTask {
  public:
   // splits: where the host knows the groups, whose targets may share memory.
   DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype, std::vector<int64_t> splits)
@@ -62,21 +62,22 @@ class DeviceWeightProduct final : public WeightProduct {
         dtype_(dtype),
         splits_(std::move(splits)) {}
 
-  WeightGrads compute(const Route& route, bool with_bias) const override {
+  WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override {
     const probe::Because because(why_of(listed()));
     WeightGrads grads;
-    const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(route) : plain_gradients(route);
+    const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(dispatch) : plain_gradients(dispatch);
     grads.weights.assign(weights.begin(), weights.end());
-    grads.biases = with_bias ? each_row(route, sums(route)) : Sums(weights.size());
+    grads.biases = with_bias ? each_row(dispatch, sums(dispatch)) : Sums(weights.size());
     return grads;
   }
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
     const Tensor& read = dy_.quantized() ? dy_.fp8.columnwise : dy_.plain;
-    const Route route = must_dispatch({&read}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
-    each_is_added(targets) ? add_each(targets) : add_together(route, targets);
+    const DispatchMode dispatch = must_dispatch({&read}) ? DispatchMode(Dispatched{})
+                                                         : DispatchMode(Direct{});  // a traced gradient accumulator's
+    each_is_added(targets) ? add_each(targets) : add_together(dispatch, targets);
     if (!with_bias) return {};
-    const Sums rows = each_row(route, sums(route));
+    const Sums rows = each_row(dispatch, sums(dispatch));
     return {rows.begin(), rows.end()};
   }
 
@@ -91,7 +92,7 @@ class DeviceWeightProduct final : public WeightProduct {
   size_t matrices() const override { return size_t(offsets_.size(0) - 1); }
 
  private:
-  void add_together(const Route& route, at::ArrayRef<WeightTarget> targets) const {
+  void add_together(const DispatchMode& dispatch, at::ArrayRef<WeightTarget> targets) const {
     const probe::Because because(why_of(listed()));
     for (const std::vector<int64_t>& how : rounds_of(targets, listed())) {
       std::vector<Tensor> list;
@@ -102,12 +103,13 @@ class DeviceWeightProduct final : public WeightProduct {
       const at::ArrayRef<int64_t> numbers(how);
       if (in_fp8()) {
         const Quantized &dy = dy_.fp8, &x = x_.fp8;
-        route.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
-                                                 dy.columnwise_scale_inv, code_of(dy), x.columnwise,
-                                                 x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
+        dispatch.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
+                                                    dy.columnwise_scale_inv, code_of(dy), x.columnwise,
+                                                    x.columnwise_scale_inv, code_of(x), offsets_, outs, numbers);
       } else {
-        route.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", plain_rows(route, dy_, offsets_, dtype_),
-                                             plain_rows(route, x_, offsets_, dtype_), offsets_, outs, numbers);
+        dispatch.call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate",
+                                                plain_rows(dispatch, dy_, offsets_, dtype_),
+                                                plain_rows(dispatch, x_, offsets_, dtype_), offsets_, outs, numbers);
       }
     }
   }
@@ -122,7 +124,7 @@ class DeviceWeightProduct final : public WeightProduct {
     for (size_t g = 0; g < splits_.size(); ++g) {
       const Rows panels{panel, (splits_[g] + kPanelRows - 1) / kPanelRows};
       const auto columns = [&](const Operand& all) { return Operand{{}, columns_of(all.fp8, panels, splits_[g])}; };
-      MatrixProduct(columns(dy_), columns(x_), {}, dtype_, true).accumulate(targets.slice(g, 1), false);
+      MatrixWgrad(columns(dy_), columns(x_), {}, dtype_, true).accumulate(targets.slice(g, 1), false);
       panel += panels.count;
     }
   }
@@ -137,22 +139,22 @@ class DeviceWeightProduct final : public WeightProduct {
   }
   bool listed() const { return !splits_.empty(); }
   bool in_fp8() const { return dy_.quantized() && x_.quantized(); }
-  Tensor sums(const Route& route) const {
-    return dbias_.defined() ? dbias_ : sums_of(route, dy_.plain, offsets_, false);
+  Tensor sums(const DispatchMode& dispatch) const {
+    return dbias_.defined() ? dbias_ : sums_of(dispatch, dy_.plain, offsets_, false);
   }
-  std::vector<Tensor> plain_gradients(const Route& route) const {
-    const Tensor dy = plain_rows(route, dy_, offsets_, dtype_), x = plain_rows(route, x_, offsets_, dtype_);
-    return route.direct() ? Direct::call<grouped_wgrad_together>("te::grouped_wgrad", dy, x, offsets_)
-                          : Dispatched::call<grouped_wgrad>("te::grouped_wgrad", dy, x, offsets_);
+  std::vector<Tensor> plain_gradients(const DispatchMode& dispatch) const {
+    const Tensor dy = plain_rows(dispatch, dy_, offsets_, dtype_), x = plain_rows(dispatch, x_, offsets_, dtype_);
+    return dispatch.direct() ? Direct::call<grouped_wgrad_together>("te::grouped_wgrad", dy, x, offsets_)
+                             : Dispatched::call<grouped_wgrad>("te::grouped_wgrad", dy, x, offsets_);
   }
-  std::vector<Tensor> fp8_gradients(const Route& route) const {
+  std::vector<Tensor> fp8_gradients(const DispatchMode& dispatch) const {
     const Quantized &dy = dy_.fp8, &x = x_.fp8;
-    const auto products = [&](auto&& call) {
+    const auto gemm_policy = [&](auto&& call) {
       return call("te::grouped_fp8_wgrad", dy.columnwise, dy.columnwise_scale_inv, code_of(dy), x.columnwise,
                   x.columnwise_scale_inv, code_of(x), offsets_, dtype_);
     };
-    return route.direct() ? products([](auto&&... a) { return Direct::call<grouped_fp8_wgrad_together>(a...); })
-                          : products([](auto&&... a) { return Dispatched::call<grouped_fp8_wgrad>(a...); });
+    return dispatch.direct() ? gemm_policy([](auto&&... a) { return Direct::call<grouped_fp8_wgrad_together>(a...); })
+                             : gemm_policy([](auto&&... a) { return Dispatched::call<grouped_fp8_wgrad>(a...); });
   }
 
   Operand dy_, x_;
@@ -181,7 +183,7 @@ struct WeightLists {
   }
 };
 
-class DeviceGroups final : public Products {
+class DeviceGroups final : public GemmPolicy {
  public:
   explicit DeviceGroups(Grouping grouping) : grouping_(std::move(grouping)) {}
 
@@ -190,21 +192,21 @@ class DeviceGroups final : public Products {
   }
   bool quantizes_groups(const ProductQuantization* all) const override { return all != nullptr; }
 
-  Operand quantized_groups(const Route& route, Pass pass, const Tensor& t, Directions directions,
+  Operand quantized_groups(const DispatchMode& dispatch, Pass pass, const Tensor& t, QuantizeUsage usage,
                            Tensor* dbias) const override {
     const auto quantizer_of = [&](const Quantization& q) {
-      return pass == Pass::kFprop ? &q->x : gradient_quantizer(q.get(), directions);
+      return pass == Pass::kFprop ? &q->x : gradient_quantizer(q.get(), usage);
     };
     if (quantizer_of(grouping_.quantizations[0]) == nullptr) return {t, {}};
-    if (dbias != nullptr) *dbias = sums_as_quantized(route, t);
-    if (!directions.rowwise && !directions.columnwise) return {t, {}};
+    if (dbias != nullptr) *dbias = sums_as_quantized(dispatch, t);
+    if (!usage.rowwise && !usage.columnwise) return {t, {}};
     const Tensor rows = matrix_of(t);
     c10::SmallVector<const Quantizer*, 8> quantizers;
     for (const Quantization& q : grouping_.quantizations) quantizers.push_back(quantizer_of(q));
-    if (route.direct()) {
+    if (dispatch.direct()) {
       return {{},
               Direct::call<grouped_quantize>("te::grouped_quantize", at::ArrayRef<const Quantizer*>(quantizers), rows,
-                                             grouping_.offsets, directions)};
+                                             grouping_.offsets, usage)};
     }
     const QuantizeSpec& spec = quantizers[0]->spec;
     refuse_state(*quantizers[0]);
@@ -212,19 +214,20 @@ class DeviceGroups final : public Products {
     spec.pack(packed);
     const auto [rowwise, rowwise_scales, panels, panel_scales] =
         Dispatched::call<grouped_quantize_op>("te::grouped_quantize", rows, grouping_.offsets,
-                                              at::ArrayRef<int64_t>(packed), directions.rowwise, directions.columnwise);
+                                              at::ArrayRef<int64_t>(packed), usage.rowwise, usage.columnwise);
     Quantized q{spec.scaling(), spec.e5m2, {}, {}, {}, {}};
-    if (directions.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scales;
-    if (directions.columnwise) q.columnwise = panels, q.columnwise_scale_inv = panel_scales;
+    if (usage.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scales;
+    if (usage.columnwise) q.columnwise = panels, q.columnwise_scale_inv = panel_scales;
     return {{}, q};
   }
 
   // Rows of no group have no part in a scale.
-  Operand quantized_again(const Route& route, const Tensor& t, Directions directions, at::TensorList) const override {
-    return quantized_groups(route, Pass::kFprop, t, directions, nullptr);
+  Operand quantized_again(const DispatchMode& dispatch, const Tensor& t, QuantizeUsage usage,
+                          at::TensorList) const override {
+    return quantized_groups(dispatch, Pass::kFprop, t, usage, nullptr);
   }
 
-  Tensor fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
+  Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
     const probe::Because because(why_of(listed()));
     check_apart(grouping_.out, "out", x);
@@ -235,28 +238,28 @@ class DeviceGroups final : public Products {
       const Tensor &rows = x.fp8.rowwise, &scale_inv = x.fp8.rowwise_scale_inv;
       Tensor y = out;
       if (!out.defined()) {
-        y = route.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
-                                          w.biases, offsets, like.scalar_type());
+        y = dispatch.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
+                                             w.biases, offsets, like.scalar_type());
       } else {
         Direct::call<grouped_fp8_fprop_into>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
                                              w.biases, offsets, out);
       }
       for_each(grouping_.fprop_each, x, y, [&](size_t g, const Operand& part, const Tensor& into) {
-        fprop_of(route, part, w.weights[g], w.bias(g), into, true, into);
+        fprop_of(dispatch, part, w.weights[g], w.bias(g), into, true, into);
       });
       return out.defined() ? result_in(out, like) : with_rows_of(y, like);
     }
-    const std::vector<Tensor> weights = plain_weights(route, w, like.scalar_type());
-    const Tensor rows = plain_rows(route, x, offsets, like.scalar_type());
+    const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
+    const Tensor rows = plain_rows(dispatch, x, offsets, like.scalar_type());
     if (!out.defined()) {
       return with_rows_of(
-          route.call<grouped_fprop>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets), like);
+          dispatch.call<grouped_fprop>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets), like);
     }
     Direct::call<grouped_fprop_into>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets, out);
     return result_in(out, like);
   }
 
-  Tensor dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
+  Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
     const probe::Because because(why_of(listed()));
     check_apart(grouping_.dgrad_out, "dgrad_out", dy);
@@ -267,47 +270,48 @@ class DeviceGroups final : public Products {
       const Tensor &rows = dy.fp8.rowwise, &scale_inv = dy.fp8.rowwise_scale_inv;
       Tensor dx = out;
       if (!out.defined()) {
-        dx = route.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
-                                           offsets, like.scalar_type());
+        dx = dispatch.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
+                                              offsets, like.scalar_type());
       } else {
         Direct::call<grouped_fp8_dgrad_into>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
                                              offsets, out);
       }
       for_each(grouping_.dgrad_each, dy, dx, [&](size_t g, const Operand& part, const Tensor& into) {
-        dgrad_of(route, part, w.weights[g], into, true, into);
+        dgrad_of(dispatch, part, w.weights[g], into, true, into);
       });
       return out.defined() ? result_in(out, like) : with_rows_of(dx, like);
     }
-    const std::vector<Tensor> weights = plain_weights(route, w, like.scalar_type());
-    const Tensor rows = plain_rows(route, dy, offsets, like.scalar_type());
+    const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
+    const Tensor rows = plain_rows(dispatch, dy, offsets, like.scalar_type());
     if (!out.defined()) {
-      return with_rows_of(route.call<grouped_dgrad>("te::grouped_dgrad", rows, at::TensorList(weights), offsets), like);
+      return with_rows_of(dispatch.call<grouped_dgrad>("te::grouped_dgrad", rows, at::TensorList(weights), offsets),
+                          like);
     }
     Direct::call<grouped_dgrad_into>("te::grouped_dgrad", rows, at::TensorList(weights), offsets, out);
     return result_in(out, like);
   }
 
-  std::shared_ptr<WeightProduct> weight_product(const Route&, Gradient gradient, Operand x, at::ScalarType dtype,
-                                                bool) const override {
+  std::shared_ptr<WgradTask> wgrad_task(const DispatchMode&, Gradient gradient, Operand x, at::ScalarType dtype,
+                                        bool) const override {
     return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype,
                                                  grouping_.splits);
   }
 
-  Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
-    if (listed() && !made.defined()) return column_sums_of(route, dy, rows_of_groups(grouping_.splits));
-    return each_row(route, made.defined() ? made : sums_of(route, dy, grouping_.offsets, false));
+  Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& made) const override {
+    if (listed() && !made.defined()) return column_sums_of(dispatch, dy, rows_of_groups(grouping_.splits));
+    return each_row(dispatch, made.defined() ? made : sums_of(dispatch, dy, grouping_.offsets, false));
   }
 
  private:
   bool listed() const { return !grouping_.splits.empty(); }
   // Where the host knows the groups, in the order in which a layer of each group's own sums.
-  Tensor sums_as_quantized(const Route& route, const Tensor& t) const {
-    if (!listed()) return sums_of(route, t, grouping_.offsets, true);
+  Tensor sums_as_quantized(const DispatchMode& dispatch, const Tensor& t) const {
+    if (!listed()) return sums_of(dispatch, t, grouping_.offsets, true);
     const Tensor rows = matrix_of(t);
     const Quantizer* summing = gradient_quantizer(grouping_.quantizations[0].get(), {});
     std::vector<Tensor> sums;
     for (const Rows& group : rows_of_groups(grouping_.splits)) {
-      operand_of(route, summing, rows_of_matrix(route, rows, group), {}, &sums.emplace_back());
+      operand_of(dispatch, summing, rows_of_matrix(dispatch, rows, group), {}, &sums.emplace_back());
     }
     return at::stack(sums);
   }
@@ -325,10 +329,10 @@ class DeviceGroups final : public Products {
   static bool all_quantized(const WeightSet& w) {
     return std::all_of(w.weights.begin(), w.weights.end(), [](const Operand& weight) { return weight.quantized(); });
   }
-  static std::vector<Tensor> plain_weights(const Route& route, const WeightSet& w, at::ScalarType dtype) {
+  static std::vector<Tensor> plain_weights(const DispatchMode& dispatch, const WeightSet& w, at::ScalarType dtype) {
     std::vector<Tensor> weights;
     weights.reserve(w.weights.size());
-    for (const Operand& weight : w.weights) weights.push_back(plain_of(route, weight, dtype));
+    for (const Operand& weight : w.weights) weights.push_back(plain_of(dispatch, weight, dtype));
     return weights;
   }
 
@@ -365,7 +369,7 @@ const char* device_refuses(at::ArrayRef<Quantization> quantizations, size_t grou
   return nullptr;
 }
 
-std::shared_ptr<const Products> device_groups(Grouping grouping) {
+std::shared_ptr<const GemmPolicy> device_groups(Grouping grouping) {
   const size_t starts = grouping.offsets.dim() == 1 ? size_t(grouping.offsets.size(0)) : 0;  // else refused by products
   const char* why = device_refuses(grouping.quantizations, starts > 0 ? starts - 1 : 0);
   TORCH_CHECK_NOT_IMPLEMENTED(why == nullptr,

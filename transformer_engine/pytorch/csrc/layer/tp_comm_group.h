@@ -1,5 +1,5 @@
-// The exchange of tensor parallelism: rows of tokens go over a process group, in one collective before or behind the
-// whole product; or over a channel to peers, in runs (exchange_peer.h).
+// The TPComm of tensor parallelism: rows of tokens go over a process group, in one collective before or behind the
+// whole product; or over a channel to peers, in runs (tp_comm_peer.h).
 //   column, sequence: fprop gathers x; dgrad's partial results are added up and scattered; wgrad gathers x again.
 //   row, sequence: fprop's partial results are added up and scattered, the bias behind; dgrad and wgrad gather dy.
 //   without sequence: a column's dgrad and a row's fprop are added up, and every rank has all rows.
@@ -8,7 +8,7 @@
 #include <string>
 
 #include "distributed/peer.h"
-#include "layer/exchange.h"
+#include "layer/tp_comm.h"
 
 namespace te_torch::layer {
 
@@ -31,16 +31,16 @@ struct Parallel {
   std::vector<int64_t> pack() const { return {mode, sequence, keeps, ranks, sum, overlap}; }
 };
 
-class GroupExchange final : public Exchange {
+class GroupTPComm final : public TPComm {
  public:
   // why_serial: what te.explain says of collectives over the group; empty: as distributed/group.h has it.
-  GroupExchange(const Parallel& parallel, std::string group, std::string why_serial = {})
+  GroupTPComm(const Parallel& parallel, std::string group, std::string why_serial = {})
       : parallel_(parallel), group_(std::move(group)), why_serial_(std::move(why_serial)) {}
 
   const Parallel& parallel() const { return parallel_; }
   const std::string& group() const { return group_; }
   // Where this is to go over peers; else null. tokens: of all ranks.
-  std::shared_ptr<PeerChannel> peers(const Route& route, const Tensor& t, te_comm_op op,
+  std::shared_ptr<PeerChannel> peers(const DispatchMode& dispatch, const Tensor& t, te_comm_op op,
                                      const c10::SymInt& tokens) const;
   const char* why_serial() const { return why_serial_.empty() ? nullptr : why_serial_.c_str(); }
 
@@ -54,28 +54,31 @@ class GroupExchange final : public Exchange {
   bool keeps_gathered(bool quantized) const override {
     return parallel_.keeps == Parallel::kGathered || (parallel_.keeps == Parallel::kArrived && !quantized);
   }
-  Quantizing quantizing(const Route& route, Pass pass, const Quantizer* quantizer, const Tensor& x) const override;
-  Operand quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const override;
-  std::unique_ptr<Transfer> begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
-                                  const Quantizer* behind, Directions directions, const OptionalTensor& bias,
-                                  Leases* leases) const override;
-  Operand whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind, const Transfer* done,
-                const Tensor& gradient, Leases* leases) const override;
+  QuantizeAt quantize_at(const DispatchMode& dispatch, Pass pass, const Quantizer* quantizer,
+                         const Tensor& x) const override;
+  Operand quantized(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage) const override;
+  std::unique_ptr<CommOp> begin(const DispatchMode& dispatch, Pass pass, const Operand& mine, const Tensor& like,
+                                const Quantizer* behind, QuantizeUsage usage, const OptionalTensor& bias,
+                                ScopedBuffers* buffers) const override;
+  Operand whole(const DispatchMode& dispatch, Pass pass, const Operand& mine, const Quantizer* behind,
+                const CommOp* done, const Tensor& gradient, ScopedBuffers* buffers) const override;
   bool begins_ahead() const override { return parallel_.overlap != Parallel::kSerial; }
-  std::unique_ptr<Arriving> begin_whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
-                                        const Tensor& gradient, Leases* leases) const override;
+  std::unique_ptr<GatherFuture> begin_whole(const DispatchMode& dispatch, Pass pass, const Operand& mine,
+                                            const Quantizer* behind, const Tensor& gradient,
+                                            ScopedBuffers* buffers) const override;
 
  private:
   bool column() const { return parallel_.mode == Parallel::kColumn; }
   // columnwise: of an FP8 operand. behind: quantizes a plain one in `directions`.
-  std::unique_ptr<Arriving> gathering(const Route& route, const Operand& mine, bool columnwise, const Quantizer* behind,
-                                      Directions directions, const Tensor& gradient, Leases* leases) const;
+  std::unique_ptr<GatherFuture> gathering(const DispatchMode& dispatch, const Operand& mine, bool columnwise,
+                                          const Quantizer* behind, QuantizeUsage usage, const Tensor& gradient,
+                                          ScopedBuffers* buffers) const;
 
   Parallel parallel_;
   std::string group_, why_serial_;
 };
 
 // None for no integers.
-std::shared_ptr<const Exchange> exchange_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op);
+std::shared_ptr<const TPComm> tp_comm_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op);
 
 }  // namespace te_torch::layer

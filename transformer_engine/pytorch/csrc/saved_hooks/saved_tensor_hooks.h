@@ -1,6 +1,6 @@
-// The door for saved tensors, as hooks of torch reach it: a client is offered each tensor that is saved inside of it,
-// and says which storages it takes; what stands for a saved tensor comes back as the view that it was. Clients in
-// Python derive the two classes that have virtual functions; what is composed of several tensors, and hooks that are
+// The hook for saved tensors, as hooks of torch reach it: a StorageHandler is offered each tensor that is saved inside
+// of it, and says which storages it takes; what stands for a saved tensor comes back as the view that it was. Clients
+// in Python derive the two classes that have virtual functions; what is composed of several tensors, and hooks that are
 // not ours, are Python's (saved/standing.py). Called with the GIL held.
 #pragma once
 
@@ -43,9 +43,9 @@ void keep_storage(const c10::Storage& storage);
 bool stays(const c10::StorageImpl* key);
 
 // A tensor that is saved, and its rows, asked for once.
-class Offered {
+class SaveRequest {
  public:
-  Offered(const Tensor& t, PyObject* python) : tensor(t), object(python) {}
+  SaveRequest(const Tensor& t, PyObject* python) : tensor(t), object(python) {}
   const LiveRows* live() const {
     if (!asked_) live_ = live_rows(tensor, true);
     asked_ = true;
@@ -64,15 +64,15 @@ class Saved;
 
 // A storage that a client took, whole, for all saved tensors that lie in it; it lives as long as one of them is wanted.
 // The device memory is held, and every saved tensor's version watched, until the client has a copy and calls let_go().
-class Taken {
+class PackedStorage {
  public:
-  explicit Taken(const Tensor& t);
-  virtual ~Taken() = default;
-  Taken(const Taken&) = delete;
-  Taken& operator=(const Taken&) = delete;
+  explicit PackedStorage(const Tensor& t);
+  virtual ~PackedStorage() = default;
+  PackedStorage(const PackedStorage&) = delete;
+  PackedStorage& operator=(const PackedStorage&) = delete;
 
-  virtual void add(const Offered& offered);  // one more saved tensor lies in it
-  virtual void fetch() {}                    // a backward is about to read it: the client may start to bring it back
+  virtual void add(const SaveRequest& offered);  // one more saved tensor lies in it
+  virtual void fetch() {}  // a backward is about to read it: the client may start to bring it back
   // As many bytes as the storage had, with what was in them. Asked for behind let_go() alone, once for each saved
   // tensor and backward.
   virtual c10::Storage restore() = 0;
@@ -104,10 +104,10 @@ class Taken {
 // Where a saved tensor lies in memory that was taken. Holds no tensor, so that no cycle can come of it.
 class Saved {
  public:
-  Saved(std::shared_ptr<Taken> memory, const Tensor& t);
+  Saved(std::shared_ptr<PackedStorage> memory, const Tensor& t);
   Tensor pop() const;
 
-  std::shared_ptr<Taken> memory;
+  std::shared_ptr<PackedStorage> memory;
   at::ScalarType dtype;
   int64_t offset;
   at::DimVector sizes, strides;
@@ -130,39 +130,39 @@ class KeptTensor {
 // What is saved together, as one layer's tensors are. A storage is offered once, with the first tensor in it; others
 // share what was taken, until it is let go. Not offered: parameters, what is marked, and classes of tensors that have
 // no memory to take; a quantized tensor is offered part by part.
-class Client {
+class StorageHandler {
  public:
-  Client() = default;
-  virtual ~Client() = default;
-  Client(const Client&) = delete;
-  Client& operator=(const Client&) = delete;
+  StorageHandler() = default;
+  virtual ~StorageHandler() = default;
+  StorageHandler(const StorageHandler&) = delete;
+  StorageHandler& operator=(const StorageHandler&) = delete;
 
   virtual bool takes() const { return true; }  // whether anything can be taken now
   // What stands for the tensor's storage from now on; null: it is no concern of this client. What this raises is raised
   // by the operation that saves.
-  virtual std::shared_ptr<Taken> take(const Offered& offered) = 0;
+  virtual std::shared_ptr<PackedStorage> take(const SaveRequest& offered) = 0;
 
   // What stands for a tensor that is saved. outward: who has it where this client does not take it; None: it stays.
   pybind11::object push(pybind11::handle object, pybind11::handle outward);
   // What is shared still, or was when it was taken, and is wanted by somebody; the oldest first.
-  std::vector<std::shared_ptr<Taken>> taken() const;
+  std::vector<std::shared_ptr<PackedStorage>> taken() const;
   void forget() { memory_.clear(); }
 
  private:
-  std::shared_ptr<Taken> memory_of(const Offered& offered);
+  std::shared_ptr<PackedStorage> memory_of(const SaveRequest& offered);
 
-  std::vector<std::pair<const c10::StorageImpl*, std::weak_ptr<Taken>>> memory_;
+  std::vector<std::pair<const c10::StorageImpl*, std::weak_ptr<PackedStorage>>> memory_;
 };
 
-// What the door asks of Python.
-struct PythonDoor {
+// What the hook asks of Python.
+struct PythonHooks {
   pybind11::object phase;       // recompute_phase.py's, of this thread
   pybind11::object mark;        // name of the attribute that marks what stays
   pybind11::object composed;    // (client, tensor, outward): what stands for a tensor of several parts
   pybind11::object outward_of;  // (hooks): who is asked next, behind a client that is entered inside of them
   pybind11::object pop;         // (saved, fetch): what stands for a tensor, and is Python's
 };
-PythonDoor& python_door();
+PythonHooks& python_hooks();
 
 // Of this thread: called (tensor, saved) for each tensor that a client takes, or that stays, with what stands for it.
 std::vector<std::shared_ptr<PyObject>>& saved_observers();

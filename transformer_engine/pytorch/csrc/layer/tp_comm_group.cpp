@@ -1,5 +1,5 @@
-// See exchange_group.h. Collectives are distributed/group.h's, formats quantize/quantize.h's.
-#include "layer/exchange_group.h"
+// See tp_comm_group.h. Collectives are distributed/group.h's, formats quantize/quantize.h's.
+#include "layer/tp_comm_group.h"
 
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/utils/pybind.h>
@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "distributed/group.h"
-#include "layer/exchange_peer.h"
+#include "layer/tp_comm_peer.h"
 #include "ops/comm.h"
 
 namespace te_torch::layer {
@@ -26,9 +26,9 @@ Tensor rows_like(const Tensor& t, const c10::SymInt& first) {
 }
 
 // Matrices [rows, n] behind each other, [ranks * rows, >= n], side by side: [rows, ranks * n].
-Tensor side_by_side(const Route& route, const Tensor& t, int64_t ranks, const c10::SymInt& n) {
+Tensor side_by_side(const DispatchMode& dispatch, const Tensor& t, int64_t ranks, const c10::SymInt& n) {
   const Tensor parts = t.view_symint({ranks, t.sym_size(0) / ranks, t.sym_size(1)}).narrow_symint(2, 0, n);
-  return route.call<comm_interleave>("te::comm_interleave", parts);
+  return dispatch.call<comm_interleave>("te::comm_interleave", parts);
 }
 
 // Why values are gathered ahead of such a quantizer, where FP8 is half of the bytes.
@@ -58,25 +58,25 @@ c10::SymInt rows_in(const Operand& mine, bool columnwise) {
 class Coming {
  public:
   Coming() = default;
-  // leases: null where somebody keeps them, in memory of their own.
+  // buffers: null where somebody keeps them, in memory of their own.
   // tokens: of all ranks.
-  Coming(const Route& route, const GroupExchange& exchange, const Tensor& t, const c10::SymInt& tokens,
-         const Tensor& gradient, Leases* leases, SlotKind kind) {
-    const std::string_view name(exchange.group());
-    const int64_t ranks = exchange.parallel().ranks;
+  Coming(const DispatchMode& dispatch, const GroupTPComm& tp_comm, const Tensor& t, const c10::SymInt& tokens,
+         const Tensor& gradient, ScopedBuffers* buffers, SlotKind kind) {
+    const std::string_view name(tp_comm.group());
+    const int64_t ranks = tp_comm.parallel().ranks;
     const bool again = gradient.defined();
-    if (auto channel = exchange.peers(route, t, TE_COMM_GATHER_PRODUCT, tokens)) {
-      kept_ = leases == nullptr;
-      if (kept_) own_ = std::make_unique<Leases>();
-      Leases& held = kept_ ? *own_ : *leases;
+    if (auto channel = tp_comm.peers(dispatch, t, TE_COMM_GATHER_PRODUCT, tokens)) {
+      kept_ = buffers == nullptr;
+      if (kept_) own_ = std::make_unique<ScopedBuffers>();
+      ScopedBuffers& held = kept_ ? *own_ : *buffers;
       on_its_way_ = Direct::call<begin_peer_gather>("te::peer_gather", std::move(channel), t, kind, held);
-    } else if (leases != nullptr && route.direct()) {
+    } else if (buffers != nullptr && dispatch.direct()) {
       there_ = Direct::call<group_gather_leased>(again ? "te::group_gather_again" : "te::group_gather", t, name, ranks,
-                                                 again, *leases, kind);
+                                                 again, *buffers, kind);
     } else if (again) {
-      there_ = route.call<group_gather_again>("te::group_gather_again", t, gradient, name, ranks);
+      there_ = dispatch.call<group_gather_again>("te::group_gather_again", t, gradient, name, ranks);
     } else {
-      there_ = route.call<group_gather>("te::group_gather", t, name, ranks);
+      there_ = dispatch.call<group_gather>("te::group_gather", t, name, ranks);
     }
   }
 
@@ -88,25 +88,25 @@ class Coming {
 
  private:
   bool kept_ = false;
-  std::unique_ptr<Leases> own_;
+  std::unique_ptr<ScopedBuffers> own_;
   std::shared_ptr<PeerGathering> on_its_way_;
   Tensor there_;
 };
 
-class Gathering final : public Arriving {
+class Gathering final : public GatherFuture {
  public:
-  Gathering(const Route& route, const GroupExchange& exchange, const Operand& mine, bool columnwise,
-            const Quantizer* behind, Directions directions, const Tensor& gradient, Leases* leases)
-      : route_(route),
-        ranks_(exchange.parallel().ranks),
+  Gathering(const DispatchMode& dispatch, const GroupTPComm& tp_comm, const Operand& mine, bool columnwise,
+            const Quantizer* behind, QuantizeUsage usage, const Tensor& gradient, ScopedBuffers* buffers)
+      : route_(dispatch),
+        ranks_(tp_comm.parallel().ranks),
         mine_(mine),
         columnwise_(columnwise),
         behind_(behind),
-        directions_(directions) {
+        directions_(usage) {
     const WhySerial told(behind != nullptr ? "process group, serial, quantized behind" : nullptr,
-                         behind != nullptr ? why_values(*behind) : exchange.why_serial());
+                         behind != nullptr ? why_values(*behind) : tp_comm.why_serial());
     const auto coming = [&](const Tensor& t, bool put_together, SlotKind kind) {
-      return Coming(route, exchange, t, rows_ * ranks_, gradient, put_together ? &own_ : leases, kind);
+      return Coming(dispatch, tp_comm, t, rows_ * ranks_, gradient, put_together ? &own_ : buffers, kind);
     };
     rows_ = rows_in(mine, columnwise);
     if (!mine.quantized()) {
@@ -142,25 +142,25 @@ class Gathering final : public Arriving {
   // Blocks whose scales lie along the rows: those of 1 x 128 rowwise, of 128 x 128 columnwise.
   bool along() const { return columnwise_ != te::scaling_row(mine_.fp8.scaling).across; }
 
-  const Route route_;
+  const DispatchMode route_;
   const int64_t ranks_;
   const Operand mine_;
   const bool columnwise_;
   const Quantizer* const behind_;
-  const Directions directions_;
-  c10::SymInt rows_;  // of this rank
-  Leases own_;        // of what is put together in memory of its own
+  const QuantizeUsage directions_;
+  c10::SymInt rows_;   // of this rank
+  ScopedBuffers own_;  // of what is put together in memory of its own
   Coming data_, scales_;
 };
 
-class GroupTransfer final : public Transfer {
+class GroupTransfer final : public CommOp {
  public:
-  GroupTransfer(const Route& route, const GroupExchange& exchange, bool adds_up, Operand arrived, Tensor like,
+  GroupTransfer(const DispatchMode& dispatch, const GroupTPComm& tp_comm, bool adds_up, Operand arrived, Tensor like,
                 const OptionalTensor& bias)
-      : route_(route),
-        parallel_(exchange.parallel()),
-        group_(exchange.group()),
-        why_serial_(exchange.why_serial()),
+      : route_(dispatch),
+        parallel_(tp_comm.parallel()),
+        group_(tp_comm.group()),
+        why_serial_(tp_comm.why_serial()),
         adds_up_(adds_up),
         arrived_(std::move(arrived)),
         like_(std::move(like)),
@@ -168,19 +168,19 @@ class GroupTransfer final : public Transfer {
 
   const Operand& operand() const override { return arrived_; }
   const Tensor* at_once() const override { return &like_; }
-  bool next(Rows&) override { return false; }
+  bool next_chunk(Rows&) override { return false; }
 
-  void take(const Rows*, const Tensor& result) override {
+  void store_chunk(const Rows*, const Tensor& result) override {
     result_ = result;
     if (!adds_up_) return;
     const WhySerial told(nullptr, why_serial_);
     if (parallel_.sequence) {
       const std::string_view name(group_);
-      Leases leases;  // the sum is what goes on
+      ScopedBuffers buffers;  // the sum is what goes on
       const Tensor partials =
           route_.direct()
-              ? Direct::call<group_exchange_leased>("te::group_exchange", result, name, parallel_.ranks, leases)
-              : Dispatched::call<group_exchange>("te::group_exchange", result, name, parallel_.ranks);
+              ? Direct::call<group_tp_comm_pooled>("te::group_exchange", result, name, parallel_.ranks, buffers)
+              : Dispatched::call<group_tp_comm>("te::group_exchange", result, name, parallel_.ranks);
       result_ = route_.call<comm_ordered_sum>("te::comm_ordered_sum", partials, bias_);
     } else if (parallel_.sum != 0 && parallel_.mode == Parallel::kRow) {
       result_ = route_.call<group_symmetric_sum>("te::group_symmetric_sum", result, std::string_view(group_),
@@ -202,10 +202,10 @@ class GroupTransfer final : public Transfer {
   }
 
  private:
-  Route route_;
+  DispatchMode route_;
   const Parallel parallel_;
   const std::string group_;
-  const char* const why_serial_;  // the exchange's
+  const char* const why_serial_;  // the TPComm's
   bool adds_up_;
   Operand arrived_;
   Tensor like_, result_;
@@ -215,9 +215,9 @@ class GroupTransfer final : public Transfer {
 
 }  // namespace
 
-std::shared_ptr<PeerChannel> GroupExchange::peers(const Route& route, const Tensor& t, te_comm_op op,
-                                                  const c10::SymInt& tokens) const {
-  if (parallel_.overlap == Parallel::kSerial || !parallel_.sequence || !route.direct()) return nullptr;
+std::shared_ptr<PeerChannel> GroupTPComm::peers(const DispatchMode& dispatch, const Tensor& t, te_comm_op op,
+                                                const c10::SymInt& tokens) const {
+  if (parallel_.overlap == Parallel::kSerial || !parallel_.sequence || !dispatch.direct()) return nullptr;
   auto channel = PeerChannel::of(group_, t.device());
   if (!channel || parallel_.overlap != Parallel::kAuto) return channel;
   const te_comm_costs& costs = channel->costs();
@@ -225,14 +225,14 @@ std::shared_ptr<PeerChannel> GroupExchange::peers(const Route& route, const Tens
   return few ? nullptr : channel;
 }
 
-std::string_view GroupExchange::asking_group(const Tensor& x) const {
+std::string_view GroupTPComm::asking_group(const Tensor& x) const {
   const bool gathers = column() && parallel_.sequence;
   const c10::SymInt tokens = rows_in({x, {}}, false) * (gathers ? parallel_.ranks : 1);
   const te_comm_op op = gathers ? TE_COMM_GATHER_PRODUCT : TE_COMM_PRODUCT_SCATTER;
-  return peers(Route(Direct{}), x, op, tokens) == nullptr ? std::string_view(group_) : std::string_view();
+  return peers(DispatchMode(Direct{}), x, op, tokens) == nullptr ? std::string_view(group_) : std::string_view();
 }
 
-void GroupExchange::check(const Tensor& x) const {
+void GroupTPComm::check(const Tensor& x) const {
   if (!parallel_.sequence) return;
   TORCH_CHECK_VALUE(x.dim() > 1, "linear: argument 'x' has shape ", x.sym_sizes(),
                     ", wanted at least two dimensions, the first of them tokens, with sequence_parallel.");
@@ -242,85 +242,86 @@ void GroupExchange::check(const Tensor& x) const {
                     " ranks of the tensor-parallel group do not divide; pad it.");
 }
 
-c10::SymInt GroupExchange::rows_before(const c10::SymInt& rows) const {
+c10::SymInt GroupTPComm::rows_before(const c10::SymInt& rows) const {
   if (!parallel_.sequence) return rows;
   return column() ? rows / parallel_.ranks : rows * parallel_.ranks;
 }
 
-Quantizing GroupExchange::quantizing(const Route& route, Pass pass, const Quantizer* quantizer, const Tensor& x) const {
-  if (!gathers(pass) || quantizer == nullptr || !quantizer->active()) return Quantizing::kBefore;
+QuantizeAt GroupTPComm::quantize_at(const DispatchMode& dispatch, Pass pass, const Quantizer* quantizer,
+                                    const Tensor& x) const {
+  if (!gathers(pass) || quantizer == nullptr || !quantizer->active()) return QuantizeAt::kBeforeGather;
   switch (quantizer->spec.kind) {
     case QuantizeSpec::kCurrent:
-      return route.direct() ? Quantizing::kTogether : Quantizing::kBehind;
+      return dispatch.direct() ? QuantizeAt::kWithSharedAmax : QuantizeAt::kAfterGather;
     case QuantizeSpec::kBlock1d:
     case QuantizeSpec::kBlock2d: {
       c10::SymInt rows = 1;
       for (int64_t d = 0; d + 1 < x.dim(); ++d) rows = rows * x.sym_size(d);
-      return rows % kBlock == 0 ? Quantizing::kBefore : Quantizing::kBehind;
+      return rows % kBlock == 0 ? QuantizeAt::kBeforeGather : QuantizeAt::kAfterGather;
     }
     case QuantizeSpec::kPython:  // what it says of a part need not be what it says of the whole
-      return Quantizing::kBehind;
+      return QuantizeAt::kAfterGather;
     default:
-      return Quantizing::kBefore;
+      return QuantizeAt::kBeforeGather;
   }
 }
 
-Operand GroupExchange::quantized(const Quantizer& quantizer, const Tensor& x, Directions directions) const {
+Operand GroupTPComm::quantized(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage) const {
   const WhySerial told(nullptr, why_serial());
   const Tensor amax = Direct::call<quantize_amax>("te::quantize_amax", x);
   Direct::call<group_amax>("te::group_amax", amax, x, std::string_view(group_), parallel_.ranks);
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  const Quantized out = empty_quantized(quantizer.spec, rows, x.size(-1), directions, x.options());
+  const Quantized out = empty_quantized(quantizer.spec, rows, x.size(-1), usage, x.options());
   return {{}, Direct::call<quantize_into>("te::quantize", quantizer, x, out, Tensor(), amax)};
 }
 
-std::unique_ptr<Arriving> GroupExchange::gathering(const Route& route, const Operand& mine, bool columnwise,
-                                                   const Quantizer* behind, Directions directions,
-                                                   const Tensor& gradient, Leases* leases) const {
-  return std::make_unique<Gathering>(route, *this, mine, columnwise, behind, directions, gradient, leases);
+std::unique_ptr<GatherFuture> GroupTPComm::gathering(const DispatchMode& dispatch, const Operand& mine, bool columnwise,
+                                                     const Quantizer* behind, QuantizeUsage usage,
+                                                     const Tensor& gradient, ScopedBuffers* buffers) const {
+  return std::make_unique<Gathering>(dispatch, *this, mine, columnwise, behind, usage, gradient, buffers);
 }
 
-std::unique_ptr<Transfer> GroupExchange::begin(const Route& route, Pass pass, const Operand& mine, const Tensor& like,
-                                               const Quantizer* behind, Directions directions,
-                                               const OptionalTensor& bias, Leases* leases) const {
+std::unique_ptr<CommOp> GroupTPComm::begin(const DispatchMode& dispatch, Pass pass, const Operand& mine,
+                                           const Tensor& like, const Quantizer* behind, QuantizeUsage usage,
+                                           const OptionalTensor& bias, ScopedBuffers* buffers) const {
   if (!gathers(pass) && !adds_up(pass)) return nullptr;
   const c10::SymInt tokens = rows_in(mine, false) * (gathers(pass) ? parallel_.ranks : 1);
   const te_comm_op op = gathers(pass) ? TE_COMM_GATHER_PRODUCT : TE_COMM_PRODUCT_SCATTER;
-  auto channel = peers(route, mine.quantized() ? mine.fp8.rowwise : mine.plain, op, tokens);
+  auto channel = peers(dispatch, mine.quantized() ? mine.fp8.rowwise : mine.plain, op, tokens);
   const bool automatic = parallel_.overlap == Parallel::kAuto;
   if (!gathers(pass)) {
     if (channel) return peer_product_scatter(std::move(channel), automatic, pass, mine, like, bias);
-    return std::make_unique<GroupTransfer>(route, *this, true, mine, like, bias);
+    return std::make_unique<GroupTransfer>(dispatch, *this, true, mine, like, bias);
   }
   const bool blocks = mine.quantized() && mine.fp8.scaling != TE_SCALING_TENSOR;
   if (channel && behind == nullptr && !blocks) {
-    return peer_gather_product(std::move(channel), automatic, pass, mine, like, leases);
+    return peer_gather_product(std::move(channel), automatic, pass, mine, like, buffers);
   }
-  Operand arrived = gathering(route, mine, false, behind, directions, {}, leases)->wait();
+  Operand arrived = gathering(dispatch, mine, false, behind, usage, {}, buffers)->wait();
   const Tensor all = rows_like(like, like.sym_size(0) * parallel_.ranks);
-  return std::make_unique<GroupTransfer>(route, *this, false, std::move(arrived), all, bias);
+  return std::make_unique<GroupTransfer>(dispatch, *this, false, std::move(arrived), all, bias);
 }
 
-Operand GroupExchange::whole(const Route& route, Pass pass, const Operand& mine, const Quantizer* behind,
-                             const Transfer* done, const Tensor& gradient, Leases* leases) const {
+Operand GroupTPComm::whole(const DispatchMode& dispatch, Pass pass, const Operand& mine, const Quantizer* behind,
+                           const CommOp* done, const Tensor& gradient, ScopedBuffers* buffers) const {
   if (!gathers(pass)) return mine;
-  if (!mine.quantized() && done != nullptr) return leases != nullptr ? done->operand() : off_lease(done->operand());
-  return gathering(route, mine, mine.fp8.columnwise.defined(), behind, {false, true}, gradient, leases)->wait();
+  if (!mine.quantized() && done != nullptr) return buffers != nullptr ? done->operand() : off_pool(done->operand());
+  return gathering(dispatch, mine, mine.fp8.columnwise.defined(), behind, {false, true}, gradient, buffers)->wait();
 }
 
-std::unique_ptr<Arriving> GroupExchange::begin_whole(const Route& route, Pass pass, const Operand& mine,
-                                                     const Quantizer* behind, const Tensor& gradient,
-                                                     Leases* leases) const {
+std::unique_ptr<GatherFuture> GroupTPComm::begin_whole(const DispatchMode& dispatch, Pass pass, const Operand& mine,
+                                                       const Quantizer* behind, const Tensor& gradient,
+                                                       ScopedBuffers* buffers) const {
   const bool columnwise = mine.fp8.columnwise.defined();
   const Tensor& data = !mine.quantized() ? mine.plain : columnwise ? mine.fp8.columnwise : mine.fp8.rowwise;
   if (!gathers(pass)) return nullptr;
   const c10::SymInt tokens = rows_in(mine, columnwise) * parallel_.ranks;
-  if (peers(route, data, TE_COMM_GATHER_PRODUCT, tokens) == nullptr) return nullptr;
-  return gathering(route, mine, columnwise, behind, {false, true}, gradient, leases);
+  if (peers(dispatch, data, TE_COMM_GATHER_PRODUCT, tokens) == nullptr) return nullptr;
+  return gathering(dispatch, mine, columnwise, behind, {false, true}, gradient, buffers);
 }
 
-std::shared_ptr<const Exchange> exchange_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op) {
+std::shared_ptr<const TPComm> tp_comm_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op) {
   if (packed.empty()) return nullptr;
   struct Field {
     const char* name;
@@ -348,31 +349,31 @@ std::shared_ptr<const Exchange> exchange_of(at::ArrayRef<int64_t> packed, std::s
   const auto at = [&](size_t i) { return packed.size() > i ? packed[i] : 0; };
   const Parallel parallel{Parallel::Mode(packed[0]), packed[1] != 0, Parallel::Keeps(packed[2]), packed[3], at(4),
                           Parallel::Overlap(at(5))};
-  return std::make_shared<GroupExchange>(parallel, std::string(group));
+  return std::make_shared<GroupTPComm>(parallel, std::string(group));
 }
 
 }  // namespace te_torch::layer
 
 namespace te_torch {
 
-void register_exchange_group(pybind11::module_& m) {
+void register_tp_comm_group(pybind11::module_& m) {
   namespace py = pybind11;
   using namespace layer;
-  py::class_<GroupExchange, std::shared_ptr<GroupExchange>>(m, "GroupExchange")
+  py::class_<GroupTPComm, std::shared_ptr<GroupTPComm>>(m, "GroupExchange")
       .def(py::init([](int64_t mode, bool sequence, int64_t recompute, int64_t ranks, const std::string& group,
                        int64_t sum, int64_t overlap, const std::string& why_serial) {
              const std::vector<int64_t> packed{mode, sequence, recompute, ranks, sum, overlap};
-             exchange_of(packed, group, "GroupExchange");
-             return std::make_shared<GroupExchange>(Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute),
-                                                             ranks, sum, Parallel::Overlap(overlap)},
-                                                    group, why_serial);
+             tp_comm_of(packed, group, "GroupExchange");
+             return std::make_shared<GroupTPComm>(Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute),
+                                                           ranks, sum, Parallel::Overlap(overlap)},
+                                                  group, why_serial);
            }),
            py::arg("mode"), py::arg("sequence"), py::arg("recompute"), py::arg("ranks"), py::arg("group"),
            py::arg("sum") = 0, py::arg("overlap") = 0, py::arg("why_serial") = "")
       .def_property_readonly("over_peers",
-                             [](const GroupExchange& e) { return e.parallel().overlap != Parallel::kSerial; })
-      .def_property_readonly("spec", [](const GroupExchange& e) { return e.parallel().pack(); })
-      .def_property_readonly("group", &GroupExchange::group);
+                             [](const GroupTPComm& e) { return e.parallel().overlap != Parallel::kSerial; })
+      .def_property_readonly("spec", [](const GroupTPComm& e) { return e.parallel().pack(); })
+      .def_property_readonly("group", &GroupTPComm::group);
   m.def("set_symmetric_sum", [](const py::function& function) { lend_symmetric_sum(function.ptr()); });
 }
 

@@ -1,5 +1,5 @@
-// See weight_product.h.
-#include "wgrad/weight_product.h"
+// See wgrad_task.h.
+#include "wgrad/wgrad_task.h"
 
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/Exceptions.h>
@@ -15,52 +15,53 @@ namespace te_torch {
 
 namespace {
 
-constexpr Route kDirect{Direct{}};  // Python's sinks are eager's
+constexpr DispatchMode kDirect{Direct{}};  // Python's gradient accumulators are eager's
 
 }  // namespace
 
-WeightGrads MatrixProduct::compute(const Route& route, bool with_bias) const {
+WeightGrads MatrixWgrad::compute(const DispatchMode& dispatch, bool with_bias) const {
   if (dy.quantized() && x.quantized()) {
     const bool fast = may_be_fast(x.fp8, dy.fp8, split_);
-    const Tensor dweight = route.direct() ? gemm_fp8<Direct>(x.fp8, true, dy.fp8, true, dtype_, {}, fast)
-                                          : gemm_fp8<Dispatched>(x.fp8, true, dy.fp8, true, dtype_, {}, fast);
+    const Tensor dweight = dispatch.direct() ? gemm_fp8<Direct>(x.fp8, true, dy.fp8, true, dtype_, {}, fast)
+                                             : gemm_fp8<Dispatched>(x.fp8, true, dy.fp8, true, dtype_, {}, fast);
     return {{dweight}, {dbias}};
   }
-  auto [dweight, sums] = route.call<linear_wgrad>("te::linear_wgrad", plain_of(route, dy, dtype_),
-                                                  plain_of(route, x, dtype_), with_bias && !dbias.defined());
+  auto [dweight, sums] = dispatch.call<linear_wgrad>("te::linear_wgrad", plain_of(dispatch, dy, dtype_),
+                                                     plain_of(dispatch, x, dtype_), with_bias && !dbias.defined());
   WeightGrads grads;
   grads.weights.push_back(std::move(dweight));
   grads.biases.push_back(dbias.defined() ? dbias : std::move(sums));
   return grads;
 }
 
-std::vector<Tensor> MatrixProduct::accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const {
+std::vector<Tensor> MatrixWgrad::accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const {
   const Tensor& read = dy.quantized() ? dy.fp8.columnwise : dy.plain;
-  const Route route = must_dispatch({&read}) ? Route(Dispatched{}) : kDirect;  // a traced sink's
+  const DispatchMode dispatch =
+      must_dispatch({&read}) ? DispatchMode(Dispatched{}) : kDirect;  // a traced gradient accumulator's
   std::vector<Tensor> sums;
   int64_t first = 0;
   for (const WeightTarget& target : targets) {
     Tensor out = target.out;
     if (out.defined()) {
-      Tensor part = accumulate_rows(route, out, first, target.rows, with_bias, target.overwrite);
+      Tensor part = accumulate_rows(dispatch, out, first, target.rows, with_bias, target.overwrite);
       if (with_bias) sums.push_back(std::move(part));
     } else if (with_bias) {
-      sums.push_back(column_sums(route, first, target.rows));
+      sums.push_back(column_sums(dispatch, first, target.rows));
     }
     first += target.rows;
   }
   return sums;
 }
 
-Tensor MatrixProduct::column_sums(const Route& route, int64_t first, int64_t rows) const {
+Tensor MatrixWgrad::column_sums(const DispatchMode& dispatch, int64_t first, int64_t rows) const {
   if (dbias.defined()) return dbias.narrow(0, first, rows);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // backward_dw() runs anywhere
-  const Tensor part = plain_of(route, dy, dtype_).narrow(-1, first, rows);
+  const Tensor part = plain_of(dispatch, dy, dtype_).narrow(-1, first, rows);
   return part.dim() > 1 ? part.flatten(0, -2).sum(0) : part;  // of one row: itself
 }
 
-Tensor MatrixProduct::accumulate_rows(const Route& route, Tensor& out, int64_t first, int64_t rows, bool with_bias,
-                                      bool overwrite) const {
+Tensor MatrixWgrad::accumulate_rows(const DispatchMode& dispatch, Tensor& out, int64_t first, int64_t rows,
+                                    bool with_bias, bool overwrite) const {
   if (dy.quantized() && x.quantized()) {
     Quantized part = dy.fp8;
     part.columnwise = dy.fp8.columnwise.narrow(0, first, rows);
@@ -71,21 +72,21 @@ Tensor MatrixProduct::accumulate_rows(const Route& route, Tensor& out, int64_t f
       part.columnwise_scale_inv.narrow(1, 0, rows).copy_(scales.narrow(1, first, rows));
     }
     const bool fast = may_be_fast(x.fp8, part, split_);
-    route.direct() ? gemm_fp8_accumulate<Direct>(x.fp8, true, part, true, out, overwrite, fast)
-                   : gemm_fp8_accumulate<Dispatched>(x.fp8, true, part, true, out, overwrite, fast);
-    return with_bias ? column_sums(route, first, rows) : Tensor();
+    dispatch.direct() ? gemm_fp8_accumulate<Direct>(x.fp8, true, part, true, out, overwrite, fast)
+                      : gemm_fp8_accumulate<Dispatched>(x.fp8, true, part, true, out, overwrite, fast);
+    return with_bias ? column_sums(dispatch, first, rows) : Tensor();
   }
-  const Tensor a = plain_of(route, x, dtype_), all = plain_of(route, dy, dtype_);
+  const Tensor a = plain_of(dispatch, x, dtype_), all = plain_of(dispatch, dy, dtype_);
   const Tensor b = first == 0 && rows == all.size(-1) ? all : all.narrow(-1, first, rows);
   const bool sum = with_bias && !dbias.defined();
-  const Tensor sums = route.direct() ? gemm_accumulate(a, b, "NT", out, sum, overwrite)
-                                     : Dispatched::call<gemm_accumulate>("te::gemm_accumulate", a, b,
-                                                                         std::string_view("NT"), out, sum, overwrite);
+  const Tensor sums = dispatch.direct() ? gemm_accumulate(a, b, "NT", out, sum, overwrite)
+                                        : Dispatched::call<gemm_accumulate>(
+                                              "te::gemm_accumulate", a, b, std::string_view("NT"), out, sum, overwrite);
   if (!with_bias) return {};
   return dbias.defined() ? dbias.narrow(0, first, rows) : sums;
 }
 
-std::vector<Tensor> MatrixProduct::reads() const {
+std::vector<Tensor> MatrixWgrad::reads() const {
   std::vector<Tensor> plain;
   for (const Operand* t : {&dy, &x}) {
     if (!t->quantized()) plain.push_back(t->plain);
@@ -93,7 +94,7 @@ std::vector<Tensor> MatrixProduct::reads() const {
   return plain;
 }
 
-std::vector<Tensor> accumulate_any(const WeightProduct& product, at::ArrayRef<WeightTarget> targets, bool with_bias) {
+std::vector<Tensor> accumulate_any(const WgradTask& product, at::ArrayRef<WeightTarget> targets, bool with_bias) {
   const auto fits = [dtype = product.dtype()](const WeightTarget& target) {
     if (!target.out.defined()) return true;
     return target.out.scalar_type() == at::kFloat || target.out.scalar_type() == dtype;
@@ -113,14 +114,14 @@ std::vector<Tensor> accumulate_any(const WeightProduct& product, at::ArrayRef<We
 
 void register_weight_product(pybind11::module_& m) {
   namespace py = pybind11;
-  py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(m, "WeightProduct")
-      .def_property_readonly("dtype", &WeightProduct::dtype)
-      .def_property_readonly("reads", &WeightProduct::reads)
-      .def("compute", torch::wrap_pybind_function_no_gil([](const WeightProduct& p, bool with_bias) {
+  py::class_<WgradTask, std::shared_ptr<WgradTask>>(m, "WeightProduct")
+      .def_property_readonly("dtype", &WgradTask::dtype)
+      .def_property_readonly("reads", &WgradTask::reads)
+      .def("compute", torch::wrap_pybind_function_no_gil([](const WgradTask& p, bool with_bias) {
              const WeightGrads grads = p.compute(kDirect, with_bias);
              return std::pair(grads.weights[0], grads.biases[0]);
            }))
-      .def("accumulate", torch::wrap_pybind_function_no_gil([](const WeightProduct& p, Tensor out, int64_t first,
+      .def("accumulate", torch::wrap_pybind_function_no_gil([](const WgradTask& p, Tensor out, int64_t first,
                                                                int64_t rows, bool with_bias, bool overwrite) {
              std::vector<WeightTarget> targets;
              if (first > 0) targets.push_back({Tensor(), first, false});

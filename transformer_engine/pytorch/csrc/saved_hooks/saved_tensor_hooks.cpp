@@ -1,5 +1,5 @@
-// See saved_door.h; Python meets these classes in saved_python.cpp.
-#include "saved_hooks/saved_door.h"
+// See saved_tensor_hooks.h; Python meets these classes in saved_python.cpp.
+#include "saved_hooks/saved_tensor_hooks.h"
 
 #include <ATen/ops/_neg_view.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -34,11 +34,12 @@ std::string name_of(at::ScalarType dtype) {
   return py::str(py::handle(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
 }
 
-// ---- Taken ----
+// ---- PackedStorage ----
 
-Taken::Taken(const Tensor& t) : storage_(t.storage()), key_(key_of(t)), bytes_(int64_t(storage_.nbytes())) {}
+PackedStorage::PackedStorage(const Tensor& t)
+    : storage_(t.storage()), key_(key_of(t)), bytes_(int64_t(storage_.nbytes())) {}
 
-void Taken::add(const Offered& offered) {
+void PackedStorage::add(const SaveRequest& offered) {
   if (!there()) return;
   saved_.push_back(py::reinterpret_steal<py::object>(PyWeakref_NewRef(offered.object, nullptr)));
   if (offered.tensor.is_inference()) return;
@@ -46,19 +47,19 @@ void Taken::add(const Offered& offered) {
   watched_.emplace_back(version, version.current_version());
 }
 
-Tensor Taken::back_as(const Saved& saved) {
+Tensor PackedStorage::back_as(const Saved& saved) {
   if (there()) check();
   if (!written_.empty()) refuse(saved.dtype, saved.sizes, written_);
   return tensor_over(there() ? storage_ : restore(), saved.dtype, saved.offset, saved.sizes, saved.strides);
 }
 
-std::vector<std::pair<uint32_t, uint32_t>> Taken::watched() const {
+std::vector<std::pair<uint32_t, uint32_t>> PackedStorage::watched() const {
   std::vector<std::pair<uint32_t, uint32_t>> found;
   for (const auto& [counter, version] : watched_) found.emplace_back(counter.current_version(), version);
   return found;
 }
 
-bool Taken::marked() const {
+bool PackedStorage::marked() const {
   if (stays(key_)) return true;
   for (size_t i = 0; i < saved_.size(); ++i) {    // an attribute's code may save more
     const py::object ref = saved_[i], t = ref();  // None where it is gone
@@ -67,7 +68,7 @@ bool Taken::marked() const {
   return false;
 }
 
-void Taken::check() {
+void PackedStorage::check() {
   for (const auto& [counter, version] : watched_) {
     if (written_.empty() && counter.current_version() != version)
       written_ = changed(counter.current_version(), version);
@@ -75,7 +76,7 @@ void Taken::check() {
   if (written_.empty() && there() && int64_t(storage_.nbytes()) != bytes_) written_ = resized(bytes_);
 }
 
-void Taken::let_go() {
+void PackedStorage::let_go() {
   check();
   storage_ = c10::Storage();
   watched_.clear();
@@ -84,7 +85,7 @@ void Taken::let_go() {
 
 // ---- what stands for a tensor ----
 
-Saved::Saved(std::shared_ptr<Taken> taken, const Tensor& t)
+Saved::Saved(std::shared_ptr<PackedStorage> taken, const Tensor& t)
     : memory(std::move(taken)),
       dtype(t.scalar_type()),
       offset(t.storage_offset()),
@@ -141,20 +142,20 @@ const Tensor& KeptTensor::pop() const {
   return tensor_;
 }
 
-// ---- Client ----
+// ---- StorageHandler ----
 
-py::object Client::push(py::handle object, py::handle outward) {
+py::object StorageHandler::push(py::handle object, py::handle outward) {
   if (!is_plain(object.ptr())) {
     if (py::hasattr(object, "prepare_for_saving") && !is_parameter(object.ptr())) {
-      return python_door().composed(py::cast(this), object, outward);
+      return python_hooks().composed(py::cast(this), object, outward);
     }
     if (!THPVariable_Check(object.ptr())) {
       throw py::type_error("push_tensor: argument 'tensor' is a " + type_name(object) + ", wanted a torch.Tensor.");
     }
   }
-  std::shared_ptr<Taken> memory;
+  std::shared_ptr<PackedStorage> memory;
   const Tensor& t = THPVariable_Unpack(object.ptr());
-  const Offered offered(t, object.ptr());
+  const SaveRequest offered(t, object.ptr());
   if (takes() && is_movable(object.ptr())) memory = memory_of(offered);
   py::object stands;
   if (memory != nullptr) {
@@ -177,14 +178,14 @@ std::vector<std::shared_ptr<PyObject>>& saved_observers() {
   return all;
 }
 
-std::shared_ptr<Taken> Client::memory_of(const Offered& offered) {
+std::shared_ptr<PackedStorage> StorageHandler::memory_of(const SaveRequest& offered) {
   const auto* key = key_of(offered.tensor);
   if (is_marked(offered.object)) keep_storage(offered.tensor.storage());  // what carries the mark may be gone soon
   const auto find = [&] {
     return std::find_if(memory_.begin(), memory_.end(), [&](const auto& entry) { return entry.first == key; });
   };
   auto found = find();
-  std::shared_ptr<Taken> memory = found == memory_.end() ? nullptr : found->second.lock();
+  std::shared_ptr<PackedStorage> memory = found == memory_.end() ? nullptr : found->second.lock();
   if (memory != nullptr && memory->there()) return memory;  // else another storage may lie at this address by now
   memory = stays(key) ? nullptr : take(offered);
   if (memory == nullptr) return memory;
@@ -200,8 +201,8 @@ std::shared_ptr<Taken> Client::memory_of(const Offered& offered) {
   return memory;
 }
 
-std::vector<std::shared_ptr<Taken>> Client::taken() const {
-  std::vector<std::shared_ptr<Taken>> found;
+std::vector<std::shared_ptr<PackedStorage>> StorageHandler::taken() const {
+  std::vector<std::shared_ptr<PackedStorage>> found;
   for (const auto& entry : memory_) {
     if (auto memory = entry.second.lock()) found.push_back(std::move(memory));
   }

@@ -1,5 +1,5 @@
-// See products_grouped.h. Groups that the host knows: their products one behind the other, into one result.
-#include "layer/products_grouped.h"
+// See gemm_policy_grouped.h. Groups that the host knows: their products one behind the other, into one result.
+#include "layer/gemm_policy_grouped.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -12,7 +12,7 @@
 #include "core/rows_view.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_list.h"
-#include "layer/products_device.h"
+#include "layer/gemm_policy_device.h"
 
 namespace te_torch::layer {
 
@@ -39,14 +39,14 @@ class ListOneByOne {
 };
 
 // Of one whose plain rows are a matrix. A group alone was kept without being one of several.
-Operand part_of(const Route& route, const Operand& t, at::ArrayRef<Rows> groups, size_t i) {
+Operand part_of(const DispatchMode& dispatch, const Operand& t, at::ArrayRef<Rows> groups, size_t i) {
   if (!t.groups.empty()) return t.groups[i];
-  return t.quantized() ? t : Operand{rows_of_matrix(route, t.plain, groups[i]), {}};
+  return t.quantized() ? t : Operand{rows_of_matrix(dispatch, t.plain, groups[i]), {}};
 }
 
 // The weights' products of all groups, one after the other. Holds what they read as it came: a matrix of all groups'
 // rows, or an operand for each group.
-class GroupedWeightProduct final : public WeightProduct {
+class GroupedWeightProduct final : public WgradTask {
  public:
   // reads: of dy and x, before their leading dimensions were folded, which has versions of its own.
   GroupedWeightProduct(Operand dy, Operand x, std::vector<Tensor> reads, Sums sums, c10::SmallVector<Rows, 8> groups,
@@ -59,10 +59,10 @@ class GroupedWeightProduct final : public WeightProduct {
         dtype_(dtype),
         split_(split) {}
 
-  WeightGrads compute(const Route& route, bool with_bias) const override {
+  WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override {
     WeightGrads all;
     const char* why = each_of_fp8();
-    if (by_list(route)) {
+    if (by_list(dispatch)) {
       const int64_t n = dy_.plain.size(1);
       const std::vector<Tensor> weights = new_matrices(matrices(), n, x_.plain.size(1), x_.plain.options());
       const std::vector<Tensor> biases = new_sums(with_bias);
@@ -75,7 +75,7 @@ class GroupedWeightProduct final : public WeightProduct {
     const ListOneByOne told(why);
     const OneWorkspace for_all;
     for (size_t i = 0; i < matrices(); ++i) {
-      WeightGrads one = product(route, i).compute(route, with_bias);
+      WeightGrads one = product(dispatch, i).compute(dispatch, with_bias);
       all.weights.push_back(std::move(one.weights[0]));
       all.biases.push_back(std::move(one.biases[0]));
     }
@@ -84,9 +84,11 @@ class GroupedWeightProduct final : public WeightProduct {
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
     TORCH_INTERNAL_ASSERT(targets.size() == matrices());
-    const Route route = must_dispatch({first_read()}) ? Route(Dispatched{}) : Route(Direct{});  // a traced sink's
+    const DispatchMode dispatch = must_dispatch({first_read()})
+                                      ? DispatchMode(Dispatched{})
+                                      : DispatchMode(Direct{});  // a traced gradient accumulator's
     const char* why = each_of_fp8();
-    if (by_list(route)) {
+    if (by_list(dispatch)) {
       std::vector<Tensor> outs;
       std::vector<bool> add;
       for (const WeightTarget& target : targets) {
@@ -103,7 +105,7 @@ class GroupedWeightProduct final : public WeightProduct {
     std::vector<Tensor> sums;
     const OneWorkspace for_all;
     for (size_t i = 0; i < matrices(); ++i) {
-      const std::vector<Tensor> one = product(route, i).accumulate(targets.slice(i, 1), with_bias);
+      const std::vector<Tensor> one = product(dispatch, i).accumulate(targets.slice(i, 1), with_bias);
       sums.insert(sums.end(), one.begin(), one.end());
     }
     return sums;
@@ -115,8 +117,8 @@ class GroupedWeightProduct final : public WeightProduct {
 
  private:
   // Whether there are sums already: then both operands are FP8, or one of them is.
-  bool by_list(const Route& route) const {
-    return route.direct() && dy_.plain.defined() && x_.plain.defined() && !sums_[0].defined() &&
+  bool by_list(const DispatchMode& dispatch) const {
+    return dispatch.direct() && dy_.plain.defined() && x_.plain.defined() && !sums_[0].defined() &&
            dtype_ == x_.plain.scalar_type();
   }
   std::vector<Tensor> new_sums(bool with_bias) const {
@@ -130,8 +132,8 @@ class GroupedWeightProduct final : public WeightProduct {
     const Operand& one = dy_.groups.empty() ? dy_ : dy_.groups[0];
     return one.quantized() ? &one.fp8.columnwise : &one.plain;
   }
-  MatrixProduct product(const Route& route, size_t i) const {
-    return {part_of(route, dy_, groups_, i), part_of(route, x_, groups_, i), sums_[i], dtype_, split_};
+  MatrixWgrad product(const DispatchMode& dispatch, size_t i) const {
+    return {part_of(dispatch, dy_, groups_, i), part_of(dispatch, x_, groups_, i), sums_[i], dtype_, split_};
   }
 
   Operand dy_, x_;
@@ -142,7 +144,7 @@ class GroupedWeightProduct final : public WeightProduct {
   bool split_;
 };
 
-class HostGroups final : public Products {
+class HostGroups final : public GemmPolicy {
  public:
   explicit HostGroups(Grouping grouping) : grouping_(std::move(grouping)), groups_(rows_of_groups(grouping_.splits)) {
     if (!groups_.empty()) total_ = groups_.back().first + groups_.back().count;
@@ -153,7 +155,7 @@ class HostGroups final : public Products {
   }
   bool quantizes_groups(const ProductQuantization* all) const override { return all != nullptr; }
 
-  Operand quantized_groups(const Route& route, Pass pass, const Tensor& t, Directions directions,
+  Operand quantized_groups(const DispatchMode& dispatch, Pass pass, const Tensor& t, QuantizeUsage usage,
                            Tensor* dbias) const override {
     const Tensor rows = matrix_of(t);
     Operand all;
@@ -161,23 +163,23 @@ class HostGroups final : public Products {
     bool any = false, summed = false;
     for (size_t i = 0; i < groups_.size(); ++i) {
       const ProductQuantization* q = quantization(grouping_.quantizations[0].get(), i);
-      const Quantizer* quantizer = pass == Pass::kFprop ? &q->x : gradient_quantizer(q, directions);
+      const Quantizer* quantizer = pass == Pass::kFprop ? &q->x : gradient_quantizer(q, usage);
       Tensor* sum = dbias != nullptr ? &sums[i] : nullptr;
-      all.groups.push_back(operand_of(route, quantizer, part_of(route, rows, i), directions, sum));
+      all.groups.push_back(operand_of(dispatch, quantizer, part_of(dispatch, rows, i), usage, sum));
       if (!all.groups.back().quantized()) follow(all.groups.back().plain, t);
       any = any || all.groups.back().quantized();
       summed = summed || sums[i].defined();
     }
     if (summed) {  // by all, where some groups are plain
       for (size_t i = 0; i < groups_.size(); ++i) {
-        if (!sums[i].defined()) sums[i] = column_sums(part_of(route, rows, i));
+        if (!sums[i].defined()) sums[i] = column_sums(part_of(dispatch, rows, i));
       }
       *dbias = at::stack(sums);
     }
     return any ? all : Operand{t, {}};
   }
 
-  Operand quantized_again(const Route& route, const Tensor& t, Directions directions,
+  Operand quantized_again(const DispatchMode& dispatch, const Tensor& t, QuantizeUsage usage,
                           at::TensorList used) const override {
     const Tensor rows = matrix_of(t);
     Operand all;
@@ -185,8 +187,8 @@ class HostGroups final : public Products {
     size_t next = 0;
     for (size_t i = 0; i < groups_.size(); ++i) {
       const Quantizer& quantizer = quantization(grouping_.quantizations[0].get(), i)->x;
-      const Tensor part = part_of(route, rows, i), scales = by_amax(quantizer) ? used[next++] : Tensor();
-      all.groups.push_back(recomputed_operand(route, &quantizer, scales, part, directions));
+      const Tensor part = part_of(dispatch, rows, i), scales = by_amax(quantizer) ? used[next++] : Tensor();
+      all.groups.push_back(recomputed_operand(dispatch, &quantizer, scales, part, usage));
       if (!all.groups.back().quantized()) follow(all.groups.back().plain, t);
       any = any || all.groups.back().quantized();
     }
@@ -203,28 +205,29 @@ class HostGroups final : public Products {
     return used;
   }
 
-  Sums bias_gradients(const Route& route, const Tensor& dy, const Tensor& made) const override {
-    return made.defined() ? each_row(route, made) : column_sums_of(route, dy, groups_);
+  Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& made) const override {
+    return made.defined() ? each_row(dispatch, made) : column_sums_of(dispatch, dy, groups_);
   }
 
-  Tensor fprop(const Route& route, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
+  Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                bool split) const override {
     const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
-      return fprop_of(route, part, w.weights[i], w.bias(i), shape, split, into);
+      return fprop_of(dispatch, part, w.weights[i], w.bias(i), shape, split, into);
     };
-    return over_groups(route, x, w, false, like, rows_in(w.weights[0]), grouping_.out, "out", product);
+    return over_groups(dispatch, x, w, false, like, rows_in(w.weights[0]), grouping_.out, "out", product);
   }
 
-  Tensor dgrad(const Route& route, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
+  Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                bool split) const override {
     const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
-      return dgrad_of(route, part, w.weights[i], shape, split, into);
+      return dgrad_of(dispatch, part, w.weights[i], shape, split, into);
     };
-    return over_groups(route, dy, w, true, like, columns_in(w.weights[0]), grouping_.dgrad_out, "dgrad_out", product);
+    return over_groups(dispatch, dy, w, true, like, columns_in(w.weights[0]), grouping_.dgrad_out, "dgrad_out",
+                       product);
   }
 
-  std::shared_ptr<WeightProduct> weight_product(const Route& route, Gradient gradient, Operand x, at::ScalarType dtype,
-                                                bool split) const override {
+  std::shared_ptr<WgradTask> wgrad_task(const DispatchMode& dispatch, Gradient gradient, Operand x,
+                                        at::ScalarType dtype, bool split) const override {
     std::vector<Tensor> reads;
     for (const Operand* t : {&gradient.dy, &x}) {
       if (t->plain.defined()) reads.push_back(t->plain);
@@ -232,7 +235,7 @@ class HostGroups final : public Products {
         if (group.plain.defined()) reads.push_back(group.plain);
       }
     }
-    Sums sums = gradient.dbias.defined() ? each_row(route, gradient.dbias) : Sums(groups_.size());
+    Sums sums = gradient.dbias.defined() ? each_row(dispatch, gradient.dbias) : Sums(groups_.size());
     return std::make_shared<GroupedWeightProduct>(folded(gradient.dy), folded(x), std::move(reads), std::move(sums),
                                                   groups_, dtype, split);
   }
@@ -251,10 +254,12 @@ class HostGroups final : public Products {
     return t.groups.empty() && !t.quantized() ? Operand{matrix_of(t.plain), {}} : t;
   }
 
-  Tensor part_of(const Route& route, const Tensor& rows, size_t i) const {
-    return rows_of_matrix(route, rows, groups_[i]);
+  Tensor part_of(const DispatchMode& dispatch, const Tensor& rows, size_t i) const {
+    return rows_of_matrix(dispatch, rows, groups_[i]);
   }
-  Operand part_of(const Route& route, const Operand& t, size_t i) const { return layer::part_of(route, t, groups_, i); }
+  Operand part_of(const DispatchMode& dispatch, const Operand& t, size_t i) const {
+    return layer::part_of(dispatch, t, groups_, i);
+  }
 
   bool by_list(const Operand& rows, const WeightSet& w, bool across, const Tensor& like, const Tensor& d,
                const char*& why) const {
@@ -270,16 +275,17 @@ class HostGroups final : public Products {
 
   // product(operand, group, like, into) of each group: [rows, last].
   template <class Product>
-  Tensor over_groups(const Route& route, const Operand& t, const WeightSet& w, bool across, const Tensor& like,
-                     const c10::SymInt& last, const Tensor& given, const char* argument, Product&& product) const {
+  Tensor over_groups(const DispatchMode& dispatch, const Operand& t, const WeightSet& w, bool across,
+                     const Tensor& like, const c10::SymInt& last, const Tensor& given, const char* argument,
+                     Product&& product) const {
     const Operand rows = folded(t);
     const Tensor all = matrix_of(like);
     const c10::SymInt beyond = all.sym_size(0) - total_;
     check_apart(given, argument, t);
-    if (!route.direct()) {  // results are not written into, where somebody traces
+    if (!dispatch.direct()) {  // results are not written into, where somebody traces
       std::vector<Tensor> parts;
       for (size_t i = 0; i < groups_.size(); ++i) {
-        parts.push_back(product(part_of(route, rows, i), i, part_of(route, all, i), {}));
+        parts.push_back(product(part_of(dispatch, rows, i), i, part_of(dispatch, all, i), {}));
       }
       parts.push_back(like.new_zeros_symint({beyond, last}));
       return with_rows_of(at::cat(parts), like);
@@ -294,7 +300,7 @@ class HostGroups final : public Products {
       const ListOneByOne told(why);
       const OneWorkspace for_all;
       for (size_t i = 0; i < groups_.size(); ++i) {
-        product(part_of(route, rows, i), i, part_of(route, all, i), part_of(route, d, i));
+        product(part_of(dispatch, rows, i), i, part_of(dispatch, all, i), part_of(dispatch, d, i));
       }
     }
     return given.defined() ? result_in(given, like) : with_rows_of(d, like);
@@ -317,10 +323,10 @@ c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits) {
   return groups;
 }
 
-Sums column_sums_of(const Route& route, const Tensor& dy, at::ArrayRef<Rows> groups) {
+Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef<Rows> groups) {
   Sums sums;
   const Tensor matrix = matrix_of(dy);
-  for (const Rows& rows : groups) sums.push_back(column_sums(rows_of_matrix(route, matrix, rows)));
+  for (const Rows& rows : groups) sums.push_back(column_sums(rows_of_matrix(dispatch, matrix, rows)));
   return sums;
 }
 
@@ -346,7 +352,7 @@ Tensor result_in(const Tensor& given, const Tensor& like) {
   return result;
 }
 
-std::shared_ptr<const Products> grouped_products(Grouping grouping) {
+std::shared_ptr<const GemmPolicy> grouped_products(Grouping grouping) {
   if (grouping.offsets.defined()) return device_groups(std::move(grouping));
   return std::make_shared<HostGroups>(std::move(grouping));
 }

@@ -1,5 +1,5 @@
-// See exchange_peer.h. What is done in which order is the comm room's plan.
-#include "layer/exchange_peer.h"
+// See tp_comm_peer.h. What is done in which order is the comm room's plan.
+#include "layer/tp_comm_peer.h"
 
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/empty.h>
@@ -44,11 +44,11 @@ std::vector<te_comm_step> plan_of(const te_comm_problem& problem, te_comm_predic
 }
 
 // What gathers and scatters share: the plan, and how it is walked.
-class PeerTransfer : public Transfer {
+class PeerCommOp : public CommOp {
  public:
   // shard: the rows of each rank. whole: as at_once() says it.
-  PeerTransfer(std::shared_ptr<PeerChannel> channel, te_comm_op op, bool automatic, Pass pass, const Operand& mine,
-               const Tensor& like, int64_t shard, Tensor whole)
+  PeerCommOp(std::shared_ptr<PeerChannel> channel, te_comm_op op, bool automatic, Pass pass, const Operand& mine,
+             const Tensor& like, int64_t shard, Tensor whole)
       : channel_(std::move(channel)),
         op_(op),
         automatic_(automatic),
@@ -58,7 +58,7 @@ class PeerTransfer : public Transfer {
         whole_(std::move(whole)),
         shard_(shard) {}
 
-  ~PeerTransfer() override {
+  ~PeerCommOp() override {
     try {
       if (streams_ != nullptr) streams_->end();  // of a product that has raised an error
     } catch (...) {                              // as streams do behind a failure, which is told
@@ -67,7 +67,7 @@ class PeerTransfer : public Transfer {
 
   int64_t rows() const override { return shard_ * ranks(); }
 
-  void expect(std::optional<int64_t> columns) override {
+  void plan_chunks(std::optional<int64_t> columns) override {
     const char* const name = op_ == TE_COMM_GATHER_PRODUCT ? "te::peer_gather" : "te::peer_scatter";
     plan(columns);
     Direct::call<peer_path>(name, path_.c_str(), why_.c_str());
@@ -76,9 +76,9 @@ class PeerTransfer : public Transfer {
   }
 
   const Tensor* at_once() const override { return runs_ ? nullptr : &whole_; }
-  Tensor room() const override { return result_; }
+  Tensor output_buffer() const override { return result_; }
 
-  bool next(Rows& rows) override {
+  bool next_chunk(Rows& rows) override {
     if (streams_ != nullptr) taken_ < products_ ? streams_->turn() : streams_->end();
     for (bool waits = false; at_ < steps_.size(); ++at_) {
       const te_comm_step& step = steps_[at_];
@@ -167,13 +167,13 @@ class PeerTransfer : public Transfer {
   std::string path_, why_;
 };
 
-class PeerGather final : public PeerTransfer {
+class PeerGather final : public PeerCommOp {
  public:
   PeerGather(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass, const Operand& mine, const Tensor& like,
-             Leases* leases)
-      : PeerTransfer(channel, TE_COMM_GATHER_PRODUCT, automatic, pass, mine, like, rows_in(data_of(mine)),
-                     like.new_empty({0}).expand(with_first(like, like.size(0) * channel->ranks(), 0))),
-        read_later_(pass == Pass::kDgrad || leases == nullptr),
+             ScopedBuffers* buffers)
+      : PeerCommOp(channel, TE_COMM_GATHER_PRODUCT, automatic, pass, mine, like, rows_in(data_of(mine)),
+                   like.new_empty({0}).expand(with_first(like, like.size(0) * channel->ranks(), 0))),
+        read_later_(pass == Pass::kDgrad || buffers == nullptr),
         own_(mine) {
     Tensor& data = own_.quantized() ? own_.fp8.rowwise : own_.plain;
     data = data.contiguous();
@@ -181,7 +181,7 @@ class PeerGather final : public PeerTransfer {
     sizes[0] *= ranks();
     call_ = std::make_shared<PeerCall>(channel_, SlotKind::kValues, words("gather, product", data, data.sizes()), sizes,
                                        data.options());
-    if (leases != nullptr) leases->hold(call_);
+    if (buffers != nullptr) buffers->hold(call_);
     arrived_ = own_;
     (arrived_.quantized() ? arrived_.fp8.rowwise : arrived_.plain) = call_->slot();
     if (arrived_.quantized()) arrived_.fp8.columnwise = arrived_.fp8.columnwise_scale_inv = Tensor();
@@ -197,7 +197,7 @@ class PeerGather final : public PeerTransfer {
     return rows_of(own_, {rows.first - first, rows.count});
   }
 
-  void take(const Rows* rows, const Tensor& result) override {
+  void store_chunk(const Rows* rows, const Tensor& result) override {
     if (rows == nullptr) result_ = result;
   }
 
@@ -237,12 +237,12 @@ class PeerGather final : public PeerTransfer {
   bool own_in_slot_ = false;
 };
 
-class PeerScatter final : public PeerTransfer {
+class PeerScatter final : public PeerCommOp {
  public:
   PeerScatter(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass, const Operand& mine, const Tensor& like,
               const OptionalTensor& bias)
-      : PeerTransfer(channel, TE_COMM_PRODUCT_SCATTER, automatic, pass, mine, like, rows_in(like) / channel->ranks(),
-                     like),
+      : PeerCommOp(channel, TE_COMM_PRODUCT_SCATTER, automatic, pass, mine, like, rows_in(like) / channel->ranks(),
+                   like),
         bias_(bias),
         computed_(size_t(ranks()), 0) {
     channel_->refuse_failed();
@@ -250,7 +250,7 @@ class PeerScatter final : public PeerTransfer {
 
   const Operand& operand() const override { return mine_; }
 
-  void take(const Rows* rows, const Tensor& result) override {
+  void store_chunk(const Rows* rows, const Tensor& result) override {
     if (rows == nullptr) {
       result_ = result.contiguous().view({this->rows(), result.size(-1)});
       open();
@@ -306,13 +306,13 @@ class PeerScatter final : public PeerTransfer {
 
 }  // namespace
 
-std::unique_ptr<Transfer> peer_gather_product(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass,
-                                              const Operand& mine, const Tensor& like, Leases* leases) {
-  return std::make_unique<PeerGather>(std::move(channel), automatic, pass, mine, like, leases);
+std::unique_ptr<CommOp> peer_gather_product(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass,
+                                            const Operand& mine, const Tensor& like, ScopedBuffers* buffers) {
+  return std::make_unique<PeerGather>(std::move(channel), automatic, pass, mine, like, buffers);
 }
 
-std::unique_ptr<Transfer> peer_product_scatter(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass,
-                                               const Operand& mine, const Tensor& like, const OptionalTensor& bias) {
+std::unique_ptr<CommOp> peer_product_scatter(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass,
+                                             const Operand& mine, const Tensor& like, const OptionalTensor& bias) {
   return std::make_unique<PeerScatter>(std::move(channel), automatic, pass, mine, like, bias);
 }
 

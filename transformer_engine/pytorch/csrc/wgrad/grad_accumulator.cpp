@@ -1,5 +1,5 @@
-// See weight_grad.h. Python exceptions raised by the callable reach whoever called backward() unchanged.
-#include "wgrad/weight_grad.h"
+// See grad_accumulator.h. Python exceptions raised by the callable reach whoever called backward() unchanged.
+#include "wgrad/grad_accumulator.h"
 
 #include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,11 +18,11 @@ Tensor tensor_or_none(PyObject* object) {
   return THPVariable_Unpack(object);
 }
 
-class CallableSink : public WeightGradSink {
+class CallableSink : public GradAccumulator {
  public:
   explicit CallableSink(PyObject* callable) : callable_(held_object(callable)) {}
 
-  WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override {
+  WeightGrads take(std::shared_ptr<const WgradTask> product, bool with_bias) const override {
     const pybind11::gil_scoped_acquire gil;
     const pybind11::object handle = handle_of(std::move(product));
     const THPObjectPtr result(
@@ -37,11 +37,11 @@ class CallableSink : public WeightGradSink {
   std::shared_ptr<PyObject> callable_;
 };
 
-class TracedSink : public WeightGradSink {
+class TracedSink : public GradAccumulator {
  public:
   explicit TracedSink(std::vector<WeightTarget> targets) : targets_(std::move(targets)) {}
 
-  WeightGrads take(std::shared_ptr<const WeightProduct> product, bool with_bias) const override {
+  WeightGrads take(std::shared_ptr<const WgradTask> product, bool with_bias) const override {
     const std::vector<Tensor> sums = accumulate_any(*product, targets_, with_bias);
     return {{Tensor()}, sums_of_matrices(*product, sums)};
   }
@@ -52,29 +52,31 @@ class TracedSink : public WeightGradSink {
 
 }  // namespace
 
-c10::SmallVector<Tensor, 1> sums_of_matrices(const WeightProduct& product, const std::vector<Tensor>& sums) {
+c10::SmallVector<Tensor, 1> sums_of_matrices(const WgradTask& product, const std::vector<Tensor>& sums) {
   if (sums.empty()) return {Tensor()};
   if (product.matrices() > 1) return {sums.begin(), sums.end()};
   return {sums.size() == 1 ? sums[0] : at::cat(sums)};
 }
 
-Sink traced_sink(std::vector<WeightTarget> targets) { return std::make_shared<TracedSink>(std::move(targets)); }
+GradAccumulatorPtr traced_grad_accumulator(std::vector<WeightTarget> targets) {
+  return std::make_shared<TracedSink>(std::move(targets));
+}
 
-pybind11::object handle_of(std::shared_ptr<const WeightProduct> product) {
-  return pybind11::cast(std::const_pointer_cast<WeightProduct>(std::move(product)));  // whose Python methods are const
+pybind11::object handle_of(std::shared_ptr<const WgradTask> product) {
+  return pybind11::cast(std::const_pointer_cast<WgradTask>(std::move(product)));  // whose Python methods are const
 }
 
 // A callable(product, with_bias) -> (dweight or None, dbias or None), which is called under the GIL, is one too.
-void register_sinks(pybind11::module_& m) {
+void register_grad_accumulators(pybind11::module_& m) {
   namespace py = pybind11;
-  py::class_<WeightGradSink, std::shared_ptr<WeightGradSink>>(m, "WeightGradSink")
-      .def(py::init([](const py::function& callable) -> std::shared_ptr<WeightGradSink> {
+  py::class_<GradAccumulator, std::shared_ptr<GradAccumulator>>(m, "WeightGradSink")
+      .def(py::init([](const py::function& callable) -> std::shared_ptr<GradAccumulator> {
         return std::make_shared<CallableSink>(callable.ptr());
       }));
-  py::implicitly_convertible<py::function, WeightGradSink>();
+  py::implicitly_convertible<py::function, GradAccumulator>();
 }
 
-void refuse_sink(bool there, const char* op) {
+void refuse_grad_accumulator(bool there, const char* op) {
   TORCH_CHECK_NOT_IMPLEMENTED(!there, op,
                               ": fuse_wgrad_accumulation and delay_wgrad_compute work on plain tensors in eager mode, "
                               "not under FakeTensorMode, functorch or with tensor subclasses; build the "

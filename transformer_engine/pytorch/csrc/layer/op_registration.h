@@ -1,4 +1,4 @@
-// The faces of a public op that is a chain of layers, made once from how its schema's arguments become a Call: the
+// The faces of a public op that is a chain of layers, made once from how its schema's arguments become a LayerArgs: the
 // dispatcher's four keys and what eager Python calls.
 #pragma once
 
@@ -9,58 +9,58 @@
 
 #include <algorithm>
 
-#include "layer/exchange_group.h"
 #include "layer/layer.h"
+#include "layer/tp_comm_group.h"
 
 namespace te_torch::layer {
 
-using GivenExchange = std::shared_ptr<GroupExchange>;
+using GivenTPComm = std::shared_ptr<GroupTPComm>;
 
 // What eager Python hands over for each layer, as a tuple: in place of the schema's integers, and beside them.
 struct EagerHandles {
-  Sink sink;
+  GradAccumulatorPtr grad_accumulator;
   Quantization quantization;    // with its state
   const Quantized* own_weight;  // the module's own FP8 copy of the weight, or none
-  GivenExchange exchange;       // none: local
+  GivenTPComm tp_comm;          // none: local
 
   std::vector<int64_t> spec() const { return quantization != nullptr ? quantization->pack() : std::vector<int64_t>(); }
 
   // Whether there is something that a schema does not carry.
-  bool add_to(Call& call, size_t stage) const {
-    call.stages[stage].sink = sink;
-    call.stages[stage].quantization = quantization;
-    call.stages[stage].exchange = exchange;
+  bool add_to(LayerArgs& call, size_t layer_idx) const {
+    call.layers[stage].grad_accumulator = grad_accumulator;
+    call.layers[stage].quantization = quantization;
+    call.layers[stage].tp_comm = tp_comm;
     if (own_weight != nullptr) call.own_weights[stage] = {Operand{{}, *own_weight}};
-    return call.stages[stage].sink != nullptr;
+    return call.layers[stage].grad_accumulator != nullptr;
   }
 };
 
-// The schema's integers and name of the exchanges, which are one for all layers but for the direction.
+// The schema's integers and name of the TPComms, which are one for all layers but for the direction.
 struct EagerParallel {
-  const GivenExchange& first;
+  const GivenTPComm& first;
   std::vector<int64_t> spec() const { return first != nullptr ? first->parallel().pack() : std::vector<int64_t>(); }
   std::string_view group() const { return first != nullptr ? std::string_view(first->group()) : std::string_view(); }
 };
 
 // (y, norm output, x + residual); the last is empty where there was none to return.
-inline std::tuple<Tensor, Tensor, Tensor> three_outputs(const variable_list& outputs, const Call& call) {
+inline std::tuple<Tensor, Tensor, Tensor> three_outputs(const variable_list& outputs, const LayerArgs& call) {
   return {outputs[0], outputs[1], outputs.size() > 2 ? outputs[2] : call.x().new_empty({0})};
 }
 
-inline at::TensorList tensors_of(const Call& call) { return call.arguments.tensors(); }
+inline at::TensorList tensors_of(const LayerArgs& call) { return call.arguments.tensors(); }
 
-template <class RouteType>
-variable_list run_inference(const Call& call) {
-  Chain::State state;
-  Keeper nothing = Keeper::of_none();
+template <class DispatchModeType>
+variable_list run_inference(const LayerArgs& call) {
+  LayerChain::State state;
+  SaveContext nothing = SaveContext::of_none();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  return Chain::forward<RouteType>(state, nothing, tensors_of(call), call);
+  return LayerChain::forward<DispatchModeType>(state, nothing, tensors_of(call), call);
 }
 
 // The call's tensors, but not the weights whose FP8 copies the module hands over: these serve autograd alone.
 template <class Visit>
-void visit_tensors(Call& call, Visit&& visit) {
+void visit_tensors(LayerArgs& call, Visit&& visit) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const int name = call.arguments.labels()[i].name;
     const bool weight = name >= kFirstWeight && (name - kFirstWeight) % 2 == 0;
@@ -68,15 +68,15 @@ void visit_tensors(Call& call, Visit&& visit) {
   }
 }
 
-inline void autocast_all(Call& call) {
+inline void autocast_all(LayerArgs& call) {
   visit_tensors(call, [](Tensor& t) {
     if (at::autocast::is_autocast_enabled(t.device().type())) t = te_torch::autocast(t);
   });
 }
 
 // A weight that has an FP8 copy of its own is not cast: its dtype fits where x's is what a cast would make of it.
-inline void check_own_weights(const Call& call) {
-  for (size_t i = 0; i < call.stages.size(); ++i) {
+inline void check_own_weights(const LayerArgs& call) {
+  for (size_t i = 0; i < call.layers.size(); ++i) {
     if (call.own_weights[i].empty()) continue;
     const Tensor& x = call.x();
     for (const Tensor& weight : call.arguments.list(weight_of(i))) {
@@ -91,7 +91,7 @@ inline void check_own_weights(const Call& call) {
 
 // Whether the autograd node can be made here, for a call that a schema cannot say: a dispatch mode sees the ops inside
 // of the node in any case. functorch takes whole ops; without a graph there is nothing that the node is for.
-inline bool sees_inner_ops(const Call& call, at::ArrayRef<const Tensor*> tensors) {
+inline bool sees_inner_ops(const LayerArgs& call, at::ArrayRef<const Tensor*> tensors) {
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return false;
   if (!c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return false;
   if (call.x().is_meta()) return false;  // torch has no autocast for it, and there are no values
@@ -131,24 +131,24 @@ using FromPython =
                        std::conditional_t<std::is_same_v<T, at::ArrayRef<double>>, std::vector<double>, T>>;
 }  // namespace detail
 
-// kPack turns the schema's arguments into a Call; kUnpack(outputs, call) turns the node's outputs into the op's.
+// kPack turns the schema's arguments into a LayerArgs; kUnpack(outputs, call) turns the node's outputs into the op's.
 template <class Family, auto kPack, auto kUnpack, class Function = decltype(kPack)>
 struct Op;
 
 template <class Family, auto kPack, auto kUnpack, class... Args>
-struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
+struct Op<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
   static auto autograd(Args... args) {
-    const Call call = kPack(args...);
+    const LayerArgs call = kPack(args...);
     return kUnpack(Node<Family, Dispatched>::run(tensors_of(call), call), call);
   }
 
   static auto composite(Args... args) {
-    const Call call = kPack(args...);
+    const LayerArgs call = kPack(args...);
     return kUnpack(run_inference<Dispatched>(call), call);
   }
 
   static auto autocast(Args... args) {
-    Call call = kPack(args...);
+    LayerArgs call = kPack(args...);
     autocast_all(call);  // before autocast is excluded
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const bool inference = c10::InferenceMode::is_enabled();
@@ -160,14 +160,14 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
   // adds what is in them, and says whether something is that the schema does not carry.
   template <class Extra, class... Given>
   static auto eager(const char* name, Extra&& extra, const Given&... given) {
-    Call call = kPack(detail::for_pack(given)...);
+    LayerArgs call = kPack(detail::for_pack(given)...);
     const bool beyond_schema = extra(call);
     c10::SmallVector<const Tensor*, 8> tensors;
     visit_tensors(call, [&](const Tensor& t) { tensors.push_back(&t); });
     if (must_dispatch(tensors)) {
-      refuse_sink(beyond_schema, name);
+      refuse_grad_accumulator(beyond_schema, name);
       if (call.return_input && sees_inner_ops(call, tensors)) {
-        Call again = kPack(detail::for_schema(given)...);
+        LayerArgs again = kPack(detail::for_schema(given)...);
         again.return_input = true;
         autocast_all(again);  // before autocast is excluded
         const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -178,14 +178,14 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
     autocast_all(call);
     check_own_weights(call);
     bool graph = needs_graph(tensors);
-    for (size_t i = 0; !graph && c10::GradMode::is_enabled() && i < call.stages.size(); ++i) {
+    for (size_t i = 0; !graph && c10::GradMode::is_enabled() && i < call.layers.size(); ++i) {
       for (const Tensor& weight : call.arguments.list(weight_of(i))) graph = graph || weight.requires_grad();
     }
     return kUnpack(graph ? Node<Family, Direct>::run(tensors_of(call), call) : run_inference<Direct>(call), call);
   }
 
   // What Python calls by the op's name: eager() with the schema's arguments, EagerHandles in place of each
-  // quantization's integers; the exchanges', which are the last two, are in the handles.
+  // quantization's integers; the TPComms', which are the last two, are in the handles.
   static auto python(const char* name) { return python(name, std::make_index_sequence<sizeof...(Args) - 2>()); }
 
  private:
@@ -197,12 +197,12 @@ struct Op<Family, kPack, kUnpack, Call (*)(Args...)> {
         if constexpr (std::is_same_v<T, EagerHandles>) layers.push_back(&argument);
       };
       (note(given), ...);
-      const auto extra = [&](Call& call) {
+      const auto extra = [&](LayerArgs& call) {
         bool beyond_schema = false;
         for (size_t i = 0; i < layers.size(); ++i) beyond_schema |= layers[i]->add_to(call, i);
         return beyond_schema;
       };
-      const EagerParallel parallel{layers[0]->exchange};
+      const EagerParallel parallel{layers[0]->tp_comm};
       return eager(name, extra, given..., parallel, parallel.group());
     };
   }
@@ -219,10 +219,10 @@ template <class Family, auto kPack, auto kUnpack, class Function = decltype(kPac
 struct MainGradOp;
 
 template <class Family, auto kPack, auto kUnpack, class... Args>
-struct MainGradOp<Family, kPack, kUnpack, Call (*)(Args...)> {
-  static Call pack(Args... args, at::TensorList main_grads, at::ArrayRef<int64_t> targets) {
-    Call call = kPack(args...);
-    c10::SmallVector<std::vector<WeightTarget>, 2> lists(call.stages.size());
+struct MainGradOp<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
+  static LayerArgs pack(Args... args, at::TensorList main_grads, at::ArrayRef<int64_t> targets) {
+    LayerArgs call = kPack(args...);
+    c10::SmallVector<std::vector<WeightTarget>, 2> lists(call.layers.size());
     TORCH_CHECK_VALUE(targets.size() % 3 == 0, Family::kName, ": argument 'targets' has ", targets.size(),
                       " integers, wanted three for each parameter.");
     size_t next = 0;
@@ -237,7 +237,7 @@ struct MainGradOp<Family, kPack, kUnpack, Call (*)(Args...)> {
       lists[size_t(targets[i])].push_back(std::move(target));
     }
     for (size_t i = 0; i < lists.size(); ++i) {
-      if (!lists[i].empty()) call.stages[i].sink = traced_sink(std::move(lists[i]));
+      if (!lists[i].empty()) call.layers[i].grad_accumulator = traced_grad_accumulator(std::move(lists[i]));
     }
     return call;
   }
@@ -253,16 +253,16 @@ struct pybind11::detail::type_caster<te_torch::layer::EagerHandles> {
   PYBIND11_TYPE_CASTER(te_torch::layer::EagerHandles, const_name("tuple"));
   bool load(handle source, bool convert) {
     if (!PyTuple_CheckExact(source.ptr()) || PyTuple_GET_SIZE(source.ptr()) != 4) return false;
-    make_caster<te_torch::Sink> sink;
+    make_caster<te_torch::GradAccumulatorPtr> grad_accumulator;
     make_caster<std::shared_ptr<te_torch::ProductQuantization>> quantization;
     make_caster<const te_torch::Quantized*> own_weight;
-    make_caster<te_torch::layer::GivenExchange> exchange;
+    make_caster<te_torch::layer::GivenTPComm> tp_comm;
     Py_ssize_t next = 0;
     const auto load = [&](auto& caster) { return caster.load(PyTuple_GET_ITEM(source.ptr(), next++), convert); };
-    if (!(load(sink) && load(quantization) && load(own_weight) && load(exchange))) return false;
-    value = {cast_op<const te_torch::Sink&>(sink),
+    if (!(load(grad_accumulator) && load(quantization) && load(own_weight) && load(tp_comm))) return false;
+    value = {cast_op<const te_torch::GradAccumulatorPtr&>(grad_accumulator),
              cast_op<const std::shared_ptr<te_torch::ProductQuantization>&>(quantization),
-             cast_op<const te_torch::Quantized*>(own_weight), cast_op<const te_torch::layer::GivenExchange&>(exchange)};
+             cast_op<const te_torch::Quantized*>(own_weight), cast_op<const te_torch::layer::GivenTPComm&>(tp_comm)};
     return true;
   }
 };

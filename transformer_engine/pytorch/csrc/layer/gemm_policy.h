@@ -1,0 +1,109 @@
+// The products of a layer over its weights, as a policy: over one weight here, over one for each group of rows in
+// gemm_policy_grouped.h. Forward, input gradient and weight gradient are written once over it; which formats the
+// operands have is gemm/product.h's business.
+#pragma once
+
+#include <memory>
+
+#include "layer/tp_comm.h"
+#include "wgrad/wgrad_task.h"
+
+namespace te_torch::layer {
+
+// The weights of one layer as its products read them, and its biases: none, or one for each weight.
+struct WeightSet {
+  c10::SmallVector<Operand, 1> weights;
+  at::TensorList biases;
+
+  OptionalTensor bias(size_t i) const { return biases.empty() ? OptionalTensor() : OptionalTensor(biases[i]); }
+};
+
+// The operand of a gradient that arrives: [..., features], with the column sums where they were made with it (of
+// groups, [groups, features]).
+struct Gradient {
+  Operand dy;
+  Tensor dbias;
+};
+
+using Sums = c10::SmallVector<Tensor, 1>;  // one for each bias
+Tensor column_sums(const Tensor& dy);
+Tensor matrix_of(const Tensor& t);                              // leading dimensions folded
+Tensor with_rows_of(const Tensor& matrix, const Tensor& like);  // with like's leading dimensions
+// Some rows of a matrix, and all of them one by one.
+Tensor rows_of_matrix(const DispatchMode& dispatch, const Tensor& matrix, const Rows& rows);
+Sums each_row(const DispatchMode& dispatch, const Tensor& matrix);
+
+// The products of one matrix. into: where the result goes, [rows, features] of like's dtype, by the direct dispatch
+// mode alone; undefined: a new one, with like's leading dimensions.
+Tensor fprop_of(const DispatchMode& dispatch, const Operand& x, const Operand& weight, const OptionalTensor& bias,
+                const Tensor& like, bool split, const Tensor& into);
+Tensor dgrad_of(const DispatchMode& dispatch, const Operand& dy, const Operand& weight, const Tensor& like, bool split,
+                const Tensor& into);
+
+class TE_EXPORT GemmPolicy {
+ public:
+  GemmPolicy() = default;
+  virtual ~GemmPolicy() = default;
+  GemmPolicy(const GemmPolicy&) = delete;
+  GemmPolicy& operator=(const GemmPolicy&) = delete;
+
+  // How weight number i, and the rows that are multiplied by it, are quantized; null: not at all. all: of the layer.
+  virtual const ProductQuantization* quantization(const ProductQuantization* all, size_t i) const { return all; }
+  // Whether operands come here plain and are quantized group by group.
+  virtual bool quantizes_groups(const ProductQuantization* all) const { return false; }
+  // By what quantization() says of each group. dbias: the column sums of each, where they are wanted.
+  virtual Operand quantized_groups(const DispatchMode&, Pass, const Tensor& t, QuantizeUsage, Tensor* dbias) const {
+    return {};
+  }
+  // Of the forward's operand once more, to the same bits. used: used_scales() of what quantized_groups() made.
+  virtual Operand quantized_again(const DispatchMode&, const Tensor& t, QuantizeUsage, at::TensorList used) const {
+    return {};
+  }
+  // The scales that stand for the whole of a group, which its rows may say no more in the backward.
+  virtual std::vector<Tensor> used_scales(const Operand&) const { return {}; }
+  // The gradients of the biases, where nobody wants a weight's; made: the sums, where they are made already.
+  virtual Sums bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& made) const;
+
+  // y[..., N] of x[..., K]; `like` has its leading dimensions and its dtype. rows: which of all rows these are; null
+  // for all. split: float32 accumulation throughout.
+  virtual Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows* rows, const WeightSet& w,
+                       const Tensor& like, bool split) const = 0;
+  // The same of some rows into [rows, N], with the bits that the product of all `whole` rows gives them.
+  virtual Tensor fprop_into(const DispatchMode& dispatch, const Operand& x, const Rows* rows, const WeightSet& w,
+                            const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
+    return into.copy_(fprop(dispatch, x, rows, w, like, split));
+  }
+  virtual Tensor dgrad_into(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
+                            const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
+    return into.copy_(dgrad(dispatch, dy, rows, w, like, split));
+  }
+  // Whether there are such products, for all rows of this operand (undefined: of those that it stands for).
+  virtual bool takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
+                          bool split) const {
+    return false;
+  }
+  // dx[..., K] of dy[..., N].
+  virtual Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
+                       const Tensor& like, bool split) const = 0;
+  // What the gradients of the weights are made of.
+  virtual std::shared_ptr<WgradTask> wgrad_task(const DispatchMode& dispatch, Gradient gradient, Operand x,
+                                                at::ScalarType dtype, bool split) const = 0;
+};
+
+class TE_EXPORT SingleProduct : public GemmPolicy {
+ public:
+  Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows* rows, const WeightSet& w, const Tensor& like,
+               bool split) const override;
+  Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
+               const Tensor& like, bool split) const override;
+  Tensor fprop_into(const DispatchMode& dispatch, const Operand& x, const Rows* rows, const WeightSet& w,
+                    const Tensor& like, bool split, int64_t whole, const Tensor& into) const override;
+  Tensor dgrad_into(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
+                    const Tensor& like, bool split, int64_t whole, const Tensor& into) const override;
+  bool takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
+                  bool split) const override;
+  std::shared_ptr<WgradTask> wgrad_task(const DispatchMode& dispatch, Gradient gradient, Operand x,
+                                        at::ScalarType dtype, bool split) const override;
+};
+
+}  // namespace te_torch::layer

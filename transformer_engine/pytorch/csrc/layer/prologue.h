@@ -1,0 +1,91 @@
+// What stands before a layer's product: nothing, a norm, an activation. A prologue makes the product's operand, makes
+// it again for the backward, and takes a gradient back. The arithmetic is the rooms'.
+#pragma once
+
+#include <memory>
+
+#include "gemm/product.h"
+
+namespace te_torch::layer {
+
+// What a prologue reads; of the last three a norm alone has some.
+struct PrologueInput {
+  const Tensor& x;
+  const OptionalTensor& residual;
+  const OptionalTensor& gamma;
+  const OptionalTensor& beta;
+};
+
+struct PrologueOutput {
+  Operand operand;
+  Tensor input;   // what the prologue read: x, or x + residual
+  Tensor output;  // of a norm, plain; an empty tensor where nobody asked for it
+  Tensor mean, rstd;
+};
+
+// What the backward has of it.
+struct PrologueSaved {
+  const Tensor &input, &gamma, &beta, &mean, &rstd;
+  const Tensor& used_scales;  // that the operand was quantized by, where its scaling is of the whole tensor
+};
+
+// A gradient on its way back through a prologue.
+struct PrologueGradient {
+  Tensor d_operand;  // undefined: none has arrived there
+  Tensor d_input;    // what has arrived at the prologue's input from elsewhere: a residual's
+  bool wants_gamma = false, wants_beta = false, wants_input = true;
+  // Whether the operand is recomputed on the way, and by which quantizer.
+  bool wants_operand = false;
+  const Quantizer* quantizer = nullptr;
+  // Of the product that made the prologue's input: how it reads the gradient. Null where it goes on as it is.
+  const Quantizer* next_quantizer = nullptr;
+  QuantizeUsage usage{};
+  bool wants_next_sums = false;
+};
+
+struct PrologueBackward {
+  Operand dx;
+  Tensor dx_sums;  // of dx's columns, where they are wanted and dx was quantized
+  Tensor dgamma, dbeta;
+  Operand operand;  // recomputed, in the direction that a weight's gradient reads
+};
+
+class TE_EXPORT Prologue {
+ public:
+  Prologue() = default;
+  virtual ~Prologue() = default;
+  Prologue(const Prologue&) = delete;
+  Prologue& operator=(const Prologue&) = delete;
+
+  virtual const SavedInfo& input_info() const = 0;
+  virtual const SavedInfo& operand_info() const = 0;
+  // Whether the operand is x itself: a product can look at x first, and nothing is saved by making it again.
+  virtual bool is_identity() const { return false; }
+  // Whether taking a gradient back reads the input.
+  virtual bool reads_input() const = 0;
+  // Whether backward() recomputes the operand on the way, at no cost worth a name: it is not kept then.
+  virtual bool recomputes_operand() const { return false; }
+
+  virtual PrologueOutput forward(const DispatchMode& dispatch, const PrologueInput& in, const Quantizer* quantizer,
+                                 QuantizeUsage usage, bool want_output) const = 0;
+  // The operand in the direction that a weight's gradient reads, to the same bits.
+  virtual Operand recompute(const DispatchMode& dispatch, const PrologueSaved& saved,
+                            const Quantizer* quantizer) const = 0;
+  virtual PrologueBackward backward(const DispatchMode& dispatch, const PrologueSaved& saved,
+                                    const PrologueGradient& gradient) const = 0;
+};
+
+using ProloguePtr = std::shared_ptr<const Prologue>;
+
+TE_EXPORT ProloguePtr plain_prologue();
+TE_EXPORT ProloguePtr norm_prologue(double eps, bool rms, bool zero_centered_gamma);
+TE_EXPORT ProloguePtr activation_prologue(std::string_view kind, at::ArrayRef<double> params);
+
+// Whether a room's own FP8 form serves: dispatch by the dispatcher and quantizers written in Python go by way of
+// the plain value, to the same bits.
+inline bool fuses(const DispatchMode& dispatch, const Quantizer* quantizer) {
+  return dispatch.direct() && quantizer != nullptr && quantizer->active() &&
+         quantizer->spec.kind != QuantizeSpec::kPython;
+}
+
+}  // namespace te_torch::layer

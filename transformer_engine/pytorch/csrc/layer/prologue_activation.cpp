@@ -1,0 +1,75 @@
+// An activation as a prologue. Its backward recomputes the activation, so that is never kept.
+#include "layer/prologue.h"
+#include "ops/activation.h"
+
+namespace te_torch::layer {
+
+namespace {
+
+constexpr SavedInfo kPreActivation{"pre-activation", "the activation's backward reads it and recomputes it",
+                                   "norm and first product: LayerNormMLP(checkpoint=True)", true};
+constexpr SavedInfo kActivation{"activation", "the weight's gradient is taken with it",
+                                "nothing beside the activation's backward, which recomputes it: 2 B of 12", true};
+
+class Activation final : public Prologue {
+ public:
+  Activation(std::string_view kind, at::ArrayRef<double> params) : kind_(kind), params_(params.vec()) {}
+
+  const SavedInfo& input_info() const override { return kPreActivation; }
+  const SavedInfo& operand_info() const override { return kActivation; }
+  bool reads_input() const override { return true; }
+  bool recomputes_operand() const override { return true; }
+
+  PrologueOutput forward(const DispatchMode& dispatch, const PrologueInput& in, const Quantizer* quantizer,
+                         QuantizeUsage usage, bool) const override {
+    if (fuses(dispatch, quantizer)) {
+      return {{{},
+               Direct::call<activation_fwd_quantize>("te::activation_fwd_quantize", in.x, kind(), params(), *quantizer,
+                                                     usage)},
+              in.x,
+              {},
+              {},
+              {}};
+    }
+    const Tensor y = dispatch.call<activation_fwd>("te::activation_fwd", in.x, kind(), params());
+    return {operand_of(dispatch, quantizer, y, usage), in.x, {}, {}, {}};
+  }
+
+  Operand recompute(const DispatchMode& dispatch, const PrologueSaved& saved,
+                    const Quantizer* quantizer) const override {
+    const Tensor value = dispatch.call<activation_fwd>("te::activation_fwd", saved.input, kind(), params());
+    return recomputed_operand(dispatch, quantizer, saved.used_scales, value, {false, true});
+  }
+
+  PrologueBackward backward(const DispatchMode& dispatch, const PrologueSaved& saved,
+                            const PrologueGradient& g) const override {
+    PrologueBackward back;
+    if (fuses(dispatch, g.next_quantizer) && (!g.wants_operand || fuses(dispatch, g.quantizer))) {
+      const QuantizeSpec spec = g.wants_operand ? g.quantizer->spec : QuantizeSpec();
+      std::tie(back.dx.fp8, back.operand.fp8) = Direct::call<activation_bwd_quantize>(
+          "te::activation_bwd_quantize", g.d_operand, saved.input, kind(), params(), *g.next_quantizer, g.usage,
+          g.wants_next_sums ? &back.dx_sums : nullptr, spec, saved.used_scales, QuantizeUsage{false, g.wants_operand});
+      return back;
+    }
+    const auto [dx, y] = dispatch.call<activation_bwd>("te::activation_bwd", g.d_operand, saved.input, kind(), params(),
+                                                       g.wants_operand);
+    back.dx = operand_of(dispatch, g.next_quantizer, dx, g.usage, g.wants_next_sums ? &back.dx_sums : nullptr);
+    if (g.wants_operand) back.operand = recomputed_operand(dispatch, g.quantizer, saved.used_scales, y, {false, true});
+    return back;
+  }
+
+ private:
+  std::string_view kind() const { return kind_; }
+  at::ArrayRef<double> params() const { return params_; }
+
+  std::string kind_;
+  std::vector<double> params_;
+};
+
+}  // namespace
+
+ProloguePtr activation_prologue(std::string_view kind, at::ArrayRef<double> params) {
+  return std::make_shared<Activation>(kind, params);
+}
+
+}  // namespace te_torch::layer
