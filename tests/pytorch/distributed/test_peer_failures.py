@@ -1,7 +1,7 @@
 # Ranks over channels of which one does something else than the others while all processes live: what is computed behind
 # it is NaN, and the next call of every rank raises CommTimeout, a replay of te.make_graphed_callables before anything
 # is replayed. Mutants: peer_gather() that poisons nothing and PeerCall without refuse_failed() (csrc/peer.cpp), words
-# without the dtype (csrc/layer/exchange_peer.cpp), replays that do not ask (graph/replay.py), turn these red.
+# without the dtype (csrc/layer/exchange_peer.cpp), replays that do not ask (graph/replay/replay.py), turn these red.
 import peer_failure_workers as workers
 import pytest
 from ranks import as_peers

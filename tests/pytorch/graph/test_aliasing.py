@@ -11,7 +11,7 @@ from graph_cases import FAMILIES, HIDDEN, assert_same_step, capture, left_by, to
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.buffers import apart, fill, neighbourhood
+from transformer_engine.pytorch.graph.memory.buffers import apart, fill, neighbourhood
 
 OP = "make_graphed_callables"
 

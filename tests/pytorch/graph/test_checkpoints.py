@@ -13,7 +13,7 @@ from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import activation_recompute_forward
-from transformer_engine.pytorch.graph.cpu import RecordedStream
+from transformer_engine.pytorch.graph.backend.cpu import RecordedStream
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")

@@ -9,7 +9,7 @@ from graph_cases import HIDDEN, assert_same_step, build, capture, linear, step, 
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.cpu import RecordedGraph
+from transformer_engine.pytorch.graph.backend.cpu import RecordedGraph
 
 CHANGED = "modified by an inplace operation"
 

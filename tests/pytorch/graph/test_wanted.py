@@ -18,7 +18,7 @@ from graph_cases import (
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.cpu import RecordedStream
+from transformer_engine.pytorch.graph.backend.cpu import RecordedStream
 
 FAMILIES = [linear, split_linear, norm_linear, mlp]
 
