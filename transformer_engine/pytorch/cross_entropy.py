@@ -17,8 +17,8 @@ from transformer_engine.pytorch.distributed.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from transformer_engine.pytorch.quantization.products import stateless_integers
-from transformer_engine.pytorch.quantization.surroundings import here
+from transformer_engine.pytorch.quantization.recipes.products import stateless_integers
+from transformer_engine.pytorch.quantization.state.surroundings import here
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 from transformer_engine.pytorch.torch_private import current_graph_task_id
 

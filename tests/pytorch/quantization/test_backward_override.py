@@ -32,7 +32,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
 )
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.quantization.products import plan_of
+from transformer_engine.pytorch.quantization.recipes.products import plan_of
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

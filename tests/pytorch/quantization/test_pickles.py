@@ -15,7 +15,7 @@ from support import assert_same_bits, refused
 from te_states import FORMS, as_tensor, state_of, written
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.quantization import extra_state
+from transformer_engine.pytorch.quantization.checkpoint import extra_state
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")

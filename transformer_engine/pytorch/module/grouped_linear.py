@@ -20,9 +20,9 @@ from transformer_engine.pytorch.module.group_splits import Splits, check_buffer,
 from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
 from transformer_engine.pytorch.module.retelling import retell
-from transformer_engine.pytorch.quantization import te_state
-from transformer_engine.pytorch.quantization.primary_weights import plain
-from transformer_engine.pytorch.quantization.surroundings import HERE, here
+from transformer_engine.pytorch.quantization.checkpoint import te_state
+from transformer_engine.pytorch.quantization.module.primary_weights import plain
+from transformer_engine.pytorch.quantization.state.surroundings import HERE, here
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.torch_autocast import is_autocast
 

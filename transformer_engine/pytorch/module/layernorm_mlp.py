@@ -1,6 +1,6 @@
 """LayerNormMLP: norm, first product, activation, second product, in one autograd node. The activation is not kept.
 What either product keeps for backward, and why, csrc/layer/forward.cpp decides; FP8 copies of the
-weights of fc1 and fc2 between calls are the runtime's (quantization/module_weights.py)."""
+weights of fc1 and fc2 between calls are the runtime's (quantization/module/weights.py)."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.module.linear_family import LinearFamily
 from transformer_engine.pytorch.module.norm_parameters import declare_norm, norm_options
 from transformer_engine.pytorch.module.parallel import divided, exchange_of
 from transformer_engine.pytorch.module.retelling import retell
-from transformer_engine.pytorch.quantization.primary_weights import plain
+from transformer_engine.pytorch.quantization.module.primary_weights import plain
 
 _LOCAL = (None, None)  # exchanges
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}

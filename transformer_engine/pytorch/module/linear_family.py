@@ -21,7 +21,7 @@ from transformer_engine.pytorch.module.parallel import (
     keep_group,
 )
 from transformer_engine.pytorch.module.retelling import retell
-from transformer_engine.pytorch.quantization.primary_weights import plain
+from transformer_engine.pytorch.quantization.module.primary_weights import plain
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.distributed.groups import ranks_of
 from transformer_engine.pytorch.distributed.peer import has_met, kind_of, peer_channel
 from transformer_engine.pytorch.distributed.regions import gather_by_name
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
-from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
+from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 
 _MODES = {"column": 1, "row": 2}

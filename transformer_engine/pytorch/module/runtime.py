@@ -12,7 +12,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional.linear import TracedSink
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_sink
-from transformer_engine.pytorch.quantization.module_quantization import ModuleQuantization, Snapshot
+from transformer_engine.pytorch.quantization.module.quantization import ModuleQuantization, Snapshot
 
 # Names that the files of modules have for fields of it and of its quantization. The lower ones are empty there.
 _QUANTIZATION = {

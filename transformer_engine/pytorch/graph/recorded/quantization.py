@@ -13,9 +13,9 @@ from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.recorded.weight_flag import WeightFlag
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
-from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
-from transformer_engine.pytorch.quantization.products import Plan
-from transformer_engine.pytorch.quantization.surroundings import here
+from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
+from transformer_engine.pytorch.quantization.recipes.products import Plan
+from transformer_engine.pytorch.quantization.state.surroundings import here
 
 
 def our_modules(module: object) -> list[TransformerEngineBaseModule]:

@@ -20,8 +20,8 @@ from transformer_engine.pytorch.graph.replay.graphs import Replays
 from transformer_engine.pytorch.graph.replay.refusals import Refusals
 from transformer_engine.pytorch.graph.replay.scales import Scales
 from transformer_engine.pytorch.graph.replay.weight_grads import WeightGrads
-from transformer_engine.pytorch.quantization.products import Plan
-from transformer_engine.pytorch.quantization.surroundings import here
+from transformer_engine.pytorch.quantization.recipes.products import Plan
+from transformer_engine.pytorch.quantization.state.surroundings import here
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.torch_private import are_functorch_transforms_active, current_graph_task_id
 

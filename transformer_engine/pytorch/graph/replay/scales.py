@@ -14,8 +14,8 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.graph.recorded.quantization import Noted
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
-from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
-from transformer_engine.pytorch.quantization.surroundings import here
+from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
+from transformer_engine.pytorch.quantization.state.surroundings import here
 from transformer_engine.pytorch.recompute_phase import RecomputePhase
 from transformer_engine.pytorch.torch_private import foreach_copy_
 

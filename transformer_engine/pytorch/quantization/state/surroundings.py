@@ -18,7 +18,7 @@ from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.capture_flag import stream_captures
 from transformer_engine.pytorch.quantization.delayed import Region
-from transformer_engine.pytorch.quantization.products import Plan, plan_of
+from transformer_engine.pytorch.quantization.recipes.products import Plan, plan_of
 from transformer_engine.pytorch.torch_private import current_graph_task_id
 
 

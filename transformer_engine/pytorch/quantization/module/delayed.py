@@ -1,5 +1,5 @@
 """One call of a module under delayed scaling: whether it notes amaxes, whose scales it reads where a forward is
-recomputed, and who hears of its output. How scales are made is delayed.py's."""
+recomputed, and who hears of its output. How scales are made is quantization/delayed.py's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.quantization.delayed import Region
-from transformer_engine.pytorch.quantization.module_plan import AGAIN, QUIET, RECORD, ModulePlan
-from transformer_engine.pytorch.quantization.surroundings import State
+from transformer_engine.pytorch.quantization.module.plan import AGAIN, QUIET, RECORD, ModulePlan
+from transformer_engine.pytorch.quantization.state.surroundings import State
 from transformer_engine.pytorch.recompute_phase import RecomputePhase, recompute_phase
 
 

@@ -15,19 +15,19 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import outside_of_modes, refuse
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
-from transformer_engine.pytorch.quantization.module_delayed import DelayedCalls, kind_of_call
-from transformer_engine.pytorch.quantization.module_plan import RECORD, ModulePlan
-from transformer_engine.pytorch.quantization.module_weights import KeptWeights, WeightCalls
-from transformer_engine.pytorch.quantization.primary_weights import (
+from transformer_engine.pytorch.quantization.module.delayed import DelayedCalls, kind_of_call
+from transformer_engine.pytorch.quantization.module.plan import RECORD, ModulePlan
+from transformer_engine.pytorch.quantization.module.primary_weights import (
     adopt_primary_weight,
     check_primary_weight,
     drop_columns,
     keep_high_precision,
     primary_weights,
 )
-from transformer_engine.pytorch.quantization.products import SLOTS, Plan, plan_of, traced_integers
+from transformer_engine.pytorch.quantization.module.weights import KeptWeights, WeightCalls
+from transformer_engine.pytorch.quantization.recipes.products import SLOTS, Plan, plan_of, traced_integers
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.surroundings import HERE, State, get_default_recipe, here
+from transformer_engine.pytorch.quantization.state.surroundings import HERE, State, get_default_recipe, here
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
 from transformer_engine.pytorch.torch_private import current_graph_task_id

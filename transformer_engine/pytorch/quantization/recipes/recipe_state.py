@@ -1,5 +1,5 @@
 """RecipeState: the quantizers of one direction of a module under a recipe, for clients that quantize by themselves.
-Modules keep their own, in module_plan.py."""
+Modules keep their own, in module/plan.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch._arguments import check_size
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
-from transformer_engine.pytorch.quantization.formats import get_fp8_te_dtype, must_be_a_recipe
-from transformer_engine.pytorch.quantization.products import by_engine, plan_of
-from transformer_engine.pytorch.quantization.quantizers import ask_factory, delayed_spec, make_quantizer, only_rule
+from transformer_engine.pytorch.quantization.recipes.formats import get_fp8_te_dtype, must_be_a_recipe
+from transformer_engine.pytorch.quantization.recipes.products import by_engine, plan_of
+from transformer_engine.pytorch.quantization.recipes.quantizers import (
+    ask_factory,
+    delayed_spec,
+    make_quantizer,
+    only_rule,
+)
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
 from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.utils import resolve_device

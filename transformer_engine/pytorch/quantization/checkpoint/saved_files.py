@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from transformer_engine.pytorch.quantization.pickles import Machine, Name, Record, Unreadable
+from transformer_engine.pytorch.quantization.checkpoint.pickles import Machine, Name, Record, Unreadable
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the files before those that are zip archives
 _REBUILD, _FROM_BYTES = "torch._utils._rebuild_tensor_v2", "torch.storage._load_from_bytes"

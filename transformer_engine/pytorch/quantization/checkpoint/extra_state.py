@@ -1,5 +1,5 @@
 """What a module's `_extra_state` holds: scales and amax histories of delayed scaling, as bytes of a checkpoint. Reads
-them back too, and trusts nothing there: what does not fit is named. module_api.py has the methods that torch calls.
+them back too, and trusts nothing there: what does not fit is named. module/api.py has the methods that torch calls.
 te_state.py has the pickles: it reads those of other versions of the API, and writes GroupedLinear's.
 
 Bytes: 8 of magic and version, 4 the length of the header, the header (JSON, padded so that the size depends on the
@@ -16,10 +16,10 @@ import zlib
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Format
-from transformer_engine.pytorch.quantization import te_state
+from transformer_engine.pytorch.quantization.checkpoint import te_state
+from transformer_engine.pytorch.quantization.checkpoint.loaded import Foreign as Foreign  # for those who read by unpack
+from transformer_engine.pytorch.quantization.checkpoint.loaded import Loaded, Unfit
 from transformer_engine.pytorch.quantization.delayed import ScalingState
-from transformer_engine.pytorch.quantization.loaded import Foreign as Foreign  # for those who read by unpack
-from transformer_engine.pytorch.quantization.loaded import Loaded, Unfit
 
 _MAGIC, _VERSION, _HEADER = b"TE-FP8\0", 1, 500
 torch.serialization.add_safe_globals([io.BytesIO])  # what other versions of the API put state in: bytes

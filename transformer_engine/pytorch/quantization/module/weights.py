@@ -12,13 +12,13 @@ import torch
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
-from transformer_engine.pytorch.quantization.module_plan import AGAIN, QUIET, RECORD, ModulePlan
-from transformer_engine.pytorch.quantization.primary_weights import (
+from transformer_engine.pytorch.quantization.module.plan import AGAIN, QUIET, RECORD, ModulePlan
+from transformer_engine.pytorch.quantization.module.primary_weights import (
     adopt_primary_weight,
     as_product_reads,
     check_primary_weight,
 )
-from transformer_engine.pytorch.quantization.surroundings import HERE
+from transformer_engine.pytorch.quantization.state.surroundings import HERE
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.torch_autocast import is_autocast

@@ -11,7 +11,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import outside_of_modes
 from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
-from transformer_engine.pytorch.quantization.products import (
+from transformer_engine.pytorch.quantization.recipes.products import (
     BACKWARD_SLOTS,
     DELAYED,
     FORWARD_SLOTS,
@@ -19,7 +19,12 @@ from transformer_engine.pytorch.quantization.products import (
     Plan,
     native,
 )
-from transformer_engine.pytorch.quantization.quantizers import ask_factory, delayed_spec, make_quantizer, only_rule
+from transformer_engine.pytorch.quantization.recipes.quantizers import (
+    ask_factory,
+    delayed_spec,
+    make_quantizer,
+    only_rule,
+)
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
 from transformer_engine.pytorch.tensor import Float8Quantizer, Quantizer
 

@@ -12,8 +12,8 @@ import torch
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._keywords import hides_unknown, tells_keywords, unknown_keyword
 from transformer_engine.pytorch.quantization.delayed import Region
-from transformer_engine.pytorch.quantization.formats import must_be_a_recipe
-from transformer_engine.pytorch.quantization.surroundings import here
+from transformer_engine.pytorch.quantization.recipes.formats import must_be_a_recipe
+from transformer_engine.pytorch.quantization.state.surroundings import here
 
 
 def _deprecated(old: str, new: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization.delayed import Column
-from transformer_engine.pytorch.quantization.products import DELAYED, SCALING_NAMES, Spec, epsilon_of
+from transformer_engine.pytorch.quantization.recipes.products import DELAYED, SCALING_NAMES, Spec, epsilon_of
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.registry import SCALINGS, Wanted

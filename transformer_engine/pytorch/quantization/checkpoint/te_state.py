@@ -9,10 +9,10 @@ import pickle
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Format
-from transformer_engine.pytorch.quantization import pickles, saved_files
+from transformer_engine.pytorch.quantization.checkpoint import pickles, saved_files
+from transformer_engine.pytorch.quantization.checkpoint.loaded import Foreign, Loaded, Unfit
 from transformer_engine.pytorch.quantization.delayed import ScalingState
-from transformer_engine.pytorch.quantization.loaded import Foreign, Loaded, Unfit
-from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS
+from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS
 
 _RECIPES = "transformer_engine.common.recipe."
 _MEMBER = frozenset({"builtins.getattr", "__builtin__.getattr"})  # how Python 3.11 writes the member of an Enum

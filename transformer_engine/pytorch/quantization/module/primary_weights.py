@@ -1,5 +1,5 @@
 """Weights that a module holds in FP8 alone (quantized_model_init): how they are found, checked against a recipe, given
-new values by its scales, and converted where they are. Copies beside a weight are module_weights.py's."""
+new values by its scales, and converted where they are. Copies beside a weight are weights.py's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.compiling import outside_of_modes
-from transformer_engine.pytorch.quantization.module_plan import ModulePlan
-from transformer_engine.pytorch.quantization.surroundings import HERE
+from transformer_engine.pytorch.quantization.module.plan import ModulePlan
+from transformer_engine.pytorch.quantization.state.surroundings import HERE
 from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.layout import ROWWISE

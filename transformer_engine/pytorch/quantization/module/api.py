@@ -1,5 +1,5 @@
 """What clients see of a module's quantization: its attributes, its scales by hand, and its `_extra_state`, whose bytes
-are extra_state.py's. What they ask for is done by module_quantization.py."""
+are checkpoint/extra_state.py's. What they ask for is done by quantization.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import warnings
 
 import torch
 
-from transformer_engine.pytorch.quantization import extra_state
-from transformer_engine.pytorch.quantization.module_quantization import DIRECTIONS
-from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS
+from transformer_engine.pytorch.quantization.checkpoint import extra_state
+from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
+from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.surroundings import here
+from transformer_engine.pytorch.quantization.state.surroundings import here
 
 
 class QuantizedModule(torch.nn.Module):

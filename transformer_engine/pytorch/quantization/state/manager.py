@@ -8,8 +8,8 @@ from collections import deque
 import torch
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.quantization import availability
-from transformer_engine.pytorch.quantization.surroundings import here
+from transformer_engine.pytorch.quantization.recipes import availability
+from transformer_engine.pytorch.quantization.state.surroundings import here
 from transformer_engine.pytorch.utils import resolve_device
 
 
