@@ -15,8 +15,7 @@ SOURCE = REPO / "transformer_engine"
 
 # Rooms of the Python package from the lowest floor up: a room imports from its own floor and from below.
 FLOORS = [
-    ["common", "_load", "_absent", "_keywords", "_arguments", "constants", "compiling", "torch_autocast"]
-    + ["capture_flag", "recompute_phase", "flops", "jit", "torch_version", "debug", "torch_private"],
+    ["common", "_internal", "constants", "flops", "jit", "torch_version", "debug"],
     ["utils", "functional"],
     ["tensor", "verdict"],
     ["saved"],

@@ -13,7 +13,7 @@ from api_names import GUARDED, LATER, SUBMODULES, TE, TOP_LEVEL
 from compatibility import absent
 from support import refused
 
-from transformer_engine.pytorch._absent import names_without_a_body
+from transformer_engine.pytorch._internal.absent import names_without_a_body
 
 NAMES = [(TE, name) for group in TOP_LEVEL.values() for name in group.split()]
 # One name for two things: the module and the operation that is not here yet.

@@ -8,7 +8,7 @@ from stash_cases import LIVE, WIDTH, count, given, made, report, same
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import capture_ends
+from transformer_engine.pytorch._internal.capture_flag import capture_ends
 
 
 class Layer(torch.nn.Module):

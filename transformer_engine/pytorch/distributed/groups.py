@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._arguments import check_tensor
+from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch._internal.compiling import refuse
 from transformer_engine.pytorch.functional.linear import TracedSink, _spec, _traced
 
 

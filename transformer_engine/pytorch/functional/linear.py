@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch._internal.compiling import refuse
 
 # Where a weight's gradient goes when it is not simply returned: a module's sink, or what is called in backward as
 # sink(product, with_bias), a _C.WeightProduct, and returns (dweight or None, dbias or None). Eager mode only.

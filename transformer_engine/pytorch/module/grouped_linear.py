@@ -11,10 +11,11 @@ from contextlib import contextmanager
 import torch
 
 from transformer_engine.pytorch import _C, functional
-from transformer_engine.pytorch._absent import absent
-from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.compiling import refuse as refuse_recipe
+from transformer_engine.pytorch._internal.absent import absent
+from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch._internal.compiling import refuse as refuse_recipe
+from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.torch_autocast import is_autocast
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
 from transformer_engine.pytorch.module.kept_input import keeps_input
@@ -24,7 +25,6 @@ from transformer_engine.pytorch.quantization.checkpoint import te_state
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
 from transformer_engine.pytorch.quantization.state.surroundings import HERE, here
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.torch_autocast import is_autocast
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions
 

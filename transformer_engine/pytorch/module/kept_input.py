@@ -3,7 +3,7 @@ quantizes it again. Refuses recipes with which that would be something else."""
 
 import torch
 
-from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch._internal.compiling import refuse
 from transformer_engine.pytorch.quantization.state.surroundings import here
 
 

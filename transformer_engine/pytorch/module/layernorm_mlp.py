@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
 from transformer_engine.pytorch.module.linear_family import LinearFamily

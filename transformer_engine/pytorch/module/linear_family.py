@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.parallel import (

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._arguments import check_size
+from transformer_engine.pytorch._internal.arguments import check_size
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch.distributed.groups import ranks_of
 from transformer_engine.pytorch.distributed.peer import has_met, kind_of, peer_channel
 from transformer_engine.pytorch.distributed.regions import gather_by_name
 from transformer_engine.pytorch.functional.linear import Exchange, Parallel
 from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
-from transformer_engine.pytorch.recompute_phase import recompute_phase
 
 _MODES = {"column": 1, "row": 2}
 # What adds up a row's output without sequence parallelism: the group, or kernels over symmetric memory.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch._internal.compiling import refuse
 from transformer_engine.pytorch.functional.linear import TracedSink
 from transformer_engine.pytorch.utils import resolve_device
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch.saved.standing import Composed, Foreign, pop_pythons
 from transformer_engine.pytorch.tensor.fields import MARK
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import capture_ends
+from transformer_engine.pytorch._internal.capture_flag import capture_ends
+from transformer_engine.pytorch._internal.torch_private import end_allocations_to_pool
 from transformer_engine.pytorch.distributed.rng import prepare_no_draws
 from transformer_engine.pytorch.graph.backend.interface import HostSync, Written
 from transformer_engine.pytorch.graph.describe import OP
-from transformer_engine.pytorch.torch_private import end_allocations_to_pool
 from transformer_engine.pytorch.utils import make_weak_ref
 
 # One capture stream a device: libraries keep a workspace for every stream that they have seen.

@@ -6,8 +6,8 @@ from numbers import Integral
 
 import torch
 
-from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
+from transformer_engine.pytorch._internal.capture_flag import is_graph_capturing, stream_captures
+from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.graph.capture.arguments import (
     check_modules,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import pass_ended
+from transformer_engine.pytorch._internal.capture_flag import pass_ended
 from transformer_engine.pytorch.cpu_offload.leaving import layers_that_left
 from transformer_engine.pytorch.distributed.peer import channels_noted
 from transformer_engine.pytorch.graph.backend.cpu import CpuGraphs

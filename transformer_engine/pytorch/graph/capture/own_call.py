@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from transformer_engine.pytorch.capture_flag import as_captured
+from transformer_engine.pytorch._internal.capture_flag import as_captured
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from transformer_engine.pytorch.capture_flag import set_capture_end, set_capture_start
+from transformer_engine.pytorch._internal.capture_flag import set_capture_end, set_capture_start
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers
 from transformer_engine.pytorch.graph.describe import PLAIN
 from transformer_engine.pytorch.graph.memory.buffers import distinct, version_of

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from transformer_engine.pytorch.capture_flag import pass_ended
+from transformer_engine.pytorch._internal.capture_flag import pass_ended
 from transformer_engine.pytorch.graph.backend.interface import Backend
 from transformer_engine.pytorch.graph.capture.checks import noted_once
 from transformer_engine.pytorch.graph.capture.order import BACKWARD, FORWARD, WGRAD, Step

@@ -6,14 +6,14 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from transformer_engine.pytorch.capture_flag import as_captured
+from transformer_engine.pytorch._internal.capture_flag import as_captured
+from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.graph.describe import OP, form_of
 from transformer_engine.pytorch.graph.memory.buffers import version_of
 from transformer_engine.pytorch.graph.recorded.quantization import Quantization, our_modules
 from transformer_engine.pytorch.graph.replay.arguments import Signature
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.weight_grad import Pending, WeightGradStore, accumulation_noted
-from transformer_engine.pytorch.torch_private import pytree
 
 
 class Ambient:

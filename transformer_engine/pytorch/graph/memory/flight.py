@@ -5,8 +5,8 @@ import weakref
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import increment_version
 from transformer_engine.pytorch.graph.memory.loans import Loans
-from transformer_engine.pytorch.torch_private import increment_version
 
 
 class Pass:

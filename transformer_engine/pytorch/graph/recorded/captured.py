@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.graph.backend.interface import Graph
 from transformer_engine.pytorch.graph.recorded.main_grads import Fused
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

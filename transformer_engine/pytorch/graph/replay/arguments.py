@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch.nn import Parameter
 
+from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.graph.describe import OP, form_of, shown
 from transformer_engine.pytorch.graph.memory.buffers import overlapping
 from transformer_engine.pytorch.graph.replay.constants import kept, same
-from transformer_engine.pytorch.torch_private import pytree
 
 REPLAY_KEYWORDS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
 _PLAIN = (torch.Tensor, Parameter)  # others may have no memory

@@ -7,8 +7,8 @@ import functools
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.graph.describe import OP, is_numpy, shown
-from transformer_engine.pytorch.torch_private import pytree
 
 _HIDDEN = "holds a tensor, which the graph would go on reading where it is now"
 _FIX = "pass its tensors by themselves, or in a dict"

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 
 import torch
 
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.torch_private import foreach_mul, increment_version
 from transformer_engine.pytorch.graph.backend.interface import Graph
 from transformer_engine.pytorch.graph.memory.buffers import apart, fill, version_of
-from transformer_engine.pytorch.recompute_phase import recompute_phase
-from transformer_engine.pytorch.torch_private import foreach_mul, increment_version
 
 
 class Replays:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import is_graph_capturing
+from transformer_engine.pytorch._internal.capture_flag import is_graph_capturing
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.torch_private import are_functorch_transforms_active, current_graph_task_id
 from transformer_engine.pytorch.graph.backend.interface import Backend
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.memory.flight import Flight, Pass
@@ -22,8 +24,6 @@ from transformer_engine.pytorch.graph.replay.scales import Scales
 from transformer_engine.pytorch.graph.replay.weight_grads import WeightGrads
 from transformer_engine.pytorch.quantization.recipes.products import Plan
 from transformer_engine.pytorch.quantization.state.surroundings import here
-from transformer_engine.pytorch.recompute_phase import recompute_phase
-from transformer_engine.pytorch.torch_private import are_functorch_transforms_active, current_graph_task_id
 
 
 class _Replay(torch.autograd.Function):

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.recompute_phase import RecomputePhase
+from transformer_engine.pytorch._internal.torch_private import foreach_copy_
 from transformer_engine.pytorch.graph.recorded.quantization import Noted
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.state.surroundings import here
-from transformer_engine.pytorch.recompute_phase import RecomputePhase
-from transformer_engine.pytorch.torch_private import foreach_copy_
 
 # What tells a backward's region that it was reached: a watch, and a place in it.
 Watched = tuple[_C.BackwardWatch, int]

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.torch_private import increment_version
 from transformer_engine.pytorch.graph.recorded.main_grads import Fused, main_grad_of
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad
-from transformer_engine.pytorch.torch_private import increment_version
 
 
 class WeightGrads:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.recompute_phase import RecomputePhase, recompute_phase
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.module.plan import AGAIN, QUIET, RECORD, ModulePlan
 from transformer_engine.pytorch.quantization.state.surroundings import State
-from transformer_engine.pytorch.recompute_phase import RecomputePhase, recompute_phase
 
 
 def kind_of_call(module: torch.nn.Module, phase: RecomputePhase) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import outside_of_modes
+from transformer_engine.pytorch._internal.compiling import outside_of_modes
 from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
 from transformer_engine.pytorch.quantization.recipes.products import (
     BACKWARD_SLOTS,

@@ -11,15 +11,15 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import outside_of_modes
+from transformer_engine.pytorch._internal.compiling import outside_of_modes
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.torch_private import has_compatible_shallow_copy_type
 from transformer_engine.pytorch.quantization.module.plan import ModulePlan
 from transformer_engine.pytorch.quantization.state.surroundings import HERE
-from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.layout import ROWWISE
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
 from transformer_engine.pytorch.tensor.values_view import ValuesView
-from transformer_engine.pytorch.torch_private import has_compatible_shallow_copy_type
 
 
 def keep_high_precision(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:

@@ -13,7 +13,9 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import outside_of_modes, refuse
+from transformer_engine.pytorch._internal.compiling import outside_of_modes, refuse
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.torch_private import current_graph_task_id
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.module.delayed import DelayedCalls, kind_of_call
 from transformer_engine.pytorch.quantization.module.plan import RECORD, ModulePlan
@@ -28,9 +30,7 @@ from transformer_engine.pytorch.quantization.module.weights import KeptWeights, 
 from transformer_engine.pytorch.quantization.recipes.products import SLOTS, Plan, plan_of, traced_integers
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
 from transformer_engine.pytorch.quantization.state.surroundings import HERE, State, get_default_recipe, here
-from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
-from transformer_engine.pytorch.torch_private import current_graph_task_id
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")  # keys of meta
 

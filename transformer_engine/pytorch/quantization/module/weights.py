@@ -11,6 +11,9 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.torch_autocast import is_autocast
+from transformer_engine.pytorch._internal.torch_private import unsafe_preserve_version_counter
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.quantization.module.plan import AGAIN, QUIET, RECORD, ModulePlan
 from transformer_engine.pytorch.quantization.module.primary_weights import (
@@ -19,10 +22,7 @@ from transformer_engine.pytorch.quantization.module.primary_weights import (
     check_primary_weight,
 )
 from transformer_engine.pytorch.quantization.state.surroundings import HERE
-from transformer_engine.pytorch.recompute_phase import recompute_phase
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.torch_autocast import is_autocast
-from transformer_engine.pytorch.torch_private import unsafe_preserve_version_counter
 
 
 class KeptWeights:

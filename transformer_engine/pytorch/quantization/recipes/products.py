@@ -17,7 +17,7 @@ import torch
 
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Format, QParams, Recipe
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch._internal.compiling import refuse
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
 from transformer_engine.pytorch.tensor.engine import STATELESS

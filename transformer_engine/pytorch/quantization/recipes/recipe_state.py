@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
-from transformer_engine.pytorch._arguments import check_size
+from transformer_engine.pytorch._internal.arguments import check_size
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
 from transformer_engine.pytorch.quantization.recipes.formats import get_fp8_te_dtype, must_be_a_recipe

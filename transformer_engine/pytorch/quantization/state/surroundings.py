@@ -16,10 +16,10 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import stream_captures
+from transformer_engine.pytorch._internal.capture_flag import stream_captures
+from transformer_engine.pytorch._internal.torch_private import current_graph_task_id
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.recipes.products import Plan, plan_of
-from transformer_engine.pytorch.torch_private import current_graph_task_id
 
 
 def get_default_recipe() -> Recipe:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from transformer_engine.pytorch import torch_private
+from transformer_engine.pytorch._internal import torch_private
 
 
 @functools.cache
