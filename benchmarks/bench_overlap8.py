@@ -104,9 +104,9 @@ class Rank0:
     def _grow(self, slot, size, text):
         return self.memory.part_of_rank0(slot), self.memory.addresses[slot], self.memory
 
-    def exchange(self, op):
+    def tp_comm(self, op):
         mode = 1 if op == "gather_linear" else 2
-        return _C.GroupExchange(mode, True, 1, RANKS, self.group, 0, 1)
+        return _C.GroupTPComm(mode, True, 1, RANKS, self.group, 0, 1)
 
 
 class Peers:
@@ -155,13 +155,13 @@ class Call:
         self.text = f"{'gather, product' if gather else 'product, scatter'} (forward) BFloat16 {shape}"
         self.sum_bytes = 0 if gather else (RANKS + 1) * self.shards[0].nbytes
         if bench.rank == 0:
-            self.exchange = side.exchange(op)
+            self.tp_comm = side.tp_comm(op)
             self.mine = self.shards[0] if gather else self.x
             self.target = channel.other(self.shards[0])
 
     def run(self):
         with torch.no_grad():
-            return linear(self.mine, self.weight, exchange=self.exchange)
+            return linear(self.mine, self.weight, tp_comm=self.tp_comm)
 
     def push(self):
         for _ in range(1, RANKS):

@@ -1,7 +1,7 @@
 """`import transformer_engine_torch as tex`: what clients take from there, and nothing else. The extension itself is
 transformer_engine.pytorch's own."""
 
-from transformer_engine.pytorch._absent import names_without_a_body
+from transformer_engine.pytorch._internal.absent import names_without_a_body
 from transformer_engine.pytorch.attention.partition import thd_get_partitioned_indices as thd_get_partitioned_indices
 from transformer_engine.pytorch.constants import DType as DType
 from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_tensor
+from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.functional import activation, activation_kinds
 from transformer_engine.pytorch.tensor import QuantizedTensorStorage, Quantizer

@@ -15,10 +15,10 @@ struct Family {
   enum Saved { kInput, kOther };
 
   template <class DispatchModeType>
-  static variable_list forward(State&, SaveContext& ctx, const Tensor& x, const Tensor& counter, int64_t unit_rows) {
+  static variable_list forward(State&, SaveContext& save, const Tensor& x, const Tensor& counter, int64_t unit_rows) {
     const LiveRows live{counter, unit_rows};
-    ctx.keep(kInput, x, kParameter, 0, &live);
-    ctx.keep(kOther, x.clone(), kParameter);
+    save.keep(kInput, x, kParameter, 0, &live);
+    save.keep(kOther, x.clone(), kParameter);
     return {x.clone()};
   }
   template <class DispatchModeType>

@@ -15,8 +15,7 @@ SOURCE = REPO / "transformer_engine"
 
 # Rooms of the Python package from the lowest floor up: a room imports from its own floor and from below.
 FLOORS = [
-    ["common", "_load", "_absent", "_keywords", "_arguments", "constants", "compiling", "torch_autocast"]
-    + ["capture_flag", "recompute_phase", "flops", "jit", "torch_version", "debug", "torch_private"],
+    ["common", "_internal", "constants", "flops", "jit", "torch_version", "debug"],
     ["utils", "functional"],
     ["tensor", "verdict"],
     ["saved"],
@@ -156,11 +155,16 @@ def floors_as_text():
 PYTORCH, CSRC, ROOM = "transformer_engine/pytorch", "transformer_engine/pytorch/csrc", "transformer_engine/common/ops"
 # (file, what stands there, how its definition begins, what it does). Each calls the next one.
 WALK = [
-    (f"{PYTORCH}/module/layernorm_mlp.py", "LayerNormMLP.forward", "def forward(", "options, kept weights, sinks"),
+    (
+        f"{PYTORCH}/module/layernorm_mlp.py",
+        "LayerNormMLP.forward",
+        "def forward(",
+        "options, kept weights, gradient accumulators",
+    ),
     (f"{PYTORCH}/functional/linear.py", "layernorm_mlp", "def layernorm_mlp(", "eager or compiled"),
     (f"{CSRC}/layer/op_registration.h", "Op::eager", "static auto eager(", "with autograd or without"),
     (f"{CSRC}/autograd/autograd.h", "Node::forward", "static variable_list forward(", "what is saved, below autograd"),
-    (f"{CSRC}/layer/forward.cpp", "Chain::forward", "variable_list Chain::forward(", "layer by layer"),
+    (f"{CSRC}/layer/forward.cpp", "LayerChain::forward", "variable_list LayerChain::forward(", "layer by layer"),
     (f"{CSRC}/layer/forward.cpp", "layer_forward", "LayerOutput layer_forward(", "source, then product"),
     (f"{CSRC}/layer/prologue_activation.cpp", "Activation::make", "Made make(", "plain, or straight to FP8"),
     (f"{CSRC}/ops/activation.cpp", "activation_fwd", "Tensor activation_fwd(", "allocate, view, stream"),
@@ -173,7 +177,7 @@ CALLED = {
     "layernorm_mlp": "functional.layernorm_mlp(",
     "Op::eager": "_C.layernorm_mlp(",  # Op::python of it, by the op's row in layer/layernorm_mlp.cpp
     "Node::forward": "Node<Family, Direct>::run(",
-    "Chain::forward": "Family::template forward<Route>(",
+    "LayerChain::forward": "Family::template forward<DispatchMode>(",
     "layer_forward": "layer_forward(",
     "Activation::make": "source.make(",
     "activation_fwd": "call<activation_fwd>(",

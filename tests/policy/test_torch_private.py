@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 REPO = Path(__file__).parents[2]
-FILE = REPO / "transformer_engine/pytorch/torch_private.py"
+FILE = REPO / "transformer_engine/pytorch/_internal/torch_private.py"
 PACKAGES = ("transformer_engine", "transformer_engine_torch")
 RANGE = re.compile(r"# 2\.(\d+) - 2\.(\d+)")
 

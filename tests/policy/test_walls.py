@@ -172,7 +172,9 @@ def test_units_of_the_binding_have_no_new_circle():
 @pytest.mark.parametrize("folder", CSRC_FLOOR)
 def test_a_folder_registers_the_names_of_its_own_files(folder):
     text = "\n".join(path.read_text() for path in sorted((CSRC / folder).glob("*.cpp")))
-    own = set(re.findall(r"^TE_FACES\((\w+),", text, re.M)) | set(re.findall(r"^void register_(\w+)\(", text, re.M))
+    own = set(re.findall(r"^TE_OP_REGISTRATION\((\w+),", text, re.M)) | set(
+        re.findall(r"^void register_(\w+)\(", text, re.M)
+    )
     named = registered()[folder]
     assert named and set(named) <= own
     assert f"TE_FOLDER({folder}, TE_{folder.upper()})" in (CSRC / "module.cpp").read_text()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._absent import absent
-from transformer_engine.pytorch._arguments import check_tensor
+from transformer_engine.pytorch._internal.absent import absent
+from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch.functional import gemm, gemm_accumulate
 from transformer_engine.pytorch.module.base import refuse
 from transformer_engine.pytorch.module.group_splits import whole_numbers

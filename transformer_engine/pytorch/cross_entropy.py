@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._arguments import check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch._internal.arguments import check_tensor
+from transformer_engine.pytorch._internal.compiling import refuse
+from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.torch_private import current_graph_task_id
 from transformer_engine.pytorch.distributed.groups import check_device, ranks_of
 from transformer_engine.pytorch.distributed.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from transformer_engine.pytorch.quantization.products import stateless_integers
-from transformer_engine.pytorch.quantization.surroundings import here
+from transformer_engine.pytorch.quantization.recipes.products import stateless_integers
+from transformer_engine.pytorch.quantization.state.surroundings import here
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
-from transformer_engine.pytorch.torch_private import current_graph_task_id
 
 _OPS_WORDS = re.compile(r"^(te_|linear_)?cross_entropy(_\w+)?: ")
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transformer_engine.pytorch._absent import names_without_a_body, refusal
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._internal.absent import names_without_a_body, refusal
+from transformer_engine.pytorch._internal.keywords import tells_keywords
 
 _EXPORT = "export to ONNX is"
 __getattr__ = names_without_a_body(__name__, {"te_translation_table": (_EXPORT, "")})

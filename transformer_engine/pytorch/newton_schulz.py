@@ -2,7 +2,7 @@
 
 import torch
 
-from transformer_engine.pytorch._absent import absent
+from transformer_engine.pytorch._internal.absent import absent
 
 _CUSOLVER = "cuSolverMp is"
 

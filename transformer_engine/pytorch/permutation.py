@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from transformer_engine.pytorch._absent import absent
+from transformer_engine.pytorch._internal.absent import absent
 
 _PERMUTATION = "MoE permutation is"
 _TORCH = "use torch.index_select and index_add"

@@ -4,7 +4,7 @@ from enum import Enum
 
 import torch
 
-from transformer_engine.pytorch._absent import absent
+from transformer_engine.pytorch._internal.absent import absent
 
 _ROUTER = "the fused MoE router is"
 _TORCH = "compute it with torch's own softmax and topk"

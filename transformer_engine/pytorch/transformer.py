@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_tensor
-from transformer_engine.pytorch._keywords import OF_ATTENTION, tells_keywords
+from transformer_engine.pytorch._internal.arguments import check_tensor
+from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, tells_keywords
+from transformer_engine.pytorch._internal.torch_autocast import to_autocast
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import check_format
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
@@ -21,7 +22,6 @@ from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parallel import check_options, group_size
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.module.submodules import is_own, run_part
-from transformer_engine.pytorch.torch_autocast import to_autocast
 
 
 def _check_rate(op: str, argument: str, rate: float) -> None:

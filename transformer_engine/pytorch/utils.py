@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_tensor
-from transformer_engine.pytorch.torch_private import construct_storage_from_data_pointer
+from transformer_engine.pytorch._internal.arguments import check_tensor
+from transformer_engine.pytorch._internal.torch_private import construct_storage_from_data_pointer
 
 gpu_autocast_ctx = functools.partial(torch.amp.autocast, device_type="cuda")
 

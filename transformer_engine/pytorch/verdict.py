@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import outside_of_modes
+from transformer_engine.pytorch._internal.compiling import outside_of_modes
 from transformer_engine.pytorch.utils import resolve_device
 
 

@@ -32,7 +32,7 @@ class Pairs(torch.nn.Module):
         for number, weight in enumerate(self.weights):
             column = number % 2 == 0
             how = (1 if column else 2, True, self.recompute or not column, 1, self.group)
-            x = linear(x, weight, exchange=None if self.group is None else _C.GroupExchange(*how))
+            x = linear(x, weight, tp_comm=None if self.group is None else _C.GroupTPComm(*how))
         return x
 
 

@@ -158,13 +158,13 @@ def without_dimensions(rank):
 
 
 def called_sinks(rank):
-    """A product's weight gradient as a Python sink gets it, in one and in parts, against what autograd returns."""
+    """A weight gradient as a Python gradient accumulator gets it, in one and in parts, against autograd's."""
     wrong = []
     for mode, recompute in ((1, 1), (1, 0), (2, 0)):
-        exchange = _C.GroupExchange(mode, True, bool(recompute), dist.get_world_size(), dist.group.WORLD.group_name)
+        tp_comm = _C.GroupTPComm(mode, True, bool(recompute), dist.get_world_size(), dist.group.WORLD.group_name)
         torch.manual_seed(rank)
         x, weight, bias = torch.randn(4, 32), torch.randn(16, 32), torch.randn(16)
-        dy = torch.randn(*(linear(x, weight, bias, exchange=exchange).shape))
+        dy = torch.randn(*(linear(x, weight, bias, tp_comm=tp_comm).shape))
         found = []
 
         def in_parts(product, with_bias, found=found):
@@ -173,9 +173,9 @@ def called_sinks(rank):
             found.append(grad)
             return grad, torch.cat(sums)
 
-        for sink in (None, lambda product, with_bias: product.compute(with_bias), in_parts):
+        for grad_accumulator in (None, lambda product, with_bias: product.compute(with_bias), in_parts):
             leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-            linear(*leaves, sink=sink, exchange=exchange).backward(dy)
+            linear(*leaves, grad_accumulator=grad_accumulator, tp_comm=tp_comm).backward(dy)
             found.append([leaf.grad for leaf in leaves])
         plain, computed, parts, summed = found
         same = all(torch.equal(a, b) for a, b in zip(plain, computed))

@@ -51,8 +51,8 @@ def operators(rank):
     name, x = dist.group.WORLD.group_name, torch.full((3,), rank + 1.0)
     total = torch.ops.te.group_sum(x, name, 2)
     wrong = [] if total.tolist() == [3.0] * 3 and x.tolist() == [rank + 1.0] * 3 else ["group_sum"]
-    exchange = _C.GroupExchange(1, True, 1, 4, name)
-    words = said(lambda: linear(torch.randn(4, WIDE), torch.randn(NARROW, WIDE), exchange=exchange))
+    tp_comm = _C.GroupTPComm(1, True, 1, 4, name)
+    words = said(lambda: linear(torch.randn(4, WIDE), torch.randn(NARROW, WIDE), tp_comm=tp_comm))
     wrong += [] if words.startswith("RuntimeError: the process group") and "2 ranks, wanted 4" in words else [words]
     if not ranks_compare():
         return wrong

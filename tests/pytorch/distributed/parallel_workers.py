@@ -301,7 +301,7 @@ def functions(rank):
 
 
 def another_group(rank):
-    """What a module is called over when tp_group was set: the names of its group and of its exchanges, and the group
+    """What a module is called over when tp_group was set: the names of its group and of its TPComms, and the group
     over which the scale of what it gathers is agreed on."""
     module = linear("column", torch.float32)(tp_group=dist.group.WORLD, sequence_parallel=True)
     x, _ = examples("column", torch.float32)
@@ -309,7 +309,7 @@ def another_group(rank):
     for _ in range(2):
         with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
             module(x)
-        used = {exchange.group for exchange in module.runtime.exchanges.values()}
+        used = {tp_comm.group for tp_comm in module.runtime.tp_comms.values()}
         found.append((module.tp_group.group_name, used, module.fp8_meta["scaling_fwd"].gathered[0]))
         module.tp_group = dist.new_group(list(range(dist.get_world_size())))
     return found

@@ -11,7 +11,7 @@ from ranks import on_cuda
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.peer import CommTimeout, channels_of
-from transformer_engine.pytorch.graph.cpu import RecordedGraph
+from transformer_engine.pytorch.graph.backend.cpu import RecordedGraph
 
 from .captured_step import captured_step
 from .peer_workers import example, made

@@ -1,6 +1,6 @@
 # Memory on lease on CUDA: in captured graphs, on streams at work together, and NaN where it was given back; over NCCL
-# and one rank. Mutants: a lease of a capture that is a slot of the arena (may_last in comm_buffer_pool.cpp), slots that streams
-# share, turn these red.
+# and one rank. Mutants: a lease of a capture that is a slot of the arena (may_last in comm_buffer_pool.cpp), slots that
+# streams share, turn these red.
 import pytest
 from ranks import on_ranks
 

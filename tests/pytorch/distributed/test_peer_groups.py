@@ -1,6 +1,6 @@
 # Channels to peers while groups come and go, and where memory cannot be shared: nothing is left behind, no module goes
 # on over the channel of a group that is gone, and all ranks hear of one's trouble. Mutants, in distributed/peer.py and
-# module/parallel.py: a channel that holds its meeting, an exchange that is not looked at again, a rank that raises
+# module/parallel.py: a channel that holds its meeting, a TPComm that is not looked at again, a rank that raises
 # without telling, turn these red.
 import time
 

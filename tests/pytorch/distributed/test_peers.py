@@ -77,7 +77,7 @@ def test_explain_says_which_runs():
 
 
 def test_a_column_gathers_again_while_its_input_gradient_is_computed():
-    """Mutant: a backward that begins nothing ahead (GroupExchange::begins_ahead)."""
+    """Mutant: a backward that begins nothing ahead (GroupTPComm::begins_ahead)."""
     for found in as_peers(workers.explained):
         for kind in ("column", "norm"):
             ops = [(op, path) for op, path, _ in found[kind]]
@@ -86,7 +86,7 @@ def test_a_column_gathers_again_while_its_input_gradient_is_computed():
 
 
 def test_nothing_is_gathered_for_a_product_that_waits():
-    """Until backward_dw(). Mutant: a gather that does not ask whether the sink computes now (backward.cpp)."""
+    """Until backward_dw(). Mutant: a gather that does not ask whether wgrad is computed now (backward.cpp)."""
     for leased, wrong in as_peers(workers.left_to_backward_dw):
         assert leased == 0 and not wrong, (leased, wrong)
 
@@ -126,7 +126,7 @@ def test_auto_is_serial_where_that_is_faster():
 @pytest.mark.parametrize("few", ["least_gathered", "least_scattered"])
 def test_auto_of_few_tokens_goes_over_the_group(few):
     """Forward and backward. Mutants: one rank's tokens in place of all ranks', the other operation's least
-    (GroupExchange::peers)."""
+    (GroupTPComm::peers)."""
     tokens = 2 * workers.TOKENS * workers.BATCH
     least = {"least_gathered": tokens, "least_scattered": tokens, few: tokens + 1}
     for wrong, found in as_peers(workers.of_costs, {**SLOW, "link_bytes_per_us": 100, **least}):

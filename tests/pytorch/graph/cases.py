@@ -6,7 +6,7 @@ import torch
 from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.cpu import RecordedEvent, RecordedStream
+from transformer_engine.pytorch.graph.backend.cpu import RecordedEvent, RecordedStream
 
 HIDDEN, FFN, HEADS = 32, 48, 4
 TOKENS = (6, 2)

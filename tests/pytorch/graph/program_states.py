@@ -3,7 +3,7 @@ import torch
 from support import assert_same_bits
 
 from transformer_engine.common import recipe
-from transformer_engine.pytorch.graph.cpu import RecordedGraph, RecordedStream
+from transformer_engine.pytorch.graph.backend.cpu import RecordedGraph, RecordedStream
 
 ROWS = 16
 RECIPES = {

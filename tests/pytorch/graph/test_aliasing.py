@@ -10,7 +10,7 @@ import torch
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.buffers import apart, fill, neighbourhood
+from transformer_engine.pytorch.graph.memory.buffers import apart, fill, neighbourhood
 
 from .cases import FAMILIES, HIDDEN, assert_same_step, capture, left_by, tokens, twins
 

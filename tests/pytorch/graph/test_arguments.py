@@ -11,7 +11,7 @@ from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.graph.order import pipeline_schedule
+from transformer_engine.pytorch.graph.capture.order import pipeline_schedule
 
 from .cases import HIDDEN, build, capture, linear, tokens
 

@@ -11,7 +11,7 @@ from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import activation_recompute_forward
-from transformer_engine.pytorch.graph.cpu import RecordedStream
+from transformer_engine.pytorch.graph.backend.cpu import RecordedStream
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from .cases import Recording, assert_same_step, build, left_by, linear, mlp, norm_linear, tokens

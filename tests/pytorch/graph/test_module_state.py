@@ -8,7 +8,8 @@ import torch
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph import is_graph_capturing, untouched
+from transformer_engine.pytorch.graph import is_graph_capturing
+from transformer_engine.pytorch.graph.capture import untouched
 
 WIDTH = 8
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph import order
-from transformer_engine.pytorch.graph.order import Step, pipeline_schedule
+from transformer_engine.pytorch.graph.capture import order
+from transformer_engine.pytorch.graph.capture.order import Step, pipeline_schedule
 
 from .cases import DELAYING, HIDDEN, TOKENS, assert_same_step, build, left_by, linear, mlp, norm_linear
 from .orders import DELAYED, FOUR_STAGES, INTERLEAVED, ORDERS, check, chunks_of, every_order, pipelines

@@ -8,9 +8,9 @@ from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.graph.cpu import RecordedEvent, RecordedStream
-from transformer_engine.pytorch.graph.cuda import CudaGraphs
-from transformer_engine.pytorch.graph.weight_flag import WeightFlag
+from transformer_engine.pytorch.graph.backend.cpu import RecordedEvent, RecordedStream
+from transformer_engine.pytorch.graph.backend.cuda import CudaGraphs
+from transformer_engine.pytorch.graph.recorded.weight_flag import WeightFlag
 
 from .cases import (
     Recording,

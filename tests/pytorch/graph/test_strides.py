@@ -8,7 +8,7 @@ import torch
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph import buffers
+from transformer_engine.pytorch.graph.memory import buffers
 
 OP = "make_graphed_callables"
 

@@ -8,7 +8,7 @@ import torch
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.cpu import RecordedGraph
+from transformer_engine.pytorch.graph.backend.cpu import RecordedGraph
 
 from .cases import HIDDEN, assert_same_step, build, capture, linear, step, tokens
 

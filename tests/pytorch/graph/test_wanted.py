@@ -6,7 +6,7 @@ import torch
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.cpu import RecordedStream
+from transformer_engine.pytorch.graph.backend.cpu import RecordedStream
 
 from .cases import (
     Recording,

@@ -195,11 +195,13 @@ def test_weight_gradients_elsewhere(device, recipe):
     main = torch.ones(48, 64, device=device)
     left = []
 
-    def sink(work, with_bias):
+    def grad_accumulator(work, with_bias):
         left.append((work, with_bias))
         return None, None
 
-    functional.linear(x, weight, bias, quantization=product(recipe, device).native, sink=sink).backward(dy)
+    functional.linear(
+        x, weight, bias, quantization=product(recipe, device).native, grad_accumulator=grad_accumulator
+    ).backward(dy)
     ((work, with_bias),) = left
     assert with_bias and work.reads == [] and work.dtype == torch.bfloat16
     dweight, dbias = work.compute(True)

@@ -1,7 +1,7 @@
 # Memory on lease below unchanged layers (tests/layer/borrowed.cpp; one process): what a call has gathered goes back
 # with that call, and what would outlive it is refused at its door. "shared" is the mutant kept as a test: what is there
-# without leases. By hand: a Keeper, a node or weight_gradient() (csrc/layer/backward.cpp) that lets such a tensor pass,
-# a first slot that is taken without a look at `leased` (comm_buffer_pool.cpp), turn these red.
+# without leases. By hand: a SaveContext, a node or weight_gradient() (csrc/layer/backward.cpp) that lets such a tensor
+# pass, a first slot that is taken without a look at `leased` (comm_buffer_pool.cpp), turn these red.
 import contextlib
 
 import pytest

@@ -1,4 +1,4 @@
-# Policies of tests/layer below unchanged layers: an exchange that delivers rows in three uneven runs, products over two
+# Policies of tests/layer below unchanged layers: a TPComm that delivers rows in three uneven runs, products over two
 # weights, saved tensors that are recomputed, live rows. The suites of the modules run under each (qa/L0_unittest);
 # here is what only they can show. CPU products go by the plain loop, whose bits the rows beside them do not change.
 # Mutants: through() (csrc/layer/tp_comm.h) giving the product the whole operand, or all rows their first run's range;
@@ -13,7 +13,7 @@ from support import assert_same_bits, randn
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.quantization.products import plan_of
+from transformer_engine.pytorch.quantization.recipes.products import plan_of
 from transformer_engine.pytorch.saved.rows import live_rows
 
 from .policies import policy
@@ -69,10 +69,10 @@ def test_rows_that_arrive_in_runs(name, kind, rows, device, by_loop):
     module = MODULES[name](device=device)
     x, dy = randn(*rows, 256, device=device), randn(*rows, 384, device=device)
     whole = run(module, x, dy, kind)
-    with installed("tp_comm_in_chunks") as exchange:
-        exchange.runs()
+    with installed("tp_comm_in_chunks") as tp_comm:
+        tp_comm.runs()
         in_runs = run(module, x, dy, kind)
-        assert exchange.runs() > 0
+        assert tp_comm.runs() > 0
     if device == "cuda":  # cuBLASLt may sum in another order where there are fewer rows
         for a, b in zip(in_runs, whole, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

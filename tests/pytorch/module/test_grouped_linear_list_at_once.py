@@ -53,11 +53,9 @@ def ops(module, x, splits, recipe):
     return {row.op: row for row in rows}
 
 
-def names(blocks, sink=False):
-    return {
-        f"grouped_{'fp8_' if blocks else ''}{p}{'_accumulate' if p == 'wgrad' and (sink or not blocks) else ''}"
-        for p in PRODUCTS
-    }
+def names(blocks, grad_accumulator=False):
+    adds = grad_accumulator or not blocks
+    return {f"grouped_{'fp8_' if blocks else ''}{p}{'_accumulate' if p == 'wgrad' and adds else ''}" for p in PRODUCTS}
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["bf16", "blocks"])

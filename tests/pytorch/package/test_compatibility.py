@@ -10,7 +10,7 @@ from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import permutation
-from transformer_engine.pytorch._absent import absent as mark_absent
+from transformer_engine.pytorch._internal.absent import absent as mark_absent
 
 from .compatibility import DOCUMENT, absent, document, reason
 

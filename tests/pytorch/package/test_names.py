@@ -12,7 +12,7 @@ import torch
 from api_names import GUARDED, LATER, SUBMODULES, TE, TOP_LEVEL
 from support import refused
 
-from transformer_engine.pytorch._absent import names_without_a_body
+from transformer_engine.pytorch._internal.absent import names_without_a_body
 
 from .compatibility import absent
 

@@ -54,35 +54,35 @@ class Reference:
         for name, function in self.real.items():
             setattr(functional, name, function)
 
-    def linear(self, x, weight, bias=None, *, read=None, exchange=None, **_):
+    def linear(self, x, weight, bias=None, *, read=None, tp_comm=None, **_):
         """read: what the forward's product reads in place of x. Ranks that gather it have one scale for all of it."""
         read = x if read is None else read
         with torch.no_grad():
-            value = self.real["linear"](read, weight, bias, quantization=self.quantization, exchange=exchange)
+            value = self.real["linear"](read, weight, bias, quantization=self.quantization, tp_comm=tp_comm)
         if self.word == "dequantized":
             by = largest(read)
-            if exchange is not None and exchange.spec[:2] == [1, 1]:  # a column, whose tokens are divided
+            if tp_comm is not None and tp_comm.spec[:2] == [1, 1]:  # a column, whose tokens are divided
                 torch.distributed.all_reduce(by, torch.distributed.ReduceOp.MAX)
             x = _WithValue.apply(x, meaning(x, self.recipe, by=by))
             weight = _WithValue.apply(weight, meaning(weight, self.recipe, weight=True))
-        return _WithValue.apply(self.real["linear"](x, weight, bias, exchange=exchange), value)
+        return _WithValue.apply(self.real["linear"](x, weight, bias, tp_comm=tp_comm), value)
 
     def normalization_linear(
-        self, x, gamma, beta, weight, bias=None, *, residual=None, rms, eps, exchange=None, **options
+        self, x, gamma, beta, weight, bias=None, *, residual=None, rms, eps, tp_comm=None, **options
     ):
         """The sum with a residual of zeros is x, and has its gradient added where the fused node has it."""
         norm = {"rms": rms, "eps": eps, "zero_centered_gamma": options.get("zero_centered_gamma", False)}
         residual = torch.zeros_like(x) if residual is None else residual
         normed, h = functional.normalization(x, gamma, beta, residual=residual, **norm)
-        return self.linear(normed, weight, bias, exchange=exchange), normed, h
+        return self.linear(normed, weight, bias, tp_comm=tp_comm), normed, h
 
     def layernorm_mlp(self, x, gamma, beta, w1, b1, w2, b2, *, kind, params=(), fp8_pre_activation=False, **options):
-        first, second = options.pop("exchanges")
-        inner, normed, h = self.normalization_linear(x, gamma, beta, w1, b1, exchange=first, **options)
+        first, second = options.pop("tp_comms")
+        inner, normed, h = self.normalization_linear(x, gamma, beta, w1, b1, tp_comm=first, **options)
         read = functional.activation(inner.detach(), kind, params)
         if fp8_pre_activation:  # the backward takes activation and slope of E4M3 in blocks of 1 x 128
             inner = _WithValue.apply(inner, meaning(inner, "block"))
-        y = self.linear(functional.activation(inner, kind, params), w2, b2, read=read, exchange=second)
+        y = self.linear(functional.activation(inner, kind, params), w2, b2, read=read, tp_comm=second)
         return y, normed, h
 
 

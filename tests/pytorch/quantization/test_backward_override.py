@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
 )
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.quantization.products import plan_of
+from transformer_engine.pytorch.quantization.recipes.products import plan_of
 
 from .override_cases import assert_same, by_name, every_recipe, every_word, kept_of
 from .override_reference import (

@@ -1,7 +1,7 @@
 # backward_override where a module is divided over ranks: the bits of a plain divided module's backward of the same
 # operands, eager and compiled. That divided modules have the whole ones' values is distributed/test_parallel.py's.
-# Mutants: the gathered operand read columnwise (GroupExchange::whole), or quantized as the forward's in high precision
-# (GatheredProduct::gathered), turn these red.
+# Mutants: the gathered operand read columnwise (GroupTPComm::whole), or quantized as the forward's in high precision
+# (GatheredWgrad::gathered), turn these red.
 import pytest
 from ranks import on_ranks
 

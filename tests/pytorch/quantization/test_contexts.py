@@ -23,7 +23,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch import fp8
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.products import plan_of
+from transformer_engine.pytorch.quantization.recipes.products import plan_of
 
 STATE = FP8GlobalStateManager
 
@@ -275,7 +275,7 @@ def test_equal_recipes_have_one_plan_and_changed_ones_another():
 def test_plans_are_few_however_many_recipes_come():
     for length in range(1, 1000):
         plan_of(DelayedScaling(amax_history_len=length))
-    from transformer_engine.pytorch.quantization import products
+    from transformer_engine.pytorch.quantization.recipes import products
 
     assert len(products._plans) <= products._MOST_PLANS
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.quantization import extra_state
+from transformer_engine.pytorch.quantization.checkpoint import extra_state
 
 from . import te_states
 from .te_states import FORMS, as_tensor, state_of, written

@@ -19,7 +19,7 @@ from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
-from transformer_engine.pytorch.quantization import extra_state
+from transformer_engine.pytorch.quantization.checkpoint import extra_state
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState, update
 
 FLOAT = torch.finfo(torch.float32)

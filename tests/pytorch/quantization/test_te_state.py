@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
-from transformer_engine.pytorch.quantization import extra_state
+from transformer_engine.pytorch.quantization.checkpoint import extra_state
 
 from . import te_states
 from .te_states import FORMS, as_tensor, state_of, written

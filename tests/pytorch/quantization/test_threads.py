@@ -14,7 +14,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.graph import is_graph_capturing, set_capture_end, set_capture_start
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
-from transformer_engine.pytorch.quantization import products, surroundings
+from transformer_engine.pytorch.quantization.recipes import products
+from transformer_engine.pytorch.quantization.state import surroundings
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 

@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformer_engine.pytorch import saved as door
 
 
-class Copied(door.Taken):
+class Copied(door.PackedStorage):
     """A storage whose bytes are copied when its client says so, and put back into memory of their own."""
 
     status, back = "copied", "nothing: it was copied"

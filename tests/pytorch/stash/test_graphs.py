@@ -7,7 +7,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import capture_ends
+from transformer_engine.pytorch._internal.capture_flag import capture_ends
 
 from .cases import LIVE, WIDTH, count, given, made, report, same
 

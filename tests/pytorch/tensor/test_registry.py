@@ -10,7 +10,7 @@ from support import assert_same_bits, refused
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling, Format, Recipe
 from transformer_engine.pytorch.quantization import RecipeState, get_align_size_for_quantization
-from transformer_engine.pytorch.quantization.products import traced_integers
+from transformer_engine.pytorch.quantization.recipes.products import traced_integers
 from transformer_engine.pytorch.tensor.registry import SCALINGS
 
 IN, WEIGHT, GRAD = "mine for inputs", "mine for weights", "mine for gradients"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch._absent import absent
+from transformer_engine.pytorch._internal.absent import absent
 
 
 @absent("the key-value cache is", "attend without inference_params")

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_size, check_tensor
-from transformer_engine.pytorch._keywords import OF_ATTENTION, tells_keywords
+from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
+from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, tells_keywords
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
     DotProductAttention,
     check_format,

@@ -3,8 +3,8 @@ them the same. Indices alone; nothing is communicated here."""
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_size
-from transformer_engine.pytorch.torch_private import assert_async
+from transformer_engine.pytorch._internal.arguments import check_size
+from transformer_engine.pytorch._internal.torch_private import assert_async
 
 
 def thd_get_partitioned_indices(

@@ -3,10 +3,10 @@
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._internal.torch_autocast import is_autocast, to_autocast
 from transformer_engine.pytorch.module.base import check_choice
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
-from transformer_engine.pytorch.torch_autocast import is_autocast, to_autocast
 
 
 class L2Normalization(torch.nn.Module):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._arguments import check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._internal.arguments import check_tensor
+from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.module.base import refuse
 from transformer_engine.pytorch.tensor.engine import is_plain
 from transformer_engine.pytorch.utils import resolve_device

@@ -3,7 +3,7 @@ the ranks of a group. Nothing is divided here."""
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_tensor
+from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch.attention.masks import swapped_advice
 from transformer_engine.pytorch.module.parallel import divided
 

@@ -13,13 +13,13 @@ from contextlib import ContextDecorator
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.torch_private import current_graph_task_id, execution_engine
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream, is_count
 from transformer_engine.pytorch.cpu_offload.schedule import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
 from transformer_engine.pytorch.cpu_offload.steps import LayerNumber, Shared, Synchronizer
 from transformer_engine.pytorch.saved import Hooks
 from transformer_engine.pytorch.saved.marks import checked
-from transformer_engine.pytorch.torch_private import current_graph_task_id, execution_engine
 
 
 class _Here(threading.local):

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream
 from transformer_engine.pytorch.cpu_offload.leaving import note_leaving
-from transformer_engine.pytorch.saved import Client, Saved, Taken, pop_saved
+from transformer_engine.pytorch.saved import Client, PackedStorage, Saved, pop_saved
 from transformer_engine.pytorch.saved.marks import has_storage
 
 MIN_ELEMENTS = 256 * 1024  # a smaller tensor stays where it is, unless it lies in the memory of one that leaves
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
     version: int
 
 
-class Memory(Taken):
+class Memory(PackedStorage):
     """A storage that saved tensors of one layer lie in, which may leave."""
 
     __slots__ = ("layer", "leaves", "piece")

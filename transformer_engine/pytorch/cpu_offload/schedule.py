@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.capture_flag import stream_captures
+from transformer_engine.pytorch._internal.capture_flag import stream_captures
 from transformer_engine.pytorch.cpu_offload.arguments import is_count
 from transformer_engine.pytorch.cpu_offload.layer import OffloadableLayerState
 from transformer_engine.pytorch.cpu_offload.steps import Step, Synchronizer

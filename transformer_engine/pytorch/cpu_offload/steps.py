@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
+from transformer_engine.pytorch._internal.capture_flag import is_graph_capturing, stream_captures
 from transformer_engine.pytorch.cpu_offload.arguments import check_bytes, check_flags, is_count
 from transformer_engine.pytorch.cpu_offload.layer import Engines, OffloadableLayerState, PinnedMemoryError
 from transformer_engine.pytorch.saved import is_recorded, unpack

@@ -1,5 +1,11 @@
 """Recomputation, random states and collectives: the names that clients import from `.distributed`."""
 
+from transformer_engine.pytorch._internal.recompute_phase import (
+    activation_recompute_forward as activation_recompute_forward,
+)
+from transformer_engine.pytorch._internal.recompute_phase import (
+    in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,
+)
 from transformer_engine.pytorch.distributed.absent import FullyShardedDataParallel as FullyShardedDataParallel
 from transformer_engine.pytorch.distributed.absent import get_symmetric_memory_tensor as get_symmetric_memory_tensor
 from transformer_engine.pytorch.distributed.absent import prepare_te_modules_for_fsdp as prepare_te_modules_for_fsdp
@@ -48,7 +54,3 @@ from transformer_engine.pytorch.distributed.sharded_state import (
 from transformer_engine.pytorch.distributed.symmetric import symmetric_all_reduce as symmetric_all_reduce
 from transformer_engine.pytorch.distributed.usage import CommUsage as CommUsage
 from transformer_engine.pytorch.distributed.usage import comm_usage as comm_usage
-from transformer_engine.pytorch.recompute_phase import activation_recompute_forward as activation_recompute_forward
-from transformer_engine.pytorch.recompute_phase import (
-    in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,
-)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from transformer_engine.pytorch._absent import absent
+from transformer_engine.pytorch._internal.absent import absent
 
 _SYMMETRIC = "symmetric memory is"
 _FSDP2 = "wrap with torch.distributed.fsdp.fully_shard"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch.distributed.groups import check_agreement, check_device, ranks_of
 from transformer_engine.pytorch.saved.context import Client, Hooks
-from transformer_engine.pytorch.saved.standing import Taken
+from transformer_engine.pytorch.saved.standing import PackedStorage
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -17,7 +17,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-class _Part(Taken):
+class _Part(PackedStorage):
     """This rank's part of a storage, rounded up to whole bytes for each."""
 
     __slots__ = ("_group", "_part")
@@ -47,7 +47,7 @@ class _Divide(Client):
         super().__init__()
         self._key, self._over = tensor.untyped_storage()._cdata, (group, ranks)
 
-    def take(self, tensor: torch.Tensor) -> Taken | None:
+    def take(self, tensor: torch.Tensor) -> PackedStorage | None:
         if tensor.untyped_storage()._cdata != self._key:
             return None
         part = _Part(tensor, *self._over)

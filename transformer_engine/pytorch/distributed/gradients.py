@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch._internal.torch_private import debug_has_internal_overlap
 from transformer_engine.pytorch.distributed.dtensor import as_lies, local_grad, local_of, marks_of
 from transformer_engine.pytorch.distributed.groups import (
     check_device,
@@ -17,7 +18,6 @@ from transformer_engine.pytorch.distributed.groups import (
     post_fingerprint,
     ranks_of,
 )
-from transformer_engine.pytorch.torch_private import debug_has_internal_overlap
 
 _OP = "allreduce_sequence_parallel_grads"
 _BUCKET = 1 << 23  # elements that travel together at most, but for those of one parameter

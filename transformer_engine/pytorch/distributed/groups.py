@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._arguments import check_tensor
+from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
@@ -123,7 +123,7 @@ def _name_of(group: object | None) -> str:
 
 def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str = "") -> None:
     """On the CPU and over gloo, raises the same ValueError on every rank where the ranks bring tensors of different
-    shapes or dtypes, are in different functions or treat them differently (`how`): what they would exchange has no
+    shapes or dtypes, are in different functions or treat them differently (`how`): what they would tp_comm has no
     meaning then, or never ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes
     longer than many a collective there (but see post_fingerprint)."""
     if torch.compiler.is_compiling():  # traced, there is nothing to ask yet

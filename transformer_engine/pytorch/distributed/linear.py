@@ -13,8 +13,8 @@ _COLUMN, _ROW = 1, 2
 
 
 @functools.lru_cache(maxsize=256)
-def _exchange(mode: int, sequence: bool, recompute: bool, ranks: int, name: str) -> _C.GroupExchange:
-    return _C.GroupExchange(mode, sequence, recompute, ranks, name)
+def _exchange(mode: int, sequence: bool, recompute: bool, ranks: int, name: str) -> _C.GroupTPComm:
+    return _C.GroupTPComm(mode, sequence, recompute, ranks, name)
 
 
 def _linear(
@@ -29,15 +29,15 @@ def _linear(
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():  # the tracer knows a group's size and name, and no checks of it
         group = dist.group.WORLD if group is None else group
-        exchange = Parallel([mode, int(sequence), int(recompute), group.size()], group.group_name)
-        return linear(inp, weight, bias, exchange=exchange if group.size() > 1 else None)
+        tp_comm = Parallel([mode, int(sequence), int(recompute), group.size()], group.group_name)
+        return linear(inp, weight, bias, tp_comm=tp_comm if group.size() > 1 else None)
     ranks = ranks_of(op, "group", group)
     if ranks == 1:
         return linear(inp, weight, bias)
     name = (dist.group.WORLD if group is None else group).group_name
-    exchange = _exchange(mode, sequence, recompute, ranks, name)
+    tp_comm = _exchange(mode, sequence, recompute, ranks, name)
     try:
-        return linear(inp, weight, bias, exchange=exchange)
+        return linear(inp, weight, bias, tp_comm=tp_comm)
     except ValueError as error:
         words = str(error).removeprefix("linear: argument 'x' ")
         if words == str(error):

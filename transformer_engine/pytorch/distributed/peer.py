@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.torch_private import symmetric_memory
 from transformer_engine.pytorch.distributed.symmetric import without_multicast
 from transformer_engine.pytorch.distributed.userbuffers import reservation
-from transformer_engine.pytorch.torch_private import symmetric_memory
 
 _TIMEOUT = "TE_COMM_TIMEOUT_S"
 _NAME = "te_peer"  # of shared memory, in /proc/PID/maps

@@ -10,12 +10,12 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from transformer_engine.pytorch.capture_flag import is_graph_capturing, stream_captures
+from transformer_engine.pytorch._internal.capture_flag import is_graph_capturing, stream_captures
+from transformer_engine.pytorch._internal.recompute_phase import FirstRun, activation_recompute_forward, recompute_phase
+from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.distributed.divided import divided_inputs
 from transformer_engine.pytorch.distributed.rng import AsTheyCome, NoDraws, Snapshot
-from transformer_engine.pytorch.quantization.surroundings import here
-from transformer_engine.pytorch.recompute_phase import FirstRun, activation_recompute_forward, recompute_phase
-from transformer_engine.pytorch.torch_private import pytree
+from transformer_engine.pytorch.quantization.state.surroundings import here
 
 
 def is_fp8_activation_recompute_enabled() -> bool:

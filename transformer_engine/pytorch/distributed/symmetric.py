@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.torch_private import symmetric_memory
 from transformer_engine.pytorch.distributed.groups import check_agreement, check_device, check_plain, ranks_of
 from transformer_engine.pytorch.distributed.work import Work
-from transformer_engine.pytorch.torch_private import symmetric_memory
 
 _OP = "symmetric_all_reduce"
 _TYPES = ("one_shot", "two_shot")

@@ -1,5 +1,5 @@
-"""What tensor parallelism holds for receiving: the slots that calls have on lease (csrc/core/comm_buffer_pool.h), and those that
-peers push to (csrc/distributed/peer.h)."""
+"""Memory that tensor parallelism holds for receiving: pooled buffers of calls (csrc/core/comm_buffer_pool.h), and slots
+that peers push to (csrc/distributed/peer.h)."""
 
 from typing import NamedTuple
 

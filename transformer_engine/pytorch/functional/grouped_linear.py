@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import refuse
-from transformer_engine.pytorch.functional.linear import TracedSink, _spec, _traced
+from transformer_engine.pytorch._internal.compiling import refuse
+from transformer_engine.pytorch.functional.linear import TracedGradAccumulator, _spec, _traced
 
 
 def grouped_offsets(splits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def grouped_linear(
     *,
     splits: Sequence[int] = (),
     offsets: torch.Tensor | None = None,
-    sink: _C.WeightGradSink | TracedSink | None = None,
+    grad_accumulator: _C.GradAccumulator | TracedGradAccumulator | None = None,
     quantizations: Sequence[_C.ProductQuantization] | list[int] = (),
     own_weights: Sequence[_C.Quantized] = (),
     keep_input: bool = False,
@@ -56,7 +56,7 @@ def grouped_linear(
         integers = _spec(quantizations if isinstance(quantizations, list) else None)
         arguments = (x, list(weights), list(biases), offsets, list(splits), keep_input, integers)
         leaf = next((weight for weight in weights if weight.requires_grad), weights[0])
-        return _traced("grouped_linear", torch.ops.te.grouped_linear, arguments, (leaf, sink))
+        return _traced("grouped_linear", torch.ops.te.grouped_linear, arguments, (leaf, grad_accumulator))
     return _C.grouped_linear(
-        x, weights, biases, offsets, splits, keep_input, sink, quantizations, own_weights, out, dgrad_out
+        x, weights, biases, offsets, splits, keep_input, grad_accumulator, quantizations, own_weights, out, dgrad_out
     )

@@ -6,18 +6,19 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import refuse
+from transformer_engine.pytorch._internal.compiling import refuse
 
-# Where a weight's gradient goes when it is not simply returned: a module's sink, or what is called in backward as
-# sink(product, with_bias), a _C.WeightProduct, and returns (dweight or None, dbias or None). Eager mode only.
-Sink = _C.WeightGradSink | Callable[[_C.WeightProduct, bool], tuple[torch.Tensor | None, torch.Tensor | None]]
+# Where a weight's gradient goes when it is not simply returned: a module's gradient accumulator, or a function that the
+# backward calls as grad_accumulator(product, with_bias), product a _C.WgradTask, and that returns (dweight or None,
+# dbias or None). Eager mode only.
+GradAccumulator = _C.GradAccumulator | Callable[[_C.WgradTask, bool], tuple[torch.Tensor | None, torch.Tensor | None]]
 
 # How the three products of a weight are quantized; its `spec`, plain integers, is what torch.compile can follow.
 Quantization = _C.ProductQuantization | list[int] | None
 
 
-class TracedSink(NamedTuple):
-    """A sink as torch.compile can follow it: the main_grads of a product's weights, as its forward met them."""
+class TracedGradAccumulator(NamedTuple):
+    """A gradient accumulator for torch.compile: the main_grads of a product's weights, as its forward met them."""
 
     main_grads: list[torch.Tensor]
     targets: list[tuple[int, int]]  # each weight's rows, and 0: add to the next main_grad, 1: overwrite it, -1: nothing
@@ -42,21 +43,26 @@ class _Kept(torch.autograd.Function):
         return (None,) * (1 + len(ctx.tensors))
 
 
-def _traced(op: str, call: object, arguments: tuple, *products: tuple[torch.Tensor, Sink | TracedSink | None]):
-    """call(*arguments), or its overload that adds to main_grads; products: each one's weight and sink."""
+def _traced(
+    op: str,
+    call: object,
+    arguments: tuple,
+    *products: tuple[torch.Tensor, GradAccumulator | TracedGradAccumulator | None],
+):
+    """call(*arguments), or its overload that adds to main_grads; products: each weight and its gradient accumulator."""
     main_grads: list[torch.Tensor] = []
     targets: list[int] = []
-    for number, (weight, sink) in enumerate(products):
-        if sink is None:
+    for number, (weight, grad_accumulator) in enumerate(products):
+        if grad_accumulator is None:
             continue
-        if not isinstance(sink, TracedSink):
+        if not isinstance(grad_accumulator, TracedGradAccumulator):
             refuse(
-                f"{op}: delay_wgrad_compute and sinks that are called are not available under torch.compile; build the "
-                "module without them, or keep it out of the compiled region."
+                f"{op}: delay_wgrad_compute and gradient accumulators that are called are not available under "
+                "torch.compile; build the module without them, or keep it out of the compiled region."
             )
-        _Kept.apply(weight, *sink.main_grads)
-        main_grads.extend(sink.main_grads)
-        for rows, what in sink.targets:
+        _Kept.apply(weight, *grad_accumulator.main_grads)
+        main_grads.extend(grad_accumulator.main_grads)
+        for rows, what in grad_accumulator.targets:
             targets.extend((number, rows, what))
     if not targets:
         return call(*arguments)
@@ -64,18 +70,18 @@ def _traced(op: str, call: object, arguments: tuple, *products: tuple[torch.Tens
 
 
 class Parallel(NamedTuple):
-    """How a product is divided over a group, as torch.compile can follow it: that of a _C.GroupExchange."""
+    """How a product is divided over a group, as torch.compile can follow it: that of a _C.GroupTPComm."""
 
     spec: list[int]  # 1 (column) or 2 (row), sequence, recompute (2: a checkpoint's), ranks
     group: str
 
 
 # None: all is local. Of an MLP's two products the second one's is the row of the first one's column.
-Exchange = _C.GroupExchange | Parallel | None
+TPComm = _C.GroupTPComm | Parallel | None
 
 
-def _parallel(exchange: Exchange) -> tuple[list[int], str]:
-    return ([], "") if exchange is None else (exchange.spec, exchange.group)
+def _parallel(tp_comm: TPComm) -> tuple[list[int], str]:
+    return ([], "") if tp_comm is None else (tp_comm.spec, tp_comm.group)
 
 
 def _spec(quantization: Quantization) -> list[int]:
@@ -89,11 +95,11 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    sink: Sink | TracedSink | None = None,
+    grad_accumulator: GradAccumulator | TracedGradAccumulator | None = None,
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
     keep_input: bool = False,
-    exchange: Exchange = None,
+    tp_comm: TPComm = None,
 ) -> torch.Tensor:
     """y = x weight^T + bias.
 
@@ -102,13 +108,13 @@ def linear(
     quantization: the products are FP8 ones. own_weight: weight's FP8 copy, made before; weight serves autograd alone.
     Saves: x for weight's gradient, weight for x's; neither where that gradient is not wanted. Of FP8 operands the one
     direction that the backward reads; with keep_input x as it is, which the backward quantizes again.
-    exchange: weight is this rank's part, and tokens or sums go over a process group (csrc/layer/tp_comm_group.h).
+    tp_comm: weight is this rank's part, and tokens or sums go over a process group (csrc/layer/tp_comm_group.h).
     Errors: ValueError naming the argument whose shape, dtype or device does not fit.
     """
     if torch.compiler.is_compiling():
-        arguments = (x, weight, bias, keep_input, _spec(quantization), *_parallel(exchange))
-        return _traced("linear", torch.ops.te.linear, arguments, (weight, sink))
-    return _C.linear(x, weight, bias, keep_input, (sink, quantization, own_weight, exchange))
+        arguments = (x, weight, bias, keep_input, _spec(quantization), *_parallel(tp_comm))
+        return _traced("linear", torch.ops.te.linear, arguments, (weight, grad_accumulator))
+    return _C.linear(x, weight, bias, keep_input, (grad_accumulator, quantization, own_weight, tp_comm))
 
 
 def normalization_linear(
@@ -125,10 +131,10 @@ def normalization_linear(
     return_output: bool = True,
     recompute_output: bool = False,
     return_input: bool = False,
-    sink: Sink | TracedSink | None = None,
+    grad_accumulator: GradAccumulator | TracedGradAccumulator | None = None,
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
-    exchange: Exchange = None,
+    tp_comm: TPComm = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y = norm(h) weight^T + bias with h = x + residual (or x); RMSNorm when rms, else LayerNorm.
 
@@ -136,18 +142,18 @@ def normalization_linear(
     norm's output is empty where it is quantized and nobody asked for it (return_output=False).
     Gradients may arrive at all three: what arrives at h is added inside the norm's backward.
     Shapes: x, residual, norm output, h [..., in_features]; y [..., out_features].
-    quantization, own_weight, exchange: as in linear.
+    quantization, own_weight, tp_comm: as in linear.
     Saves: h, the norm's statistics and output, gamma, weight; less where gradients are not wanted. recompute_output:
     not the norm's output, which the backward recomputes, to the same bits, at the cost of the norm's forward.
     """
     args = (x, residual, gamma, beta, weight, bias, eps, rms, zero_centered_gamma, return_output, recompute_output)
     if torch.compiler.is_compiling():
         op = torch.ops.te.normalization_linear
-        arguments = (*args, _spec(quantization), *_parallel(exchange))
-        y, norm_output, h = _traced("normalization_linear", op, arguments, (weight, sink))
+        arguments = (*args, _spec(quantization), *_parallel(tp_comm))
+        y, norm_output, h = _traced("normalization_linear", op, arguments, (weight, grad_accumulator))
         # The compiler fuses the residual's gradient by itself.
         return y, norm_output, x if return_input and residual is None else h
-    return _C.normalization_linear(*args, return_input, (sink, quantization, own_weight, exchange))
+    return _C.normalization_linear(*args, return_input, (grad_accumulator, quantization, own_weight, tp_comm))
 
 
 def activation_linear(
@@ -157,19 +163,21 @@ def activation_linear(
     *,
     kind: str,
     params: Sequence[float] = (),
-    sink: Sink | TracedSink | None = None,
+    grad_accumulator: GradAccumulator | TracedGradAccumulator | None = None,
     quantization: Quantization = None,
     own_weight: _C.Quantized | None = None,
-    exchange: Exchange = None,
+    tp_comm: TPComm = None,
 ) -> torch.Tensor:
     """y = act(x) weight^T + bias, the second half of an MLP. kind and params as in functional.activation.
 
     Saves: x (the pre-activation) and weight. The activation is not kept: the backward recomputes it.
     """
     if torch.compiler.is_compiling():
-        arguments = (x, weight, bias, kind, list(params), _spec(quantization), *_parallel(exchange))
-        return _traced("activation_linear", torch.ops.te.activation_linear, arguments, (weight, sink))
-    return _C.activation_linear(x, weight, bias, kind, list(params), (sink, quantization, own_weight, exchange))
+        arguments = (x, weight, bias, kind, list(params), _spec(quantization), *_parallel(tp_comm))
+        return _traced("activation_linear", torch.ops.te.activation_linear, arguments, (weight, grad_accumulator))
+    return _C.activation_linear(
+        x, weight, bias, kind, list(params), (grad_accumulator, quantization, own_weight, tp_comm)
+    )
 
 
 def layernorm_mlp(
@@ -191,10 +199,12 @@ def layernorm_mlp(
     recompute_output: bool = False,
     recompute: bool = False,
     fp8_pre_activation: bool = False,
-    sinks: tuple[Sink | TracedSink | None, Sink | TracedSink | None] = (None, None),
+    grad_accumulators: tuple[
+        GradAccumulator | TracedGradAccumulator | None, GradAccumulator | TracedGradAccumulator | None
+    ] = (None, None),
     quantizations: tuple[Quantization, Quantization] = (None, None),
     own_weights: tuple[_C.Quantized | None, _C.Quantized | None] = (None, None),
-    exchanges: tuple[Exchange, Exchange] = (None, None),
+    tp_comms: tuple[TPComm, TPComm] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """activation_linear(normalization_linear(x)) as one node, to the same bits.
 
@@ -207,10 +217,10 @@ def layernorm_mlp(
     options = (eps, rms, zero_centered_gamma, kind, list(params))
     kept = (return_output, recompute_output, recompute, fp8_pre_activation)
     if torch.compiler.is_compiling():
-        arguments = (*args, *options, *kept, *map(_spec, quantizations), *_parallel(exchanges[0]))
-        products = zip((fc1_weight, fc2_weight), sinks, strict=True)
+        arguments = (*args, *options, *kept, *map(_spec, quantizations), *_parallel(tp_comms[0]))
+        products = zip((fc1_weight, fc2_weight), grad_accumulators, strict=True)
         return _traced("layernorm_mlp", torch.ops.te.layernorm_mlp, arguments, *products)
-    return _C.layernorm_mlp(*args, *options, *kept, *zip(sinks, quantizations, own_weights, exchanges))
+    return _C.layernorm_mlp(*args, *options, *kept, *zip(grad_accumulators, quantizations, own_weights, tp_comms))
 
 
 def noop_cat(parts: Sequence[torch.Tensor], names: Sequence[str] = ()) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_size, check_tensor
+from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
 from transformer_engine.pytorch.module.group_splits import whole_numbers
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch.compiling import differs
+from transformer_engine.pytorch._internal.compiling import differs
 from transformer_engine.pytorch.verdict import count_splits
 
 

@@ -11,20 +11,20 @@ from contextlib import contextmanager
 import torch
 
 from transformer_engine.pytorch import _C, functional
-from transformer_engine.pytorch._absent import absent
-from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
-from transformer_engine.pytorch.compiling import refuse as refuse_recipe
+from transformer_engine.pytorch._internal.absent import absent
+from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch._internal.compiling import refuse as refuse_recipe
+from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.torch_autocast import is_autocast
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
 from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
 from transformer_engine.pytorch.module.retelling import retell
-from transformer_engine.pytorch.quantization import te_state
-from transformer_engine.pytorch.quantization.primary_weights import plain
-from transformer_engine.pytorch.quantization.surroundings import HERE, here
+from transformer_engine.pytorch.quantization.checkpoint import te_state
+from transformer_engine.pytorch.quantization.module.primary_weights import plain
+from transformer_engine.pytorch.quantization.state.surroundings import HERE, here
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.torch_autocast import is_autocast
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions
 
@@ -192,7 +192,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 biases if self.apply_bias else (),
                 splits=splits.host,
                 offsets=splits.offsets,
-                sink=self.runtime.sink(self, "", is_first_microbatch),
+                grad_accumulator=self.runtime.grad_accumulator(self, "", is_first_microbatch),
                 quantizations=quantizations,
                 own_weights=own_weights,
                 keep_input=keeps_input(self, len(quantizations) > 0),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.module.base import InitMethod
 from transformer_engine.pytorch.module.linear_family import LinearFamily, ParametersSplit
 from transformer_engine.pytorch.module.norm_parameters import declare_norm, norm_options

@@ -1,23 +1,23 @@
 """LayerNormMLP: norm, first product, activation, second product, in one autograd node. The activation is not kept.
 What either product keeps for backward, and why, csrc/layer/forward.cpp decides; FP8 copies of the
-weights of fc1 and fc2 between calls are the runtime's (quantization/module_weights.py)."""
+weights of fc1 and fc2 between calls are the runtime's (quantization/module/weights.py)."""
 
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
 from transformer_engine.pytorch.module.linear_family import LinearFamily
 from transformer_engine.pytorch.module.norm_parameters import declare_norm, norm_options
-from transformer_engine.pytorch.module.parallel import divided, exchange_of
+from transformer_engine.pytorch.module.parallel import divided, tp_comm_of
 from transformer_engine.pytorch.module.retelling import retell
-from transformer_engine.pytorch.quantization.primary_weights import plain
+from transformer_engine.pytorch.quantization.module.primary_weights import plain
 
-_LOCAL = (None, None)  # exchanges
+_LOCAL = (None, None)  # TPComms
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
@@ -150,7 +150,7 @@ class LayerNormMLP(LinearFamily):
             inp = plain(inp)
         residual = plain(residual)
         runtime, first, quantization = self.runtime, is_first_microbatch, self.runtime.quantization
-        sinks = runtime.sink(self, "fc1", first), runtime.sink(self, "fc2", first)
+        grad_accumulators = runtime.grad_accumulator(self, "fc1", first), runtime.grad_accumulator(self, "fc2", first)
         fc2_bias = self.fc2_bias if self.apply_bias else None
         fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
         fc1, fc1_own = quantization.of_call(self, "fc1", fc1_weight, first)
@@ -158,7 +158,7 @@ class LayerNormMLP(LinearFamily):
         if fc1 is None:
             fc1_weight, fc2_weight = plain(fc1_weight), plain(fc2_weight)
         try:
-            exchanges = _LOCAL if self.tp_size == 1 else tuple(exchange_of(self, mode, inp) for mode in self._modes())
+            tp_comms = _LOCAL if self.tp_size == 1 else tuple(tp_comm_of(self, mode, inp) for mode in self._modes())
             out, norm_output, h = functional.layernorm_mlp(
                 inp,
                 self.layer_norm_weight,
@@ -174,10 +174,10 @@ class LayerNormMLP(LinearFamily):
                 recompute_output=self.recompute_norm_output,
                 recompute=self.checkpoint,
                 fp8_pre_activation=self.save_preactivation == "fp8",
-                sinks=sinks,
+                grad_accumulators=grad_accumulators,
                 quantizations=(fc1, fc2),
                 own_weights=(fc1_own, fc2_own),
-                exchanges=exchanges,
+                tp_comms=tp_comms,
                 **norm_options(self),
             )
         except ValueError as error:
@@ -195,8 +195,8 @@ class LayerNormMLP(LinearFamily):
         calibrate = self.runtime.quantization.calibrate
         weight = plain(self.fc1_weight)
         calibrate(0, norm_output, weight)
-        exchange = exchange_of(self, self._modes()[0], norm_output)
-        pre_activation = functional.linear(norm_output, weight, self.fc1_bias, exchange=exchange)
+        tp_comm = tp_comm_of(self, self._modes()[0], norm_output)
+        pre_activation = functional.linear(norm_output, weight, self.fc1_bias, tp_comm=tp_comm)
         activated = functional.activation(pre_activation, self.activation, self._activation_values)
         calibrate(1, activated, plain(self.fc2_weight))
 

@@ -6,22 +6,22 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._arguments import check_function, check_size, check_tensor
+from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.parallel import (
     check_options,
     check_ranks,
     divided,
-    exchange_of,
     gathered,
     gathered_columns,
     group_by_name,
     group_size,
     keep_group,
+    tp_comm_of,
 )
 from transformer_engine.pytorch.module.retelling import retell
-from transformer_engine.pytorch.quantization.primary_weights import plain
+from transformer_engine.pytorch.quantization.module.primary_weights import plain
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 
@@ -166,7 +166,7 @@ class LinearFamily(TransformerEngineBaseModule):
     def _keep_group(self, group: object | None) -> None:
         """Whichever way another group comes, nothing goes on over the one before."""
         keep_group(self, group)
-        self.runtime.exchanges = {}
+        self.runtime.tp_comms = {}
         self.runtime.quantization.agree_over_group(self)
 
     tp_group = group_by_name.setter(_keep_group)
@@ -211,10 +211,10 @@ class LinearFamily(TransformerEngineBaseModule):
                 inp,
                 weight,
                 bias if self.apply_bias else None,
-                sink=runtime.sink(self, "", is_first_microbatch),
+                grad_accumulator=runtime.grad_accumulator(self, "", is_first_microbatch),
                 quantization=quantization,
                 own_weight=own_weight,
-                exchange=None if self.tp_size == 1 else exchange_of(self, self.parallel_mode, inp),
+                tp_comm=None if self.tp_size == 1 else tp_comm_of(self, self.parallel_mode, inp),
                 **options,
             )
         except ValueError as error:

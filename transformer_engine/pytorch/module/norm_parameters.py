@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_size
+from transformer_engine.pytorch._internal.arguments import check_size
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 

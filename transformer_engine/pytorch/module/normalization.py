@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._arguments import check_tensor
+from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch.distributed.regions import add_up_gradient
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.retelling import retell

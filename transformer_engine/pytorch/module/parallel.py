@@ -1,4 +1,4 @@
-"""Tensor parallelism as a module knows it: its group, by name, how its sizes are divided, and each product's exchange.
+"""Tensor parallelism as a module knows it: its group, by name, how its sizes are divided, and each product's TPComm.
 Nothing is communicated here: csrc/layer/tp_comm_group.h does."""
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._arguments import check_size
+from transformer_engine.pytorch._internal.arguments import check_size
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch.distributed.groups import ranks_of
 from transformer_engine.pytorch.distributed.peer import has_met, kind_of, peer_channel
 from transformer_engine.pytorch.distributed.regions import gather_by_name
-from transformer_engine.pytorch.functional.linear import Exchange, Parallel
-from transformer_engine.pytorch.quantization.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
-from transformer_engine.pytorch.recompute_phase import recompute_phase
+from transformer_engine.pytorch.functional.linear import Parallel, TPComm
+from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
 
 _MODES = {"column": 1, "row": 2}
 # What adds up a row's output without sequence parallelism: the group, or kernels over symmetric memory.
@@ -105,7 +105,7 @@ def gathered_columns(module: torch.nn.Module, forward: bool) -> tuple[str, list[
     return (module._tp_group_name, columns) if columns else None
 
 
-def exchange_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) -> Exchange:
+def tp_comm_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) -> TPComm:
     """Of this call's product; None where nothing is communicated."""
     if module.tp_size == 1 or mode is None:
         return None
@@ -115,15 +115,15 @@ def exchange_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) ->
     if torch.compiler.is_compiling():
         spec = [_MODES[mode], int(module.sequence_parallel), recompute, module.tp_size, _sum_of(module, mode)]
         return Parallel(spec, _named_group(module, inp.device.type))
-    exchanges = module.runtime.exchanges
+    tp_comms = module.runtime.tp_comms
     key = mode, recompute, module.sequence_parallel, inp.device, module.tp_overlap, _sum_of(module, mode)
-    found = exchanges.get(key)
+    found = tp_comms.get(key)
     # The name may be another group's by now, which a channel does not notice.
     if found is None or (found.over_peers and not has_met(found.group, inp.device)):
         name = _named_group(module, inp.device.type)
         options = _MODES[mode], module.sequence_parallel, recompute, module.tp_size, name, _sum_of(module, mode)
-        found = _C.GroupExchange(*options, *_overlap_of(module, name, inp.device))
-        exchanges[key] = found
+        found = _C.GroupTPComm(*options, *_overlap_of(module, name, inp.device))
+        tp_comms[key] = found
     return found
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from transformer_engine.pytorch._keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.module.normalization import BEYOND, Normalization, NormalizedShape
 
 

@@ -1,5 +1,5 @@
 """What a module keeps between its calls that is no parameter, no buffer and no option: how it is quantized, with FP8
-copies of its weights, where weight gradients wait, who hears of them, and exchanges with other ranks. Graphs, probes
+copies of its weights, where weight gradients wait, who hears of them, and tp_comms with other ranks. Graphs, probes
 and copies of modules ask it (snapshot, restore, forget, divert_gradients). Nothing is computed here."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.functional.linear import TracedSink
-from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_sink
-from transformer_engine.pytorch.quantization.module_quantization import ModuleQuantization, Snapshot
+from transformer_engine.pytorch.functional.linear import TracedGradAccumulator
+from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_grad_accumulator
+from transformer_engine.pytorch.quantization.module.quantization import ModuleQuantization, Snapshot
 
 # Names that the files of modules have for fields of it and of its quantization. The lower ones are empty there.
 _QUANTIZATION = {
@@ -29,7 +29,7 @@ _RUNTIME = {
     "_wgrad_stores": "stores",
     "_wgrad_hooks": "hooks",
     "_wgrad_products": "_described",
-    "_exchanges": "exchanges",
+    "_exchanges": "tp_comms",
 }
 
 
@@ -37,7 +37,7 @@ class Runtime:
     """Methods are given the module, which this does not hold, so that nothing lives longer than it.
 
     stores: of each product whose weight gradients wait for backward_dw(). hooks: what is called behind these.
-    exchanges: with other ranks, by what makes them differ (module/parallel.py)."""
+    TPComms: with other ranks, by what makes them differ (module/parallel.py)."""
 
     def __init__(self, products: int) -> None:
         self.quantization = ModuleQuantization(products)
@@ -47,7 +47,7 @@ class Runtime:
         self._forget_made()
 
     def _forget_made(self) -> None:
-        self.exchanges: dict[tuple, _C.GroupExchange] = {}
+        self.tp_comms: dict[tuple, _C.GroupTPComm] = {}
         self._described: dict[str, _C.WeightGradProduct] = {}  # made where a product is first asked for
 
     # ---- for graphs, probes and copies ----
@@ -104,9 +104,9 @@ class Runtime:
 
     # ---- weight gradients that are not simply returned ----
 
-    def sink(
+    def grad_accumulator(
         self, module: torch.nn.Module, product: str, is_first_microbatch: bool | None
-    ) -> _C.WeightGradSink | WeightGradStore | TracedSink | None:
+    ) -> _C.GradAccumulator | WeightGradStore | TracedGradAccumulator | None:
         """Where this call's weight gradient of a product goes; None: to autograd."""
         store = self.stores.get(product)
         if not (module.fuse_wgrad_accumulation or store) or self.diverted or not torch.is_grad_enabled():
@@ -116,11 +116,15 @@ class Runtime:
             if not any(weight.requires_grad for weight in weights.values()):
                 return None
             # A store is something that the product refuses by name.
-            return store if store is not None else traced_sink(type(module).__name__, weights, is_first_microbatch)
+            return (
+                store
+                if store is not None
+                else traced_grad_accumulator(type(module).__name__, weights, is_first_microbatch)
+            )
         described = self._described.get(product)
         if described is None:
             described = self._described[product] = _C.WeightGradProduct(*module._product_names(product))
-        return described.sink(module, bool(module.fuse_wgrad_accumulation), is_first_microbatch, store)
+        return described.grad_accumulator(module, bool(module.fuse_wgrad_accumulation), is_first_microbatch, store)
 
     def backward_dw(self, module: torch.nn.Module) -> None:
         due: list[tuple[WeightGradStore, list[torch.Tensor | None]]] = []

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from transformer_engine.pytorch.torch_private import has_any_global_hook
+from transformer_engine.pytorch._internal.torch_private import has_any_global_hook
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import refuse
-from transformer_engine.pytorch.functional.linear import TracedSink
+from transformer_engine.pytorch._internal.compiling import refuse
+from transformer_engine.pytorch.functional.linear import TracedGradAccumulator
 from transformer_engine.pytorch.utils import resolve_device
 
 
@@ -76,7 +76,9 @@ def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object
         )
 
 
-def traced_sink(op: str, weights: dict[str, torch.Tensor], is_first_microbatch: object) -> TracedSink:
+def traced_grad_accumulator(
+    op: str, weights: dict[str, torch.Tensor], is_first_microbatch: object
+) -> TracedGradAccumulator:
     """What the weights of a product say, where torch.compile traces: read by the forward, as a compiled backward cannot
     ask."""
     if is_first_microbatch not in (None, True, False):
@@ -101,7 +103,7 @@ def traced_sink(op: str, weights: dict[str, torch.Tensor], is_first_microbatch: 
         targets.append(
             (weight.shape[0], int(bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))))
         )
-    return TracedSink(main_grads, targets)
+    return TracedGradAccumulator(main_grads, targets)
 
 
 @contextmanager
@@ -131,7 +133,7 @@ class Pending:
     """A weight gradient that backward() left: what it is made of, and the versions that these tensors had."""
 
     product: _C.WeightParameters
-    work: _C.WeightProduct
+    work: _C.WgradTask
     with_bias: bool
     reads: Sequence[torch.Tensor]  # the caller's tensors among the operands: the FP8 ones are nobody else's
     versions: Sequence[int]
@@ -224,7 +226,7 @@ def _is_first_microbatch(op: str, value: object) -> bool:
     return bool(value)
 
 
-def _leave(store: WeightGradStore, product: _C.WeightParameters, work: _C.WeightProduct, with_bias: bool) -> None:
+def _leave(store: WeightGradStore, product: _C.WeightParameters, work: _C.WgradTask, with_bias: bool) -> None:
     reads = work.reads
     store.put(Pending(product, work, with_bias, reads, [tensor._version for tensor in reads]))
 

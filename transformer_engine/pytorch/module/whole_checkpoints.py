@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.overrides import is_tensor_like
 
-from transformer_engine.pytorch.torch_private import IncompatibleKeys
+from transformer_engine.pytorch._internal.torch_private import IncompatibleKeys
 
 
 def is_extra_state(key: str) -> bool:

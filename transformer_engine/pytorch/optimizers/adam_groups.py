@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.capture_flag import stream_captures
+from transformer_engine.pytorch._internal.capture_flag import stream_captures
 from transformer_engine.pytorch.distributed.dtensor import local_of
 
 OP = "FusedAdam"

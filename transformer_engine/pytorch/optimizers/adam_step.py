@@ -11,7 +11,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import stream_captures
+from transformer_engine.pytorch._internal.capture_flag import stream_captures
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.distributed.dtensor import is_sharded, local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_count_step

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.torch_private import disable_dynamo
 from transformer_engine.pytorch.distributed.dtensor import local_of
 from transformer_engine.pytorch.optimizers import adam_states as states
 from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, put_on_device, refuse_amsgrad
@@ -20,7 +21,6 @@ from transformer_engine.pytorch.optimizers.adam_step import Step
 from transformer_engine.pytorch.optimizers.adam_torch import for_torch, from_torch, is_torchs
 from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.torch_private import disable_dynamo
 
 
 class _Saved:

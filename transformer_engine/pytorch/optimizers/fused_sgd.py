@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import disable_dynamo
 from transformer_engine.pytorch.distributed.dtensor import local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_sgd
 from transformer_engine.pytorch.optimizers.adam_groups import check_has
@@ -16,7 +17,6 @@ from transformer_engine.pytorch.optimizers.adam_states import new_state
 from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.registry import FLOATS
-from transformer_engine.pytorch.torch_private import disable_dynamo
 
 OP = "FusedSGD"
 BUFFER = "momentum_buffer"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.submodules import only_watches
 from transformer_engine.pytorch.probe.undo import gradients_restored, state_restored
-from transformer_engine.pytorch.torch_private import pytree
 
 
 @dataclass

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.torch_private import cuda_sleep
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.probe.one_run import recording, run_with_gradients, table, tensors_in
 from transformer_engine.pytorch.tensor import layout
-from transformer_engine.pytorch.torch_private import cuda_sleep
 
 FORMAT = "transformer_engine gemm tuning 2"
 LAYOUTS = ("TN", "NN", "NT")

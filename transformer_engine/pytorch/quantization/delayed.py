@@ -11,8 +11,8 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import outside_of_modes
-from transformer_engine.pytorch.torch_private import foreach_copy_
+from transformer_engine.pytorch._internal.compiling import outside_of_modes
+from transformer_engine.pytorch._internal.torch_private import foreach_copy_
 
 _FLOAT = torch.finfo(torch.float32)
 

@@ -1,6 +1,6 @@
 """The one door for saved tensors: what keeps, moves or counts what a backward will need is a client of it. A client
-derives Client (what it takes) and Taken (how that comes back); versions, views, shared storages, quantized tensors,
-marks, nesting and observers are the door's. It moves nothing itself."""
+derives Client (what it takes) and PackedStorage (how that comes back); versions, views, shared storages, quantized
+tensors, marks, nesting and observers are the door's. It moves nothing itself."""
 
 from transformer_engine.pytorch.saved.context import Client as Client
 from transformer_engine.pytorch.saved.context import Hooks as Hooks
@@ -9,7 +9,7 @@ from transformer_engine.pytorch.saved.context import observed as observed
 from transformer_engine.pytorch.saved.marks import mark_not_offload as mark_not_offload
 from transformer_engine.pytorch.saved.rows import live_rows as live_rows
 from transformer_engine.pytorch.saved.rows import mark_pageable as mark_pageable
+from transformer_engine.pytorch.saved.standing import PackedStorage as PackedStorage
 from transformer_engine.pytorch.saved.standing import Saved as Saved
-from transformer_engine.pytorch.saved.standing import Taken as Taken
 from transformer_engine.pytorch.saved.standing import pop_saved as pop_saved
 from transformer_engine.pytorch.saved.standing import unpack as unpack

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch.saved.standing import Composed, Foreign, pop_pythons
 from transformer_engine.pytorch.tensor.fields import MARK
 
@@ -25,7 +25,7 @@ observed = _C.SavedObserver
 # memory to take; a quantized tensor is offered part by part. taken: what is shared still, or was when it was taken, and
 # is wanted by somebody. push(tensor, outward): what stands for a tensor that is saved; outward has it where this client
 # does not take it.
-Client = _C.SavedClient
+Client = _C.StorageHandler
 
 # Whether what runs here is recorded for a backward and kept until then, so that a client may take of it: not without
 # gradients, in a backward, or inside of a checkpoint.
@@ -55,4 +55,4 @@ def _composed(client: Client, tensor: object, outward: Callable[[torch.Tensor], 
     return Composed(tensor, lambda part: client.push(part, outward))
 
 
-_C.set_saved_door(recompute_phase(), MARK, _composed, _outward_of, pop_pythons)
+_C.set_saved_hooks(recompute_phase(), MARK, _composed, _outward_of, pop_pythons)

@@ -1,13 +1,12 @@
 """What stands for a saved tensor until a backward wants it. A tensor that stays (Kept) is watched for changes; one that
-a client took (Saved) comes back as the view that it was, of memory that all views share (Taken): these are
-csrc/saved_hooks/saved_tensor_hooks.h's. Here is what is Python's: hooks that are not ours, and quantized tensors. Who takes
-what is the client's.
+a client took (Saved) comes back as the view that it was, of memory that all views share (PackedStorage): these are
+csrc/saved_hooks/saved_tensor_hooks.h's. Here is what is Python's: hooks that are not ours, and quantized tensors.
+Who takes what is the client's.
 
-Clients derive Taken, a storage that was taken, whole, for all saved tensors that lie in it; it lives as long as one of
-them is wanted. The device memory is held, and every saved tensor's version watched, until the client has a copy and
-calls let_go(); from then on restore() is asked. status, back: what te.memory_plan says of it, and of what bringing it
-back costs.
-"""
+Clients derive PackedStorage, a storage that was taken, whole, for all saved tensors that lie in it; it lives as long as
+one of them is wanted. The device memory is held, and every saved tensor's version watched, until the client has a copy
+and calls let_go(); from then on restore() is asked. status, back: what te.memory_plan says of it, and of what bringing
+it back costs."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.saved.marks import is_marked, keep, taken_apart
 
-Taken, Saved, Kept = _C.Taken, _C.Saved, _C.Kept
+PackedStorage, Saved, Kept = _C.PackedStorage, _C.Saved, _C.Kept
 pop_saved = _C.pop_saved  # the tensor that something stands for; a tensor stands for itself
 unpack = _C.unpack_saved  # the same in a backward: what is away is brought back first, all parts of it at once
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.capture_flag import follow_captures, stream_captures
+from transformer_engine.pytorch._internal.capture_flag import follow_captures, stream_captures
 from transformer_engine.pytorch.stash.arguments import (
     check_counter,
     check_name,

@@ -10,7 +10,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed.rng import trackers_of
-from transformer_engine.pytorch.graph.capture_quantization import our_modules
+from transformer_engine.pytorch.graph.recorded.quantization import our_modules
 from transformer_engine.pytorch.quantization.delayed import ScalingState
 from transformer_engine.pytorch.stash.scales import StepScales
 

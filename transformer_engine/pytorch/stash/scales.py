@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import foreach_copy_
 from transformer_engine.pytorch.quantization.delayed import ScalingState
-from transformer_engine.pytorch.torch_private import foreach_copy_
 
 
 class StepScales:

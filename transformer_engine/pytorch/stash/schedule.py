@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.graph.order import FORWARD, WGRAD, pipeline_schedule
+from transformer_engine.pytorch.graph.capture.order import FORWARD, WGRAD, pipeline_schedule
 
 OP = "PagedStash"
 

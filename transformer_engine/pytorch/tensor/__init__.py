@@ -4,7 +4,7 @@ quantized_tensor.py, storage.py and quantizer.py hold what they share. The arith
 from importlib import import_module
 from pkgutil import iter_modules
 
-from transformer_engine.pytorch._absent import names_without_a_body
+from transformer_engine.pytorch._internal.absent import names_without_a_body
 from transformer_engine.pytorch.tensor import grouped_tensor as grouped_tensor
 from transformer_engine.pytorch.tensor import utils as utils
 from transformer_engine.pytorch.tensor.blackwell import MXFP8Quantizer as MXFP8Quantizer

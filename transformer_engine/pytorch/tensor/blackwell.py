@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from transformer_engine.common.recipe import MXFP8BlockScaling, NVFP4BlockScaling
-from transformer_engine.pytorch._absent import refusal
+from transformer_engine.pytorch._internal.absent import refusal
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.arguments import fp8_dtype_of
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, COLUMNWISE_SCALE, ROWWISE, ROWWISE_SCALE

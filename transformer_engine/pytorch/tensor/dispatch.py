@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.tensor import layout
 from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.values_view import is_view, shown, written_by
-from transformer_engine.pytorch.torch_private import pytree
 
 aten = torch.ops.aten
 

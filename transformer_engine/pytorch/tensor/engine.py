@@ -4,8 +4,8 @@ where something traces or watches. No formula is here: transformer_engine/quanti
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.torch_private import is_in_torch_dispatch_mode
 from transformer_engine.pytorch.tensor import layout
-from transformer_engine.pytorch.torch_private import is_in_torch_dispatch_mode
 
 # Quantizers of the engine that keep nothing between steps: {name: number}.
 STATELESS = {name: number for number, (name, _, stateless) in enumerate(_C.quantizer_kinds) if stateless}

@@ -1,6 +1,6 @@
 """GroupedTensor at the path where clients import it without a guard. It is not here yet."""
 
-from transformer_engine.pytorch._absent import absent
+from transformer_engine.pytorch._internal.absent import absent
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 

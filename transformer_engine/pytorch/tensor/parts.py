@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.compiling import in_a_mode
+from transformer_engine.pytorch._internal.compiling import in_a_mode
 from transformer_engine.pytorch.tensor import layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 

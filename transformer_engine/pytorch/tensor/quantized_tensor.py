@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import disabled_torch_function_impl, make_wrapper_subclass
 from transformer_engine.pytorch.tensor import dispatch, flattening
 from transformer_engine.pytorch.tensor.fields import own_attributes
 from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.sharding import FSDPHooks
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
-from transformer_engine.pytorch.torch_private import disabled_torch_function_impl, make_wrapper_subclass
 
 
 class _Dequantize(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._absent import refusal
+from transformer_engine.pytorch._internal.absent import refusal
 from transformer_engine.pytorch.tensor import engine, flattening, layout, packing
 from transformer_engine.pytorch.tensor.arguments import source_of
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._internal.torch_private import debug_has_internal_overlap
 from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
-from transformer_engine.pytorch.torch_private import debug_has_internal_overlap
 
 _SET_ASIDE = "_columnwise_set_aside"  # parts whose memory waits for post_all_gather_processing
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import disabled_torch_function_impl, make_subclass, pytree
 from transformer_engine.pytorch.tensor import engine
-from transformer_engine.pytorch.torch_private import disabled_torch_function_impl, make_subclass, pytree
 
 
 def is_view(func: Any) -> bool:

@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from transformer_engine.pytorch._arguments import check_size, check_tensor
+from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
 
 
 def pad_thd_sequences_for_cp(

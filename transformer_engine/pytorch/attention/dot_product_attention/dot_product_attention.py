@@ -10,8 +10,10 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._arguments import check_size, check_tensor
-from transformer_engine.pytorch._keywords import OF_ATTENTION, tells_keywords
+from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
+from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, tells_keywords
+from transformer_engine.pytorch._internal.torch_autocast import is_autocast, to_autocast
+from transformer_engine.pytorch._internal.torch_private import flash_attention_forward
 from transformer_engine.pytorch.attention.backends import (
     AttentionPath,
     attention_path,
@@ -36,8 +38,6 @@ from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 from transformer_engine.pytorch.module.parallel import check_ranks, divided, group_size
-from transformer_engine.pytorch.torch_autocast import is_autocast, to_autocast
-from transformer_engine.pytorch.torch_private import flash_attention_forward
 
 
 def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None:

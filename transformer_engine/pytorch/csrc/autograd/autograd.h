@@ -94,11 +94,11 @@ struct Node : torch::autograd::Function<Node<Family, DispatchMode>> {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     auto holder = c10::make_intrusive<Holder>();
     (holder->slots.add(args), ...);
-    SaveContext ctx = SaveContext::of_graph(Family::kName);
-    variable_list outputs = Family::template forward<DispatchMode>(holder->state, ctx, args...);
+    SaveContext save = SaveContext::of_graph(Family::kName);
+    variable_list outputs = Family::template forward<DispatchMode>(holder->state, save, args...);
     for (const Tensor& output : outputs) refuse_pooled(output, Family::kName, "an output");
     if (probe::active()) holder->module = probe::label();
-    NamedTensors kept = ctx.take();
+    NamedTensors kept = save.take();
     holder->labels = kept.labels();
     if constexpr (kManyLeaves) holder->leaves.take(kept.tensors());
     ctx->save_for_backward(std::move(kept.tensors()));

@@ -87,7 +87,7 @@ Tensor group_gather_again_meta(const Tensor& t, const Tensor&, std::string_view 
   return group_gather_meta(t, group, ranks);
 }
 
-Tensor group_tp_comm_meta(const Tensor& t, std::string_view, int64_t ranks) {
+Tensor group_exchange_meta(const Tensor& t, std::string_view, int64_t ranks) {
   check_divides(t, ranks, "group_exchange");
   c10::SymDimVector shape = with_first(t, t.sym_size(0) / ranks);
   shape.insert(shape.begin(), ranks);
@@ -200,11 +200,11 @@ Tensor group_gather_leased(const Tensor& t, std::string_view group, int64_t rank
   return gather(t, group, ranks, again ? "group_gather_again" : "group_gather", &buffers, kind);
 }
 
-Tensor group_tp_comm(const Tensor& t, std::string_view group, int64_t ranks) {
+Tensor group_exchange(const Tensor& t, std::string_view group, int64_t ranks) {
   return exchange(t, group, ranks, nullptr);
 }
 
-Tensor group_tp_comm_pooled(const Tensor& t, std::string_view group, int64_t ranks, ScopedBuffers& buffers) {
+Tensor group_exchange_pooled(const Tensor& t, std::string_view group, int64_t ranks, ScopedBuffers& buffers) {
   return exchange(t, group, ranks, &buffers);
 }
 
@@ -261,7 +261,7 @@ TE_OP_REGISTRATION(group, faces) {
   faces.op("group_gather_again(Tensor t, Tensor gradient, str group, int ranks) -> Tensor")
       .kernel(group_gather_again)
       .meta(group_gather_again_meta);
-  faces.op("group_exchange(Tensor t, str group, int ranks) -> Tensor").kernel(group_tp_comm).meta(group_tp_comm_meta);
+  faces.op("group_exchange(Tensor t, str group, int ranks) -> Tensor").kernel(group_exchange).meta(group_exchange_meta);
   faces.op("group_sum(Tensor t, str group, int ranks) -> Tensor").kernel(group_sum).meta(group_sum_meta);
   faces.op("group_symmetric_sum(Tensor t, str group, int ranks, int kind) -> Tensor")
       .kernel(group_symmetric_sum)

@@ -36,10 +36,10 @@ Tensor group_gather_again(const Tensor& t, const Tensor& gradient, std::string_v
 // The two, and the TPComm below, in memory that `buffers` have until the call that reads it has ended.
 Tensor group_gather_leased(const Tensor& t, std::string_view group, int64_t ranks, bool again, ScopedBuffers& buffers,
                            SlotKind kind);
-Tensor group_tp_comm_pooled(const Tensor& t, std::string_view group, int64_t ranks, ScopedBuffers& buffers);
+Tensor group_exchange_pooled(const Tensor& t, std::string_view group, int64_t ranks, ScopedBuffers& buffers);
 
 // Of every rank's t [ranks * n, ...] the n rows that are this rank's: [ranks, n, ...], in the order of the ranks.
-Tensor group_tp_comm(const Tensor& t, std::string_view group, int64_t ranks);
+Tensor group_exchange(const Tensor& t, std::string_view group, int64_t ranks);
 
 // The sum of every rank's t.
 Tensor group_sum(const Tensor& t, std::string_view group, int64_t ranks);

@@ -199,24 +199,24 @@ void refuse_pooled(const Operand& t, const char* op) {
   for (const Operand& group : t.groups) refuse_pooled(group, op);
 }
 
-void keep_operand(SaveContext& ctx, int name, const Operand& t, QuantizeUsage usage, const SavedInfo& what) {
-  for (const Operand& group : t.groups) keep_operand(ctx, name, group, usage, what);
+void keep_operand(SaveContext& save, int name, const Operand& t, QuantizeUsage usage, const SavedInfo& what) {
+  for (const Operand& group : t.groups) keep_operand(save, name, group, usage, what);
   if (!t.quantized()) {
-    ctx.keep(name, t.plain, what);
+    save.keep(name, t.plain, what);
     return;
   }
   const Quantized& q = t.fp8;
   if (usage.rowwise) {
     SavedInfo rows = what;
     rows.tokens = false;  // all leading dimensions are folded into the first
-    ctx.keep(name, q.rowwise, rows, part_of(q, kRowwise));
-    ctx.keep(name, q.rowwise_scale_inv, kScales, part_of(q, kRowwiseScale));
+    save.keep(name, q.rowwise, rows, part_of(q, kRowwise));
+    save.keep(name, q.rowwise_scale_inv, kScales, part_of(q, kRowwiseScale));
   }
   if (usage.columnwise) {
     SavedInfo columns = what;
     columns.tokens = false;  // they lie along the second dimension
-    ctx.keep(name, q.columnwise, columns, part_of(q, kColumnwise));
-    ctx.keep(name, q.columnwise_scale_inv, kScales, part_of(q, kColumnwiseScale));
+    save.keep(name, q.columnwise, columns, part_of(q, kColumnwise));
+    save.keep(name, q.columnwise_scale_inv, kScales, part_of(q, kColumnwiseScale));
   }
 }
 

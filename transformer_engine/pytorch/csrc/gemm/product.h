@@ -97,7 +97,7 @@ Operand off_pool(const Operand& t);
 void refuse_pooled(const Operand& t, const char* op);
 
 // Saves an operand under one name: itself, or data and scales in these directions.
-void keep_operand(SaveContext& ctx, int name, const Operand& t, QuantizeUsage usage, const SavedInfo& what);
+void keep_operand(SaveContext& save, int name, const Operand& t, QuantizeUsage usage, const SavedInfo& what);
 Operand kept_operand(const NamedTensors& saved, int name);  // the one under the name; several are its groups
 c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name);
 

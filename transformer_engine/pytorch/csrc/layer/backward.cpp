@@ -255,9 +255,9 @@ std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, La
   const OptionalTensor none, gamma = get(kSavedGamma), beta = get(kSavedBeta);
   const Tensor input = saved[saved_name(number, kInput)];
   const LayerInput in{{input, none, gamma, beta}, parameters, saved.list(saved_name(number, kBias)), own};
-  SaveContext ctx = SaveContext::collecting();
-  const Tensor y = layer_forward(dispatch, stage, number, ctx, in, needs, SaveFor::kBackward, false).y;
-  return {y, ctx.take()};
+  SaveContext save = SaveContext::collecting();
+  const Tensor y = layer_forward(dispatch, stage, number, save, in, needs, SaveFor::kBackward, false).y;
+  return {y, save.take()};
 }
 
 }  // namespace

@@ -80,7 +80,7 @@ int64_t rows_behind_of(const LayerConfigs& layers, const NamedTensors& arguments
 
 // For a backward that goes on through the layer with what it has. gathered: the operand with all ranks' rows, where
 // that is kept in its place.
-void keep(SaveContext& ctx, const LayerConfig& stage, size_t layer_idx, const LayerInput& in, const LayerOutput& out,
+void keep(SaveContext& save, const LayerConfig& stage, size_t layer_idx, const LayerInput& in, const LayerOutput& out,
           at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs) {
   const Prologue& prologue = *stage.prologue;
   const ProductQuantization* q = stage.quantization.get();
@@ -90,70 +90,70 @@ void keep(SaveContext& ctx, const LayerConfig& stage, size_t layer_idx, const La
   const bool input = (needs.prologue && prologue.reads_input()) || again;
   const bool elsewhere = number > 0 && (stage.input == SaveMode::kRecompute || stage.input_in_fp8);
   const auto name = [&](SavedName n) { return saved_name(number, n); };
-  if (input && !elsewhere) ctx.keep(name(kInput), made.input, prologue.input_info());
+  if (input && !elsewhere) save.keep(name(kInput), made.input, prologue.input_info());
   for (const Operand& weight : weights) {
-    if (needs.prologue) keep_operand(ctx, name(kWeight), weight, read, weight_info(weight, q));
+    if (needs.prologue) keep_operand(save, name(kWeight), weight, read, weight_info(weight, q));
   }
   if (again) {
     const Operand& operand = made.operand;
     if (number == 0 || stage.input == SaveMode::kSave) {  // else it goes with the input, which is named
       for (const Operand& group : operand.groups) {
-        ctx.recomputed(unkept(group, q, made.input), words(prologue.operand_info(), q));
+        save.recomputed(unkept(group, q, made.input), words(prologue.operand_info(), q));
       }
       if (operand.groups.empty()) {
-        ctx.recomputed(unkept(operand, q, made.input), words(prologue.operand_info(), q));
+        save.recomputed(unkept(operand, q, made.input), words(prologue.operand_info(), q));
       }
     }
     if (!unquantized(q) && stage.gemm_policy->quantizes_groups(q)) {
-      for (const Tensor& used : stage.gemm_policy->used_scales(operand)) ctx.keep(name(kUsedScales), used, kScales);
+      for (const Tensor& used : stage.gemm_policy->used_scales(operand)) save.keep(name(kUsedScales), used, kScales);
     } else if (!unquantized(q)) {
-      ctx.keep(name(kUsedScales), used_scales(operand), kScales);
+      save.keep(name(kUsedScales), used_scales(operand), kScales);
     }
   } else if (gathered.defined()) {
-    keep_operand(ctx, name(kWholeOperand), gathered, read, words(kGatheredInput, q));
+    keep_operand(save, name(kWholeOperand), gathered, read, words(kGatheredInput, q));
   } else if (needs.weight) {
-    keep_operand(ctx, name(kOperand), made.operand, read, words(prologue.operand_info(), q));
+    keep_operand(save, name(kOperand), made.operand, read, words(prologue.operand_info(), q));
   }
   if (!prologue.reads_input() || !(needs.prologue || again)) return;
-  ctx.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
-  if (again) ctx.keep(name(kSavedBeta), in.prologue.beta, kParameter);
-  ctx.keep(name(kMean), made.mean, kStatistic);
-  ctx.keep(name(kRstd), made.rstd, kStatistic);
+  save.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
+  if (again) save.keep(name(kSavedBeta), in.prologue.beta, kParameter);
+  save.keep(name(kMean), made.mean, kStatistic);
+  save.keep(name(kRstd), made.rstd, kStatistic);
 }
 
 // For a backward that runs prologue and product again first.
-void keep_for_recompute(const DispatchMode& dispatch, SaveContext& ctx, const ProductQuantization* q, size_t layer_idx,
+void keep_for_recompute(const DispatchMode& dispatch, SaveContext& save, const ProductQuantization* q, size_t layer_idx,
                         const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights) {
   const auto name = [&](SavedName n) { return saved_name(number, n); };
-  ctx.keep(name(kInput), out.made.input, kMlpInput);
-  ctx.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
-  ctx.keep(name(kSavedBeta), in.prologue.beta, kParameter);
-  for (const Tensor& bias : in.biases) ctx.keep(name(kBias), bias, kParameter);
-  ctx.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
+  save.keep(name(kInput), out.made.input, kMlpInput);
+  save.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
+  save.keep(name(kSavedBeta), in.prologue.beta, kParameter);
+  for (const Tensor& bias : in.biases) save.keep(name(kBias), bias, kParameter);
+  save.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
   for (const Operand& weight : weights) {
-    keep_operand(ctx, name(kWeight), weight, {true, kept_usage(q).columnwise}, weight_info(weight, q));
+    keep_operand(save, name(kWeight), weight, {true, kept_usage(q).columnwise}, weight_info(weight, q));
   }
   for (size_t i = 0; unquantized(q) && i < weights.size(); ++i) {
     if (!weights[i].quantized()) continue;
     const Operand values = weight_values(dispatch, in.weights[i], weights[i], !in.own.empty());
-    ctx.keep(name(kWeightValues), values.plain, saved_info(kParameter, q));
+    save.keep(name(kWeightValues), values.plain, saved_info(kParameter, q));
   }
 }
 
-void keep_for_backward(const DispatchMode& dispatch, SaveContext& ctx, const LayerConfig& stage, size_t layer_idx,
+void keep_for_backward(const DispatchMode& dispatch, SaveContext& save, const LayerConfig& stage, size_t layer_idx,
                        const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights,
                        const Operand& gathered, Needs needs, SaveFor keeping) {
   const ProductQuantization* q = stage.quantization.get();
   if (keeping == SaveFor::kRecompute) {
-    keep_for_recompute(dispatch, ctx, q, number, in, out, weights);
+    keep_for_recompute(dispatch, save, q, number, in, out, weights);
   } else if (unquantized(q)) {
     c10::SmallVector<Operand, 1> values;
     for (size_t i = 0; i < weights.size(); ++i) {
       values.push_back(weight_values(dispatch, in.weights[i], weights[i], !in.own.empty()));
     }
-    keep(ctx, stage, number, in, out, values, gathered, needs);
+    keep(save, stage, number, in, out, values, gathered, needs);
   } else {
-    keep(ctx, stage, number, in, out, weights, gathered, needs);
+    keep(save, stage, number, in, out, weights, gathered, needs);
   }
 }
 
@@ -169,7 +169,7 @@ Operand packed_input(const DispatchMode& dispatch, const Tensor& input) {
   return operand_of(dispatch, &packer, input, {true, false});
 }
 
-LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage, size_t layer_idx, SaveContext& ctx,
+LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage, size_t layer_idx, SaveContext& save,
                           const LayerInput& in, Needs needs, SaveFor keeping, bool want_output) {
   const ProductQuantization* q = stage.quantization.get();
   const Prologue& prologue = *stage.prologue;
@@ -229,7 +229,7 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage
   if (tp_comm == nullptr) {
     out.y = stage.gemm_policy->fprop(dispatch, operand, nullptr, w, x, split);
     if (both) operand = values;
-    keep_for_backward(dispatch, ctx, stage, number, in, out, w.weights, {}, needs, keeping);
+    keep_for_backward(dispatch, save, stage, number, in, out, w.weights, {}, needs, keeping);
     return out;
   }
   const Quantizer* behind = how == QuantizeAt::kAfterGather ? quantizer : nullptr;
@@ -239,7 +239,7 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage
   const bool quantized = !as_it_came && (operand.quantized() || (both && behind != nullptr));
   const bool reads_gathered = keep_operand && tp_comm->gathers(Pass::kFprop);
   // What a backward keeps for itself alone is kept as it came.
-  const bool keeps = reads_gathered && (tp_comm->keeps_gathered(quantized) || !ctx.serves_a_graph());
+  const bool keeps = reads_gathered && (tp_comm->keeps_gathered(quantized) || !save.serves_a_graph());
   ScopedBuffers buffers;  // until the product is there
   int64_t whole = 0;
   const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
@@ -263,12 +263,12 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage
                  : both     ? tp_comm->whole(dispatch, Pass::kFprop, values, nullptr, nullptr, {}, nullptr)
                         : tp_comm->whole(dispatch, Pass::kFprop, operand, behind, passing.comm_op.get(), {}, nullptr);
     } else {
-      ctx.recomputed(unkept(arrived, q, x), words(kGatheredInput, q));
+      save.recomputed(unkept(arrived, q, x), words(kGatheredInput, q));
     }
   }
   if (both) operand = values;
   out.y = passing.result();
-  keep_for_backward(dispatch, ctx, stage, number, in, out, w.weights, gathered, needs, keeping);
+  keep_for_backward(dispatch, save, stage, number, in, out, w.weights, gathered, needs, keeping);
   return out;
 }
 
@@ -286,7 +286,7 @@ std::string_view asking_group(const DispatchMode& dispatch, const LayerConfigs& 
 }  // namespace
 
 template <class DispatchModeType>
-variable_list LayerChain::forward(State& state, SaveContext& ctx, at::TensorList, const LayerArgs& call) {
+variable_list LayerChain::forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call) {
   const DispatchMode dispatch(DispatchModeType{});
   const HeardByRanks heard(asking_group(dispatch, call.layers, call.x()), call.x(),
                            call.layers.size() > 1 ? "layernorm_mlp" : "linear");
@@ -302,7 +302,7 @@ variable_list LayerChain::forward(State& state, SaveContext& ctx, at::TensorList
     state.places.push_back({int64_t(arguments.find(name)), int64_t(arguments.list(name).size())});
   }
 
-  const bool graph = ctx.serves_a_graph();
+  const bool graph = save.serves_a_graph();
   const auto wants = [&](int name) {
     const at::TensorList list = arguments.list(name);
     return graph && std::any_of(list.begin(), list.end(), [](const Tensor& t) { return t.requires_grad(); });
@@ -335,18 +335,18 @@ variable_list LayerChain::forward(State& state, SaveContext& ctx, at::TensorList
                for_recompute = any && i + 1 < layers && state.layers[i + 1].input == SaveMode::kRecompute;
     const PrologueInput prologue{between, first ? residual : none, first ? gamma : none, first ? beta : none};
     const LayerInput in{prologue, arguments.list(weight_of(i)), arguments.list(bias_of(i)), call.own_weights[i]};
-    LayerOutput out = layer_forward(dispatch, state.layers[i], i, ctx, in, needs[i],
+    LayerOutput out = layer_forward(dispatch, state.layers[i], i, save, in, needs[i],
                                     for_recompute ? SaveFor::kRecompute : SaveFor::kBackward, call.return_output);
     if (first && gamma.has_value()) {
       outputs.push_back(out.made.output);
       if (residual.has_value() || call.return_input) outputs.push_back(std::move(out.made.input));
     }
     if (for_recompute) {
-      ctx.recomputed(call.return_output ? out.made.output : between, state.layers[i].prologue->operand_info());
-      ctx.recomputed(out.y, state.layers[i + 1].prologue->input_info());
+      save.recomputed(call.return_output ? out.made.output : between, state.layers[i].prologue->operand_info());
+      save.recomputed(out.y, state.layers[i + 1].prologue->input_info());
     }
     if (i > 0 && any && state.layers[i].input == SaveMode::kSave && state.layers[i].input_in_fp8) {
-      keep_operand(ctx, saved_name(i, kPackedInput), packed_input(dispatch, between), {true, false},
+      keep_operand(save, saved_name(i, kPackedInput), packed_input(dispatch, between), {true, false},
                    kPackedPreActivation);
     }
     between = std::move(out.y);

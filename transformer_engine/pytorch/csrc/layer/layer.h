@@ -65,7 +65,7 @@ struct TE_EXPORT LayerChain {
 
   // Direct or Dispatched; in forward.cpp and backward.cpp. The tensors are the call's, for autograd to see.
   template <class DispatchModeType>
-  static variable_list forward(State& state, SaveContext& ctx, at::TensorList, const LayerArgs& call);
+  static variable_list forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call);
   template <class DispatchModeType>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads);
@@ -111,7 +111,7 @@ struct LayerOutput {
   PrologueOutput made;
 };
 
-LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage, size_t layer_idx, SaveContext& ctx,
+LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage, size_t layer_idx, SaveContext& save,
                           const LayerInput& in, Needs needs, SaveFor keeping, bool want_output);
 
 // The pre-activation in E4M3, and what that means.

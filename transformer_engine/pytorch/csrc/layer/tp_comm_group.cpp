@@ -179,8 +179,8 @@ class GroupTransfer final : public CommOp {
       ScopedBuffers buffers;  // the sum is what goes on
       const Tensor partials =
           route_.direct()
-              ? Direct::call<group_tp_comm_pooled>("te::group_exchange", result, name, parallel_.ranks, buffers)
-              : Dispatched::call<group_tp_comm>("te::group_exchange", result, name, parallel_.ranks);
+              ? Direct::call<group_exchange_pooled>("te::group_exchange", result, name, parallel_.ranks, buffers)
+              : Dispatched::call<group_exchange>("te::group_exchange", result, name, parallel_.ranks);
       result_ = route_.call<comm_ordered_sum>("te::comm_ordered_sum", partials, bias_);
     } else if (parallel_.sum != 0 && parallel_.mode == Parallel::kRow) {
       result_ = route_.call<group_symmetric_sum>("te::group_symmetric_sum", result, std::string_view(group_),
@@ -359,11 +359,11 @@ namespace te_torch {
 void register_tp_comm_group(pybind11::module_& m) {
   namespace py = pybind11;
   using namespace layer;
-  py::class_<GroupTPComm, std::shared_ptr<GroupTPComm>>(m, "GroupExchange")
+  py::class_<GroupTPComm, std::shared_ptr<GroupTPComm>>(m, "GroupTPComm")
       .def(py::init([](int64_t mode, bool sequence, int64_t recompute, int64_t ranks, const std::string& group,
                        int64_t sum, int64_t overlap, const std::string& why_serial) {
              const std::vector<int64_t> packed{mode, sequence, recompute, ranks, sum, overlap};
-             tp_comm_of(packed, group, "GroupExchange");
+             tp_comm_of(packed, group, "GroupTPComm");
              return std::make_shared<GroupTPComm>(Parallel{Parallel::Mode(mode), sequence, Parallel::Keeps(recompute),
                                                            ranks, sum, Parallel::Overlap(overlap)},
                                                   group, why_serial);

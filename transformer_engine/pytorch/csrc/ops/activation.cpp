@@ -67,11 +67,11 @@ struct ActivationFamily {
   enum Saved { kInput };
 
   template <class DispatchMode>
-  static variable_list forward(State& state, SaveContext& ctx, const Tensor& x, std::string_view kind,
+  static variable_list forward(State& state, SaveContext& save, const Tensor& x, std::string_view kind,
                                at::ArrayRef<double> params) {
     state.kind = std::string(kind);
     state.params = params.vec();
-    ctx.keep(kInput, x, {"activation input", "the derivative is taken of it", kCallers, true});
+    save.keep(kInput, x, {"activation input", "the derivative is taken of it", kCallers, true});
     return {DispatchMode::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
   }
 

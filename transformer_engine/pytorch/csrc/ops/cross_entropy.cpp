@@ -164,13 +164,13 @@ struct CrossEntropyFamily {
   }
 
   template <class DispatchMode>
-  static variable_list forward(State&, SaveContext& ctx, const Tensor& logits, const Tensor& target,
+  static variable_list forward(State&, SaveContext& save, const Tensor& logits, const Tensor& target,
                                double label_smoothing, bool reduce_loss, int64_t ignore_idx, std::string_view group,
                                int64_t ranks) {
     const auto [loss, grad, inverse] =
         made<DispatchMode>(logits, target, label_smoothing, reduce_loss, ignore_idx, group, ranks);
-    ctx.keep(kGradient, grad, kLogitsGradient);
-    if (reduce_loss && scales_late(logits)) ctx.keep(kInverse, inverse, kLossCount);
+    save.keep(kGradient, grad, kLogitsGradient);
+    if (reduce_loss && scales_late(logits)) save.keep(kInverse, inverse, kLossCount);
     return {loss};
   }
 

@@ -193,7 +193,7 @@ struct LinearCrossEntropyFamily {
   }
 
   template <class DispatchMode>
-  static variable_list forward(State& state, SaveContext& ctx, const Tensor& hidden, const Tensor& weight,
+  static variable_list forward(State& state, SaveContext& save, const Tensor& hidden, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& target, double label_smoothing,
                                bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                                at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks) {
@@ -206,16 +206,16 @@ struct LinearCrossEntropyFamily {
     const auto [loss, dhidden, dweight, dbias, inverse] =
         made<DispatchMode>(state, hidden, weight, bias, target, {}, reduce_loss ? wanted : Flags{});
     if (reduce_loss) {
-      if (wanted[0]) ctx.keep(kX, dhidden, kHiddenGradient);
-      if (wanted[1]) ctx.keep(kWeight, dweight, kWeightGradient);
-      if (wanted[2]) ctx.keep(kBias, dbias, kWeightGradient);
-      if (scales_late(hidden)) ctx.keep(kScale, inverse, kLossCount);
+      if (wanted[0]) save.keep(kX, dhidden, kHiddenGradient);
+      if (wanted[1]) save.keep(kWeight, dweight, kWeightGradient);
+      if (wanted[2]) save.keep(kBias, dbias, kWeightGradient);
+      if (scales_late(hidden)) save.keep(kScale, inverse, kLossCount);
     } else {
       const RowsBehind behind(rows_behind_of(state.quantization));
-      ctx.keep(kX, hidden, kHidden);
-      ctx.keep(kWeight, weight, kParameter);
-      ctx.keep(kBias, bias, kParameter);
-      ctx.keep(kTargets, target, kTarget);
+      save.keep(kX, hidden, kHidden);
+      save.keep(kWeight, weight, kParameter);
+      save.keep(kBias, bias, kParameter);
+      save.keep(kTargets, target, kTarget);
     }
     return {loss};
   }

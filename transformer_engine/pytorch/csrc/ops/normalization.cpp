@@ -98,17 +98,17 @@ struct NormalizationFamily {
 
   // Outputs: y; with a residual also h = x + residual, which is then the saved norm input.
   template <class DispatchMode>
-  static variable_list forward(State& state, SaveContext& ctx, const Tensor& x, const OptionalTensor& residual,
+  static variable_list forward(State& state, SaveContext& save, const Tensor& x, const OptionalTensor& residual,
                                const Tensor& gamma, const OptionalTensor& beta, double eps, bool rms,
                                bool zero_centered_gamma) {
     state = {rms, zero_centered_gamma};
     const auto [y, h, mean, rstd] = DispatchMode::template call<normalization_fwd>(
         "te::normalization_fwd", x, residual, gamma, beta, eps, rms, zero_centered_gamma);
     const bool added = present(residual);
-    ctx.keep(kNormInput, added ? h : x, {"norm input", "the backward normalises it again", kCallers, true});
-    ctx.keep(kSavedGamma, gamma, kParameter);
-    if (!rms) ctx.keep(kMean, mean, kStatistic);
-    ctx.keep(kRstd, rstd, kStatistic);
+    save.keep(kNormInput, added ? h : x, {"norm input", "the backward normalises it again", kCallers, true});
+    save.keep(kSavedGamma, gamma, kParameter);
+    if (!rms) save.keep(kMean, mean, kStatistic);
+    save.keep(kRstd, rstd, kStatistic);
     return added ? variable_list{y, h} : variable_list{y};
   }
 

@@ -19,11 +19,11 @@ struct RopeFamily {
   enum Saved { kFreqs, kStart };
 
   template <class DispatchMode>
-  static variable_list forward(State& state, SaveContext& ctx, const Tensor& q, const OptionalTensor& k,
+  static variable_list forward(State& state, SaveContext& save, const Tensor& q, const OptionalTensor& k,
                                const Tensor& freqs, const OptionalTensor& start, bool batch_first, bool interleaved) {
     state = {batch_first, interleaved};
-    ctx.keep(kFreqs, freqs, kAngles);
-    ctx.keep(kStart, start, kAngles);
+    save.keep(kFreqs, freqs, kAngles);
+    save.keep(kStart, start, kAngles);
     return DispatchMode::template call<rope_fwd>("te::rope_fwd", q, k, freqs, start, batch_first, interleaved, false);
   }
 
@@ -50,13 +50,13 @@ struct RopeQkvFamily {
   enum Saved { kQFreqs, kKFreqs, kStart };
 
   template <class DispatchMode>
-  static variable_list forward(State& state, SaveContext& ctx, const Tensor& qkv, const Tensor& q_freqs,
+  static variable_list forward(State& state, SaveContext& save, const Tensor& qkv, const Tensor& q_freqs,
                                const OptionalTensor& k_freqs, const OptionalTensor& start, at::IntArrayRef heads,
                                bool batch_first, bool interleaved) {
     state = {heads.vec(), batch_first, interleaved};
-    ctx.keep(kQFreqs, q_freqs, kAngles);
-    ctx.keep(kKFreqs, k_freqs, kAngles);
-    ctx.keep(kStart, start, kAngles);
+    save.keep(kQFreqs, q_freqs, kAngles);
+    save.keep(kKFreqs, k_freqs, kAngles);
+    save.keep(kStart, start, kAngles);
     auto [q, k, v] = DispatchMode::template call<rope_qkv_fwd>("te::rope_qkv_fwd", qkv, q_freqs, k_freqs, start, heads,
                                                                batch_first, interleaved);
     return {q, k, v};

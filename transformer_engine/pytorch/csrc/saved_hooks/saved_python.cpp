@@ -47,7 +47,7 @@ class Derived {
 
 const py::str& name_of_method(const char* name) { return *new py::str(name); }
 
-class PyTaken : public PackedStorage, private Derived {
+class PyPackedStorage : public PackedStorage, private Derived {
  public:
   using PackedStorage::PackedStorage;
 
@@ -69,7 +69,7 @@ class PyTaken : public PackedStorage, private Derived {
   }
 };
 
-class PyClient : public StorageHandler, private Derived {
+class PyStorageHandler : public StorageHandler, private Derived {
  public:
   bool takes() const override {
     static const py::str& name = name_of_method("takes");
@@ -169,7 +169,7 @@ py::object pop_saved(py::handle saved, bool fetch) {
 
 void register_saved_python(py::module_& m) {
   const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
-  auto taken = py::class_<PackedStorage, PyTaken, std::shared_ptr<PackedStorage>>(m, "Taken");
+  auto taken = py::class_<PackedStorage, PyPackedStorage, std::shared_ptr<PackedStorage>>(m, "PackedStorage");
   taken.def(py::init<const Tensor&>(), py::arg("tensor"))
       .def("add",
            [](PackedStorage& self, const py::object& t) {
@@ -217,7 +217,7 @@ void register_saved_python(py::module_& m) {
       });
   kept.attr("status") = "kept";
   kept.attr("back") = "";
-  py::class_<StorageHandler, PyClient, std::shared_ptr<StorageHandler>>(m, "SavedClient")
+  py::class_<StorageHandler, PyStorageHandler, std::shared_ptr<StorageHandler>>(m, "StorageHandler")
       .def(py::init<>())
       .def_property_readonly("takes", [](const StorageHandler&) { return true; })
       .def("take", [](const py::object& self, const py::object&) { not_said(self, "take"); })
@@ -239,7 +239,7 @@ void register_saved_python(py::module_& m) {
       .def("__enter__", &Observer::enter)
       .def("__exit__", &Observer::exit);
   m.def("is_recorded", is_recorded);
-  m.def("set_saved_door",
+  m.def("set_saved_hooks",
         [](py::object phase, py::object mark, py::object composed, py::object outward_of, py::object pop) {
           auto& hooks = python_hooks();
           hooks.phase = std::move(phase);

@@ -156,7 +156,7 @@ class StorageHandler {
 
 // What the hook asks of Python.
 struct PythonHooks {
-  pybind11::object phase;       // recompute_phase.py's, of this thread
+  pybind11::object phase;       // _internal/recompute_phase.py's, of this thread
   pybind11::object mark;        // name of the attribute that marks what stays
   pybind11::object composed;    // (client, tensor, outward): what stands for a tensor of several parts
   pybind11::object outward_of;  // (hooks): who is asked next, behind a client that is entered inside of them

@@ -69,7 +69,7 @@ pybind11::object handle_of(std::shared_ptr<const WgradTask> product) {
 // A callable(product, with_bias) -> (dweight or None, dbias or None), which is called under the GIL, is one too.
 void register_grad_accumulators(pybind11::module_& m) {
   namespace py = pybind11;
-  py::class_<GradAccumulator, std::shared_ptr<GradAccumulator>>(m, "WeightGradSink")
+  py::class_<GradAccumulator, std::shared_ptr<GradAccumulator>>(m, "GradAccumulator")
       .def(py::init([](const py::function& callable) -> std::shared_ptr<GradAccumulator> {
         return std::make_shared<CallableSink>(callable.ptr());
       }));

@@ -242,7 +242,7 @@ Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::
   return zero ? buffer.zero_().detach() : buffer.detach();
 }
 
-WeightGrads ParameterSink::take(std::shared_ptr<const WgradTask> product, bool with_bias) const {
+WeightGrads ParameterGradAccumulator::take(std::shared_ptr<const WgradTask> product, bool with_bias) const {
   const WeightParameters* parameters = &parameters_;
   std::shared_ptr<WeightParameters> own;
   std::vector<size_t> unasked = parameters_.find_unasked();

@@ -57,9 +57,9 @@ struct WeightParameters {
   c10::SmallVector<Tensor, 1> stand_ins(const WeightTargets& targets, const WgradTask& product) const;
 };
 
-class ParameterSink : public GradAccumulator {
+class ParameterGradAccumulator : public GradAccumulator {
  public:
-  ParameterSink(WeightParameters parameters, std::shared_ptr<PyObject> store)
+  ParameterGradAccumulator(WeightParameters parameters, std::shared_ptr<PyObject> store)
       : parameters_(std::move(parameters)), store_(std::move(store)) {}
 
   WeightGrads take(std::shared_ptr<const WgradTask> product, bool with_bias) const override;

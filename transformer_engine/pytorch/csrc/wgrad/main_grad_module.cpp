@@ -27,8 +27,8 @@ class WeightGradProduct {
   }
 
   // None where no weight wants a gradient.
-  std::shared_ptr<ParameterSink> grad_accumulator(const py::object& module, bool fused, const py::object& first,
-                                                  const py::object& store) {
+  std::shared_ptr<ParameterGradAccumulator> grad_accumulator(const py::object& module, bool fused,
+                                                             const py::object& first, const py::object& store) {
     const py::object registered = attribute(module.ptr(), names_of_attributes().parameters);
     WeightParameters p;
     bool any = false;
@@ -55,7 +55,8 @@ class WeightGradProduct {
       p.wanted_biases.push_back(p.biases.back().requires_grad());
     }
     if (fused) p.main_grads(false);  // what can be known to be wrong is said before anything has run
-    return std::make_shared<ParameterSink>(std::move(p), store.is_none() ? nullptr : held_object(store.ptr()));
+    return std::make_shared<ParameterGradAccumulator>(std::move(p),
+                                                      store.is_none() ? nullptr : held_object(store.ptr()));
   }
 
  private:
@@ -106,10 +107,11 @@ std::vector<Tensor> cut(at::TensorList matrices, const std::vector<int64_t>& row
 void register_main_grad(py::module_& m) {
   py::class_<WeightGradProduct>(m, "WeightGradProduct")
       .def(py::init<std::vector<py::str>, std::vector<py::str>>(), py::arg("weights"), py::arg("biases"))
-      .def("sink", torch::wrap_pybind_function(&WeightGradProduct::grad_accumulator), py::arg("module"),
+      .def("grad_accumulator", torch::wrap_pybind_function(&WeightGradProduct::grad_accumulator), py::arg("module"),
            py::arg("fused"), py::arg("is_first_microbatch"), py::arg("store"));
   register_grad_accumulators(m);
-  py::class_<ParameterSink, GradAccumulator, std::shared_ptr<ParameterSink>>(m, "ParameterSink");
+  py::class_<ParameterGradAccumulator, GradAccumulator, std::shared_ptr<ParameterGradAccumulator>>(
+      m, "ParameterGradAccumulator");
   py::class_<WeightParameters, std::shared_ptr<WeightParameters>>(m, "WeightParameters")
       .def_property_readonly("op", [](const WeightParameters& p) { return p.names->op; })
       .def_property_readonly("names", [](const WeightParameters& p) { return p.names->weights; })

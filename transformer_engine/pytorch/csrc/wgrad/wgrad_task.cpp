@@ -114,7 +114,7 @@ std::vector<Tensor> accumulate_any(const WgradTask& product, at::ArrayRef<Weight
 
 void register_weight_product(pybind11::module_& m) {
   namespace py = pybind11;
-  py::class_<WgradTask, std::shared_ptr<WgradTask>>(m, "WeightProduct")
+  py::class_<WgradTask, std::shared_ptr<WgradTask>>(m, "WgradTask")
       .def_property_readonly("dtype", &WgradTask::dtype)
       .def_property_readonly("reads", &WgradTask::reads)
       .def("compute", torch::wrap_pybind_function_no_gil([](const WgradTask& p, bool with_bias) {

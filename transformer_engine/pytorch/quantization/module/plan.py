@@ -1,0 +1,203 @@
+"""A recipe in one module: the quantizers of its products, and the scales and amax histories of delayed scaling. How a
+format quantizes is the extension's business, when scales change is the region's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.compiling import outside_of_modes
+from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
+from transformer_engine.pytorch.quantization.recipes.products import (
+    BACKWARD_SLOTS,
+    DELAYED,
+    FORWARD_SLOTS,
+    SLOTS,
+    Plan,
+    native,
+)
+from transformer_engine.pytorch.quantization.recipes.quantizers import (
+    ask_factory,
+    delayed_spec,
+    make_quantizer,
+    only_rule,
+)
+from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
+from transformer_engine.pytorch.tensor import Float8Quantizer, Quantizer
+
+ROLES = ("input", "weight", "grad_output")
+# Of a delayed product. RECORD: notes amaxes. QUIET: notes none. AGAIN: a recomputation, by the scales of the first run;
+# it notes those of the backward behind it alone.
+RECORD, QUIET, AGAIN = range(3)
+
+
+def is_forward(role: str) -> bool:
+    return not role.startswith("grad_")
+
+
+class ModulePlan:
+    """shared: what every product takes, where nothing here has state. Else forward, backward: the scaling states."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        roles: Sequence[dict[str, QuantizerRole]],
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.roles = roles  # of each product: role -> what a factory is asked
+        self.device = device
+        self.shared = plan.quantization
+        self.rule = plan.rule
+        self.sources: list[dict[str, object]] = []  # of each product: role -> Spec or Quantizer
+        if plan.factory is not None:
+            self._ask_factory()
+        elif plan.specs is not None:
+            self.sources = [dict(zip(ROLES, plan.specs, strict=True)) for _ in roles]
+        self.forward: ScalingState | None = None
+        self.backward: ScalingState | None = None
+        self._products: dict[tuple[int, int], object] = {}
+        self._weights: dict[tuple[int, int], object] = {}
+        # Of the weights that are held in FP8 alone: index of the product -> the quantizer that was found to fit.
+        self.weights: dict[int, Quantizer] = {}
+        self._again: torch.Tensor | None = None
+
+    def prepare(self, forward: ScalingState | None, backward: ScalingState | None) -> None:
+        """Goes on with the states that there are, or makes new ones."""
+        if self.rule is None:
+            return
+        for name, state, slots in (("forward", forward, FORWARD_SLOTS), ("backward", backward, BACKWARD_SLOTS)):
+            columns = slots * len(self.roles)
+            if state is None or state.scale.numel() != columns:
+                state = ScalingState(self.rule, columns, self.device, forward=name == "forward")
+            else:
+                state.adopt(self.rule)
+                if state.scale.device != self.device:
+                    state.move(self.device)
+            setattr(self, name, state)
+        with torch.inference_mode(False):  # a tensor made there could not be written outside of it
+            self._again = torch.empty_like(self.forward.scale)
+
+    # ---- what a factory answers ----
+
+    def _ask_factory(self) -> None:
+        rules: list[DelayedScaling] = []
+        self.sources = [{role: self._answer(asked[role], rules) for role in ROLES} for asked in self.roles]
+        self.rule = only_rule(rules)
+        if self.rule is not None and not self.plan.reads_columns:
+            raise ValueError(
+                f"CustomRecipe: argument 'backward_override' is {self.plan.recipe.backward_override!r}, but 'qfactory' "
+                "asks for delayed scaling, which has none; pass None, whatever NVTE_BACKWARD_OVERRIDE says, or let the "
+                "factory return quantizers."
+            )
+        self.shared = None
+
+    def _answer(self, role: QuantizerRole, rules: list[DelayedScaling]) -> object:
+        answer = ask_factory(self.plan.factory, role)
+        if not isinstance(answer, DelayedScalingRequest):
+            return answer
+        rule = answer.recipe()
+        rules.append(rule)
+        return delayed_spec(rule, forward=is_forward(role.tensor_type))
+
+    # ---- the extension's objects, made once ----
+
+    def _native(self, index: int, role: str, variant: int) -> object:
+        source = self.sources[index][role]
+        if source is None:
+            return native((0, 0, 0, 0))
+        if isinstance(source, Quantizer):
+            return source._native()
+        if source[0] != DELAYED:
+            return native(source)
+        forward = is_forward(role)
+        state = self.forward if forward else self.backward
+        column = (FORWARD_SLOTS if forward else BACKWARD_SLOTS) * index + SLOTS[role]
+        scales = self._again if forward and variant == AGAIN else state.scale
+        quiet = variant == QUIET or (forward and variant == AGAIN)
+        with outside_of_modes():
+            return native(source, scales[column : column + 1], None if quiet else state.amax_of(column))
+
+    def product(self, index: int, variant: int) -> object:
+        """_C.ProductQuantization of a product."""
+        found = self._products.get((index, variant))
+        if found is None:
+            made = {role: self._native(index, role, variant) for role in ROLES}
+            found = _C.ProductQuantization(*made.values(), *self.plan.splits, self.plan.backward)
+            self._products[index, variant] = found
+        return found
+
+    def weight_quantizer(self, index: int, variant: int) -> object:
+        """_C.Quantizer of a product's weight."""
+        found = self._weights.get((index, variant))
+        if found is None:
+            found = self._weights[index, variant] = self._native(index, "weight", variant)
+        return found
+
+    def use_again(self, scales: torch.Tensor) -> None:
+        """The forward scales of the AGAIN products."""
+        self._again.copy_(scales)
+
+    def note(self, index: int, role: str, amax: torch.Tensor) -> None:
+        """An amax, float32 [1], of a tensor that is computed with in high precision."""
+        column = FORWARD_SLOTS * index + SLOTS[role]
+        newest = self.forward.amax_of(column)
+        torch.maximum(newest, amax, out=newest)
+
+    def drop_views(self) -> None:
+        """The histories are other tensors now."""
+        self._products.clear()
+        self._weights.clear()
+
+    # ---- the same quantizers as Python's objects ----
+
+    def python_quantizers(self) -> dict[str, list[Quantizer | None]]:
+        """Those of input, weight, output and of grad_output, grad_input of each product, as clients look at them."""
+        found: dict[str, list[Quantizer | None]] = {"scaling_fwd": [], "scaling_bwd": []}
+        for index in range(len(self.roles)):
+            for role in SLOTS:
+                key = "scaling_fwd" if is_forward(role) else "scaling_bwd"
+                found[key].append(self.python_quantizer(index, role))
+        return found
+
+    def python_quantizer(self, index: int, role: str, *, held: bool = False) -> Quantizer | None:
+        """held: of a weight that is held in FP8 alone."""
+        source = self._source(index, role)
+        if source is None or isinstance(source, Quantizer):
+            return source
+        forward = is_forward(role)
+        state = self.forward if forward else self.backward
+        column = (FORWARD_SLOTS if forward else BACKWARD_SLOTS) * index + SLOTS[role]
+        return make_quantizer(source, self.device, Column(state, column, held) if source[0] == DELAYED else None)
+
+    def output_quantizer(self, variant: int) -> Quantizer | None:
+        """Of the first product's output, for one call."""
+        found = self.python_quantizer(0, "output")
+        if variant == RECORD or getattr(found, "_column", None) is None:  # or it has no state of the module's
+            return found
+        column = SLOTS["output"]  # a scale of its own, and an amax that nobody reads
+        scale = (self._again if variant == AGAIN else self.forward.scale)[column : column + 1].clone()
+        return Float8Quantizer(scale, torch.zeros_like(scale), found.dtype)
+
+    def weight_format(self, index: int) -> Quantizer | None:
+        """A quantizer of a product's weight that has no state: to compare with."""
+        source = self.sources[index]["weight"]
+        return source if source is None or isinstance(source, Quantizer) else make_quantizer(source, self.device)
+
+    def _source(self, index: int, role: str) -> object:
+        if role in self.sources[index]:
+            return self.sources[index][role]
+        if self.plan.factory is None:  # an output is quantized as an input, its gradient as the output's
+            return self.sources[index]["input" if role == "output" else "grad_output"]
+        rules: list[DelayedScaling] = []
+        source = self._answer(self.roles[index][role], rules)
+        if any(rule != self.rule for rule in rules):
+            raise NotImplementedError(
+                f"CustomRecipe: argument 'qfactory' asks for delayed scaling of '{role}' in another way than of the "
+                "module's other tensors, which is not available in this version; let its requests be equal."
+            )
+        self.sources[index][role] = source
+        return source

@@ -1,0 +1,172 @@
+"""A module's weights as its products read them. Of those in high precision it keeps FP8 copies between microbatches
+(is_first_microbatch), each until a weight, a recipe or a call asks for another one. What belongs to weights that are
+held in FP8 alone is primary_weights.py's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.torch_autocast import is_autocast
+from transformer_engine.pytorch._internal.torch_private import unsafe_preserve_version_counter
+from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
+from transformer_engine.pytorch.quantization.module.plan import AGAIN, QUIET, RECORD, ModulePlan
+from transformer_engine.pytorch.quantization.module.primary_weights import (
+    adopt_primary_weight,
+    as_product_reads,
+    check_primary_weight,
+)
+from transformer_engine.pytorch.quantization.state.surroundings import HERE
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+
+class KeptWeights:
+    """kept: product -> (what the copy was made for, the copy)."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[tuple, _C.Quantized]] = {}
+
+    def shared(self) -> KeptWeights:
+        twin = KeptWeights()
+        twin.kept = self.kept
+        return twin
+
+    def forget(self) -> None:
+        """The next call makes them anew, in memory of their own: who has the old ones may read on."""
+        self.kept = {}
+
+    def set_aside(self) -> Callable[[], None]:
+        """Forgets them until what is returned is called: then those are kept that were made since, and of the others
+        the old ones."""
+        before, self.kept = self.kept, {}
+        return partial(self._join, before)
+
+    def _join(self, before: dict[str, tuple]) -> None:
+        self.kept = {**before, **self.kept}
+
+    def copies_of(
+        self,
+        module: torch.nn.Module,
+        own: ModulePlan,
+        products: Mapping[str, int],
+        weights: list[torch.Tensor],
+        first: bool | None,
+        skip: torch.Tensor | None,
+    ) -> list[_C.Quantized | None]:
+        """Of the products with these numbers, made by as few launches as there may be, in one buffer. first: True
+        quantizes and keeps, False takes what is kept. skip: a graph's flag on the device decides instead. None where a
+        factory leaves a weight as it is."""
+        phase = recompute_phase()
+        columnwise = own.plan.reads_columns and (torch.is_grad_enabled() or phase.enabled)
+        # What the product itself would quantize: the cast's bits, not the parameter's.
+        dtypes = [weight.dtype for weight in weights]
+        if is_autocast(weights[0]):
+            cast = torch.get_autocast_dtype(weights[0].device.type)
+            dtypes = [cast if is_autocast(weight) else weight.dtype for weight in weights]
+        keys = [(own.plan, w.shape, w.device, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+        copies = [self._fitting(*of, columnwise) for of in zip(products, keys, strict=True)]
+        stays = phase.recomputing or (skip is None and not first)  # a recomputation reads what there is
+        due = {i: name for i, name in enumerate(products) if copies[i] is None or not stays}
+        if not due:
+            return copies
+        variant = AGAIN if phase.recomputing else RECORD if module.training else QUIET
+        quantizers = {i: own.weight_quantizer(products[name], variant) for i, name in due.items()}
+        for i in [i for i in due if quantizers[i].kind == "none"]:
+            copies[i] = None
+            del due[i]
+        # The graphs of one capture share a copy, the microbatches in flight too: it changes when a step begins. Without
+        # a graph a backward of another microbatch may still read what was kept.
+        again = [i for i in due if copies[i] is not None and skip is not None]
+        anew = [i for i in due if copies[i] is None or skip is None]
+        with torch.no_grad(), torch.inference_mode(False):
+            values = {i: weights[i].detach().to(keys[i][-1]) for i in due}
+            made = _C.quantize_list([quantizers[i] for i in anew], [values[i] for i in anew], True, columnwise)
+            if again:
+                _write([quantizers[i] for i in again], [values[i] for i in again], [copies[i] for i in again], skip)
+        for i, one in zip(anew, made, strict=True):
+            self.kept[due[i]] = keys[i], one
+            copies[i] = one
+        return copies
+
+    def _fitting(self, product: str, key: tuple, columnwise: bool) -> _C.Quantized | None:
+        kept_key, kept = self.kept.get(product, (None, None))
+        return kept if kept_key == key and not (columnwise and kept.columnwise is None) else None
+
+
+class WeightCalls:
+    """ModuleQuantization's part, whose fields these are."""
+
+    own: ModulePlan | None
+    weights: KeptWeights
+    parameters_recipe: Recipe | None
+
+    def of_weight(
+        self, module: torch.nn.Module, product: str, weight: torch.Tensor, is_first_microbatch: bool | None
+    ) -> _C.Quantized | None:
+        """The weight as the product reads it, or None where the product quantizes it itself.
+
+        is_first_microbatch: True quantizes and keeps, False takes what was kept, None does neither. In a graph's
+        capture its flag (set_skip_fp8_weight_update_tensor), where there is one, decides instead, in the kernel."""
+        state = HERE.state
+        if not state.enabled:
+            return None
+        if is_first_microbatch is None and type(weight) is torch.nn.Parameter and not state.in_capture():
+            return None
+        products = {product: module._products.index(product)}
+        return self.of_weights(module, [weight], is_first_microbatch, products)[0]
+
+    def of_weights(
+        self,
+        module: torch.nn.Module,
+        weights: list[torch.Tensor],
+        is_first_microbatch: bool | None,
+        products: Mapping[str, int] | None = None,
+    ) -> list[_C.Quantized | None]:
+        """of_weight() of each. products: their names and numbers, all of the module's by default."""
+        state = HERE.state
+        if products is None:
+            products = {name: i for i, name in enumerate(module._products)}
+        copies = [
+            self._of_primary_weight(module, index, weight) if isinstance(weight, QuantizedTensor) else None
+            for index, weight in zip(products.values(), weights, strict=True)
+        ]
+        skip = state.skip_weight_update if state.in_capture() else None
+        keeps = (is_first_microbatch is not None or skip is not None) and not torch.compiler.is_compiling()
+        due = {name: at for at, name in enumerate(products) if copies[at] is None} if keeps else {}
+        if due:
+            if isinstance(is_first_microbatch, torch.Tensor) or is_first_microbatch not in (None, True, False):
+                raise ValueError(
+                    f"{type(module).__name__}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, "
+                    "False or None."
+                )
+            plain, numbers = [weights[at] for at in due.values()], {name: products[name] for name in due}
+            kept = self.weights.copies_of(module, self.own, numbers, plain, is_first_microbatch, skip)
+            for at, copy in zip(due.values(), kept, strict=True):
+                copies[at] = copy
+        if is_cpu_offload_enabled():
+            for copy in copies:
+                if copy is not None:  # the module holds it whatever a graph saves: leaving would give nothing back
+                    mark_not_offload(copy.rowwise, copy.columnwise)
+        return copies
+
+    def _of_primary_weight(self, module: torch.nn.Module, index: int, weight: QuantizedTensor) -> _C.Quantized:
+        own = self.own
+        if weight._quantizer is not own.weights.get(index, self):  # another one since the recipe was entered
+            check_primary_weight(type(module).__name__, own, index, weight, self.parameters_recipe)
+            adopt_primary_weight(own, index, weight)
+        return as_product_reads(own, weight)
+
+
+def _write(
+    quantizers: list[_C.Quantizer], values: list[torch.Tensor], kept: list[_C.Quantized], skip: torch.Tensor
+) -> None:
+    """Anew where they lie, unless skip says otherwise, as nobody's write: backwards read what they saved."""
+    parts = [(q.rowwise, q.rowwise_scale_inv, q.columnwise, q.columnwise_scale_inv) for q in kept]
+    there = tuple(part for each in parts for part in each if part is not None)
+    with unsafe_preserve_version_counter(there):
+        _C.quantize_list_into(quantizers, values, kept, skip)

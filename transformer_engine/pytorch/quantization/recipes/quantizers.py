@@ -1,0 +1,46 @@
+"""Python's quantizer of what a recipe, or its factory, says about a tensor. Nothing is quantized here."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.quantization.delayed import Column
+from transformer_engine.pytorch.quantization.recipes.products import DELAYED, SCALING_NAMES, Spec, epsilon_of
+from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest, QuantizerRole
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.registry import SCALINGS, Wanted
+
+
+def delayed_spec(rule: DelayedScaling, *, forward: bool) -> Spec:
+    return (DELAYED, int(not forward and rule.fp8_format.value.max_bwd > 448.0), 0, 0)
+
+
+def make_quantizer(spec: Spec, device: torch.device, column: Column | None = None) -> Quantizer:
+    """Python's quantizer of a spec. column: where it is delayed; without one it is there to be compared with."""
+    kind, e5m2, pow_2, bits = spec
+    dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
+    wanted = Wanted(SCALING_NAMES[kind], dtype, bool(pow_2), epsilon_of(bits), device, column)
+    return SCALINGS[wanted.scaling]._made_for(wanted)
+
+
+def ask_factory(factory: Callable, role: QuantizerRole) -> Quantizer | DelayedScalingRequest | None:
+    """A CustomRecipe's answer. Errors: ValueError for another one."""
+    answer = factory(role)
+    if answer is None or isinstance(answer, (Quantizer, DelayedScalingRequest)):
+        return answer
+    raise ValueError(
+        f"CustomRecipe: argument 'qfactory' returned {answer!r} for {role}, wanted a Quantizer, a "
+        "DelayedScalingRequest, or None to leave the tensor in high precision."
+    )
+
+
+def only_rule(rules: Sequence[DelayedScaling]) -> DelayedScaling | None:
+    """What all of a module's requests ask for; None without one."""
+    if any(rule != rules[0] for rule in rules):
+        raise NotImplementedError(
+            f"CustomRecipe: argument 'qfactory' asks for delayed scaling in different ways within one module "
+            f"({rules[0]} and others), which is not available in this version; let its requests be equal."
+        )
+    return rules[0] if rules else None

@@ -1,0 +1,169 @@
+"""What is switched on around the code that asks: one instance for each thread, which contexts write and modules read.
+torch.compile guards the attributes of an instance, not those of a class. As with torch.autocast a new thread starts
+with nothing switched on, and a backward sees what is on in the thread that calls it, whichever thread runs it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.capture_flag import stream_captures
+from transformer_engine.pytorch._internal.torch_private import current_graph_task_id
+from transformer_engine.pytorch.quantization.delayed import Region
+from transformer_engine.pytorch.quantization.recipes.products import Plan, plan_of
+
+
+def get_default_recipe() -> Recipe:
+    """What autocast uses when it is given none."""
+    return DelayedScaling()
+
+
+get_default_fp8_recipe = get_default_recipe  # an older name of it
+
+_DEFAULT = get_default_recipe()
+
+
+class Surroundings(NamedTuple):
+    """Of a forward: what its recomputation needs to be the same again."""
+
+    enabled: bool
+    calibrating: bool
+    recipe: Recipe | None
+    group: object | None
+    capturing: bool
+    skip_weight_update: torch.Tensor | None
+
+
+class State:
+    """enabled, calibrating, recipe, group: of the innermost autocast. token: which autocast that is. region: what the
+    outermost one has to update at its end. capturing: it belongs to a graph, whose owner updates scales. thread: whose
+    number it has; 0: it needed none yet. borrowed: a copy for one of that thread's backwards, which another one runs;
+    backward, outside: its number, and the depth that it was found at."""
+
+    def __init__(self) -> None:
+        self.thread = 0
+        self.borrowed = False
+        self.backward, self.outside = -1, 0
+        self.resets = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """As in a new process. Contexts that were entered before have ended: they put nothing back."""
+        self.resets += 1
+        self.enabled = False
+        self.calibrating = False
+        self.active = False
+        self.recipe: Recipe | None = None
+        self.group: object | None = None
+        self.depth = 0
+        self.token: object | None = None
+        self.region: Region | None = None
+        self.capturing = False
+        self.plan: Plan | None = None
+        # Regions that a graph's owner updates by hand, oldest first; the limit is for owners that never do.
+        self.waiting: deque[Region] = deque(maxlen=256)
+        # quantized_model_init
+        self.parameters = False
+        self.parameters_recipe: Recipe | None = None
+        self.preserve_high_precision = False
+        # A graph's flag on the device: not 0, weights are not quantized again.
+        self.skip_weight_update: torch.Tensor | None = None
+        # What a captured forward uses of delayed scaling, for its replays: module -> (token, group), in its order.
+        self.noted: dict[object, tuple] | None = None
+
+    def set(self, enabled: bool, calibrating: bool, recipe: Recipe | None, group: object | None) -> None:
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.active = enabled or calibrating
+        self.recipe = recipe
+        self.group = group
+        self.plan = None
+        self.token = None if torch.compiler.is_compiling() else object()
+
+    def in_capture(self) -> bool:
+        """Of a graph, by its owner's word or by the stream's, which torch.compile cannot ask."""
+        if self.capturing or torch.compiler.is_compiling():
+            return self.capturing
+        return stream_captures()
+
+    def chosen_recipe(self) -> Recipe:
+        return _DEFAULT if self.recipe is None else self.recipe
+
+    def chosen_plan(self) -> Plan:
+        """Of the innermost autocast. Errors: for a recipe that cannot be honoured."""
+        if self.plan is None:
+            self.plan = plan_of(self.chosen_recipe())
+        return self.plan
+
+    def surroundings(self) -> Surroundings:
+        said = self.enabled, self.calibrating, self.recipe, self.group
+        return Surroundings(*said, self.capturing, self.skip_weight_update)
+
+    @contextmanager
+    def surrounded(self, by: Surroundings) -> Iterator[None]:
+        """As a forward saw it, for the recomputation of it. The depth says that no autocast inside is the outermost."""
+        before, resets = (self.surroundings(), self.token, self.plan), self.resets
+        self.set(*by[:4])
+        self.capturing, self.skip_weight_update = by[4:]
+        self.depth += 1
+        try:
+            yield
+        finally:
+            if self.resets == resets:
+                self.depth -= 1
+                self.set(*before[0][:4])
+                self.capturing, self.skip_weight_update = before[0][4:]
+                self.token, self.plan = before[1:]
+
+
+class _Here(threading.local):
+    """state: what this thread's code sees. own: what is on in this thread; outside of a backward these are one.
+    borrowed: of threads whose backwards it runs."""
+
+    def __init__(self) -> None:  # torch.compile sees no attribute of the class
+        self.state = self.own = State()
+        self.borrowed: dict[int, State] = {}
+
+
+HERE = _Here()
+_states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()  # by the numbers of their threads
+
+
+def here() -> State:
+    """What is on in this thread; in a backward, what is on in the thread that calls it."""
+    state = HERE.state
+    if torch.compiler.is_compiling():
+        return state
+    if current_graph_task_id() != -1:
+        return _of_caller()
+    if state.thread == 0:
+        state.thread = _C.this_thread()
+        _states[state.thread] = state
+    return state
+
+
+def _of_caller() -> State:
+    """Autograd's threads run the backwards of many others, one inside of another one: each has a copy, made anew for
+    each backward, unless a context is open on it."""
+    own, caller = HERE.own, _C.calling_thread()
+    theirs = None if caller == own.thread else _states.get(caller)
+    if theirs is None:
+        HERE.state = own
+        return own
+    state = HERE.borrowed.get(caller)
+    if state is None or (state.backward != current_graph_task_id() and state.depth == state.outside):
+        for gone in [number for number in HERE.borrowed if number not in _states]:
+            del HERE.borrowed[gone]
+        state = HERE.borrowed[caller] = copy.copy(theirs)
+        state.borrowed, state.backward, state.outside = True, current_graph_task_id(), theirs.depth
+    HERE.state = state
+    return state
