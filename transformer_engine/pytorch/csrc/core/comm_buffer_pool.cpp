@@ -19,7 +19,7 @@
 
 namespace te_torch {
 
-// Kept by the arena for good, or until nobody has it and it is asked to let go.
+// The arena has it for good, or until nobody has it and it is asked to let go.
 struct Slot {
   c10::Storage memory;
   bool pooled = false, lasting = true;

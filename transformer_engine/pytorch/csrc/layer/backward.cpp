@@ -40,7 +40,7 @@ struct Gradients {
 
 // What a layer's backward has: its saved tensors, and its prologue's input, which another layer may have recomputed.
 PrologueSaved prologue_saved(const NamedTensors& saved, size_t layer_idx, const Tensor& input) {
-  const auto get = [&](SavedName n) -> const Tensor& { return saved[saved_name(number, n)]; };
+  const auto get = [&](SavedName n) -> const Tensor& { return saved[saved_name(layer_idx, n)]; };
   return {input.defined() ? input : get(kInput),
           get(kSavedGamma),
           get(kSavedBeta),
@@ -66,61 +66,61 @@ struct WeightWork {
   bool defined() const { return product != nullptr; }
 };
 
-WeightWork weight_work(const DispatchMode& dispatch, const LayerConfig& stage, WeightParts parts,
+WeightWork weight_work(const DispatchMode& dispatch, const LayerConfig& config, WeightParts parts,
                        at::ScalarType dtype) {
-  const ProductQuantization* q = stage.quantization.get();
-  const TPComm* tp_comm = stage.tp_comm.get();
+  const ProductQuantization* q = config.quantization.get();
+  const TPComm* tp_comm = config.tp_comm.get();
   // What a gradient accumulator stores must not hold this node, which holds the gradient accumulator: an output of the
   // node, kept, would.
-  if (stage.grad_accumulator && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
-  if (stage.grad_accumulator) {
+  if (config.grad_accumulator && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
+  if (config.grad_accumulator) {
     for (const Operand* read : {&parts.gradient.dy, &parts.operand}) refuse_pooled(*read, "weight gradient");
   }
   const bool x = tp_comm != nullptr && tp_comm->gathers(Pass::kFprop) && !parts.gathered;
   const bool dy = tp_comm != nullptr && tp_comm->gathers(Pass::kDgrad);
   if (x || dy) {
-    const auto divided = std::make_shared<GatheredWgrad>(stage, std::move(parts.gradient), std::move(parts.operand),
+    const auto divided = std::make_shared<GatheredWgrad>(config, std::move(parts.gradient), std::move(parts.operand),
                                                          parts.behind, x, dtype);
     return {divided, divided};
   }
-  return {stage.gemm_policy->wgrad_task(dispatch, std::move(parts.gradient), std::move(parts.operand), dtype,
-                                        q == nullptr || q->split_wgrad),
+  return {config.gemm_policy->wgrad_task(dispatch, std::move(parts.gradient), std::move(parts.operand), dtype,
+                                         q == nullptr || q->split_wgrad),
           nullptr};
 }
 
 // arrived: the CommOp of dy that the input's gradient was taken over, or null.
-WeightGrads weight_gradient(const DispatchMode& dispatch, const LayerConfig& stage, WeightWork work,
+WeightGrads weight_gradient(const DispatchMode& dispatch, const LayerConfig& config, WeightWork work,
                             const CommOp* arrived, bool with_bias) {
   const auto gradient = [&] {
-    const probe::Because told(why_override(stage.quantization.get()));
-    return stage.grad_accumulator ? stage.grad_accumulator->take(work.product, with_bias)
-                                  : work.product->compute(dispatch, with_bias);
+    const probe::Because told(why_override(config.quantization.get()));
+    return config.grad_accumulator ? config.grad_accumulator->take(work.product, with_bias)
+                                   : work.product->compute(dispatch, with_bias);
   };
   if (work.divided == nullptr) return gradient();
   const GatheredWgrad::Loan loan(work.divided, arrived);
   return gradient();
 }
 
-Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& stage, const SavedPolicy& policy,
+Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& config, const SavedPolicy& policy,
                          size_t layer_idx, const NamedTensors& saved, const Tensor& input, at::ScalarType dtype,
                          const WantedHere& wanted, const Incoming& in, const Onward& next_quantizer) {
-  const ProductQuantization* q = stage.quantization.get();
-  const Prologue& prologue = *stage.prologue;
-  const TPComm* tp_comm = stage.tp_comm.get();
-  const PrologueSaved from = prologue_saved(saved, number, input);
+  const ProductQuantization* q = config.quantization.get();
+  const Prologue& prologue = *config.prologue;
+  const TPComm* tp_comm = config.tp_comm.get();
+  const PrologueSaved from = prologue_saved(saved, layer_idx, input);
   Gradients out;
 
   WeightParts parts{{in.made, in.dbias}, {}, false, nullptr};
   Gradient& gradient = parts.gradient;
   const QuantizeUsage usage{wanted.prologue, wanted.weight};
-  const bool by_groups = stage.gemm_policy->quantizes_groups(q);
+  const bool by_groups = config.gemm_policy->quantizes_groups(q);
   if (in.dy.defined() && (wanted.prologue || wanted.weight || wanted.bias)) {
     const Quantizer* quantizer = gradient_quantizer(q, usage);
     const QuantizeAt how =
         tp_comm != nullptr ? tp_comm->quantize_at(dispatch, Pass::kDgrad, quantizer, in.dy) : QuantizeAt::kBeforeGather;
     Tensor* sums = wanted.bias ? &gradient.dbias : nullptr;
     if (by_groups) {
-      gradient.dy = stage.gemm_policy->quantized_groups(dispatch, Pass::kDgrad, in.dy, usage, sums);
+      gradient.dy = config.gemm_policy->quantized_groups(dispatch, Pass::kDgrad, in.dy, usage, sums);
     } else if (how == QuantizeAt::kBeforeGather) {
       gradient.dy = operand_of(dispatch, quantizer, in.dy, usage, sums);
     } else {
@@ -142,9 +142,9 @@ Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& stage,
   back.quantizer = reads == BackwardReads::kQuantized ? as_before : nullptr;
   const bool through_prologue = in.any() && wanted.prologue, wants_weight = in.any() && wanted.weight;
   const auto find_operand = [&](const PrologueBackward& taken) {
-    parts.operand = kept_operand(saved, saved_name(number, kWholeOperand));
+    parts.operand = kept_operand(saved, saved_name(layer_idx, kWholeOperand));
     parts.gathered = parts.operand.defined();
-    if (!parts.gathered) parts.operand = kept_operand(saved, saved_name(number, kOperand));
+    if (!parts.gathered) parts.operand = kept_operand(saved, saved_name(layer_idx, kOperand));
     if (!parts.operand.defined()) {
       const bool behind =
           tp_comm != nullptr && as_before != nullptr &&
@@ -153,13 +153,13 @@ Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& stage,
       parts.operand = taken.operand.defined() ? taken.operand : prologue.recompute(dispatch, from, now);
       if (by_groups && as_before != nullptr) {
         const Tensor plain = parts.operand.plain;
-        const at::TensorList used = saved.list(saved_name(number, kUsedScales));
-        parts.operand = stage.gemm_policy->quantized_again(dispatch, plain, kept_usage(q), used);
+        const at::TensorList used = saved.list(saved_name(layer_idx, kUsedScales));
+        parts.operand = config.gemm_policy->quantized_again(dispatch, plain, kept_usage(q), used);
       } else if (reads == BackwardReads::kDequantized && !behind) {
         parts.operand = recomputed_operand(dispatch, as_before, from.used_scales, parts.operand.plain, kept_usage(q));
       }
     }
-    if (stage.operand == SaveMode::kRecompute) policy.recomputed(prologue.operand_info());
+    if (config.operand == SaveMode::kRecompute) policy.recomputed(prologue.operand_info());
   };
 
   ScopedBuffers
@@ -168,23 +168,23 @@ Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& stage,
   // The operand's rows go ahead of the input gradient's, on one lane: they are read first, and nothing else is there
   // to be pushed until runs of that are computed.
   if (wants_weight && through_prologue && !before && tp_comm != nullptr && tp_comm->begins_ahead() &&
-      tp_comm->gathers(Pass::kFprop) && (!stage.grad_accumulator || stage.grad_accumulator->computes_now())) {
+      tp_comm->gathers(Pass::kFprop) && (!config.grad_accumulator || config.grad_accumulator->computes_now())) {
     find_operand({});
-    work = weight_work(dispatch, stage, parts, dtype);
+    work = weight_work(dispatch, config, parts, dtype);
     if (work.divided != nullptr) work.divided->begin(dispatch, buffers);
   }
   PendingResult passing;
   if (through_prologue) {
     const probe::Because told(why_override(q));
-    WeightSet w{kept_operands(saved, saved_name(number, kWeight)), {}};
+    WeightSet w{kept_operands(saved, saved_name(layer_idx, kWeight)), {}};
     for (Operand& weight : w.weights) {  // a parameter whose FP8 copy served under autocast was not cast
       if (!weight.quantized() && weight.plain.scalar_type() != dtype) weight.plain = weight.plain.to(dtype);
     }
     const bool split = q == nullptr || q->split_dgrad;
     int64_t whole = 0;
     const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
-      return into.defined() ? stage.gemm_policy->dgrad_into(dispatch, part, rows, w, like, split, whole, into)
-                            : stage.gemm_policy->dgrad(dispatch, part, rows, w, like, split);
+      return into.defined() ? config.gemm_policy->dgrad_into(dispatch, part, rows, w, like, split, whole, into)
+                            : config.gemm_policy->dgrad(dispatch, part, rows, w, like, split);
     };
     const Tensor& like = in.dy.defined() ? in.dy : in.like;
     std::unique_ptr<CommOp> comm_op =
@@ -197,13 +197,13 @@ Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& stage,
       const Tensor& across = weight.quantized() ? weight.fp8.columnwise : weight.plain;
       whole = comm_op.rows();
       const bool runs = whole > 0 && across.defined() &&
-                        stage.gemm_policy->takes_runs(Pass::kDgrad, comm_op.operand(), whole, w, like, split);
+                        config.gemm_policy->takes_runs(Pass::kDgrad, comm_op.operand(), whole, w, like, split);
       comm_op.plan_chunks(runs ? std::optional(across.size(weight.quantized() ? 0 : 1)) : std::nullopt);
     };
     passing = through(std::move(comm_op), gradient.dy, like, product, ahead);
   }
 
-  back.wants_operand = wanted.weight && stage.operand == SaveMode::kRecompute;
+  back.wants_operand = wanted.weight && config.operand == SaveMode::kRecompute;
   back.next_quantizer = next_quantizer.quantizer;
   back.usage = next_quantizer.usage;
   back.wants_next_sums = next_quantizer.sums;
@@ -220,12 +220,12 @@ Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& stage,
   if (wants_weight) {
     if (!work.defined()) {
       find_operand(taken);
-      work = weight_work(dispatch, stage, std::move(parts), dtype);
+      work = weight_work(dispatch, config, std::move(parts), dtype);
     }
     parts = {};
-    out.weights = weight_gradient(dispatch, stage, std::move(work), passing.comm_op.get(), wanted.bias);
+    out.weights = weight_gradient(dispatch, config, std::move(work), passing.comm_op.get(), wanted.bias);
   } else if (in.any() && wanted.bias) {
-    out.weights.biases = stage.gemm_policy->bias_gradients(dispatch, in.dy, gradient.dbias);
+    out.weights.biases = config.gemm_policy->bias_gradients(dispatch, in.dy, gradient.dbias);
   }
   if (!before && wanted.prologue) taken = backward();
   out.dx = taken.dx;
@@ -237,26 +237,26 @@ Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& stage,
 
 // A layer's prologue and product once more, by the scales of the forward: its result, and what the forward would have
 // kept of it.
-std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, LayerConfig stage, size_t layer_idx,
+std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, LayerConfig config, size_t layer_idx,
                                                 const NamedTensors& saved, Needs needs) {
-  const auto get = [&](SavedName n) { return saved.optional(saved_name(number, n)); };
-  stage.operand = SaveMode::kSave;
+  const auto get = [&](SavedName n) { return saved.optional(saved_name(layer_idx, n)); };
+  config.operand = SaveMode::kSave;
   if (dispatch.direct() &&
-      stage.quantization != nullptr) {  // a traced dispatch mode has no state, and makes the same scales again
-    stage.quantization = with_scales(*stage.quantization, saved[saved_name(number, kUsedScales)]);
+      config.quantization != nullptr) {  // a traced dispatch mode has no state, and makes the same scales again
+    config.quantization = with_scales(*config.quantization, saved[saved_name(layer_idx, kUsedScales)]);
   }
-  const auto weights = kept_operands(saved, saved_name(number, kWeight));
-  std::vector<Tensor> parameters = saved.list(saved_name(number, kWeightValues)).vec();  // of all, or of none
+  const auto weights = kept_operands(saved, saved_name(layer_idx, kWeight));
+  std::vector<Tensor> parameters = saved.list(saved_name(layer_idx, kWeightValues)).vec();  // of all, or of none
   for (size_t i = parameters.size(); i < weights.size(); ++i) {
     parameters.push_back(weights[i].quantized() ? weights[i].fp8.rowwise : weights[i].plain);
   }
   TORCH_INTERNAL_ASSERT(parameters.size() == weights.size());
   const at::ArrayRef<Operand> own = weights[0].quantized() ? at::ArrayRef<Operand>(weights) : at::ArrayRef<Operand>();
   const OptionalTensor none, gamma = get(kSavedGamma), beta = get(kSavedBeta);
-  const Tensor input = saved[saved_name(number, kInput)];
-  const LayerInput in{{input, none, gamma, beta}, parameters, saved.list(saved_name(number, kBias)), own};
+  const Tensor input = saved[saved_name(layer_idx, kInput)];
+  const LayerInput in{{input, none, gamma, beta}, parameters, saved.list(saved_name(layer_idx, kBias)), own};
   SaveContext save = SaveContext::collecting();
-  const Tensor y = layer_forward(dispatch, stage, number, save, in, needs, SaveFor::kBackward, false).y;
+  const Tensor y = layer_forward(dispatch, config, layer_idx, save, in, needs, SaveFor::kBackward, false).y;
   return {y, save.take()};
 }
 
@@ -308,18 +308,18 @@ variable_list LayerChain::backward(const State& state, const Wanted& wanted, con
   in.dy = grads[0];
   for (size_t i = layers; i-- > 0;) {
     if (i + 1 < layers && !here[i + 1].prologue) break;
-    const LayerConfig& stage = state.layers[i];
+    const LayerConfig& config = state.layers[i];
     const NamedTensors& table = kept_for_recompute[i].size() > 0 ? kept_for_recompute[i] : saved;
     Tensor& input = inputs[i];
     if (i > 0 && !input.defined()) input = table[saved_name(i, kInput)];
-    if (i > 0 && any && grads[0].defined() && stage.input_in_fp8) {
+    if (i > 0 && any && grads[0].defined() && config.input_in_fp8) {
       const Tensor& like = input.defined() ? input : grads[0];
       const Operand packed =
           input.defined() ? packed_input(dispatch, input) : kept_operand(saved, saved_name(i, kPackedInput));
       const Tensor unpacked = plain_of(dispatch, packed, state.dtype);  // leading dimensions folded
       c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
       shape.back() = unpacked.sym_size(-1);
-      if (stage.tp_comm != nullptr && !input.defined()) shape[0] = stage.tp_comm->rows_before(shape[0]);
+      if (config.tp_comm != nullptr && !input.defined()) shape[0] = config.tp_comm->rows_before(shape[0]);
       input = unpacked.view_symint(shape);
     }
     Onward next_quantizer;
@@ -332,7 +332,7 @@ variable_list LayerChain::backward(const State& state, const Wanted& wanted, con
       in.norm_input = grad(2);
     }
     const Gradients made =
-        layer_backward(dispatch, stage, *state.policy, i, table, input, state.dtype, here[i], in, next_quantizer);
+        layer_backward(dispatch, config, *state.policy, i, table, input, state.dtype, here[i], in, next_quantizer);
     give(weight_of(i), made.weights.weights);
     give(bias_of(i), made.weights.biases);
     if (i == 0) {

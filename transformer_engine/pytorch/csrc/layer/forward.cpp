@@ -26,7 +26,7 @@ SavedInfo saved_info(SavedInfo what, const ProductQuantization* q) {
 }
 
 SavedInfo weight_info(const Operand& weight, const ProductQuantization* q) {
-  return words(weight.quantized() ? kQuantizedWeight : kParameter, q);
+  return saved_info(weight.quantized() ? kQuantizedWeight : kParameter, q);
 }
 
 bool unquantized(const ProductQuantization* q) { return backward_reads(q) == BackwardReads::kHighPrecision; }
@@ -53,9 +53,9 @@ Tensor used_scales(const Operand& operand) {
 }
 
 // Where nothing is made of x, the operand is kept as x in any case.
-bool may_be_recomputed(const LayerConfig& stage) {
-  const ProductQuantization* q = stage.quantization.get();
-  return !stage.prologue->is_identity() || (q != nullptr && !unquantized(q));
+bool may_be_recomputed(const LayerConfig& config) {
+  const ProductQuantization* q = config.quantization.get();
+  return !config.prologue->is_identity() || (q != nullptr && !unquantized(q));
 }
 
 // Of what is kept in place of an operand, rows behind the live ones that quantize_at it again reads: those of the last
@@ -80,39 +80,39 @@ int64_t rows_behind_of(const LayerConfigs& layers, const NamedTensors& arguments
 
 // For a backward that goes on through the layer with what it has. gathered: the operand with all ranks' rows, where
 // that is kept in its place.
-void keep(SaveContext& save, const LayerConfig& stage, size_t layer_idx, const LayerInput& in, const LayerOutput& out,
+void keep(SaveContext& save, const LayerConfig& config, size_t layer_idx, const LayerInput& in, const LayerOutput& out,
           at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs) {
-  const Prologue& prologue = *stage.prologue;
-  const ProductQuantization* q = stage.quantization.get();
+  const Prologue& prologue = *config.prologue;
+  const ProductQuantization* q = config.quantization.get();
   const QuantizeUsage read = kept_usage(q);
   const PrologueOutput& made = out.made;
-  const bool again = needs.weight && stage.operand == SaveMode::kRecompute;
+  const bool again = needs.weight && config.operand == SaveMode::kRecompute;
   const bool input = (needs.prologue && prologue.reads_input()) || again;
-  const bool elsewhere = number > 0 && (stage.input == SaveMode::kRecompute || stage.input_in_fp8);
-  const auto name = [&](SavedName n) { return saved_name(number, n); };
+  const bool elsewhere = layer_idx > 0 && (config.input == SaveMode::kRecompute || config.input_in_fp8);
+  const auto name = [&](SavedName n) { return saved_name(layer_idx, n); };
   if (input && !elsewhere) save.keep(name(kInput), made.input, prologue.input_info());
   for (const Operand& weight : weights) {
     if (needs.prologue) keep_operand(save, name(kWeight), weight, read, weight_info(weight, q));
   }
   if (again) {
     const Operand& operand = made.operand;
-    if (number == 0 || stage.input == SaveMode::kSave) {  // else it goes with the input, which is named
+    if (layer_idx == 0 || config.input == SaveMode::kSave) {  // else it goes with the input, which is named
       for (const Operand& group : operand.groups) {
-        save.recomputed(unkept(group, q, made.input), words(prologue.operand_info(), q));
+        save.recomputed(unkept(group, q, made.input), saved_info(prologue.operand_info(), q));
       }
       if (operand.groups.empty()) {
-        save.recomputed(unkept(operand, q, made.input), words(prologue.operand_info(), q));
+        save.recomputed(unkept(operand, q, made.input), saved_info(prologue.operand_info(), q));
       }
     }
-    if (!unquantized(q) && stage.gemm_policy->quantizes_groups(q)) {
-      for (const Tensor& used : stage.gemm_policy->used_scales(operand)) save.keep(name(kUsedScales), used, kScales);
+    if (!unquantized(q) && config.gemm_policy->quantizes_groups(q)) {
+      for (const Tensor& used : config.gemm_policy->used_scales(operand)) save.keep(name(kUsedScales), used, kScales);
     } else if (!unquantized(q)) {
       save.keep(name(kUsedScales), used_scales(operand), kScales);
     }
   } else if (gathered.defined()) {
-    keep_operand(save, name(kWholeOperand), gathered, read, words(kGatheredInput, q));
+    keep_operand(save, name(kWholeOperand), gathered, read, saved_info(kGatheredInput, q));
   } else if (needs.weight) {
-    keep_operand(save, name(kOperand), made.operand, read, words(prologue.operand_info(), q));
+    keep_operand(save, name(kOperand), made.operand, read, saved_info(prologue.operand_info(), q));
   }
   if (!prologue.reads_input() || !(needs.prologue || again)) return;
   save.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
@@ -124,7 +124,7 @@ void keep(SaveContext& save, const LayerConfig& stage, size_t layer_idx, const L
 // For a backward that runs prologue and product again first.
 void keep_for_recompute(const DispatchMode& dispatch, SaveContext& save, const ProductQuantization* q, size_t layer_idx,
                         const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights) {
-  const auto name = [&](SavedName n) { return saved_name(number, n); };
+  const auto name = [&](SavedName n) { return saved_name(layer_idx, n); };
   save.keep(name(kInput), out.made.input, kMlpInput);
   save.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
   save.keep(name(kSavedBeta), in.prologue.beta, kParameter);
@@ -140,20 +140,20 @@ void keep_for_recompute(const DispatchMode& dispatch, SaveContext& save, const P
   }
 }
 
-void keep_for_backward(const DispatchMode& dispatch, SaveContext& save, const LayerConfig& stage, size_t layer_idx,
+void keep_for_backward(const DispatchMode& dispatch, SaveContext& save, const LayerConfig& config, size_t layer_idx,
                        const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights,
                        const Operand& gathered, Needs needs, SaveFor keeping) {
-  const ProductQuantization* q = stage.quantization.get();
+  const ProductQuantization* q = config.quantization.get();
   if (keeping == SaveFor::kRecompute) {
-    keep_for_recompute(dispatch, save, q, number, in, out, weights);
+    keep_for_recompute(dispatch, save, q, layer_idx, in, out, weights);
   } else if (unquantized(q)) {
     c10::SmallVector<Operand, 1> values;
     for (size_t i = 0; i < weights.size(); ++i) {
       values.push_back(weight_values(dispatch, in.weights[i], weights[i], !in.own.empty()));
     }
-    keep(save, stage, number, in, out, values, gathered, needs);
+    keep(save, config, layer_idx, in, out, values, gathered, needs);
   } else {
-    keep(save, stage, number, in, out, weights, gathered, needs);
+    keep(save, config, layer_idx, in, out, weights, gathered, needs);
   }
 }
 
@@ -169,15 +169,15 @@ Operand packed_input(const DispatchMode& dispatch, const Tensor& input) {
   return operand_of(dispatch, &packer, input, {true, false});
 }
 
-LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage, size_t layer_idx, SaveContext& save,
+LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& config, size_t layer_idx, SaveContext& save,
                           const LayerInput& in, Needs needs, SaveFor keeping, bool want_output) {
-  const ProductQuantization* q = stage.quantization.get();
-  const Prologue& prologue = *stage.prologue;
+  const ProductQuantization* q = config.quantization.get();
+  const Prologue& prologue = *config.prologue;
   const Tensor& x = in.prologue.x;
   const bool own = !in.own.empty();
   TORCH_INTERNAL_ASSERT(!own || in.own.size() == in.weights.size());
   const auto check = [&](const Tensor& shown, const c10::SymInt& depth) {
-    if (q == nullptr && !stage.tp_comm) return;  // the product does, and of a TPComm it sees some rows
+    if (q == nullptr && !config.tp_comm) return;  // the product does, and of a TPComm it sees some rows
     for (size_t i = 0; i < in.weights.size(); ++i) {
       check_product(shown, depth, in.weights[i], in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[i]),
                     own);
@@ -186,19 +186,19 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage
   // Before a quantizer notes the amax of an x that is refused. A norm looks at x itself; what an activation makes of it
   // is known behind it.
   if (prologue.is_identity()) check(x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
-  const TPComm* tp_comm = stage.tp_comm.get();
+  const TPComm* tp_comm = config.tp_comm.get();
   if (tp_comm != nullptr) tp_comm->check(x);
   const Quantizer* quantizer = q != nullptr ? &q->x : nullptr;
   const QuantizeAt how =
       tp_comm != nullptr ? tp_comm->quantize_at(dispatch, Pass::kFprop, quantizer, x) : QuantizeAt::kBeforeGather;
-  const bool keep_operand = needs.weight && stage.operand == SaveMode::kSave && keeping == SaveFor::kBackward;
+  const bool keep_operand = needs.weight && config.operand == SaveMode::kSave && keeping == SaveFor::kBackward;
   const QuantizeUsage read = kept_usage(q);
   const QuantizeUsage usage{true, keep_operand && read.columnwise};
   const bool both = keep_operand && unquantized(q);  // the backward reads the operand as it is
-  const bool by_groups = stage.gemm_policy->quantizes_groups(q);
+  const bool by_groups = config.gemm_policy->quantizes_groups(q);
   const Quantizer* before = how == QuantizeAt::kBeforeGather && !both && !by_groups ? quantizer : nullptr;
   LayerOutput out;
-  out.made = prologue.make(dispatch, in.prologue, before, usage, want_output);
+  out.made = prologue.forward(dispatch, in.prologue, before, usage, want_output);
   Operand& operand = out.made.operand;
   if (!prologue.is_identity() && operand.quantized()) check(x, operand.fp8.rowwise.sym_size(-1));
   if (!prologue.is_identity() && !operand.quantized())
@@ -209,7 +209,7 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage
   }
   if (how == QuantizeAt::kWithSharedAmax) operand = tp_comm->quantized(*quantizer, operand.plain, usage);
   if (by_groups) {
-    operand = stage.gemm_policy->quantized_groups(dispatch, Pass::kFprop, Tensor(operand.plain), usage, nullptr);
+    operand = config.gemm_policy->quantized_groups(dispatch, Pass::kFprop, Tensor(operand.plain), usage, nullptr);
   }
 
   const bool columnwise = read.columnwise && (needs.prologue || keeping == SaveFor::kRecompute);
@@ -220,16 +220,16 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage
   } else {
     c10::SmallVector<const Quantizer*, 1> quantizers;
     for (size_t i = 0; i < in.weights.size(); ++i) {
-      const ProductQuantization* its = stage.gemm_policy->quantization(q, i);
+      const ProductQuantization* its = config.gemm_policy->quantization(q, i);
       quantizers.push_back(its != nullptr ? &its->weight : nullptr);
     }
     w.weights = operands_of(dispatch, quantizers, in.weights, {true, columnwise});
   }
   const bool split = q == nullptr || q->split_fprop;
   if (tp_comm == nullptr) {
-    out.y = stage.gemm_policy->fprop(dispatch, operand, nullptr, w, x, split);
+    out.y = config.gemm_policy->fprop(dispatch, operand, nullptr, w, x, split);
     if (both) operand = values;
-    keep_for_backward(dispatch, save, stage, number, in, out, w.weights, {}, needs, keeping);
+    keep_for_backward(dispatch, save, config, layer_idx, in, out, w.weights, {}, needs, keeping);
     return out;
   }
   const Quantizer* behind = how == QuantizeAt::kAfterGather ? quantizer : nullptr;
@@ -243,13 +243,13 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage
   ScopedBuffers buffers;  // until the product is there
   int64_t whole = 0;
   const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
-    return into.defined() ? stage.gemm_policy->fprop_into(dispatch, part, rows, w, like, split, whole, into)
-                          : stage.gemm_policy->fprop(dispatch, part, rows, w, like, split);
+    return into.defined() ? config.gemm_policy->fprop_into(dispatch, part, rows, w, like, split, whole, into)
+                          : config.gemm_policy->fprop(dispatch, part, rows, w, like, split);
   };
   const auto ahead = [&](CommOp& comm_op) {
     if (!dispatch.direct()) return;
     whole = comm_op.rows();
-    const bool runs = whole > 0 && stage.gemm_policy->takes_runs(Pass::kFprop, comm_op.operand(), whole, w, x, split);
+    const bool runs = whole > 0 && config.gemm_policy->takes_runs(Pass::kFprop, comm_op.operand(), whole, w, x, split);
     comm_op.plan_chunks(runs ? std::optional(in.weights[0].size(0)) : std::nullopt);
   };
   const PendingResult passing =
@@ -263,12 +263,12 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage
                  : both     ? tp_comm->whole(dispatch, Pass::kFprop, values, nullptr, nullptr, {}, nullptr)
                         : tp_comm->whole(dispatch, Pass::kFprop, operand, behind, passing.comm_op.get(), {}, nullptr);
     } else {
-      save.recomputed(unkept(arrived, q, x), words(kGatheredInput, q));
+      save.recomputed(unkept(arrived, q, x), saved_info(kGatheredInput, q));
     }
   }
   if (both) operand = values;
   out.y = passing.result();
-  keep_for_backward(dispatch, save, stage, number, in, out, w.weights, gathered, needs, keeping);
+  keep_for_backward(dispatch, save, config, layer_idx, in, out, w.weights, gathered, needs, keeping);
   return out;
 }
 
@@ -277,8 +277,8 @@ namespace {
 // What is traced meets nobody.
 std::string_view asking_group(const DispatchMode& dispatch, const LayerConfigs& layers, const Tensor& x) {
   if (!dispatch.direct()) return {};
-  for (const LayerConfig& stage : layers) {
-    if (stage.tp_comm != nullptr) return stage.tp_comm->asking_group(x);
+  for (const LayerConfig& config : layers) {
+    if (config.tp_comm != nullptr) return config.tp_comm->asking_group(x);
   }
   return {};
 }
@@ -315,13 +315,13 @@ variable_list LayerChain::forward(State& state, SaveContext& save, at::TensorLis
   }
   const SavedPolicy& policy = *state.policy;
   for (size_t i = 0; i < layers; ++i) {
-    LayerConfig& stage = state.layers[i];
-    if (!stage.tp_comm) stage.tp_comm = defaults().tp_comm;
-    if (!stage.gemm_policy) stage.gemm_policy = defaults().gemm_policy;
-    if (stage.prologue->recomputes_operand()) stage.operand = SaveMode::kRecompute;
-    stage.operand = policy.decide(stage.prologue->operand_info(), stage.operand);
-    if (!may_be_recomputed(stage)) stage.operand = SaveMode::kSave;
-    if (i > 0) stage.input = policy.decide(stage.prologue->input_info(), stage.input);
+    LayerConfig& config = state.layers[i];
+    if (!config.tp_comm) config.tp_comm = defaults().tp_comm;
+    if (!config.gemm_policy) config.gemm_policy = defaults().gemm_policy;
+    if (config.prologue->recomputes_operand()) config.operand = SaveMode::kRecompute;
+    config.operand = policy.decide(config.prologue->operand_info(), config.operand);
+    if (!may_be_recomputed(config)) config.operand = SaveMode::kSave;
+    if (i > 0) config.input = policy.decide(config.prologue->input_info(), config.input);
   }
 
   const RowsBehind behind(rows_behind_of(state.layers, arguments));

@@ -9,11 +9,11 @@ namespace te_torch::layer {
 class GatheredWgrad final : public WgradTask {
  public:
   // gather_x: x has this rank's rows alone. behind: quantizes dy when all of it has arrived, or null.
-  GatheredWgrad(const LayerConfig& stage, Gradient gradient, Operand x, const Quantizer* behind, bool gather_x,
+  GatheredWgrad(const LayerConfig& config, Gradient gradient, Operand x, const Quantizer* behind, bool gather_x,
                 at::ScalarType dtype)
-      : tp_comm_(stage.tp_comm),
-        gemm_policy_(stage.gemm_policy),
-        quantization_(stage.quantization),
+      : tp_comm_(config.tp_comm),
+        gemm_policy_(config.gemm_policy),
+        quantization_(config.quantization),
         gradient_(std::move(gradient)),
         x_(std::move(x)),
         behind_(behind != nullptr),

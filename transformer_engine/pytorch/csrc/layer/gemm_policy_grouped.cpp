@@ -352,7 +352,7 @@ Tensor result_in(const Tensor& given, const Tensor& like) {
   return result;
 }
 
-std::shared_ptr<const GemmPolicy> grouped_products(Grouping grouping) {
+std::shared_ptr<const GemmPolicy> grouped_gemm_policy(Grouping grouping) {
   if (grouping.offsets.defined()) return device_groups(std::move(grouping));
   return std::make_shared<HostGroups>(std::move(grouping));
 }

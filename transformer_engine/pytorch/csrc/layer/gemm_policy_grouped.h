@@ -30,6 +30,6 @@ void check_apart(const Tensor& given, const char* argument, const Operand& read)
 // What goes on of a buffer of the caller's that a result was written into: its memory, as part of no graph.
 Tensor result_in(const Tensor& given, const Tensor& like);
 
-std::shared_ptr<const GemmPolicy> grouped_products(Grouping grouping);
+std::shared_ptr<const GemmPolicy> grouped_gemm_policy(Grouping grouping);
 
 }  // namespace te_torch::layer

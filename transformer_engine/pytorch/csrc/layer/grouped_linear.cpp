@@ -57,12 +57,12 @@ LayerArgs pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList b
   call.arguments.add(kX, x);
   for (const Tensor& weight : weights) call.arguments.add(weight_of(0), weight);
   for (const Tensor& bias : biases) call.arguments.add(bias_of(0), bias);
-  LayerConfig& stage = call.layers[0];
-  stage.quantization = quantization_of(quantization, "grouped_linear");
-  if (keep_input) stage.operand = SaveMode::kRecompute;  // x is kept as it is, and quantized again
+  LayerConfig& config = call.layers[0];
+  config.quantization = quantization_of(quantization, "grouped_linear");
+  if (keep_input) config.operand = SaveMode::kRecompute;  // x is kept as it is, and quantized again
   Grouping grouping{splits.vec(), offsets.value_or(Tensor()), {}, {}, {}};
-  if (stage.quantization != nullptr) grouping.quantizations = {stage.quantization};
-  stage.gemm_policy = grouped_products(std::move(grouping));
+  if (config.quantization != nullptr) grouping.quantizations = {config.quantization};
+  config.gemm_policy = grouped_gemm_policy(std::move(grouping));
   return call;
 }
 
@@ -123,11 +123,11 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
                               "to group, work on plain tensors in eager mode, not under FakeTensorMode, functorch or "
                               "with tensor subclasses; leave them out there.");
   const auto extra = [&](LayerArgs& call) {
-    LayerConfig& stage = call.layers[0];
+    LayerConfig& config = call.layers[0];
     Grouping grouping{
         splits, offsets.value_or(Tensor()), {}, handles.out.value_or(Tensor()), handles.dgrad_out.value_or(Tensor())};
     grouping.quantizations.assign(handles.quantizations.begin(), handles.quantizations.end());
-    if (!handles.quantizations.empty()) stage.quantization = handles.quantizations[0];
+    if (!handles.quantizations.empty()) config.quantization = handles.quantizations[0];
     if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets}) &&
         by_host(grouping.quantizations, weights.size())) {
       const int32_t* at = offsets->const_data_ptr<int32_t>();
@@ -136,10 +136,10 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
       grouping.offsets = Tensor();
     }
     if (!offsets.has_value()) put_at_once(grouping, x, weights, biases, handles);
-    stage.gemm_policy = grouped_products(std::move(grouping));
-    stage.grad_accumulator = handles.grad_accumulator;
+    config.gemm_policy = grouped_gemm_policy(std::move(grouping));
+    config.grad_accumulator = handles.grad_accumulator;
     for (const Quantized& weight : handles.own_weights) call.own_weights[0].push_back({{}, weight});
-    return stage.grad_accumulator != nullptr;
+    return config.grad_accumulator != nullptr;
   };
   return Grouped::eager("te::grouped_linear", extra, x, at::TensorList(weights), at::TensorList(biases), offsets,
                         at::ArrayRef<int64_t>(splits), keep_input, handles);

@@ -29,8 +29,8 @@ using LayerConfigs = c10::SmallVector<LayerConfig, 2>;
 
 // The tensor arguments of a chain: of its first prologue, then of each layer.
 enum ArgumentName : int { kX, kResidual, kGamma, kBeta, kFirstWeight };
-constexpr int weight_of(size_t layer_idx) { return kFirstWeight + 2 * static_cast<int>(stage); }
-constexpr int bias_of(size_t layer_idx) { return weight_of(stage) + 1; }
+constexpr int weight_of(size_t layer_idx) { return kFirstWeight + 2 * static_cast<int>(layer_idx); }
+constexpr int bias_of(size_t layer_idx) { return weight_of(layer_idx) + 1; }
 
 struct LayerArgs {
   NamedTensors arguments;
@@ -89,7 +89,7 @@ enum SavedName : int {
   kWeightValues,  // of a product that is run again by an FP8 copy: the weight that the backward reads
   kSavedNames
 };
-constexpr int saved_name(size_t layer_idx, SavedName name) { return static_cast<int>(stage) * kSavedNames + name; }
+constexpr int saved_name(size_t layer_idx, SavedName name) { return static_cast<int>(layer_idx) * kSavedNames + name; }
 
 // Whether a gradient goes on into a layer's prologue, and whether into its weights.
 struct Needs {
@@ -111,7 +111,7 @@ struct LayerOutput {
   PrologueOutput made;
 };
 
-LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& stage, size_t layer_idx, SaveContext& save,
+LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& config, size_t layer_idx, SaveContext& save,
                           const LayerInput& in, Needs needs, SaveFor keeping, bool want_output);
 
 // The pre-activation in E4M3, and what that means.

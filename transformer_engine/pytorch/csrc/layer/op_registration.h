@@ -27,11 +27,11 @@ struct EagerHandles {
 
   // Whether there is something that a schema does not carry.
   bool add_to(LayerArgs& call, size_t layer_idx) const {
-    call.layers[stage].grad_accumulator = grad_accumulator;
-    call.layers[stage].quantization = quantization;
-    call.layers[stage].tp_comm = tp_comm;
-    if (own_weight != nullptr) call.own_weights[stage] = {Operand{{}, *own_weight}};
-    return call.layers[stage].grad_accumulator != nullptr;
+    call.layers[layer_idx].grad_accumulator = grad_accumulator;
+    call.layers[layer_idx].quantization = quantization;
+    call.layers[layer_idx].tp_comm = tp_comm;
+    if (own_weight != nullptr) call.own_weights[layer_idx] = {Operand{{}, *own_weight}};
+    return call.layers[layer_idx].grad_accumulator != nullptr;
   }
 };
 

@@ -13,8 +13,8 @@ namespace {
 
 Tensor tensor_or_none(PyObject* object) {
   if (object == Py_None) return Tensor();
-  TORCH_CHECK(THPVariable_Check(object), "weight gradient: the sink returned a ", Py_TYPE(object)->tp_name,
-              ", wanted a Tensor or None.");
+  TORCH_CHECK(THPVariable_Check(object), "weight gradient: the gradient accumulator returned a ",
+              Py_TYPE(object)->tp_name, ", wanted a Tensor or None.");
   return THPVariable_Unpack(object);
 }
 
@@ -29,7 +29,8 @@ class CallableSink : public GradAccumulator {
         PyObject_CallFunctionObjArgs(callable_.get(), handle.ptr(), with_bias ? Py_True : Py_False, nullptr));
     if (!result) throw_python_error();
     TORCH_CHECK(PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == 2,
-                "weight gradient: the sink returned a ", Py_TYPE(result.get())->tp_name, ", wanted a pair.");
+                "weight gradient: the gradient accumulator returned a ", Py_TYPE(result.get())->tp_name,
+                ", wanted a pair.");
     return {{tensor_or_none(PyTuple_GET_ITEM(result.get(), 0))}, {tensor_or_none(PyTuple_GET_ITEM(result.get(), 1))}};
   }
 
