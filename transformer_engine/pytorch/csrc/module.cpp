@@ -11,13 +11,13 @@
 
 // The names that a folder's files register, a list a folder, from the lowest floor up (tests/policy/test_walls.py).
 // register_<name> is made by TE_OP_REGISTRATION (core/op_registration.h), or written where there are no ops.
-#define TE_CORE(X) \
-  X(buffer)        \
-  X(own_storage)   \
-  X(probe)         \
-  X(random_state)  \
-  X(parameters)    \
-  X(threads)       \
+#define TE_CORE(X)    \
+  X(comm_buffer_pool) \
+  X(own_storage)      \
+  X(probe)            \
+  X(random_state)     \
+  X(parameters)       \
+  X(threads)          \
   X(tune)
 
 #define TE_AUTOGRAD(X) \
@@ -26,8 +26,8 @@
 
 #define TE_QUANTIZE(X) \
   X(quantize)          \
-  X(quantize_grouped)  \
-  X(quantize_list)     \
+  X(grouped_quantize)  \
+  X(list_quantize)     \
   X(quantizer)         \
   X(quantize_range)
 
@@ -40,8 +40,8 @@
 #define TE_GEMM(X)    \
   X(gemm)             \
   X(gemm_fp8)         \
-  X(gemm_grouped)     \
-  X(gemm_grouped_fp8) \
+  X(grouped_gemm)     \
+  X(grouped_gemm_fp8) \
   X(gemm_path)        \
   X(linear_core)      \
   X(product)

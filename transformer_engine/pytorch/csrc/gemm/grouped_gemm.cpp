@@ -301,7 +301,7 @@ void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& o
   }
 }
 
-TE_OP_REGISTRATION(gemm_grouped, faces) {
+TE_OP_REGISTRATION(grouped_gemm, faces) {
   faces.op("grouped_offsets(Tensor splits, Tensor x) -> Tensor")
       .kernel(grouped_offsets)
       .meta(grouped_offsets_meta)

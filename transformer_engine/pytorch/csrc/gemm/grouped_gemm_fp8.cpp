@@ -330,7 +330,7 @@ void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, 
   }
 }
 
-TE_OP_REGISTRATION(gemm_grouped_fp8, faces) {
+TE_OP_REGISTRATION(grouped_gemm_fp8, faces) {
   faces
       .op("grouped_fp8_fprop(Tensor x, Tensor x_scale_inv, int x_code, Tensor[] weights, Tensor[] weights_scale_inv, "
           "Tensor[] biases, Tensor offsets, ScalarType out_dtype) -> Tensor")

@@ -186,7 +186,7 @@ Tensor grouped_dequantize(const Tensor& data, const Tensor& scale_inv, const Ten
   return (values * scale_inv.flatten().index_select(0, group).unsqueeze(1)).to(dtype);
 }
 
-TE_OP_REGISTRATION(quantize_grouped, faces) {
+TE_OP_REGISTRATION(grouped_quantize, faces) {
   faces
       .op("grouped_quantize(Tensor x, Tensor offsets, int[] spec, bool rowwise, bool panels) -> (Tensor, Tensor, "
           "Tensor, Tensor)")

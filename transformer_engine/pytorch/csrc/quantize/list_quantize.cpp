@@ -136,7 +136,7 @@ void quantize_list_into(at::ArrayRef<const Quantizer*> quantizers, at::TensorLis
   }
 }
 
-void register_quantize_list(pybind11::module_& m) {
+void register_list_quantize(pybind11::module_& m) {
   namespace py = pybind11;
   m.def("quantize_list",
         torch::wrap_pybind_function_no_gil([](const std::vector<const Quantizer*>& quantizers,

@@ -112,7 +112,7 @@ std::vector<Tensor> accumulate_any(const WgradTask& product, at::ArrayRef<Weight
   return sums;
 }
 
-void register_weight_product(pybind11::module_& m) {
+void register_wgrad_task(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<WgradTask, std::shared_ptr<WgradTask>>(m, "WgradTask")
       .def_property_readonly("dtype", &WgradTask::dtype)
