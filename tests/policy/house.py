@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
+ARCHITECTURE = REPO / "docs/architecture.md"
 PACKAGE = "transformer_engine.pytorch"
 SOURCE = REPO / "transformer_engine"
 
@@ -218,8 +219,24 @@ def walk_as_text():
     return "\n".join([*rows, "", f"{hops} hops, {files} files of together {lines:,} lines."])
 
 
+def write():
+    """Puts the two tables where they stand in docs/architecture.md, each up to the next empty line."""
+    text = ARCHITECTURE.read_text()
+    for table in (floors_as_text(), walk_as_text()):
+        rows, *after = table.split("\n\n")
+        first = rows.splitlines()[0]
+        begin = text.index(first)
+        end = text.index("\n\n", begin)
+        if after:  # the line of figures
+            end = text.index("\n\n", end + 2)
+        text = text[:begin] + table + text[end:]
+    ARCHITECTURE.write_text(text)
+
+
 if __name__ == "__main__":
-    if "--figures" not in sys.argv:
+    if "--write" in sys.argv:
+        write()
+    elif "--figures" not in sys.argv:
         print(floors_as_text(), walk_as_text(), sep="\n\n")
     if "--figures" in sys.argv:
         known = modules()

@@ -115,7 +115,7 @@ def test_report_lists_every_target_on_the_committed_results():
 def test_the_page_of_results_is_what_the_rows_say():
     """Mutant: a digit of docs/results.md, or a row that is appended without it."""
     made = run(BENCHMARKS / "report.py", "--markdown").stdout
-    assert (BENCHMARKS.parent / "docs/results.md").read_text() == made, "report.py --markdown > docs/results.md"
+    assert (BENCHMARKS.parent / "docs/results.md").read_text() == made, "run `bash qa/regenerate.sh`"
 
 
 def test_no_figure_is_stored_or_scaled():
@@ -133,7 +133,7 @@ def test_the_charts_are_drawn(tmp_path):
         assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG") and (docs / f"{stem}.png").exists()
         drawn, kept = ((folder / f"{stem}.svg").read_text() for folder in (tmp_path, docs))
         words = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
-        assert words and words == re.findall(r"<text[^>]*>([^<]*)</text>", kept), "python benchmarks/charts.py"
+        assert words and words == re.findall(r"<text[^>]*>([^<]*)</text>", kept), "run `bash qa/regenerate.sh`"
 
 
 def test_report_judges_the_newest_run(tmp_path):

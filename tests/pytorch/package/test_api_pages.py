@@ -15,7 +15,7 @@ PAGES = pages()
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_what_is_found(page):
     path = DOCS / "api" / page
-    assert path.exists() and path.read_text() == PAGES[page], "run `python tests/pytorch/package/api_pages.py`"
+    assert path.exists() and path.read_text() == PAGES[page], "run `bash qa/regenerate.sh`"
 
 
 def test_no_page_is_left_over():

@@ -18,7 +18,7 @@ from .compatibility import DOCUMENT, absent, document, reason
 def test_the_document_is_what_is_found():
     wanted, found = DOCUMENT.read_text().splitlines(), document().splitlines()
     differing = [line for line in found if line not in wanted] + [f"no longer: {w}" for w in wanted if w not in found]
-    assert found == wanted, "run `python tests/pytorch/package/compatibility.py`: " + "\n".join(differing)
+    assert found == wanted, "run `bash qa/regenerate.sh`: " + "\n".join(differing)
 
 
 def absent_names():
