@@ -9,8 +9,8 @@ from transformer_engine.pytorch.distributed.groups import (
     check_device,
     check_divides,
     check_plain,
+    enqueue_guard,
     gathered_traced,
-    handing,
     post_gather,
     ranks_of,
 )
@@ -96,7 +96,7 @@ def gather_along_first_dim(
     if async_op:
         return out, dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group, async_op=True)
     post_gather(inp, process_group)
-    with handing(process_group, inp.device):
+    with enqueue_guard(process_group, inp.device):
         return out, dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group)
 
 

@@ -13,8 +13,8 @@ from transformer_engine.pytorch._internal.torch_private import debug_has_interna
 from transformer_engine.pytorch.distributed.dtensor import as_lies, local_grad, local_of, marks_of
 from transformer_engine.pytorch.distributed.groups import (
     check_device,
+    enqueue_guard,
     every_rank_says,
-    handing,
     post_fingerprint,
     ranks_of,
 )
@@ -66,7 +66,7 @@ def allreduce_sequence_parallel_grads(module: torch.nn.Module, group: object | N
     flats = [_packed(bucket) for bucket in buckets]
     works = []
     for flat in flats:
-        with handing(group, flat.device):
+        with enqueue_guard(group, flat.device):
             works.append(dist.all_reduce(flat, group=group, async_op=True))
     for work in works:
         work.wait()

@@ -108,9 +108,9 @@ def post_fingerprint(
 
 
 @contextmanager
-def handing(group: object | None, device: torch.device) -> Iterator[None]:
+def enqueue_guard(group: object | None, device: torch.device) -> Iterator[None]:
     """Around what hands a collective to the group: csrc/distributed/fingerprints.h."""
-    held = _C.Handing(_name_of(group)) if _backends(group).get(device.type) == "nccl" else None
+    held = _C.EnqueueGuard(_name_of(group)) if _backends(group).get(device.type) == "nccl" else None
     try:
         yield
     finally:

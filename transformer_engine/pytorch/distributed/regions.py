@@ -12,8 +12,8 @@ from transformer_engine.pytorch.distributed.groups import (
     check_device,
     check_divides,
     check_plain,
+    enqueue_guard,
     gathered_traced,
-    handing,
     post_gather,
     ranks_of,
 )
@@ -28,7 +28,7 @@ def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
         return gathered_traced(rows, group)
     out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
     post_gather(rows, group)
-    with handing(group, rows.device):
+    with enqueue_guard(group, rows.device):
         dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
     return out
 
@@ -37,7 +37,7 @@ def _scattered_sum(whole: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return dist._functional_collectives.reduce_scatter_tensor(whole.contiguous(), "sum", 0, group)
     out = whole.new_empty((whole.shape[0] // dist.get_world_size(group), *whole.shape[1:]))
-    with handing(group, whole.device):
+    with enqueue_guard(group, whole.device):
         dist.reduce_scatter_tensor(out, whole.contiguous(), group=group)
     return out
 
@@ -51,7 +51,7 @@ def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return dist._functional_collectives.all_reduce(part.contiguous(), "sum", group)
     out = part.clone(memory_format=torch.contiguous_format)  # a gradient may be somebody else's, or have stride 0
-    with handing(group, out.device):
+    with enqueue_guard(group, out.device):
         dist.all_reduce(out, group=group)
     return out
 

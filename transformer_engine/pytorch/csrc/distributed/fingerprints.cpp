@@ -29,7 +29,7 @@ using Group = c10d::ProcessGroup;
 constexpr auto kPeriod = std::chrono::milliseconds(10);           // between two looks
 constexpr std::chrono::milliseconds kSeek{100}, kMostSeek{5000};  // between two questions for the other ranks' rings
 constexpr auto kMostSought = std::chrono::seconds(120);           // then those that were not found are other machines'
-constexpr auto kMostHanding = std::chrono::milliseconds(500);     // that an abort waits for a collective's beginning
+constexpr auto kMostEnqueueing = std::chrono::milliseconds(500);  // that an abort waits for a collective's beginning
 constexpr auto kMostAtTheEnd = std::chrono::milliseconds(2000);   // that the end of the process waits for the thread
 
 struct Peer {
@@ -73,7 +73,7 @@ class Compared {
     stopped_.store(true, std::memory_order_relaxed);
   }
 
-  const std::shared_ptr<std::shared_timed_mutex>& handing() const { return handing_; }
+  const std::shared_ptr<std::shared_timed_mutex>& enqueueing() const { return enqueueing_; }
 
   // By the thread. False where there is nothing left to compare.
   bool look() {
@@ -188,7 +188,7 @@ class Compared {
   // Whether what the ranks wait for has ended. A collective that is being handed over ends that first, unless it waits
   // for what the abort ends, or makes its communicator, which cannot be aborted before it is there: then again.
   bool aborted() {
-    const std::unique_lock<std::shared_timed_mutex> lock(*handing_, kMostHanding);
+    const std::unique_lock<std::shared_timed_mutex> lock(*enqueueing_, kMostEnqueueing);
     try {
       if (const auto group = group_.lock()) group->getBackend(type_)->abort();
     } catch (const std::exception& error) {
@@ -205,7 +205,7 @@ class Compared {
   const pid_t process_;
   c10::intrusive_ptr<c10d::Store> store_;  // null once the others are found
   const std::unique_ptr<FingerprintRing> mine_;
-  const std::shared_ptr<std::shared_timed_mutex> handing_ = std::make_shared<std::shared_timed_mutex>();
+  const std::shared_ptr<std::shared_timed_mutex> enqueueing_ = std::make_shared<std::shared_timed_mutex>();
   std::mutex posting_;
   std::vector<Peer> peers_;
   Clock::time_point sought_since_, seek_next_{};
@@ -322,10 +322,10 @@ void refuse_disagreement(Group& group) {
   if (const auto found = groups().known(group)) found->refuse();
 }
 
-Handing::Handing(Group& group) {
+EnqueueGuard::EnqueueGuard(Group& group) {
   const auto found = groups().known(group);
   if (found == nullptr) return;
-  held_ = found->handing();
+  held_ = found->enqueueing();
   held_->lock_shared();
   try {
     found->refuse();
@@ -335,7 +335,7 @@ Handing::Handing(Group& group) {
   }
 }
 
-Handing::~Handing() {
+EnqueueGuard::~EnqueueGuard() {
   if (held_ != nullptr) held_->unlock_shared();
 }
 
@@ -345,9 +345,11 @@ void register_fingerprints(pybind11::module_& m) {
                                               int64_t how, at::ScalarType dtype, const std::vector<int64_t>& sizes) {
           post_fingerprint(*c10d::resolve_process_group(group), device.type(), {op, how, dtype, sizes});
         }));
-  pybind11::class_<Handing, std::unique_ptr<Handing>>(m, "Handing", "While it lives a collective is handed to a group.")
-      .def(pybind11::init(torch::wrap_pybind_function_no_gil(
-          [](const std::string& group) { return std::make_unique<Handing>(*c10d::resolve_process_group(group)); })));
+  pybind11::class_<EnqueueGuard, std::unique_ptr<EnqueueGuard>>(m, "EnqueueGuard",
+                                                                "Held while a collective is enqueued.")
+      .def(pybind11::init(torch::wrap_pybind_function_no_gil([](const std::string& group) {
+        return std::make_unique<EnqueueGuard>(*c10d::resolve_process_group(group));
+      })));
   m.def("stop_comparing", torch::wrap_pybind_function_no_gil([](const std::string& group, at::Device device) {
           stop_comparing(*c10d::resolve_process_group(group), device.type());
         }));

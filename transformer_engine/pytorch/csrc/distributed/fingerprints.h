@@ -26,12 +26,12 @@ void refuse_disagreement(c10d::ProcessGroup& group);
 // While a collective is handed to the group, behind its post: the same error where the ranks were found to differ, and
 // no communicator is aborted meanwhile. Torch would make a new one for a collective that comes behind an abort, and
 // wait.
-class Handing {
+class EnqueueGuard {
  public:
-  explicit Handing(c10d::ProcessGroup& group);
-  ~Handing();
-  Handing(const Handing&) = delete;
-  Handing& operator=(const Handing&) = delete;
+  explicit EnqueueGuard(c10d::ProcessGroup& group);
+  ~EnqueueGuard();
+  EnqueueGuard(const EnqueueGuard&) = delete;
+  EnqueueGuard& operator=(const EnqueueGuard&) = delete;
 
  private:
   std::shared_ptr<std::shared_timed_mutex> held_;

@@ -45,7 +45,7 @@ void await(c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Work>& work
 template <class Start>
 c10::intrusive_ptr<c10d::Work> begin(c10d::ProcessGroup& group, Start&& start) {
   try {
-    const Handing handing(group);
+    const EnqueueGuard guard(group);
     return start();
   } catch (const std::exception&) {
     refuse_disagreement(group);
