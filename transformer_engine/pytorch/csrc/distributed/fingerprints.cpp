@@ -87,10 +87,30 @@ class Compared {
     return false;
   }
 
+  bool has_failed() const { return failed_.load(std::memory_order_acquire); }
+
+  // Ends what the ranks wait for, by a thread of its own: an abort frees memory of the device and so waits for kernels
+  // of other groups, whose ranks may differ meanwhile.
+  void abort() {
+    while (!aborted()) std::this_thread::sleep_for(kPeriod);
+  }
+
  private:
+  // Whether what the ranks wait for has ended. A collective that is being handed over ends that first, unless it waits
+  // for what the abort ends, or makes its communicator, which cannot be aborted before it is there: then again.
+  bool aborted() {
+    const std::unique_lock<std::shared_timed_mutex> lock(*enqueueing_, kMostEnqueueing);
+    try {
+      if (const auto group = group_.lock()) group->getBackend(type_)->abort();
+    } catch (const std::exception& error) {
+      TORCH_WARN("the group's communicators cannot be aborted, so its ranks may wait: ", error.what());
+      return true;
+    }
+    return lock.owns_lock();
+  }
+
   bool looked() {
     if (group_.expired()) return false;
-    if (failed_.load(std::memory_order_relaxed)) return !aborted();
     if (store_ != nullptr && Clock::now() >= seek_next_) seek();
     if (mine_->met() == 0) return store_ != nullptr;
     for (size_t rank = 0; rank < peers_.size(); ++rank) {
@@ -98,7 +118,7 @@ class Compared {
       if (peer.ring == nullptr || peer.ring->met() != mine_->met()) continue;
       if (!compare(peer)) {
         fail(peer.compared + 1);
-        return !aborted();
+        return false;
       }
     }
     return true;
@@ -185,19 +205,6 @@ class Compared {
     TORCH_WARN(failure_);  // where no call of ours follows
   }
 
-  // Whether what the ranks wait for has ended. A collective that is being handed over ends that first, unless it waits
-  // for what the abort ends, or makes its communicator, which cannot be aborted before it is there: then again.
-  bool aborted() {
-    const std::unique_lock<std::shared_timed_mutex> lock(*enqueueing_, kMostEnqueueing);
-    try {
-      if (const auto group = group_.lock()) group->getBackend(type_)->abort();
-    } catch (const std::exception& error) {
-      TORCH_WARN("the group's communicators cannot be aborted, so its ranks may wait: ", error.what());
-      return true;
-    }
-    return lock.owns_lock();
-  }
-
   const c10::weak_intrusive_ptr<Group> group_;
   const c10::DeviceType type_;
   const std::string name_;
@@ -221,7 +228,21 @@ struct Watched {
   std::condition_variable signal;
   std::vector<std::shared_ptr<Compared>> groups;
   bool stop = false, stopped = false;
+  int aborting = 0;  // threads
 };
+
+void abort_beside(const std::shared_ptr<Watched>& watched, const std::shared_ptr<Compared>& group) {
+  {
+    const std::lock_guard<std::mutex> lock(watched->mutex);
+    ++watched->aborting;
+  }
+  std::thread([watched, group] {
+    group->abort();
+    const std::lock_guard<std::mutex> lock(watched->mutex);
+    --watched->aborting;
+    watched->signal.notify_all();
+  }).detach();
+}
 
 void watch(const std::shared_ptr<Watched>& watched) {
   std::unique_lock<std::mutex> lock(watched->mutex);
@@ -236,7 +257,9 @@ void watch(const std::shared_ptr<Watched>& watched) {
       } catch (const std::exception& error) {
         TORCH_WARN_ONCE("what the ranks of a group do is not compared any more: ", error.what());
       }
-      if (!goes_on) ended.push_back(group.get());
+      if (goes_on) continue;
+      ended.push_back(group.get());
+      if (group->has_failed()) abort_beside(watched, group);
     }
     lock.lock();
     std::erase_if(watched->groups,
@@ -251,13 +274,13 @@ class Groups {
  public:
   Groups() : watched_(std::make_shared<Watched>()), process_(getpid()) {}
 
-  // Waits for the thread, though not for ever: it may be in a question to a store whose server is gone.
+  // Waits for the threads, though not for ever: one may be in a question to a store whose server is gone.
   ~Groups() {
     if (!running_ || getpid() != process_) return;
     std::unique_lock<std::mutex> lock(watched_->mutex);
     watched_->stop = true;
     watched_->signal.notify_all();
-    watched_->signal.wait_for(lock, kMostAtTheEnd, [this] { return watched_->stopped; });
+    watched_->signal.wait_for(lock, kMostAtTheEnd, [this] { return watched_->stopped && watched_->aborting == 0; });
   }
 
   std::shared_ptr<Compared> of(Group& group, c10::DeviceType type) {
