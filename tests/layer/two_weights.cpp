@@ -144,7 +144,7 @@ Tensor two_linear(const Tensor& x, const std::vector<Tensor>& weights, const std
                   const std::shared_ptr<ProductQuantization>& quantization) {
   layer::LayerArgs call;
   call.layers.emplace_back();
-  call.layers[0].products = std::make_shared<TwoWeights>(false);
+  call.layers[0].gemm_policy = std::make_shared<TwoWeights>(false);
   call.layers[0].quantization = quantization;
   call.own_weights.resize(1);
   call.arguments.add(layer::kX, x);
@@ -157,7 +157,7 @@ Tensor two_linear(const Tensor& x, const std::vector<Tensor>& weights, const std
 
 PYBIND11_MODULE(two_weights, m) {
   using te_torch::layer::defaults;
-  m.def("install", [] { defaults().products = std::make_shared<TwoWeights>(true); });
-  m.def("remove", [] { defaults().products = std::make_shared<layer::SingleProduct>(); });
+  m.def("install", [] { defaults().gemm_policy = std::make_shared<TwoWeights>(true); });
+  m.def("remove", [] { defaults().gemm_policy = std::make_shared<layer::SingleProduct>(); });
   m.def("linear", torch::wrap_pybind_function_no_gil(two_linear));
 }
