@@ -1,6 +1,6 @@
-// How a node keeps tensors for its backward: each under a name, with the words that
-// te.memory_plan shows for it, and, where only the device knows how many of its rows are alive, with that counter. A
-// policy, which only tests replace, may say that more is recomputed than the call's options ask.
+// How a node saves tensors for its backward: each has a name, the text that te.memory_plan shows for it and, where only
+// the device knows how many of its rows are alive, that counter. A policy, which only tests replace, may have more
+// recomputed than the call's options ask.
 #pragma once
 
 #include <optional>

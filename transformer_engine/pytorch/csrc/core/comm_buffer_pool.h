@@ -1,7 +1,7 @@
-// Memory that a collective writes and one call reads: slots, which calls over a group use and leave to the
-// next one. What such a slot holds is a Tensor for the products of that call, and for nobody else: it goes back with
-// the call's ScopedBuffers, and what would outlive the call (saved tensors, outputs, gradients, stored products) is
-// refused where it would be saved by refuse_pooled(). Nothing is communicated here.
+// Memory that a collective writes and one call reads: slots, which a call over a group uses and leaves to the next one.
+// A slot is a Tensor for the GEMMs of that call alone. It is returned with the call's ScopedBuffers; refuse_pooled()
+// refuses it where it would outlive the call (saved tensors, outputs, gradients, stored products). Nothing is
+// communicated here.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,5 @@
-// The faces of a room, from one table: what an op is called, takes and returns (its schema), who computes it, what
-// tracers and autograd see of it, and what Python calls it. TE_OP_REGISTRATION declares each op once; all registrations
-// follow.
+// The registration of an op, from one table: its schema, its kernels, its Meta and autograd functions, and its Python
+// binding. TE_OP_REGISTRATION declares each op once; all registrations follow.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>

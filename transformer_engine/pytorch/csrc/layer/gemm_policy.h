@@ -1,6 +1,6 @@
-// The products of a layer over its weights, as a policy: over one weight here, over one for each group of rows in
-// gemm_policy_grouped.h. Forward, input gradient and weight gradient are written once over it; which formats the
-// operands have is gemm/product.h's business.
+// The GEMMs of a layer over its weights, as a policy: one weight here, one for each group of rows in
+// gemm_policy_grouped.h. Forward, input gradient and weight gradient are written once over it. Formats of operands are
+// in gemm/product.h.
 #pragma once
 
 #include <memory>

@@ -20,7 +20,8 @@ struct LayerConfig {
   GradAccumulatorPtr grad_accumulator;
   // What becomes of the product's operand (as the options ask; an activation's is always recomputed).
   SaveMode operand = SaveMode::kSave;
-  // Behind another layer: of what that one made, and whether it is kept as E4M3 in blocks of 1 x 128.
+  // After another layer in a chain: what becomes of that one's output, and whether it is kept as E4M3 in blocks of
+  // 1 x 128.
   SaveMode input = SaveMode::kSave;
   bool input_in_fp8 = false;
 };
@@ -43,7 +44,7 @@ struct LayerArgs {
   const Tensor& x() const { return arguments[kX]; }
 };
 
-// PrologueOutput anew by tests alone: what a layer without policies of its own goes by.
+// The policies of a layer that has none of its own. Only tests change them.
 struct Defaults {
   std::shared_ptr<const TPComm> tp_comm;
   std::shared_ptr<const GemmPolicy> gemm_policy;
@@ -51,7 +52,7 @@ struct Defaults {
 };
 TE_EXPORT Defaults& defaults();
 
-// A family of autograd/autograd.h but for its name. Outputs: y; behind a norm also the norm's output, and x + residual
+// A family of autograd/autograd.h but for its name. Outputs: y; after a norm also the norm's output, and x + residual
 // (or x itself, asked for) after it.
 struct TE_EXPORT LayerChain {
   struct State {

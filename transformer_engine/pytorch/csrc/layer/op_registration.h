@@ -1,5 +1,5 @@
-// The faces of a public op that is a chain of layers, made once from how its schema's arguments become a LayerArgs: the
-// dispatcher's four keys and what eager Python calls.
+// The registration of a public op that is a chain of layers, from a function that turns its schema's arguments into
+// LayerArgs: the dispatcher's four keys and the function that eager Python calls.
 #pragma once
 
 #include <ATen/autocast_mode.h>

@@ -1,5 +1,5 @@
-// What stands before a layer's product: nothing, a norm, an activation. A prologue makes the product's operand, makes
-// it again for the backward, and takes a gradient back. The arithmetic is the rooms'.
+// What a layer computes before its GEMM: nothing, a norm, an activation. A prologue computes the GEMM's operand,
+// recomputes it for the backward, and has a backward of its own. The arithmetic is in the op folders.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
-// Between a layer's prologue and its product: hands the product rows of the operand as they become ready, and takes
-// rows of the result away. Locally there is none: the operand is whole, and the result stays where it is made.
+// The collective of tensor parallelism around a layer's GEMM: hands the GEMM rows of its operand as they arrive, and
+// takes rows of its result away. A local layer has none.
 #pragma once
 
 #include <memory>
@@ -74,7 +74,7 @@ class TE_EXPORT TPComm {
   virtual void check(const Tensor& x) const {}
   // Whether what the product of this pass reads comes from others too.
   virtual bool gathers(Pass) const { return false; }
-  // Whether others add to the result of this pass: a bias is added behind them then, by the CommOp.
+  // Whether others add to the result of this pass: a bias is added after them then, by the CommOp.
   virtual bool adds_up(Pass) const { return false; }
   // Of fprop: the size of its operand's dimension 0 whose result has `rows` there.
   virtual c10::SymInt rows_before(const c10::SymInt& rows) const { return rows; }

@@ -1,7 +1,7 @@
-// The hook for saved tensors, as hooks of torch reach it: a StorageHandler is offered each tensor that is saved inside
-// of it, and says which storages it takes; what stands for a saved tensor comes back as the view that it was. Clients
-// in Python derive the two classes that have virtual functions; what is composed of several tensors, and hooks that are
-// not ours, are Python's (saved/standing.py). Called with the GIL held.
+// Saved-tensor hooks of this library. Inside of its context a StorageHandler is offered each saved tensor and decides
+// which storages it takes; the backward gets the saved tensor back as the view that it was. Python derives the two
+// classes that have virtual functions. Tensors of several parts, and hooks of other libraries, are in Python
+// (saved/standing.py). Called with the GIL held.
 #pragma once
 
 #include <c10/core/impl/PyInterpreter.h>

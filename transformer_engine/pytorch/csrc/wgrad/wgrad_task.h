@@ -1,5 +1,5 @@
-// The third product of a linear layer, that of its weight gradients, as an object: computed now, added to buffers, or
-// kept for later. Where these buffers are is said by who asks.
+// The third GEMM of a linear layer, its weight gradient, as an object: computed now, added to buffers that the caller
+// names, or kept for later.
 #pragma once
 
 #include "gemm/product.h"
