@@ -11,7 +11,7 @@ namespace te_torch {
 // row on 16 bytes and hold zeros there beyond their columns, as empty_quantized makes them; others are copied to such.
 inline int64_t fp8_code(te_scaling scaling, bool e5m2) { return 2 * int64_t(scaling) + (e5m2 ? 1 : 0); }
 
-// d [b's outer, a's outer] = b a^T (+ bias of its columns), in out_dtype: float32, float16 or bfloat16. Directions:
+// d [b's outer, a's outer] = b a^T (+ bias of its columns), in out_dtype: float32, float16 or bfloat16. Usage:
 //   fprop: weight rowwise, x rowwise; dgrad: weight columnwise, dy rowwise; wgrad: x columnwise, dy columnwise.
 // fast: sums stay in the tensor cores (TENSOR alone). Refused: E5M2 with E5M2, BLOCK_2D with BLOCK_2D, TENSOR with
 // blocks, fast with blocks.
