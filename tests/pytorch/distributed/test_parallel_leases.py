@@ -1,7 +1,7 @@
-# What divided layers gather for one call lies in memory on lease: it goes back with the call, and the next one
-# overwrites it. Mutants: layers that keep what is on lease (csrc/layer/forward.cpp, `keeps`), with the doors or without
-# them; a slot given back while it is read (ScopedBuffers inside of GatheredWgrad::gathered); memory that is handed on
-# while somebody has a view of it (comm_buffer_pool.cpp, `shared`), or that is filled with NaN then; slots that groups
+# What divided layers gather for one call lies in pooled buffers: they go back with the call, and the next one
+# overwrites it. Mutants: layers that save pooled buffers (csrc/layer/forward.cpp, `keeps`), with refuse_pooled() or
+# without; a slot given back while it is read (ScopedBuffers inside of GatheredWgrad::gathered); memory that is handed
+# on while a view of it is alive (comm_buffer_pool.cpp, `shared`), or that is filled with NaN then; slots that groups
 # share (Key), turn these red.
 import contextlib
 

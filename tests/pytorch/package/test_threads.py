@@ -224,7 +224,7 @@ def test_observers_come_and_go_while_they_are_told(device):
     """One leaves, and another one comes, when the first tensor is saved; each is told of what is saved inside of it."""
     heard = []
 
-    class Toy(door.Client):
+    class Toy(door.StorageHandler):
         def take(self, tensor):
             return None
 

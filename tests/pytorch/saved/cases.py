@@ -21,7 +21,7 @@ class Copied(door.PackedStorage):
         return self.copy
 
 
-class Toy(door.Client):
+class Toy(door.StorageHandler):
     """Takes float32 tensors of more than n elements."""
 
     def __init__(self, n=0):

@@ -58,7 +58,7 @@ def test_a_client_asks_when_a_tensor_is_saved(device):
     t, counter, asked = randn(8, 4, device=device), one(device), []
     door.mark_pageable(t, counter, 2)
 
-    class Asks(door.Client):
+    class Asks(door.StorageHandler):
         def take(self, tensor):
             asked.append(door.live_rows(tensor))
 

@@ -1,9 +1,9 @@
-# Groups in FP8, whose rows behind the live ones hold something else: each module under each recipe gives the gradients
+# Groups in FP8, whose rows after the live ones hold something else: each module under each recipe gives the gradients
 # of a run that keeps everything, bit for bit, however many rows are alive. What a backward quantizes again has the
 # forward's scales: of a whole tensor they are kept, of a block of 128 rows its other rows leave too. Mutants: no scales
-# kept of groups (used_scales() of HostGroups), no rows behind (RowsBehind in LayerChain::forward), an operand that is
-# kept not told from one that is quantized again, rows behind that are not counted by a plan (sizes.py), kAllRows taken
-# all the same (live_rows()): each turns tests red.
+# kept of groups (used_scales() of HostGroups), no rows after the live ones (RowsBehind in LayerChain::forward), an
+# operand that is kept not told from one that is quantized again, rows after the live ones that a plan does not count
+# (sizes.py), kAllRows taken all the same (live_rows()): each turns tests red.
 import copy
 
 import pytest

@@ -207,7 +207,7 @@ def test_counts_are_said_inside_of_a_group_alone(device):
     """Behind it our nodes announce what was announced before it: nothing."""
     counter, layer = count(17, device), te.Linear(HIDDEN, HIDDEN, device=device)
 
-    class Asks(door.Client):
+    class Asks(door.StorageHandler):
         takes = True
 
         def __init__(self):

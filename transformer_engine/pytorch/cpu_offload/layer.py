@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream
 from transformer_engine.pytorch.cpu_offload.leaving import note_leaving
-from transformer_engine.pytorch.saved import Client, PackedStorage, Saved, pop_saved
+from transformer_engine.pytorch.saved import PackedStorage, Saved, StorageHandler, pop_saved
 from transformer_engine.pytorch.saved.marks import has_storage
 
 MIN_ELEMENTS = 256 * 1024  # a smaller tensor stays where it is, unless it lies in the memory of one that leaves
@@ -84,7 +84,7 @@ class Memory(PackedStorage):
             self.layer._dropped(self.piece)
 
 
-class OffloadableLayerState(Client):
+class OffloadableLayerState(StorageHandler):
     """One layer's saved tensors, from the forward that saves them to the last backward that reads them.
 
     States: not_offloaded, offload_started, offload_finished, reload_started. A call in the wrong one is a RuntimeError

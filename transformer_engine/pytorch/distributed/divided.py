@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.distributed.groups import check_agreement, check_device, ranks_of
-from transformer_engine.pytorch.saved.context import Client, Hooks
+from transformer_engine.pytorch.saved.context import Hooks, StorageHandler
 from transformer_engine.pytorch.saved.standing import PackedStorage
 
 
@@ -40,7 +40,7 @@ class _Part(PackedStorage):
         return whole[: self.bytes]
 
 
-class _Divide(Client):
+class _Divide(StorageHandler):
     """Takes one storage."""
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> None:

@@ -96,9 +96,9 @@ def every_rank_says(op: str, how: str, dtype: torch.dtype, sizes: list[int], gro
 def post_fingerprint(
     op: str, how: str, dtype: torch.dtype, sizes: list[int], device: torch.device, group: object | None
 ) -> None:
-    """Over NCCL says what this rank is about to do, and waits for nobody: csrc/distributed/fingerprints.h. What is
-    traced too says what its traced form does, as another rank may run that. ValueError where the group's ranks were
-    found to differ before."""
+    """Over NCCL posts a fingerprint of the collective that follows, without a wait: csrc/distributed/fingerprints.h.
+    Functions with a traced form post what that form does, as another rank may run it. ValueError where the group's
+    ranks were found to differ before."""
     if _backends(group).get(device.type) != "nccl":
         return
     if torch.cuda.is_current_stream_capturing():

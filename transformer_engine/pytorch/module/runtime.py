@@ -1,6 +1,7 @@
 """What a module keeps between its calls that is no parameter, no buffer and no option: how it is quantized, with FP8
-copies of its weights, where weight gradients wait, who hears of them, and tp_comms with other ranks. Graphs, probes
-and copies of modules ask it (snapshot, restore, forget, divert_gradients). Nothing is computed here."""
+copies of its weights, where weight gradients wait, which observers are told of them, and the TPComms of its
+products. Graphs, probes and copies of modules ask it (snapshot, restore, forget, divert_gradients). Nothing is
+computed here."""
 
 from __future__ import annotations
 

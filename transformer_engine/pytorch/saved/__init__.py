@@ -1,9 +1,9 @@
-"""The one door for saved tensors: what keeps, moves or counts what a backward will need is a client of it. A client
-derives Client (what it takes) and PackedStorage (how that comes back); versions, views, shared storages, quantized
-tensors, marks, nesting and observers are the door's. It moves nothing itself."""
+"""Saved-tensor hooks for what keeps, moves or counts saved tensors. A client derives StorageHandler (what it takes) and
+PackedStorage (how that comes back); versions, views, shared storages, quantized tensors, marks, nesting and
+observers are handled here. This package moves nothing itself."""
 
-from transformer_engine.pytorch.saved.context import Client as Client
 from transformer_engine.pytorch.saved.context import Hooks as Hooks
+from transformer_engine.pytorch.saved.context import StorageHandler as StorageHandler
 from transformer_engine.pytorch.saved.context import is_recorded as is_recorded
 from transformer_engine.pytorch.saved.context import observed as observed
 from transformer_engine.pytorch.saved.marks import mark_not_offload as mark_not_offload

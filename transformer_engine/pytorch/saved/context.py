@@ -25,7 +25,7 @@ observed = _C.SavedObserver
 # memory to take; a quantized tensor is offered part by part. taken: what is shared still, or was when it was taken, and
 # is wanted by somebody. push(tensor, outward): what stands for a tensor that is saved; outward has it where this client
 # does not take it.
-Client = _C.StorageHandler
+StorageHandler = _C.StorageHandler
 
 # Whether what runs here is recorded for a backward and kept until then, so that a client may take of it: not without
 # gradients, in a backward, or inside of a checkpoint.
@@ -51,7 +51,7 @@ def _outward_of(hooks: tuple[Callable, Callable]) -> Callable[[torch.Tensor], ob
     return around.pack if isinstance(around, _C.SavedHooks) else partial(Foreign, hooks)
 
 
-def _composed(client: Client, tensor: object, outward: Callable[[torch.Tensor], object] | None) -> Composed:
+def _composed(client: StorageHandler, tensor: object, outward: Callable[[torch.Tensor], object] | None) -> Composed:
     return Composed(tensor, lambda part: client.push(part, outward))
 
 

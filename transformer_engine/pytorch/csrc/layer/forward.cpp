@@ -58,7 +58,7 @@ bool may_be_recomputed(const LayerConfig& config) {
   return !config.prologue->is_identity() || (q != nullptr && !unquantized(q));
 }
 
-// Of what is kept in place of an operand, rows behind the live ones that quantize_at it again reads: those of the last
+// Of what is kept in place of an operand, rows behind the live ones that quantizing it again reads: those of the last
 // one's block; all, where a quantizer written in Python does it.
 int64_t rows_behind_of(const ProductQuantization* q) {
   if (q == nullptr || !q->x.active() || unquantized(q)) return 0;

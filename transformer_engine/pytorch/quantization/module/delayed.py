@@ -1,5 +1,5 @@
 """One call of a module under delayed scaling: whether it notes amaxes, whose scales it reads where a forward is
-recomputed, and who hears of its output. How scales are made is quantization/delayed.py's."""
+recomputed, and which observers are told its output. How scales are made is quantization/delayed.py's."""
 
 from __future__ import annotations
 
