@@ -21,7 +21,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 
 def test_imports_run_down():
-    asks = ("distributed.recompute", "quantization.state.surroundings")  # what is switched on
+    asks = ("distributed.recompute", "quantization.state.autocast_state")  # what is switched on
     assert house.upward(ARROWS) == [tuple(f"{house.PACKAGE}.{name}" for name in asks)]
 
 

@@ -62,7 +62,7 @@ def in_fp8():
     return te.autocast(enabled=True, recipe=RECIPES["current"])
 
 
-def surroundings(rank):
+def contexts(rank):
     """A layer inside a checkpoint, under FP8, with frozen weights, in eval, and accumulating into main_grad."""
     wrong = []
     options = {**GQA, **FUSED, "activation": "swiglu", "qk_norm_type": "RMSNorm"}
@@ -290,5 +290,5 @@ def refusals(rank):
 def everything(rank):
     """One start of the ranks for all of them."""
     found = {kind: cases(rank, kind) for kind in KINDS}
-    workers = (by_head, surroundings, kinds_of_state, gathered_norms, compiled, copies, late_group, draws, refusals)
+    workers = (by_head, contexts, kinds_of_state, gathered_norms, compiled, copies, late_group, draws, refusals)
     return found | one_by_one(rank, workers)

@@ -12,7 +12,7 @@ found = found_by(workers.everything)
 
 
 @pytest.mark.parametrize(
-    "worker", ["attention", "layer", "by_head", "surroundings", "kinds_of_state", "gathered_norms", "compiled"]
+    "worker", ["attention", "layer", "by_head", "contexts", "kinds_of_state", "gathered_norms", "compiled"]
 )
 def test_divided_is_whole(found, worker):
     for wrong in found[worker]:

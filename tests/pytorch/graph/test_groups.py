@@ -15,7 +15,7 @@ def assert_captured_is_eager(left, what):
 
 def test_a_call_takes_the_group_of_what_is_around_it():
     """Outside of any autocast, where eager would not quantize, the captured one."""
-    both = on_ranks(workers.surrounding_groups)
+    both = on_ranks(workers.groups_of_autocast)
     for rank, found in enumerate(both):
         assert len(found) == 3 * 5 * 2
         for what, left in found.items():

@@ -69,7 +69,7 @@ def plainly(call, x):
     return call(x)
 
 
-def surrounding_groups(rank):
+def groups_of_autocast(rank):
     """name -> (scales of captured, scales of eager), behind each of three steps."""
     groups = {"default": None, "world": dist.group.WORLD, "own": [dist.new_group([r]) for r in range(2)][rank]}
     found = {}

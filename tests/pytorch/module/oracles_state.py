@@ -12,7 +12,7 @@ from support import assert_same_bits
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 from .oracles_gradients import steps
 from .programs import (

@@ -1,6 +1,6 @@
 # Two threads in one process, each with a model, a recipe, an optimizer, captures, a stash and checkpoints of its own:
 # each has the bits of a run alone, and an exception in one leaves the other as it is. The long run is marked slow.
-# Mutants: autocast's state or the capture's flag the process's (_Here no threading.local in surroundings.py,
+# Mutants: autocast's state or the capture's flag the process's (_Here no threading.local in autocast_state.py,
 # _internal/capture_flag.py), saved_observers() or a recording (active() in probe.cpp) of all threads, turn these red.
 import contextlib
 import copy

@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
 )
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 from transformer_engine.pytorch.torch_version import torch_version
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")

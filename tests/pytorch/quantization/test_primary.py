@@ -317,9 +317,9 @@ def test_inference_keeps_no_columnwise_data(device, name, recipe):
         x = x.reshape(32, 1, 32)
     more = ([16, 16],) if name == "GroupedLinear" else ()
     modules = []
-    for surroundings in (torch.enable_grad, torch.no_grad):
+    for grad_mode in (torch.enable_grad, torch.no_grad):
         torch.manual_seed(0)
-        with te.quantized_model_init(recipe=chosen), surroundings():
+        with te.quantized_model_init(recipe=chosen), grad_mode():
             modules.append(makers[name](device))
     trained, served = modules
     assert has_columns(trained) and all(has_columns(trained)) and not any(has_columns(served))

@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from transformer_engine.pytorch.graph import is_graph_capturing, set_capture_end, set_capture_start
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 from transformer_engine.pytorch.quantization.recipes import products
-from transformer_engine.pytorch.quantization.state import surroundings
+from transformer_engine.pytorch.quantization.state import autocast_state
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
@@ -152,10 +152,10 @@ def test_a_backward_has_what_is_on_where_it_is_called():
 def test_a_copy_is_of_one_backward(monkeypatch):
     """As a device's thread of autograd has it, which keeps what is its own from backward to backward; the threads above
     do not."""
-    theirs, backward = surroundings.here(), [1]
+    theirs, backward = autocast_state.here(), [1]
     names = types.SimpleNamespace(calling_thread=lambda: theirs.thread)
-    monkeypatch.setattr(surroundings, "_C", names)
-    monkeypatch.setattr(surroundings, "current_graph_task_id", lambda: backward[0])
+    monkeypatch.setattr(autocast_state, "_C", names)
+    monkeypatch.setattr(autocast_state, "current_graph_task_id", lambda: backward[0])
 
     def runs():
         found = [Manager.is_fp8_enabled()]

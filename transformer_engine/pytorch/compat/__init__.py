@@ -22,7 +22,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "fp8": {
         "transformer_engine.common.recipe": "DelayedScaling Format",
         "quantization.delayed": "_amax_and_scale_update",
-        "quantization.state.surroundings": "get_default_fp8_recipe",
+        "quantization.state.autocast_state": "get_default_fp8_recipe",
         "quantization": (
             "CustomRecipeState DelayedScalingRecipeState DelayedScalingRequest FP8GlobalStateManager "
             "Float8BlockScalingRecipeState Float8CurrentScalingRecipeState QuantizerRequest QuantizerRole RecipeState "

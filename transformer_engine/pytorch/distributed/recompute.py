@@ -15,7 +15,7 @@ from transformer_engine.pytorch._internal.recompute_phase import FirstRun, activ
 from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.distributed.divided import divided_inputs
 from transformer_engine.pytorch.distributed.rng import AsTheyCome, NoDraws, Snapshot
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
@@ -32,7 +32,7 @@ class _Twice:
         self.function, self.form, self.tracker, self.preserve = function, form, tracker, preserve
         self.snapshot: Snapshot | NoDraws | AsTheyCome | None = None
         self.first_run = FirstRun()
-        self.surroundings = here().surroundings()
+        self.autocast_state = here().snapshot()
         self.result_form = None
         self.passed: dict[int, torch.Tensor] = {}
         self.outer: list[tuple[int, weakref.ref]] = []  # results of the first run that may be from outside
@@ -45,7 +45,7 @@ class _Twice:
         if self.snapshot is not None:
             self.first_run.rewind()
             again = activation_recompute_forward(True, True, first_run=self.first_run)
-            with again, self.snapshot.replayed(), here().surrounded(self.surroundings):
+            with again, self.snapshot.replayed(), here().restored(self.autocast_state):
                 results = self._call(leaves)
             self._refuse_outer(results)
         else:

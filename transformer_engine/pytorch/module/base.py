@@ -21,7 +21,7 @@ from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get
 from transformer_engine.pytorch.module.whole_checkpoints import WholeCheckpoints, is_extra_state
 from transformer_engine.pytorch.quantization.module.api import QuantizedModule
 from transformer_engine.pytorch.quantization.module.primary_weights import converted_in_place, primary_weights
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.utils import get_default_init_method, resolve_device
 

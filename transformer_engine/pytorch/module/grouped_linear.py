@@ -17,13 +17,13 @@ from transformer_engine.pytorch._internal.compiling import refuse as refuse_reci
 from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
+from transformer_engine.pytorch.module.error_context import raise_for_module
 from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
 from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
-from transformer_engine.pytorch.module.retelling import retell
 from transformer_engine.pytorch.quantization.checkpoint import te_state
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
-from transformer_engine.pytorch.quantization.state.surroundings import HERE, here
+from transformer_engine.pytorch.quantization.state.autocast_state import HERE, here
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions
@@ -200,7 +200,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 dgrad_out=dgrad_out,
             )
         except ValueError as error:
-            retell(error, op, inp, self.in_features, "weight0", weights[0])
+            raise_for_module(error, op, inp, self.in_features, "weight0", weights[0])
             raise
         if quantizations:
             self.runtime.quantization.follow(result)

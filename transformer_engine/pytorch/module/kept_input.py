@@ -4,7 +4,7 @@ quantizes it again. Refuses recipes with which that would be something else."""
 import torch
 
 from transformer_engine.pytorch._internal.compiling import refuse
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 
 def keeps_input(module: torch.nn.Module, quantized: bool) -> bool:

@@ -11,10 +11,10 @@ from transformer_engine.pytorch._internal.arguments import check_function, check
 from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
+from transformer_engine.pytorch.module.error_context import raise_for_module
 from transformer_engine.pytorch.module.linear_family import LinearFamily
 from transformer_engine.pytorch.module.norm_parameters import declare_norm, norm_options
 from transformer_engine.pytorch.module.parallel import divided, tp_comm_of
-from transformer_engine.pytorch.module.retelling import retell
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
 
 _LOCAL = (None, None)  # TPComms
@@ -181,7 +181,7 @@ class LayerNormMLP(LinearFamily):
                 **norm_options(self),
             )
         except ValueError as error:
-            retell(error, "LayerNormMLP", inp, self.hidden_size, "fc1_weight", fc1_weight)
+            raise_for_module(error, "LayerNormMLP", inp, self.hidden_size, "fc1_weight", fc1_weight)
             raise
         if fc1 is not None:
             quantization.follow(out)

@@ -9,6 +9,7 @@ from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
+from transformer_engine.pytorch.module.error_context import raise_for_module
 from transformer_engine.pytorch.module.parallel import (
     check_options,
     check_ranks,
@@ -20,7 +21,6 @@ from transformer_engine.pytorch.module.parallel import (
     keep_group,
     tp_comm_of,
 )
-from transformer_engine.pytorch.module.retelling import retell
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
@@ -218,7 +218,7 @@ class LinearFamily(TransformerEngineBaseModule):
                 **options,
             )
         except ValueError as error:
-            retell(error, op, inp, self.in_features, self.weight_names[0], weight)
+            raise_for_module(error, op, inp, self.in_features, self.weight_names[0], weight)
             raise
         if quantization is not None:
             runtime.quantization.follow(out)

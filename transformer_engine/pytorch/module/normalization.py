@@ -8,7 +8,7 @@ from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch.distributed.regions import add_up_gradient
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.retelling import retell
+from transformer_engine.pytorch.module.error_context import raise_for_module
 
 NormalizedShape = int | Iterable[int] | None
 
@@ -92,7 +92,7 @@ class Normalization(TransformerEngineBaseModule):
                 x, weight, bias, rms=self._rms, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma
             )
         except ValueError as error:
-            retell(error, type(self).__name__, x, weight.numel(), "weight", weight, same_dtype=False)
+            raise_for_module(error, type(self).__name__, x, weight.numel(), "weight", weight, same_dtype=False)
             raise
         return y.unflatten(-1, self.normalized_shape) if folded else y
 

@@ -12,7 +12,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import unsafe_preserve_version_counter
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers_of
 from transformer_engine.pytorch.graph.recorded.quantization import our_modules
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 
 @contextmanager

@@ -33,9 +33,9 @@ from transformer_engine.pytorch.quantization.recipes.recipe_state import RecipeS
 from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest as DelayedScalingRequest
 from transformer_engine.pytorch.quantization.roles import QuantizerRequest as QuantizerRequest
 from transformer_engine.pytorch.quantization.roles import QuantizerRole as QuantizerRole
+from transformer_engine.pytorch.quantization.state.autocast_state import get_default_recipe as get_default_recipe
 from transformer_engine.pytorch.quantization.state.contexts import autocast as autocast
 from transformer_engine.pytorch.quantization.state.contexts import fp8_autocast as fp8_autocast
 from transformer_engine.pytorch.quantization.state.contexts import fp8_model_init as fp8_model_init
 from transformer_engine.pytorch.quantization.state.contexts import quantized_model_init as quantized_model_init
 from transformer_engine.pytorch.quantization.state.manager import FP8GlobalStateManager as FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.state.surroundings import get_default_recipe as get_default_recipe

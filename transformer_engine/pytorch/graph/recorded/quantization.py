@@ -15,7 +15,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.recipes.products import Plan
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 
 def our_modules(module: object) -> list[TransformerEngineBaseModule]:

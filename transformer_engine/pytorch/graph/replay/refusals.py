@@ -7,7 +7,7 @@ import warnings
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.memory.buffers import version_of
 from transformer_engine.pytorch.graph.recorded.quantization import our_modules
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 
 class Refusals:

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.graph.replay.refusals import Refusals
 from transformer_engine.pytorch.graph.replay.scales import Scales
 from transformer_engine.pytorch.graph.replay.weight_grads import WeightGrads
 from transformer_engine.pytorch.quantization.recipes.products import Plan
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 
 class _Replay(torch.autograd.Function):

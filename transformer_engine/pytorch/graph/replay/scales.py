@@ -17,7 +17,7 @@ from transformer_engine.pytorch.graph.recorded.quantization import Noted
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 # What tells a backward's region that it was reached: a watch, and a place in it.
 Watched = tuple[_C.BackwardWatch, int]

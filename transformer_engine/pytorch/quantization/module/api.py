@@ -12,7 +12,7 @@ from transformer_engine.pytorch.quantization.checkpoint import extra_state
 from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 
 class QuantizedModule(torch.nn.Module):

@@ -13,7 +13,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.recompute_phase import RecomputePhase, recompute_phase
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.module.plan import AGAIN, QUIET, RECORD, ModulePlan
-from transformer_engine.pytorch.quantization.state.surroundings import State
+from transformer_engine.pytorch.quantization.state.autocast_state import AutocastState
 
 
 def kind_of_call(module: torch.nn.Module, phase: RecomputePhase) -> int:
@@ -35,7 +35,7 @@ class DelayedCalls:
     meta: dict[str, object]
     unfollowed: Callable[[torch.Tensor], None] | None
 
-    def variant(self, module: torch.nn.Module, state: State, own: ModulePlan, index: int) -> int:
+    def variant(self, module: torch.nn.Module, state: AutocastState, own: ModulePlan, index: int) -> int:
         """Of a call; the module's first product decides for this call what is kept."""
         phase = recompute_phase()
         kind = kind_of_call(module, phase)
@@ -60,7 +60,7 @@ class DelayedCalls:
                 self._leave_for_recompute(state, phase, own)
         return kind
 
-    def _leave_for_recompute(self, state: State, phase: RecomputePhase, own: ModulePlan) -> None:
+    def _leave_for_recompute(self, state: AutocastState, phase: RecomputePhase, own: ModulePlan) -> None:
         watched = None
         if self.unfollowed is not None and not torch.is_grad_enabled():  # its output will have a graph then alone
             self.unfollowed = None

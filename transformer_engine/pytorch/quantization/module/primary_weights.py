@@ -15,7 +15,7 @@ from transformer_engine.pytorch._internal.compiling import outside_of_modes
 from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch._internal.torch_private import has_compatible_shallow_copy_type
 from transformer_engine.pytorch.quantization.module.plan import ModulePlan
-from transformer_engine.pytorch.quantization.state.surroundings import HERE
+from transformer_engine.pytorch.quantization.state.autocast_state import HERE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.layout import ROWWISE
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes

@@ -29,7 +29,7 @@ from transformer_engine.pytorch.quantization.module.primary_weights import (
 from transformer_engine.pytorch.quantization.module.weights import KeptWeights, WeightCalls
 from transformer_engine.pytorch.quantization.recipes.products import SLOTS, Plan, plan_of, traced_integers
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.state.surroundings import HERE, State, get_default_recipe, here
+from transformer_engine.pytorch.quantization.state.autocast_state import HERE, AutocastState, get_default_recipe, here
 from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")  # keys of meta
@@ -219,7 +219,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         return [first, *(own.product(i, kind) for i in range(1, len(module._products)))]
 
     @staticmethod
-    def _traced(module: torch.nn.Module, state: State) -> list[int] | None:
+    def _traced(module: torch.nn.Module, state: AutocastState) -> list[int] | None:
         if state.enabled:
             return traced_integers(state.chosen_recipe())
         if state.calibrating:
@@ -256,7 +256,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
 
     # ---- the recipe ----
 
-    def enter(self, module: torch.nn.Module, state: State) -> None:
+    def enter(self, module: torch.nn.Module, state: AutocastState) -> None:
         """The first call inside an autocast. Errors leave the module as it was."""
         plan = state.chosen_plan()
         if state.token is None and (plan.rule is not None or plan.factory is not None):
@@ -275,7 +275,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         self.seen_region = None if state.region is None else weakref.ref(state.region)
         self.fp8, self.fp8_calibration, self.token = state.enabled, state.calibrating, state.token
 
-    def _adopt(self, module: torch.nn.Module, state: State, plan: Plan) -> None:
+    def _adopt(self, module: torch.nn.Module, state: AutocastState, plan: Plan) -> None:
         op, old = type(module).__name__, self.own
         seen = self.seen_region and self.seen_region()
         if old is not None and old.plan is not plan and recompute_phase().recomputing and (old.rule or plan.rule):

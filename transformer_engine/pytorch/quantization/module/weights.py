@@ -21,7 +21,7 @@ from transformer_engine.pytorch.quantization.module.primary_weights import (
     as_product_reads,
     check_primary_weight,
 )
-from transformer_engine.pytorch.quantization.state.surroundings import HERE
+from transformer_engine.pytorch.quantization.state.autocast_state import HERE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 

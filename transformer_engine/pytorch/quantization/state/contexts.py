@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._internal.keywords import hides_unknown, tells_keywords, unknown_keyword
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.recipes.formats import must_be_a_recipe
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 
 
 def _deprecated(old: str, new: str) -> None:

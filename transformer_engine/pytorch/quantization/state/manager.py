@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.quantization.recipes import availability
-from transformer_engine.pytorch.quantization.state.surroundings import here
+from transformer_engine.pytorch.quantization.state.autocast_state import here
 from transformer_engine.pytorch.utils import resolve_device
 
 
@@ -121,7 +121,7 @@ class FP8GlobalStateManager:
     @classmethod
     def get_fp8_autocast_state(cls) -> tuple:
         """(enabled, calibrating, recipe, group, capturing)."""
-        return here().surroundings()[:5]
+        return here().snapshot()[:5]
 
     @classmethod
     def set_fp8_autocast_state(cls, fp8_state: tuple) -> None:

@@ -32,7 +32,7 @@ get_default_fp8_recipe = get_default_recipe  # an older name of it
 _DEFAULT = get_default_recipe()
 
 
-class Surroundings(NamedTuple):
+class AutocastSnapshot(NamedTuple):
     """Of a forward: what its recomputation needs to be the same again."""
 
     enabled: bool
@@ -43,7 +43,7 @@ class Surroundings(NamedTuple):
     skip_weight_update: torch.Tensor | None
 
 
-class State:
+class AutocastState:
     """enabled, calibrating, recipe, group: of the innermost autocast. token: which autocast that is. region: what the
     outermost one has to update at its end. capturing: it belongs to a graph, whose owner updates scales. thread: whose
     number it has; 0: it needed none yet. borrowed: a copy for one of that thread's backwards, which another one runs;
@@ -104,14 +104,14 @@ class State:
             self.plan = plan_of(self.chosen_recipe())
         return self.plan
 
-    def surroundings(self) -> Surroundings:
+    def snapshot(self) -> AutocastSnapshot:
         said = self.enabled, self.calibrating, self.recipe, self.group
-        return Surroundings(*said, self.capturing, self.skip_weight_update)
+        return AutocastSnapshot(*said, self.capturing, self.skip_weight_update)
 
     @contextmanager
-    def surrounded(self, by: Surroundings) -> Iterator[None]:
+    def restored(self, by: AutocastSnapshot) -> Iterator[None]:
         """As a forward saw it, for the recomputation of it. The depth says that no autocast inside is the outermost."""
-        before, resets = (self.surroundings(), self.token, self.plan), self.resets
+        before, resets = (self.snapshot(), self.token, self.plan), self.resets
         self.set(*by[:4])
         self.capturing, self.skip_weight_update = by[4:]
         self.depth += 1
@@ -130,15 +130,17 @@ class _Here(threading.local):
     borrowed: of threads whose backwards it runs."""
 
     def __init__(self) -> None:  # torch.compile sees no attribute of the class
-        self.state = self.own = State()
-        self.borrowed: dict[int, State] = {}
+        self.state = self.own = AutocastState()
+        self.borrowed: dict[int, AutocastState] = {}
 
 
 HERE = _Here()
-_states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()  # by the numbers of their threads
+_states: weakref.WeakValueDictionary[int, AutocastState] = (
+    weakref.WeakValueDictionary()
+)  # by the numbers of their threads
 
 
-def here() -> State:
+def here() -> AutocastState:
     """What is on in this thread; in a backward, what is on in the thread that calls it."""
     state = HERE.state
     if torch.compiler.is_compiling():
@@ -151,7 +153,7 @@ def here() -> State:
     return state
 
 
-def _of_caller() -> State:
+def _of_caller() -> AutocastState:
     """Autograd's threads run the backwards of many others, one inside of another one: each has a copy, made anew for
     each backward, unless a context is open on it."""
     own, caller = HERE.own, _C.calling_thread()

@@ -18,7 +18,7 @@ _TOKENS = ", the first of them tokens, with sequence_parallel."  # of the module
 _SENTENCE = re.compile(r"(?:linear|grouped_linear|normalization|activation|quantize|gemm\w*): argument '(\w+)' ")
 
 
-def retell(
+def raise_for_module(
     error: ValueError,
     op: str,
     value: torch.Tensor,
