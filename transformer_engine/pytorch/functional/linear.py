@@ -1,7 +1,7 @@
 """Linear products as functions: plain, behind a norm, behind an activation. One autograd family serves all three."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -78,6 +78,15 @@ class Parallel(NamedTuple):
 
 # None: all is local. Of an MLP's two products the second one's is the row of the first one's column.
 TPComm = _C.GroupTPComm | Parallel | None
+
+
+class ProductCall(TypedDict):
+    """What a product gets beside its tensors, by keyword: a module's runtime makes it for each call."""
+
+    grad_accumulator: GradAccumulator | TracedGradAccumulator | None
+    quantization: Quantization
+    own_weight: _C.Quantized | None
+    tp_comm: TPComm
 
 
 def _parallel(tp_comm: TPComm) -> tuple[list[int], str]:

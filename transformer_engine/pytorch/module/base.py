@@ -1,7 +1,7 @@
 """What every module shares: parameters and their initialisation, the options that have not landed, checkpoint state.
 No module's arithmetic is here."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -12,6 +12,7 @@ from transformer_engine.pytorch.distributed.userbuffers import (
 )
 from transformer_engine.pytorch.distributed.userbuffers import destroy_ub as destroy_ub
 from transformer_engine.pytorch.distributed.userbuffers import initialize_ub as initialize_ub
+from transformer_engine.pytorch.module.config import ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.parallel import group_by_name
 from transformer_engine.pytorch.module.row_units import RowUnit, join_moved, joining, renumber, unit_marks, units_of
 from transformer_engine.pytorch.module.runtime import Runtime
@@ -80,25 +81,18 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
         self.preserve_high_precision_init_val = self.primary_weights_in_fp8 and state.preserve_high_precision
         self.runtime = Runtime(len(self._products))
 
-    def _setup(
-        self,
-        *,
-        params_dtype: torch.dtype | None,
-        device: torch.device | str | int | None,
-        get_rng_state_tracker: Callable | None = None,
-        rng_tracker_name: str | None = None,
-        name: str | None = None,
-    ) -> None:
-        self.name = name
-        self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
-        if not isinstance(self.params_dtype, torch.dtype) or not self.params_dtype.is_floating_point:
+    def _setup(self, parameters: ParameterConfig) -> None:
+        self.name = parameters.name
+        dtype = torch.get_default_dtype() if parameters.params_dtype is None else parameters.params_dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(
-                f"{type(self).__name__}: argument 'params_dtype' is {params_dtype!r}, wanted torch.float32, "
-                "torch.float16 or torch.bfloat16."
+                f"{type(self).__name__}: argument 'params_dtype' is {dtype!r}, wanted torch.float32, torch.float16 or "
+                "torch.bfloat16."
             )
-        self.device = resolve_device(device)
-        self.get_rng_state_tracker = get_rng_state_tracker
-        self.rng_tracker_name = rng_tracker_name
+        self.params_dtype = dtype
+        self.device = resolve_device(parameters.device)
+        self.get_rng_state_tracker = parameters.get_rng_state_tracker
+        self.rng_tracker_name = parameters.rng_tracker_name
 
     def _declare(self, name: str, shape: Iterable[int], init: InitMethod, **tags: object) -> None:
         """Registers a parameter; `tags` become attributes on it (tensor_model_parallel, sequence_parallel, ...)."""
@@ -153,22 +147,17 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
                 init(parameter)
         self.runtime.quantization.quantize_parameters(self)
 
-    def _setup_linear(self, given: Mapping[str, object], *products: str) -> None:
-        """Options of every module with products, of its constructor's arguments by name; products: as _setup_wgrad's
-        prefixes."""
-        tracker = {name: given[name] for name in ("get_rng_state_tracker", "rng_tracker_name") if name in given}
-        self._setup(params_dtype=given["params_dtype"], device=given["device"], name=given["name"], **tracker)
-        self._setup_wgrad(*products, fuse=given["fuse_wgrad_accumulation"], delay=given["delay_wgrad_compute"])
-        self.use_bias, self.return_bias = given["bias"], given["return_bias"]
+    def _setup_linear(self, parameters: ParameterConfig, products: ProductConfig, prefixes: Sequence[str]) -> None:
+        """Options of every module with products. prefixes: of the products ("" of Linear, "fc1", "fc2"), in the order
+        in which backward() meets them."""
+        self._setup(parameters)
+        self.fuse_wgrad_accumulation = products.fuse_wgrad_accumulation
+        if products.delay_wgrad_compute:  # before the parameters are declared: they carry a mark of it
+            self.runtime.stores = {prefix: WeightGradStore(delay_wgrad_compute=True) for prefix in prefixes}
+        self.use_bias, self.return_bias = products.bias, products.return_bias
         self.apply_bias = self.use_bias and not self.return_bias
 
-    # Weight gradients that are not simply returned. A product has a prefix ("" of Linear, "fc1", "fc2"): the order in
-    # which _setup_wgrad lists them is that in which backward() meets them.
-
-    def _setup_wgrad(self, *products: str, fuse: bool, delay: bool) -> None:
-        self.fuse_wgrad_accumulation = fuse
-        if delay:  # before the parameters are declared: they carry a mark of it
-            self.runtime.stores = {product: WeightGradStore(delay_wgrad_compute=True) for product in products}
+    # Weight gradients that are not simply returned.
 
     def _product_tags(self) -> dict[str, bool]:
         """Marks on a product's parameters: gradient hooks are not to wait for backward() where gradients come later."""

@@ -17,6 +17,7 @@ from transformer_engine.pytorch._internal.compiling import refuse as refuse_reci
 from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
+from transformer_engine.pytorch.module.config import ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.error_context import raise_for_module
 from transformer_engine.pytorch.module.group_splits import Splits, check_buffer, splits_of
 from transformer_engine.pytorch.module.kept_input import keeps_input
@@ -73,7 +74,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
-        given, op = locals(), type(self).__name__
+        op = type(self).__name__
         check_size(op, "num_gemms", num_gemms, 1)
         self._products = tuple(str(i) for i in range(num_gemms))  # before the base counts them
         super().__init__()
@@ -93,7 +94,20 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.parallel_mode = parallel_mode
-        self._setup_linear(given, "")
+        parameters = ParameterConfig(
+            name=name,
+            params_dtype=params_dtype,
+            device=device,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+        )
+        products = ProductConfig(
+            delay_wgrad_compute=delay_wgrad_compute,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            bias=bias,
+            return_bias=return_bias,
+        )
+        self._setup_linear(parameters, products, ("",))
         self.num_gemms = num_gemms
         self.in_features = divided(op, "in_features", in_features, self.tp_size if parallel_mode == "row" else 1)
         self.out_features = divided(op, "out_features", out_features, self.tp_size if parallel_mode == "column" else 1)

@@ -1,12 +1,14 @@
 """LayerNormLinear: a norm and the linear layer behind it as one autograd node."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch.functional.linear import ProductCall
 from transformer_engine.pytorch.module.base import InitMethod
+from transformer_engine.pytorch.module.config import NormConfig, ParallelConfig, ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.linear_family import LinearFamily, ParametersSplit
 from transformer_engine.pytorch.module.norm_parameters import declare_norm, norm_options
 
@@ -68,10 +70,30 @@ class LayerNormLinear(LinearFamily):
         self.recompute_norm_output = recompute_norm_output
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self._build_one(locals())  # which resets the parameters: options of ours come before
-
-    def _declare_before(self, given: Mapping[str, object]) -> None:
-        declare_norm(self, self.in_features, "in_features", given)
+        self._build(
+            products=ProductConfig(
+                bias=bias,
+                return_bias=return_bias,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                delay_wgrad_compute=delay_wgrad_compute,
+            ),
+            parallel=ParallelConfig(
+                parallel_mode=parallel_mode,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                tp_size=tp_size,
+                tp_overlap=tp_overlap,
+                tp_recompute_allgather=tp_recompute_allgather,
+                symmetric_ar_type=symmetric_ar_type,
+            ),
+            parameters=ParameterConfig(
+                params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name
+            ),
+        )
+        self.in_features, self.out_features, self.ub_name = in_features, out_features, ub_name
+        norm = NormConfig(normalization=normalization, eps=eps, zero_centered_gamma=zero_centered_gamma)
+        declare_norm(self, norm, hidden=in_features, hidden_name="in_features")
+        self._declare_one(parameters_split, init_method)
 
     def forward(
         self,
@@ -90,7 +112,12 @@ class LayerNormLinear(LinearFamily):
         return self._results(out, bias, norm_output, h if return_input else None)
 
     def _compute(
-        self, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **call: object
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: ProductCall,
+        return_input: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         calibrating = call["quantization"] is None and self.runtime.quantization.fp8_calibration
         return functional.normalization_linear(
@@ -102,6 +129,7 @@ class LayerNormLinear(LinearFamily):
             **norm_options(self),
             return_output=self.return_layernorm_output or calibrating,
             recompute_output=self.recompute_norm_output,
+            return_input=return_input,
             **call,
         )
 

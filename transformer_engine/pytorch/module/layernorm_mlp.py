@@ -11,13 +11,13 @@ from transformer_engine.pytorch._internal.arguments import check_function, check
 from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
+from transformer_engine.pytorch.module.config import NormConfig, ParallelConfig, ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.error_context import raise_for_module
 from transformer_engine.pytorch.module.linear_family import LinearFamily
 from transformer_engine.pytorch.module.norm_parameters import declare_norm, norm_options
 from transformer_engine.pytorch.module.parallel import divided, tp_comm_of
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
 
-_LOCAL = (None, None)  # TPComms
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
@@ -102,7 +102,26 @@ class LayerNormMLP(LinearFamily):
         tp_overlap: str = "auto",
     ) -> None:
         super().__init__()
-        self._build(given := locals(), "fc2", "fc1")
+        self._build(
+            ParallelConfig(
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                tp_size=tp_size,
+                tp_overlap=tp_overlap,
+                tp_recompute_allgather=tp_recompute_allgather,
+                symmetric_ar_type=symmetric_ar_type,
+            ),
+            ParameterConfig(
+                params_dtype=params_dtype, device=device, get_rng_state_tracker=get_rng_state_tracker, name=name
+            ),
+            ProductConfig(
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                delay_wgrad_compute=delay_wgrad_compute,
+                bias=bias,
+                return_bias=return_bias,
+            ),
+            prefixes=("fc2", "fc1"),
+        )
         self.checkpoint = checkpoint
         self.recompute_norm_output = recompute_norm_output
         check_choice("LayerNormMLP", "save_preactivation", save_preactivation, (None, "fp8"))
@@ -116,7 +135,8 @@ class LayerNormMLP(LinearFamily):
         self.activation_params = activation_params
         self._activation_values = activation_parameters("LayerNormMLP", activation, activation_params)
         self.set_parallel_mode = set_parallel_mode
-        declare_norm(self, hidden_size, "hidden_size", given)
+        norm = NormConfig(normalization=normalization, eps=eps, zero_centered_gamma=zero_centered_gamma)
+        declare_norm(self, norm, hidden=hidden_size, hidden_name="hidden_size")
         fc1_rows = self.ffn_hidden_size * (2 if functional.activation_kinds[activation] else 1)
         check_function("LayerNormMLP", "init_method", init_method)
         check_function("LayerNormMLP", "output_layer_init_method", output_layer_init_method)
@@ -150,15 +170,15 @@ class LayerNormMLP(LinearFamily):
             inp = plain(inp)
         residual = plain(residual)
         runtime, first, quantization = self.runtime, is_first_microbatch, self.runtime.quantization
-        grad_accumulators = runtime.grad_accumulator(self, "fc1", first), runtime.grad_accumulator(self, "fc2", first)
         fc2_bias = self.fc2_bias if self.apply_bias else None
         fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
-        fc1, fc1_own = quantization.of_call(self, "fc1", fc1_weight, first)
-        fc2, fc2_own = quantization.of_call(self, "fc2", fc2_weight, first)
-        if fc1 is None:
+        fc1_mode, fc2_mode = self._modes()
+        fc1 = runtime.call(self, "fc1", fc1_weight, inp, first, fc1_mode)
+        fc2 = runtime.call(self, "fc2", fc2_weight, inp, first, fc2_mode)
+        quantized = fc1["quantization"] is not None
+        if not quantized:
             fc1_weight, fc2_weight = plain(fc1_weight), plain(fc2_weight)
         try:
-            tp_comms = _LOCAL if self.tp_size == 1 else tuple(tp_comm_of(self, mode, inp) for mode in self._modes())
             out, norm_output, h = functional.layernorm_mlp(
                 inp,
                 self.layer_norm_weight,
@@ -170,20 +190,20 @@ class LayerNormMLP(LinearFamily):
                 kind=self.activation,
                 params=self._activation_values,
                 residual=residual,
-                return_output=self.return_layernorm_output or (fc1 is None and quantization.fp8_calibration),
+                return_output=self.return_layernorm_output or (not quantized and quantization.fp8_calibration),
                 recompute_output=self.recompute_norm_output,
                 recompute=self.checkpoint,
                 fp8_pre_activation=self.save_preactivation == "fp8",
-                grad_accumulators=grad_accumulators,
-                quantizations=(fc1, fc2),
-                own_weights=(fc1_own, fc2_own),
-                tp_comms=tp_comms,
+                grad_accumulators=(fc1["grad_accumulator"], fc2["grad_accumulator"]),
+                quantizations=(fc1["quantization"], fc2["quantization"]),
+                own_weights=(fc1["own_weight"], fc2["own_weight"]),
+                tp_comms=(fc1["tp_comm"], fc2["tp_comm"]),
                 **norm_options(self),
             )
         except ValueError as error:
             raise_for_module(error, "LayerNormMLP", inp, self.hidden_size, "fc1_weight", fc1_weight)
             raise
-        if fc1 is not None:
+        if quantized:
             quantization.follow(out)
         elif quantization.fp8_calibration:
             self._calibrate_both(norm_output)

@@ -6,7 +6,9 @@ import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch.functional.linear import ProductCall
 from transformer_engine.pytorch.module.base import InitMethod
+from transformer_engine.pytorch.module.config import ParallelConfig, ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.linear_family import LinearFamily, ParametersSplit
 
@@ -66,7 +68,32 @@ class Linear(LinearFamily):
     ) -> None:
         super().__init__()
         self.save_original_input = save_original_input
-        self._build_one(locals())  # which resets the parameters: options of ours come before
+        self._build(
+            ParallelConfig(
+                tp_group=tp_group,
+                tp_size=tp_size,
+                sequence_parallel=sequence_parallel,
+                parallel_mode=parallel_mode,
+                tp_overlap=tp_overlap,
+                tp_recompute_allgather=tp_recompute_allgather,
+                symmetric_ar_type=symmetric_ar_type,
+            ),
+            ParameterConfig(
+                params_dtype=params_dtype,
+                device=device,
+                get_rng_state_tracker=get_rng_state_tracker,
+                rng_tracker_name=rng_tracker_name,
+                name=name,
+            ),
+            ProductConfig(
+                bias=bias,
+                return_bias=return_bias,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                delay_wgrad_compute=delay_wgrad_compute,
+            ),
+        )
+        self.in_features, self.out_features, self.ub_name = in_features, out_features, ub_name
+        self._declare_one(parameters_split, init_method)
 
     def forward(
         self,
@@ -82,10 +109,10 @@ class Linear(LinearFamily):
         return (out, bias) if self.return_bias else out
 
     def _compute(
-        self, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **call: object
+        self, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: ProductCall
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         keep_input = keeps_input(self, call["quantization"] is not None)
-        return functional.linear(inp, weight, bias, keep_input=keep_input, **call), inp, None
+        return functional.linear(inp, weight, bias, **call, keep_input=keep_input), inp, None
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -9,6 +9,7 @@ from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
+from transformer_engine.pytorch.module.config import ParallelConfig, ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.error_context import raise_for_module
 from transformer_engine.pytorch.module.parallel import (
     check_options,
@@ -19,7 +20,6 @@ from transformer_engine.pytorch.module.parallel import (
     group_by_name,
     group_size,
     keep_group,
-    tp_comm_of,
 )
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
 
@@ -53,7 +53,7 @@ def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[st
 
 
 class LinearFamily(TransformerEngineBaseModule):
-    """A constructor hands its arguments to `_build` by name (`locals()`), and spells them out for those who inspect it.
+    """A constructor hands its options to `_build` in groups (module/config.py).
 
     A weight or bias of a product may be several parameters, rows of one matrix. A bias that there is none of is an
     empty tensor beside the weight, for clients that read the attribute (`_absent_names`)."""
@@ -64,38 +64,29 @@ class LinearFamily(TransformerEngineBaseModule):
 
     # ---- construction ----
 
-    def _build(self, given: Mapping[str, object], *products: str, **modes: str | None) -> None:
-        """What all constructors begin with. products: as _setup_wgrad's; modes: parallel_mode, where there is one."""
-        self._setup_parallel(given, **modes)
-        self._setup_linear(given, *products)
-
-    def _setup_parallel(self, given: Mapping[str, object], parallel_mode: str | None = None) -> None:
-        op = type(self).__name__
-        if parallel_mode not in (None, "column", "row"):
-            raise ValueError(f"{op}: argument 'parallel_mode' is {parallel_mode!r}, wanted None, 'column' or 'row'.")
-        options = {name: given[name] for name in ("tp_overlap", "tp_recompute_allgather", "symmetric_ar_type")}
-        check_options(op, **options, row=parallel_mode == "row")
-        self.tp_size = group_size(op, given["tp_group"], given["tp_size"])
-        self.tp_group = given["tp_group"]
-        self.sequence_parallel = self.tp_size > 1 and given["sequence_parallel"]
-        self.parallel_mode = parallel_mode
-        self.tp_recompute_allgather = given["tp_recompute_allgather"]
-        self.tp_overlap = given["tp_overlap"]
-        self.symmetric_ar_type = given["symmetric_ar_type"]
-
-    def _build_one(self, given: Mapping[str, object]) -> None:
-        """All of a module with one product; a subclass declares its norm in `_declare_before`."""
-        self._build(given, "", parallel_mode=given["parallel_mode"])
-        self.in_features, self.out_features = given["in_features"], given["out_features"]
-        self.ub_name = given["ub_name"]
-        self._declare_before(given)
-        self._declare_one(given["parameters_split"], given["init_method"])
-        self.reset_parameters(defer_init=self.device.type == "meta")
-
-    def _declare_before(self, given: Mapping[str, object]) -> None:
-        """Parameters that come before the product's."""
+    def _build(
+        self,
+        parallel: ParallelConfig,
+        parameters: ParameterConfig,
+        products: ProductConfig,
+        prefixes: Sequence[str] = ("",),
+    ) -> None:
+        """Every constructor begins with this. prefixes: as _setup_linear's."""
+        op, mode = type(self).__name__, parallel.parallel_mode
+        if mode not in (None, "column", "row"):
+            raise ValueError(f"{op}: argument 'parallel_mode' is {mode!r}, wanted None, 'column' or 'row'.")
+        check_options(op, parallel, row=mode == "row")
+        self.tp_size = group_size(op, parallel.tp_group, parallel.tp_size)
+        self.tp_group = parallel.tp_group
+        self.sequence_parallel = self.tp_size > 1 and parallel.sequence_parallel
+        self.parallel_mode = mode
+        self.tp_recompute_allgather = parallel.tp_recompute_allgather
+        self.tp_overlap = parallel.tp_overlap
+        self.symmetric_ar_type = parallel.symmetric_ar_type
+        self._setup_linear(parameters, products, prefixes)
 
     def _declare_one(self, parameters_split: ParametersSplit, init_method: InitMethod | None) -> None:
+        """The parameters of a module with one product, which are then initialised."""
         op, parallel_mode = type(self).__name__, self.parallel_mode
         check_size(op, "in_features", self.in_features)
         check_size(op, "out_features", self.out_features)
@@ -113,6 +104,7 @@ class LinearFamily(TransformerEngineBaseModule):
         names = [prefix + "bias" for prefix in splits]
         self.bias_names, self._absent_names = (names, []) if self.use_bias else ([], names)
         self._declare_product(splits, self.in_features, init_method, parallel_mode)
+        self.reset_parameters(defer_init=self.device.type == "meta")
 
     def _declare_product(
         self, splits: Mapping[str, int], columns: int, init_method: InitMethod | None, mode: str | None
@@ -203,24 +195,16 @@ class LinearFamily(TransformerEngineBaseModule):
             check_tensor(op, "inp", inp)
             inp = plain(inp)
         weight, bias = self._joined(self.weight_names), self._joined(self.bias_names)
-        quantization, own_weight = runtime.quantization.of_call(self, "", weight, is_first_microbatch)
-        if quantization is None:
+        call = runtime.call(self, "", weight, inp, is_first_microbatch, self.parallel_mode)
+        quantized = call["quantization"] is not None
+        if not quantized:
             weight = plain(weight)
         try:
-            out, operand, h = self._compute(
-                inp,
-                weight,
-                bias if self.apply_bias else None,
-                grad_accumulator=runtime.grad_accumulator(self, "", is_first_microbatch),
-                quantization=quantization,
-                own_weight=own_weight,
-                tp_comm=None if self.tp_size == 1 else tp_comm_of(self, self.parallel_mode, inp),
-                **options,
-            )
+            out, operand, h = self._compute(inp, weight, bias if self.apply_bias else None, call, **options)
         except ValueError as error:
             raise_for_module(error, op, inp, self.in_features, self.weight_names[0], weight)
             raise
-        if quantization is not None:
+        if quantized:
             runtime.quantization.follow(out)
             out = runtime.quantization.of_output(self, out) if fp8_output else out
         elif runtime.quantization.fp8_calibration:

@@ -8,6 +8,7 @@ from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch.distributed.regions import add_up_gradient
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.config import ParameterConfig
 from transformer_engine.pytorch.module.error_context import raise_for_module
 
 NormalizedShape = int | Iterable[int] | None
@@ -62,7 +63,8 @@ class Normalization(TransformerEngineBaseModule):
         if not self.normalized_shape or min(self.normalized_shape) < 1:
             raise ValueError(f"{op}: argument 'normalized_shape' is {shape!r}, wanted sizes of at least 1.")
         _check_sm_margin(op, sm_margin)
-        self._setup(params_dtype=_one_of(op, "params_dtype", params_dtype, "dtype", dtype), device=device)
+        params_dtype = _one_of(op, "params_dtype", params_dtype, "dtype", dtype)
+        self._setup(ParameterConfig(params_dtype=params_dtype, device=device))
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = bool(sequence_parallel)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch.functional.linear import TracedGradAccumulator
+from transformer_engine.pytorch.functional.linear import ProductCall, TracedGradAccumulator
+from transformer_engine.pytorch.module.parallel import tp_comm_of
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_grad_accumulator
 from transformer_engine.pytorch.quantization.module.quantization import ModuleQuantization, Snapshot
 
@@ -126,6 +127,24 @@ class Runtime:
         if described is None:
             described = self._described[product] = _C.WeightGradProduct(*module._product_names(product))
         return described.grad_accumulator(module, bool(module.fuse_wgrad_accumulation), is_first_microbatch, store)
+
+    def call(
+        self,
+        module: torch.nn.Module,
+        product: str,
+        weight: torch.Tensor,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None,
+        parallel_mode: str | None,
+    ) -> ProductCall:
+        """What a product of this call gets beside its tensors, as the functions of functional/linear.py take it."""
+        quantization, own_weight = self.quantization.of_call(module, product, weight, is_first_microbatch)
+        return {
+            "grad_accumulator": self.grad_accumulator(module, product, is_first_microbatch),
+            "quantization": quantization,
+            "own_weight": own_weight,
+            "tp_comm": None if module.tp_size == 1 else tp_comm_of(module, parallel_mode, inp),
+        }
 
     def backward_dw(self, module: torch.nn.Module) -> None:
         due: list[tuple[WeightGradStore, list[torch.Tensor | None]]] = []
