@@ -45,6 +45,31 @@ ALIASES: dict[str, dict[str, str]] = {
     "module.layernorm_linear": {"cpp_extensions": "general_gemm"},
     "module.linear": {"cpp_extensions": "general_gemm"},
     "module._common": {"module.weight_grad": "WeightGradStore", "functional": "noop_cat"},
+    # Pickles name classes and functions of quantization by the files that these had before its folders.
+    "quantization.availability": {
+        "quantization.recipes.availability": (
+            "check_fp8_block_scaling_support check_fp8_support check_mxfp8_support check_nvfp4_support "
+            "is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available"
+        ),
+    },
+    "quantization.contexts": {
+        "quantization.state.contexts": "autocast fp8_autocast fp8_model_init quantized_model_init",
+    },
+    "quantization.formats": {
+        "quantization.recipes.formats": (
+            "get_align_size_for_quantization get_fp8_max get_fp8_te_dtype get_fp8_torch_dtype"
+        ),
+    },
+    "quantization.manager": {"quantization.state.manager": "FP8GlobalStateManager QuantizationState"},
+    "quantization.module_api": {"quantization.module.api": "QuantizedModule"},
+    "quantization.products": {"quantization.recipes.products": "Plan"},
+    "quantization.recipe_state": {
+        "quantization.recipes.recipe_state": (
+            "CustomRecipeState DelayedScalingRecipeState Float8BlockScalingRecipeState Float8CurrentScalingRecipeState "
+            "RecipeState"
+        ),
+    },
+    "quantization.surroundings": {"quantization.state.autocast_state": "get_default_fp8_recipe get_default_recipe"},
     "quantized_tensor": {
         "tensor": (
             "QuantizedTensor QuantizedTensorStorage Quantizer prepare_for_saving restore_from_func_ctx "
