@@ -169,8 +169,8 @@ _in_fp8 = WeakIdKeyDictionary()
 
 def _note_precision(op: str, weight: torch.Tensor, fp8: bool) -> None:
     """Warns where a backward runs the function again without the te.autocast of its first run."""
-    again = current_graph_task_id() != -1
-    if again and not fp8 and torch.is_grad_enabled() and weight in _in_fp8:
+    in_backward = current_graph_task_id() != -1
+    if in_backward and not fp8 and torch.is_grad_enabled() and weight in _in_fp8:
         warnings.warn(
             f"{op}: it ran under te.autocast, and runs without it inside a backward, as torch.utils.checkpoint "
             "recomputes: its gradients are not those of the forward that ran; use te.checkpoint, which recomputes "
@@ -179,7 +179,7 @@ def _note_precision(op: str, weight: torch.Tensor, fp8: bool) -> None:
         )
     if fp8:
         _in_fp8[weight] = True
-    elif not again:
+    elif not in_backward:
         _in_fp8.pop(weight, None)
 
 

@@ -25,16 +25,16 @@ def set_jit_fusion_options() -> None:
 
 def bias_gelu_fused(inp: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """gelu(inp + bias) in its tanh form; a bias that is None or empty adds nothing."""
-    return torch.nn.functional.gelu(inp + bias if _is_there(bias) else inp, approximate="tanh")
+    return torch.nn.functional.gelu(inp + bias if _has_elements(bias) else inp, approximate="tanh")
 
 
 def bgrad_dgelu_fused(
     grad_output: torch.Tensor, inp: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(gradient of bias, of inp) of bias_gelu_fused; the bias's is a sum over dimension 0, or None without a bias."""
-    there = _is_there(bias)
-    gradient = torch.ops.aten.gelu_backward(grad_output, inp + bias if there else inp, approximate="tanh")
-    return (gradient.sum(0) if there else None), gradient
+    has_bias = _has_elements(bias)
+    gradient = torch.ops.aten.gelu_backward(grad_output, inp + bias if has_bias else inp, approximate="tanh")
+    return (gradient.sum(0) if has_bias else None), gradient
 
 
 def l2normalization_fused(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -47,7 +47,7 @@ def bias_dropout_add(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, prob: float, training: bool
 ) -> torch.Tensor:
     """residual + dropout(x + bias)."""
-    added = x + bias if _is_there(bias) else x
+    added = x + bias if _has_elements(bias) else x
     return residual + torch.nn.functional.dropout(added, p=prob, training=training)
 
 
@@ -88,5 +88,5 @@ def warmup_jit_bias_gelu_all_dtypes(ffn_hidden_size: int, seq_length: int, micro
     """There is nothing to warm up."""
 
 
-def _is_there(bias: torch.Tensor | None) -> bool:
+def _has_elements(bias: torch.Tensor | None) -> bool:
     return bias is not None and bias.numel() > 0

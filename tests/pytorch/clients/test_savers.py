@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import transformer_engine.pytorch as te
 
-from ..module.row_unit_cases import Ran, in_one_buffer
+from ..module.flat_params_cases import Ran, in_one_buffer
 from .modules import MODULES, SPLIT, build, values
 
 every_module = pytest.mark.parametrize("name", MODULES)

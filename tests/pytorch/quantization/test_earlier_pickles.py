@@ -1,5 +1,5 @@
-# Pickles of versions in which the files of quantization lay in one folder: their classes and functions load by the paths
-# that these pickles name. Mutant: compat's row of quantization.recipe_state left out turns these red.
+# Pickles of versions in which the files of quantization lay in one folder: classes and functions load by the paths that
+# these pickles name. Mutant: compat's row of quantization.recipe_state left out turns these red.
 import pickle
 
 import pytest

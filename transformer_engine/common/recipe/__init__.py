@@ -74,7 +74,7 @@ def _a_bool(op: str, name: str, value: object) -> bool:
     return value if isinstance(value, bool) else _fail(op, name, value, "True or False")
 
 
-def _whole(least: int, most: int | None = None) -> Callable:
+def _integer(least: int, most: int | None = None) -> Callable:
     wanted = f"a whole number, at least {least}" + ("" if most is None else f" and at most {most}")
 
     def check(op: str, name: str, value: object) -> int:
@@ -85,7 +85,7 @@ def _whole(least: int, most: int | None = None) -> Callable:
     return check
 
 
-_A_MARGIN = _whole(0, 127)  # 2**margin is a float32
+_A_MARGIN = _integer(0, 127)  # 2**margin is a float32
 
 
 def _one_of(*choices: object) -> Callable:
@@ -250,7 +250,7 @@ class DelayedScaling(Recipe):
 
     margin: int = _field(0, _A_MARGIN)
     fp8_format: Format = _field(Format.HYBRID, _a_format)
-    amax_history_len: int = _field(1024, _whole(1))
+    amax_history_len: int = _field(1024, _integer(1))
     amax_compute_algo: str | Callable = _field("max", _called("max", "most_recent"))
     scaling_factor_compute_algo: Callable | None = _field(None, _called(None))
     reduce_amax: bool = _flag(True)
@@ -367,7 +367,7 @@ class CustomRecipe(Recipe):
 
     qfactory: Callable = field(metadata={"check": _called()})
     fp8_format: Format = _field(Format.HYBRID, _a_format)
-    quantization_alignment: int = _field(128, _whole(1))
+    quantization_alignment: int = _field(128, _integer(1))
     fp8_dpa: bool = _flag()
     fp8_mha: bool = _flag()
     backward_override: str | None = _override()

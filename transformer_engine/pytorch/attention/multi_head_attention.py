@@ -150,7 +150,7 @@ class MultiheadAttention(Composite):
         self.qkv_weight_interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
         for submodule in ("q_norm", "k_norm"):
-            made = make_qk_norm(
+            norm_module = make_qk_norm(
                 op,
                 qk_norm_type,
                 head,
@@ -161,7 +161,7 @@ class MultiheadAttention(Composite):
                 tp_group=tp_group,
                 adds_up=ranks if set_parallel_mode and not self.sequence_parallel else 1,
             )
-            self.add_module(submodule, made)
+            self.add_module(submodule, norm_module)
         shared = {
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
@@ -186,7 +186,7 @@ class MultiheadAttention(Composite):
 
         def projection(submodule: str, parts: dict[str, int], with_norm: bool) -> None:
             kind, options = (LayerNormLinear, norm) if with_norm else (Linear, {})
-            made = kind(
+            product = kind(
                 hidden_size,
                 sum(parts.values()),
                 init_method=init_method,
@@ -199,7 +199,7 @@ class MultiheadAttention(Composite):
                 **options,
                 **shared,
             )
-            self.add_module(submodule, made)
+            self.add_module(submodule, product)
 
         # Columns and rows divide what they are given; what is neither has this rank's part alone.
         heads, groups = (
@@ -362,7 +362,7 @@ class MultiheadAttention(Composite):
                 "MultiheadAttention", rotary_pos_emb, hidden_states, encoder_output if cross else hidden_states
             )
         op, own = "MultiheadAttention", self.num_attention_heads * self.hidden_size_per_attention_head
-        both = 2 * self.num_gqa_groups * self.hidden_size_per_attention_head
+        kv_features = 2 * self.num_gqa_groups * self.hidden_size_per_attention_head
         if self.input_layernorm:
             first = "layernorm_query" if cross else "layernorm_qkv"
         else:
@@ -373,7 +373,7 @@ class MultiheadAttention(Composite):
             self,
             first,
             hidden_states,
-            shape=own if cross else own + both,
+            shape=own if cross else own + kv_features,
             ours={"return_input": True} if return_input and is_own(getattr(self, first), LayerNormLinear) else None,
             norm=norm,
             is_first_microbatch=is_first_microbatch,
@@ -386,7 +386,7 @@ class MultiheadAttention(Composite):
         rotated = rotary_pos_emb is None
         if cross:
             pairs, _, _ = run_part(
-                op, self, "key_value", encoder_output, shape=both, is_first_microbatch=is_first_microbatch
+                op, self, "key_value", encoder_output, shape=kv_features, is_first_microbatch=is_first_microbatch
             )
             query = projected.unflatten(-1, (-1, head))
             key, value = split_heads(pairs, (counts[1], counts[1]), head, groups)

@@ -53,6 +53,6 @@ def make_qk_norm(
         return L2Normalization(eps)
     norm = RMSNorm if kind == "RMSNorm" else LayerNorm
     marked = {"sequence_parallel": True} if sequence_parallel else {}
-    made = norm(head_dim, eps, params_dtype=params_dtype, device=device, **marked)
-    made.tp_group, made.tp_size = tp_group, adds_up
-    return made
+    result = norm(head_dim, eps, params_dtype=params_dtype, device=device, **marked)
+    result.tp_group, result.tp_size = tp_group, adds_up
+    return result

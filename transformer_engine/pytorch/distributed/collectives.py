@@ -78,11 +78,11 @@ def gather_along_first_dim(
                 f"{op}: argument 'output_tensor' is given, but gathering quantized data into a given tensor is not "
                 "available in this version; leave 'output_tensor' at its default."
             )
-        whole, work = gather_quantized(op, inp, process_group, ranks, quantizer)
+        gathered, work = gather_quantized(op, inp, process_group, ranks, quantizer)
         if async_op and ranks > 1:
-            return whole, work
+            return gathered, work
         work.wait()
-        return whole, None
+        return gathered, None
     if ranks == 1 and output_tensor is None:
         return inp, None
     if ranks > 1:
@@ -91,8 +91,8 @@ def gather_along_first_dim(
     if ranks == 1:
         return out.copy_(inp), None
     if torch.compiler.is_compiling() and not async_op:
-        whole = gathered_traced(inp, process_group)
-        return (whole if output_tensor is None else out.copy_(whole)), None
+        gathered = gathered_traced(inp, process_group)
+        return (gathered if output_tensor is None else out.copy_(gathered)), None
     if async_op:
         return out, dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group, async_op=True)
     post_gather(inp, process_group)

@@ -26,18 +26,18 @@ class _Part(PackedStorage):
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> None:
         super().__init__(tensor)
-        whole = _bytes_of(tensor)
-        each = -(-whole.numel() // ranks)
+        data = _bytes_of(tensor)
+        each = -(-data.numel() // ranks)
         first = each * dist.get_rank(group)
         self._group = group
-        self._part = whole.new_zeros(each)
-        own = whole[first : first + each]
+        self._part = data.new_zeros(each)
+        own = data[first : first + each]
         self._part[: own.numel()].copy_(own)
 
     def restore(self) -> torch.Tensor:
-        whole = self._part.new_empty(self._part.numel() * dist.get_world_size(self._group))
-        dist.all_gather_into_tensor(whole, self._part, group=self._group)
-        return whole[: self.bytes]
+        data = self._part.new_empty(self._part.numel() * dist.get_world_size(self._group))
+        dist.all_gather_into_tensor(data, self._part, group=self._group)
+        return data[: self.bytes]
 
 
 class _Divide(StorageHandler):

@@ -81,20 +81,20 @@ class Said(NamedTuple):
     """What one rank said: csrc/distributed/agreement.h."""
 
     op: str
-    how: int
+    details: int
     dtype: torch.dtype
     sizes: list[int]
 
 
-def every_rank_says(op: str, how: str, dtype: torch.dtype, sizes: list[int], group: object | None) -> list[Said]:
+def every_rank_says(op: str, details: str, dtype: torch.dtype, sizes: list[int], group: object | None) -> list[Said]:
     """What each rank of the group gives here; nothing where the group has no gloo to ask."""
     if _backends(group).get("cpu") != "gloo":
         return []
-    return [Said(*told) for told in _C.every_rank_says(_name_of(group), op, zlib.crc32(how.encode()), dtype, sizes)]
+    return [Said(*told) for told in _C.every_rank_says(_name_of(group), op, zlib.crc32(details.encode()), dtype, sizes)]
 
 
 def post_fingerprint(
-    op: str, how: str, dtype: torch.dtype, sizes: list[int], device: torch.device, group: object | None
+    op: str, details: str, dtype: torch.dtype, sizes: list[int], device: torch.device, group: object | None
 ) -> None:
     """Over NCCL posts a fingerprint of the collective that follows, without a wait: csrc/distributed/fingerprints.h.
     Functions with a traced form post what that form does, as another rank may run it. ValueError where the group's
@@ -104,7 +104,7 @@ def post_fingerprint(
     if torch.cuda.is_current_stream_capturing():
         _C.stop_comparing(_name_of(group), device)
     else:
-        _C.post_fingerprint(_name_of(group), device, op, zlib.crc32(how.encode()), dtype, sizes)
+        _C.post_fingerprint(_name_of(group), device, op, zlib.crc32(details.encode()), dtype, sizes)
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _name_of(group: object | None) -> str:
     return (dist.group.WORLD if group is None else group).group_name
 
 
-def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str = "") -> None:
+def check_agreement(op: str, inp: torch.Tensor, group: object | None, details: str = "") -> None:
     """On the CPU and over gloo, raises the same ValueError on every rank where the ranks bring tensors of different
     shapes or dtypes, are in different functions or treat them differently (`how`): what they would tp_comm has no
     meaning then, or never ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes
@@ -130,14 +130,14 @@ def check_agreement(op: str, inp: torch.Tensor, group: object | None, how: str =
         return
     if inp.device.type != "cpu" and _backends(group).get(inp.device.type) != "gloo":
         return
-    every = every_rank_says(op, how, inp.dtype, list(inp.shape), group)
+    every = every_rank_says(op, details, inp.dtype, list(inp.shape), group)
     if all(said == every[0] for said in every):
         return
     told = "; ".join(f"rank {rank} {said.dtype} {said.sizes}" for rank, said in enumerate(every))
     if len({said.op for said in every}) > 1:
         told = "; ".join(f"rank {rank} {said.op} {said.dtype} {said.sizes}" for rank, said in enumerate(every))
         raise ValueError(f"{op}: the ranks of the group are in different functions; their tensors: {told}.")
-    if len({said.how for said in every}) > 1:
+    if len({said.details for said in every}) > 1:
         raise ValueError(f"{op}: the ranks of the group quantize differently; their tensors: {told}.")
     raise ValueError(
         f"{op}: argument 'inp' differs between the ranks of the group: {told}; wanted the same shape and dtype on each "

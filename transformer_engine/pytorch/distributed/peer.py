@@ -147,10 +147,10 @@ class _Meeting:
         self.grown = 0
         self.processes: list[str] = []
         process = f"{os.getpid()} {_started(str(os.getpid()))}"
-        here = self._tell("here", f"{process}|{socket.gethostname()} {_boot()} {_processes()}")
-        if len({said.partition("|")[2] for said in here}) > 1:
+        hosts = self._tell("here", f"{process}|{socket.gethostname()} {_boot()} {_processes()}")
+        if len({said.partition("|")[2] for said in hosts}) > 1:
             self._refuse("they are not on one machine, or do not see each other's processes there")
-        self.processes = [said.partition("|")[0] for said in here]
+        self.processes = [said.partition("|")[0] for said in hosts]
         for refused in self._tell("access", self._no_access()):  # all ranks go another way, or none
             if refused:
                 self._refuse(refused)
@@ -178,8 +178,12 @@ class _Meeting:
         uuids = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         mine = self.device.index
         for rank, its in enumerate(every):
-            there = uuids.get(its)
-            if there is not None and there != mine and not torch.cuda.can_device_access_peer(mine, there):
+            peer_index = uuids.get(its)
+            if (
+                peer_index is not None
+                and peer_index != mine
+                and not torch.cuda.can_device_access_peer(mine, peer_index)
+            ):
                 return f"rank {self.rank}'s {self.device} has no access to that of rank {rank}"
         return ""
 
@@ -273,15 +277,15 @@ class _Meeting:
 
     def _grow_symmetric(self, size: int) -> tuple:
         symm_mem = symmetric_memory()
-        made = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
+        result = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
         with without_multicast():
-            handle = symm_mem.rendezvous(made, self.group)
+            handle = symm_mem.rendezvous(result, self.group)
         if handle.multicast_ptr:
             raise RuntimeError(
                 f"{self.op}: symmetric memory of the group '{self.group}' came with multicast, which is not used here; "
                 "set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before torch is imported, or use tp_overlap='off'."
             )
-        return made, list(handle.buffer_ptrs), handle
+        return result, list(handle.buffer_ptrs), handle
 
 
 def _started(pid: str) -> str:

@@ -53,9 +53,9 @@ def gather_quantized(
     if len(inp.shape) == 0:
         raise ValueError(f"{op}: argument 'inp' has no dimensions, wanted at least one.")
     if ranks == 1:
-        return (_in_directions(call, inp, quantizer) if quantized else quantizer(inp.detach())), Work()
+        return (_with_usages(call, inp, quantizer) if quantized else quantizer(inp.detach())), Work()
     check_device(op, "inp", inp, group)
-    check_agreement(op, inp, group, how=f"{type(inp).__name__ if quantized else ''}{quantizer!r}{usages}")
+    check_agreement(op, inp, group, details=f"{type(inp).__name__ if quantized else ''}{quantizer!r}{usages}")
     if quantized:
         return _gathered(call, _shard_of(call, inp), inp, quantizer)
     if not isinstance(quantizer, _TRAVELLING) or quantizer._python_written or not _splits(quantizer, inp.shape, call):
@@ -76,7 +76,7 @@ def _check_format(call: _Gather, inp: QuantizedTensorStorage, quantizer: Quantiz
             "dequantize() it first, or leave out the quantizer."
         )
     if isinstance(inp, Float8BlockwiseQTensorStorage):
-        lacking = [k for k, there in inp.get_usages().items() if getattr(call, k) and not there]
+        lacking = [k for k, present in inp.get_usages().items() if getattr(call, k) and not present]
         if lacking and not inp._is_2D_scaled:
             raise ValueError(
                 f"{call.op}: argument 'inp' has no {lacking[0]} data, which 'quantizer' wants; 1 x 128 blocks of one "
@@ -92,8 +92,8 @@ def _check_format(call: _Gather, inp: QuantizedTensorStorage, quantizer: Quantiz
 def _splits(blocks: Any, shape: torch.Size, call: _Gather) -> bool:
     """Whether no block of the whole tensor lies on two ranks. blocks: a quantizer, or what it made."""
     if isinstance(blocks, (Float8BlockQuantizer, Float8BlockwiseQTensorStorage)):
-        whole = len(shape) > 1 and layout.fold(shape)[0] % BLOCK == 0
-        return whole or (len(shape) > 1 and not _is_2d(blocks) and not call.columnwise)
+        divides = len(shape) > 1 and layout.fold(shape)[0] % BLOCK == 0
+        return divides or (len(shape) > 1 and not _is_2d(blocks) and not call.columnwise)
     return True
 
 
@@ -101,10 +101,10 @@ def _is_2d(blocks: Any) -> bool:
     return blocks._is_2D_scaled if isinstance(blocks, Float8BlockwiseQTensorStorage) else blocks.block_scaling_dim == 2
 
 
-def _in_directions(call: _Gather, inp: QuantizedTensorStorage, quantizer: Quantizer | None) -> QuantizedTensorStorage:
+def _with_usages(call: _Gather, inp: QuantizedTensorStorage, quantizer: Quantizer | None) -> QuantizedTensorStorage:
     if quantizer is None or inp.get_usages() == {ROWWISE: call.rowwise, COLUMNWISE: call.columnwise}:
         return inp
-    result = quantizer._made(inp._tensors(), inp.shape, inp.dtype)
+    result = quantizer._from_parts(inp._tensors(), inp.shape, inp.dtype)
     result.update_usage(call.rowwise, call.columnwise)
     return result
 
@@ -148,8 +148,8 @@ def _shard_of(call: _Gather, inp: QuantizedTensorStorage) -> QuantizedTensorStor
     shard = inp._twin()
     if isinstance(inp, Float8TensorStorage):
         shard.update_usage(True, False)
-        made_by = inp._quantizer
-        agreed = isinstance(made_by, Float8Quantizer) or getattr(made_by, "with_amax_reduction", False)
+        quantizer = inp._quantizer
+        agreed = isinstance(quantizer, Float8Quantizer) or getattr(quantizer, "with_amax_reduction", False)
         if not agreed or inp.device.type == "cpu":
             _check_scales(call, shard)
     elif _is_2d(inp):
@@ -182,7 +182,7 @@ def _gathered(
     rows = layout.fold(inp.shape)[0]
     parts: dict[str, torch.Tensor] = {}
     started: list[Any] = []
-    behind: list[Callable[[], None]] = []
+    after_gather: list[Callable[[], None]] = []
     for name, part in shard._tensors().items():
         kind = shard._kind(name)
         if kind == "scale":
@@ -195,16 +195,16 @@ def _gathered(
         flat = moved.view(-1)
         started.append(dist.all_gather_into_tensor(flat, part.contiguous().view(-1), group=call.group, async_op=True))
         if aside:
-            behind.append(
+            after_gather.append(
                 lambda name=name, moved=moved: _set(result, name, _side_by_side(moved, rows, specs[name].shape))
             )
         elif not direct:
-            behind.append(lambda target=target, moved=moved: target.copy_(moved.view(target.shape)))
-    result = shard._like(parts, shape) if quantizer is None else quantizer._made(parts, shape, inp.dtype)
+            after_gather.append(lambda target=target, moved=moved: target.copy_(moved.view(target.shape)))
+    result = shard._like(parts, shape) if quantizer is None else quantizer._from_parts(parts, shape, inp.dtype)
 
     @torch.no_grad()
     def finish() -> None:
-        for step in behind:
+        for step in after_gather:
             step()
         result.update_usage(call.rowwise, call.columnwise)
 

@@ -44,8 +44,8 @@ class _Twice:
     def __call__(self, *leaves: object) -> tuple:
         if self.snapshot is not None:
             self.first_run.rewind()
-            again = activation_recompute_forward(True, True, first_run=self.first_run)
-            with again, self.snapshot.replayed(), here().restored(self.autocast_state):
+            recompute_phase_context = activation_recompute_forward(True, True, first_run=self.first_run)
+            with recompute_phase_context, self.snapshot.replayed(), here().restored(self.autocast_state):
                 results = self._call(leaves)
             self._refuse_outer(results)
         else:

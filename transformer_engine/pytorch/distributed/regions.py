@@ -33,18 +33,18 @@ def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
     return out
 
 
-def _scattered_sum(whole: torch.Tensor, group: Any) -> torch.Tensor:
+def _scattered_sum(full: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return dist._functional_collectives.reduce_scatter_tensor(whole.contiguous(), "sum", 0, group)
-    out = whole.new_empty((whole.shape[0] // dist.get_world_size(group), *whole.shape[1:]))
-    with enqueue_guard(group, whole.device):
-        dist.reduce_scatter_tensor(out, whole.contiguous(), group=group)
+        return dist._functional_collectives.reduce_scatter_tensor(full.contiguous(), "sum", 0, group)
+    out = full.new_empty((full.shape[0] // dist.get_world_size(group), *full.shape[1:]))
+    with enqueue_guard(group, full.device):
+        dist.reduce_scatter_tensor(out, full.contiguous(), group=group)
     return out
 
 
-def _own_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
-    rows = whole.shape[0] // dist.get_world_size(group)
-    return whole.narrow(0, dist.get_rank(group) * rows, rows).clone(memory_format=torch.contiguous_format)
+def _own_rows(full: torch.Tensor, group: Any) -> torch.Tensor:
+    rows = full.shape[0] // dist.get_world_size(group)
+    return full.narrow(0, dist.get_rank(group) * rows, rows).clone(memory_format=torch.contiguous_format)
 
 
 def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -56,8 +56,8 @@ def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
     return out
 
 
-def _same(whole: torch.Tensor, group: Any) -> torch.Tensor:
-    return whole.view_as(whole)
+def _same(full: torch.Tensor, group: Any) -> torch.Tensor:
+    return full.view_as(full)
 
 
 # name: (what is done, the name of what its gradient takes): one of them, so that it can be differentiated again.

@@ -72,20 +72,20 @@ def load_tensor_parallel_state_dict(module: torch.nn.Module, state_dict: Mapping
     op = "load_tensor_parallel_state_dict"
     plain = dict(state_dict)
     for h in _held(op, module, None):
-        there = [key for key in h.names() if key in plain]
-        if not there:
+        present = [key for key in h.names() if key in plain]
+        if not present:
             continue
         missing = [key for key in h.names() if key not in plain]
         if missing:
             raise RuntimeError(
-                f"{op}: argument 'state_dict' has {there} without {missing}, wanted all parts of '{h.name}'."
+                f"{op}: argument 'state_dict' has {present} without {missing}, wanted all parts of '{h.name}'."
             )
-        given = [local_of(plain.pop(key)) for key in there]
-        plain[h.name] = _whole(h, given)
+        given = [local_of(plain.pop(key)) for key in present]
+        plain[h.name] = _assembled(h, given)
     return module.load_state_dict(plain, strict=strict)
 
 
-def _whole(h: _Held, given: list[torch.Tensor]) -> torch.Tensor:
+def _assembled(h: _Held, given: list[torch.Tensor]) -> torch.Tensor:
     """The parameter's new value of its parts, as the parameter lies."""
     if not is_sharded(h.parameter):
         own = h.pieces(h.parameter.detach())
@@ -205,6 +205,6 @@ def _stacked(module: torch.nn.Module) -> dict[tuple[int, str], dict[str, int]]:
             for name in stack.parameters:
                 parameter = stack.owner._parameters.get(name)
                 if parameter is not None:
-                    unit = parameter.shape[0] // sum(stack.shares.values())
-                    found[id(stack.owner), name] = {part: share * unit for part, share in stack.shares.items()}
+                    rows = parameter.shape[0] // sum(stack.shares.values())
+                    found[id(stack.owner), name] = {part: share * rows for part, share in stack.shares.items()}
     return found

@@ -109,16 +109,16 @@ def _shared(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 
 def _rendezvous(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     symm_mem = symmetric_memory()
-    made = symm_mem.empty(count, dtype=inp.dtype, device=inp.device)
+    result = symm_mem.empty(count, dtype=inp.dtype, device=inp.device)
     try:
         with without_multicast():
-            symm_mem.rendezvous(made, group.group_name)
+            symm_mem.rendezvous(result, group.group_name)
     except RuntimeError as error:
         raise RuntimeError(
             f"{_OP}: argument 'tp_group' has ranks whose devices do not see each other's memory; use allreduce, or "
             "symmetric_ar_type=None in a module."
         ) from error
-    return made
+    return result
 
 
 def _forget_destroyed() -> None:

@@ -13,8 +13,15 @@ from transformer_engine.pytorch.distributed.userbuffers import (
 from transformer_engine.pytorch.distributed.userbuffers import destroy_ub as destroy_ub
 from transformer_engine.pytorch.distributed.userbuffers import initialize_ub as initialize_ub
 from transformer_engine.pytorch.module.config import ParameterConfig, ProductConfig
+from transformer_engine.pytorch.module.flat_params import (
+    FlatParams,
+    flat_params_of,
+    flatten_moved,
+    kept_flat,
+    renumber_marks,
+    row_marks,
+)
 from transformer_engine.pytorch.module.parallel import group_by_name
-from transformer_engine.pytorch.module.row_units import RowUnit, join_moved, joining, renumber, unit_marks, units_of
 from transformer_engine.pytorch.module.runtime import Runtime
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import _dummy_wgrads as _dummy_wgrads  # clients import both here
@@ -48,16 +55,16 @@ def refuse(op: str, capability: str, **arguments: object) -> None:
 
 
 def check_choice(
-    op: str, argument: str, value: object, here: tuple[object, ...], later: tuple[object, ...] = ()
+    op: str, argument: str, value: object, available: tuple[object, ...], later: tuple[object, ...] = ()
 ) -> None:
     """Raise unless `value` is one of `here`; those of `later` are known, and refused as not available yet."""
     if value in later:
         raise NotImplementedError(
             f"{op}: argument '{argument}' is {value!r}, which is not available in this version; "
-            f"use {' or '.join(map(repr, here))}."
+            f"use {' or '.join(map(repr, available))}."
         )
-    if value not in here:
-        raise ValueError(f"{op}: argument '{argument}' is {value!r}, wanted one of {here + later}.")
+    if value not in available:
+        raise ValueError(f"{op}: argument '{argument}' is {value!r}, wanted one of {available + later}.")
 
 
 class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
@@ -105,7 +112,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
         copy. Each has a mark that says which unit it belongs to (`row_unit`)."""
         buffer = torch.empty(shape, dtype=self.params_dtype, device=self.device)
         first = 0
-        for (name, rows), mark in zip(splits.items(), unit_marks(len(splits)), strict=True):
+        for (name, rows), mark in zip(splits.items(), row_marks(len(splits)), strict=True):
             part = buffer if rows is None else buffer[first : first + rows]
             first += 0 if rows is None else rows
             self.register_parameter(name, torch.nn.Parameter(part))
@@ -125,7 +132,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialises the parameters in their order; those on the meta device are first made on a real one. With
         defer_init nothing happens, so that a meta module stays meta."""
-        with joining(self):
+        with kept_flat(self):
             if not defer_init:
                 self._initialize()
 
@@ -197,19 +204,19 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
 
     # Parameters that move, files and copies.
 
-    def row_units(self) -> list[RowUnit]:
+    def row_units(self) -> list[FlatParams]:
         """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
-        return units_of(self)
+        return flat_params_of(self)
 
     def _unit_names(self) -> list[list[str]]:
         return [names for product in self._products for names in self._product_names(product)]
 
     def _settle(self, before: dict[tuple[str, ...], list[object]]) -> None:
         """Behind what may have moved parameters; before: where units lay."""
-        join_moved(self, before)
+        flatten_moved(self, before)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
-        with joining(self), converted_in_place(self, fn):
+        with kept_flat(self), converted_in_place(self, fn):
             super()._apply(fn, recurse)
         for name, tags in self._tags.items():  # torch may have put other parameters in place
             parameter = self._parameters.get(name)
@@ -233,7 +240,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor) and given.shape == weight.shape:
                 weight._values_to_come()  # which bring their own scale, whatever steps the module has behind it
-        with joining(self):  # assign=True puts other parameters in place
+        with kept_flat(self):  # assign=True puts other parameters in place
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self.runtime.quantization.parameters_loaded(self)
         # Checkpoints of plain modules have no extra state, and load all the same.
@@ -252,7 +259,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
     def __setstate__(self, state: dict[str, object]) -> None:
         self.runtime = Runtime.of_file(state := dict(state))
         super().__setstate__(state)
-        renumber(self._tags.values())
+        renumber_marks(self._tags.values())
         self._tag_all()  # a deep copy of a parameter has none of its marks
         self._settle({})
 

@@ -49,8 +49,8 @@ class Fp8Padding(_Padding):
         if counts == with_padding:
             return inp, counts
         pieces = []
-        for part, count, whole in zip(inp.split(counts), counts, with_padding, strict=True):
-            pieces += [part, inp.new_zeros(whole - count, inp.shape[1])]
+        for part, count, padded_count in zip(inp.split(counts), counts, with_padding, strict=True):
+            pieces += [part, inp.new_zeros(padded_count - count, inp.shape[1])]
         return torch.cat(pieces), with_padding
 
 

@@ -84,10 +84,10 @@ def check_buffer(op: str, argument: str, buffer: object, inp: torch.Tensor, widt
         raise ValueError(f"{op}: argument '{argument}' is a {type(buffer).__name__}, {wanted}.")
     fits = (tuple(buffer.shape), buffer.dtype, buffer.device) == ((rows, width), dtype, inp.device)
     if not fits or not buffer.is_contiguous() or buffer.requires_grad:
-        how = "" if buffer.is_contiguous() else ", not contiguous"
+        layout = "" if buffer.is_contiguous() else ", not contiguous"
         grad = ", which wants a gradient" if buffer.requires_grad else ""
         raise ValueError(
-            f"{op}: argument '{argument}' is {buffer.dtype} {list(buffer.shape)} on {buffer.device}{how}{grad}, "
+            f"{op}: argument '{argument}' is {buffer.dtype} {list(buffer.shape)} on {buffer.device}{layout}{grad}, "
             f"{wanted}."
         )
     if buffer.is_inference() and not torch.is_inference_mode_enabled():

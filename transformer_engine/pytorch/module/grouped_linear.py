@@ -249,14 +249,14 @@ class GroupedLinear(TransformerEngineBaseModule):
         if is_first_microbatch is None and all_plain and not HERE.state.in_capture():
             return quantizations, []  # of_weights() has nothing of any
         copies = quantization.of_weights(self, weights, is_first_microbatch)
-        if not any(copy is not None for copy in copies):
+        if not any(result is not None for result in copies):
             return quantizations, []
         due = {product: i for i, product in enumerate(self._products) if copies[i] is None}
         if due:  # beside weights that are held in FP8: they are quantized as these are
-            made = quantization.weights.copies_of(self, own, due, [weights[i] for i in due.values()], True, None)
-            for i, copy in zip(due.values(), made, strict=True):
-                copies[i] = copy
-        if any(copy is None for copy in copies):
+            results = quantization.weights.copies_of(self, own, due, [weights[i] for i in due.values()], True, None)
+            for i, result in zip(due.values(), results, strict=True):
+                copies[i] = result
+        if any(result is None for result in copies):
             raise NotImplementedError(
                 f"{type(self).__name__}: a recipe that quantizes the weights of some groups and not of others, with "
                 "weights that are kept over microbatches or held in FP8 alone, is not available in this version; let "
@@ -325,14 +325,14 @@ class GroupedLinear(TransformerEngineBaseModule):
         """What a checkpoint says of this module, where one tensor `weight` (`bias`) has that of all groups."""
         found = dict(state_dict)
         for kind, shape in (("weight", (self.out_features, self.in_features)), ("bias", (self.out_features,))):
-            whole = found.get(prefix + kind)
+            stacked = found.get(prefix + kind)
             names = [f"{prefix}{kind}{i}" for i in self._products]
-            stacked = (self.num_gemms, *shape), (self.num_gemms * shape[0], *shape[1:])
-            fits = isinstance(whole, torch.Tensor) and whole.shape in stacked
+            shapes = (self.num_gemms, *shape), (self.num_gemms * shape[0], *shape[1:])
+            fits = isinstance(stacked, torch.Tensor) and stacked.shape in shapes
             if not fits or any(name in found for name in names):
                 continue
             del found[prefix + kind]
-            found.update(zip(names, whole.view(stacked[0]).unbind(0), strict=True))
+            found.update(zip(names, stacked.view(shapes[0]).unbind(0), strict=True))
         return found
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):

@@ -140,8 +140,8 @@ class LinearFamily(TransformerEngineBaseModule):
         super()._settle(before)
         for name in self._absent_names:
             first = getattr(self, self.weight_names[0])
-            there = self.__dict__.get(name)
-            if there is None or (there.dtype, there.device) != (first.dtype, first.device):
+            placeholder = self.__dict__.get(name)
+            if placeholder is None or (placeholder.dtype, placeholder.device) != (first.dtype, first.device):
                 self.__dict__[name] = torch.empty(0, dtype=first.dtype, device=first.device)
 
     # ---- ranks ----

@@ -49,10 +49,10 @@ def taken(
     fits = not rest and _fits(out, shape) and (not norm or isinstance(norm_output, torch.Tensor))
     if not fits or not (bias is None or (isinstance(bias, torch.Tensor) and bias.shape == (width,))):
         size = f"[..., {width}]" if isinstance(shape, int) else str(list(shape))
-        behind = ", with the norm's output behind" if norm else ""
+        suffix = ", with the norm's output behind" if norm else ""
         raise TypeError(
             f"{op}: submodule '{name}' is a {type(module).__name__} and returned {_told(result)}, wanted a tensor "
-            f"{size} or (tensor, bias [{width}] or None){behind}; return one of these."
+            f"{size} or (tensor, bias [{width}] or None){suffix}; return one of these."
         )
     return (out if bias is None else out + bias.to(out.dtype)), norm_output
 

@@ -86,8 +86,8 @@ def put_on_device(
     that a loaded one takes the place of."""
     group, kept = groups[index], lrs.get(index)
     lr, step = group["lr"], group.get("step", 0)
-    there = group["params"] and local_of(group["params"][0]).device
-    if lr is kept and isinstance(step, torch.Tensor) and there in (lr.device, []):
+    param_device = group["params"] and local_of(group["params"][0]).device
+    if lr is kept and isinstance(step, torch.Tensor) and param_device in (lr.device, []):
         return
     old = before or {"lr": kept, "step": None}
     device = device_of(group, old["lr"])

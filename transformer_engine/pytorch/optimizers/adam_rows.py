@@ -14,25 +14,25 @@ class StepOfRows:
     what the other rows hold."""
 
     def __init__(self, rows: Float8Tensor) -> None:
-        self.whole: Float8Tensor = rows._rows_of[0]
+        self.weight: Float8Tensor = rows._rows_of[0]
         self.scale_inv = rows._scale_inv.clone()
         self.parts: list[Float8Tensor] = []
 
     def complete(self, noop: torch.Tensor | None) -> Float8Tensor:
         """The whole weight, with bytes and scale that belong to each other again; where noop says that the pass wrote
         nothing, with those that it had."""
-        whole = self.whole
+        weight = self.weight
         places = [slice(p._rows_of[1], p._rows_of[1] + p.numel()) for p in self.parts]
-        if sum(part.numel() for part in self.parts) < whole.numel():
-            values = whole._dequantize(torch.float32).view(-1)
-            for here in places:
-                values[here] = 0.0
+        if sum(part.numel() for part in self.parts) < weight.numel():
+            values = weight._dequantize(torch.float32).view(-1)
+            for rows in places:
+                values[rows] = 0.0
             amax = engine.amax(values)
-            whole._quantizer._take_note_of(amax if noop is None else torch.where(noop == 0, amax, 0.0))
-            data = whole._by_scale(values.view(whole.shape), self.scale_inv).reshape(-1)
-            for here, part in zip(places, self.parts):
-                data[here] = part._data.reshape(-1)
-            whole._data.copy_(data.view(whole.shape))
-        whole._scale_inv.copy_(self.scale_inv)
+            weight._quantizer._take_note_of(amax if noop is None else torch.where(noop == 0, amax, 0.0))
+            data = weight._by_scale(values.view(weight.shape), self.scale_inv).reshape(-1)
+            for rows, part in zip(places, self.parts):
+                data[rows] = part._data.reshape(-1)
+            weight._data.copy_(data.view(weight.shape))
+        weight._scale_inv.copy_(self.scale_inv)
         torch.autograd.graph.increment_version(self.parts)
-        return whole
+        return weight

@@ -115,16 +115,16 @@ def first_master(param: torch.Tensor) -> torch.Tensor:
     if kept is None or kept.shape != values.shape:
         return values
     kept = kept.to(values.device, torch.float32)
-    made = _made_of(local, kept)
-    if made is not None:
-        low, high = made
+    bounds = _rounding_bounds(local, kept)
+    if bounds is not None:
+        low, high = bounds
         return kept if bool(((low <= values) & (values <= high)).all()) else values
     # No format of 8 bits is further off: 2^-3 of a value, and below its normal numbers 2^-8 of the largest.
     near = 2.0**-3 * kept.abs() + 2.0**-8 * (kept.abs().amax() if kept.numel() else 0.0)
     return kept if bool(((kept - values).abs() <= near).all()) else values
 
 
-def _made_of(local: QuantizedTensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _rounding_bounds(local: QuantizedTensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Between what the weight's values lie if it was made of `kept`; None where that cannot be told. By one scale for
     all it is its inverse that the weight has, and the scale that is made of it may be off by its last bit."""
     if isinstance(local, Float8Tensor) and local._data is not None:
@@ -137,8 +137,8 @@ def _made_of(local: QuantizedTensor, kept: torch.Tensor) -> tuple[torch.Tensor, 
         ends = held(kept * (1 - 2.0**-21)), held(kept * (1 + 2.0**-21))
         return torch.minimum(*ends), torch.maximum(*ends)
     if isinstance(local, Float8BlockwiseQTensor) and isinstance(local._quantizer, Float8BlockQuantizer):
-        made = local._quantizer(kept).dequantize(dtype=torch.float32)
-        return made, made
+        bounds = local._quantizer(kept).dequantize(dtype=torch.float32)
+        return bounds, bounds
     return None
 
 

@@ -43,7 +43,7 @@ class Adam(Protocol):
 
     def _check_param(self, param: torch.Tensor) -> None: ...
 
-    def _made_state(self, param: torch.Tensor, kept: Mapping[str, torch.dtype]) -> tuple[State, dict]: ...
+    def _initial_state(self, param: torch.Tensor, kept: Mapping[str, torch.dtype]) -> tuple[State, dict]: ...
 
 
 # ---- what is stepped ----
@@ -67,8 +67,8 @@ def _sort(optimizer: Adam, group: dict[str, Any]) -> _Sorted:
             state = optimizer.state.get(p)
             master = state[MASTER].dtype if state and MASTER in state else optimizer._kept(p).get(MASTER)
             direct.setdefault(master, []).append(p)
-    optimizer._sorted[id(group)] = made = _Sorted(list(params), direct, indirect)
-    return made
+    optimizer._sorted[id(group)] = result = _Sorted(list(params), direct, indirect)
+    return result
 
 
 class _Entries:
@@ -153,8 +153,8 @@ class Step:
                 f"{OP}: a parameter {list(param.shape)} is on meta, wanted one with memory; make the optimizer of the "
                 "parameters that to_empty() and reset_parameters() leave behind."
             )
-        self.new[param] = made = o._made_state(param, o._kept(param))
-        return made
+        self.new[param] = result = o._initial_state(param, o._kept(param))
+        return result
 
     def _indirect(self, params: list[torch.Tensor]) -> list[_C.AdamLists]:
         o = self.optimizer
@@ -211,7 +211,7 @@ class Step:
                 o._scales[param] = scales
         for group, lists in zip(o.param_groups, self.lists):
             self._run_group(group, lists)
-        for weight in self.in_pass + [rows.complete(self._flag(rows.whole)) for rows in self.rows.values()]:
+        for weight in self.in_pass + [rows.complete(self._flag(rows.weight)) for rows in self.rows.values()]:
             _complete(weight)
         for some in _batches(self.requantized):
             flag = self._flag(some[0].weight)

@@ -28,15 +28,15 @@ def from_torch(
     has none. Errors: ValueError, NotImplementedError for what a group of FusedAdam cannot be."""
     states = state_dict["state"]
     groups = [_group_from_torch(op, i, g, states, adam_w_mode) for i, g in enumerate(state_dict["param_groups"])]
-    made = dict(states)
+    result = dict(states)
     for place, key in enumerate(key for group in groups for key in group["params"]):
         if not states.get(key):
             continue
-        made[key] = {name: value for name, value in states[key].items() if name != STEP}
+        result[key] = {name: value for name, value in states[key].items() if name != STEP}
         master = master_of(place)
-        if master is not None and MASTER not in made[key]:
-            made[key][MASTER] = master
-    return {**state_dict, "state": made, "param_groups": groups}
+        if master is not None and MASTER not in result[key]:
+            result[key][MASTER] = master
+    return {**state_dict, "state": result, "param_groups": groups}
 
 
 def _group_from_torch(
@@ -56,8 +56,8 @@ def _group_from_torch(
             f"{op}: the parameters of group {index} have taken {steps[0]} to {steps[-1]} steps, wanted as many each: "
             "FusedAdam counts those of a group; make groups of parameters with as many steps."
         )
-    made = {name: value for name, value in group.items() if name not in _OF_TORCH}
-    return made | {"bias_correction": True} | ({STEP: steps[0]} if steps else {})
+    result = {name: value for name, value in group.items() if name not in _OF_TORCH}
+    return result | {"bias_correction": True} | ({STEP: steps[0]} if steps else {})
 
 
 def for_torch(op: str, state_dict: dict[str, Any], *, adam_w_mode: bool, capturable: bool) -> dict[str, Any]:

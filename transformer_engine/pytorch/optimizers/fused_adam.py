@@ -166,9 +166,11 @@ class FusedAdam(torch.optim.Optimizer):
         """State's name -> the dtype that it is kept in."""
         kept = {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype}
         if self.master_weights:
-            whole = self.master_weight_dtype
-            remainder = self.store_param_remainders and whole is torch.float32 and _has_remainder(local_of(param))
-            kept[MASTER] = torch.int16 if remainder else whole
+            master_dtype = self.master_weight_dtype
+            remainder = (
+                self.store_param_remainders and master_dtype is torch.float32 and _has_remainder(local_of(param))
+            )
+            kept[MASTER] = torch.int16 if remainder else master_dtype
         return kept
 
     def _check_param(self, param: torch.Tensor) -> None:
@@ -192,7 +194,7 @@ class FusedAdam(torch.optim.Optimizer):
                 f"of {local.dtype}, wanted master_weights=True: FP8 moments go with float32 masters or weights."
             )
 
-    def _made_state(
+    def _initial_state(
         self, param: torch.Tensor, kept: Mapping[str, torch.dtype]
     ) -> tuple[states.State, dict[str, torch.Tensor]]:
         """A new state of param, and what its scaled parts have beside them; nothing of the optimizer changes."""
@@ -218,7 +220,7 @@ class FusedAdam(torch.optim.Optimizer):
             )
         if store_param_remainders is False and MASTER in kept:
             kept[MASTER] = self.master_weight_dtype
-        self.state[param], self._scales[param] = self._made_state(param, kept)
+        self.state[param], self._scales[param] = self._initial_state(param, kept)
         self._sorted.clear()
 
     @torch.no_grad()

@@ -25,8 +25,8 @@ def _old_order(params: Sequence[torch.Tensor]) -> list[int]:
     """Numbers of the parameters, those of one product's rows (`row_unit`) behind the first of them."""
     blocks: dict[object, list[int]] = {}
     for i, parameter in enumerate(params):
-        unit = getattr(parameter, "row_unit", None)
-        blocks.setdefault(("single", i) if unit is None else unit[0], []).append(i)
+        mark = getattr(parameter, "row_unit", None)
+        blocks.setdefault(("single", i) if mark is None else mark[0], []).append(i)
     return [i for block in blocks.values() for i in block]
 
 

@@ -110,12 +110,12 @@ class ScalingState:
         """Values of this amax, float32 [1], are put in, and the kernel notes it again: the scale that the recipe makes
         of it. noop: unless it holds 0, nothing is put in."""
         scale, newest = self.scale_of(column), self.amax_of(column)
-        made = _scale_of(amax, self.fp8_max, self.rule.margin)
+        fitted = _scale_of(amax, self.fp8_max, self.rule.margin)
         taken = (amax > 0) & amax.isfinite()
         cleared = torch.zeros_like(newest)
         if noop is not None:
             taken, cleared = taken & (noop == 0), torch.where(noop == 0, cleared, newest)
-        scale.copy_(torch.where(taken, made, scale))
+        scale.copy_(torch.where(taken, fitted, scale))
         newest.copy_(cleared)
         self.changed()
 
@@ -163,11 +163,11 @@ class ScalingState:
 
     def update_arguments(self) -> tuple | None:
         """What the extension is given to make its scales anew; None where functions of the caller make them."""
-        made = self._update
-        if made is None or made[0] is not self.rule or made[1] is not self.amax_history or made[2] is not self.scale:
+        kept = self._update
+        if kept is None or kept[0] is not self.rule or kept[1] is not self.amax_history or kept[2] is not self.scale:
             arguments = _arguments(self.rule, self.amax_history, self.scale, self.fp8_max)
-            made = self._update = self.rule, self.amax_history, self.scale, arguments
-        return made[3]
+            kept = self._update = self.rule, self.amax_history, self.scale, arguments
+        return kept[3]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_used": None, "_update": None, "_left": [], "_views": {}}
@@ -310,9 +310,9 @@ def _reduce_amaxes(entries: list[tuple]) -> None:
             key = distributed.distributed_c10d._resolve_process_group(name), state.scale.device
             groups.setdefault(key, []).extend(newest[column : column + 1] for column in columns)
     for (group, _), rows in groups.items():
-        joined = torch.cat(rows)
-        distributed.all_reduce(joined, op=distributed.ReduceOp.MAX, group=group)
-        foreach_copy_(rows, list(joined.split([row.numel() for row in rows])))
+        amaxes = torch.cat(rows)
+        distributed.all_reduce(amaxes, op=distributed.ReduceOp.MAX, group=group)
+        foreach_copy_(rows, list(amaxes.split([row.numel() for row in rows])))
 
 
 def _amax_and_scale_update(
@@ -349,8 +349,8 @@ def _update_by_functions(rule: DelayedScaling, history: torch.Tensor, scale: tor
     if rule.scaling_factor_compute_algo is not None:
         new = rule.scaling_factor_compute_algo(amax, scale, largest, rule)
     else:
-        made = _scale_of(amax, largest, rule.margin)
-        new = torch.where((amax > 0) & amax.isfinite(), made, scale)
+        result = _scale_of(amax, largest, rule.margin)
+        new = torch.where((amax > 0) & amax.isfinite(), result, scale)
     _must_fit("scaling_factor_compute_algo", new, scale)
     scale.copy_(new)
     history.copy_(torch.where(history[0] == 0, history, history.roll(-1, 0)))

@@ -66,12 +66,12 @@ class Aliases:
         """Members with directions that are not in this one's memory: a write to it does not reach these by itself."""
         if self._family is None or len(self._family) < 2:
             return []
-        there, mine = self.get_usages(), self._member.parts
+        usages, mine = self.get_usages(), self._member.parts
         others = [member for member in list(self._family) if member is not self._member]
-        if there[COLUMNWISE] and all(theirs is mine[n] for member in others for n, theirs in member.parts.items()):
+        if usages[COLUMNWISE] and all(theirs is mine[n] for member in others for n, theirs in member.parts.items()):
             return []  # plain aliases, and no direction that is not to be read
         data = {kind: self._of_direction(kind)[0] for kind in DATA}
-        own = {kind: getattr(self, name) if there[kind] else None for kind, name in data.items()}
+        own = {kind: getattr(self, name) if usages[kind] else None for kind, name in data.items()}
         found = []
         for member in others:
             held = {kind: part for kind, name in data.items() if (part := member.parts[name]) is not None}
@@ -98,22 +98,22 @@ class Aliases:
         self._must_reach_aliases()
         with torch.inference_mode():  # their memory may have been made there
             for member, kinds in stale:
-                made = self._made_again(member, kinds)
+                result = self._recomputed(member, kinds)
                 for name in (n for kind in kinds for n in self._of_direction(kind)):
-                    member.parts[name].copy_(getattr(made, name))
+                    member.parts[name].copy_(getattr(result, name))
         parts = [member.parts[n] for member, kinds in stale for kind in kinds for n in self._of_direction(kind)]
         torch.autograd.graph.increment_version([part for part in parts if not part.is_inference()])
 
-    def _made_again(self, member: _Member, kinds: Sequence[str]) -> "Aliases":
+    def _recomputed(self, member: _Member, kinds: Sequence[str]) -> "Aliases":
         """A tensor that has these directions as the member should: of its other one, which has been written, or of what
         this one has."""
         gone = {name for kind in kinds for name in self._of_direction(kind)}
         parts = {name: part for name, part in member.parts.items() if part is not None and name not in gone}
         if not any(name in parts for kind in DATA for name in self._of_direction(kind)):
             parts = self._rowwise_of(member)
-        made = self._like(parts, member.shape)
-        made.update_usage(**{f"{kind}_usage": True for kind in kinds})
-        return made
+        result = self._like(parts, member.shape)
+        result.update_usage(**{f"{kind}_usage": True for kind in kinds})
+        return result
 
     def _rowwise_of(self, member: _Member) -> dict[str, torch.Tensor | None]:
         """The member's rowwise parts, from this one's."""
@@ -123,17 +123,17 @@ class Aliases:
                 f"{type(self).__name__}: it is rows of a tensor that has dropped the data that they share; write to "
                 "the whole tensor."
             )
-        whole = self._twin()
-        whole.update_usage(rowwise_usage=True)
+        source = self._twin()
+        source.update_usage(rowwise_usage=True)
         (name,) = self._names(ROWWISE)
         if self._names("scale"):
-            data = getattr(whole, name).reshape(-1)[first : first + count]
-            parts = {n: getattr(whole, n) for n in self._names("scale")}
+            data = getattr(source, name).reshape(-1)[first : first + count]
+            parts = {n: getattr(source, n) for n in self._names("scale")}
         else:
-            whole.update_usage(columnwise_usage=False)
+            source.update_usage(columnwise_usage=False)
             matrix, (rows, cols) = layout.fold(self.size()), layout.fold(member.shape)
             start = first // max(cols, 1)
-            parts = whole._like(whole._viewed(matrix), matrix)._rows(start, start + rows)
+            parts = source._like(source._viewed(matrix), matrix)._rows(start, start + rows)
             data = parts[name]
         return {**parts, name: data.view(member.shape)}
 

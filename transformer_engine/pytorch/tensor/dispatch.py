@@ -89,9 +89,9 @@ def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _generates(func: Any, args: Sequence[Any]) -> bool:
     """Whether it makes what it writes (to out=) of no tensor at all."""
-    made = func._schema.arguments[-1]
+    target = func._schema.arguments[-1]
     tensors = any(isinstance(t, torch.Tensor) for a in args for t in (a if isinstance(a, (list, tuple)) else [a]))
-    return made.kwarg_only and made.alias_info is not None and made.alias_info.is_write and not tensors
+    return target.kwarg_only and target.alias_info is not None and target.alias_info.is_write and not tensors
 
 
 # ---- the same tensor, another one of the kind ----

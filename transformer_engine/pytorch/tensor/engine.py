@@ -55,11 +55,11 @@ def quantize(
         raise NotImplementedError(
             f"quantize: scaling that keeps a state ({quantizer.kind}) cannot be traced; quantize outside torch.compile."
         )
-    made = torch.ops.te.quantize(x, quantizer.spec, rowwise, columnwise, False)
-    rows, row_scales, columns, column_scales, _ = made
-    there = [t if wanted else None for t, wanted in ((rows, rowwise), (row_scales, rowwise))]
-    there += [t if wanted else None for t, wanted in ((columns, columnwise), (column_scales, columnwise))]
-    return _C.Quantized(_SCALINGS[quantizer.kind], quantizer.e5m2, *there)
+    outputs = torch.ops.te.quantize(x, quantizer.spec, rowwise, columnwise, False)
+    rows, row_scales, columns, column_scales, _ = outputs
+    parts = [t if wanted else None for t, wanted in ((rows, rowwise), (row_scales, rowwise))]
+    parts += [t if wanted else None for t, wanted in ((columns, columnwise), (column_scales, columnwise))]
+    return _C.Quantized(_SCALINGS[quantizer.kind], quantizer.e5m2, *parts)
 
 
 def dequantize(quantized: "_C.Quantized", dtype: torch.dtype) -> torch.Tensor:

@@ -95,8 +95,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
             "_transpose": None if columnwise is None else columnwise.view(layout.transposed(shape)),
             "_scale_inv": scale_inv.as_strided((1,), (1,)),  # behind it the engine keeps the scale itself
         }
-        for part, whole in zip(parts.values(), (rowwise, columnwise, scale_inv)):
-            engine.of_one_version(part, whole)
+        for part, source in zip(parts.values(), (rowwise, columnwise, scale_inv)):
+            engine.of_one_version(part, source)
         return parts
 
     def _make_native(self) -> "_C.Quantized":

@@ -150,8 +150,8 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         if not self._is_2D_scaled or len(shape) < 2 or self._rowwise_data is None:
             return None
         rows = layout.fold(shape)[0] // max(shape[0], 1)  # of the matrix, in each of the first dimension's
-        first, last, whole = start * rows, stop * rows, shape[0] * rows
-        if first % BLOCK or (last % BLOCK and last != whole):
+        first, last, total = start * rows, stop * rows, shape[0] * rows
+        if first % BLOCK or (last % BLOCK and last != total):
             return None
         blocks = slice(first // BLOCK, math.ceil(last / BLOCK))
         # Columnwise data are no view: their scales are padded to fours in this direction.

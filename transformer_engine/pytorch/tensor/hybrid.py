@@ -32,8 +32,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         fake_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> "HybridQuantizedTensorStorage":
-        there = [t for t in (rowwise_storage, columnwise_storage) if t is not None]
-        device = there[0].device if there else None
+        storages = [t for t in (rowwise_storage, columnwise_storage) if t is not None]
+        device = storages[0].device if storages else None
         self = super().__new__(cls, *args, device=device, fake_dtype=fake_dtype, **kwargs)
         self.rowwise_storage = rowwise_storage
         self.columnwise_storage = columnwise_storage
@@ -212,7 +212,7 @@ class HybridQuantizer(Quantizer):
         if self.columnwise_usage:
             columnwise = self.columnwise_quantizer.quantize_impl(rowwise.dequantize() if from_rows else x)
         parts = {"rowwise_storage": rowwise if self.rowwise_usage else None, "columnwise_storage": columnwise}
-        return self._made(parts, x.shape, x.dtype)
+        return self._from_parts(parts, x.shape, x.dtype)
 
     def update_quantized(
         self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
@@ -234,9 +234,9 @@ class HybridQuantizer(Quantizer):
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> dict[str, Any]:
         self._must_want_something()
-        made = {"dtype": dtype, "device": device, "pin_memory": pin_memory}
-        rowwise = self.rowwise_quantizer.make_empty(shape, **made) if self.rowwise_usage else None
-        columnwise = self.columnwise_quantizer.make_empty(shape, **made) if self.columnwise_usage else None
+        options = {"dtype": dtype, "device": device, "pin_memory": pin_memory}
+        rowwise = self.rowwise_quantizer.make_empty(shape, **options) if self.rowwise_usage else None
+        columnwise = self.columnwise_quantizer.make_empty(shape, **options) if self.columnwise_usage else None
         return {"rowwise_storage": rowwise, "columnwise_storage": columnwise}
 
     def calibrate(self, tensor: torch.Tensor) -> None:
@@ -259,8 +259,8 @@ class HybridQuantizer(Quantizer):
     def _makes_the_same(self, other: Quantizer | None, tensor: QuantizedTensorStorage) -> bool:
         if not super()._makes_the_same(other, tensor):
             return False
-        directions = ("rowwise", "columnwise")
-        named = ((getattr(self, f"{d}_quantizer"), getattr(tensor, f"{d}_storage")) for d in directions)
+        usages = ("rowwise", "columnwise")
+        named = ((getattr(self, f"{d}_quantizer"), getattr(tensor, f"{d}_storage")) for d in usages)
         return all(part is None or own._makes_the_same(part._quantizer, part) for own, part in named)
 
     def _plain(self) -> dict[str, object]:

@@ -113,7 +113,7 @@ class IdentityQuantizer(Quantizer, python_written=False):
 
     def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
         x = source_of(type(self).__name__, tensor).detach()
-        return self._made({"_hp_data": x if self.dtype is None else x.to(self.dtype)}, x.shape, x.dtype)
+        return self._from_parts({"_hp_data": x if self.dtype is None else x.to(self.dtype)}, x.shape, x.dtype)
 
     def update_quantized(
         self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None

@@ -47,8 +47,8 @@ def _kind(tensor: QuantizedTensor, value: torch.Tensor) -> tuple | None:
     """Equal for those that one call takes; None: none does. quantize_() of such is Quantizer._write, and no more."""
     quantizer = tensor._get_quantizer()
     own = type(quantizer)
-    written_here = own.update_quantized is Quantizer.update_quantized and own._write is Quantizer._write
-    if not written_here or quantizer._is_python() or tensor._rows_of is not None or value.dim() != 2:
+    is_default_write = own.update_quantized is Quantizer.update_quantized and own._write is Quantizer._write
+    if not is_default_write or quantizer._is_python() or tensor._rows_of is not None or value.dim() != 2:
         return None
     if not (tensor._is_pitched() and engine.is_plain(value, *tensor._tensors().values())):
         return None

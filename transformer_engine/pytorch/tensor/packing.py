@@ -23,7 +23,7 @@ class _Quantizer(Protocol):
 
     def _wanted_specs(self, shape: Sequence[int]) -> dict[str, layout.PartSpec]: ...
 
-    def _made(
+    def _from_parts(
         self, parts: dict[str, torch.Tensor | None], shape: Sequence[int], dtype: torch.dtype
     ) -> AnyQuantized: ...
 
@@ -88,13 +88,13 @@ def quantize_into_one_buffer(tensors: Sequence[torch.Tensor], quantizers: Sequen
     if not sources:
         return []
     places = _places(sources, quantizers)
-    made: list[dict[str, torch.Tensor]] = [{} for _ in sources]
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in sources]
     for place, view in zip(places, _laid_out(places, sources[0].device)):
-        made[place.tensor][place.name] = view
+        parts[place.tensor][place.name] = view
     results = []
-    for source, quantizer, parts in zip(sources, quantizers, made):
-        result = quantizer._made(parts, source.shape, source.dtype)
-        amax = parts.get(AMAX)
+    for source, quantizer, fields in zip(sources, quantizers, parts):
+        result = quantizer._from_parts(fields, source.shape, source.dtype)
+        amax = fields.get(AMAX)
         used = quantizer if amax is None else quantizer._recording(amax.zero_())
         used._write(source, result)
         if amax is not None:

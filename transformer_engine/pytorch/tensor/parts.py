@@ -160,10 +160,10 @@ class Parts:
         """Makes a direction that is wanted (True) and missing, then drops one that is not (False); None: as it is.
         Errors: NotImplementedError where a direction cannot be made from the other one, RuntimeError where none is."""
         wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
-        there = self.get_usages()
+        usages = self.get_usages()
         for kind in DATA:
-            if wanted[kind] and not there[kind]:
-                if not any(there.values()):
+            if wanted[kind] and not usages[kind]:
+                if not any(usages.values()):
                     raise RuntimeError(f"{type(self).__name__}: {kind} data is wanted, but it holds no data at all.")
                 self._derive(kind)
         for kind in DATA:

@@ -28,8 +28,8 @@ def described(storage: AnyQuantized) -> tuple[dict[str, torch.Tensor], dict[str,
         if isinstance(t, AnyQuantized):
             parts[name] = t
             continue
-        whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
-        parts[name] = t if whole else t.clone(memory_format=torch.contiguous_format)
+        owns_storage = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+        parts[name] = t if owns_storage else t.clone(memory_format=torch.contiguous_format)
     quantizer = getattr(storage, "_quantizer", None)
     about = {
         "class": type(storage).__name__,

@@ -193,7 +193,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
             self._must_hold_data("data")
             quantizer = self._get_quantizer().copy()
             quantizer.internal = False
-            quantizer.set_usage(**{f"{kind}": there for kind, there in self.get_usages().items()})
+            quantizer.set_usage(**{f"{kind}": present for kind, present in self.get_usages().items()})
             values = tensor.detach().to(self.device)
             self._take_data(quantizer._held(values if values.dtype in FLOATS else values.to(self.dtype)))
 

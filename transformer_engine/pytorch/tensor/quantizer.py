@@ -116,8 +116,8 @@ class Quantizer(Settings):
         return dst
 
     def _write(self, x: torch.Tensor, dst: QuantizedTensorStorage, noop_flag: torch.Tensor | None = None) -> None:
-        there = dst.get_usages()
-        if not any(there.values()):
+        usages = dst.get_usages()
+        if not any(usages.values()):
             raise RuntimeError(f"{type(self).__name__}.update_quantized: argument 'dst' holds no data.")
         dst._must_be_writable()
         if dst._rows_of is not None:
@@ -125,9 +125,9 @@ class Quantizer(Settings):
             dst._write_rows(self._of_native(native, x.shape, x.dtype), x, noop_flag)
             return
         if dst._is_pitched() and engine.is_plain(x, *dst._tensors().values()):
-            self._quantize_by_engine(x, there[ROWWISE], there[COLUMNWISE], noop_flag, dst._native())
+            self._quantize_by_engine(x, usages[ROWWISE], usages[COLUMNWISE], noop_flag, dst._native())
         else:  # traced, or its rows do not start where the engine writes them
-            native = self._quantize_by_engine(x, there[ROWWISE], there[COLUMNWISE])
+            native = self._quantize_by_engine(x, usages[ROWWISE], usages[COLUMNWISE])
             dst._take(dst._parts_of(native, dst.size()), noop_flag)
         dst._written()
 
@@ -191,29 +191,29 @@ class Quantizer(Settings):
         twin.internal = True
         twin.set_usage(rowwise=rowwise, columnwise=columnwise)
         with torch.no_grad():
-            made = twin._by_impl(x)
-        there = made.get_usages()
+            result = twin._by_impl(x)
+        usages = result.get_usages()
         lacking = [
-            kind for kind, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted and not there[kind]
+            kind for kind, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted and not usages[kind]
         ]
         if lacking:
             raise ValueError(
-                f"{type(self).__name__}.quantize_impl: it returned a {type(made).__name__} without {lacking[0]} data, "
-                "which a product reads; make every direction whose usage is True (rowwise_usage, columnwise_usage)."
+                f"{type(self).__name__}.quantize_impl: it returned a {type(result).__name__} without {lacking[0]} "
+                "data, which a product reads; make every direction whose usage is True (rowwise_usage, columnwise_usage)."
             )
-        return made._native()
+        return result._native()
 
     def _details(self) -> dict[str, object]:
         """Fields of its tensors that are no parts."""
         return {"_quantizer": self}
 
     def _of_native(self, native: "_C.Quantized", shape: Sequence[int], dtype: torch.dtype) -> QuantizedTensorStorage:
-        made = self._made(self.storage_class._parts_of(native, shape), shape, dtype)
-        if not made._parts.keys() - made._tensors().keys():
-            made.__dict__["_handle"] = native
-        return made
+        result = self._from_parts(self.storage_class._parts_of(native, shape), shape, dtype)
+        if not result._parts.keys() - result._tensors().keys():
+            result.__dict__["_handle"] = native
+        return result
 
-    def _made(
+    def _from_parts(
         self,
         parts: dict[str, torch.Tensor | None],
         shape: Sequence[int],
@@ -235,8 +235,8 @@ class Quantizer(Settings):
         self._must_want_something()
         specs = self.storage_class._specs(tuple(shape), self._details())
         wanted = {ROWWISE: self.rowwise_usage, COLUMNWISE: self.columnwise_usage}
-        directions = [kind for kind in DATA if wanted[kind]]
-        return {n: s for n, s in specs.items() if any(s.kind.startswith(d) for d in directions) or s.kind == "scale"}
+        usages = [kind for kind in DATA if wanted[kind]]
+        return {n: s for n, s in specs.items() if any(s.kind.startswith(d) for d in usages) or s.kind == "scale"}
 
     def make_empty(
         self,
@@ -249,7 +249,7 @@ class Quantizer(Settings):
     ) -> QuantizedTensorStorage:
         """A tensor whose values nobody has written. device: CUDA where there is one, unless it is given."""
         parts = self._empty_parts(tuple(shape), dtype, resolve_device(device), pin_memory)
-        return self._made(parts, shape, dtype, requires_grad)
+        return self._from_parts(parts, shape, dtype, requires_grad)
 
     def _empty_parts(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool

@@ -18,18 +18,18 @@ class Rows:
 
     _rows_of: tuple[Any, int] | None = None
 
-    def _are_rows_of(self, whole: "Rows", first: int) -> None:
+    def _are_rows_of(self, base: "Rows", first: int) -> None:
         """It is a view of whole's rows from `first` on."""
-        self._rows_of = (whole, first * math.prod(whole.shape[1:]))
-        self._share_whole(whole)
+        self._rows_of = (base, first * math.prod(base.shape[1:]))
+        self._share_base(base)
         if self._member is not None:
             self._member.first = self._rows_of[1]
 
-    def _share_whole(self, other: "Rows") -> None:
+    def _share_base(self, other: "Rows") -> None:
         """It is a view of `other`, which may be rows of something itself."""
         if other._rows_of is not None:
-            whole, first = other._rows_of
-            self._rows_of = (whole, first + (0 if self._rows_of is None else self._rows_of[1]))
+            base, first = other._rows_of
+            self._rows_of = (base, first + (0 if self._rows_of is None else self._rows_of[1]))
 
     def _write_quantized_rows(self, src: "Rows") -> None:
         near = src.device == self.device
@@ -40,53 +40,53 @@ class Rows:
 
     def _write_rows(self, written: "Rows", values: torch.Tensor, noop: torch.Tensor | None = None) -> None:
         """values: what is put in. written: the same, as it is quantized alone. noop: unless it holds 0, nothing is."""
-        whole, first = self._rows_of
-        whole._must_hold_data("write to rows of it")
+        base, first = self._rows_of
+        base._must_hold_data("write to rows of it")
         if values.is_meta or not values.numel():
             return
-        if not engine.is_plain(values, *whole._tensors().values()):
+        if not engine.is_plain(values, *base._tensors().values()):
             raise NotImplementedError(
                 f"{type(self).__name__}: writing to rows of a tensor cannot be traced; write to it outside of "
                 "torch.compile, or to the whole tensor."
             )
         if self._names("scale"):
-            self._fit_rows(whole, slice(first, first + values.numel()), written, values, noop)
+            self._fit_rows(base, slice(first, first + values.numel()), written, values, noop)
         else:
             self._put(written._tensors(), noop)
-            if not whole.get_usages()[ROWWISE]:
+            if not base.get_usages()[ROWWISE]:
                 raise RuntimeError(
                     f"{type(self).__name__}: the tensor that it is rows of has dropped its rowwise data, which is what "
                     "they share; write to the whole tensor."
                 )
-            rowwise = {n: whole._tensors()[n] for n in whole._of_direction(ROWWISE)}
+            rowwise = {n: base._tensors()[n] for n in base._of_direction(ROWWISE)}
             if rowwise:  # else it has no directions, only values
-                whole._put(rowwise, noop)
-        whole._written()
-        whole._took()
+                base._put(rowwise, noop)
+        base._written()
+        base._took()
         if isinstance(self, torch.Tensor):
             torch.autograd.graph.increment_version(self)
 
     def _fit_rows(
-        self, whole: "Rows", here: slice, written: "Rows", values: torch.Tensor, noop: torch.Tensor | None
+        self, base: "Rows", rows: slice, written: "Rows", values: torch.Tensor, noop: torch.Tensor | None
     ) -> None:
         """The whole keeps its scale where that has room for `values`, and so every other row its bytes; else all rows
         take the scale of `written`, as `values` do where there is nothing beside them."""
-        own = whole._scale_inv
-        every = whole._dequantize(torch.float32).view(-1)
-        every[here] = 0
+        own = base._scale_inv
+        every = base._dequantize(torch.float32).view(-1)
+        every[rows] = 0
         alone = (every == 0).all()
-        every[here] = values.reshape(-1).float()
+        every[rows] = values.reshape(-1).float()
         amax = engine.amax(values)
         given = torch.where((amax > 0) & amax.isfinite(), written._scale_inv, 0.0)
         scale_inv = torch.where((given > own) | ((given > 0) & alone), given, own)
         scale_inv = torch.where(scale_inv == 0, 1.0, scale_inv)  # nobody had written to the whole
-        data = whole._by_scale(every.view(whole.shape), scale_inv).reshape(-1)
-        data[here] = torch.where(scale_inv == given, written._data.reshape(-1), data[here])
-        for target, its in ((whole, data), (self, data[here])):
+        data = base._by_scale(every.view(base.shape), scale_inv).reshape(-1)
+        data[rows] = torch.where(scale_inv == given, written._data.reshape(-1), data[rows])
+        for target, its in ((base, data), (self, data[rows])):
             target._put({"_data": its.view(target.shape), "_scale_inv": scale_inv}, noop)
 
     def _put(self, rowwise: dict[str, torch.Tensor], noop: torch.Tensor | None) -> None:
         """Takes rowwise parts in the directions that it has."""
-        made = self._like(rowwise, self.shape)
-        made.update_usage(columnwise_usage=self.get_usages()[COLUMNWISE])
-        self._take(made._tensors(), noop)
+        result = self._like(rowwise, self.shape)
+        result.update_usage(columnwise_usage=self.get_usages()[COLUMNWISE])
+        self._take(result._tensors(), noop)

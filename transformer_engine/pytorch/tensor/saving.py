@@ -40,19 +40,19 @@ def restore_from_saved(
     """The arguments of prepare_for_saving, whole again, from what it returned (objects first). return_saved_tensors:
     with what is left of `saved_tensors`. Errors: ValueError where there are too few."""
     rest = list(saved_tensors)
-    whole: list[Any] = []
+    restored: list[Any] = []
     for restorer in tensors:
         if restorer is not None:
             rest = restorer.restore_from_saved(rest)
-            whole.append(restorer)
+            restored.append(restorer)
             continue
         if not rest:
             raise ValueError(
                 f"restore_from_saved: argument 'saved_tensors' has {len(saved_tensors)}, fewer than prepare_for_saving "
                 "gave."
             )
-        whole.append(rest.pop(0))
-    return (whole, rest) if return_saved_tensors else whole
+        restored.append(rest.pop(0))
+    return (restored, rest) if return_saved_tensors else restored
 
 
 def restore_from_func_ctx(ctx: Any) -> list[Any]:

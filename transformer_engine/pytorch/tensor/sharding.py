@@ -38,7 +38,7 @@ class Sharding:
         if any(t is not None for t in before.values()):
             self.update_usage(columnwise_usage=True)
             for name, old in before.items():
-                setattr(self, name, _laid_again(self._kind(name), old).copy_(getattr(self, name)))
+                setattr(self, name, _relaid(self._kind(name), old).copy_(getattr(self, name)))
             self._restored(COLUMNWISE)
 
     def _before_sharding(self, group: Any) -> None:
@@ -58,16 +58,17 @@ class FSDPHooks:
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """(what is gathered, what fsdp_post_all_gather gets beside it). Errors: NotImplementedError where blocks of
         scales would span two shards."""
-        ranks, unit = mesh.size(), self._rows_per_scale
+        ranks, block_rows = mesh.size(), self._rows_per_scale
         rows = math.ceil(outer_size[0] / ranks)
-        if ranks > 1 and unit > 1 and (rows % unit or outer_size[0] % ranks):
+        if ranks > 1 and block_rows > 1 and (rows % block_rows or outer_size[0] % ranks):
             raise NotImplementedError(
                 f"{type(self).__name__}: a shape of {tuple(outer_size)} on {ranks} ranks has shards of {rows} rows, "
-                f"wanted multiples of {unit}: a block of scales cannot be split. Quantize per tensor, or shard less."
+                f"wanted multiples of {block_rows}: a block of scales cannot be split. Quantize per tensor, or use fewer "
+                "ranks."
             )
         self._before_sharding(mesh.get_group())
         tensors, rest = self._twin().fsdp_extract_buffers()
-        return tuple(_of_rows(t, rows if unit == 1 else None) for t in tensors), (rest, outer_size)
+        return tuple(_of_rows(t, rows if block_rows == 1 else None) for t in tensors), (rest, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -85,16 +86,16 @@ class FSDPHooks:
             out.fsdp_assign_gathered(gathered, rest)
             return None
         parts = dict(zip(self.fsdp_buffer_fields(), gathered)) | rest
-        whole = self._like(parts, size)
+        result = self._like(parts, size)
         inner = list(all_gather_outputs)
         if self._quantizer is not None and self._quantizer.columnwise_usage:
-            whole.update_usage(columnwise_usage=True)
-            whole._keeps_columnwise = True
-            inner += [buffer_of(getattr(whole, n)) for n in whole._of_direction(COLUMNWISE)]
-        return whole, tuple(inner)
+            result.update_usage(columnwise_usage=True)
+            result._keeps_columnwise = True
+            inner += [buffer_of(getattr(result, n)) for n in result._of_direction(COLUMNWISE)]
+        return result, tuple(inner)
 
 
-def _laid_again(kind: str, old: torch.Tensor) -> torch.Tensor:
+def _relaid(kind: str, old: torch.Tensor) -> torch.Tensor:
     """The part that stood in old's memory, which has been given back and taken again: its padding is zeroed anew."""
     return layout.lay_out(buffer_of(old), kind, old.shape) if kind in layout.DATA else old
 

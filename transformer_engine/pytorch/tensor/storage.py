@@ -97,7 +97,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
         for name, part in parts.items():
             engine.of_one_version(part, getattr(self, name))
         result = self._like(parts, shape, **options)
-        result._share_whole(self)
+        result._share_base(self)
         result._join(self)
         return result
 
@@ -203,7 +203,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
 
     def __repr__(self) -> str:
         details = [f"{n.lstrip('_')}={getattr(self, n)!r}" for n in self._details if n != "_quantizer"]
-        usages = [kind for kind, there in self.get_usages().items() if there]
+        usages = [kind for kind, present in self.get_usages().items() if present]
         if not usages:
             return f"{type(self).__name__}(no data)"
         about = [f"shape={tuple(self.size())}", f"dtype={self.dtype}", *details, f"usages={usages}"]

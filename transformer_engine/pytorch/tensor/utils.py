@@ -37,7 +37,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor)
         raise NotImplementedError(
             f"{op}: argument 'tensor' is a {type(tensor).__name__}, which has no data of its own."
         )
-    _must_be_whole(op, "argument 'tensor'", tensor)
+    _must_not_be_rows(op, "argument 'tensor'", tensor)
     field = tensor._gathered[0]
     old = getattr(tensor, field)
     if old is None:
@@ -58,7 +58,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor)
     setattr(tensor, field, new_raw_data.detach())
 
 
-def _must_be_whole(op: str, name: str, tensor: QuantizedTensorStorage) -> None:
+def _must_not_be_rows(op: str, name: str, tensor: QuantizedTensorStorage) -> None:
     if tensor._rows_of is not None:
         raise NotImplementedError(
             f"{op}: {name} is a view of some rows of another quantized tensor, whose scale is not its own; wanted the "
@@ -174,7 +174,7 @@ def _quantizer_of(op: str, name: str, weight: Any) -> Any:
             f"{op}: {name} is a {type(weight).__name__} of {quantizer!r}, which cannot be quantized in parts; wanted "
             "delayed or current scaling, or 128x128 blocks, by a quantizer that is built in and makes its own amaxes."
         )
-    _must_be_whole(op, name, weight)
+    _must_not_be_rows(op, name, weight)
     if not engine.is_plain(*weight._tensors().values()):
         raise NotImplementedError(f"{op}: {name} is on the meta device or traced, wanted data.")
     return quantizer
@@ -217,11 +217,11 @@ def _cast_masters(op: str, lists: Sequence[Any], group: Any, keep_columnwise: bo
     if not weights:
         return
     sizes = [math.prod(w.amaxes_shape) for w in weights]
-    joined = torch.zeros(sum(sizes), dtype=torch.float32, device=weights[0].weight.device)
-    amaxes = [part.view(w.amaxes_shape) for part, w in zip(joined.split(sizes), weights)]
+    buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=weights[0].weight.device)
+    amaxes = [part.view(w.amaxes_shape) for part, w in zip(buffer.split(sizes), weights)]
     for weight, found in zip(weights, amaxes):
         weight.note_amaxes(found)
-    _reduced(joined, group)
+    _reduced(buffer, group)
     for weight, found in zip(weights, amaxes):
         weight.cast(found)
         weight.weight._count_write()
@@ -271,11 +271,11 @@ def cast_master_weights_to_fp8(
 
 def _columnwise(weight: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
     """Its columnwise parts, or the memory of those that were there, unless it has moved or changed its shape."""
-    there = {n: t for n in weight._of_direction(COLUMNWISE) if (t := getattr(weight, n)) is not None}
+    present = {n: t for n in weight._of_direction(COLUMNWISE) if (t := getattr(weight, n)) is not None}
     aside = weight.__dict__.get(_SET_ASIDE, {})
     specs = weight._specs(tuple(weight.shape), {n: getattr(weight, n) for n in weight._details})
     fits = all(t.device == weight.device and t.shape == specs[n].shape for n, t in aside.items())
-    return there or (aside if fits else {})
+    return present or (aside if fits else {})
 
 
 def _drop_columnwise(weight: QuantizedTensorStorage, keep: bool) -> None:

@@ -34,11 +34,11 @@ def shown(result: Any, func: Any, format_name: str) -> Any:
     """func's result, which was made of values of a quantized tensor: not to be written where func makes views."""
     if not is_view(func):
         return result
-    made_by = func.overloadpacket.__name__
+    source_op = func.overloadpacket.__name__
 
     def marked(one: Any) -> Any:
         plain = type(one) is torch.Tensor and engine.is_plain(one)  # what traces a view writes it by itself
-        return ValuesView._of(one, format_name, made_by) if plain else one
+        return ValuesView._of(one, format_name, source_op) if plain else one
 
     return pytree.tree_map(marked, result)
 
@@ -65,12 +65,12 @@ class ValuesView(torch.Tensor):
 
     _values: torch.Tensor
     _format_name: str
-    _made_by: str
+    _source_op: str
 
     @classmethod
-    def _of(cls, values: torch.Tensor, format_name: str, made_by: str) -> "ValuesView":
+    def _of(cls, values: torch.Tensor, format_name: str, source_op: str) -> "ValuesView":
         self = make_subclass(cls, values)
-        self._values, self._format_name, self._made_by = values, format_name, made_by
+        self._values, self._format_name, self._source_op = values, format_name, source_op
         return self
 
     __torch_function__ = disabled_torch_function_impl
@@ -82,7 +82,7 @@ class ValuesView(torch.Tensor):
         kwargs = kwargs or {}
         for one in written_by(func, args, kwargs, lambda given: isinstance(given, cls)):
             raise RuntimeError(
-                f"{one._format_name}: {func.overloadpacket.__name__} would write to what {one._made_by} made of it, "
+                f"{one._format_name}: {func.overloadpacket.__name__} would write to what {one._source_op} made of it, "
                 "which is a copy of its values, so that the write would be lost. Write to the whole tensor "
                 "(t.copy_(values)), to rows of it that stay quantized (t[first:last]), or to a copy (t.dequantize())."
             )
@@ -93,7 +93,7 @@ class ValuesView(torch.Tensor):
     def _why_not_written(self) -> str:
         """For what writes memory itself, and asks before (csrc/ops/optimizer_adam.cpp)."""
         return (
-            f"is what {self._made_by} made of a {self._format_name}, a copy of its values, so that what is written "
+            f"is what {self._source_op} made of a {self._format_name}, a copy of its values, so that what is written "
             "would be lost, wanted the whole tensor, or rows of it that stay quantized (t[first:last])."
         )
 

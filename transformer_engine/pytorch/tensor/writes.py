@@ -42,8 +42,8 @@ class Writes:
                 f"{type(self).__name__}.copy_from_storage: argument 'src' has shape {tuple(src.size())}, wanted "
                 f"{tuple(self.size())}."
             )
-        for kind, there in self.get_usages().items():
-            if there and not src.get_usages()[kind]:
+        for kind, present in self.get_usages().items():
+            if present and not src.get_usages()[kind]:
                 src = src._twin()
                 src.update_usage(**{f"{kind}_usage": True})
         if self._rows_of is not None:

@@ -91,8 +91,8 @@ def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | Non
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unfit(f"is damaged: {type(error).__name__} in its header ({error})") from None
     for shape, wanted in zip(shapes, columns, strict=True):
-        whole = len(shape) == 2 and all(isinstance(n, int) and 1 <= n <= _LONGEST for n in shape)
-        if not whole or shape[1] != wanted:
+        valid = len(shape) == 2 and all(isinstance(n, int) and 1 <= n <= _LONGEST for n in shape)
+        if not valid or shape[1] != wanted:
             raise Unfit(f"has an amax history of shape {list(shape)}, wanted [length, {wanted}]")
     payload = data[start + length :]
     wanted_bytes = sum(4 * (1 + rows) * cols for rows, cols in shapes)

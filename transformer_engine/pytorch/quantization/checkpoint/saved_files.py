@@ -133,11 +133,11 @@ def tensor_of(value: object) -> torch.Tensor | None:
         storage, offset, size, stride = value.arguments[:4]
         if type(storage) is Record and storage.name == _FROM_BYTES:
             storage = read(_bytes(storage.arguments[0]), lambda name: False)[0]
-        whole = all(
+        valid = all(
             type(numbers) is tuple and all(type(n) is int and 0 <= n <= _LARGEST for n in numbers)
             for numbers in (size, stride, (offset,))
         )
-        if type(storage) is not _Storage or not whole or len(size) != len(stride) or len(size) > _MOST_DIMENSIONS:
+        if type(storage) is not _Storage or not valid or len(size) != len(stride) or len(size) > _MOST_DIMENSIONS:
             raise Unreadable("has a tensor that is no plain one")
         count = math.prod(size)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

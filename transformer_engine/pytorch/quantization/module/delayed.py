@@ -12,14 +12,14 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.recompute_phase import RecomputePhase, recompute_phase
 from transformer_engine.pytorch.quantization.delayed import Region
-from transformer_engine.pytorch.quantization.module.plan import AGAIN, QUIET, RECORD, ModulePlan
+from transformer_engine.pytorch.quantization.module.plan import QUIET, RECOMPUTE, RECORD, ModulePlan
 from transformer_engine.pytorch.quantization.state.autocast_state import AutocastState
 
 
 def kind_of_call(module: torch.nn.Module, phase: RecomputePhase) -> int:
     """Under delayed scaling."""
     if phase.recomputing:
-        return AGAIN
+        return RECOMPUTE
     return RECORD if module.training and (phase.enabled or torch.is_grad_enabled()) else QUIET
 
 
@@ -39,10 +39,10 @@ class DelayedCalls:
         """Of a call; the module's first product decides for this call what is kept."""
         phase = recompute_phase()
         kind = kind_of_call(module, phase)
-        if kind == AGAIN:
+        if kind == RECOMPUTE:
             if index == 0:
                 scales, watched = self._take(type(module).__name__, phase)
-                own.use_again(scales)
+                own.use_recompute_scales(scales)
                 self.unfollowed = None
                 if watched is not None:
                     watch, place = watched

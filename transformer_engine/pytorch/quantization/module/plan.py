@@ -29,9 +29,9 @@ from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest,
 from transformer_engine.pytorch.tensor import Float8Quantizer, Quantizer
 
 ROLES = ("input", "weight", "grad_output")
-# Of a delayed product. RECORD: notes amaxes. QUIET: notes none. AGAIN: a recomputation, by the scales of the first run;
-# it notes those of the backward behind it alone.
-RECORD, QUIET, AGAIN = range(3)
+# How a product under delayed scaling treats its amaxes. RECORD: writes them. QUIET: writes none. RECOMPUTE: a forward
+# that is recomputed with the scales of its first run; only the backward after it writes amaxes.
+RECORD, QUIET, RECOMPUTE = range(3)
 
 
 def is_forward(role: str) -> bool:
@@ -63,7 +63,7 @@ class ModulePlan:
         self._weights: dict[tuple[int, int], object] = {}
         # Of the weights that are held in FP8 alone: index of the product -> the quantizer that was found to fit.
         self.weights: dict[int, Quantizer] = {}
-        self._again: torch.Tensor | None = None
+        self._recompute_scales: torch.Tensor | None = None
 
     def prepare(self, forward: ScalingState | None, backward: ScalingState | None) -> None:
         """Goes on with the states that there are, or makes new ones."""
@@ -79,7 +79,7 @@ class ModulePlan:
                     state.move(self.device)
             setattr(self, name, state)
         with torch.inference_mode(False):  # a tensor made there could not be written outside of it
-            self._again = torch.empty_like(self.forward.scale)
+            self._recompute_scales = torch.empty_like(self.forward.scale)
 
     # ---- what a factory answers ----
 
@@ -116,8 +116,8 @@ class ModulePlan:
         forward = is_forward(role)
         state = self.forward if forward else self.backward
         column = (FORWARD_SLOTS if forward else BACKWARD_SLOTS) * index + SLOTS[role]
-        scales = self._again if forward and variant == AGAIN else state.scale
-        quiet = variant == QUIET or (forward and variant == AGAIN)
+        scales = self._recompute_scales if forward and variant == RECOMPUTE else state.scale
+        quiet = variant == QUIET or (forward and variant == RECOMPUTE)
         with outside_of_modes():
             return native(source, scales[column : column + 1], None if quiet else state.amax_of(column))
 
@@ -125,8 +125,8 @@ class ModulePlan:
         """_C.ProductQuantization of a product."""
         found = self._products.get((index, variant))
         if found is None:
-            made = {role: self._native(index, role, variant) for role in ROLES}
-            found = _C.ProductQuantization(*made.values(), *self.plan.splits, self.plan.backward)
+            quantizers = {role: self._native(index, role, variant) for role in ROLES}
+            found = _C.ProductQuantization(*quantizers.values(), *self.plan.splits, self.plan.backward)
             self._products[index, variant] = found
         return found
 
@@ -137,9 +137,9 @@ class ModulePlan:
             found = self._weights[index, variant] = self._native(index, "weight", variant)
         return found
 
-    def use_again(self, scales: torch.Tensor) -> None:
-        """The forward scales of the AGAIN products."""
-        self._again.copy_(scales)
+    def use_recompute_scales(self, scales: torch.Tensor) -> None:
+        """The forward scales of the RECOMPUTE products."""
+        self._recompute_scales.copy_(scales)
 
     def note(self, index: int, role: str, amax: torch.Tensor) -> None:
         """An amax, float32 [1], of a tensor that is computed with in high precision."""
@@ -179,7 +179,7 @@ class ModulePlan:
         if variant == RECORD or getattr(found, "_column", None) is None:  # or it has no state of the module's
             return found
         column = SLOTS["output"]  # a scale of its own, and an amax that nobody reads
-        scale = (self._again if variant == AGAIN else self.forward.scale)[column : column + 1].clone()
+        scale = (self._recompute_scales if variant == RECOMPUTE else self.forward.scale)[column : column + 1].clone()
         return Float8Quantizer(scale, torch.zeros_like(scale), found.dtype)
 
     def weight_format(self, index: int) -> Quantizer | None:

@@ -71,27 +71,29 @@ def drop_columns(weight: QuantizedTensor) -> bool:
     return goes
 
 
-def check_primary_weight(op: str, own: ModulePlan, index: int, weight: QuantizedTensor, made_by: Recipe | None) -> None:
+def check_primary_weight(
+    op: str, own: ModulePlan, index: int, weight: QuantizedTensor, init_recipe: Recipe | None
+) -> None:
     """Raises where the recipe would quantize it in another way: its scales would stay what they are for ever.
     made_by: the recipe of quantized_model_init."""
     wanted, has = own.weight_format(index), weight._quantizer
     fits = wanted is not None and wanted._makes_the_same(has, weight)
     if has is None and own.rule is None:  # read from a file, which keeps no quantizer of delayed scaling
-        fits = fits and not isinstance(made_by, DelayedScaling)
+        fits = fits and not isinstance(init_recipe, DelayedScaling)
     if fits:
         return
     compatible = None if has is None else has._get_compatible_recipe()
-    if made_by is None or not (compatible is None or made_by.custom() or isinstance(made_by, compatible)):
-        made_under = type(weight).__name__ if compatible is None else compatible.__name__
+    if init_recipe is None or not (compatible is None or init_recipe.custom() or isinstance(init_recipe, compatible)):
+        init_name = type(weight).__name__ if compatible is None else compatible.__name__
     else:
-        made_under = type(made_by).__name__
+        init_name = type(init_recipe).__name__
     runs_under, one, other = type(own.plan.recipe).__name__, type(has).__name__, type(wanted).__name__
     if one == other:
         one, other = repr(has), repr(wanted)
     raise RuntimeError(
-        f"{op}: its weight is a {type(weight).__name__} that was quantized under {made_under} "
+        f"{op}: its weight is a {type(weight).__name__} that was quantized under {init_name} "
         f"(by {one}, in quantized_model_init), and runs under {runs_under} (whose weights want {other}): nothing "
-        f"would ever make its scale anew. Run it under {made_under}, or build the module under "
+        f"would ever make its scale anew. Run it under {init_name}, or build the module under "
         f"quantized_model_init(recipe={runs_under}(...)) and load the values."
     )
 

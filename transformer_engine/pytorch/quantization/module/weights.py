@@ -15,7 +15,7 @@ from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast
 from transformer_engine.pytorch._internal.torch_private import unsafe_preserve_version_counter
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
-from transformer_engine.pytorch.quantization.module.plan import AGAIN, QUIET, RECORD, ModulePlan
+from transformer_engine.pytorch.quantization.module.plan import QUIET, RECOMPUTE, RECORD, ModulePlan
 from transformer_engine.pytorch.quantization.module.primary_weights import (
     adopt_primary_weight,
     as_product_reads,
@@ -74,23 +74,28 @@ class KeptWeights:
         due = {i: name for i, name in enumerate(products) if copies[i] is None or not stays}
         if not due:
             return copies
-        variant = AGAIN if phase.recomputing else RECORD if module.training else QUIET
+        variant = RECOMPUTE if phase.recomputing else RECORD if module.training else QUIET
         quantizers = {i: own.weight_quantizer(products[name], variant) for i, name in due.items()}
         for i in [i for i in due if quantizers[i].kind == "none"]:
             copies[i] = None
             del due[i]
         # The graphs of one capture share a copy, the microbatches in flight too: it changes when a step begins. Without
         # a graph a backward of another microbatch may still read what was kept.
-        again = [i for i in due if copies[i] is not None and skip is not None]
-        anew = [i for i in due if copies[i] is None or skip is None]
+        refilled = [i for i in due if copies[i] is not None and skip is not None]
+        renewed = [i for i in due if copies[i] is None or skip is None]
         with torch.no_grad(), torch.inference_mode(False):
             values = {i: weights[i].detach().to(keys[i][-1]) for i in due}
-            made = _C.quantize_list([quantizers[i] for i in anew], [values[i] for i in anew], True, columnwise)
-            if again:
-                _write([quantizers[i] for i in again], [values[i] for i in again], [copies[i] for i in again], skip)
-        for i, one in zip(anew, made, strict=True):
-            self.kept[due[i]] = keys[i], one
-            copies[i] = one
+            results = _C.quantize_list([quantizers[i] for i in renewed], [values[i] for i in renewed], True, columnwise)
+            if refilled:
+                _write(
+                    [quantizers[i] for i in refilled],
+                    [values[i] for i in refilled],
+                    [copies[i] for i in refilled],
+                    skip,
+                )
+        for i, result in zip(renewed, results, strict=True):
+            self.kept[due[i]] = keys[i], result
+            copies[i] = result
         return copies
 
     def _fitting(self, product: str, key: tuple, columnwise: bool) -> _C.Quantized | None:

@@ -11,7 +11,7 @@ from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
 
-from .row_unit_cases import SPLIT, Ran, addresses, example, in_one_buffer, joins_without_copy, linear, model, units
+from .flat_params_cases import SPLIT, Ran, addresses, example, in_one_buffer, joins_without_copy, linear, model, units
 
 
 def run(parts, device):

@@ -15,14 +15,14 @@ from transformer_engine.pytorch import _C
 _numbers = itertools.count()
 
 
-def unit_marks(count: int) -> list[dict[str, tuple[int, int, int]]]:
+def row_marks(count: int) -> list[dict[str, tuple[int, int, int]]]:
     """A mark for each of `count` parameters of one unit: (the unit's number in this process, its place, their count).
     Plain numbers, so that a file of parameters can be read with weights_only."""
     number = next(_numbers) if count > 1 else None
     return [{} if number is None else {"row_unit": (number, i, count)} for i in range(count)]
 
 
-class RowUnit:
+class FlatParams:
     """Parameters of a module whose rows, one behind the other, are the weight or the bias of one product.
 
     Where they lie so in one storage a forward joins them without a copy. names: in their order. shape: of all rows
@@ -50,7 +50,7 @@ class RowUnit:
         return self.parameters[0].device
 
     def __repr__(self) -> str:
-        return f"RowUnit({', '.join(self.names)}: {self.dtype} {list(self.shape)} on {self.device})"
+        return f"FlatParams({', '.join(self.names)}: {self.dtype} {list(self.shape)} on {self.device})"
 
     def in_order(self) -> bool:
         """Whether the rows lie one behind the other in one storage."""
@@ -65,17 +65,17 @@ class RowUnit:
         it may overlap the memory that the parameters are in. A callable that was captured before reads the old memory.
         Errors: ValueError for a buffer or parameters that do not fit; nothing is changed then."""
         self._check(buffer)
-        whole, parts = buffer.detach().view(self.shape), self.parameters
-        if _C.rows_in_order(parts) and _place(parts[0])[:2] == _place(whole)[:2]:
+        buffer, parts = buffer.detach().view(self.shape), self.parameters
+        if _C.rows_in_order(parts) and _location(parts[0])[:2] == _location(buffer)[:2]:
             return
         values = [p.detach() for p in parts]
-        if any(_overlap(value, whole) for value in values):
+        if any(_overlap(value, buffer) for value in values):
             values = [value.clone() for value in values]
             # a backward behind this may read what is written over
             torch.autograd.graph.increment_version([p for p in parts if not p.is_inference()])
-        for value, rows in zip(values, self._split(whole), strict=True):
+        for value, rows in zip(values, self._split(buffer), strict=True):
             rows.copy_(value)
-        self._take(whole)
+        self._take(buffer)
 
     def _check(self, buffer: torch.Tensor) -> None:
         op = f"{type(self._module).__name__}: row_units(): place"
@@ -88,9 +88,9 @@ class RowUnit:
         strided = buffer.layout is torch.strided
         fits = (buffer.dtype, buffer.device, buffer.numel()) == (self.dtype, self.device, self.shape.numel())
         if not (fits and strided and buffer.is_contiguous() and not buffer.is_neg()):
-            how = "" if strided and buffer.is_contiguous() and not buffer.is_neg() else ", not contiguous"
+            layout = "" if strided and buffer.is_contiguous() and not buffer.is_neg() else ", not contiguous"
             raise ValueError(
-                f"{op}: argument 'buffer' is {buffer.dtype} {list(buffer.shape)} on {buffer.device}{how}, {wanted}."
+                f"{op}: argument 'buffer' is {buffer.dtype} {list(buffer.shape)} on {buffer.device}{layout}, {wanted}."
             )
         if buffer.is_inference():
             raise ValueError(
@@ -113,18 +113,18 @@ class RowUnit:
             return "partly one parameter, wanted one for each name"
         return None
 
-    def _split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return whole.split([p.shape[0] for p in self.parameters])
+    def _split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return buffer.split([p.shape[0] for p in self.parameters])
 
-    def _take(self, whole: torch.Tensor) -> None:
-        for part, rows in zip(self.parameters, self._split(whole), strict=True):
+    def _take(self, buffer: torch.Tensor) -> None:
+        for part, rows in zip(self.parameters, self._split(buffer), strict=True):
             part.data = rows
 
-    def _places(self) -> list[object]:
-        return [_place(p) if type(p) is torch.nn.Parameter else id(p) for p in self.parameters]
+    def _locations(self) -> list[object]:
+        return [_location(p) if type(p) is torch.nn.Parameter else id(p) for p in self.parameters]
 
     @torch.no_grad()
-    def _join(self) -> None:
+    def _flatten(self) -> None:
         """Lays the rows side by side, unless an owner laid them out: each has to fill its storage, or to lie in one as
         large as the unit, which is how a module lays them."""
         parts = self.parameters
@@ -132,9 +132,9 @@ class RowUnit:
             return
         for part in parts:  # what a state dict handed out, assigned: back into the memory that it is a part of
             rows = part.detach()
-            whole = _C.whole_storage(rows)
-            if whole is not rows:
-                part.data = whole
+            buffer = _C.whole_storage(rows)
+            if buffer is not rows:
+                part.data = buffer
         if _C.rows_in_order(parts):
             return
         size = self.shape.numel() * self.dtype.itemsize
@@ -142,7 +142,7 @@ class RowUnit:
             self._take(torch.cat([p.detach() for p in parts]))
 
 
-def _place(t: torch.Tensor) -> tuple[object, ...]:
+def _location(t: torch.Tensor) -> tuple[object, ...]:
     """Where it lies. By storage and offset: a tensor without elements has no address."""
     return t.untyped_storage()._cdata, t.storage_offset(), t.dtype
 
@@ -158,30 +158,30 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return first < other_last and other_first < last
 
 
-def units_of(module: torch.nn.Module) -> list[RowUnit]:
+def flat_params_of(module: torch.nn.Module) -> list[FlatParams]:
     """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
     ours = module._parameters
     several = [names for names in module._unit_names() if len(names) > 1]
-    return [RowUnit(module, names) for names in several if all(ours.get(name) is not None for name in names)]
+    return [FlatParams(module, names) for names in several if all(ours.get(name) is not None for name in names)]
 
 
-def join_moved(module: torch.nn.Module, before: dict[tuple[str, ...], list[object]]) -> None:
+def flatten_moved(module: torch.nn.Module, before: dict[tuple[str, ...], list[object]]) -> None:
     """Joins the units that do not lie where they lay before."""
-    for unit in units_of(module):
-        if unit._places() != before.get(unit.names):
-            unit._join()
+    for flat in flat_params_of(module):
+        if flat._locations() != before.get(flat.names):
+            flat._flatten()
 
 
 @contextmanager
-def joining(module: torch.nn.Module) -> Iterator[None]:
+def kept_flat(module: torch.nn.Module) -> Iterator[None]:
     """Around what may move a module's parameters: units stay where they are while nothing moves them, and are joined
     again behind what does."""
-    before = {unit.names: unit._places() for unit in units_of(module)}
+    before = {flat.names: flat._locations() for flat in flat_params_of(module)}
     yield
     module._settle(before)
 
 
-def renumber(tags: Iterable[dict[str, object]]) -> None:
+def renumber_marks(tags: Iterable[dict[str, object]]) -> None:
     """A copy of a module has units of its own: in the marks of its parameters."""
     numbers: defaultdict[int, int] = defaultdict(lambda: next(_numbers))
     for marks in tags:

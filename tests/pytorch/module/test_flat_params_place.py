@@ -10,7 +10,7 @@ from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 
-from .row_unit_cases import (
+from .flat_params_cases import (
     EXAMPLE,
     SPLIT,
     Ran,
