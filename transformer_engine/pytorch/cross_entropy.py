@@ -19,7 +19,7 @@ from transformer_engine.pytorch.distributed.regions import (
     gather_from_sequence_parallel_region,
 )
 from transformer_engine.pytorch.quantization.recipes.products import stateless_integers
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _OPS_WORDS = re.compile(r"^(te_|linear_)?cross_entropy(_\w+)?: ")
@@ -144,7 +144,7 @@ def parallel_cross_entropy(
 
 def _quantization(op: str) -> list[int]:
     """Of the te.autocast around the call, as integers; none: plain products."""
-    state = here()
+    state = current_state()
     if not state.enabled:
         return []
     recipe = state.chosen_recipe()

@@ -12,7 +12,7 @@ from support import assert_same_bits
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 from .oracles_gradients import steps
 from .programs import (
@@ -110,7 +110,7 @@ def after_exceptions(p):
                 step(one, way, batch)
         before = grads_of(whole)
         ended = failing(p, failed, way, batch)
-        state = here()
+        state = current_state()
         now = state.depth, state.enabled, state.calibrating, state.region
         assert now == (0, False, False, None), f"{now} stays switched on"
         if ended and not stateless:

@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
 )
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 from transformer_engine.pytorch.torch_version import torch_version
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
@@ -39,7 +39,7 @@ def check_refused(call, words):
     with pytest.raises(wanted) as caught:
         call()
     assert str(caught.value).startswith(words) or type(caught.value) is not NotImplementedError
-    assert not FP8GlobalStateManager.is_fp8_enabled() and here().depth == 0
+    assert not FP8GlobalStateManager.is_fp8_enabled() and current_state().depth == 0
 
 
 @fullgraph
@@ -117,4 +117,4 @@ def test_where_a_graph_breaks_inside_of_an_autocast(device, recipe):
         )
         with pytest.raises(NotImplementedError, match=words):
             run(x)
-    assert not FP8GlobalStateManager.is_fp8_enabled() and here().depth == 0
+    assert not FP8GlobalStateManager.is_fp8_enabled() and current_state().depth == 0

@@ -49,8 +49,9 @@ def test_a_new_thread_starts_with_nothing():
     try:
         with te.autocast(recipe=recipe, _graph=True), te.quantized_model_init(preserve_high_precision_init_val=True):
             Manager.set_skip_fp8_weight_update_tensor(True)
-            here = said()
-            assert here[:3] == (True, False, recipe) and here[4:7] == (True, True, True) and here[8:] == (True, True)
+            inside = said()
+            assert inside[:3] == (True, False, recipe) and inside[4:7] == (True, True, True)
+            assert inside[8:] == (True, True)
             assert elsewhere(said) == NOTHING
     finally:
         set_capture_end()
@@ -118,8 +119,8 @@ def on_autograds_thread(call):
             found.append((threading.get_ident(), error))
 
     _Deeper.apply(torch.ones(1, requires_grad=True), 61, work).backward()
-    (thread, result), here = found[0], threading.get_ident()
-    assert thread != here
+    (thread, result), own_thread = found[0], threading.get_ident()
+    assert thread != own_thread
     if isinstance(result, BaseException):
         raise result
     return result
@@ -152,7 +153,7 @@ def test_a_backward_has_what_is_on_where_it_is_called():
 def test_a_copy_is_of_one_backward(monkeypatch):
     """As a device's thread of autograd has it, which keeps what is its own from backward to backward; the threads above
     do not."""
-    theirs, backward = autocast_state.here(), [1]
+    theirs, backward = autocast_state.current_state(), [1]
     names = types.SimpleNamespace(calling_thread=lambda: theirs.thread)
     monkeypatch.setattr(autocast_state, "_C", names)
     monkeypatch.setattr(autocast_state, "current_graph_task_id", lambda: backward[0])

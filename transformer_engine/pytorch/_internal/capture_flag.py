@@ -10,32 +10,32 @@ import torch
 from transformer_engine.pytorch import _C
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:  # torch.compile sees no attribute of the class
         self.capturing = False
 
 
-_here = _Here()
+_thread = _ThreadState()
 _threads: set[int] = set()  # that capture: where there is none, no backward belongs to a capture
 
 
 def set_capture_start() -> None:
     """Tells the modules that a capture begins in this thread; its warm-up counts as part of it, and so do the backwards
     that this thread calls."""
-    _here.capturing = True
+    _thread.capturing = True
     _threads.add(_C.this_thread())
 
 
 def set_capture_end() -> None:
     """Tells the modules that a capture has ended."""
-    _here.capturing = False
+    _thread.capturing = False
     _threads.discard(_C.this_thread())
 
 
 def is_graph_capturing() -> bool:
     """Whether this thread captures callables, warm-up included: a module may then leave out what only eager needs."""
-    if _here.capturing or torch.compiler.is_compiling() or not _threads:
-        return _here.capturing
+    if _thread.capturing or torch.compiler.is_compiling() or not _threads:
+        return _thread.capturing
     return _C.calling_thread() in _threads
 
 
@@ -66,8 +66,8 @@ def capture_ends() -> None:
 @contextmanager
 def as_captured() -> Iterator[None]:
     """Inside, modules do what they do in a capture; so run a CPU's replays."""
-    before, _here.capturing = _here.capturing, True
+    before, _thread.capturing = _thread.capturing, True
     try:
         yield
     finally:
-        _here.capturing = before
+        _thread.capturing = before

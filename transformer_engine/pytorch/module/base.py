@@ -29,7 +29,7 @@ from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get
 from transformer_engine.pytorch.module.whole_checkpoints import WholeCheckpoints, is_extra_state
 from transformer_engine.pytorch.quantization.module.api import QuantizedModule
 from transformer_engine.pytorch.quantization.module.primary_weights import converted_in_place, primary_weights
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.utils import get_default_init_method, resolve_device
 
@@ -83,7 +83,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
         self.fuse_wgrad_accumulation = False
         self.name: str | None = None
         # quantized_model_init around the construction; the parameters themselves may come later (device="meta")
-        state = here()
+        state = current_state()
         self.primary_weights_in_fp8 = state.parameters and bool(self._products)
         self.preserve_high_precision_init_val = self.primary_weights_in_fp8 and state.preserve_high_precision
         self.runtime = Runtime(len(self._products))

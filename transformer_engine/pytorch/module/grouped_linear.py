@@ -24,7 +24,7 @@ from transformer_engine.pytorch.module.kept_input import keeps_input
 from transformer_engine.pytorch.module.parallel import divided, group_size
 from transformer_engine.pytorch.quantization.checkpoint import te_state
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
-from transformer_engine.pytorch.quantization.state.autocast_state import HERE, here
+from transformer_engine.pytorch.quantization.state.autocast_state import THREAD, current_state
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions
@@ -193,7 +193,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             if buffer is not None and not torch.compiler.is_compiling():  # refused there
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
-        if splits.offsets is not None and inp.is_cuda and here().enabled:  # before a quantizer notes anything
+        if splits.offsets is not None and inp.is_cuda and current_state().enabled:  # before a quantizer notes anything
             self._check_dtype(inp)
         (weights, all_plain), (biases, _) = (self._parameters_of(names) for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, all_plain, is_first_microbatch)
@@ -246,7 +246,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not quantizations:
             return [], []
         own = quantization.own
-        if is_first_microbatch is None and all_plain and not HERE.state.in_capture():
+        if is_first_microbatch is None and all_plain and not THREAD.state.in_capture():
             return quantizations, []  # of_weights() has nothing of any
         copies = quantization.of_weights(self, weights, is_first_microbatch)
         if not any(result is not None for result in copies):
@@ -272,7 +272,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
 
     def _check_recipe(self) -> None:
-        if self.tp_size > 1 and here().enabled and here().chosen_recipe().float8_current_scaling():
+        if self.tp_size > 1 and current_state().enabled and current_state().chosen_recipe().float8_current_scaling():
             refuse_recipe(
                 f"{type(self).__name__}: Float8CurrentScaling with {self.tp_size} ranks of tensor parallelism, where "
                 "each rank has a part of what is to have one scale; use Float8BlockScaling or DelayedScaling.",

@@ -4,7 +4,7 @@ quantizes it again. Refuses recipes with which that would be something else."""
 import torch
 
 from transformer_engine.pytorch._internal.compiling import refuse
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 def keeps_input(module: torch.nn.Module, quantized: bool) -> bool:
@@ -13,7 +13,7 @@ def keeps_input(module: torch.nn.Module, quantized: bool) -> bool:
     if not (quantized and module.save_original_input):
         return False
     asked = f"{type(module).__name__}: argument 'save_original_input' is True under"
-    recipe = here().chosen_recipe()
+    recipe = current_state().chosen_recipe()
     if recipe.backward_override == "dequantized":
         refuse(
             f"{asked} backward_override='dequantized', whose backward reads the quantized input in place of the "

@@ -12,7 +12,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import unsafe_preserve_version_counter
 from transformer_engine.pytorch.distributed.rng import Snapshot, trackers_of
 from transformer_engine.pytorch.graph.recorded.quantization import our_modules
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def _alias(t: torch.Tensor) -> torch.Tensor:
 def _quantization_restored(module: torch.nn.Module) -> Iterator[None]:
     """Scales and histories in their memory, which views and graphs know, and kept weights: inside, none is written to.
     No region is told of what runs: its end and its backward would make scales of it."""
-    parts, state = our_modules(module), here()
+    parts, state = our_modules(module), current_state()
     before = [(part.runtime, part.runtime.snapshot(part)) for part in parts]
     for runtime, _ in before:
         runtime.weights_anew()

@@ -199,7 +199,8 @@ class Quantizer(Settings):
         if lacking:
             raise ValueError(
                 f"{type(self).__name__}.quantize_impl: it returned a {type(result).__name__} without {lacking[0]} "
-                "data, which a product reads; make every direction whose usage is True (rowwise_usage, columnwise_usage)."
+                "data, which a product reads; make each direction whose usage is True (rowwise_usage, "
+                "columnwise_usage)."
             )
         return result._native()
 

@@ -63,8 +63,8 @@ class FSDPHooks:
         if ranks > 1 and block_rows > 1 and (rows % block_rows or outer_size[0] % ranks):
             raise NotImplementedError(
                 f"{type(self).__name__}: a shape of {tuple(outer_size)} on {ranks} ranks has shards of {rows} rows, "
-                f"wanted multiples of {block_rows}: a block of scales cannot be split. Quantize per tensor, or use fewer "
-                "ranks."
+                f"wanted multiples of {block_rows}: a block of scales cannot be split. Quantize per tensor, or use "
+                "fewer ranks."
             )
         self._before_sharding(mesh.get_group())
         tensors, rest = self._twin().fsdp_extract_buffers()

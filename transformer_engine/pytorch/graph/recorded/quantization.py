@@ -15,7 +15,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.recipes.products import Plan
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 def our_modules(module: object) -> list[TransformerEngineBaseModule]:
@@ -123,7 +123,7 @@ class Quantization:
             for state in _scaling_states(part):
                 if state is not None:
                     state.changed()  # a copy of scales that a recomputation needs is made inside the graph, each time
-        state = here()
+        state = current_state()
         before = state.skip_weight_update, state.noted
         state.skip_weight_update = None if self.flag is None else self.flag.tensor
         noted = state.noted = {}

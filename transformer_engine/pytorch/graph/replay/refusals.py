@@ -7,7 +7,7 @@ import warnings
 from transformer_engine.pytorch.graph.describe import shown
 from transformer_engine.pytorch.graph.memory.buffers import version_of
 from transformer_engine.pytorch.graph.recorded.quantization import our_modules
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 class Refusals:
@@ -33,7 +33,7 @@ class Refusals:
 
     def _check_recipe(self) -> None:
         """The autocast around a replay is the captured one's, or none."""
-        plan = here().chosen_plan()
+        plan = current_state().chosen_plan()
         if plan is not self.plan and plan.recipe != self.plan.recipe:
             raise RuntimeError(
                 f"{self.label}: called in an autocast with another recipe ({plan.recipe}) than it was captured with "

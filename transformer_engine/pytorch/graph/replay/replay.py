@@ -23,7 +23,7 @@ from transformer_engine.pytorch.graph.replay.refusals import Refusals
 from transformer_engine.pytorch.graph.replay.scales import Scales
 from transformer_engine.pytorch.graph.replay.weight_grads import WeightGrads
 from transformer_engine.pytorch.quantization.recipes.products import Plan
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 class _Replay(torch.autograd.Function):
@@ -122,7 +122,7 @@ class Graphed(_Record, Replays, Refusals, WeightGrads):
             raise ValueError(
                 f"{self.label}: argument 'is_first_microbatch' is {shown(is_first_microbatch)}, wanted True or False."
             )
-        if here().enabled:
+        if current_state().enabled:
             if self.plan is not None:
                 self._check_recipe()
             elif not self.calls.told:

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.graph.recorded.quantization import Noted
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 # What tells a backward's region that it was reached: a watch, and a place in it.
 Watched = tuple[_C.BackwardWatch, int]
@@ -66,7 +66,7 @@ class Scales:
         """(the region around a call, which its states enter; that region once more where there is no autocast, and it
         is to be updated behind the call)."""
         self._check_known()
-        state = here()
+        state = current_state()
         around = state.group if state.active else self.group
         if around is not self._prepared_for:
             self._prepare(around)

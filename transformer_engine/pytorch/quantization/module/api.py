@@ -12,7 +12,7 @@ from transformer_engine.pytorch.quantization.checkpoint import extra_state
 from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 class QuantizedModule(torch.nn.Module):
@@ -73,7 +73,7 @@ class QuantizedModule(torch.nn.Module):
                 "module's products."
             )
         quantization = self.runtime.quantization
-        state = here()
+        state = current_state()
         if state.active and self._products and quantization.token is not state.token:
             quantization.enter(self, state)
 
@@ -108,7 +108,7 @@ class QuantizedModule(torch.nn.Module):
         dict (torch.distributed.checkpoint) find room for a checkpoint's."""
         meta = self.fp8_meta
         ran = self.runtime.quantization.own is not None or meta["fp8_checkpoint"] or "scaling_fwd" in meta
-        state = here()
+        state = current_state()
         if not (ran or self.primary_weights_in_fp8) and state.active and state.chosen_recipe().delayed():
             self.init_fp8_metadata()
         forward, backward = (meta.get(key) for key in DIRECTIONS)

@@ -15,7 +15,7 @@ from transformer_engine.pytorch._internal.compiling import outside_of_modes
 from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch._internal.torch_private import has_compatible_shallow_copy_type
 from transformer_engine.pytorch.quantization.module.plan import ModulePlan
-from transformer_engine.pytorch.quantization.state.autocast_state import HERE
+from transformer_engine.pytorch.quantization.state.autocast_state import THREAD
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.layout import ROWWISE
 from transformer_engine.pytorch.tensor.quantized_tensor import own_attributes
@@ -55,7 +55,7 @@ def as_product_reads(own: ModulePlan, weight: QuantizedTensor) -> _C.Quantized:
             with outside_of_modes():
                 weight.update_usage(rowwise_usage=True, columnwise_usage=True)
             handle = weight._native()
-        if HERE.state.in_capture():  # replays read and write this memory
+        if THREAD.state.in_capture():  # replays read and write this memory
             weight._keeps_columnwise = True
     elif handle.columnwise is not None and drop_columns(weight):
         handle = weight._native()

@@ -29,7 +29,12 @@ from transformer_engine.pytorch.quantization.module.primary_weights import (
 from transformer_engine.pytorch.quantization.module.weights import KeptWeights, WeightCalls
 from transformer_engine.pytorch.quantization.recipes.products import SLOTS, Plan, plan_of, traced_integers
 from transformer_engine.pytorch.quantization.roles import QuantizerRole
-from transformer_engine.pytorch.quantization.state.autocast_state import HERE, AutocastState, get_default_recipe, here
+from transformer_engine.pytorch.quantization.state.autocast_state import (
+    THREAD,
+    AutocastState,
+    current_state,
+    get_default_recipe,
+)
 from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")  # keys of meta
@@ -98,7 +103,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
     """
 
     def __init__(self, products: int) -> None:
-        self.parameters_recipe: Recipe | None = here().parameters_recipe
+        self.parameters_recipe: Recipe | None = current_state().parameters_recipe
         self.meta: dict[str, object] = {
             "fp8_checkpoint": False,
             "recipe": get_default_recipe(),
@@ -167,7 +172,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         self, module: torch.nn.Module, product: str, weight: torch.Tensor, is_first_microbatch: bool | None
     ) -> tuple[object | None, _C.Quantized | None]:
         """(of_product, of_weight) of a call."""
-        if module.primary_weights_in_fp8 and here().enabled and _under_compile():
+        if module.primary_weights_in_fp8 and current_state().enabled and _under_compile():
             refuse(
                 f"{type(module).__name__}: a product with a quantized weight (quantized_model_init) is not available "
                 "in this version under torch.compile; keep the module out of the compiled region."
@@ -179,11 +184,11 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
 
     def of_product(self, module: torch.nn.Module, product: str = "") -> object | list[int] | None:
         """_C.ProductQuantization of this call's product, its integers under torch.compile; None: high precision."""
-        state = HERE.state
+        state = THREAD.state
         if torch.compiler.is_compiling():
             return self._traced(module, state)
         if state.borrowed or (not state.active and current_graph_task_id() != -1):
-            state = here()
+            state = current_state()
         if not state.active:
             if self.token is not None:
                 self._tell_of_recomputation(module)
@@ -250,7 +255,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             return
         own.note(index, "input", _C.quantize_amax(x.detach()))
         own.note(index, "weight", _C.quantize_amax(weight.detach()))
-        state = here()
+        state = current_state()
         if index == 0 and state.region is not None:
             state.region.add(own.forward, state.group, forward=True)
 
@@ -342,7 +347,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         own = self.own
         if own is None:
             if self.parameters_recipe is None:
-                self.parameters_recipe = here().chosen_recipe()
+                self.parameters_recipe = current_state().chosen_recipe()
             own = ModulePlan(plan_of(self.parameters_recipe), roles_of(module), _weight_device(module))
             own.prepare(None, None)
             self._hold(module, own)

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.quantization.module.primary_weights import (
     as_product_reads,
     check_primary_weight,
 )
-from transformer_engine.pytorch.quantization.state.autocast_state import HERE
+from transformer_engine.pytorch.quantization.state.autocast_state import THREAD
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -117,7 +117,7 @@ class WeightCalls:
 
         is_first_microbatch: True quantizes and keeps, False takes what was kept, None does neither. In a graph's
         capture its flag (set_skip_fp8_weight_update_tensor), where there is one, decides instead, in the kernel."""
-        state = HERE.state
+        state = THREAD.state
         if not state.enabled:
             return None
         if is_first_microbatch is None and type(weight) is torch.nn.Parameter and not state.in_capture():
@@ -133,7 +133,7 @@ class WeightCalls:
         products: Mapping[str, int] | None = None,
     ) -> list[_C.Quantized | None]:
         """of_weight() of each. products: their names and numbers, all of the module's by default."""
-        state = HERE.state
+        state = THREAD.state
         if products is None:
             products = {name: i for i, name in enumerate(module._products)}
         copies = [

@@ -125,7 +125,7 @@ class AutocastState:
                 self.token, self.plan = before[1:]
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """state: what this thread's code sees. own: what is on in this thread; outside of a backward these are one.
     borrowed: of threads whose backwards it runs."""
 
@@ -134,15 +134,15 @@ class _Here(threading.local):
         self.borrowed: dict[int, AutocastState] = {}
 
 
-HERE = _Here()
+THREAD = _ThreadState()
 _states: weakref.WeakValueDictionary[int, AutocastState] = (
     weakref.WeakValueDictionary()
 )  # by the numbers of their threads
 
 
-def here() -> AutocastState:
+def current_state() -> AutocastState:
     """What is on in this thread; in a backward, what is on in the thread that calls it."""
-    state = HERE.state
+    state = THREAD.state
     if torch.compiler.is_compiling():
         return state
     if current_graph_task_id() != -1:
@@ -156,16 +156,16 @@ def here() -> AutocastState:
 def _of_caller() -> AutocastState:
     """Autograd's threads run the backwards of many others, one inside of another one: each has a copy, made anew for
     each backward, unless a context is open on it."""
-    own, caller = HERE.own, _C.calling_thread()
+    own, caller = THREAD.own, _C.calling_thread()
     theirs = None if caller == own.thread else _states.get(caller)
     if theirs is None:
-        HERE.state = own
+        THREAD.state = own
         return own
-    state = HERE.borrowed.get(caller)
+    state = THREAD.borrowed.get(caller)
     if state is None or (state.backward != current_graph_task_id() and state.depth == state.outside):
-        for gone in [number for number in HERE.borrowed if number not in _states]:
-            del HERE.borrowed[gone]
-        state = HERE.borrowed[caller] = copy.copy(theirs)
+        for gone in [number for number in THREAD.borrowed if number not in _states]:
+            del THREAD.borrowed[gone]
+        state = THREAD.borrowed[caller] = copy.copy(theirs)
         state.borrowed, state.backward, state.outside = True, current_graph_task_id(), theirs.depth
-    HERE.state = state
+    THREAD.state = state
     return state

@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._internal.keywords import hides_unknown, tells_keywords, unknown_keyword
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.recipes.formats import must_be_a_recipe
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 def _deprecated(old: str, new: str) -> None:
@@ -70,7 +70,7 @@ class autocast:
             raise RuntimeError(
                 "autocast: this instance has been entered and not left; make one for each block that runs at a time."
             )
-        state = here()
+        state = current_state()
         self._before = (
             state,
             (state.enabled, state.calibrating, state.recipe, state.group),
@@ -131,7 +131,7 @@ def quantized_model_init(
     _must_be_flags("quantized_model_init", enabled=enabled)
     if recipe is not None:
         must_be_a_recipe("quantized_model_init", recipe)
-    state = here()
+    state = current_state()
     before, resets = (state.parameters, state.parameters_recipe, state.preserve_high_precision), state.resets
     state.parameters = bool(enabled)
     state.parameters_recipe = recipe

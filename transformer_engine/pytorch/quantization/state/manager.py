@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.quantization.recipes import availability
-from transformer_engine.pytorch.quantization.state.autocast_state import here
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 from transformer_engine.pytorch.utils import resolve_device
 
 
@@ -18,55 +18,55 @@ class QuantizationState:
 
     @property
     def fp8_enabled(self) -> bool:
-        return here().enabled
+        return current_state().enabled
 
     @property
     def fp8_calibration(self) -> bool:
-        return here().calibrating
+        return current_state().calibrating
 
     @property
     def fp8_recipe(self) -> Recipe | None:
         """Of the innermost autocast; None where it was given none."""
-        return here().recipe
+        return current_state().recipe
 
     @property
     def fp8_distributed_group(self) -> object | None:
-        return here().group
+        return current_state().group
 
     @property
     def fp8_parameters(self) -> bool:
-        return here().parameters
+        return current_state().parameters
 
     @property
     def high_precision_init_val(self) -> bool:
-        return here().preserve_high_precision
+        return current_state().preserve_high_precision
 
     @property
     def autocast_depth(self) -> int:
-        return here().depth
+        return current_state().depth
 
     @property
     def skip_fp8_weight_update_tensor(self) -> torch.Tensor | None:
-        return here().skip_weight_update
+        return current_state().skip_weight_update
 
     @property
     def fp8_graph_capturing(self) -> bool:
-        return here().in_capture()
+        return current_state().in_capture()
 
     @fp8_graph_capturing.setter
     def fp8_graph_capturing(self, capturing: bool) -> None:
-        here().capturing = capturing
+        current_state().capturing = capturing
 
     @property
     def is_first_fp8_module(self) -> bool:
         """Whether no module has been the first yet inside the outermost autocast; to read it changes nothing."""
-        region = here().region
+        region = current_state().region
         return region is not None and not (region.claimed or region.followed)
 
     @is_first_fp8_module.setter
     def is_first_fp8_module(self, first: bool) -> None:
-        if here().region is not None:
-            here().region.claimed = not first
+        if current_state().region is not None:
+            current_state().region.claimed = not first
 
 
 class FP8GlobalStateManager:
@@ -78,29 +78,29 @@ class FP8GlobalStateManager:
     def reset(cls) -> None:
         """As in a new process: no context, nothing waiting. Those that are open have ended, and leaving them changes
         nothing; what ran inside gets no new scales from them. Scales and histories are the modules'."""
-        here().reset()
+        current_state().reset()
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        return here().enabled
+        return current_state().enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        return here().calibrating
+        return current_state().calibrating
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
         """Whether modules built here get quantized weights."""
-        return here().parameters
+        return current_state().parameters
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        return here().preserve_high_precision
+        return current_state().preserve_high_precision
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
         """Whether a graph is being captured, by its owner's word (autocast's _graph) or by the stream's."""
-        return here().in_capture()
+        return current_state().in_capture()
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
@@ -112,21 +112,21 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        return here().chosen_recipe()
+        return current_state().chosen_recipe()
 
     @classmethod
     def get_fp8_group(cls) -> object | None:
-        return here().group
+        return current_state().group
 
     @classmethod
     def get_fp8_autocast_state(cls) -> tuple:
         """(enabled, calibrating, recipe, group, capturing)."""
-        return here().snapshot()[:5]
+        return current_state().snapshot()[:5]
 
     @classmethod
     def set_fp8_autocast_state(cls, fp8_state: tuple) -> None:
         """Puts back what get_fp8_autocast_state returned."""
-        state = here()
+        state = current_state()
         *said, state.capturing = fp8_state
         state.set(*said)
 
@@ -151,7 +151,7 @@ class FP8GlobalStateManager:
         """A flag on the device, float32 [1], that a graph's kernels read: where it is not 0, a cached weight is not
         quantized again. It stays the same memory, so that a graph which was captured with it follows; calls outside of
         a capture ask is_first_microbatch alone. None: there is no flag."""
-        state = here()
+        state = current_state()
         if skip is None:
             state.skip_weight_update = None
             return
@@ -161,13 +161,13 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> torch.Tensor | None:
-        return here().skip_weight_update
+        return current_state().skip_weight_update
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
         """New scales from the amaxes of the current region's forward, or of the backward of the oldest region whose
         owner captured it in a graph. Eager regions see to both themselves."""
-        state = here()
+        state = current_state()
         if forward:
             if state.region is not None:
                 state.region.update_forward()
@@ -178,7 +178,7 @@ class FP8GlobalStateManager:
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict) -> None:
         """A module's scales and histories join the current region: for the replay of a graph, in which no module
         runs. Outside of autocast, and for recipes without state, nothing happens."""
-        region = here().region
+        region = current_state().region
         if region is None:
             return
         for forward in (True, False):
