@@ -1,6 +1,6 @@
-# What the structure of the source is, measured from its text: who imports whom, how long files are, which lines stand
-# twice, and the walk of one call. test_house.py holds the figures; `python tests/policy/house.py` prints floors and
-# walk as they stand in docs/architecture.md, or with --figures the rest.
+# The structure of the source, measured from its text: imports, lengths of files, lines that are written twice, and the
+# walk of one call. test_house.py holds the figures; `python tests/policy/house.py` prints the tables of layers and of
+# the walk for docs/architecture.md, or with --figures the rest.
 import ast
 import collections
 import itertools
@@ -14,25 +14,18 @@ ARCHITECTURE = REPO / "docs/architecture.md"
 PACKAGE = "transformer_engine.pytorch"
 SOURCE = REPO / "transformer_engine"
 
-# Rooms of the Python package from the lowest floor up: a room imports from its own floor and from below.
-FLOORS = [
-    ["common", "_internal", "constants", "flops", "jit", "torch_version", "debug"],
-    ["utils", "functional"],
-    ["tensor", "verdict"],
-    ["saved"],
-    ["distributed"],
-    ["cpu_offload"],
-    ["quantization"],
-    ["module", "ops", "newton_schulz", "permutation", "router", "export"],
-    ["attention", "cross_entropy", "cpp_extensions", "optimizers"],
-    ["transformer"],
-    ["graph"],
-    ["stash"],
-    ["probe"],
-    ["compat"],
-    ["pytorch", "doctor", "bench", "transformer_engine"],
-]
-FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+# The layers of the Python package, the lowest first, and their folders and top-level files. A folder imports from lower
+# layers, and within its own layer in one direction.
+LAYERS = {
+    "base": "common _internal functional constants flops jit torch_version debug utils verdict",
+    "data": "tensor saved distributed",
+    "numerics": "quantization",
+    "modules": "module attention ops optimizers cross_entropy cpp_extensions transformer newton_schulz permutation "
+    "router export",
+    "systems": "graph stash cpu_offload data_parallel probe",
+    "faces": "compat pytorch doctor bench transformer_engine",
+}
+LAYER = {folder: number for number, folders in enumerate(LAYERS.values()) for folder in folders.split()}
 
 
 def modules():
@@ -44,7 +37,8 @@ def modules():
     return found
 
 
-def room_of(name):
+def folder_of(name):
+    """The folder of transformer_engine/pytorch, or the top-level file, that a module belongs to."""
     if name.startswith(PACKAGE + "."):
         return name.removeprefix(PACKAGE + ".").split(".")[0]
     return name.split(".")[-1 if name in (PACKAGE, "transformer_engine") else 1]
@@ -101,8 +95,14 @@ def circles(edges):
 
 
 def upward(edges):
-    """Arrows from a room to one on a higher floor."""
-    return sorted((a, b) for a, b in edges if FLOOR[room_of(a)] < FLOOR[room_of(b)])
+    """Imports from a higher layer."""
+    return sorted((a, b) for a, b in edges if LAYER[folder_of(a)] < LAYER[folder_of(b)])
+
+
+def sideways(edges):
+    """{(importing folder, imported folder)} within one layer."""
+    pairs = {(folder_of(a), folder_of(b)) for a, b in edges}
+    return {(a, b) for a, b in pairs if a != b and LAYER[a] == LAYER[b]}
 
 
 def lengths(folder=SOURCE):
@@ -143,11 +143,12 @@ def repeats(length=10, folder=SOURCE):
     return found
 
 
-def floors_as_text():
-    """From the top floor down, as it stands in docs/architecture.md."""
-    rows = ["| floor | rooms |", "|---|---|"]
-    for number, floor in reversed(list(enumerate(FLOORS, 1))):
-        rows.append(f"| {number} | {', '.join(f'`{room}`' for room in floor)} |")
+def layers_as_text():
+    """The table of docs/architecture.md, the top layer first."""
+    present = {folder_of(module) for module in modules()}
+    rows = ["| layer | folders and files |", "|---|---|"]
+    for name, folders in reversed(LAYERS.items()):
+        rows.append(f"| {name} | {', '.join(f'`{folder}`' for folder in folders.split() if folder in present)} |")
     return "\n".join(rows)
 
 
@@ -222,7 +223,7 @@ def walk_as_text():
 def write():
     """Puts the two tables where they stand in docs/architecture.md, each up to the next empty line."""
     text = ARCHITECTURE.read_text()
-    for table in (floors_as_text(), walk_as_text()):
+    for table in (layers_as_text(), walk_as_text()):
         rows, *after = table.split("\n\n")
         first = rows.splitlines()[0]
         begin = text.index(first)
@@ -237,7 +238,7 @@ if __name__ == "__main__":
     if "--write" in sys.argv:
         write()
     elif "--figures" not in sys.argv:
-        print(floors_as_text(), walk_as_text(), sep="\n\n")
+        print(layers_as_text(), walk_as_text(), sep="\n\n")
     if "--figures" in sys.argv:
         known = modules()
         edges = arrows(known)

@@ -1,5 +1,5 @@
-# The structure of the source keeps to what docs/architecture.md says of it (house.py measures). Mutants: an import of
-# module/ in tensor/, a circle, ten lines copied or a stop left out of the walk turns these red.
+# The structure of the source is the one that docs/architecture.md describes (house.py measures it). Mutants: an import
+# of module/ in tensor/, a circle, ten lines copied or a stop left out of the walk turns these red.
 import re
 import statistics
 
@@ -11,8 +11,8 @@ ARROWS = house.arrows(KNOWN)
 DOCUMENT = (house.REPO / "docs/architecture.md").read_text()
 
 
-def test_every_room_has_a_floor():
-    assert {house.room_of(name) for name in KNOWN} <= set(house.FLOOR)
+def test_every_folder_is_in_a_layer():
+    assert {house.folder_of(name) for name in KNOWN} <= set(house.LAYER)
     assert len(ARROWS) > 500, "the search found hardly anything"
 
 
@@ -21,8 +21,11 @@ def test_no_file_imports_itself_by_way_of_others():
 
 
 def test_imports_run_down():
-    asks = ("distributed.recompute", "quantization.state.autocast_state")  # what is switched on
-    assert house.upward(ARROWS) == [tuple(f"{house.PACKAGE}.{name}" for name in asks)]
+    assert not house.upward(ARROWS)
+
+
+def test_folders_of_one_layer_import_each_other_in_one_direction():
+    assert not house.circles(house.sideways(ARROWS))
 
 
 def test_nothing_of_the_package_is_imported_inside_of_a_function():
@@ -53,8 +56,8 @@ def test_the_walk_is_as_short_as_the_document_says():
     assert abs(int(printed.replace(",", "")) - lines) <= 100, f"{lines} lines now: run `bash qa/regenerate.sh`"
 
 
-def test_floors_are_those_of_the_document():
-    assert house.floors_as_text() in DOCUMENT, "run `bash qa/regenerate.sh`"
+def test_layers_are_those_of_the_document():
+    assert house.layers_as_text() in DOCUMENT, "run `bash qa/regenerate.sh`"
 
 
 NAMED = re.findall(r"`((?:transformer_engine|tests|benchmarks|qa|docs)/[\w./]+)`", DOCUMENT)

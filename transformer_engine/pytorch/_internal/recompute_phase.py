@@ -2,8 +2,8 @@
 first run leaves for the second. Runs are started elsewhere (distributed/recompute.py)."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class FirstRun:
@@ -44,12 +44,26 @@ class _ByHand:
 _BY_HAND = _ByHand()
 
 
+class ContextKeeper:
+    """Carries the context of a first run to its recomputations. quantization, which lies above the code that
+    recomputes, registers the one of te.autocast as RecomputePhase.autocast."""
+
+    def enabled(self) -> bool:
+        """Whether the context is on in this thread."""
+        return False
+
+    def note(self) -> Callable[[], AbstractContextManager]:
+        """Called in the first run; the result enters the same context again."""
+        return nullcontext
+
+
 class RecomputePhase(threading.local):
     """Where this thread is. Recomputations run on autograd's threads, several modules on several threads.
 
     A first run inside of another one leaves its entries to both; inside a recomputation it is one for its modules, and
     hands on what they take."""
 
+    autocast = ContextKeeper()
     enabled = False
     recomputing = False
     _from: FirstRun | _ByHand = _BY_HAND

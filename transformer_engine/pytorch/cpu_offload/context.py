@@ -20,21 +20,16 @@ from transformer_engine.pytorch.cpu_offload.schedule import DefaultOffloadSynchr
 from transformer_engine.pytorch.cpu_offload.steps import LayerNumber, Shared, Synchronizer
 from transformer_engine.pytorch.saved import Hooks
 from transformer_engine.pytorch.saved.marks import checked
+from transformer_engine.pytorch.saved.offload_scope import offload_scope
 
 
 class _Here(threading.local):
-    """The contexts that this thread is in."""
+    """The synchronizer of the innermost context that this thread is in."""
 
-    depth = 0
     synchronizer: Synchronizer | None = None
 
 
 _here = _Here()
-
-
-def is_cpu_offload_enabled() -> bool:
-    """Whether the code that asks runs inside an enabled offload context."""
-    return _here.depth > 0
 
 
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
@@ -95,14 +90,14 @@ class OffloadContext(Shared, ContextDecorator):
                     synchronizer.forget_step()
                     raise
         self._entered.append((works, hooks, _here.synchronizer))
-        _here.depth += works
+        offload_scope.depth += works
         if works:
             _here.synchronizer = self.offload_synchronizer
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         works, hooks, _here.synchronizer = self._entered.pop()
-        _here.depth -= works
+        offload_scope.depth -= works
         if hooks is not None:
             hooks.__exit__(kind, error, trace)
         if works and error is not None:

@@ -15,13 +15,12 @@ from transformer_engine.pytorch._internal.recompute_phase import FirstRun, activ
 from transformer_engine.pytorch._internal.torch_private import pytree
 from transformer_engine.pytorch.distributed.divided import divided_inputs
 from transformer_engine.pytorch.distributed.rng import AsTheyCome, NoDraws, Snapshot
-from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
     """Whether this thread runs, inside an enabled te.autocast, a forward that is recomputed in the backward, in either
     of its two runs."""
-    return recompute_phase().enabled and current_state().enabled
+    return recompute_phase().enabled and recompute_phase().autocast.enabled()
 
 
 class _Twice:
@@ -32,7 +31,7 @@ class _Twice:
         self.function, self.form, self.tracker, self.preserve = function, form, tracker, preserve
         self.snapshot: Snapshot | NoDraws | AsTheyCome | None = None
         self.first_run = FirstRun()
-        self.autocast_state = current_state().snapshot()
+        self.autocast = recompute_phase().autocast.note()
         self.result_form = None
         self.passed: dict[int, torch.Tensor] = {}
         self.outer: list[tuple[int, weakref.ref]] = []  # results of the first run that may be from outside
@@ -45,7 +44,7 @@ class _Twice:
         if self.snapshot is not None:
             self.first_run.rewind()
             recompute_phase_context = activation_recompute_forward(True, True, first_run=self.first_run)
-            with recompute_phase_context, self.snapshot.replayed(), current_state().restored(self.autocast_state):
+            with recompute_phase_context, self.snapshot.replayed(), self.autocast():
                 results = self._call(leaves)
             self._refuse_outer(results)
         else:

@@ -7,7 +7,6 @@ import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
-from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.config import ParallelConfig, ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.error_context import raise_for_module
@@ -22,6 +21,8 @@ from transformer_engine.pytorch.module.parallel import (
     keep_group,
 )
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
+from transformer_engine.pytorch.saved.marks import mark_not_offload
+from transformer_engine.pytorch.saved.offload_scope import is_cpu_offload_enabled
 
 ParametersSplit = Iterable[str] | Mapping[str, int] | None
 

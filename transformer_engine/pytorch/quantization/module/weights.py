@@ -14,7 +14,6 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast
 from transformer_engine.pytorch._internal.torch_private import unsafe_preserve_version_counter
-from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled, mark_not_offload
 from transformer_engine.pytorch.quantization.module.plan import QUIET, RECOMPUTE, RECORD, ModulePlan
 from transformer_engine.pytorch.quantization.module.primary_weights import (
     adopt_primary_weight,
@@ -22,6 +21,8 @@ from transformer_engine.pytorch.quantization.module.primary_weights import (
     check_primary_weight,
 )
 from transformer_engine.pytorch.quantization.state.autocast_state import THREAD
+from transformer_engine.pytorch.saved.marks import mark_not_offload
+from transformer_engine.pytorch.saved.offload_scope import is_cpu_offload_enabled
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 

@@ -8,8 +8,8 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.capture_flag import stream_captures
+from transformer_engine.pytorch._internal.recompute_phase import ContextKeeper, RecomputePhase
 from transformer_engine.pytorch._internal.torch_private import current_graph_task_id
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.recipes.products import Plan, plan_of
@@ -151,6 +152,20 @@ def current_state() -> AutocastState:
         state.thread = _C.this_thread()
         _states[state.thread] = state
     return state
+
+
+class _AutocastKeeper(ContextKeeper):
+    """Recomputations run under the autocast of their first run."""
+
+    def enabled(self) -> bool:
+        return current_state().enabled
+
+    def note(self) -> Callable[[], AbstractContextManager]:
+        snapshot = current_state().snapshot()
+        return lambda: current_state().restored(snapshot)
+
+
+RecomputePhase.autocast = _AutocastKeeper()
 
 
 def _of_caller() -> AutocastState:
