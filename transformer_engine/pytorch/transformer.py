@@ -17,7 +17,6 @@ from transformer_engine.pytorch.constants import LayerTypes
 from transformer_engine.pytorch.distributed.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
 from transformer_engine.pytorch.module.composite import Composite
-from transformer_engine.pytorch.module.config import ParallelConfig
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parallel import check_options, group_size
@@ -138,14 +137,7 @@ class TransformerLayer(Composite):
                         f"{op}: argument 'parallel_attention_mlp' is True and '{name_of}' is {excluded!r}, which "
                         "exclude each other; leave one of them at its default."
                     )
-        parallel = ParallelConfig(
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            tp_overlap=tp_overlap,
-            tp_recompute_allgather=tp_recompute_allgather,
-        )
-        check_options(op, parallel)
+        check_options(op, tp_overlap=tp_overlap, tp_recompute_allgather=tp_recompute_allgather)
         self.tp_size = group_size(op, tp_group, tp_size)
         self.tp_group = tp_group
         if self.tp_size > 1 and not set_parallel_mode:

@@ -18,7 +18,6 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, ap
 from transformer_engine.pytorch.attention.tokens import TokenSizes
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.composite import Composite
-from transformer_engine.pytorch.module.config import ParallelConfig
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parallel import check_options, divided, group_size
@@ -111,14 +110,7 @@ class MultiheadAttention(Composite):
                 f"{op}: argument 'num_attention_heads' is {num_attention_heads}, which does not divide hidden_size "
                 f"{hidden_size}; pass kv_channels."
             )
-        parallel = ParallelConfig(
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            tp_overlap=tp_overlap,
-            tp_recompute_allgather=tp_recompute_allgather,
-        )
-        check_options(op, parallel)
+        check_options(op, tp_overlap=tp_overlap, tp_recompute_allgather=tp_recompute_allgather)
         ranks = self.tp_size = group_size(op, tp_group, tp_size)
         self.tp_group = tp_group
         self.sequence_parallel = ranks > 1 and sequence_parallel

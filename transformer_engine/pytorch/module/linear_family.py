@@ -76,7 +76,13 @@ class LinearFamily(TransformerEngineBaseModule):
         op, mode = type(self).__name__, parallel.parallel_mode
         if mode not in (None, "column", "row"):
             raise ValueError(f"{op}: argument 'parallel_mode' is {mode!r}, wanted None, 'column' or 'row'.")
-        check_options(op, parallel, row=mode == "row")
+        check_options(
+            op,
+            tp_overlap=parallel.tp_overlap,
+            tp_recompute_allgather=parallel.tp_recompute_allgather,
+            symmetric_ar_type=parallel.symmetric_ar_type,
+            row=mode == "row",
+        )
         self.tp_size = group_size(op, parallel.tp_group, parallel.tp_size)
         self.tp_group = parallel.tp_group
         self.sequence_parallel = self.tp_size > 1 and parallel.sequence_parallel

@@ -13,7 +13,6 @@ from transformer_engine.pytorch.distributed.groups import ranks_of
 from transformer_engine.pytorch.distributed.peer import has_met, kind_of, peer_channel
 from transformer_engine.pytorch.distributed.regions import gather_by_name
 from transformer_engine.pytorch.functional.linear import Parallel, TPComm
-from transformer_engine.pytorch.module.config import ParallelConfig
 from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
 
 _MODES = {"column": 1, "row": 2}
@@ -52,13 +51,14 @@ def divided(op: str, argument: str, size: int, ranks: int) -> int:
     return size
 
 
-def check_options(op: str, parallel: ParallelConfig, *, row: bool = False) -> None:
+def check_options(
+    op: str, *, tp_overlap: str, tp_recompute_allgather: bool, symmetric_ar_type: str | None = None, row: bool = False
+) -> None:
     """Raises for options that are unknown, or not available yet. row: the module is a row layer, which gathers no
     input."""
-    tp_overlap, symmetric_ar_type = parallel.tp_overlap, parallel.symmetric_ar_type
     if tp_overlap not in ("auto", "off", "chunked"):
         raise ValueError(f"{op}: argument 'tp_overlap' is {tp_overlap!r}, wanted 'auto', 'off' or 'chunked'.")
-    if row and not parallel.tp_recompute_allgather:
+    if row and not tp_recompute_allgather:
         raise ValueError(
             f"{op}: argument 'tp_recompute_allgather' is False, but a row layer gathers no input that could be kept; "
             "leave it at its default."
