@@ -1,5 +1,5 @@
-"""What every module shares: parameters and their initialisation, the options that have not landed, checkpoint state.
-No module's arithmetic is here."""
+"""The base of all modules: parameters and their initialisation, options, checkpoint state. Modules compute
+elsewhere."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -12,6 +12,7 @@ from transformer_engine.pytorch.distributed.userbuffers import (
 )
 from transformer_engine.pytorch.distributed.userbuffers import destroy_ub as destroy_ub
 from transformer_engine.pytorch.distributed.userbuffers import initialize_ub as initialize_ub
+from transformer_engine.pytorch.module.atomic_checkpoints import AtomicCheckpoints, is_extra_state
 from transformer_engine.pytorch.module.config import ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.flat_params import (
     FlatParams,
@@ -26,7 +27,6 @@ from transformer_engine.pytorch.module.runtime import Runtime
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore
 from transformer_engine.pytorch.module.weight_grad import _dummy_wgrads as _dummy_wgrads  # clients import both here
 from transformer_engine.pytorch.module.weight_grad import get_dummy_wgrad as get_dummy_wgrad
-from transformer_engine.pytorch.module.whole_checkpoints import WholeCheckpoints, is_extra_state
 from transformer_engine.pytorch.quantization.module.api import QuantizedModule
 from transformer_engine.pytorch.quantization.module.primary_weights import converted_in_place, primary_weights
 from transformer_engine.pytorch.quantization.state.autocast_state import current_state
@@ -40,12 +40,12 @@ default_init: InitMethod = get_default_init_method()  # weights unless init_meth
 
 
 def get_workspace() -> torch.Tensor:
-    """For clients that hand memory for intermediate results to general_gemm: empty, as our products have their own."""
+    """For clients that pass a workspace to general_gemm: empty, because the GEMMs here allocate their own."""
     return torch.empty(0, dtype=torch.uint8, device=resolve_device(None))
 
 
 def refuse(op: str, capability: str, **arguments: object) -> None:
-    """Raise for an argument that asks for something this version cannot do and that would change the result."""
+    """Raises for an argument that asks for a capability which this version lacks and which would change the result."""
     for name, value in arguments.items():
         if value:
             raise NotImplementedError(
@@ -57,7 +57,7 @@ def refuse(op: str, capability: str, **arguments: object) -> None:
 def check_choice(
     op: str, argument: str, value: object, available: tuple[object, ...], later: tuple[object, ...] = ()
 ) -> None:
-    """Raise unless `value` is one of `here`; those of `later` are known, and refused as not available yet."""
+    """Raises unless `value` is one of `available`; those of `later` are refused as not available yet."""
     if value in later:
         raise NotImplementedError(
             f"{op}: argument '{argument}' is {value!r}, which is not available in this version; "
@@ -67,10 +67,10 @@ def check_choice(
         raise ValueError(f"{op}: argument '{argument}' is {value!r}, wanted one of {available + later}.")
 
 
-class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
+class TransformerEngineBaseModule(QuantizedModule, AtomicCheckpoints):
     """Base of the modules. A subclass declares its parameters with `_declare`, then calls `reset_parameters`.
 
-    runtime: what it keeps between calls and that is no parameter, buffer or option (module/runtime.py)."""
+    runtime: state between calls that is neither a parameter, a buffer nor an option (module/runtime.py)."""
 
     tp_size: int = 1
     _tp_group_name: str | None = None
@@ -108,8 +108,8 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
     def _declare_rows(
         self, splits: dict[str, int | None], shape: tuple[int, ...], init: InitMethod, **tags: object
     ) -> None:
-        """Registers parameters that are consecutive rows of one buffer, a unit, so that noop_cat joins them without a
-        copy. Each has a mark that says which unit it belongs to (`row_unit`)."""
+        """Registers parameters that are consecutive rows of one buffer, so that noop_cat joins them without a copy.
+        Each has a mark that names its flat parameter (`row_unit`)."""
         buffer = torch.empty(shape, dtype=self.params_dtype, device=self.device)
         first = 0
         for (name, rows), mark in zip(splits.items(), row_marks(len(splits)), strict=True):
@@ -130,7 +130,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
                 self._tag(name)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialises the parameters in their order; those on the meta device are first made on a real one. With
+        """Initialises the parameters in their order; those on the meta device are first allocated on a real one. With
         defer_init nothing happens, so that a meta module stays meta."""
         with kept_flat(self):
             if not defer_init:
@@ -143,7 +143,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
                 target = resolve_device(None) if self.device.type == "meta" else self.device
                 parameter = torch.nn.Parameter(torch.empty_like(parameter, device=target), parameter.requires_grad)
                 setattr(self, name, parameter)
-            self._tag(name)  # to_empty() makes parameters without them
+            self._tag(name)  # parameters that to_empty() made have no marks
             if isinstance(parameter, QuantizedTensor):
                 parameter._values_to_come()
             fork = nullcontext()
@@ -159,23 +159,23 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
         in which backward() meets them."""
         self._setup(parameters)
         self.fuse_wgrad_accumulation = products.fuse_wgrad_accumulation
-        if products.delay_wgrad_compute:  # before the parameters are declared: they carry a mark of it
+        if products.delay_wgrad_compute:  # before the parameters are declared, because they carry a mark of it
             self.runtime.stores = {prefix: WeightGradStore(delay_wgrad_compute=True) for prefix in prefixes}
         self.use_bias, self.return_bias = products.bias, products.return_bias
         self.apply_bias = self.use_bias and not self.return_bias
 
-    # Weight gradients that are not simply returned.
+    # Weight gradients that a backward does not return.
 
     def _product_tags(self) -> dict[str, bool]:
-        """Marks on a product's parameters: gradient hooks are not to wait for backward() where gradients come later."""
+        """Marks on a product's parameters: gradient hooks do not wait for backward() if gradients come later."""
         return {"skip_backward_post_hook": True} if self.runtime.stores else {}
 
     def _product_names(self, product: str) -> tuple[list[str], list[str]]:
-        """Names of the weights and of the biases of a product, rows of one matrix."""
+        """The names of the weights and of the biases of a product, which are rows of one matrix."""
         raise NotImplementedError
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients wait for backward_dw(), as delay_wgrad_compute=True has it."""
+        """Whether weight gradients wait for backward_dw(): the option delay_wgrad_compute."""
         return bool(self.runtime.stores)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
@@ -183,42 +183,42 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
         self.runtime.hooks.append(hook)
 
     def backward_dw(self) -> None:
-        """The weight (and bias) gradients of the oldest backward() that left them, then the registered hooks.
+        """Computes the weight (and bias) gradients that the oldest backward() left, then calls the registered hooks.
 
-        They are what an immediate backward gives, bit for bit: .grad is set where it is None and added to otherwise, or
-        main_grad is accumulated. Does nothing without delay_wgrad_compute. DistributedDataParallel reduces in
-        backward(), before these are there: reduce them in a registered hook.
-        Errors: RuntimeError where no backward() has left any, where a tensor that a gradient is made of was changed in
-        place since, or where the parameter is another one now; ValueError for an unfit main_grad. Nothing is changed
-        then, and what is left stays."""
+        The gradients equal those of an immediate backward bit for bit: .grad is set where it is None and added to
+        otherwise, or main_grad is accumulated. Does nothing without delay_wgrad_compute. DistributedDataParallel
+        reduces in backward(), before these gradients exist: reduce them in a registered hook.
+        Errors: RuntimeError if no backward() has left any, if a tensor that a gradient is computed from was changed in
+        place since, or if the parameter was replaced; ValueError for an unfit main_grad. Nothing is changed then, and
+        the gradients still wait."""
         self.runtime.backward_dw(self)
 
     def drop_backward_dw(self) -> None:
-        """Forgets what waits for backward_dw(): for a step that is given up."""
+        """Drops the gradients that wait for backward_dw(): for a step that is abandoned."""
         for store in self.runtime.stores.values():
             store.clear()
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Remembers the group: a module without products communicates nothing over it."""
+        """Stores the group: a module without products communicates nothing over it."""
         self.tp_group = tp_group
 
-    # Parameters that move, files and copies.
+    # Moves of parameters, files and copies.
 
     def row_units(self) -> list[FlatParams]:
-        """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
+        """The flat parameters of this module, without its submodules; a parameter in one piece is not among them."""
         return flat_params_of(self)
 
     def _unit_names(self) -> list[list[str]]:
         return [names for product in self._products for names in self._product_names(product)]
 
     def _settle(self, before: dict[tuple[str, ...], list[object]]) -> None:
-        """Behind what may have moved parameters; before: where units lay."""
+        """Runs after anything that may have moved parameters. before: the places of flat parameters until then."""
         flatten_moved(self, before)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         with kept_flat(self), converted_in_place(self, fn):
             super()._apply(fn, recurse)
-        for name, tags in self._tags.items():  # torch may have put other parameters in place
+        for name, tags in self._tags.items():  # torch may have replaced parameters
             parameter = self._parameters.get(name)
             for tag, value in tags.items() if parameter is not None else ():
                 if not hasattr(parameter, tag):
@@ -229,7 +229,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars or torch.compiler.is_compiling():
             return
-        # Savers go by storages: safetensors' and accelerate's keep one tensor of each, torch.save writes all of it.
+        # Savers look at storages: safetensors' and accelerate's keep one tensor of each, torch.save writes all of it.
         for key in map(prefix.__add__, self._parameters):
             value = destination.get(key)
             if type(value) is torch.Tensor:
@@ -239,15 +239,15 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
         for _, name, weight in primary_weights(self):
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor) and given.shape == weight.shape:
-                weight._values_to_come()  # which bring their own scale, whatever steps the module has behind it
-        with kept_flat(self):  # assign=True puts other parameters in place
+                weight._values_to_come()  # loaded values bring their own scale, however many steps the module has run
+        with kept_flat(self):  # assign=True replaces parameters
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self.runtime.quantization.parameters_loaded(self)
-        # Checkpoints of plain modules have no extra state, and load all the same.
+        # Checkpoints of plain modules have no extra state, and load as well.
         key = prefix + "_extra_state"
         if key in missing:
             missing.remove(key)
-        # Other versions have parts that are none here, and hold no parameters.
+        # Checkpoints of other versions have extra states of further parts, which hold no parameters.
         unexpected[:] = [key for key in unexpected if not (key.startswith(prefix) and is_extra_state(key))]
         self._tag_all()
 
@@ -260,7 +260,7 @@ class TransformerEngineBaseModule(QuantizedModule, WholeCheckpoints):
         self.runtime = Runtime.of_file(state := dict(state))
         super().__setstate__(state)
         renumber_marks(self._tags.values())
-        self._tag_all()  # a deep copy of a parameter has none of its marks
+        self._tag_all()  # a deep copy of a parameter has no marks
         self._settle({})
 
     def _replicate_for_data_parallel(self):

@@ -1,4 +1,4 @@
-"""A refusal of the extension in the words of the module that was called. Nothing is checked before it refuses."""
+"""Rewrites an error of the extension in the words of the module that was called. It checks nothing before an error."""
 
 import re
 
@@ -6,15 +6,15 @@ import torch
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NORM = {"gamma": "layer_norm_weight", "beta": "layer_norm_bias", "residual": "residual"}
-# What a module calls the arguments of the ops inside. What has no name here, because it may be the activation of an MLP
-# or either of its weights, is told in the op's own words behind the module's name.
+# The modules' names of the arguments of the ops inside. An argument without a name here may be the activation of an MLP
+# or either of its weights: the error keeps the op's own words, after the module's name.
 _NAMES = {
     "LayerNorm": {"gamma": "weight", "beta": "bias", "x": "inp"},
     "RMSNorm": {"gamma": "weight", "x": "inp"},
     "LayerNormMLP": _NORM,
 }
 _OTHERS = {**_NORM, "x": "inp", "weight": "weight", "bias": "bias"}
-_TOKENS = ", the first of them tokens, with sequence_parallel."  # of the module's input, whatever else 'x' may be
+_TOKENS = ", the first of them tokens, with sequence_parallel."  # such an error is about the module's input
 _SENTENCE = re.compile(r"(?:linear|grouped_linear|normalization|activation|quantize|gemm\w*): argument '(\w+)' ")
 
 
@@ -25,14 +25,15 @@ def raise_for_module(
     width: int,
     name: str,
     parameter: torch.Tensor,
-    **how: bool,
+    same_dtype: bool = True,
 ) -> None:
-    """Raises the extension's refusal of a call in the words of who called the module `op` with 'inp', which is `value`:
-    the extension's checks know no module, and cost less than these. Returns where the error is another one, which is
-    to be raised as it is: a hook's, a quantizer's. name: what `parameter` is called; how: as _misfit's last."""
+    """Raises the extension's error again as an error of the module `op`, whose input 'inp' is `value`: the extension's
+    checks do not refer to a module, and cost less than checks here. Returns for an error that did not come from the
+    extension (a hook's, a quantizer's), which the caller raises unchanged. name: the name of `parameter`; same_dtype:
+    as in _misfit."""
     if not _is_ours(error):
         return
-    words = _misfit(value, width, name, parameter, **how)
+    words = _misfit(value, width, name, parameter, same_dtype)
     if words is not None:
         raise ValueError(f"{op}: argument 'inp' {words}.") from None
     found = _SENTENCE.match(str(error))
@@ -43,8 +44,8 @@ def raise_for_module(
 
 
 def _is_ours(error: ValueError) -> bool:
-    """Whether the extension raised it, and not a caller's Python code that it called: a hook, a quantizer."""
-    trace = error.__traceback__.tb_next  # behind the module's forward
+    """Whether the extension raised it, and not Python code that the extension called: a hook, a quantizer."""
+    trace = error.__traceback__.tb_next  # the frames below the module's forward
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "transformer_engine"):
             return False
@@ -52,9 +53,7 @@ def _is_ours(error: ValueError) -> bool:
     return True
 
 
-def _misfit(
-    value: torch.Tensor, width: int, name: str, parameter: torch.Tensor, *, same_dtype: bool = True
-) -> str | None:
+def _misfit(value: torch.Tensor, width: int, name: str, parameter: torch.Tensor, same_dtype: bool) -> str | None:
     if value.dim() == 0 or value.shape[-1] != width:
         found = f"last dimension {value.shape[-1]}" if value.dim() else "no dimensions"
         return f"has {found}, wanted {width}; its shape is {list(value.shape)}"

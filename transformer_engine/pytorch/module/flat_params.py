@@ -1,5 +1,5 @@
-"""Parameters that are consecutive rows of one product's matrix, as units: what lays them side by side, and how an owner
-of memory (a data-parallel buffer) takes them as they are. No product is computed here, and none is split."""
+"""Parameters that are consecutive rows of one product's matrix, as views of one buffer. An owner of memory (a
+data-parallel buffer) can place them in its own. No product is computed here, and none is split."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _numbers = itertools.count()
 
 
 def row_marks(count: int) -> list[dict[str, tuple[int, int, int]]]:
-    """A mark for each of `count` parameters of one unit: (the unit's number in this process, its place, their count).
-    Plain numbers, so that a file of parameters can be read with weights_only."""
+    """A mark for each of `count` parameters: (number of the flat parameter in this process, index, count). Plain
+    numbers, so that a file of parameters can be read with weights_only."""
     number = next(_numbers) if count > 1 else None
     return [{} if number is None else {"row_unit": (number, i, count)} for i in range(count)]
 
 
 class FlatParams:
-    """Parameters of a module whose rows, one behind the other, are the weight or the bias of one product.
+    """Parameters of a module whose rows, in order, are the weight or the bias of one product.
 
-    Where they lie so in one storage a forward joins them without a copy. names: in their order. shape: of all rows
-    together; dtype and device: of the first."""
+    If they are consecutive in one storage, a forward joins them without a copy. names: in their order. shape: of all
+    rows together; dtype and device: of the first."""
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
         self._module = module
@@ -53,16 +53,16 @@ class FlatParams:
         return f"FlatParams({', '.join(self.names)}: {self.dtype} {list(self.shape)} on {self.device})"
 
     def in_order(self) -> bool:
-        """Whether the rows lie one behind the other in one storage."""
+        """Whether the rows are consecutive in one storage."""
         return self._unfit() is None and _C.rows_in_order(self.parameters)
 
     @torch.no_grad()
     def place(self, buffer: torch.Tensor) -> None:
         """Copies the values into `buffer` and makes the parameters views of it, in order. They stay the same objects,
-        with their gradients, marks and hooks, and stay there until they are moved to another device or dtype.
+        with their gradients, marks and hooks, and stay in `buffer` until they move to another device or dtype.
 
-        buffer: contiguous, of the unit's dtype and device, with as many elements as its shape, whatever its own shape;
-        it may overlap the memory that the parameters are in. A callable that was captured before reads the old memory.
+        buffer: contiguous, with the dtype, the device and the number of elements of these parameters, of any shape; it
+        may overlap their present memory. A callable that was captured before still reads the old memory.
         Errors: ValueError for a buffer or parameters that do not fit; nothing is changed then."""
         self._check(buffer)
         buffer, parts = buffer.detach().view(self.shape), self.parameters
@@ -71,7 +71,7 @@ class FlatParams:
         values = [p.detach() for p in parts]
         if any(_overlap(value, buffer) for value in values):
             values = [value.clone() for value in values]
-            # a backward behind this may read what is written over
+            # a backward that runs later may read memory that is overwritten here
             torch.autograd.graph.increment_version([p for p in parts if not p.is_inference()])
         for value, rows in zip(values, self._split(buffer), strict=True):
             rows.copy_(value)
@@ -102,7 +102,7 @@ class FlatParams:
             raise ValueError(f"{op}: argument 'buffer' is {list(buffer.shape)}, but its memory has been freed.")
 
     def _unfit(self) -> str | None:
-        """Why the parameters cannot be rows of one tensor as they are, or None."""
+        """Why the parameters cannot be rows of one tensor, or None."""
         parts = self.parameters
         if any(type(p) is not torch.nn.Parameter for p in parts):
             return f"{sorted({type(p).__name__ for p in parts})}, wanted plain parameters"
@@ -125,12 +125,12 @@ class FlatParams:
 
     @torch.no_grad()
     def _flatten(self) -> None:
-        """Lays the rows side by side, unless an owner laid them out: each has to fill its storage, or to lie in one as
-        large as the unit, which is how a module lays them."""
+        """Makes the rows consecutive, unless an owner of memory placed them: each parameter must fill its storage, or
+        be part of a storage of their joint size, which is how a module allocates them."""
         parts = self.parameters
         if self._unfit() is not None or parts[0].is_meta:
             return
-        for part in parts:  # what a state dict handed out, assigned: back into the memory that it is a part of
+        for part in parts:  # a tensor that a state dict returned and that was assigned: back to the memory it came from
             rows = part.detach()
             buffer = _C.whole_storage(rows)
             if buffer is not rows:
@@ -143,12 +143,12 @@ class FlatParams:
 
 
 def _location(t: torch.Tensor) -> tuple[object, ...]:
-    """Where it lies. By storage and offset: a tensor without elements has no address."""
+    """Storage and offset of a tensor: one without elements has no address."""
     return t.untyped_storage()._cdata, t.storage_offset(), t.dtype
 
 
 def _extent(t: torch.Tensor) -> tuple[int, int]:
-    """Addresses of its first byte and behind its last one. What lies behind that in its storage is another's."""
+    """The addresses of its first byte and after its last one. The rest of its storage may belong to other tensors."""
     elements = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
     return t.data_ptr(), t.data_ptr() + elements * t.element_size()
 
@@ -159,14 +159,14 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def flat_params_of(module: torch.nn.Module) -> list[FlatParams]:
-    """The units of this module alone, without its submodules; parameters that are no part of one are not here."""
+    """The flat parameters of this module, without its submodules; a parameter in one piece is not among them."""
     ours = module._parameters
     several = [names for names in module._unit_names() if len(names) > 1]
     return [FlatParams(module, names) for names in several if all(ours.get(name) is not None for name in names)]
 
 
 def flatten_moved(module: torch.nn.Module, before: dict[tuple[str, ...], list[object]]) -> None:
-    """Joins the units that do not lie where they lay before."""
+    """Makes those consecutive again that have moved since `before`."""
     for flat in flat_params_of(module):
         if flat._locations() != before.get(flat.names):
             flat._flatten()
@@ -174,15 +174,15 @@ def flatten_moved(module: torch.nn.Module, before: dict[tuple[str, ...], list[ob
 
 @contextmanager
 def kept_flat(module: torch.nn.Module) -> Iterator[None]:
-    """Around what may move a module's parameters: units stay where they are while nothing moves them, and are joined
-    again behind what does."""
+    """Wraps code that may move a module's parameters: flat parameters keep their memory unless it moves them, and are
+    made consecutive again if it does."""
     before = {flat.names: flat._locations() for flat in flat_params_of(module)}
     yield
     module._settle(before)
 
 
 def renumber_marks(tags: Iterable[dict[str, object]]) -> None:
-    """A copy of a module has units of its own: in the marks of its parameters."""
+    """Gives the marks of a copied module numbers of their own."""
     numbers: defaultdict[int, int] = defaultdict(lambda: next(_numbers))
     for marks in tags:
         if "row_unit" in marks:

@@ -1,5 +1,5 @@
-"""Rows of padding behind each group of rows, so that every group has a number of them that FP8 products want, and back.
-Ours want none: GroupedLinear takes groups of any size."""
+"""Padding after each group of rows, up to a multiple that FP8 products need, and its removal. GroupedLinear of this
+library takes groups of any size without it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_a
 
 
 class _Padding(torch.nn.Module):
-    """num_gemms: how many groups. align_size: each group's rows become a multiple of it; None: what the recipe in force
-    wants (16 for those of Hopper)."""
+    """num_gemms: how many groups. align_size: each group's rows are padded to a multiple of it; None: the multiple that
+    the recipe in force needs (16 on Hopper)."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Padding(torch.nn.Module):
         self.align_size = align_size
 
     def _sizes(self, inp: torch.Tensor, m_splits: Sequence[int], *, padded: bool) -> tuple[list[int], list[int]]:
-        """(rows, rows with their padding) of each group. padded: inp has the padding. Raises for what does not fit."""
+        """(rows, rows with their padding) of each group. padded: inp has the padding. Raises if inp does not fit."""
         op = type(self).__name__
         check_tensor(op, "inp", inp)
         counts = whole_numbers(op, m_splits, self.num_gemms)
@@ -41,10 +41,10 @@ class _Padding(torch.nn.Module):
 
 
 class Fp8Padding(_Padding):
-    """Rows of zeros behind each group, up to a multiple of align_size."""
+    """Rows of zeros after each group, up to a multiple of align_size."""
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """-> (padded, its splits). inp itself, where nothing is missing. Gradients of the padding are dropped."""
+        """-> (padded, its splits). inp itself if no group needs padding. Gradients of the padding are dropped."""
         counts, with_padding = self._sizes(inp, m_splits, padded=False)
         if counts == with_padding:
             return inp, counts
@@ -55,10 +55,10 @@ class Fp8Padding(_Padding):
 
 
 class Fp8Unpadding(_Padding):
-    """Takes away what Fp8Padding put there."""
+    """Removes the rows that Fp8Padding added."""
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
-        """m_splits: without the padding. Its gradient is zero in the padding's rows."""
+        """m_splits: without the padding. The gradient is zero in the padding's rows."""
         counts, with_padding = self._sizes(inp, m_splits, padded=True)
         if counts == with_padding:
             return inp

@@ -1,5 +1,5 @@
-"""How many rows each group of a call has, and where: known to the host, or to the device alone. Checks of buffers that
-results are written into. No product is here."""
+"""The number of rows of each group of a call: known to the host, or to the device alone. Checks of buffers that results
+are written into. No product is computed here."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transformer_engine.pytorch.verdict import count_splits
 
 @dataclass(frozen=True)
 class Splits:
-    """One of the two: rows of each group, or where each group's rows start, on the device."""
+    """Either the rows of each group, on the host, or the start of each group's rows, on the device."""
 
     host: Sequence[int] = ()
     offsets: torch.Tensor | None = None
 
     def parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The rows of each group. Waits for the device where it alone knows."""
+        """The rows of each group. Waits for the device if the splits are on the device."""
         rows = rows.flatten(0, -2) if rows.dim() > 1 else rows.unsqueeze(0)
         counts = self.host if self.offsets is None else self.offsets.diff().tolist()
         first = 0
@@ -32,7 +32,7 @@ class Splits:
 
 
 def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Splits:
-    """Of the argument `m_splits`. Errors: ValueError naming what does not fit."""
+    """Checks the argument `m_splits`. Errors: ValueError if it does not fit."""
     if not isinstance(m_splits, torch.Tensor):
         return Splits(_checked(op, whole_numbers(op, m_splits, groups), inp))
     integers = m_splits.dtype in (torch.int32, torch.int64) and m_splits.layout is torch.strided
@@ -53,7 +53,7 @@ def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Spli
 
 
 def whole_numbers(op: str, m_splits: object, groups: int) -> list[int]:
-    """Numbers of rows, one for each group. Waits for the device where a tensor lies there."""
+    """Numbers of rows, one for each group. Waits for the device if `m_splits` is on the device."""
     try:
         counts = [operator.index(count) for count in (m_splits.tolist() if hasattr(m_splits, "tolist") else m_splits)]
     except TypeError:
@@ -77,15 +77,15 @@ def _checked(op: str, counts: list[int], inp: torch.Tensor) -> list[int]:
 
 
 def check_buffer(op: str, argument: str, buffer: object, inp: torch.Tensor, width: int, dtype: torch.dtype) -> None:
-    """Raises where a result [inp's rows, width] cannot be written into `buffer`."""
+    """Raises if a result [inp's rows, width] cannot be written into `buffer`."""
     rows = inp.shape[:-1].numel()
-    wanted = f"wanted a contiguous {dtype} [{rows}, {width}] on {inp.device} that wants no gradient"
+    wanted = f"wanted a contiguous {dtype} [{rows}, {width}] on {inp.device} without requires_grad"
     if type(buffer) is not torch.Tensor:
         raise ValueError(f"{op}: argument '{argument}' is a {type(buffer).__name__}, {wanted}.")
     fits = (tuple(buffer.shape), buffer.dtype, buffer.device) == ((rows, width), dtype, inp.device)
     if not fits or not buffer.is_contiguous() or buffer.requires_grad:
         layout = "" if buffer.is_contiguous() else ", not contiguous"
-        grad = ", which wants a gradient" if buffer.requires_grad else ""
+        grad = ", which requires a gradient" if buffer.requires_grad else ""
         raise ValueError(
             f"{op}: argument '{argument}' is {buffer.dtype} {list(buffer.shape)} on {buffer.device}{layout}{grad}, "
             f"{wanted}."
@@ -96,7 +96,7 @@ def check_buffer(op: str, argument: str, buffer: object, inp: torch.Tensor, widt
             "outside."
         )
     if _meets(buffer, inp):
-        raise ValueError(f"{op}: argument '{argument}' lies in inp's memory, which the backward reads; {wanted}.")
+        raise ValueError(f"{op}: argument '{argument}' shares memory with inp, which the backward reads; {wanted}.")
 
 
 def _meets(one: torch.Tensor, other: torch.Tensor) -> bool:

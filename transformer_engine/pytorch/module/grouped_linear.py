@@ -1,4 +1,5 @@
-"""GroupedLinear: a linear layer for each group of rows, as experts of a mixture are. It sorts and sends nothing."""
+"""GroupedLinear: a linear layer for each group of rows, such as the experts of a mixture. It sorts and sends
+nothing."""
 
 from __future__ import annotations
 
@@ -32,15 +33,16 @@ _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on param
 
 class GroupedLinear(TransformerEngineBaseModule):
     """y[rows of g] = x[rows of g] weight{g}^T + bias{g} for consecutive groups of rows. Parameters `weight0`,
-    `weight1`, ..., `bias0`, ...: rows of one buffer, until somebody moves them.
+    `weight1`, ..., `bias0`, ...: rows of one buffer, until a client moves them.
 
-    Shapes: inp [rows, in_features] -> [rows, out_features]. m_splits says how many rows each group has. A list, or a
-    CPU tensor beside CUDA input: known to the host, together all rows; each group's products are Linear's, bit for bit.
-    An int32 or int64 tensor on inp's device: known to the device alone, never waited for; a negative number counts as
-    0, rows beyond inp's are cut (te.verdict.split_verdict() counts both), and rows of nobody give zeros.
+    Shapes: inp [rows, in_features] -> [rows, out_features]. m_splits: the number of rows of each group. A list, or a
+    CPU tensor with CUDA input, is known to the host and adds up to all rows; each group's products equal Linear's bit
+    for bit. An int32 or int64 tensor on inp's device is known to the device alone, and the host never waits for it; a
+    negative number counts as 0, rows beyond inp's are cut (te.verdict.split_verdict() counts both), and rows of no
+    group give zeros.
 
-    return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: as Linear's; what return_bias
-    returns is a list. Under te.autocast each group is quantized as if alone: scales, amaxes and histories are its own.
+    return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: as Linear's; return_bias returns a
+    list. Under te.autocast each group is quantized by itself, with scales, amaxes and a history of its own.
     parallel_mode and tp_size shape the parameters; nothing is communicated. use_grouped_tensor changes nothing.
     """
 
@@ -76,7 +78,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> None:
         op = type(self).__name__
         check_size(op, "num_gemms", num_gemms, 1)
-        self._products = tuple(str(i) for i in range(num_gemms))  # before the base counts them
+        self._products = tuple(str(i) for i in range(num_gemms))  # before the base class counts them
         super().__init__()
         refuse(op, "overlap with communication", ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
         _refuse_single(op, single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)
@@ -89,8 +91,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.tp_group = tp_group
         if self.tp_size > 1 and bias:
             raise ValueError(
-                f"{op}: argument 'bias' is True with {self.tp_size} ranks of tensor parallelism, whose results others "
-                "add up: it would be added once a rank; build the module with bias=False."
+                f"{op}: argument 'bias' is True with {self.tp_size} ranks of tensor parallelism: the sum over ranks "
+                "would contain it once a rank; build the module with bias=False."
             )
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.parallel_mode = parallel_mode
@@ -142,17 +144,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._order_parameters()
 
     def _order_parameters(self) -> None:
-        """weight0, bias0, weight1, ...: the states of an optimizer go by this order. Memory has all weights, then all
-        biases."""
+        """weight0, bias0, weight1, ...: the states of an optimizer have this order. In memory all weights come first,
+        then all biases."""
         for name in [f"{kind}{i}" for i in range(self.num_gemms) for kind in ("weight", "bias")]:
             if name in self._parameters:
                 self._parameters[name] = self._parameters.pop(name)
 
     def _product_names(self, product: str) -> tuple[list[str], list[str]]:
-        """Of one group, or of all ("")."""
+        """The names of one group, or of all groups ("")."""
         if product:
             return [f"weight{product}"], [f"bias{product}"] if self.use_bias else []
-        names = _names if torch.compiler.is_compiling() else _kept_names  # a cache, of which Dynamo warns
+        names = _names if torch.compiler.is_compiling() else _kept_names  # Dynamo warns of a cache
         return list(names("weight", self._products)), list(names("bias", self._products)) if self.use_bias else []
 
     def _unit_names(self) -> list[list[str]]:
@@ -160,7 +162,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _settle(self, before) -> None:
         super()._settle(before)
-        for i in () if self.use_bias else self._products:  # for clients that read the attribute
+        for i in () if self.use_bias else self._products:  # clients read the attribute
             weight = getattr(self, f"weight{i}")
             self.__dict__[f"bias{i}"] = torch.empty(0, dtype=weight.dtype, device=weight.device)
 
@@ -174,26 +176,26 @@ class GroupedLinear(TransformerEngineBaseModule):
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """is_first_microbatch: as Linear's. out, dgrad_out: what the output and inp's gradient are written into,
-        contiguous matrices of their shape and dtype that want no gradient; rows of nobody keep what they have there.
-        inp's gradient is then that memory, in .grad too: a later backward that writes there writes over it, so calls
-        whose gradients are added up (on one inp, or without zero_grad() between) need memory of their own each.
-        Errors: ValueError for splits that do not add up, of another length, dtype or device, and for buffers that do
-        not fit; TypeError for FP8 input. The module is as it was then."""
+        """is_first_microbatch: as Linear's. out, dgrad_out: contiguous matrices that the output and inp's gradient are
+        written into, with their shape and dtype and without requires_grad; rows of no group keep their values. inp's
+        gradient is then that memory, also in .grad: a later backward that writes there overwrites it, so calls whose
+        gradients are added up (of one inp, or without zero_grad() between) each need memory of their own.
+        Errors: ValueError for splits that do not add up, or of another length, dtype or device, and for buffers that do
+        not fit; TypeError for FP8 input. The module is unchanged then."""
         op = type(self).__name__
         if type(inp) is not torch.Tensor:
             check_tensor(op, "inp", inp)
             if isinstance(inp, QuantizedTensor):
                 raise TypeError(
-                    f"{op}: argument 'inp' is a {type(inp).__name__}, wanted a plain tensor, whose groups are "
-                    "quantized each as if alone; dequantize() it."
+                    f"{op}: argument 'inp' is a {type(inp).__name__}, wanted a plain tensor, because each group is "
+                    "quantized by itself; dequantize() it."
                 )
             inp = plain(inp)
         splits = splits_of(op, m_splits, inp, self.num_gemms)
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
-            if buffer is not None and not torch.compiler.is_compiling():  # refused there
+            if buffer is not None and not torch.compiler.is_compiling():  # the traced form refuses buffers
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
-        if splits.offsets is not None and inp.is_cuda and current_state().enabled:  # before a quantizer notes anything
+        if splits.offsets is not None and inp.is_cuda and current_state().enabled:  # before a quantizer writes an amax
             self._check_dtype(inp)
         (weights, all_plain), (biases, _) = (self._parameters_of(names) for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, all_plain, is_first_microbatch)
@@ -223,10 +225,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         return (result, biases or None) if self.return_bias else result
 
     def _parameters_of(self, names: list[str]) -> tuple[list[torch.Tensor], bool]:
-        """And whether they are all plain parameters: no subclass, nothing that a parametrization computes."""
+        """The parameters, and whether all are plain: no subclass, and none that a parametrization computes."""
         if not torch.compiler.is_compiling():
             found = _C.registered_parameters(self._parameters, names, torch.nn.Parameter)
-            if found is not None:  # there may be hundreds, and a module's __getattr__ takes long
+            if found is not None:  # there may be hundreds, and a module's __getattr__ is slow
                 return found, True
         return [getattr(self, name) for name in names], False
 
@@ -236,8 +238,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _quantized_groups(
         self, weights: list[torch.Tensor], all_plain: bool, is_first_microbatch: bool | None
     ) -> tuple[list, list[_C.Quantized]]:
-        """How each group is quantized (one for all, where that is the same), and the weights' FP8 copies; empty ones
-        where there are none."""
+        """The quantization of each group (one for all if they are the same), and the weights' FP8 copies; both empty in
+        high precision."""
         self._check_recipe()
         quantization = self.runtime.quantization
         if torch.compiler.is_compiling():
@@ -247,12 +249,12 @@ class GroupedLinear(TransformerEngineBaseModule):
             return [], []
         own = quantization.own
         if is_first_microbatch is None and all_plain and not THREAD.state.in_capture():
-            return quantizations, []  # of_weights() has nothing of any
+            return quantizations, []  # of_weights() would return None for each
         copies = quantization.of_weights(self, weights, is_first_microbatch)
         if not any(result is not None for result in copies):
             return quantizations, []
         due = {product: i for i, product in enumerate(self._products) if copies[i] is None}
-        if due:  # beside weights that are held in FP8: they are quantized as these are
+        if due:  # some weights are held in FP8: the others are quantized like them
             results = quantization.weights.copies_of(self, own, due, [weights[i] for i in due.values()], True, None)
             for i, result in zip(due.values(), results, strict=True):
                 copies[i] = result
@@ -267,15 +269,16 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _check_dtype(self, inp: torch.Tensor) -> None:
         if self._result_dtype(inp) is torch.float32:
             refuse_recipe(
-                f"{type(self).__name__}: argument 'inp' is float32, and groups whose sizes the GPU alone knows are "
-                "multiplied in bfloat16 and float16; pass such, or 'm_splits' as a list of integers."
+                f"{type(self).__name__}: argument 'inp' is float32, but groups whose sizes are on the GPU are "
+                "multiplied in bfloat16 or float16; pass one of these, or 'm_splits' as a list of integers."
             )
 
     def _check_recipe(self) -> None:
         if self.tp_size > 1 and current_state().enabled and current_state().chosen_recipe().float8_current_scaling():
             refuse_recipe(
-                f"{type(self).__name__}: Float8CurrentScaling with {self.tp_size} ranks of tensor parallelism, where "
-                "each rank has a part of what is to have one scale; use Float8BlockScaling or DelayedScaling.",
+                f"{type(self).__name__}: Float8CurrentScaling with {self.tp_size} ranks of tensor parallelism: one "
+                "scale for a whole tensor would need a reduction over the ranks, which this module does not do; use "
+                "Float8BlockScaling or DelayedScaling.",
                 ValueError,
             )
 
@@ -284,7 +287,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             self.runtime.quantization.calibrate(index, rows, weight)
 
     def backward_dw(self) -> None:
-        """As the base's; where nothing is left to compute it returns, as a call without tokens may leave nothing."""
+        """As the base class's, but returns if no gradient waits: a call without tokens may leave none."""
         if any(store.oldest() is not None for store in self.runtime.stores.values()):
             super().backward_dw()
 
@@ -292,7 +295,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     @contextmanager
     def _marks_kept(self) -> Iterator[None]:
-        """Attributes of clients on parameters survive what puts other parameters in their place."""
+        """Attributes that clients set on parameters survive code that replaces the parameters."""
         marks = _marks_of(self)
         yield
         _mark(self, marks)
@@ -311,18 +314,18 @@ class GroupedLinear(TransformerEngineBaseModule):
     def __setstate__(self, state) -> None:
         marks = state.pop("_client_marks", {})
         super().__setstate__(state)
-        self._order_parameters()  # files of 2.20.0 have all weights first
+        self._order_parameters()  # in files of 2.20.0 all weights come first
         _mark(self, marks)
 
     def get_extra_state(self) -> torch.Tensor:
         """uint8. Under delayed scaling the pickle of a dict, which clients cut into one for each group: recipe,
-        extra_fp8_variables, scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd. Empty otherwise."""
+        extra_fp8_variables, scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd. Otherwise empty."""
         if super().get_extra_state().numel() == 0:
             return torch.empty(0, dtype=torch.uint8)
         return te_state.pack(self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"], self.num_gemms)
 
     def _unstacked(self, state_dict: Mapping[str, object], prefix: str) -> dict[str, object]:
-        """What a checkpoint says of this module, where one tensor `weight` (`bias`) has that of all groups."""
+        """The entries of a checkpoint for this module, with one tensor `weight` (`bias`) for all groups taken apart."""
         found = dict(state_dict)
         for kind, shape in (("weight", (self.out_features, self.in_features)), ("bias", (self.out_features,))):
             stacked = found.get(prefix + kind)
@@ -354,7 +357,7 @@ _kept_names = functools.cache(_names)
 
 
 def _refuse_single(op: str, **asked: bool) -> None:
-    """One parameter for all groups is asked for twice: by an argument, and by the environment."""
+    """A client asks for one parameter for all groups by an argument and by an environment variable."""
     for argument, value in asked.items():
         if not value:
             continue
@@ -384,15 +387,15 @@ def _mark(module: torch.nn.Module, marks: Mapping[str, Mapping[str, object]]) ->
                 setattr(parameter, key, value)
 
 
-@absent("the autograd function behind it, to be called by itself, is", "call the module")
+@absent("the autograd function behind GroupedLinear, called directly, is", "call the module")
 class _GroupedLinear(torch.autograd.Function):
-    """The name that clients import."""
+    """A name that clients import."""
 
     @staticmethod
-    @absent("the autograd function behind GroupedLinear, to be called by itself, is", "call the module")
+    @absent("the autograd function behind GroupedLinear, called directly, is", "call the module")
     def forward(ctx: object, *args: object) -> None: ...
 
 
 def is_module_grouped_tensor_path_supported(recipe: object, dtype: torch.dtype) -> bool:
-    """Whether a module takes and makes grouped tensors: none does in this version."""
+    """Whether a module takes and returns grouped tensors: not in this version."""
     return False

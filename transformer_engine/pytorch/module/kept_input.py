@@ -1,5 +1,5 @@
-"""save_original_input: whether a call keeps its input as it is, shared with who else keeps it, and its backward
-quantizes it again. Refuses recipes with which that would be something else."""
+"""save_original_input: the call saves its input unquantized, shared with other users of that tensor, and the backward
+quantizes it again. Recipes under which that would change the result are refused."""
 
 import torch
 
@@ -8,8 +8,8 @@ from transformer_engine.pytorch.quantization.state.autocast_state import current
 
 
 def keeps_input(module: torch.nn.Module, quantized: bool) -> bool:
-    """Of a call of a module that has `save_original_input`. Errors: ValueError under delayed scaling, and under
-    backward_override="dequantized"."""
+    """Whether a call of a module with `save_original_input` saves its input unquantized. Errors: ValueError under
+    delayed scaling, and under backward_override="dequantized"."""
     if not (quantized and module.save_original_input):
         return False
     asked = f"{type(module).__name__}: argument 'save_original_input' is True under"
@@ -22,7 +22,7 @@ def keeps_input(module: torch.nn.Module, quantized: bool) -> bool:
         )
     if not torch.compiler.is_compiling() and module.runtime.quantization.own.rule is not None:
         raise ValueError(
-            f"{asked} delayed scaling, whose scale may be another one in the backward; use Float8CurrentScaling or "
+            f"{asked} delayed scaling, whose scale may have changed before the backward; use Float8CurrentScaling or "
             "Float8BlockScaling, or build the module without it."
         )
     return True

@@ -9,8 +9,8 @@ from transformer_engine.pytorch.module.normalization import BEYOND, Normalizatio
 class LayerNorm(Normalization):
     """y = (x - mean) / sqrt(var + eps) * weight + bias, over the last dimensions.
 
-    Parameters `weight` and `bias` (always both); with zero_centered_gamma weight is stored less one and starts at zero.
-    sequence_parallel, when given, becomes an attribute of the parameters. hidden_size and dtype are other names of
+    Parameters `weight` and `bias` (always both); with zero_centered_gamma `weight` is stored less one and starts at
+    zero. sequence_parallel, if given, becomes an attribute of the parameters. hidden_size and dtype are other names of
     normalized_shape and params_dtype. kwargs: device, dtype, sm_margin (accepted; kernels need none).
     """
 

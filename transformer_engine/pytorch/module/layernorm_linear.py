@@ -1,4 +1,4 @@
-"""LayerNormLinear: a norm and the linear layer behind it as one autograd node."""
+"""LayerNormLinear: a norm and a linear layer as one autograd node."""
 
 from collections.abc import Callable
 
@@ -17,10 +17,10 @@ class LayerNormLinear(LinearFamily):
     """y = norm(x) weight^T + bias, norm being LayerNorm or RMSNorm over in_features.
 
     Parameters `layer_norm_weight`, `layer_norm_bias` (LayerNorm alone), and those of Linear. Returns y, then the bias
-    with return_bias, then the norm's output with return_layernorm_output; where sequence_parallel divides the tokens,
-    with return_layernorm_output_gathered that of all ranks, whose gradients are added up. fuse_wgrad_accumulation and
-    delay_wgrad_compute as in Linear. recompute_norm_output (ours beyond the common API): the norm's output is not kept
-    for backward, which recomputes it from the norm's input, to the same bits.
+    with return_bias, then the norm's output with return_layernorm_output. If sequence_parallel divides the tokens,
+    return_layernorm_output_gathered returns the norm's output of all ranks, whose gradients are added up.
+    fuse_wgrad_accumulation and delay_wgrad_compute as in Linear. recompute_norm_output (an extension of the common
+    API): the norm's output is not saved, and the backward recomputes it from the norm's input, to the same bits.
     """
 
     _op = "LayerNormLinear"
@@ -104,8 +104,8 @@ class LayerNormLinear(LinearFamily):
         *,
         return_input: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """is_first_microbatch and fp8_output as Linear's. return_input (ours beyond the common API): inp is returned
-        last as well; a residual branch that goes on from it has its gradient added inside the norm's backward."""
+        """is_first_microbatch and fp8_output as Linear's. return_input (an extension of the common API): inp is
+        returned last as well; the gradient of a residual branch that reads it is added inside the norm's backward."""
         out, bias, norm_output, h = self._call_one(
             inp, is_first_microbatch, fp8_output, fp8_grad, return_input=return_input
         )

@@ -1,6 +1,6 @@
-"""LayerNormMLP: norm, first product, activation, second product, in one autograd node. The activation is not kept.
-What either product keeps for backward, and why, csrc/layer/forward.cpp decides; FP8 copies of the
-weights of fc1 and fc2 between calls are the runtime's (quantization/module/weights.py)."""
+"""LayerNormMLP: norm, first product, activation and second product in one autograd node. The activation is not saved.
+csrc/layer/forward.cpp decides what either product saves, and why; quantization/module/weights.py keeps FP8 copies of
+the two weights between calls."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -22,7 +22,7 @@ _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
 def activation_parameters(op: str, activation: str, params: Mapping[str, float] | None) -> tuple[float, ...]:
-    """activation_params as functional.activation takes them; only clamped_swiglu has any."""
+    """activation_params in the form of functional.activation; only clamped_swiglu has any."""
     if activation not in functional.activation_kinds:
         raise ValueError(
             f"{op}: argument 'activation' is {activation!r}, wanted one of {', '.join(functional.activation_kinds)}."
@@ -47,11 +47,11 @@ class LayerNormMLP(LinearFamily):
     """y = act(norm(x) fc1^T + fc1_bias) fc2^T + fc2_bias.
 
     Parameters `layer_norm_weight/_bias`, `fc1_weight/_bias` (twice as wide for gated activations, the half that the
-    activation acts on first), `fc2_weight/_bias`. Kept for backward: the norm's input, statistics and output, and the
-    pre-activation; with checkpoint the norm's input alone, and everything up to the activation is recomputed in
-    backward, to the same bits; with recompute_norm_output (ours beyond the common API) all but the norm's output.
-    save_preactivation="fp8" (ours too): the pre-activation is kept as E4M3 with a power-of-two scale for each 128 of a
-    row, half the memory; the backward takes the activation and its derivative of those values.
+    activation acts on first), `fc2_weight/_bias`. Saved for backward: the norm's input, statistics and output, and the
+    pre-activation. With checkpoint only the norm's input is saved, and the backward recomputes the rest up to the
+    activation, to the same bits; with recompute_norm_output (an extension of the common API) all but the norm's output.
+    save_preactivation="fp8" (an extension too): the pre-activation is saved as E4M3 with a power-of-two scale for each
+    128 of a row, in half the memory; the backward computes the activation and its derivative from those values.
     Returns y, then fc2_bias with return_bias, then the norm's output with return_layernorm_output
     (return_layernorm_output_gathered as LayerNormLinear's).
     fuse_wgrad_accumulation and delay_wgrad_compute as in Linear.
@@ -162,8 +162,8 @@ class LayerNormMLP(LinearFamily):
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """Shapes: inp, residual [..., hidden_size] -> [..., hidden_size].
 
-        residual (ours beyond the common API): the MLP is taken of h = inp + residual, added inside the norm's kernel,
-        and h is returned last.
+        residual (an extension of the common API): the MLP reads h = inp + residual, which the norm's kernel adds, and h
+        is returned last.
         """
         if type(inp) is not torch.Tensor:
             check_tensor("LayerNormMLP", "inp", inp)
@@ -211,7 +211,7 @@ class LayerNormMLP(LinearFamily):
 
     @torch.no_grad()
     def _calibrate_both(self, norm_output: torch.Tensor) -> None:
-        """The activation, which is not kept, is computed once more, of all the tokens that the second product reads."""
+        """Computes the activation, which is not saved, once more, for all tokens that the second product reads."""
         calibrate = self.runtime.quantization.calibrate
         weight = plain(self.fc1_weight)
         calibrate(0, norm_output, weight)
@@ -229,6 +229,6 @@ class LayerNormMLP(LinearFamily):
 
 @tells_stacks(LayerNormMLP)
 def _halves(module: LayerNormMLP) -> Iterator[Stack]:
-    """The first product's, of a gated activation."""
+    """The rows of the first product of a gated activation."""
     if functional.activation_kinds[module.activation]:
         yield Stack(module, ("fc1_weight", "fc1_bias"), {"gate": 1, "up": 1})

@@ -17,19 +17,20 @@ class Linear(LinearFamily):
     """y = x weight^T + bias. Parameters `weight`, `bias`, or `<split>_weight`, `<split>_bias` with parameters_split.
 
     With return_bias the bias is not added but returned: (y, bias). Shapes: x [..., in_features] -> [..., out_features].
-    fuse_wgrad_accumulation: the weight's gradient is added into weight.main_grad by the product itself, and .grad stays
-    None (or a dummy, where the weight has grad_added_to_main_grad). delay_wgrad_compute: it waits for backward_dw().
-    Under te.autocast the three products are those of the recipe's quantized operands. save_original_input: the input is
-    kept for backward unquantized (worth it where it is kept anyhow); not under delayed scaling, nor with
+    fuse_wgrad_accumulation: the product adds the weight's gradient to weight.main_grad, and .grad stays None (or a
+    dummy, if the weight has grad_added_to_main_grad). delay_wgrad_compute: the gradient waits for backward_dw().
+    Under te.autocast the three products read operands that the recipe quantizes. save_original_input: the input is
+    saved unquantized (useful if another user saves it anyhow); not under delayed scaling, nor with
     backward_override="dequantized".
 
     parallel_mode "column" or "row": the weight's rows or columns are divided over tp_group (or tp_size ranks, with
-    set_tensor_parallel_group() before the first forward); sizes passed are global. With sequence_parallel dimension 0
-    is divided as well: a column gathers it, a row adds its results up and scatters it. Without, a row's result and a
-    column's input gradient are added up. tp_recompute_allgather (ours, as tp_overlap): what a column has gathered is
-    not kept for backward, which gathers it again, to the same bits. tp_overlap: "auto", "off" or "chunked" (products in
-    runs, while rows are on their way between ranks of one machine). ub_* are accepted and mean "auto". The gradient of
-    a row's bias is that of the own tokens, and the bias marked `sequence_parallel`.
+    set_tensor_parallel_group() before the first forward); arguments are global sizes. With sequence_parallel dimension
+    0 is divided as well: a column layer gathers it, a row layer adds up its results and scatters them. Without it, a
+    row layer's result and a column layer's input gradient are added up. tp_recompute_allgather (an extension, like
+    tp_overlap): the rows that a column layer gathered are not saved, and the backward gathers them again, to the same
+    bits. tp_overlap: "auto", "off" or "chunked" (the GEMM runs in chunks of rows while other rows are in transfer
+    between ranks of one machine). ub_* are accepted and mean "auto". The gradient of a row layer's bias covers this
+    rank's tokens, and the bias is marked `sequence_parallel`.
     """
 
     _op = "Linear"
@@ -103,8 +104,8 @@ class Linear(LinearFamily):
         fp8_grad: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """is_first_microbatch: with fuse_wgrad_accumulation, True overwrites main_grad in this call's backward, False
-        or None adds to it; under autocast True quantizes the weight and keeps it, False takes what was kept.
-        fp8_output: under autocast the output is a quantized tensor, its gradient passes through unchanged."""
+        or None adds to it; under autocast True quantizes the weight and keeps it, False uses the kept copy.
+        fp8_output: under autocast the output is a quantized tensor, and its gradient passes through unchanged."""
         out, bias, _, _ = self._call_one(inp, is_first_microbatch, fp8_output, fp8_grad)
         return (out, bias) if self.return_bias else out
 

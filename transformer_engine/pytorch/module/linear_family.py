@@ -1,5 +1,5 @@
-"""What Linear, LayerNormLinear and LayerNormMLP are built of: options, weights and biases that may be several
-parameters, division over ranks, and the call of a module with one product. functional/ has what is computed."""
+"""The common part of Linear, LayerNormLinear and LayerNormMLP: options, weights and biases that may be several
+parameters, division over ranks, and the call of a module with one product. functional/ computes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -28,7 +28,7 @@ ParametersSplit = Iterable[str] | Mapping[str, int] | None
 
 
 def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[str, int]:
-    """Name prefix -> rows: {"": rows} without a split, equal parts for a list of names, what a mapping says."""
+    """Name prefix -> rows: {"": rows} without a split, equal parts for a list of names, or the sizes of a mapping."""
     if not parameters_split:
         return {"": rows}
     names = list(parameters_split)
@@ -54,12 +54,12 @@ def split_rows(op: str, parameters_split: ParametersSplit, rows: int) -> dict[st
 
 
 class LinearFamily(TransformerEngineBaseModule):
-    """A constructor hands its options to `_build` in groups (module/config.py).
+    """A constructor passes its options to `_build` in groups (module/config.py).
 
-    A weight or bias of a product may be several parameters, rows of one matrix. A bias that there is none of is an
-    empty tensor beside the weight, for clients that read the attribute (`_absent_names`)."""
+    A weight or bias of a product may be several parameters, rows of one matrix. A bias that a module does not have is
+    an empty tensor attribute, because clients read it (`_absent_names`)."""
 
-    _op: str  # what errors call the module, subclasses of clients too
+    _op: str  # the module's name in errors, also for subclasses of clients
     _products = ("",)
     _absent_names: Sequence[str] = ()
 
@@ -72,7 +72,7 @@ class LinearFamily(TransformerEngineBaseModule):
         products: ProductConfig,
         prefixes: Sequence[str] = ("",),
     ) -> None:
-        """Every constructor begins with this. prefixes: as _setup_linear's."""
+        """Each constructor begins with it. prefixes: as _setup_linear's."""
         op, mode = type(self).__name__, parallel.parallel_mode
         if mode not in (None, "column", "row"):
             raise ValueError(f"{op}: argument 'parallel_mode' is {mode!r}, wanted None, 'column' or 'row'.")
@@ -93,13 +93,13 @@ class LinearFamily(TransformerEngineBaseModule):
         self._setup_linear(parameters, products, prefixes)
 
     def _declare_one(self, parameters_split: ParametersSplit, init_method: InitMethod | None) -> None:
-        """The parameters of a module with one product, which are then initialised."""
+        """Declares and initialises the parameters of a module with one product."""
         op, parallel_mode = type(self).__name__, self.parallel_mode
         check_size(op, "in_features", self.in_features)
         check_size(op, "out_features", self.out_features)
         check_function(op, "init_method", init_method)
         splits = split_rows(op, parameters_split, self.out_features)
-        if parallel_mode == "column":  # each part by itself, so that a rank has rows of every one
+        if parallel_mode == "column":  # each part by itself, so that a rank has rows of each part
             named = {} if "" in splits else {name: f"parameters_split[{name.removesuffix('_')!r}]" for name in splits}
             splits = {
                 name: divided(op, named.get(name, "out_features"), rows, self.tp_size) for name, rows in splits.items()
@@ -116,7 +116,7 @@ class LinearFamily(TransformerEngineBaseModule):
     def _declare_product(
         self, splits: Mapping[str, int], columns: int, init_method: InitMethod | None, mode: str | None
     ) -> None:
-        """splits: prefix of a weight and a bias -> its rows; mode: how they are divided."""
+        """splits: prefix of a weight and a bias -> its rows; mode: how the rows are divided."""
         rows = sum(splits.values())
         self._declare_rows(
             {prefix + "weight": part for prefix, part in splits.items()},
@@ -154,16 +154,16 @@ class LinearFamily(TransformerEngineBaseModule):
     # ---- ranks ----
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """The group that the module communicates over, where it is divided over ranks.
+        """Sets the group that the module communicates over if it is divided over ranks.
 
-        Errors: ValueError for a group of another size than the module was made for; it keeps the one it has then. Of
-        one that is not divided every group is taken: nothing is communicated over it."""
+        Errors: ValueError for a group whose size differs from the one that the module was built for; it keeps its
+        present group then. A module that is not divided accepts every group and communicates nothing over it."""
         if self.tp_size > 1 or any(self._modes()):
             check_ranks(type(self).__name__, tp_group, self.tp_size)
         self.tp_group = tp_group
 
     def _keep_group(self, group: object | None) -> None:
-        """Whichever way another group comes, nothing goes on over the one before."""
+        """Nothing is communicated over the old group any more, however the new one was set."""
         keep_group(self, group)
         self.runtime.tp_comms = {}
         self.runtime.quantization.agree_over_group(self)
@@ -171,7 +171,7 @@ class LinearFamily(TransformerEngineBaseModule):
     tp_group = group_by_name.setter(_keep_group)
 
     def _modes(self) -> tuple[str | None, ...]:
-        """Of each product."""
+        """The parallel mode of each product."""
         return (self.parallel_mode,)
 
     def _gathered_columns(self, forward: bool) -> tuple[str, list[int]] | None:
@@ -181,19 +181,19 @@ class LinearFamily(TransformerEngineBaseModule):
 
     def _joined(self, names: list[str]) -> torch.Tensor | None:
         if len(names) == 1:
-            found = self._parameters.get(names[0])  # past Module.__getattr__, which takes half a microsecond
+            found = self._parameters.get(names[0])  # Module.__getattr__ takes half a microsecond
             return getattr(self, names[0]) if found is None else found
         parts = [getattr(self, name) for name in names]
         if not parts:
             return None
         if is_cpu_offload_enabled():
-            mark_not_offload(*parts)  # joined without a copy they are no parameter, nor a view of one that torch knows
+            mark_not_offload(*parts)  # the joined view is neither a parameter nor a view that torch records
         return functional.noop_cat(parts, names)
 
     def _call_one(
         self, inp: torch.Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-        """A call of a module with one product, which `_compute` is: (output, bias, what the product read, the norm's
+        """A call of a module with one product, which `_compute` runs: (output, bias, the product's operand, the norm's
         input)."""
         op, runtime = self._op, self.runtime
         if fp8_grad:
@@ -221,7 +221,7 @@ class LinearFamily(TransformerEngineBaseModule):
     def _results(
         self, out: torch.Tensor, bias: torch.Tensor | None, norm_output: torch.Tensor, h: torch.Tensor | None
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """Of a module with a norm. h: what else is returned."""
+        """The results of a module with a norm. h: returned last if it is given."""
         results = [out]
         if self.return_bias:
             results.append(bias)

@@ -1,4 +1,4 @@
-"""The norm inside a fused module: its two parameters, its options, and how they reach the functional form."""
+"""The norm inside a fused module: its two parameters, and its options for the functional form."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What LayerNorm and RMSNorm share: parameters, options and the call. The two differ in a mean and a bias."""
+"""The common part of LayerNorm and RMSNorm: parameters, options and the call. They differ in a mean and a bias."""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,7 +15,7 @@ NormalizedShape = int | Iterable[int] | None
 
 
 def _one_of(op: str, new: str, value: object, old: str, alias: object) -> object:
-    """The value of an argument that has two names."""
+    """The value of an argument with two names."""
     if alias is None:
         return value
     if value is not None and value != alias:
@@ -24,7 +24,7 @@ def _one_of(op: str, new: str, value: object, old: str, alias: object) -> object
 
 
 def _check_sm_margin(op: str, sm_margin: int | Mapping[str, int] | None) -> None:
-    """Kernels here leave the other streams' work to the scheduler, so a margin changes nothing; a wrong one is told."""
+    """A margin changes nothing, because kernels here leave other streams' work to the scheduler; a wrong one raises."""
     margins = sm_margin if isinstance(sm_margin, Mapping) else {"forward": sm_margin or 0}
     for name, value in margins.items():
         known = name in ("forward", "backward", "inference")
@@ -35,7 +35,7 @@ def _check_sm_margin(op: str, sm_margin: int | Mapping[str, int] | None) -> None
             )
 
 
-BEYOND = ("device", "dtype", "sm_margin")  # keywords of a norm that its signature does not list
+BEYOND = ("device", "dtype", "sm_margin")  # keywords of a norm that are not in its signature
 
 
 class Normalization(TransformerEngineBaseModule):
@@ -76,7 +76,7 @@ class Normalization(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=self.device.type == "meta")
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Shapes: inp [..., *normalized_shape], and so is the result, in inp's dtype."""
+        """Shapes: inp [..., *normalized_shape]; the result has inp's shape and dtype."""
         if type(inp) is not torch.Tensor:
             check_tensor(type(self).__name__, "inp", inp)
         weight, bias, x = self._of_all(self.weight), None if self._rms else self._of_all(self.bias), inp
@@ -99,8 +99,8 @@ class Normalization(TransformerEngineBaseModule):
         return y.unflatten(-1, self.normalized_shape) if folded else y
 
     def _of_all(self, parameter: torch.Tensor) -> torch.Tensor:
-        """With tp_size ranks, which each see a part of what the parameter acts on (some of the heads), its gradient is
-        the sum over all of them."""
+        """With tp_size ranks, each of which applies the parameter to a part of the tensor (some of the heads), its
+        gradient is the sum over all of them."""
         return parameter if self.tp_size == 1 else add_up_gradient(parameter, self._tp_group_name, self.tp_size)
 
     def extra_repr(self) -> str:

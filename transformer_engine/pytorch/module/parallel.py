@@ -1,5 +1,5 @@
-"""Tensor parallelism as a module knows it: its group, by name, how its sizes are divided, and each product's TPComm.
-Nothing is communicated here: csrc/layer/tp_comm_group.h does."""
+"""Tensor parallelism of a module: its group, by name, how its sizes are divided, and the TPComm of each product.
+Nothing is communicated here: csrc/layer/tp_comm_group.h does it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from transformer_engine.pytorch.functional.linear import Parallel, TPComm
 from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
 
 _MODES = {"column": 1, "row": 2}
-# What adds up a row's output without sequence parallelism: the group, or kernels over symmetric memory.
+# How a row layer's output is summed without sequence parallelism: by the group, or by kernels over symmetric memory.
 _SUMS = {None: 0, "one_shot": 1, "two_shot": 2}
-_ARRIVED = 2  # beside a recompute of 0 and 1: csrc/layer/tp_comm_group.h
-_SERIAL, _CHUNKED, _AUTO = range(3)  # how products and communication share the time, as there
+_ARRIVED = 2  # a value of `recompute` besides 0 and 1: csrc/layer/tp_comm_group.h
+_SERIAL, _CHUNKED, _AUTO = range(3)  # the overlap modes of csrc/layer/tp_comm_group.h
 
 
 def group_size(op: str, tp_group: object | None, tp_size: object) -> int:
-    """The ranks that a module is divided over: a group's size wins over `tp_size`."""
+    """The ranks that a module is divided over: a group's size takes precedence over `tp_size`."""
     check_size(op, "tp_size", tp_size, 1)
     return int(tp_size) if tp_group is None else ranks_of(op, "tp_group", tp_group)
 
 
 def check_ranks(op: str, tp_group: object | None, ranks: int) -> None:
-    """Raises for what is no group, or one of another size than `ranks`."""
+    """Raises for an object that is not a group, or a group of another size than `ranks`."""
     found = group_size(op, tp_group, ranks)
     if found != ranks:
         raise ValueError(
@@ -39,7 +39,7 @@ def check_ranks(op: str, tp_group: object | None, ranks: int) -> None:
 
 
 def divided(op: str, argument: str, size: int, ranks: int) -> int:
-    """A rank's part of `size`."""
+    """One rank's part of `size`."""
     if ranks > 1:
         check_size(op, argument, size)
         if size % ranks:
@@ -75,7 +75,7 @@ def check_options(
 
 
 def _group_of(module: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The group, or None. Errors: RuntimeError where it was destroyed."""
+    """The group, or None. Errors: RuntimeError if it was destroyed."""
     name = module._tp_group_name
     if name is None:
         return None
@@ -83,8 +83,8 @@ def _group_of(module: torch.nn.Module) -> dist.ProcessGroup | None:
         return dist.distributed_c10d._resolve_process_group(name)
     except (RuntimeError, LookupError, ValueError):
         raise RuntimeError(
-            f"{type(module).__name__}: the process group '{name}' of tp_group is not there, or was destroyed; make one "
-            "and pass it to set_tensor_parallel_group()."
+            f"{type(module).__name__}: the process group '{name}' of tp_group does not exist, or was destroyed; make "
+            "one and pass it to set_tensor_parallel_group()."
         ) from None
 
 
@@ -93,12 +93,12 @@ def keep_group(module: torch.nn.Module, group: dist.ProcessGroup | None) -> None
     module._tp_group_name = None if group is None else group.group_name
 
 
-# A module's `tp_group`, kept by its name alone, so that a module can be copied and pickled.
+# A module's `tp_group`, stored by name, so that a module can be copied and pickled.
 group_by_name = property(_group_of, keep_group)
 
 
 def gathered_columns(module: torch.nn.Module, forward: bool) -> tuple[str, list[int]] | None:
-    """As ScalingState.gathered has them."""
+    """The value of ScalingState.gathered."""
     if not module.sequence_parallel or module._tp_group_name is None:
         return None
     mode, slots, slot = ("column", FORWARD_SLOTS, "input") if forward else ("row", BACKWARD_SLOTS, "grad_output")
@@ -107,11 +107,11 @@ def gathered_columns(module: torch.nn.Module, forward: bool) -> tuple[str, list[
 
 
 def tp_comm_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) -> TPComm:
-    """Of this call's product; None where nothing is communicated."""
+    """The TPComm of this call's product; None if nothing is communicated."""
     if module.tp_size == 1 or mode is None:
         return None
-    # The second run of a checkpoint is there for its backward alone: what comes for its product is kept until then.
-    # The first one keeps nothing, whatever it says, and has to say the same: neither gathers more in order to keep.
+    # The second run of a checkpoint exists for its backward alone: it keeps the gathered operand until then. The first
+    # run saves nothing, and must use the same mode: neither run gathers more in order to save it.
     recompute = _ARRIVED if recompute_phase().enabled else int(module.tp_recompute_allgather)
     if torch.compiler.is_compiling():
         spec = [_MODES[mode], int(module.sequence_parallel), recompute, module.tp_size, _sum_of(module, mode)]
@@ -119,7 +119,7 @@ def tp_comm_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) -> 
     tp_comms = module.runtime.tp_comms
     key = mode, recompute, module.sequence_parallel, inp.device, module.tp_overlap, _sum_of(module, mode)
     found = tp_comms.get(key)
-    # The name may be another group's by now, which a channel does not notice.
+    # A new group may have the same name, which a channel does not detect.
     if found is None or (found.over_peers and not has_met(found.group, inp.device)):
         name = _named_group(module, inp.device.type)
         options = _MODES[mode], module.sequence_parallel, recompute, module.tp_size, name, _sum_of(module, mode)
@@ -129,8 +129,8 @@ def tp_comm_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) -> 
 
 
 def _overlap_of(module: torch.nn.Module, name: str, device: torch.device) -> tuple[int, str]:
-    """How products and communication share the time, and what te.explain says of collectives over the group. The ranks
-    meet here, where they go over peers: all of them, as they say the same and have one kind of device."""
+    """The overlap mode, and the reason that te.explain shows for collectives over the group. All ranks call this and
+    meet here if they use peers, because they have the same options and one kind of device."""
     op, asked = type(module).__name__, module.tp_overlap
     if asked == "off" or not module.sequence_parallel:
         return _SERIAL, ""
@@ -144,7 +144,7 @@ def _overlap_of(module: torch.nn.Module, name: str, device: torch.device) -> tup
         return _CHUNKED, ""
     least = _C.comm_least_rows(kind_of(device))
     if least is None:
-        return _SERIAL, "no measured costs for this device: tp_overlap='chunked' asks for runs"
+        return _SERIAL, "no measured costs for this device: tp_overlap='chunked' asks for chunks"
     try:
         peer_channel(op, name, device)
     except NotImplementedError as error:
@@ -158,21 +158,21 @@ def _sum_of(module: torch.nn.Module, mode: str) -> int:
 
 
 def gathered(module: torch.nn.Module, norm_output: torch.Tensor) -> torch.Tensor:
-    """Of all ranks, where tokens are divided: what return_layernorm_output_gathered is."""
+    """The norm's output of all ranks if tokens are divided: return_layernorm_output_gathered."""
     if not module.sequence_parallel:
         return norm_output
     return gather_by_name(norm_output, _named_group(module, norm_output.device.type), module.tp_size)
 
 
 def _named_group(module: torch.nn.Module, device: str) -> str:
-    """The group's name, for tensors on such a device."""
+    """The group's name, for tensors on that device type."""
     op, name = type(module).__name__, module._tp_group_name
     if name is None:
         raise RuntimeError(
             f"{op}: the module is divided over {module.tp_size} ranks (tp_size), but has no group; call "
             "set_tensor_parallel_group() before the first forward."
         )
-    if torch.compiler.is_compiling():  # where groups cannot be asked; their collectives say what they cannot do
+    if torch.compiler.is_compiling():  # tracing cannot ask a group; its collectives raise later
         return name
     devices = [kind.type for kind in module.tp_group._device_types]
     if device not in devices:

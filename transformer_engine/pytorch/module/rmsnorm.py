@@ -9,9 +9,9 @@ from transformer_engine.pytorch.module.normalization import BEYOND, Normalizatio
 class RMSNorm(Normalization):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimensions.
 
-    Parameters `weight`; with zero_centered_gamma weight is stored less one and starts at zero.
-    sequence_parallel, when given, becomes an attribute of the parameters. hidden_size and dtype are other names of
-    normalized_shape and params_dtype. kwargs: device, dtype, sm_margin (accepted; kernels need none).
+    Parameters `weight`; with zero_centered_gamma `weight` is stored less one and starts at zero. sequence_parallel, if
+    given, becomes an attribute of the parameters. hidden_size and dtype are other names of normalized_shape and
+    params_dtype. kwargs: device, dtype, sm_margin (accepted; kernels need none).
     """
 
     _rms = True

@@ -1,7 +1,6 @@
-"""What a module keeps between its calls that is no parameter, no buffer and no option: how it is quantized, with FP8
-copies of its weights, where weight gradients wait, which observers are told of them, and the TPComms of its
-products. Graphs, probes and copies of modules ask it (snapshot, restore, forget, divert_gradients). Nothing is
-computed here."""
+"""A module's state between calls that is neither a parameter, a buffer nor an option: quantization with FP8 copies of
+weights, weight gradients that wait, their observers, and the TPComms of its products. Graphs, probes and copies of
+modules use it (snapshot, restore, forget, divert_gradients). Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from transformer_engine.pytorch.module.parallel import tp_comm_of
 from transformer_engine.pytorch.module.weight_grad import WeightGradStore, traced_grad_accumulator
 from transformer_engine.pytorch.quantization.module.quantization import ModuleQuantization, Snapshot
 
-# Names that the files of modules have for fields of it and of its quantization. The lower ones are empty there.
+# Names of these fields in the files of modules, for it and for its quantization. The lower ones are empty in files.
 _QUANTIZATION = {
     "fp8_meta": "meta",
     "_parameters_recipe": "parameters_recipe",
@@ -36,10 +35,10 @@ _RUNTIME = {
 
 
 class Runtime:
-    """Methods are given the module, which this does not hold, so that nothing lives longer than it.
+    """Methods take the module as an argument; the runtime holds no reference to it, so that it does not keep it alive.
 
-    stores: of each product whose weight gradients wait for backward_dw(). hooks: what is called behind these.
-    TPComms: with other ranks, by what makes them differ (module/parallel.py)."""
+    stores: by product, the weight gradients that wait for backward_dw(). hooks: called after backward_dw(). tp_comms:
+    the communication of products with other ranks, by the options that differ between them (module/parallel.py)."""
 
     def __init__(self, products: int) -> None:
         self.quantization = ModuleQuantization(products)
@@ -50,28 +49,28 @@ class Runtime:
 
     def _forget_made(self) -> None:
         self.tp_comms: dict[tuple, _C.GroupTPComm] = {}
-        self._described: dict[str, _C.WeightGradProduct] = {}  # made where a product is first asked for
+        self._described: dict[str, _C.WeightGradProduct] = {}  # filled at a product's first call
 
     # ---- for graphs, probes and copies ----
 
     def snapshot(self, module: torch.nn.Module, *, values: bool = True) -> Snapshot:
-        """What restore() takes: all that the module knows about quantization, the values of its scales with it unless
-        the caller keeps them. Weight gradients that wait are not in it."""
+        """The argument of restore(): the module's state of quantization, with the values of its scales unless the
+        caller keeps them. Weight gradients that wait are not in it."""
         return self.quantization.snapshot(module, values)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """As if the module had not run since: each object is the one that it was, with the values that it had."""
+        """As if the module had not run since the snapshot: the same objects, with the values that they had."""
         self.quantization.restore(snapshot)
 
     def forget(self) -> None:
-        """What a copy starts from: all that calls recompute is gone; the recipe, scales, hooks and whether weight
-        gradients wait stay."""
+        """The state of a new copy: everything that calls recompute is dropped; the recipe, scales, hooks and whether
+        weight gradients wait stay."""
         self.quantization.forget()
         self._forget_made()
 
     @contextmanager
     def divert_gradients(self) -> Iterator[None]:
-        """Weight gradients go to autograd inside, not to main_grad (which need not be there) or to backward_dw()."""
+        """Inside, weight gradients go to autograd, not to main_grad (which need not exist) or to backward_dw()."""
         before = self.stores, self.diverted
         try:
             self.stores, self.diverted = {}, True
@@ -81,7 +80,7 @@ class Runtime:
 
     @contextmanager
     def hooks_silent(self) -> Iterator[None]:
-        """Inside, backward_dw() calls nobody."""
+        """Inside, backward_dw() calls no hooks."""
         hooks, self.hooks = self.hooks, []
         try:
             yield
@@ -89,27 +88,27 @@ class Runtime:
             self.hooks = hooks
 
     def weights_anew(self) -> Callable[[], None]:
-        """Calls quantize weights anew, in memory of their own, until what is returned is called: then copies that they
-        did not make are kept again."""
+        """Calls quantize weights again, into memory of their own, until the returned function is called: then the
+        earlier copies are used again."""
         return self.quantization.weights.set_aside()
 
     def scaling_states(self) -> dict:
-        """The module's fp8_meta: its scaling states by direction, and the same dict as long as it has them."""
+        """The module's fp8_meta: its scaling states by direction; the same dict while the module has them."""
         return self.quantization.meta
 
     def reads(self) -> tuple | None:
-        """Of a module that ran under autocast: what its products read beside the parameters."""
+        """For a module that ran under autocast: the state that its products read besides the parameters."""
         quantization = self.quantization
         if quantization.token is None or not quantization.fp8:
             return None
         return quantization.own, dict(quantization.weights.kept)
 
-    # ---- weight gradients that are not simply returned ----
+    # ---- weight gradients that a backward does not return ----
 
     def grad_accumulator(
         self, module: torch.nn.Module, product: str, is_first_microbatch: bool | None
     ) -> _C.GradAccumulator | WeightGradStore | TracedGradAccumulator | None:
-        """Where this call's weight gradient of a product goes; None: to autograd."""
+        """The destination of a product's weight gradient in this call; None: autograd."""
         store = self.stores.get(product)
         if not (module.fuse_wgrad_accumulation or store) or self.diverted or not torch.is_grad_enabled():
             return None
@@ -117,7 +116,7 @@ class Runtime:
             weights = {name: getattr(module, name) for name in module._product_names(product)[0]}
             if not any(weight.requires_grad for weight in weights.values()):
                 return None
-            # A store is something that the product refuses by name.
+            # The traced product refuses a store by name.
             return (
                 store
                 if store is not None
@@ -137,7 +136,7 @@ class Runtime:
         is_first_microbatch: bool | None,
         parallel_mode: str | None,
     ) -> ProductCall:
-        """What a product of this call gets beside its tensors, as the functions of functional/linear.py take it."""
+        """The arguments of a product of this call besides its tensors, for the functions of functional/linear.py."""
         quantization, own_weight = self.quantization.of_call(module, product, weight, is_first_microbatch)
         return {
             "grad_accumulator": self.grad_accumulator(module, product, is_first_microbatch),
@@ -172,14 +171,14 @@ class Runtime:
     # ---- copies and files ----
 
     def shared(self) -> Runtime:
-        """For another module with the same parameters: it goes on from what there is, by itself."""
+        """For another module with the same parameters: it continues from the same state, independently."""
         twin = Runtime.__new__(Runtime)
         twin.__dict__.update(vars(self))
         twin.quantization = self.quantization.shared()
         return twin
 
     def in_files(self) -> dict[str, object]:
-        """What the file of a module, or a copy of it, has of this: under the module's own names."""
+        """The entries of a module's file, or of a copy of it, for this state: under the module's own names."""
         twin = self.shared()
         twin.forget()
         quantization = twin.quantization
@@ -191,7 +190,7 @@ class Runtime:
 
     @classmethod
     def of_file(cls, state: dict[str, object]) -> Runtime:
-        """That of in_files(), whose names are taken out of `state`."""
+        """The runtime of in_files(), whose names are removed from `state`."""
         runtime = cls(0)
         for names, owner in ((_QUANTIZATION, runtime.quantization), (_RUNTIME, runtime)):
             for name, field in names.items():
@@ -201,7 +200,7 @@ class Runtime:
         return runtime
 
     def __getstate__(self) -> dict[str, object]:
-        """Of a copy that is made past the module's own, as torch's parametrizations make them."""
+        """For a copy that bypasses the module's own, as torch's parametrizations make them."""
         return self.in_files()
 
     def __setstate__(self, state: dict[str, object]) -> None:

@@ -1,5 +1,5 @@
-"""How modules that are made of others call these: by what the API says of a submodule, whatever class a client has put
-in its place, and with keywords of ours where it is this library's own. It computes nothing."""
+"""Calls of submodules: by the API of a submodule, for whatever class a client has put in its place, and with further
+keywords if it is one of this library's own. It computes nothing."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,14 +11,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def only_watches(hook: Callable) -> Callable:
-    """Marks a hook of this library's that looks at neither arguments nor results."""
+    """Marks a hook of this library that reads neither arguments nor results."""
     hook.only_watches = True
     return hook
 
 
 def is_own(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    """Whether a call of it is a call of `kind`'s forward that nothing else sees: no subclass's forward, no hook, no
-    other function in forward's place. Such a call takes keywords that the API has not."""
+    """Whether a call of the module is exactly a call of `kind`'s forward: no subclass's forward, no hook, no other
+    function in place of forward. Such a call takes keywords beyond the API."""
     of = type(module)
     if of is not kind:
         inherits = issubclass(of, kind) and of.forward is kind.forward and of.__call__ is kind.__call__
@@ -36,10 +36,10 @@ def is_own(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
 def taken(
     op: str, name: str, module: torch.nn.Module, result: object, shape: torch.Size | int, norm: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What submodule `name` returned, its bias added, and the norm's output.
+    """The tensor that submodule `name` returned, with its bias added, and the norm's output.
 
-    By the API a submodule returns a tensor, or (tensor, bias) where it leaves the bias to its caller; behind either
-    comes the norm's output where `norm` asks for it. shape: of the tensor, or how long its rows are.
+    By the API a submodule returns a tensor, or (tensor, bias) if it leaves the bias to its caller; with `norm` the
+    norm's output follows. shape: of the tensor, or the length of its rows.
     Errors: TypeError naming class and result for anything else."""
     several = isinstance(result, (tuple, list)) and len(result) > 0
     out, rest = (result[0], list(result[1:])) if several else (result, [])
@@ -49,7 +49,7 @@ def taken(
     fits = not rest and _fits(out, shape) and (not norm or isinstance(norm_output, torch.Tensor))
     if not fits or not (bias is None or (isinstance(bias, torch.Tensor) and bias.shape == (width,))):
         size = f"[..., {width}]" if isinstance(shape, int) else str(list(shape))
-        suffix = ", with the norm's output behind" if norm else ""
+        suffix = ", followed by the norm's output" if norm else ""
         raise TypeError(
             f"{op}: submodule '{name}' is a {type(module).__name__} and returned {_told(result)}, wanted a tensor "
             f"{size} or (tensor, bias [{width}] or None){suffix}; return one of these."
@@ -68,8 +68,8 @@ def run_part(
     norm: bool = False,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """A call of submodule `name`: its result and its norm's output as `taken` has them, and what the norm was taken of,
-    which one of ours (is_own) hands back when it is given `ours`."""
+    """Calls submodule `name`: its result and its norm's output as in `taken`, and the norm's input, which a module of
+    this library (is_own) returns if it is given `ours`."""
     module, back = getattr(owner, name), hidden
     if ours is None:
         result = module(hidden, *inputs, **options)

@@ -1,5 +1,5 @@
-"""What is Python's of weight gradients that are not returned: words for a main_grad that does not fit, and the store of
-those that wait for backward_dw(). What a backward does is the extension's (csrc/wgrad/main_grad.h); nothing computes
+"""The Python part of weight gradients that a backward does not return: errors for an unfit main_grad, and the store of
+gradients that wait for backward_dw(). The extension runs the backward (csrc/wgrad/main_grad.h); nothing is computed
 here."""
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from transformer_engine.pytorch.utils import resolve_device
 
 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False, device=None) -> torch.Tensor:
-    """A gradient that stands for one already in main_grad, so that autograd's hooks fire. One buffer a shape, shared by
-    all: a fresh alias of it each time, else autograd would copy it. Its values mean nothing, unless `zero`."""
+    """A placeholder for a gradient that is already in main_grad, so that autograd's hooks run. One buffer for each
+    shape: each call returns a new alias of it, because autograd would copy it otherwise. Its values are undefined
+    unless `zero` is set."""
     return _C.dummy_weight_grad(list(shape), dtype, resolve_device(device), zero)
 
 
 class DummyGradients(Mapping):
-    """The buffers of get_dummy_wgrad: (*shape, dtype) -> the buffer, of one of its devices; clear() frees those that
-    nothing else holds."""
+    """The buffers of get_dummy_wgrad: (*shape, dtype) -> the buffer, on one of its devices; clear() frees buffers
+    without other references."""
 
     def _all(self) -> dict[tuple, torch.Tensor]:
         return {(*buffer.shape, buffer.dtype): buffer for buffer in _C.dummy_weight_grads()}
@@ -47,7 +48,7 @@ _dummy_wgrads = DummyGradients()
 
 
 def _misfit(op: str, name: str, weight: torch.Tensor, main_grad: object) -> str | None:
-    """What is wrong with a main_grad."""
+    """The error text for a main_grad that does not fit, or None."""
     if not isinstance(main_grad, torch.Tensor):
         return (
             f"{op}: argument 'fuse_wgrad_accumulation' is True, but parameter '{name}' has main_grad {main_grad!r}; "
@@ -79,8 +80,8 @@ def _check_main_grad(op: str, name: str, weight: torch.Tensor, main_grad: object
 def traced_grad_accumulator(
     op: str, weights: dict[str, torch.Tensor], is_first_microbatch: object
 ) -> TracedGradAccumulator:
-    """What the weights of a product say, where torch.compile traces: read by the forward, as a compiled backward cannot
-    ask."""
+    """The main_grads of a product's weights for torch.compile: the forward reads them, because a compiled backward
+    cannot."""
     if is_first_microbatch not in (None, True, False):
         refuse(f"{op}: argument 'is_first_microbatch' is {is_first_microbatch!r}, wanted True, False or None.")
     main_grads: list[torch.Tensor] = []
@@ -108,7 +109,7 @@ def traced_grad_accumulator(
 
 @contextmanager
 def accumulation_noted() -> Iterator[set[int]]:
-    """Gets the weights, by id, whose gradients are added to main_grad inside, on whichever thread."""
+    """Collects the ids of the weights whose gradients are added to main_grad inside, on any thread."""
     noted: set[int] = set()
     _C.note_accumulations(noted)
     try:
@@ -118,7 +119,7 @@ def accumulation_noted() -> Iterator[set[int]]:
 
 
 def _accumulate_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """As autograd does at a leaf; a frozen one gets nothing."""
+    """As autograd does at a leaf; a frozen leaf gets no gradient."""
     if not parameter.requires_grad:
         return
     gradient = gradient.to(parameter.dtype)
@@ -130,17 +131,17 @@ def _accumulate_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Pending:
-    """A weight gradient that backward() left: what it is made of, and the versions that these tensors had."""
+    """A weight gradient that backward() left: its operands, and the versions that they had."""
 
     product: _C.WeightParameters
     work: _C.WgradTask
     with_bias: bool
-    reads: Sequence[torch.Tensor]  # the caller's tensors among the operands: the FP8 ones are nobody else's
+    reads: Sequence[torch.Tensor]  # operands that belong to the caller; FP8 operands have no other user
     versions: Sequence[int]
 
     def check(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The main_grads. Raises where the gradient cannot be computed any more, or has nowhere to go; `current` are
-        the module's weights now."""
+        """The main_grads. Raises if the gradient cannot be computed any more, or has no destination; `current`: the
+        module's present weights."""
         product, name = self.product, self.product.names[0]
         others = [i for i, (own, seen) in enumerate(zip(current, product.weights, strict=True)) if own is not seen]
         if others:
@@ -148,7 +149,7 @@ class Pending:
             raise RuntimeError(
                 f"{product.op}: backward_dw() was called, but '{name}' is not the parameter that backward() saw "
                 "(FSDP2 puts its shards back after a backward): a delayed gradient cannot reach it. Build the module "
-                "without delay_wgrad_compute there."
+                "without delay_wgrad_compute."
             )
         if [tensor._version for tensor in self.reads] != self.versions:
             raise RuntimeError(
@@ -180,7 +181,7 @@ class Pending:
 
 
 class WeightGradStore:
-    """First in, first out: the weight gradients that a backward left to backward_dw(). Copies of it are empty."""
+    """First in, first out: the weight gradients that a backward left for backward_dw(). Copies of a store are empty."""
 
     def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
         if delay_wgrad_compute and ub_bulk_wgrad:
@@ -189,7 +190,7 @@ class WeightGradStore:
                 "communication is overlapped with its product cannot wait. Leave one of them at False."
             )
         self.enabled = delay_wgrad_compute
-        self._left: collections.deque[Pending] = collections.deque()  # its ends are safe to use from several threads
+        self._left: collections.deque[Pending] = collections.deque()  # several threads may use its ends
 
     def delay_wgrad_compute(self) -> bool:
         return self.enabled
@@ -216,7 +217,7 @@ class WeightGradStore:
 def _refuse_computed(op: str, name: str) -> None:
     raise ValueError(
         f"{op}: '{name}' is computed from other tensors (a parametrization, weight_norm), and only autograd brings a "
-        "gradient back to these; build the module without fuse_wgrad_accumulation and delay_wgrad_compute."
+        "gradient back to them; build the module without fuse_wgrad_accumulation and delay_wgrad_compute."
     )
 
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint that fits, or changing nothing. What a module's checkpoint holds is the module's business."""
+"""load_state_dict that loads a checkpoint completely, or raises and changes nothing. Modules define their entries."""
 
 from collections.abc import Mapping
 
@@ -12,17 +12,17 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
-class WholeCheckpoints(torch.nn.Module):
+class AtomicCheckpoints(torch.nn.Module):
     """A module whose load_state_dict compares the whole checkpoint with it before the first tensor is copied. As part
-    of another module it loads as that one does: torch's own copies what fits and raises afterwards."""
+    of another module it loads as torch does: torch copies the entries that fit and raises afterwards."""
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> IncompatibleKeys:
         """As torch's. Errors: RuntimeError naming missing and unexpected keys (if strict), shapes that differ and
-        values that are no tensors or complex, NotImplementedError for state that this version cannot take; nothing has
+        values that are complex or not tensors, NotImplementedError for state that this version cannot load; nothing has
         been loaded then."""
-        # A hook may rename keys: what fits is known only when it has run.
+        # A hook may rename keys: only after it has run is it known which entries fit.
         hooked = any(part._load_state_dict_pre_hooks for part in self.modules())
         if isinstance(state_dict, Mapping) and not hooked:
             _compare(self, _unstacked(self, state_dict), strict)
@@ -30,7 +30,7 @@ class WholeCheckpoints(torch.nn.Module):
 
 
 def _unstacked(module: torch.nn.Module, given: Mapping[str, object]) -> Mapping[str, object]:
-    """What parts that read more than one form of their checkpoint make of it."""
+    """The checkpoint after the conversions of parts that read more than one form of it."""
     for prefix, part in module.named_modules():
         if hasattr(part, "_unstacked"):
             given = part._unstacked(given, f"{prefix}." if prefix else "")
