@@ -1,3 +1,3 @@
-"""Helpers of this package that are no names of its API. Importing any of them loads the extension first (load.py)."""
+"""Private helpers of this package. Importing any of them loads the extension first (load.py)."""
 
 from transformer_engine.pytorch._internal import load as load

@@ -1,6 +1,6 @@
-"""Names whose capability this version lacks. Where clients import without a guard (`absent`), the name is there, can be
-subclassed and asked about, and says so when it is used. Where they fall back on something of their own when the import
-fails (`names_without_a_body`), it is not there. Nothing else belongs in this file."""
+"""Names whose capability this version lacks. If clients import them without a guard (`absent`), the name exists, can be
+subclassed and inspected, and raises when it is used. If clients have a fallback for a failing import
+(`names_without_a_body`), the name does not exist. Nothing else belongs in this file."""
 
 import functools
 import opcode
@@ -24,8 +24,8 @@ def refusal(name: str, capability: str, instead: str = "") -> NotImplementedErro
 
 def absent(capability: str, instead: str = "") -> Callable:
     """Makes a function, or a class's construction, raise NotImplementedError naming itself and `capability` ("MoE
-    permutation is"), with what to do `instead`. Its signature and docstring stay as they are written, and so does what
-    a class inherits. When the capability lands, the body is written and the decorator goes."""
+    permutation is"), with the way out, `instead`. Its signature and docstring stay unchanged, and inherited members
+    too. When the capability lands, the body is written and the decorator is removed."""
 
     def mark(target: Callable) -> Callable:
         def refuse(*args, **kwargs):
@@ -46,8 +46,8 @@ def absent(capability: str, instead: str = "") -> Callable:
 
 def names_without_a_body(module: str, names: Mapping[str, tuple[str, str]]) -> Callable[[str], object]:
     """The __getattr__ of a module that lacks `names`: name -> (capability, instead) as of `absent`; "*" stands for all
-    other public names. hasattr answers False, and `from module import name` is an ImportError, with that sentence. When
-    the capability lands, the name goes from the table."""
+    other public names. hasattr returns False, and `from module import name` is an ImportError with that sentence. When
+    the capability lands, the name is removed from the table."""
 
     def __getattr__(name: str) -> object:
         found = names.get(name) or (None if name.startswith("_") else names.get("*"))
@@ -62,5 +62,5 @@ def names_without_a_body(module: str, names: Mapping[str, tuple[str, str]]) -> C
 
 
 def _imports(frame: FrameType) -> bool:
-    """Whether it is at a `from module import name`, which puts words of its own in place of an AttributeError's."""
+    """Whether the frame runs `from module import name`, which replaces the text of an AttributeError by its own."""
     return frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM

@@ -1,4 +1,4 @@
-"""Checks of arguments that several rooms take. Nothing is built here."""
+"""Checks of arguments that several folders share. Nothing is built here."""
 
 import operator
 

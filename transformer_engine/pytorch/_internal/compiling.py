@@ -1,5 +1,5 @@
-"""What torch.compile and other tracers meet: refusals in their own words, first, and how a module makes what outlives
-a call that is traced. Decides nothing."""
+"""Errors and tensors under torch.compile and other tracers: errors keep their own text, and tensors that outlive a
+traced call are made outside of the tracer. It decides nothing."""
 
 import functools
 from collections.abc import Iterator
@@ -15,26 +15,26 @@ def _kind(eager: type) -> type:
     error, _ = torch_private.user_error()
 
     class NotCompiled(error, eager):
-        """As eager's refusals, and as Dynamo's errors about a user's code."""
+        """The same type as eager's errors, and also Dynamo's type for errors of user code."""
 
     return NotCompiled
 
 
 def refuse_traced(message: str, kind: type = NotImplementedError) -> None:
-    """Raises a `kind` where torch.compile traces. An exception that traced code raises would be told as
-    "Observed exception", with advice that is none, and swallowed where a graph may break; what raises here is run by
-    the tracer, not traced."""
+    """Raises a `kind` where torch.compile traces. Dynamo would report an exception of traced code as "Observed
+    exception", with wrong advice, and would drop it where a graph may break; the tracer runs this function instead of
+    tracing it."""
     _, invalid_input = torch_private.user_error()
     raise _kind(kind)(invalid_input, message)
 
 
-# What torch.compiler.assume_constant_result does, but that imports all of Dynamo to do it.
+# The same as torch.compiler.assume_constant_result, which imports all of Dynamo.
 refuse_traced._dynamo_marked_constant = True
 
 
 def differs(size: int, wanted: int) -> bool:
-    """Whether they do. Where torch.compile will know the size in a run alone (it follows from values, as
-    torch.bincount's does), it is taken as wanted from here on, and a run in which it is not raises."""
+    """Whether the sizes differ. If torch.compile learns the size only in a run (it follows from values, as
+    torch.bincount's does), it is assumed to be the wanted one from here on, and a run with another size raises."""
     if not torch.compiler.is_compiling():
         return size != wanted
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports all of sympy
@@ -46,14 +46,15 @@ def differs(size: int, wanted: int) -> bool:
 
 
 def in_a_mode() -> bool:
-    """Whether what is made now may be a tracer's: FakeTensorMode's or its like's, or a transform's of torch.func."""
+    """Whether a tensor that is made now may belong to a tracer: FakeTensorMode or the like, or a torch.func
+    transform."""
     return torch_private.is_in_torch_dispatch_mode() or torch_private.peek_interpreter_stack() is not None
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """For tensors that outlive the call: made as outside of inference mode, of FakeTensorMode and its like, and of
-    torch.func's transforms, whose tensors are nothing behind them."""
+    """For tensors that outlive the call: made outside of inference mode, of FakeTensorMode and the like, and of
+    torch.func's transforms, whose tensors are invalid after the transform."""
     with torch.inference_mode(False), torch_private.disable_current_modes(), torch_private.DisableFuncTorch():
         yield
 

@@ -1,5 +1,5 @@
-"""Keywords that a constructor or a context does not have: the error says which one was meant, or a warning why it is no
-longer needed. Signatures stay as they are written, for clients inspect them."""
+"""Unknown keywords of a constructor or a context: the error suggests the right name, and a warning explains keywords
+that are no longer needed. Signatures stay unchanged, because clients inspect them."""
 
 import difflib
 import functools
@@ -10,7 +10,8 @@ from typing import TypeVar
 
 _Function = TypeVar("_Function", bound=Callable)
 
-# What other libraries, and other versions of the API, call an argument: the first of these that is there.
+# Names that other libraries, and other versions of the API, use for an argument: the first one that exists is
+# suggested.
 _OTHER_WORDS = {
     "amax_reduction_group": ("fp8_group",),
     "batch_first": ("attn_input_format", "qkv_format"),
@@ -29,7 +30,7 @@ _OTHER_WORDS = {
 }
 _ALIKE = 0.7  # difflib's ratio of two names that differ by a slip
 
-# Keywords that older versions of the API have, and what there is in their place.
+# Keywords of older versions of the API, and what replaces them.
 OF_ATTENTION = {
     "apply_query_key_layer_scaling": "scores are scaled in float32, where they need no second scale",
     "attention_softmax_in_fp32": "the softmax is always in float32",
@@ -40,9 +41,9 @@ def tells_keywords(
     *beyond: str, renamed: Mapping[str, str] | None = None, retired: Mapping[str, str] | None = None
 ) -> Callable[[_Function], _Function]:
     """Makes a function, or an __init__, raise TypeError naming itself and the keyword that it does not have. beyond:
-    what its **kwargs take. renamed: keywords of earlier versions of the API and what they are called now, which are
-    taken with a DeprecationWarning. retired: keywords that change nothing any more, and why: a DeprecationWarning. A
-    call costs half a microsecond more."""
+    keywords that its **kwargs accept. renamed: keywords of earlier versions of the API and their present names,
+    accepted with a DeprecationWarning. retired: keywords without an effect, and why: a DeprecationWarning. A call costs
+    half a microsecond more."""
 
     def mark(function: _Function) -> _Function:
         signature = inspect.signature(function)
@@ -61,14 +62,14 @@ def tells_keywords(
                     raise _error(function, others[0], known) from None
             return function(*args, **_as_now(function, kwargs, now, without))
 
-        told.__signature__ = signature  # for inspect.getfullargspec, which does not look through a wrapper
+        told.__signature__ = signature  # inspect.getfullargspec does not look through a wrapper
         return told
 
     return mark
 
 
 def _as_now(function: Callable, kwargs: dict, renamed: Mapping[str, str], retired: Mapping[str, str]) -> dict:
-    """The keywords without those that have no effect, the others under today's names; warns of each."""
+    """The keywords without those that have no effect, the others under their present names; warns of each."""
     taken = {}
     for name, value in kwargs.items():
         if name in retired:
@@ -88,8 +89,8 @@ def _op_of(function: Callable) -> str:
 
 
 def hides_unknown(function: _Function) -> _Function:
-    """The same for one that is called often: its `**unknown` is no part of the signature, and it raises
-    unknown_keyword where there is any."""
+    """The same for a function that is called often: `**unknown` is removed from its signature, and the function raises
+    unknown_keyword itself."""
     signature = inspect.signature(function)
     function.__signature__ = signature.replace(
         parameters=[p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -1,6 +1,6 @@
 """Loads the extension module, after checking that it can run here. Nothing else belongs in this file."""
 
-import torch  # first: its libraries are found by soname when the extension is loaded
+import torch  # first: the extension finds torch's libraries by soname
 
 try:
     from transformer_engine.pytorch import _C

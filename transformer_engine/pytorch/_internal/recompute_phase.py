@@ -1,5 +1,5 @@
-"""Where a thread is: in a forward that is going to be recomputed, in its recomputation, or in neither; and what the
-first run leaves for the second. Runs are started elsewhere (distributed/recompute.py)."""
+"""The phase of a thread: in a forward that will be recomputed, in its recomputation, or in neither; and the entries
+that the first run leaves for the second. distributed/recompute.py starts the runs."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class FirstRun:
-    """What the modules inside a first run leave for its recomputations: for each of them its entries, in order."""
+    """Entries that the modules inside a first run leave for its recomputations, in order for each module."""
 
     def __init__(self) -> None:
         self._entries: dict[int, list] = {}
@@ -28,8 +28,8 @@ class FirstRun:
 
 
 class _ByHand:
-    """Runs whose phases are said by hand: first runs and recomputations pair in the order of both, which their owner
-    keeps (`left_in_order()`, a deque)."""
+    """Runs whose phases the caller sets: first runs and recomputations pair in order, in a deque of their owner
+    (`left_in_order()`)."""
 
     @staticmethod
     def leave(owner: object, entry: object) -> None:
@@ -45,8 +45,8 @@ _BY_HAND = _ByHand()
 
 
 class ContextKeeper:
-    """Carries the context of a first run to its recomputations. quantization, which lies above the code that
-    recomputes, registers the one of te.autocast as RecomputePhase.autocast."""
+    """Carries the context of a first run to its recomputations. quantization, a higher layer than the code that
+    recomputes, registers the keeper of te.autocast as RecomputePhase.autocast."""
 
     def enabled(self) -> bool:
         """Whether the context is on in this thread."""
@@ -58,10 +58,10 @@ class ContextKeeper:
 
 
 class RecomputePhase(threading.local):
-    """Where this thread is. Recomputations run on autograd's threads, several modules on several threads.
+    """The phase of this thread. Recomputations run on autograd's threads, several modules on several threads.
 
-    A first run inside of another one leaves its entries to both; inside a recomputation it is one for its modules, and
-    hands on what they take."""
+    A first run inside another one leaves its entries to both; inside a recomputation it is a first run for its modules,
+    and passes on the entries that they take."""
 
     autocast = ContextKeeper()
     enabled = False
@@ -70,12 +70,12 @@ class RecomputePhase(threading.local):
     _to: tuple[FirstRun | _ByHand, ...] = ()
 
     def leave(self, owner: object, entry: object) -> None:
-        """In a first run: for the recomputations of it."""
+        """In a first run: leaves an entry for its recomputations."""
         for run in self._to:
             run.leave(owner, entry)
 
     def take(self, owner: object) -> object | None:
-        """In a recomputation: what the owner's call left, or None."""
+        """In a recomputation: the entry that the owner's call left, or None."""
         entry = self._from.take(owner)
         if entry is not None:
             self.leave(owner, entry)
@@ -89,9 +89,9 @@ _phase = RecomputePhase()
 def activation_recompute_forward(
     activation_recompute: bool = False, recompute_phase: bool = False, *, first_run: FirstRun | None = None
 ) -> Iterator[None]:
-    """Says that the forward inside will be recomputed (activation_recompute), and that it is the second run of it
-    (recompute_phase); `checkpoint` does so for both of its runs, and hands them one first_run. Without one, modules
-    pair their first runs with recomputations in the order of both."""
+    """Marks the forward inside as one that will be recomputed (activation_recompute), and as the second run
+    (recompute_phase); `checkpoint` marks both of its runs, and passes one first_run to them. Without first_run, modules
+    pair their first runs with recomputations in order."""
     run = _BY_HAND if first_run is None else first_run
     before = _phase.enabled, _phase.recomputing, _phase._from, _phase._to
     if not activation_recompute or recompute_phase:
@@ -108,7 +108,7 @@ def activation_recompute_forward(
 
 
 def recompute_phase() -> RecomputePhase:
-    """Of this thread."""
+    """The phase of this thread."""
     return _phase
 
 

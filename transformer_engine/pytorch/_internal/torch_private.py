@@ -1,7 +1,7 @@
-"""PyTorch's names that promise nothing from one minor version to the next, each with the versions it is known for.
+"""Private names of PyTorch, which may change with any minor version, each with the versions that have it.
 
-Nothing else of the package asks for a private name of PyTorch's (tests/policy/test_torch_private.py). A new minor
-version is served when each name here is there and does the same, which qa/torch_versions.sh asks.
+No other file of the package uses a private name of PyTorch (tests/policy/test_torch_private.py). A new minor version is
+supported when each name here exists and behaves the same, which qa/torch_versions.sh tests.
 """
 
 import torch
@@ -35,7 +35,7 @@ flash_attention_forward = torch.ops.aten._flash_attention_forward  # 2.9 - 2.15
 
 
 def user_error() -> tuple[type, object]:  # 2.9 - 2.15
-    """Dynamo's class of errors about a user's code, and the type of one about an input. Imports Dynamo."""
+    """Dynamo's class of errors of user code, and the type of an error about an input. Imports Dynamo."""
     from torch._dynamo.exc import UserError, UserErrorType
 
     return UserError, UserErrorType.INVALID_INPUT
@@ -53,6 +53,6 @@ def cuda_sleep(cycles: int) -> None:  # 2.9 - 2.15
 
 
 def end_allocations_to_pool(device: int, pool: object) -> None:  # 2.9 - 2.15
-    """What the end of a capture does to the pool that it allocates in, for one whose end failed."""
+    """What the end of a capture does to its memory pool, for a capture whose end failed."""
     torch._C._cuda_endAllocateToPool(device, pool)
     torch._C._cuda_releasePool(device, pool)

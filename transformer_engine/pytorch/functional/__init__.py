@@ -1,6 +1,6 @@
 """Functional form of each op. Eager calls the extension directly; under torch.compile the same call becomes
-torch.ops.te.<op>, the same C++ function behind a schema. Only tensor/engine.py, which quantizes tensors,
-chooses by itself as well."""
+torch.ops.te.<op>, the same C++ function behind a schema. Besides, only tensor/engine.py, which quantizes tensors,
+chooses between the two."""
 
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds
 from transformer_engine.pytorch.functional.comm import comm_interleave, comm_ordered_sum

@@ -1,5 +1,5 @@
-"""What tensor parallelism computes on one rank beside its products. Formulas: transformer_engine/comm.h. Nothing here
-communicates: that is distributed's."""
+"""Computations of tensor parallelism on one rank, besides its products. Formulas: transformer_engine/comm.h.
+distributed/ communicates; nothing here does."""
 
 import torch
 
@@ -19,12 +19,12 @@ def comm_ordered_sum(partials: torch.Tensor, bias: torch.Tensor | None = None) -
 
 
 def comm_interleave(shards: torch.Tensor) -> torch.Tensor:
-    """shards[0], shards[1], ... side by side: what ranks quantized and gathered behind each other, as of the whole.
+    """shards[0], shards[1], ... side by side: joins shards that ranks quantized and gathered into one tensor's layout.
 
     Shapes: shards [ranks, rows, m] -> [rows, ranks * m], up to 128 ranks. Any strides; dense rows are not copied.
-    Dtypes: uint8 (columnwise FP8 data; the result's rows and pitch are padded to 16 with zeros, as products want them)
+    Dtypes: uint8 (columnwise FP8 data; the result's rows and pitch are padded to 16 with zeros, as products need them)
     or float32 (rowwise scales of 1x128 blocks, columnwise ones of 128x128, without their padding; the result has the
-    whole's: columns up to a multiple of 4, zeros). Not differentiable.
+    padding of the joined tensor: columns up to a multiple of 4, zeros). Not differentiable.
     Errors: ValueError naming the argument.
     """
     if torch.compiler.is_compiling():

@@ -18,7 +18,7 @@ def gemm(
     """Layouts TN: d = b a^T (fprop: a = weight), NN: d = b a (dgrad), NT: d = b^T a (wgrad: a = input, b = gradient).
 
     Epilogues: "none", "bias", "gelu" (returns the pre-activation too), "dgelu" (reads it from aux), "bgrad" (layout NT:
-    returns b's column sums too). Returns (d, extra); extra is empty where the epilogue has none. d is 2-D.
+    returns b's column sums too). Returns (d, extra); extra is empty if the epilogue has none. d is 2-D.
     """
     if torch.compiler.is_compiling():
         return torch.ops.te.gemm(a, b, layout, epilogue, bias, aux, out_dtype)

@@ -1,5 +1,5 @@
-"""Linear products of rows in groups, a weight for each group, as functions. Nothing is sorted or sent: that rows lie by
-groups is the caller's business."""
+"""Linear products of rows in groups, a weight for each group, as functions. Nothing is sorted or sent: the caller
+orders the rows by groups."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from transformer_engine.pytorch.functional.linear import TracedGradAccumulator, 
 
 
 def grouped_offsets(splits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Where each group's rows of x start: int32 [groups + 1], made on the device without a look from the host.
+    """The start of each group's rows of x: int32 [groups + 1], computed on the device without a sync.
 
     splits: int32 or int64 [groups] on x's device. A negative one counts as 0, and rows that x does not have are cut;
-    te.verdict.split_verdict() says how many of both there were. Errors: ValueError for another dtype, shape or device.
+    te.verdict.split_verdict() counts both. Errors: ValueError for another dtype, shape or device.
     """
     if torch.compiler.is_compiling():
         return torch.ops.te.grouped_offsets(splits, x)
@@ -37,20 +37,21 @@ def grouped_linear(
 ) -> torch.Tensor:
     """y[rows of g] = x[rows of g] weights[g]^T + biases[g], for consecutive groups of rows.
 
-    splits: how many rows each group has, together x's. offsets, in their place: what grouped_offsets() made; rows that
-    are nobody's then give zeros, and get a gradient of zeros. out, dgrad_out: matrices that y and x's gradient are
-    written into, rows of nobody left as they are. Each group's bits are those of linear() of its rows alone (on CUDA,
-    with offsets, where cuBLASLt does not split the reduction; biases' gradients are summed in an order of their own).
-    Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features] each.
-    Dtypes: as linear. quantizations: one for all groups, or one each (under torch.compile its integers). own_weights:
-    the weights' FP8 copies, made before. keep_input: as linear.
+    splits: the number of rows of each group, adding up to x's. offsets, instead: the result of grouped_offsets(); rows
+    of no group then give zeros, and get a gradient of zeros. out, dgrad_out: matrices that y and x's gradient are
+    written into; rows of no group keep their values. Each group's bits are those of linear() of its rows alone (on
+    CUDA, with offsets, if cuBLASLt does not split the reduction; biases' gradients are summed in an order of their
+    own). Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features]
+    each. Dtypes: as linear. quantizations: one for all groups, or one each (under torch.compile its integers).
+    own_weights:
+    FP8 copies of the weights. keep_input: as linear.
     Errors: ValueError naming the argument; with offsets on CUDA NotImplementedError for float32, and for quantizations
     that differ from group to group in more than their state, or are written in Python.
     """
     if torch.compiler.is_compiling():
         if out is not None or dgrad_out is not None:
             refuse(
-                "grouped_linear: arguments 'out' and 'dgrad_out', results written into given memory, are not available "
+                "grouped_linear: arguments 'out' and 'dgrad_out', memory of the caller for results, are not available "
                 "in this version under torch.compile; leave them at None."
             )
         integers = _spec(quantizations if isinstance(quantizations, list) else None)

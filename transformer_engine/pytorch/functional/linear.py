@@ -1,4 +1,4 @@
-"""Linear products as functions: plain, behind a norm, behind an activation. One autograd family serves all three."""
+"""Linear products as functions: plain, after a norm, after an activation. One autograd family serves all three."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict
@@ -8,28 +8,28 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.compiling import refuse
 
-# Where a weight's gradient goes when it is not simply returned: a module's gradient accumulator, or a function that the
-# backward calls as grad_accumulator(product, with_bias), product a _C.WgradTask, and that returns (dweight or None,
+# The destination of a weight's gradient other than autograd: a module's gradient accumulator, or a function that the
+# backward calls as grad_accumulator(product, with_bias) with product a _C.WgradTask, and that returns (dweight or None,
 # dbias or None). Eager mode only.
 GradAccumulator = _C.GradAccumulator | Callable[[_C.WgradTask, bool], tuple[torch.Tensor | None, torch.Tensor | None]]
 
-# How the three products of a weight are quantized; its `spec`, plain integers, is what torch.compile can follow.
+# How the three products of a weight are quantized; torch.compile follows its `spec`, plain integers.
 Quantization = _C.ProductQuantization | list[int] | None
 
 
 class TracedGradAccumulator(NamedTuple):
-    """A gradient accumulator for torch.compile: the main_grads of a product's weights, as its forward met them."""
+    """A gradient accumulator for torch.compile: the main_grads of a product's weights, as its forward read them."""
 
     main_grads: list[torch.Tensor]
-    targets: list[tuple[int, int]]  # each weight's rows, and 0: add to the next main_grad, 1: overwrite it, -1: nothing
+    targets: list[tuple[int, int]]  # each weight's rows, and 0: add to the next main_grad, 1: overwrite it, -1: none
 
 
 class _Kept(torch.autograd.Function):
-    """Tensors that a traced backward may meet written since its forward.
+    """Tensors that may be written between a traced forward and its backward.
 
-    torch.compile keeps whatever a backward reads as if by save_for_backward, and refuses it where its version moved:
-    another microbatch's backward was first, or that of a layer whose main_grad lies in the same buffer. What an
-    autograd function keeps on ctx itself it keeps without a look at versions."""
+    torch.compile saves every tensor that a backward reads as if by save_for_backward, and refuses one whose version has
+    changed: another microbatch's backward ran before, or that of a layer whose main_grad shares the buffer. An autograd
+    function that stores tensors on ctx itself is not checked for versions."""
 
     @staticmethod
     def forward(ctx, weight: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[None, ...]:
-        for tensor in ctx.tensors:  # what nothing reads would not be kept
+        for tensor in ctx.tensors:  # a tensor that the backward does not read would not be saved
             tensor.detach()
         return (None,) * (1 + len(ctx.tensors))
 
@@ -57,7 +57,7 @@ def _traced(
             continue
         if not isinstance(grad_accumulator, TracedGradAccumulator):
             refuse(
-                f"{op}: delay_wgrad_compute and gradient accumulators that are called are not available under "
+                f"{op}: delay_wgrad_compute and gradient accumulators that are functions are not available under "
                 "torch.compile; build the module without them, or keep it out of the compiled region."
             )
         _Kept.apply(weight, *grad_accumulator.main_grads)
@@ -70,18 +70,18 @@ def _traced(
 
 
 class Parallel(NamedTuple):
-    """How a product is divided over a group, as torch.compile can follow it: that of a _C.GroupTPComm."""
+    """How a product is divided over a group, in a form that torch.compile can follow: that of a _C.GroupTPComm."""
 
-    spec: list[int]  # 1 (column) or 2 (row), sequence, recompute (2: a checkpoint's), ranks
+    spec: list[int]  # 1 (column) or 2 (row), sequence, recompute (2: of a checkpoint's second run), ranks
     group: str
 
 
-# None: all is local. Of an MLP's two products the second one's is the row of the first one's column.
+# None: local. Of an MLP's two products the second one is the row layer to the first one's column layer.
 TPComm = _C.GroupTPComm | Parallel | None
 
 
 class ProductCall(TypedDict):
-    """What a product gets beside its tensors, by keyword: a module's runtime makes it for each call."""
+    """A product's arguments besides its tensors, by keyword: a module's runtime makes it for each call."""
 
     grad_accumulator: GradAccumulator | TracedGradAccumulator | None
     quantization: Quantization
@@ -114,9 +114,9 @@ def linear(
 
     Shapes: x [..., in_features], weight [out_features, in_features], bias [out_features] -> y [..., out_features].
     Dtypes: float32, float16, bfloat16, one for all (torch.autocast casts); float32 accumulation.
-    quantization: the products are FP8 ones. own_weight: weight's FP8 copy, made before; weight serves autograd alone.
-    Saves: x for weight's gradient, weight for x's; neither where that gradient is not wanted. Of FP8 operands the one
-    direction that the backward reads; with keep_input x as it is, which the backward quantizes again.
+    quantization: the products are FP8. own_weight: an FP8 copy of the weight; weight then serves autograd alone.
+    Saves: x for weight's gradient, weight for x's; neither if that gradient is not needed. Of FP8 operands the
+    direction that the backward reads; with keep_input x unquantized, which the backward quantizes again.
     tp_comm: weight is this rank's part, and tokens or sums go over a process group (csrc/layer/tp_comm_group.h).
     Errors: ValueError naming the argument whose shape, dtype or device does not fit.
     """
@@ -147,20 +147,20 @@ def normalization_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y = norm(h) weight^T + bias with h = x + residual (or x); RMSNorm when rms, else LayerNorm.
 
-    Returns (y, norm output, h); h is an empty tensor where there was no residual, or x itself with return_input; the
-    norm's output is empty where it is quantized and nobody asked for it (return_output=False).
-    Gradients may arrive at all three: what arrives at h is added inside the norm's backward.
+    Returns (y, norm output, h); h is an empty tensor if there was no residual, or x itself with return_input; the
+    norm's output is empty if it is quantized and return_output is False.
+    Gradients may arrive at all three: a gradient of h is added inside the norm's backward.
     Shapes: x, residual, norm output, h [..., in_features]; y [..., out_features].
     quantization, own_weight, tp_comm: as in linear.
-    Saves: h, the norm's statistics and output, gamma, weight; less where gradients are not wanted. recompute_output:
-    not the norm's output, which the backward recomputes, to the same bits, at the cost of the norm's forward.
+    Saves: h, the norm's statistics and output, gamma, weight; less if gradients are not needed. recompute_output: not
+    the norm's output, which the backward recomputes, to the same bits, at the cost of the norm's forward.
     """
     args = (x, residual, gamma, beta, weight, bias, eps, rms, zero_centered_gamma, return_output, recompute_output)
     if torch.compiler.is_compiling():
         op = torch.ops.te.normalization_linear
         arguments = (*args, _spec(quantization), *_parallel(tp_comm))
         y, norm_output, h = _traced("normalization_linear", op, arguments, (weight, grad_accumulator))
-        # The compiler fuses the residual's gradient by itself.
+        # The compiler itself fuses the residual's gradient.
         return y, norm_output, x if return_input and residual is None else h
     return _C.normalization_linear(*args, return_input, (grad_accumulator, quantization, own_weight, tp_comm))
 
@@ -179,7 +179,7 @@ def activation_linear(
 ) -> torch.Tensor:
     """y = act(x) weight^T + bias, the second half of an MLP. kind and params as in functional.activation.
 
-    Saves: x (the pre-activation) and weight. The activation is not kept: the backward recomputes it.
+    Saves: x (the pre-activation) and weight. The activation is not saved: the backward recomputes it.
     """
     if torch.compiler.is_compiling():
         arguments = (x, weight, bias, kind, list(params), _spec(quantization), *_parallel(tp_comm))
@@ -220,7 +220,7 @@ def layernorm_mlp(
     Returns (y, norm output, h) as normalization_linear. Saves: h, statistics, the norm's output, the pre-activation and
     the parameters. recompute: h and the parameters alone, and the backward recomputes norm, first product and
     activation, to the same bits; the second product is not repeated. fp8_pre_activation: the pre-activation as E4M3 in
-    blocks of 1 x 128, and the backward takes the activation and its gradient of that.
+    blocks of 1 x 128; the backward computes the activation and its gradient from these values.
     """
     args = (x, residual, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
     options = (eps, rms, zero_centered_gamma, kind, list(params))
@@ -233,13 +233,13 @@ def layernorm_mlp(
 
 
 def noop_cat(parts: Sequence[torch.Tensor], names: Sequence[str] = ()) -> torch.Tensor:
-    """The rows of several weights as one tensor; no copy where they lie one behind the other in one storage. names:
-    what te.explain calls them where they do not."""
+    """The rows of several weights as one tensor; no copy if they are consecutive in one storage. names: of the weights,
+    for te.explain."""
     if len(parts) == 1:
         return parts[0]
     if torch.compiler.is_compiling():
         return torch.cat(tuple(parts))
     if _C.is_recording() and not _C.rows_in_order(parts):
-        why = f"{', '.join(names)} do not lie in order in one storage: row_units() can place them"
+        why = f"{', '.join(names)} are not consecutive in one storage: row_units() can place them"
         _C.record_path("noop_cat", f"copies {sum(p.nbytes for p in parts):,} bytes", why)
     return _C.noop_cat(list(parts))

@@ -18,8 +18,7 @@ def normalization(
     """y = (h - mean) * rstd * g + beta with h = x + residual (or x), statistics over the last dimension.
 
     g = gamma, or gamma + 1 when zero_centered_gamma; RMSNorm (rms) has mean 0 and no beta.
-    Returns (y, h); h is an empty tensor where there was no residual. A gradient that arrives at h is added inside the
-    backward.
+    Returns (y, h); h is an empty tensor if there was no residual. A gradient of h is added inside the backward.
     Shapes: x, residual, y, h [..., hidden] with hidden from 1 to 65536; gamma, beta [hidden].
     Dtypes: float32, float16, bfloat16; gamma (and beta, like it) of any of these, whatever x has. Arithmetic in
     float32, one rounding. torch.autocast casts all.

@@ -1,5 +1,5 @@
-"""Small tensors gathered into one range of bytes for one transfer, and scattered back. Which tensors travel, and when,
-is cpu_offload's."""
+"""Small tensors packed into one range of bytes for one transfer, and unpacked. cpu_offload decides which tensors move,
+and when."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def offload_packed_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def offload_pack(tensors: Sequence[torch.Tensor], packed: torch.Tensor | None = None) -> torch.Tensor:
-    """The bytes of `tensors` one behind the other, in `packed` (uint8, made where it is not given).
+    """The bytes of `tensors` in a row, in `packed` (uint8, allocated if it is not given).
 
     Shapes: any; contiguous, all on one device. Dtypes: any. Not differentiable.
     Errors: ValueError for a tensor that is not contiguous or on another device, or a `packed` that is too small.

@@ -1,5 +1,6 @@
-"""Steps of optimizers, scaling and norms over lists of tensors, many tensors a launch. Formulas, dtypes, what may lie
-on the device: transformer_engine/optimizer.h. Nothing here is differentiable; what is written changes in place."""
+"""Steps of optimizers, scaling and norms over lists of tensors, many tensors a launch. Formulas, dtypes, and the
+arguments that may be on the device: transformer_engine/optimizer.h. Nothing is differentiable; outputs change in
+place."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def _call(name: str, lists: dict[str, Tensors], *rest: object) -> object:
-    """The op `name` on these lists and what goes with them."""
+    """The op `name` on these lists and the rest of its arguments."""
     given = [list(tensors) for tensors in lists.values()]
     if torch.compiler.is_compiling():
         return getattr(torch.ops.te, name)(*given, *rest)
@@ -49,13 +50,13 @@ def optimizer_adam(
     """m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g g; p -= lr (m / c1) / (sqrt(v / c2) + eps), c = 1 -
     beta^step or 1; weight decay in the update (decoupled) or in the gradient.
 
-    Shapes: any; a tensor of each list has the shape of its parameter and lies as it does.
+    Shapes: any; a tensor of each list has the shape and the strides of its parameter.
     Dtypes: grads, params float32, float16, bfloat16; moments float32, bfloat16; masters float32, or int16 remainders of
         bfloat16 params. lr, step: numbers, or float32 and int32 tensors of one element.
-    noop: int32 or float32 [1]; where it is not 0, nothing is written. inv_scale, clip: float32 [1], multiply the
+    noop: int32 or float32 [1]; if it is not 0, nothing is written. inv_scale, clip: float32 [1], multiply the
         gradients; with inv_scale the gradients are written back. fp8: scales, amaxes, inverse scales of params that are
         FP8 bytes (uint8), with float32 masters.
-    Errors: ValueError naming the list and what is wrong with it; nothing is written then.
+    Errors: ValueError naming the list and the mismatch; nothing is written then.
     """
     if not grads:
         return
@@ -103,7 +104,7 @@ def optimizer_sgd(
 def optimizer_scale(
     inputs: Tensors, outputs: Tensors, scale: float | torch.Tensor, *, noop: torch.Tensor | None = None
 ) -> None:
-    """out = in * scale; `noop` (int32 or float32 [1]) becomes 1 where a product is Inf or NaN. A tensor of `outputs`
+    """out = in * scale; `noop` (int32 or float32 [1]) becomes 1 if a product is Inf or NaN. A tensor of `outputs`
     may be the one in `inputs`. Dtypes: float32, float16, bfloat16, each list its own; scale: a number or float32 [1].
     """
     if not inputs:
@@ -122,7 +123,7 @@ def optimizer_l2norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sqrt of the sum of squares of all tensors times inv_scale, float32 [1]; that of each, [n], or [0]).
 
-    Sums in float64, in an order that sizes alone decide. `noop` becomes 1 where the norm is Inf or NaN.
+    Sums in float64, in an order that depends on sizes alone. `noop` becomes 1 if the norm is Inf or NaN.
     Dtypes: float32, float16, bfloat16. Errors: ValueError for tensors that are not contiguous or on several devices.
     """
     return _call("optimizer_l2norm", {"tensors": tensors}, noop, inv_scale, per_tensor)
@@ -145,5 +146,5 @@ def optimizer_compute_scales(
 
 
 def optimizer_count_step(step: torch.Tensor, noop: torch.Tensor | None = None) -> None:
-    """step (int32 [1]) += 1, unless noop says not to."""
+    """step (int32 [1]) += 1, unless noop is set."""
     _call("optimizer_count_step", {}, step, noop)

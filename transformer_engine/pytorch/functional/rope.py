@@ -16,7 +16,7 @@ def _batch_first(tensor_format: str) -> bool:
 
 
 def _in_float32(angles: torch.Tensor | None) -> torch.Tensor | None:
-    """Angles of other floats as the float32 that they are computed with; what is no angle stays, and is refused."""
+    """Angles of other floats as float32, the dtype of the computation; other dtypes pass and are refused later."""
     if angles is None or angles.dtype is torch.float32 or not angles.is_floating_point():
         return angles
     return angles.float()
@@ -35,8 +35,8 @@ def rope(
 
     Shapes: q [seq, batch, heads, head_dim] (sbhd) or [batch, seq, heads, head_dim] (bshd), any strides; k likewise,
     with its own number of heads. freqs [positions, 1, 1, rot_dim] or [positions, rot_dim]; columns from rot_dim on
-    are copied. start_positions [batch], int32: added to the sequence index; nothing checks it on a GPU, where a
-    position beyond freqs gives NaN. Returns new, contiguous tensors.
+    are copied. start_positions [batch], int32: added to the sequence index; a GPU does not check it, and a position
+    beyond freqs gives NaN there. Returns new, contiguous tensors.
     Dtypes: q, k float32, float16, bfloat16; freqs of any float, taken as float32. Arithmetic in float32, one rounding.
     Saves: freqs and start_positions alone. freqs gets no gradient.
     Errors: ValueError naming the argument; NotImplementedError for freqs that require a gradient.

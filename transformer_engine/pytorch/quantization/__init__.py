@@ -1,5 +1,5 @@
-"""Quantization contexts, recipes at work, and the questions that clients ask about them: names alone, each from the
-file that does it. delayed.py and roles.py are in no folder: pickles name their classes by this path."""
+"""Quantization contexts, recipes, and the functions that clients call: names alone, each from the file that implements
+it. delayed.py and roles.py are in no folder, because pickles name their classes by this path."""
 
 from transformer_engine.pytorch.quantization.recipes.availability import (
     check_fp8_block_scaling_support as check_fp8_block_scaling_support,

@@ -1,5 +1,5 @@
-"""Delayed scaling: scales made from the amaxes of earlier steps. The kernels leave each amax in the newest row of a
-history; between steps the histories of all modules become scales, on the device, without a word to the host."""
+"""Delayed scaling: scales computed from the amaxes of earlier steps. The kernels write each amax into the newest row of
+a history; between steps the device computes scales from the histories of all modules, without a sync with the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOAT = torch.finfo(torch.float32)
 
 
 def _scale_of(amax: torch.Tensor, largest: float, margin: int) -> torch.Tensor:
-    """As te_quantize_update_scales makes it of an amax that makes one, to the bit: number / tensor is rounded twice."""
+    """Equal to te_quantize_update_scales to the bit for a finite, positive amax: number / tensor is rounded twice."""
     quotient = torch.full_like(amax, largest, dtype=torch.float32) / amax
     return (quotient / 2**margin).clamp(_FLOAT.tiny, _FLOAT.max)
 
@@ -26,14 +26,14 @@ def _scale_of(amax: torch.Tensor, largest: float, margin: int) -> torch.Tensor:
 class ScalingState:
     """The scales and amax histories of a module's tensors of one direction, one column a tensor.
 
-    scale [n]; amax_history [length, n], row 0 being written, then from the oldest to the newest; scale_inv [n]. Both
-    tensors stay the same memory for as long as the length and the device do: kernels and captured graphs hold views.
-    stepped: the scales were made of this history, for the values that there are: weights that take new ones follow it.
-    gathered: columns of tensors of which each rank of a group has a part, and the group's name: one scale serves all.
+    scale [n]; amax_history [length, n], row 0 is being written, the others go from the oldest to the newest; scale_inv
+    [n]. Both tensors keep their memory unless the length or the device changes: kernels and captured graphs hold views.
+    stepped: the scales were computed from this history, for the present values: a weight that gets new values follows
+    it. gathered: columns of tensors that the ranks of a group hold in parts, and the group's name: one scale for all.
     """
 
     def __init__(self, rule: DelayedScaling, columns: int, device: torch.device, *, forward: bool) -> None:
-        with torch.inference_mode(False):  # tensors made there could not be written outside of it
+        with torch.inference_mode(False):  # tensors from inside could not be written outside
             self.scale = torch.ones(columns, dtype=torch.float32, device=device)
             self.amax_history = torch.zeros(rule.amax_history_len, columns, dtype=torch.float32, device=device)
         self.forward = forward
@@ -42,7 +42,7 @@ class ScalingState:
         self.gathered: tuple[str, list[int]] | None = None
         self._used: torch.Tensor | None = None
         self._update: tuple | None = None
-        self._left: list[torch.Tensor] = []  # rows 0 of histories that were replaced since the scales were made
+        self._left: list[torch.Tensor] = []  # rows 0 of histories that were replaced since the last update
         self._views: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _largest(self, rule: DelayedScaling) -> float:
@@ -54,7 +54,7 @@ class ScalingState:
 
     @torch.no_grad()
     def adopt(self, rule: DelayedScaling) -> None:
-        """Goes on under another rule: what was scaled to the largest of one format is scaled to that of the other."""
+        """Continues under another rule: scales for one format's largest value are converted to the other's."""
         before, self.rule = self.fp8_max, rule
         if self.fp8_max != before:
             self.scale *= self.fp8_max / before
@@ -63,7 +63,7 @@ class ScalingState:
 
     @torch.no_grad()
     def take(self, rule: DelayedScaling, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
-        """Holds what was made under `rule`, brought to its own rule and length as by adopt, in the same memory."""
+        """Copies scales and a history made under `rule`, converted to its own rule and length, into its memory."""
         self.scale.copy_(scale)
         if self._largest(rule) != self.fp8_max:
             self.scale *= self.fp8_max / self._largest(rule)
@@ -82,11 +82,11 @@ class ScalingState:
         return self.scale.reciprocal()
 
     def scale_of(self, column: int) -> torch.Tensor:
-        """[1]: the same view for as long as the memory is the same."""
+        """[1]: the same view while the memory is the same."""
         return self._view("scale", self.scale, column)
 
     def amax_of(self, column: int) -> torch.Tensor:
-        """[1], of row 0: the same view for as long as the memory is the same."""
+        """[1], of row 0: the same view while the memory is the same."""
         return self._view("amax", self.amax_history, column)
 
     def _view(self, name: str, of: torch.Tensor, column: int) -> torch.Tensor:
@@ -101,14 +101,14 @@ class ScalingState:
 
     @torch.no_grad()
     def forget(self, column: int) -> None:
-        """Values come that have nothing to do with those before, whose history says nothing of them."""
+        """Clears the history of a weight that gets values unrelated to its present ones."""
         self.amax_history[:, column] = 0
         self.stepped = False
 
     @torch.no_grad()
     def fit(self, column: int, amax: torch.Tensor, noop: torch.Tensor | None = None) -> None:
-        """Values of this amax, float32 [1], are put in, and the kernel notes it again: the scale that the recipe makes
-        of it. noop: unless it holds 0, nothing is put in."""
+        """Sets the scale that the recipe computes from `amax`, float32 [1], for new values of a weight; the kernel will
+        write their amax again. noop: unless it holds 0, nothing changes."""
         scale, newest = self.scale_of(column), self.amax_of(column)
         fitted = _scale_of(amax, self.fp8_max, self.rule.margin)
         taken = (amax > 0) & amax.isfinite()
@@ -121,48 +121,48 @@ class ScalingState:
 
     @torch.no_grad()
     def cover(self, column: int, amax: torch.Tensor) -> None:
-        """Data of this amax are there by a scale of their own: the scales to come are made for them too."""
+        """For data with this amax that have a scale of their own: later scales cover them too."""
         newest = self.amax_of(column)
         newest.copy_(torch.fmax(newest, amax))
 
     @torch.no_grad()
     def cover_unknown(self, column: int, amax: torch.Tensor) -> None:
-        """cover(), unless the newest amax is that of the values before these data were rounded from them: a checkpoint
-        or a pickle brings both back, and the larger amax of the data would change the steps to come. Rounding to FP8
-        adds 1/8 at most (half a step of E5M2)."""
+        """cover(), unless the newest amax already belongs to the values that these data were rounded from: a checkpoint
+        or a pickle restores both, and the larger amax of the data would change later steps. Rounding to FP8 adds 1/8 at
+        most (half a step of E5M2)."""
         self.cover(column, torch.where(amax <= self.amax_of(column) * 1.125, 0, amax))
 
     @torch.no_grad()
     def resize(self, length: int) -> None:
-        """Row 0, which is being written, and of the steps before it the newest, which are the last; new rows are 0."""
+        """Keeps row 0, which is being written, and the newest of the other rows, which are the last; new rows are 0."""
         if length == len(self.amax_history):
             return
         old = self.amax_history
         with torch.inference_mode(False):
             self.amax_history = torch.empty(length, old.shape[1], dtype=torch.float32, device=old.device)
         _copy_rows(self.amax_history, old)
-        self._left.append(old[0])  # a backward whose forward has run notes its amaxes there
+        self._left.append(old[0])  # a backward whose forward has run writes its amaxes there
 
     @torch.no_grad()
     def take_left(self) -> None:
-        """Takes the amaxes that were noted in histories of another length."""
+        """Takes over the amaxes that were written into histories of another length."""
         left, self._left = self._left, []
         for row in left:
             self.amax_history[0] = torch.fmax(self.amax_history[0], row.to(self.amax_history.device))
 
     def used(self) -> torch.Tensor:
-        """A copy of the scales as they are until the next update; one for all who ask in between."""
+        """A copy of the scales until the next update; one copy for all callers until then."""
         if self._used is None:
             with outside_of_modes():
                 self._used = self.scale.detach().clone()
         return self._used
 
     def changed(self) -> None:
-        """The scales are others from now on."""
+        """Invalidates the copy of used(): the scales have changed."""
         self._used = None
 
     def update_arguments(self) -> tuple | None:
-        """What the extension is given to make its scales anew; None where functions of the caller make them."""
+        """The arguments of _C.update_scales; None if functions of the caller compute the scales."""
         kept = self._update
         if kept is None or kept[0] is not self.rule or kept[1] is not self.amax_history or kept[2] is not self.scale:
             arguments = _arguments(self.rule, self.amax_history, self.scale, self.fp8_max)
@@ -174,8 +174,8 @@ class ScalingState:
 
 
 class Column:
-    """One tensor's place in a scaling state: its scale and its newest amax, wherever the state's memory is by now.
-    held: of a weight that is held in FP8 alone, not made anew from high precision in each step."""
+    """One tensor's place in a scaling state: its scale and its newest amax, in the state's present memory.
+    held: of a weight that exists in FP8 alone and is not quantized from high precision in each step."""
 
     __slots__ = ("held", "index", "state")
 
@@ -192,7 +192,7 @@ class Column:
 
 
 def _copy_rows(to: torch.Tensor, history: torch.Tensor) -> None:
-    """Row 0, and of the others the newest, which are the last; rows that there are too few for become 0."""
+    """Row 0, and the newest of the others, which are the last; missing rows become 0."""
     if len(to) == len(history):
         to.copy_(history)
         return
@@ -203,16 +203,16 @@ def _copy_rows(to: torch.Tensor, history: torch.Tensor) -> None:
 
 
 class Region:
-    """What ran inside one outermost autocast and waits for new scales: forward states until that region ends, backward
+    """The states of one outermost autocast that wait for new scales: forward states until the region ends, backward
     states until a backward through it has ended.
 
-    claimed: the owner of a graph has taken the first module's part. by_hand: he registers states.
+    claimed: the owner of a graph has taken the first module's part. by_hand: the owner registers states.
     """
 
     __slots__ = ("__weakref__", "_backward", "_forward", "_watch", "by_hand", "claimed")
 
     def __init__(self) -> None:
-        # In the order of their registration, which is the same on all ranks: id -> (weak state, group).
+        # In the order of registration, which is the same on all ranks: id -> (weak state, group).
         self._forward: dict[int, tuple] = {}
         self._backward: dict[int, tuple] = {}
         self._watch: _C.BackwardWatch | None = None
@@ -220,7 +220,7 @@ class Region:
 
     @property
     def followed(self) -> bool:
-        """Whether a module with gradients has run: the backward makes scales by itself."""
+        """Whether a module with gradients has run: its backward updates the scales."""
         return self._watch is not None
 
     def add(self, state: ScalingState, group: object | None, *, forward: bool) -> None:
@@ -228,7 +228,7 @@ class Region:
         table[id(state)] = (weakref.ref(state), group)
 
     def add_all(self, forward: dict[int, tuple], backward: dict[int, tuple]) -> None:
-        """As add, of entries that are prepared: id -> (weak state, group). One that is there stays as it is."""
+        """As add, for prepared entries: id -> (weak state, group). An existing entry stays."""
         for table, entries in ((self._forward, forward), (self._backward, backward)):
             if not table:
                 table.update(entries)
@@ -242,7 +242,7 @@ class Region:
         return entry is not None and entry[0]() is state
 
     def waits(self) -> bool:
-        """Whether a call from outside has to update the backward states."""
+        """Whether a caller outside must update the backward states."""
         return self.by_hand and not self.followed and bool(self._backward)
 
     def update_forward(self) -> None:
@@ -253,7 +253,8 @@ class Region:
         _update_table(self._backward)
 
     def watch(self) -> _C.BackwardWatch:
-        """Who makes backward scales when a backward has ended. It outlives the region where a graph still follows."""
+        """The watch that updates backward scales when a backward has ended. It outlives the region if a graph still
+        follows."""
         if self._watch is None:
             self._watch = _C.BackwardWatch(functools.partial(_update_table, self._backward))
         return self._watch
@@ -264,13 +265,13 @@ class Region:
 
 
 def _update_table(table: dict[int, tuple]) -> None:
-    """Each backward of a region leaves new amaxes: the entries stay for another one (retain_graph)."""
-    update(list(table.values()))  # of which a forward beside it may add some
+    """Each backward of a region writes new amaxes: the entries stay for another backward (retain_graph)."""
+    update(list(table.values()))  # a concurrent forward may add entries
 
 
 def update(entries: Iterable[tuple]) -> None:
-    """New scales for (weak state, group) entries: amaxes are reduced once for each group and device, and then all
-    scales are made at once."""
+    """New scales for (weak state, group) entries: amaxes are reduced once for each group and device, then all scales
+    are computed at once."""
     alive = [(state, group) for ref, group in entries if (state := ref()) is not None]
     for state, _ in alive:
         if state._left:
@@ -305,7 +306,7 @@ def _reduce_amaxes(entries: list[tuple]) -> None:
         newest = state.amax_history[0]
         if state.rule.reduce_amax and distributed.get_world_size(group) > 1:
             groups.setdefault((group, state.scale.device), []).append(newest)
-        if state.gathered is not None:  # whatever the rule says: ranks with another scale could not read these
+        if state.gathered is not None:  # regardless of the rule: ranks with another scale could not read these
             name, columns = state.gathered
             key = distributed.distributed_c10d._resolve_process_group(name), state.scale.device
             groups.setdefault(key, []).extend(newest[column : column + 1] for column in columns)
@@ -318,8 +319,8 @@ def _reduce_amaxes(entries: list[tuple]) -> None:
 def _amax_and_scale_update(
     amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
 ) -> None:
-    """New scales [n] from a history [length, n], whose rows roll on, both in place: of tensors that are the caller's.
-    A module's own follow by themselves."""
+    """New scales [n] from a history [length, n], whose rows roll on, both in place: for tensors of the caller. A
+    module's own scales are updated without it."""
     arguments = _arguments(recipe, amax_history, scale, fp8_max)
     if arguments is None:
         _update_by_functions(recipe, amax_history, scale, fp8_max)
@@ -328,7 +329,7 @@ def _amax_and_scale_update(
 
 
 def _arguments(rule: DelayedScaling, history: torch.Tensor, scale: torch.Tensor, largest: float) -> tuple | None:
-    """What the extension is given to make scales anew; None where functions of the caller make them."""
+    """The arguments of _C.update_scales; None if functions of the caller compute the scales."""
     if callable(rule.amax_compute_algo) or rule.scaling_factor_compute_algo is not None:
         return None
     return history, scale, largest, rule.margin, rule.amax_compute_algo == "most_recent", False
@@ -336,8 +337,8 @@ def _arguments(rule: DelayedScaling, history: torch.Tensor, scale: torch.Tensor,
 
 @torch.no_grad()
 def _update_by_functions(rule: DelayedScaling, history: torch.Tensor, scale: torch.Tensor, largest: float) -> None:
-    """Algorithms written by the caller: amax_compute_algo(history) -> amaxes, scaling_factor_compute_algo(amaxes,
-    scales, fp8_max, recipe) -> scales. What is not written is as te_quantize_update_scales does it."""
+    """Algorithms of the caller: amax_compute_algo(history) -> amaxes, scaling_factor_compute_algo(amaxes, scales,
+    fp8_max, recipe) -> scales. A missing one is replaced by the rule of te_quantize_update_scales."""
     algorithm = rule.amax_compute_algo
     if callable(algorithm):
         amax = algorithm(history)

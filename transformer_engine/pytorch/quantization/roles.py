@@ -1,4 +1,4 @@
-"""What a CustomRecipe's factory is asked and may answer: plain data, nothing is quantized here."""
+"""The questions to a CustomRecipe's factory and its answers: plain data, nothing is quantized here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from transformer_engine.common.recipe import DelayedScaling, Format
 
 @dataclass(frozen=True)
 class QuantizerRole:
-    """Which tensor a quantizer is for. module_type: 'linear'. tensor_type: 'input', 'weight' or 'output' of a product,
-    'grad_output' or 'grad_input' of its backward. name: the module's, with the product behind a point where the module
-    has several ('mlp.fc1'); '' for a module without one."""
+    """The tensor that a quantizer is for. module_type: 'linear'. tensor_type: 'input', 'weight' or 'output' of a
+    product, 'grad_output' or 'grad_input' of its backward. name: of the module, followed by a point and the product if
+    the module has several ('mlp.fc1'); '' for a module without one."""
 
     module_type: str = ""
     tensor_type: str = ""
@@ -18,12 +18,12 @@ class QuantizerRole:
 
 
 class QuantizerRequest:
-    """A factory's answer that leaves the making of a quantizer, and the state behind it, to the library."""
+    """A factory's answer that leaves the quantizer and its state to the library."""
 
 
 @dataclass(frozen=True)
 class DelayedScalingRequest(QuantizerRequest):
-    """Delayed scaling for this tensor; fields as DelayedScaling's. Those of one module have all the same values."""
+    """Delayed scaling for this tensor; fields as DelayedScaling's. All requests of one module have the same values."""
 
     fp8_format: Format = Format.HYBRID
     margin: int = 0

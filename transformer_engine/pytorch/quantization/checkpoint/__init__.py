@@ -1,1 +1,1 @@
-"""The bytes of `_extra_state`: written, and read back as plain data, those of Transformer Engine too."""
+"""The bytes of `_extra_state`: written, and read as plain data, also those of Transformer Engine."""

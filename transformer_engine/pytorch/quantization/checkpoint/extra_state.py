@@ -1,6 +1,6 @@
-"""What a module's `_extra_state` holds: scales and amax histories of delayed scaling, as bytes of a checkpoint. Reads
-them back too, and trusts nothing there: what does not fit is named. module/api.py has the methods that torch calls.
-te_state.py has the pickles: it reads those of other versions of the API, and writes GroupedLinear's.
+"""The contents of a module's `_extra_state`: scales and amax histories of delayed scaling, as bytes of a checkpoint.
+Reading trusts nothing: each mismatch is named. module/api.py has the methods that torch calls. te_state.py handles
+pickles: it reads those of other versions of the API, and writes GroupedLinear's.
 
 Bytes: 8 of magic and version, 4 the length of the header, the header (JSON, padded so that the size depends on the
 histories' shapes alone), then float32, little endian: forward scale, forward history, backward scale, backward history.
@@ -17,13 +17,13 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.quantization.checkpoint import te_state
-from transformer_engine.pytorch.quantization.checkpoint.loaded import Foreign as Foreign  # for those who read by unpack
+from transformer_engine.pytorch.quantization.checkpoint.loaded import Foreign as Foreign  # raised by unpack
 from transformer_engine.pytorch.quantization.checkpoint.loaded import Loaded, Unfit
 from transformer_engine.pytorch.quantization.delayed import ScalingState
 
 _MAGIC, _VERSION, _HEADER = b"TE-FP8\0", 1, 500
-torch.serialization.add_safe_globals([io.BytesIO])  # what other versions of the API put state in: bytes
-_LONGEST = 1 << 24  # rows of a history, and columns: far beyond any in use, and their product far below memory
+torch.serialization.add_safe_globals([io.BytesIO])  # other versions of the API store their state as bytes in it
+_LONGEST = 1 << 24  # rows of a history, and columns: far beyond any in use, and their product fits in memory
 
 
 def pack(forward: ScalingState, backward: ScalingState) -> torch.Tensor:
@@ -42,12 +42,12 @@ def pack(forward: ScalingState, backward: ScalingState) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-# What torch.distributed.checkpoint.set_model_state_dict hands on where a checkpoint has no state of a module.
+# The value that torch.distributed.checkpoint.set_model_state_dict passes if a checkpoint has no state of a module.
 _MISSING = ("torch.distributed.checkpoint.state_dict", "_EXTRA_STATE")
 
 
 def bytes_of(state: object) -> bytes:
-    """Of None, a uint8 tensor or an io.BytesIO, which other versions of the API wrote."""
+    """The bytes of None, a uint8 tensor or an io.BytesIO, which other versions of the API wrote."""
     if state is None or (type(state).__module__, type(state).__name__) == _MISSING:
         return b""
     if isinstance(state, io.BytesIO):
@@ -69,8 +69,8 @@ def bytes_of(state: object) -> bytes:
 
 
 def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | None:
-    """(forward, backward) of histories with so many columns; None for no state. Errors: Unfit, and of Transformer
-    Engine's states Foreign for those of other tensors."""
+    """(forward, backward) for histories with so many columns; None for no state. Errors: Unfit, and Foreign for states
+    of Transformer Engine for other tensors."""
     if not data:
         return None
     if not data.startswith(_MAGIC):
@@ -100,7 +100,7 @@ def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | Non
         raise Unfit(f"has {len(payload)} bytes of scales and histories, wanted {wanted_bytes}")
     if zlib.crc32(payload) != crc:
         raise Unfit("is damaged: its checksum differs")
-    import numpy  # here: importing the package is to bring nothing beside torch
+    import numpy  # here: importing the package must import nothing besides torch
 
     values = torch.from_numpy(numpy.frombuffer(payload, dtype="<f4").astype(numpy.float32))
     found = []

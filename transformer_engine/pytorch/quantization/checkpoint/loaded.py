@@ -1,4 +1,4 @@
-"""What a checkpoint's scales and amax histories are once they have been read, and the errors of reading them."""
+"""Scales and amax histories that were read from a checkpoint, and the errors of reading them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from transformer_engine.common.recipe import DelayedScaling
 
 
 class Unfit(ValueError):
-    """State that cannot be taken; its text goes on behind "the checkpoint's '_extra_state'"."""
+    """State that cannot be loaded; its text continues "the checkpoint's '_extra_state'"."""
 
 
 class Foreign(Unfit):
-    """Whole state, of tensors or in a format that the module does not have: what is beside it loads all the same."""
+    """Valid state, for tensors or a format that the module does not have: the rest of the checkpoint loads."""
 
 
 class Loaded(NamedTuple):
-    """Of one direction, on the CPU."""
+    """The state of one direction, on the CPU."""
 
     rule: DelayedScaling
     scale: torch.Tensor
@@ -27,8 +27,8 @@ class Loaded(NamedTuple):
 
     @classmethod
     def checked(cls, rule: DelayedScaling, scale: torch.Tensor, history: torch.Tensor) -> Loaded:
-        """Under the rule, whose length is the history's. Errors: Unfit."""
+        """Under the rule, with the length of the history. Errors: Unfit."""
         if not bool(((scale > 0) & (scale < math.inf)).all()) or bool((history < 0).any()):
-            raise Unfit("holds a scale that is no positive number, or a negative amax")
+            raise Unfit("holds a scale that is not a positive number, or a negative amax")
         own = DelayedScaling(margin=rule.margin, fp8_format=rule.fp8_format, amax_history_len=len(history))
         return cls(own, scale, history)

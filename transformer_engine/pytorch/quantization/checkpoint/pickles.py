@@ -1,5 +1,5 @@
 """Pickles as plain data: numbers, text and containers. Nothing that a pickle names is imported, called or built: an
-object stays a record of its class and its fields. What is in torch.save's files around pickles is saved_files.py's."""
+object becomes a record of its class and its fields. saved_files.py reads torch.save's files around pickles."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import io
 import pickletools
 from collections.abc import Callable, Sequence
 
-PLAIN = frozenset({"collections.OrderedDict"})  # names of what is plain data after all
+PLAIN = frozenset({"collections.OrderedDict"})  # names of classes that are plain data
 _MOST_STEPS = 1 << 16  # instructions of one pickle: a module's state has a few hundred
 
 
 class Unreadable(ValueError):
-    """What is no pickle of plain data; its text says why."""
+    """A pickle that is not plain data; the text gives the reason."""
 
 
 class Name(str):
-    """'module.name' of what a pickle refers to: no more than this text."""
+    """'module.name' that a pickle refers to: only this text."""
 
     __slots__ = ()
 
 
 class Record:
-    """An object in a pickle: the name of its class or function, the arguments it would be made with, its state."""
+    """An object in a pickle: the name of its class or function, its arguments, its state."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -34,8 +34,8 @@ class Record:
 
 
 class Machine:
-    """Runs the instructions of one pickle. may_call(name): whether a call of it may stand there, of which a record is
-    made; any other name may stand for a class alone. outside(identity): what a reference to something outside is.
+    """Runs the instructions of one pickle. may_call(name): whether a call of it is accepted, which makes a record; any
+    other name is accepted as a class only. outside(identity): the value of a persistent reference.
 
     names: every name in the pickle."""
 
@@ -74,7 +74,7 @@ class Machine:
 
     def top(self, kind: type) -> object:
         if not self.stack or type(self.stack[-1]) is not kind:
-            raise Unreadable(f"fills something that is no {kind.__name__}")
+            raise Unreadable(f"fills an object that is not a {kind.__name__}")
         return self.stack[-1]
 
     def push(self, value: object) -> None:
@@ -91,12 +91,12 @@ class Machine:
 
     def get(self, index: int) -> None:
         if index not in self._memo:
-            raise Unreadable("asks for what it has not kept")
+            raise Unreadable("reads a memo that it has not written")
         self.stack.append(self._memo[index])
 
     def name(self, module: object, name: object) -> None:
         if type(module) is not str or type(name) is not str:
-            raise Unreadable("has a name that is no text")
+            raise Unreadable("has a name that is not text")
         self.names.append(Name(f"{module}.{name}"))
         self.stack.append(self.names[-1])
 
@@ -107,8 +107,8 @@ class Machine:
     def set_items(self, pairs: Sequence) -> None:
         target = self.top(dict)
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if type(key) not in (str, int, bool):  # whose hash and comparison are harmless
-                raise Unreadable("has a key that is no text or number")
+            if type(key) not in (str, int, bool):  # their hash and comparison are harmless
+                raise Unreadable("has a key that is neither text nor a number")
             target[key] = value
 
     def set_item(self, _: object) -> None:
@@ -118,7 +118,7 @@ class Machine:
     def call(self, _: object) -> None:
         arguments, name = self.pop(), self.pop()
         if type(name) is not Name or type(arguments) is not tuple or not (name in PLAIN or self._may_call(name)):
-            raise Unreadable(f"calls {name if type(name) is Name else 'what has no name'}")
+            raise Unreadable(f"calls {name if type(name) is Name else 'an object without a name'}")
         self.stack.append({} if name == "collections.OrderedDict" else Record(name, arguments))
 
     def new(self, _: object) -> None:
@@ -175,7 +175,7 @@ def _global(machine: Machine, argument: str) -> None:
     machine.name(*argument.split(" ", 1))
 
 
-# Pushed as they were read. What is in no table (the extension registry, protocol 0, buffers from elsewhere) is refused.
+# Pushed unchanged. Opcodes in no table (the extension registry, protocol 0, out-of-band buffers) are refused.
 _INTEGERS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4"}
 _TEXT = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _PUSHED = _INTEGERS | _TEXT | {"BINFLOAT", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}

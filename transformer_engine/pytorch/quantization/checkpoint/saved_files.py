@@ -1,5 +1,5 @@
-"""Files of torch.save, new and old, and pickled tensors, as plain data: torch's own reader runs none of it. Tensors are
-of floats, dense, and no larger than their bytes."""
+"""Files of torch.save, new and old, and pickled tensors, as plain data: torch's own reader is not used. Tensors are of
+floats, dense, and no larger than their bytes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 
 from transformer_engine.pytorch.quantization.checkpoint.pickles import Machine, Name, Record, Unreadable
 
-_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the files before those that are zip archives
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of files that are older than the zip archives
 _REBUILD, _FROM_BYTES = "torch._utils._rebuild_tensor_v2", "torch.storage._load_from_bytes"
-_BYTES_OF_TEXT = "_codecs.encode"  # how protocol 2 writes bytes
+_BYTES_OF_TEXT = "_codecs.encode"  # protocol 2 writes bytes with it
 _DTYPES = {
     "torch.FloatStorage": torch.float32,
     "torch.DoubleStorage": torch.float64,
     "torch.HalfStorage": torch.float16,
     "torch.BFloat16Storage": torch.bfloat16,
 }
-_LARGEST = 1 << 40  # of a size, a step, a place
+_LARGEST = 1 << 40  # the largest size, stride and offset
 _MOST_DIMENSIONS = 8
 
 
@@ -35,7 +35,7 @@ class _Storage:
         kind, name, key, _, count = identity[:5] if type(identity) is tuple and len(identity) >= 5 else (None,) * 5
         plain = [type(part) for part in (kind, name, key, count)] == [str, Name, str, int]
         if not plain or kind != "storage" or name not in _DTYPES or not 0 <= count <= _LARGEST:
-            raise Unreadable("refers to something outside of it that is no storage of floats")
+            raise Unreadable("refers to something outside of it that is not a storage of floats")
         self.dtype, self.key, self.count, self.bytes_of = _DTYPES[name], key, count, bytes_of
 
     def values(self) -> torch.Tensor:
@@ -51,13 +51,13 @@ def _one_error() -> Iterator[None]:
         yield
     except Unreadable:
         raise
-    except Exception as error:  # bytes of any kind: what parses them stumbles in as many ways
+    except Exception as error:  # arbitrary bytes make parsers fail in many ways
         raise Unreadable(f"is damaged: {type(error).__name__}") from None
 
 
 def read(data: bytes, may_call: Callable[[str], bool]) -> tuple[object, list[Name]]:
     """(its value, every name in it) of a pickle, or of a file of torch.save. may_call(name): whether it may be called,
-    beside what makes tensors. Errors: Unreadable."""
+    besides the functions that make tensors. Errors: Unreadable."""
 
     def known(name: str) -> bool:
         return name in (_REBUILD, _FROM_BYTES, _BYTES_OF_TEXT) or may_call(name)
@@ -94,7 +94,7 @@ def _read_archive(data: bytes, known: Callable) -> tuple[object, list[Name]]:
 
 
 def _read_old(file: io.BytesIO, known: Callable) -> tuple[object, list[Name]]:
-    """Behind the magic: protocol, system, value, the storages' keys, and for each of these its length and its bytes."""
+    """After the magic: protocol, system, value, the storages' keys, and for each of these its length and its bytes."""
     protocol, system = (Machine(known).run(file) for _ in range(2))
     if protocol != _PROTOCOL or type(system) is not dict or system.get("little_endian") is not True:
         raise Unreadable("is of another protocol of torch.save, or of a machine of the other byte order")
@@ -111,7 +111,7 @@ def _read_old(file: io.BytesIO, known: Callable) -> tuple[object, list[Name]]:
     for key in keys if type(keys) is list else ():
         if type(key) is not str or key not in storages:
             raise Unreadable("has bytes of no tensor")
-        file.read(8)  # how many numbers, which the reference has said
+        file.read(8)  # the number of elements, which the reference has given
         kept[key] = file.read(storages[key].count * storages[key].dtype.itemsize)
     return value, machine.names
 
@@ -120,13 +120,13 @@ def _bytes(value: object) -> bytes:
     if type(value) is Record and value.name == _BYTES_OF_TEXT and type(value.arguments[0]) is str:
         return value.arguments[0].encode("latin1")
     if type(value) is not bytes:
-        raise Unreadable("has a storage that is no bytes")
+        raise Unreadable("has a storage that is not bytes")
     return value
 
 
 def tensor_of(value: object) -> torch.Tensor | None:
-    """The tensor that `read` has found, as float32 on the CPU, on memory of its own; None for anything else. Errors:
-    Unreadable where its shape and its bytes do not fit together."""
+    """The tensor that `read` found, as float32 on the CPU, in memory of its own; None for anything else. Errors:
+    Unreadable if its shape and its bytes do not fit together."""
     if type(value) is not Record or value.name != _REBUILD:
         return None
     with _one_error():
@@ -138,9 +138,9 @@ def tensor_of(value: object) -> torch.Tensor | None:
             for numbers in (size, stride, (offset,))
         )
         if type(storage) is not _Storage or not valid or len(size) != len(stride) or len(size) > _MOST_DIMENSIONS:
-            raise Unreadable("has a tensor that is no plain one")
+            raise Unreadable("has a tensor that is not a plain one")
         count = math.prod(size)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if count > storage.count or (count and last >= storage.count):  # also an expanded one, which a copy would fill
+        if count > storage.count or (count and last >= storage.count):  # also an expanded one, which would be filled
             raise Unreadable(f"has a tensor {list(size)} in {storage.count} numbers")
         return storage.values().as_strided(size, stride, offset).float().contiguous() if count else torch.zeros(size)

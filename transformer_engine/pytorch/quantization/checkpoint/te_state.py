@@ -1,6 +1,6 @@
-"""`_extra_state` as Transformer Engine writes it: a pickle of {recipe, extra_fp8_variables, scale_fwd,
-amax_history_fwd, scale_bwd, amax_history_bwd}, or a file of torch.save of that without the recipe. It is read as plain
-data, never run. GroupedLinear writes the pickle, as clients take its state apart; all others extra_state.py's bytes."""
+"""`_extra_state` in Transformer Engine's form: a pickle of {recipe, extra_fp8_variables, scale_fwd, amax_history_fwd,
+scale_bwd, amax_history_bwd}, or a file of torch.save of that without the recipe. It is read as plain data, never run.
+GroupedLinear writes the pickle, because clients take its state apart; other modules write extra_state.py's bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.quantization.delayed import ScalingState
 from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS
 
 _RECIPES = "transformer_engine.common.recipe."
-_MEMBER = frozenset({"builtins.getattr", "__builtin__.getattr"})  # how Python 3.11 writes the member of an Enum
+_MEMBER = frozenset({"builtins.getattr", "__builtin__.getattr"})  # Python 3.11 writes the member of an Enum by it
 _SLOTS = {"fwd": FORWARD_SLOTS, "bwd": BACKWARD_SLOTS}
 
 
@@ -33,8 +33,8 @@ def pack(forward: ScalingState, backward: ScalingState, num_gemms: int) -> torch
 
 
 def unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | None:
-    """(forward, backward) of histories with so many columns; None where there is no delayed scaling in it. Errors:
-    Foreign for the state of other tensors, Unfit for what is no such state."""
+    """(forward, backward) for histories with so many columns; None if it has no delayed scaling. Errors: Foreign for
+    the state of other tensors, Unfit for data that are not such a state."""
     try:
         return _unpack(data, columns)
     except pickles.Unreadable as error:
@@ -76,7 +76,7 @@ def _unpack(data: bytes, columns: tuple[int, int]) -> tuple[Loaded, Loaded] | No
 
 
 def _refuse_others(recipe: object, names: list[pickles.Name]) -> None:
-    """A recipe may be a client's own class, and name its functions; nothing else may name what is not listed."""
+    """A recipe may be a client's own class, and name its functions; any other name must be listed."""
     of_recipe = {id(recipe.name), *map(id, recipe.fields().values())} if type(recipe) is pickles.Record else set()
     for name in names:
         listed = name.startswith((_RECIPES, "torch.", "_codecs.")) or name in pickles.PLAIN or _may_call(name)
@@ -85,25 +85,25 @@ def _refuse_others(recipe: object, names: list[pickles.Name]) -> None:
 
 
 def _rule_of(recipe: object, extra: object) -> DelayedScaling:
-    """What scales mean: the format whose largest value they scale to, and the margin."""
+    """The format and the margin that the scales were computed for."""
     fields = recipe.fields() if type(recipe) is pickles.Record else {}
     options = {}
     if "margin" in fields:
-        if type(fields["margin"]) is not int:  # before anything shows it: it may be a container that holds itself
+        if type(fields["margin"]) is not int:  # before it is printed: it may be a container that holds itself
             raise Unfit(f"holds a recipe whose margin is a {type(fields['margin']).__name__}")
         options["margin"] = fields["margin"]
     if "fp8_format" in fields:
         options["fp8_format"] = _format_of(fields["fp8_format"])
-    elif type(extra) is dict and extra.get("fp8_max_bwd") == Format.E4M3.value.max_bwd:  # before recipes were written
+    elif type(extra) is dict and extra.get("fp8_max_bwd") == Format.E4M3.value.max_bwd:  # older states have no recipe
         options["fp8_format"] = Format.E4M3
     try:
         return DelayedScaling(**options)
     except ValueError as error:
-        raise Unfit(f"holds a recipe that is none ({error})") from None
+        raise Unfit(f"holds an invalid recipe ({error})") from None
 
 
 def _format_of(value: object) -> Format:
-    """Of an Enum's member: a call of the class with its value, or of getattr with its name, or its own name."""
+    """The member of an Enum: by a call of the class with its value, by getattr with its name, or by its own name."""
     name = None
     if type(value) is pickles.Name:
         name = value.rpartition(".")[2]
@@ -118,14 +118,14 @@ def _format_of(value: object) -> Format:
         for known in Format:
             if type(ranges) is tuple and ranges == tuple(known.value):
                 return known
-        raise Foreign("was made for a format that this version does not know")
+        raise Foreign("was made for a format that this version does not support")
     if type(name) is not str or name not in Format.__members__:
-        raise Foreign("was made for a format that this version does not know")
+        raise Foreign("was made for a format that this version does not support")
     return Format[name]
 
 
 def _places(way: str, found: int, wanted: int) -> list[int | None]:
-    """For each of the module's columns the one that has its tensor. Columns behind the last product's are padding; the
+    """For each of the module's columns the column with its tensor. Columns after the last product's are padding; the
     first versions had none for a product's last tensor."""
     slots = _SLOTS[way]
     if found >= wanted:

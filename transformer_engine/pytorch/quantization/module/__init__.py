@@ -1,1 +1,2 @@
-"""Quantization in one module: its plan, its calls under delayed scaling, its weights, and what clients see of it."""
+"""Quantization in one module: its plan, its calls under delayed scaling, its weights, and its attributes for
+clients."""

@@ -1,5 +1,5 @@
-"""What clients see of a module's quantization: its attributes, its scales by hand, and its `_extra_state`, whose bytes
-are checkpoint/extra_state.py's. What they ask for is done by quantization.py."""
+"""The attributes of a module's quantization for clients: scales, histories, and `_extra_state`, whose bytes
+checkpoint/extra_state.py writes. quantization.py does the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_engine.pytorch.quantization.state.autocast_state import current
 
 
 class QuantizedModule(torch.nn.Module):
-    """A subclass names its products in `_products`; its `runtime.quantization` says in forward how one is quantized.
+    """A subclass names its products in `_products`; in forward its `runtime.quantization` quantizes them.
 
     fp8, fp8_calibration: whether the last forward ran so. fp8_meta: recipe, fp8_group, num_gemms, and under delayed
     scaling scaling_fwd and scaling_bwd with scale, scale_inv and amax_history; columns are input, weight and output of
@@ -24,13 +24,13 @@ class QuantizedModule(torch.nn.Module):
     """
 
     _products: tuple[str, ...] = ()
-    _role_kind = "linear"  # what a factory is told that the module is
-    # What a factory is asked for outputs and gradients of inputs; None: the module's own roles.
+    _role_kind = "linear"  # the module_type in questions to a factory
+    # The roles of outputs and gradients of inputs in questions to a factory; None: the module's own roles.
     output_quantizer_role: QuantizerRole | None = None
     grad_input_quantizer_role: QuantizerRole | None = None
 
     def _gathered_columns(self, forward: bool) -> tuple[str, list[int]] | None:
-        """As ScalingState.gathered has them."""
+        """The value of ScalingState.gathered."""
         return None
 
     @property
@@ -65,8 +65,8 @@ class QuantizedModule(torch.nn.Module):
         return {} if own is None else own.python_quantizers()
 
     def init_fp8_metadata(self, num_gemms: int | None = None) -> None:
-        """Makes scales and histories for the recipe of the autocast around the call; a forward does the same.
-        num_gemms: how many products the module has. Errors: ValueError for another number."""
+        """Makes scales and histories for the recipe of the autocast in force; a forward does the same. num_gemms: the
+        number of the module's products. Errors: ValueError for another number."""
         if num_gemms not in (None, len(self._products)):
             raise ValueError(
                 f"{type(self).__name__}: argument 'num_gemms' is {num_gemms}, wanted {len(self._products)}, the "
@@ -95,7 +95,7 @@ class QuantizedModule(torch.nn.Module):
         return any(hasattr(parameter, "device_mesh") for parameter in self.parameters(recurse=False))
 
     def train(self, mode: bool = True) -> QuantizedModule:
-        """As torch's. Outside of training no history follows the weights: what they take brings its scale."""
+        """As torch's. Outside of training no history follows the weights: new values bring their own scale."""
         if not mode and (forward := self.fp8_meta.get("scaling_fwd")) is not None:
             forward.stepped = False
         return super().train(mode)
@@ -103,9 +103,9 @@ class QuantizedModule(torch.nn.Module):
     # ---- checkpoints ----
 
     def get_extra_state(self) -> torch.Tensor:
-        """uint8: scales and histories of delayed scaling, empty where there are none. Inside an autocast of delayed
-        scaling there are, those of a module that has not run yet too: loaders that read into the tensors of a state
-        dict (torch.distributed.checkpoint) find room for a checkpoint's."""
+        """uint8: scales and histories of delayed scaling, empty if there are none. Inside an autocast of delayed
+        scaling a module that has not run has them too: loaders that read into the tensors of a state dict
+        (torch.distributed.checkpoint) find memory for a checkpoint's."""
         meta = self.fp8_meta
         ran = self.runtime.quantization.own is not None or meta["fp8_checkpoint"] or "scaling_fwd" in meta
         state = current_state()
@@ -115,12 +115,12 @@ class QuantizedModule(torch.nn.Module):
         return torch.empty(0, dtype=torch.uint8) if forward is None else extra_state.pack(forward, backward)
 
     def set_extra_state(self, state: torch.Tensor | io.BytesIO | None) -> None:
-        """Takes what get_extra_state wrote, or Transformer Engine's; nothing changes where the checkpoint has no state,
-        or, with a UserWarning, one of Transformer Engine's for other tensors than this module has."""
+        """Loads the state of get_extra_state, or of Transformer Engine; nothing changes if the checkpoint has no state,
+        or, with a UserWarning, if it has Transformer Engine's state for other tensors than this module has."""
         loaded = self.check_extra_state(state)
         if isinstance(loaded, extra_state.Foreign):
             warnings.warn(
-                f"{type(self).__name__}: the checkpoint's '_extra_state' {loaded}; scales start anew.", stacklevel=2
+                f"{type(self).__name__}: the checkpoint's '_extra_state' {loaded}; scales start again.", stacklevel=2
             )
             return
         if loaded is None:
@@ -132,7 +132,7 @@ class QuantizedModule(torch.nn.Module):
         quantization.weights.forget()
 
     def check_extra_state(self, state: torch.Tensor | io.BytesIO | None) -> tuple | extra_state.Foreign | None:
-        """What is in it. Raises ValueError for state that set_extra_state cannot take."""
+        """The contents of the state. Raises ValueError for state that set_extra_state cannot load."""
         columns = FORWARD_SLOTS * len(self._products), BACKWARD_SLOTS * len(self._products)
         try:
             return extra_state.unpack(extra_state.bytes_of(state), columns)
@@ -141,5 +141,5 @@ class QuantizedModule(torch.nn.Module):
         except extra_state.Unfit as error:
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint's '_extra_state' {error}; drop that key to load the rest, and "
-                "scales start anew."
+                "scales start again."
             ) from None

@@ -1,5 +1,5 @@
-"""One call of a module under delayed scaling: whether it notes amaxes, whose scales it reads where a forward is
-recomputed, and which observers are told its output. How scales are made is quantization/delayed.py's."""
+"""One call of a module under delayed scaling: whether it records amaxes, which scales a recomputed forward reads, and
+which observers get its output. quantization/delayed.py computes scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.quantization.state.autocast_state import Autocas
 
 
 def kind_of_call(module: torch.nn.Module, phase: RecomputePhase) -> int:
-    """Under delayed scaling."""
+    """RECORD, QUIET or RECOMPUTE for a call under delayed scaling."""
     if phase.recomputing:
         return RECOMPUTE
     return RECORD if module.training and (phase.enabled or torch.is_grad_enabled()) else QUIET
@@ -30,13 +30,13 @@ def _register(region: Region, own: ModulePlan, group: object | None) -> None:
 
 
 class DelayedCalls:
-    """ModuleQuantization's part, whose fields these are. unfollowed: who is to be told of the call's output."""
+    """A base class of ModuleQuantization, which owns these fields. unfollowed: called with the call's output."""
 
     meta: dict[str, object]
     unfollowed: Callable[[torch.Tensor], None] | None
 
     def variant(self, module: torch.nn.Module, state: AutocastState, own: ModulePlan, index: int) -> int:
-        """Of a call; the module's first product decides for this call what is kept."""
+        """Of a call; the module's first product decides what is kept for the whole call."""
         phase = recompute_phase()
         kind = kind_of_call(module, phase)
         if kind == RECOMPUTE:
@@ -46,7 +46,7 @@ class DelayedCalls:
                 self.unfollowed = None
                 if watched is not None:
                     watch, place = watched
-                    if not watch.reached(place):  # recomputed ahead of its backward
+                    if not watch.reached(place):  # recomputed before its backward
                         self.unfollowed = functools.partial(watch.follow, place=place)
             return kind
         if index == 0 and kind == RECORD:
@@ -62,16 +62,16 @@ class DelayedCalls:
 
     def _leave_for_recompute(self, state: AutocastState, phase: RecomputePhase, own: ModulePlan) -> None:
         watched = None
-        if self.unfollowed is not None and not torch.is_grad_enabled():  # its output will have a graph then alone
+        if self.unfollowed is not None and not torch.is_grad_enabled():  # only the recomputed output will have a graph
             self.unfollowed = None
             watch = state.region.watch()
             watched = watch, watch.take()
-        # In a capture a copy that was made outside of it would be the same at each replay.
+        # In a capture, a copy made outside of it would have the same values at each replay.
         scales = own.forward.scale.clone() if state.capturing else own.forward.used()
         phase.leave(self, (scales, watched))
 
     def left_in_order(self) -> deque:
-        """What first runs have left whose phases were said by hand."""
+        """The entries of first runs whose phases the caller set."""
         return self.meta.setdefault("scales_for_recompute", deque())
 
     def _take(self, op: str, phase: RecomputePhase) -> tuple[torch.Tensor, tuple[_C.BackwardWatch, int] | None]:
@@ -85,7 +85,7 @@ class DelayedCalls:
         return entry
 
     def follow(self, output: torch.Tensor) -> None:
-        """Called with the output of a call that was quantized: scales change when the backward through it has ended."""
+        """Called with the output of a quantized call: scales change when the backward through it has ended."""
         follow = self.unfollowed
         if follow is not None:
             self.unfollowed = None

@@ -1,5 +1,5 @@
-"""A recipe in one module: the quantizers of its products, and the scales and amax histories of delayed scaling. How a
-format quantizes is the extension's business, when scales change is the region's."""
+"""A recipe in one module: the quantizers of its products, and the scales and amax histories of delayed scaling. The
+extension quantizes; a region decides when scales change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_forward(role: str) -> bool:
 
 
 class ModulePlan:
-    """shared: what every product takes, where nothing here has state. Else forward, backward: the scaling states."""
+    """shared: the object for every product if nothing has state; otherwise forward, backward: the scaling states."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ModulePlan:
         device: torch.device,
     ) -> None:
         self.plan = plan
-        self.roles = roles  # of each product: role -> what a factory is asked
+        self.roles = roles  # of each product: role -> the question to a factory
         self.device = device
         self.shared = plan.quantization
         self.rule = plan.rule
@@ -61,12 +61,12 @@ class ModulePlan:
         self.backward: ScalingState | None = None
         self._products: dict[tuple[int, int], object] = {}
         self._weights: dict[tuple[int, int], object] = {}
-        # Of the weights that are held in FP8 alone: index of the product -> the quantizer that was found to fit.
+        # Of weights that exist in FP8 alone: index of the product -> the quantizer that was found to fit.
         self.weights: dict[int, Quantizer] = {}
         self._recompute_scales: torch.Tensor | None = None
 
     def prepare(self, forward: ScalingState | None, backward: ScalingState | None) -> None:
-        """Goes on with the states that there are, or makes new ones."""
+        """Continues with the present states, or makes new ones."""
         if self.rule is None:
             return
         for name, state, slots in (("forward", forward, FORWARD_SLOTS), ("backward", backward, BACKWARD_SLOTS)):
@@ -78,10 +78,10 @@ class ModulePlan:
                 if state.scale.device != self.device:
                     state.move(self.device)
             setattr(self, name, state)
-        with torch.inference_mode(False):  # a tensor made there could not be written outside of it
+        with torch.inference_mode(False):  # a tensor from inside could not be written outside
             self._recompute_scales = torch.empty_like(self.forward.scale)
 
-    # ---- what a factory answers ----
+    # ---- answers of a factory ----
 
     def _ask_factory(self) -> None:
         rules: list[DelayedScaling] = []
@@ -90,7 +90,7 @@ class ModulePlan:
         if self.rule is not None and not self.plan.reads_columns:
             raise ValueError(
                 f"CustomRecipe: argument 'backward_override' is {self.plan.recipe.backward_override!r}, but 'qfactory' "
-                "asks for delayed scaling, which has none; pass None, whatever NVTE_BACKWARD_OVERRIDE says, or let the "
+                "asks for delayed scaling, which has none; pass None, also with NVTE_BACKWARD_OVERRIDE set, or let the "
                 "factory return quantizers."
             )
         self.shared = None
@@ -138,24 +138,24 @@ class ModulePlan:
         return found
 
     def use_recompute_scales(self, scales: torch.Tensor) -> None:
-        """The forward scales of the RECOMPUTE products."""
+        """Sets the forward scales of RECOMPUTE products."""
         self._recompute_scales.copy_(scales)
 
     def note(self, index: int, role: str, amax: torch.Tensor) -> None:
-        """An amax, float32 [1], of a tensor that is computed with in high precision."""
+        """Records an amax, float32 [1], of a tensor that is read in high precision."""
         column = FORWARD_SLOTS * index + SLOTS[role]
         newest = self.forward.amax_of(column)
         torch.maximum(newest, amax, out=newest)
 
     def drop_views(self) -> None:
-        """The histories are other tensors now."""
+        """The histories have been replaced by other tensors."""
         self._products.clear()
         self._weights.clear()
 
-    # ---- the same quantizers as Python's objects ----
+    # ---- the same quantizers as Python objects ----
 
     def python_quantizers(self) -> dict[str, list[Quantizer | None]]:
-        """Those of input, weight, output and of grad_output, grad_input of each product, as clients look at them."""
+        """The quantizers of input, weight, output and of grad_output, grad_input of each product, for clients."""
         found: dict[str, list[Quantizer | None]] = {"scaling_fwd": [], "scaling_bwd": []}
         for index in range(len(self.roles)):
             for role in SLOTS:
@@ -164,7 +164,7 @@ class ModulePlan:
         return found
 
     def python_quantizer(self, index: int, role: str, *, held: bool = False) -> Quantizer | None:
-        """held: of a weight that is held in FP8 alone."""
+        """held: of a weight that exists in FP8 alone."""
         source = self._source(index, role)
         if source is None or isinstance(source, Quantizer):
             return source
@@ -174,23 +174,23 @@ class ModulePlan:
         return make_quantizer(source, self.device, Column(state, column, held) if source[0] == DELAYED else None)
 
     def output_quantizer(self, variant: int) -> Quantizer | None:
-        """Of the first product's output, for one call."""
+        """The quantizer of the first product's output, for one call."""
         found = self.python_quantizer(0, "output")
-        if variant == RECORD or getattr(found, "_column", None) is None:  # or it has no state of the module's
+        if variant == RECORD or getattr(found, "_column", None) is None:  # or without state of the module
             return found
-        column = SLOTS["output"]  # a scale of its own, and an amax that nobody reads
+        column = SLOTS["output"]  # a scale of its own, and an amax that is never read
         scale = (self._recompute_scales if variant == RECOMPUTE else self.forward.scale)[column : column + 1].clone()
         return Float8Quantizer(scale, torch.zeros_like(scale), found.dtype)
 
     def weight_format(self, index: int) -> Quantizer | None:
-        """A quantizer of a product's weight that has no state: to compare with."""
+        """A quantizer of a product's weight without state, for comparisons."""
         source = self.sources[index]["weight"]
         return source if source is None or isinstance(source, Quantizer) else make_quantizer(source, self.device)
 
     def _source(self, index: int, role: str) -> object:
         if role in self.sources[index]:
             return self.sources[index][role]
-        if self.plan.factory is None:  # an output is quantized as an input, its gradient as the output's
+        if self.plan.factory is None:  # an output is quantized like an input, the input's gradient like the output's
             return self.sources[index]["input" if role == "output" else "grad_output"]
         rules: list[DelayedScaling] = []
         source = self._answer(self.roles[index][role], rules)

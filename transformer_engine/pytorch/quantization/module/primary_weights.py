@@ -1,5 +1,5 @@
-"""Weights that a module holds in FP8 alone (quantized_model_init): how they are found, checked against a recipe, given
-new values by its scales, and converted where they are. Copies beside a weight are weights.py's."""
+"""Weights that a module holds in FP8 alone (quantized_model_init): they are found, checked against a recipe, given new
+values by its scales, and converted in place. weights.py handles copies of other weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keep_high_precision(parameter: torch.nn.Parameter, value: torch.Tensor) -> N
 
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Its values, where it is quantized, or a view of something that is; differentiable."""
+    """The dequantized values of a quantized tensor or of a view of one; differentiable. Other tensors unchanged."""
     if isinstance(tensor, ValuesView):
         return tensor.plain()
     if not isinstance(tensor, QuantizedTensor):
@@ -41,14 +41,14 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def primary_weights(module: torch.nn.Module) -> list[tuple[int, str, QuantizedTensor]]:
-    """(index of its product, name, weight) of those of a module that are held in FP8 alone."""
+    """(index of its product, name, weight) of the weights of a module that exist in FP8 alone."""
     named = [(i, name) for i, product in enumerate(module._products) for name in module._product_names(product)[0]]
     found = [(i, name, getattr(module, name)) for i, name in named]
     return [one for one in found if isinstance(one[2], QuantizedTensor)]
 
 
 def as_product_reads(own: ModulePlan, weight: QuantizedTensor) -> _C.Quantized:
-    """Its data, columnwise too where a backward will read them."""
+    """Its data, with columnwise data if a backward will read them."""
     handle = weight._native()
     if torch.is_grad_enabled() and own.plan.reads_columns:
         if handle.columnwise is None:
@@ -63,7 +63,8 @@ def as_product_reads(own: ModulePlan, weight: QuantizedTensor) -> _C.Quantized:
 
 
 def drop_columns(weight: QuantizedTensor) -> bool:
-    """Whether its columnwise data went, where there are no gradients: the next call with them recomputes them."""
+    """Drops its columnwise data and returns True, if there are no gradients: the next call with gradients recomputes
+    them."""
     derived = weight._derivable() and weight.get_usages()[ROWWISE]
     goes = derived and not (weight._keeps_columnwise or recompute_phase().enabled)
     if goes:
@@ -74,11 +75,11 @@ def drop_columns(weight: QuantizedTensor) -> bool:
 def check_primary_weight(
     op: str, own: ModulePlan, index: int, weight: QuantizedTensor, init_recipe: Recipe | None
 ) -> None:
-    """Raises where the recipe would quantize it in another way: its scales would stay what they are for ever.
-    made_by: the recipe of quantized_model_init."""
+    """Raises if the recipe quantizes weights in another way than this one was: its scales would never be updated.
+    init_recipe: the recipe of quantized_model_init."""
     wanted, has = own.weight_format(index), weight._quantizer
     fits = wanted is not None and wanted._makes_the_same(has, weight)
-    if has is None and own.rule is None:  # read from a file, which keeps no quantizer of delayed scaling
+    if has is None and own.rule is None:  # loaded from a file, which stores no quantizer of delayed scaling
         fits = fits and not isinstance(init_recipe, DelayedScaling)
     if fits:
         return
@@ -92,14 +93,14 @@ def check_primary_weight(
         one, other = repr(has), repr(wanted)
     raise RuntimeError(
         f"{op}: its weight is a {type(weight).__name__} that was quantized under {init_name} "
-        f"(by {one}, in quantized_model_init), and runs under {runs_under} (whose weights want {other}): nothing "
-        f"would ever make its scale anew. Run it under {init_name}, or build the module under "
+        f"(by {one}, in quantized_model_init), and runs under {runs_under} (whose weights need {other}): its scale "
+        f"would never be updated. Run it under {init_name}, or build the module under "
         f"quantized_model_init(recipe={runs_under}(...)) and load the values."
     )
 
 
 def adopt_primary_weight(own: ModulePlan, index: int, weight: QuantizedTensor) -> None:
-    """New values of it are quantized as the recipe has it, by scales of this module."""
+    """Makes new values of the weight use the recipe's quantizer, with scales of this module."""
     wanted, has = own.python_quantizer(index, "weight", held=True), weight._quantizer
     own.weights[index] = weight._quantizer = wanted if has is None else has._adopting(wanted)
     if weight._quantizer is wanted:
@@ -108,7 +109,7 @@ def adopt_primary_weight(own: ModulePlan, index: int, weight: QuantizedTensor) -
 
 @torch.no_grad()
 def _converted(parameter: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether `parameter`, and its gradient, could take what fn makes of them. It cannot leave the meta device."""
+    """Whether `parameter`, and its gradient, could take the results of fn. It cannot leave the meta device."""
     converted = fn(parameter)
     if converted is not parameter:
         if not (
@@ -129,13 +130,12 @@ def _converted(parameter: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Te
 
 @contextmanager
 def converted_in_place(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Around torch's _apply, which swaps a converted tensor of several parts for a new one, without the marks and the
-    hooks that were on it; here the parameter itself takes the converted parts, and nothing happens where nothing
-    changes."""
+    """Wraps torch's _apply, which replaces a converted tensor of several parts by a new one, without its marks and
+    hooks; here the parameter itself takes the converted parts, and nothing happens if nothing changes."""
     quantized = {name: p for name, p in module._parameters.items() if isinstance(p, QuantizedTensor)}
     left = {name: own_attributes(p) for name, p in quantized.items() if not _converted(p, fn)}
     for name in quantized.keys() - left.keys():
-        module._parameters[name] = None  # torch's part is done
+        module._parameters[name] = None  # torch would do it again
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
-"""What a module knows of quantization between its calls: the autocast that it last ran in, its plan, scales and kept
-weights; and how a call's product is quantized. A module's `runtime` owns one. It quantizes no activation itself."""
+"""A module's state of quantization between its calls: the last autocast, its plan, scales and kept weights; and how a
+call's product is quantized. A module's `runtime` owns one. It quantizes no activation itself."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ DIRECTIONS = ("scaling_fwd", "scaling_bwd")  # keys of meta
 
 
 def _under_compile() -> bool:
-    """Also where a graph breaks: what has raised while it was traced runs uncompiled, but a call from there is traced
-    anew. Hence a function of its own."""
+    """A function of its own, because a graph may break here: after an error during tracing the caller runs uncompiled,
+    but a call from there is traced again."""
     return torch.compiler.is_compiling()
 
 
@@ -55,12 +55,12 @@ def _weight_device(module: torch.nn.Module) -> torch.device:
 
 
 def _is_real(weight: torch.Tensor) -> bool:
-    """Or it was made by a tracer, and all that belongs to it is to be so too."""
+    """False for a weight that a tracer made: everything that belongs to it must be the tracer's too."""
     return type(weight) in (torch.Tensor, torch.nn.Parameter) or isinstance(weight, QuantizedTensor)
 
 
 def roles_of(module: torch.nn.Module) -> list[dict[str, QuantizerRole]]:
-    """Of each product: role -> what a factory is asked."""
+    """Of each product: role -> the question to a factory."""
     own = {"output": module.output_quantizer_role, "grad_input": module.grad_input_quantizer_role}
     roles = []
     for product in module._products:
@@ -70,7 +70,7 @@ def roles_of(module: torch.nn.Module) -> list[dict[str, QuantizerRole]]:
 
 
 class _Noted:
-    """A scaling state as it is: its recipe, its tensors and, where `values` says so, their values."""
+    """A copy of a scaling state: its recipe, its tensors and, if `values` is set, their values."""
 
     def __init__(self, state: ScalingState, values: bool) -> None:
         self.state, self.fields = state, dict(vars(state))
@@ -85,7 +85,7 @@ class _Noted:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What restore() puts back."""
+    """The argument of restore()."""
 
     remembered: dict[str, object]
     meta: dict[str, object]
@@ -95,11 +95,12 @@ class Snapshot:
 
 
 class ModuleQuantization(DelayedCalls, WeightCalls):
-    """Methods are given the module, which this does not hold: `_products` and `_product_names()` say what it computes.
+    """Methods take the module as an argument; no reference to it is held. `_products` and `_product_names()` describe
+    its computation.
 
-    fp8, fp8_calibration: whether the last forward ran so. meta: what clients know as fp8_meta. own: the recipe's plan
-    in this module, None until it has run. token, seen_region: which autocast it last ran in, and that one's region.
-    unfollowed: who is to be told of the call's output. parameters_recipe: that of quantized_model_init.
+    fp8, fp8_calibration: whether the last forward ran so. meta: the fp8_meta of clients. own: the recipe's plan in this
+    module, None until it has run. token, seen_region: the last autocast, and its region. unfollowed: called with the
+    call's output. parameters_recipe: of quantized_model_init.
     """
 
     def __init__(self, products: int) -> None:
@@ -116,7 +117,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
     # ---- between calls ----
 
     def forget(self) -> None:
-        """As if it had not run, but for the recipe and the scales: the rest is made anew where it is needed."""
+        """As if it had not run, except for the recipe and the scales: the rest is made again on demand."""
         self.own: ModulePlan | None = None
         self.token: object | None = None
         self.seen_region: weakref.ref[Region] | None = None
@@ -149,7 +150,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             parameter._quantizer = quantizer
 
     def shared(self) -> ModuleQuantization:
-        """Another one, of the same scales and kept weights, that goes on from here by itself."""
+        """Another one with the same scales and kept weights, which continues independently."""
         twin = ModuleQuantization.__new__(ModuleQuantization)
         twin.__dict__.update(vars(self))
         twin.weights = self.weights.shared()
@@ -159,14 +160,14 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         return [self.meta[key] for key in DIRECTIONS if self.meta.get(key) is not None]
 
     def enter_anew(self) -> None:
-        """The next call takes the autocast around it for another one."""
+        """The next call treats the autocast in force as a new one."""
         self.token = None
 
     def leave(self) -> None:
         self.token = None
         self.fp8 = self.fp8_calibration = False
 
-    # ---- how a call's product is quantized ----
+    # ---- the quantization of a call's product ----
 
     def of_call(
         self, module: torch.nn.Module, product: str, weight: torch.Tensor, is_first_microbatch: bool | None
@@ -183,7 +184,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         return quantization, self.of_weight(module, product, weight, is_first_microbatch)
 
     def of_product(self, module: torch.nn.Module, product: str = "") -> object | list[int] | None:
-        """_C.ProductQuantization of this call's product, its integers under torch.compile; None: high precision."""
+        """_C.ProductQuantization of this call's product, or its integers under torch.compile; None: high precision."""
         state = THREAD.state
         if torch.compiler.is_compiling():
             return self._traced(module, state)
@@ -205,7 +206,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         return own.product(index, RECORD if own.rule is None else self.variant(module, state, own, index))
 
     def _tell_of_recomputation(self, module: torch.nn.Module) -> None:
-        """A second run in a backward that has lost the autocast of the first one."""
+        """Warns of a second run in a backward outside of the autocast of the first run."""
         if self.fp8 and torch.is_grad_enabled() and current_graph_task_id() != -1:
             warnings.warn(
                 f"{type(module).__name__}: it ran under te.autocast, and runs without it inside a backward, as "
@@ -215,7 +216,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             )
 
     def of_products(self, module: torch.nn.Module) -> list[object]:
-        """of_product() of each, in eager mode: one where it serves all, none in high precision."""
+        """of_product() of each product, in eager mode: one entry if it serves all, none in high precision."""
         first = self.of_product(module, module._products[0])
         own = self.own
         if first is None or own.shared is not None:
@@ -235,7 +236,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         return None
 
     def of_output(self, module: torch.nn.Module, output: torch.Tensor) -> QuantizedTensor:
-        """By the output's quantizer, differentiable."""
+        """Quantizes by the output's quantizer, differentiable."""
         if torch.compiler.is_compiling():
             refuse(
                 f"{type(module).__name__}: argument 'fp8_output' is True, but an output that is a quantized tensor is "
@@ -249,7 +250,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         return quantizer(output)
 
     def calibrate(self, index: int, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """Notes the amaxes of a product that is computed in high precision."""
+        """Records the amaxes of a product that is computed in high precision."""
         own = self.own
         if own is None or own.rule is None:
             return
@@ -262,7 +263,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
     # ---- the recipe ----
 
     def enter(self, module: torch.nn.Module, state: AutocastState) -> None:
-        """The first call inside an autocast. Errors leave the module as it was."""
+        """The first call inside an autocast. Errors leave the module unchanged."""
         plan = state.chosen_plan()
         if state.token is None and (plan.rule is not None or plan.factory is not None):
             raise NotImplementedError(
@@ -310,7 +311,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         if before is not now and self.meta["fp8_checkpoint"] and not recompute_phase().recomputing:
             warnings.warn(
                 f"{op}: the recipe is a {now.__name__}, and was a {before.__name__} when the module "
-                "ran last; its quantizers are made anew.",
+                "ran last; its quantizers are made again.",
                 stacklevel=2,
             )
 
@@ -325,7 +326,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         self.agree_over_group(module)
 
     def agree_over_group(self, module: torch.nn.Module) -> None:
-        """Scales of what is gathered over a group are agreed on there."""
+        """The ranks of a group share the scales of tensors that are gathered over it."""
         for scaling in self.scaling_states():
             scaling.gathered = module._gathered_columns(scaling.forward)
 
@@ -333,7 +334,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
 
     def quantize_parameters(self, module: torch.nn.Module) -> None:
         """Under quantized_model_init the products' weights, just initialised, become quantized tensors; in a module
-        that is made without gradients, for inference, they have no columnwise data until training asks for them."""
+        that is built without gradients, for inference, they have no columnwise data until training needs them."""
         if not module.primary_weights_in_fp8:
             return
         for_training = torch.is_grad_enabled()
@@ -368,10 +369,10 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             module._tag(name)
 
     def parameters_loaded(self, module: torch.nn.Module) -> None:
-        """Other values are in the module's parameters, or other parameters in their place."""
+        """The module's parameters have new values, or have been replaced."""
         self.weights.forget()
         own = self.own
-        for index, _, weight in primary_weights(module):  # with assign=True they may be another module's
+        for index, _, weight in primary_weights(module):  # with assign=True they may come from another module
             if own is None or own.weight_format(index) is None:
                 column = getattr(weight._quantizer, "_column", None)
                 if column is not None and column.state is not self.meta.get("scaling_fwd"):
@@ -380,12 +381,12 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
                 adopt_primary_weight(own, index, weight)
 
     def scales_moved(self) -> None:
-        """The histories are other tensors, or hold other values."""
+        """The histories are other tensors, or have other values."""
         if self.own is not None:
             self.own.drop_views()
 
     def scaling_state_like(self, module: torch.nn.Module, key: str, found: object) -> ScalingState:
-        """meta's, ready to take what was read from a checkpoint."""
+        """The state of meta[key], ready to load the values of a checkpoint."""
         own = self.meta.get(key)
         if own is None:
             columns, device = found.scale.numel(), _weight_device(module)

@@ -1,6 +1,6 @@
-"""A module's weights as its products read them. Of those in high precision it keeps FP8 copies between microbatches
-(is_first_microbatch), each until a weight, a recipe or a call asks for another one. What belongs to weights that are
-held in FP8 alone is primary_weights.py's."""
+"""A module's weights in the form that its products read. Of weights in high precision it keeps FP8 copies between
+microbatches (is_first_microbatch), each until a weight, a recipe or a call needs another one. primary_weights.py
+handles weights that exist in FP8 alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 class KeptWeights:
-    """kept: product -> (what the copy was made for, the copy)."""
+    """kept: product -> (the key that the copy was made for, the copy)."""
 
     def __init__(self) -> None:
         self.kept: dict[str, tuple[tuple, _C.Quantized]] = {}
@@ -38,12 +38,13 @@ class KeptWeights:
         return twin
 
     def forget(self) -> None:
-        """The next call makes them anew, in memory of their own: who has the old ones may read on."""
+        """The next call makes new copies, in memory of their own: readers of the old ones are not disturbed."""
         self.kept = {}
 
     def set_aside(self) -> Callable[[], None]:
-        """Forgets them until what is returned is called: then those are kept that were made since, and of the others
-        the old ones."""
+        """Drops the copies until the returned function is called: then copies that were made since stay, and the old
+        ones
+        return for the other products."""
         before, self.kept = self.kept, {}
         return partial(self._join, before)
 
@@ -59,19 +60,19 @@ class KeptWeights:
         first: bool | None,
         skip: torch.Tensor | None,
     ) -> list[_C.Quantized | None]:
-        """Of the products with these numbers, made by as few launches as there may be, in one buffer. first: True
-        quantizes and keeps, False takes what is kept. skip: a graph's flag on the device decides instead. None where a
-        factory leaves a weight as it is."""
+        """Copies for the products with these numbers, made in one buffer with as few launches as possible. first: True
+        quantizes and keeps, False uses the kept copies. skip: a graph's flag on the device decides instead. None if a
+        factory leaves a weight in high precision."""
         phase = recompute_phase()
         columnwise = own.plan.reads_columns and (torch.is_grad_enabled() or phase.enabled)
-        # What the product itself would quantize: the cast's bits, not the parameter's.
+        # The product itself would quantize the result of torch.autocast's cast, not the parameter.
         dtypes = [weight.dtype for weight in weights]
         if is_autocast(weights[0]):
             cast = torch.get_autocast_dtype(weights[0].device.type)
             dtypes = [cast if is_autocast(weight) else weight.dtype for weight in weights]
         keys = [(own.plan, w.shape, w.device, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
         copies = [self._fitting(*of, columnwise) for of in zip(products, keys, strict=True)]
-        stays = phase.recomputing or (skip is None and not first)  # a recomputation reads what there is
+        stays = phase.recomputing or (skip is None and not first)  # a recomputation reads the present copies
         due = {i: name for i, name in enumerate(products) if copies[i] is None or not stays}
         if not due:
             return copies
@@ -80,8 +81,8 @@ class KeptWeights:
         for i in [i for i in due if quantizers[i].kind == "none"]:
             copies[i] = None
             del due[i]
-        # The graphs of one capture share a copy, the microbatches in flight too: it changes when a step begins. Without
-        # a graph a backward of another microbatch may still read what was kept.
+        # The graphs of one capture share a copy, also between microbatches in flight: it changes when a step begins.
+        # Without a graph, a backward of another microbatch may still read the kept copy.
         refilled = [i for i in due if copies[i] is not None and skip is not None]
         renewed = [i for i in due if copies[i] is None or skip is None]
         with torch.no_grad(), torch.inference_mode(False):
@@ -105,7 +106,7 @@ class KeptWeights:
 
 
 class WeightCalls:
-    """ModuleQuantization's part, whose fields these are."""
+    """A base class of ModuleQuantization, which owns these fields."""
 
     own: ModulePlan | None
     weights: KeptWeights
@@ -114,10 +115,10 @@ class WeightCalls:
     def of_weight(
         self, module: torch.nn.Module, product: str, weight: torch.Tensor, is_first_microbatch: bool | None
     ) -> _C.Quantized | None:
-        """The weight as the product reads it, or None where the product quantizes it itself.
+        """The weight in the form that the product reads, or None if the product quantizes it itself.
 
-        is_first_microbatch: True quantizes and keeps, False takes what was kept, None does neither. In a graph's
-        capture its flag (set_skip_fp8_weight_update_tensor), where there is one, decides instead, in the kernel."""
+        is_first_microbatch: True quantizes and keeps, False uses the kept copy, None does neither. In a capture the
+        graph's flag (set_skip_fp8_weight_update_tensor), if there is one, decides instead, in the kernel."""
         state = THREAD.state
         if not state.enabled:
             return None
@@ -133,7 +134,7 @@ class WeightCalls:
         is_first_microbatch: bool | None,
         products: Mapping[str, int] | None = None,
     ) -> list[_C.Quantized | None]:
-        """of_weight() of each. products: their names and numbers, all of the module's by default."""
+        """of_weight() of each. products: their names and numbers, by default all of the module's."""
         state = THREAD.state
         if products is None:
             products = {name: i for i, name in enumerate(module._products)}
@@ -156,13 +157,13 @@ class WeightCalls:
                 copies[at] = copy
         if is_cpu_offload_enabled():
             for copy in copies:
-                if copy is not None:  # the module holds it whatever a graph saves: leaving would give nothing back
+                if copy is not None:  # the module holds it in any case: an offload would free no memory
                     mark_not_offload(copy.rowwise, copy.columnwise)
         return copies
 
     def _of_primary_weight(self, module: torch.nn.Module, index: int, weight: QuantizedTensor) -> _C.Quantized:
         own = self.own
-        if weight._quantizer is not own.weights.get(index, self):  # another one since the recipe was entered
+        if weight._quantizer is not own.weights.get(index, self):  # replaced since the recipe was entered
             check_primary_weight(type(module).__name__, own, index, weight, self.parameters_recipe)
             adopt_primary_weight(own, index, weight)
         return as_product_reads(own, weight)
@@ -171,7 +172,7 @@ class WeightCalls:
 def _write(
     quantizers: list[_C.Quantizer], values: list[torch.Tensor], kept: list[_C.Quantized], skip: torch.Tensor
 ) -> None:
-    """Anew where they lie, unless skip says otherwise, as nobody's write: backwards read what they saved."""
+    """Refills copies in place, unless `skip` is set, without new versions: backwards read the tensors they saved."""
     parts = [(q.rowwise, q.rowwise_scale_inv, q.columnwise, q.columnwise_scale_inv) for q in kept]
     there = tuple(part for each in parts for part in each if part is not None)
     with unsafe_preserve_version_counter(there):

@@ -1,1 +1,1 @@
-"""What a recipe means: formats, the quantizers of a product, their states for clients, and what the machine can do."""
+"""Recipes: formats, the quantizers of a product, their states for clients, and the capabilities of the machine."""

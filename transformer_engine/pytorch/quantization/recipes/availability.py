@@ -1,10 +1,10 @@
-"""What the machine can do, with reasons. Asking starts no CUDA work, and changes nothing."""
+"""The capabilities of the machine, with reasons. A query starts no CUDA work, and changes nothing."""
 
 from collections.abc import Callable
 
 import torch
 
-_BLACKWELL = "needs a Blackwell GPU (compute capability 10.0): its products exist in hardware alone there."
+_BLACKWELL = "needs a Blackwell GPU (compute capability 10.0): only its hardware has these products."
 
 
 def check_fp8_support() -> tuple[bool, str]:
@@ -41,7 +41,7 @@ def _query(name: str, check: Callable[[], tuple[bool, str]]) -> Callable:
         return (available, reason) if return_reason else available
 
     is_available.__name__ = is_available.__qualname__ = name
-    is_available.__doc__ = "Whether it works here; with return_reason (whether, why not)."
+    is_available.__doc__ = "Whether it works on this machine; with return_reason (whether, why not)."
     return is_available
 
 

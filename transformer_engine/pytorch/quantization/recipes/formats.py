@@ -1,5 +1,5 @@
-"""What a recipe's format means for one tensor: its element type, its largest value, the sizes that products want. Plain
-answers; whether this machine can multiply it is availability.py's business."""
+"""A recipe's format for one tensor: its element type, its largest value, the sizes that products need. availability.py
+answers whether this machine can multiply it."""
 
 import torch
 
@@ -20,8 +20,8 @@ def _format_of(op: str, recipe: object) -> Format:
 
 
 def get_fp8_torch_dtype(recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """torch.float8_e4m3fn or torch.float8_e5m2: of a tensor of the forward, or of a gradient. Errors: ValueError for
-    what is no recipe of an 8-bit format."""
+    """torch.float8_e4m3fn or torch.float8_e5m2: of a tensor of the forward, or of a gradient. Errors: ValueError unless
+    `recipe` is a recipe of an 8-bit format."""
     found = _format_of("get_fp8_torch_dtype", recipe)
     e4m3 = found is Format.E4M3 or (found is Format.HYBRID and fprop_tensor)
     return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
@@ -38,6 +38,6 @@ def get_fp8_max(recipe: Recipe, fprop_tensor: bool = True) -> float:
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Of which number the rows of a product's operand are to be a multiple. Errors as get_fp8_torch_dtype."""
+    """The rows of a product's operand must be a multiple of this number. Errors as get_fp8_torch_dtype."""
     _format_of("get_align_size_for_quantization", recipe)
     return recipe._alignment

@@ -1,5 +1,5 @@
-"""From a recipe to how a product is quantized: the specs of its input, its weight and its output's gradient, and the
-recipes that cannot be honoured here, named with the reason. Recipes come in, plain integers and quantizers go out."""
+"""How a recipe quantizes a product: the specs of its input, its weight and its output's gradient; recipes that are not
+supported are refused with the reason. It turns recipes into plain integers and quantizers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _BY_ENGINE = {"none": NONE, **STATELESS}
 Spec = Sequence[int]
 
 _BACKWARD = {None: 0, "high_precision": 1, "dequantized": 2}  # BackwardReads of csrc/gemm/product.h
-DELAYED_SPLITS = (False, True, True)  # float32 accumulation throughout: not in the forward product, in backward
+DELAYED_SPLITS = (False, True, True)  # use_split_accumulator: not in the forward product, in both backward products
 SLOTS = {"input": 0, "weight": 1, "output": 2, "grad_output": 0, "grad_input": 1}  # of a product, each way
 FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
-# Of Recipe._scalings: an output is quantized as an input, its gradient and the input's as the output's.
+# Of Recipe._scalings: an output is quantized like an input, its gradient and the input's gradient like the output's.
 _SCALED_AS = {"input": 0, "weight": 1, "output": 0, "grad_output": 2, "grad_input": 2}
 
 
@@ -42,7 +42,7 @@ def _no(op: str, what: str, advice: str) -> None:
 
 
 def check_recipe(recipe: object) -> None:
-    """Raises for a recipe that this library cannot honour. Traceable."""
+    """Raises for a recipe that this library does not support. Traceable."""
     op = type(recipe).__name__
     if not isinstance(recipe, Recipe):
         raise ValueError(f"autocast: argument 'recipe' is a {op}, wanted a recipe of transformer_engine.common.recipe.")
@@ -75,7 +75,7 @@ def _spec(op: str, kind: int, params: QParams, e5m2: bool) -> list[int]:
 
 
 def stateless_integers(recipe: Recipe) -> list[int]:
-    """_C.ProductQuantization.spec of a recipe whose quantizers keep nothing between steps. Traceable, so plain."""
+    """_C.ProductQuantization.spec of a recipe whose quantizers keep no state between steps. Traceable."""
     check_recipe(recipe)
     op = type(recipe).__name__
     e5m2 = recipe.fp8_format is Format.HYBRID
@@ -128,12 +128,12 @@ def traced_integers(recipe: Recipe) -> list[int]:
 
 
 def by_engine(recipe: Recipe) -> bool:
-    """Whether every tensor is scaled as the engine does it: else quantizers in Python do."""
+    """Whether the engine can scale every tensor; quantizers in Python do it otherwise."""
     return recipe.delayed() or all(scaling in _BY_ENGINE for scaling in recipe._scalings())
 
 
 def _asked_of_formats(recipe: Recipe, role: QuantizerRole) -> object:
-    """What a factory answers, for a recipe that names its formats: the quantizer that the format registered."""
+    """A factory's answer for a recipe that names its formats: the quantizer that the format registered."""
     forward = not role.tensor_type.startswith("grad_")
     scaling = recipe._scalings()[_SCALED_AS[role.tensor_type]]
     if scaling == "none":
@@ -158,10 +158,10 @@ def native(spec: Spec, scale: torch.Tensor | None = None, amax: torch.Tensor | N
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A recipe at work. There is one for all recipes of equal values, so that comparing plans is comparing identities.
+    """The quantizers of a recipe. Recipes of equal values share one plan, so that plans are compared by identity.
 
-    rule: the delayed scaling in it, or None. specs: of input, weight, grad_output where no factory is asked.
-    quantization: the one object that every product takes, where quantizers have no state and no factory makes them.
+    rule: the delayed scaling in it, or None. specs: of input, weight, grad_output if there is no factory.
+    quantization: the one object for every product, if quantizers have no state and no factory makes them.
     """
 
     recipe: Recipe
@@ -173,7 +173,7 @@ class Plan:
 
     @property
     def backward(self) -> int:
-        """What the products of the backward read: BackwardReads of csrc/gemm/product.h."""
+        """The operands of the backward's products: BackwardReads of csrc/gemm/product.h."""
         return _BACKWARD[self.recipe.backward_override]
 
     @property
@@ -184,7 +184,7 @@ class Plan:
 
 _plans: dict[object, Plan] = {}
 _making = threading.Lock()
-_MOST_PLANS = 256  # of recipes made anew in each step with ever other values
+_MOST_PLANS = 256  # a limit for clients that make recipes of other values in each step
 
 
 _values_of: dict[type, Callable] = {}  # a recipe's fields
@@ -197,16 +197,16 @@ def _new_values_of(kind: type) -> Callable:
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    """The plan of a recipe as its fields are now. Errors: as check_recipe, before anything is kept."""
+    """The plan of a recipe with its present fields. Errors: as check_recipe, before anything is kept."""
     kind = type(recipe)
     key = kind, (_values_of.get(kind) or _new_values_of(kind))(recipe)
     plan = _plans.get(key)
     if plan is None:
-        plan = _new_plan(copy.copy(recipe))  # whose owner may change its fields later
+        plan = _new_plan(copy.copy(recipe))  # the owner may change its fields later
         with _making:
             if len(_plans) >= _MOST_PLANS:
                 del _plans[next(iter(_plans))]
-            plan = _plans.setdefault(key, plan)  # another thread may have made it meanwhile
+            plan = _plans.setdefault(key, plan)  # another thread may have made it in between
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Python's quantizer of what a recipe, or its factory, says about a tensor. Nothing is quantized here."""
+"""Python quantizers for a recipe's or its factory's answer about a tensor. Nothing is quantized here."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +18,7 @@ def delayed_spec(rule: DelayedScaling, *, forward: bool) -> Spec:
 
 
 def make_quantizer(spec: Spec, device: torch.device, column: Column | None = None) -> Quantizer:
-    """Python's quantizer of a spec. column: where it is delayed; without one it is there to be compared with."""
+    """The Python quantizer of a spec. column: of delayed scaling; without a column it serves comparisons only."""
     kind, e5m2, pow_2, bits = spec
     dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
     wanted = Wanted(SCALING_NAMES[kind], dtype, bool(pow_2), epsilon_of(bits), device, column)
@@ -26,7 +26,7 @@ def make_quantizer(spec: Spec, device: torch.device, column: Column | None = Non
 
 
 def ask_factory(factory: Callable, role: QuantizerRole) -> Quantizer | DelayedScalingRequest | None:
-    """A CustomRecipe's answer. Errors: ValueError for another one."""
+    """A CustomRecipe's answer. Errors: ValueError for a wrong one."""
     answer = factory(role)
     if answer is None or isinstance(answer, (Quantizer, DelayedScalingRequest)):
         return answer
@@ -37,7 +37,7 @@ def ask_factory(factory: Callable, role: QuantizerRole) -> Quantizer | DelayedSc
 
 
 def only_rule(rules: Sequence[DelayedScaling]) -> DelayedScaling | None:
-    """What all of a module's requests ask for; None without one."""
+    """The one rule that all requests of a module have; None without a request."""
     if any(rule != rules[0] for rule in rules):
         raise NotImplementedError(
             f"CustomRecipe: argument 'qfactory' asks for delayed scaling in different ways within one module "

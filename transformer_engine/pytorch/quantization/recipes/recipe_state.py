@@ -1,5 +1,5 @@
-"""RecipeState: the quantizers of one direction of a module under a recipe, for clients that quantize by themselves.
-Modules keep their own, in module/plan.py."""
+"""RecipeState: the quantizers of one direction of a module under a recipe, for clients that quantize themselves.
+Modules have their own, in module/plan.py."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from transformer_engine.pytorch.quantization.roles import DelayedScalingRequest,
 from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.utils import resolve_device
 
-# What the tensors of a direction are, over and over for each product.
+# The roles of the tensors of a direction, repeated for each product.
 _ROLES = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
-# Which of a plan's specs is theirs: an output is quantized as an input, its gradient as the output's.
+# Their specs in a plan: an output is quantized like an input, the input's gradient like the output's.
 _SPECS = {"forward": (0, 1, 0), "backward": (2, 2)}
 
 
 class RecipeState(ABC):
     """recipe; mode: 'forward' for input, weight and output of each product in turn, 'backward' for the gradients of its
-    output and its input; num_quantizers; dtype: the element type of that direction; device: CUDA where there is one,
-    unless it is given."""
+    output and its input; num_quantizers; dtype: the element type of that direction; device: by default CUDA if there is
+    one."""
 
-    _kind: ClassVar[str]  # what its recipes answer with True
+    _kind: ClassVar[str]  # the method of a recipe that returns True for this class
 
     def __init__(
         self, recipe: Recipe, *, mode: str, num_quantizers: int = 1, device: torch.device | str | None = None
@@ -50,7 +50,7 @@ class RecipeState(ABC):
             raise ValueError(f"{op}: argument 'mode' is {mode!r}, wanted 'forward' or 'backward'.")
         check_size(op, "num_quantizers", num_quantizers)
         self.recipe = recipe
-        self.plan = plan_of(recipe)  # raises for a recipe that cannot be honoured
+        self.plan = plan_of(recipe)  # raises for a recipe that is not supported
         self.mode = mode
         self.num_quantizers = int(num_quantizers)
         self.device = resolve_device(device)
@@ -63,12 +63,12 @@ class RecipeState(ABC):
     def create(
         recipe: Recipe, *, mode: str, num_quantizers: int = 1, device: torch.device | str | None = None
     ) -> RecipeState:
-        """The state that the recipe's class has. Errors: ValueError for what is no recipe, no mode or no size;
-        NotImplementedError for a recipe that cannot be honoured."""
+        """The state for the recipe's class. Errors: ValueError for a wrong recipe, mode or size; NotImplementedError
+        for a recipe that is not supported."""
         op = "RecipeState.create"
         must_be_a_recipe(op, recipe)
         if recipe.mxfp8() or recipe.nvfp4():
-            plan_of(recipe)  # says why not
+            plan_of(recipe)  # raises with the reason
         kind = next((kind for kind in _KINDS if kind._serves(recipe)), None)
         if kind is None:
             raise ValueError(
@@ -78,7 +78,7 @@ class RecipeState(ABC):
 
     @abstractmethod
     def make_quantizers(self) -> list[Quantizer | None]:
-        """num_quantizers of them, both directions of data wanted."""
+        """num_quantizers of them, with both directions of data."""
 
     @property
     def dtype(self) -> DType:
@@ -86,8 +86,8 @@ class RecipeState(ABC):
 
 
 class DelayedScalingRecipeState(RecipeState, ScalingState):
-    """scale [n], amax_history [length, n]: each quantizer reads a scale and notes amaxes in row 0 of its column. They
-    change as a module's do where FP8GlobalStateManager.add_fp8_tensors_to_global_buffer has them in an autocast."""
+    """scale [n], amax_history [length, n]: each quantizer reads a scale and writes amaxes into row 0 of its column.
+    They change like a module's if FP8GlobalStateManager.add_fp8_tensors_to_global_buffer adds them to an autocast."""
 
     _kind = "delayed"
 
@@ -114,20 +114,20 @@ class _Stateless(RecipeState):
 
 
 class Float8CurrentScalingRecipeState(_Stateless):
-    """Nothing is kept between steps."""
+    """Keeps no state between steps."""
 
     _kind = "float8_current_scaling"
 
 
 class Float8BlockScalingRecipeState(_Stateless):
-    """Nothing is kept between steps."""
+    """Keeps no state between steps."""
 
     _kind = "float8_block_scaling"
 
 
 class CustomRecipeState(RecipeState):
-    """The recipe's factory is asked for each tensor of a linear layer without a name; None is high precision. Where it
-    asks for delayed scaling, `scaling` keeps the scales and the histories of all."""
+    """The recipe's factory is asked for each tensor of a linear layer without a name; None means high precision. If it
+    asks for delayed scaling, `scaling` keeps the scales and histories of all tensors."""
 
     _kind = "custom"
     scaling: ScalingState | None = None
@@ -146,7 +146,7 @@ class CustomRecipeState(RecipeState):
 
 
 class _FormatsRecipeState(CustomRecipeState):
-    """Of a recipe that names formats which are quantized in Python: these are asked as a factory is."""
+    """For a recipe that names formats which are quantized in Python: these answer like a factory."""
 
     @classmethod
     def _serves(cls, recipe: Recipe) -> bool:

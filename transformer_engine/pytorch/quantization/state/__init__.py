@@ -1,1 +1,1 @@
-"""What is switched on around the code that asks: the contexts that write it, and the manager that clients ask."""
+"""The quantization contexts in force: the contexts that set them, and the manager that clients call."""

@@ -1,6 +1,6 @@
-"""What is switched on around the code that asks: one instance for each thread, which contexts write and modules read.
-torch.compile guards the attributes of an instance, not those of a class. As with torch.autocast a new thread starts
-with nothing switched on, and a backward sees what is on in the thread that calls it, whichever thread runs it."""
+"""The autocast in force: one instance for each thread, which contexts write and modules read. torch.compile guards the
+attributes of an instance, not those of a class. As with torch.autocast a new thread starts with everything off, and a
+backward uses the state of the thread that calls it, on whichever thread it runs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from transformer_engine.pytorch.quantization.recipes.products import Plan, plan_
 
 
 def get_default_recipe() -> Recipe:
-    """What autocast uses when it is given none."""
+    """The recipe of an autocast without one."""
     return DelayedScaling()
 
 
-get_default_fp8_recipe = get_default_recipe  # an older name of it
+get_default_fp8_recipe = get_default_recipe  # an older name
 
 _DEFAULT = get_default_recipe()
 
 
 class AutocastSnapshot(NamedTuple):
-    """Of a forward: what its recomputation needs to be the same again."""
+    """The state of a forward that its recomputation needs."""
 
     enabled: bool
     calibrating: bool
@@ -45,10 +45,10 @@ class AutocastSnapshot(NamedTuple):
 
 
 class AutocastState:
-    """enabled, calibrating, recipe, group: of the innermost autocast. token: which autocast that is. region: what the
-    outermost one has to update at its end. capturing: it belongs to a graph, whose owner updates scales. thread: whose
-    number it has; 0: it needed none yet. borrowed: a copy for one of that thread's backwards, which another one runs;
-    backward, outside: its number, and the depth that it was found at."""
+    """enabled, calibrating, recipe, group: of the innermost autocast. token: identifies that autocast. region: the
+    states that the outermost autocast updates at its end. capturing: the autocast belongs to a graph, whose owner
+    updates scales. thread: the number of its thread; 0: not assigned yet. borrowed: a copy for a backward of that
+    thread that another thread runs; backward, outside: the backward's number, and the depth at its begin."""
 
     def __init__(self) -> None:
         self.thread = 0
@@ -58,7 +58,7 @@ class AutocastState:
         self.reset()
 
     def reset(self) -> None:
-        """As in a new process. Contexts that were entered before have ended: they put nothing back."""
+        """As in a new process. Contexts that were entered before count as ended: they restore nothing."""
         self.resets += 1
         self.enabled = False
         self.calibrating = False
@@ -70,15 +70,15 @@ class AutocastState:
         self.region: Region | None = None
         self.capturing = False
         self.plan: Plan | None = None
-        # Regions that a graph's owner updates by hand, oldest first; the limit is for owners that never do.
+        # Regions that a graph's owner updates by hand, oldest first; the limit is for owners that never update.
         self.waiting: deque[Region] = deque(maxlen=256)
         # quantized_model_init
         self.parameters = False
         self.parameters_recipe: Recipe | None = None
         self.preserve_high_precision = False
-        # A graph's flag on the device: not 0, weights are not quantized again.
+        # A graph's flag on the device: if it is not 0, weights are not quantized again.
         self.skip_weight_update: torch.Tensor | None = None
-        # What a captured forward uses of delayed scaling, for its replays: module -> (token, group), in its order.
+        # The delayed scaling of a captured forward, for its replays: module -> (token, group), in order.
         self.noted: dict[object, tuple] | None = None
 
     def set(self, enabled: bool, calibrating: bool, recipe: Recipe | None, group: object | None) -> None:
@@ -91,7 +91,7 @@ class AutocastState:
         self.token = None if torch.compiler.is_compiling() else object()
 
     def in_capture(self) -> bool:
-        """Of a graph, by its owner's word or by the stream's, which torch.compile cannot ask."""
+        """Whether a graph is being captured: by its owner's flag or by the stream, which torch.compile cannot ask."""
         if self.capturing or torch.compiler.is_compiling():
             return self.capturing
         return stream_captures()
@@ -100,7 +100,7 @@ class AutocastState:
         return _DEFAULT if self.recipe is None else self.recipe
 
     def chosen_plan(self) -> Plan:
-        """Of the innermost autocast. Errors: for a recipe that cannot be honoured."""
+        """The plan of the innermost autocast. Errors: for a recipe that is not supported."""
         if self.plan is None:
             self.plan = plan_of(self.chosen_recipe())
         return self.plan
@@ -111,7 +111,7 @@ class AutocastState:
 
     @contextmanager
     def restored(self, by: AutocastSnapshot) -> Iterator[None]:
-        """As a forward saw it, for the recomputation of it. The depth says that no autocast inside is the outermost."""
+        """Restores the state of a forward for its recomputation. The depth makes no autocast inside the outermost."""
         before, resets = (self.snapshot(), self.token, self.plan), self.resets
         self.set(*by[:4])
         self.capturing, self.skip_weight_update = by[4:]
@@ -127,10 +127,10 @@ class AutocastState:
 
 
 class _ThreadState(threading.local):
-    """state: what this thread's code sees. own: what is on in this thread; outside of a backward these are one.
-    borrowed: of threads whose backwards it runs."""
+    """state: the state that this thread's code reads. own: of this thread; the same object outside of a backward.
+    borrowed: copies of the states of threads whose backwards this thread runs."""
 
-    def __init__(self) -> None:  # torch.compile sees no attribute of the class
+    def __init__(self) -> None:  # torch.compile does not see class attributes
         self.state = self.own = AutocastState()
         self.borrowed: dict[int, AutocastState] = {}
 
@@ -142,7 +142,7 @@ _states: weakref.WeakValueDictionary[int, AutocastState] = (
 
 
 def current_state() -> AutocastState:
-    """What is on in this thread; in a backward, what is on in the thread that calls it."""
+    """The state of this thread; in a backward, the state of the thread that calls it."""
     state = THREAD.state
     if torch.compiler.is_compiling():
         return state
@@ -169,8 +169,8 @@ RecomputePhase.autocast = _AutocastKeeper()
 
 
 def _of_caller() -> AutocastState:
-    """Autograd's threads run the backwards of many others, one inside of another one: each has a copy, made anew for
-    each backward, unless a context is open on it."""
+    """One thread of autograd runs the backwards of many threads, also nested: each backward gets a new copy of its
+    caller's state, unless a context is open on the present copy."""
     own, caller = THREAD.own, _C.calling_thread()
     theirs = None if caller == own.thread else _states.get(caller)
     if theirs is None:

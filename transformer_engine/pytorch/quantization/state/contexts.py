@@ -1,5 +1,5 @@
-"""autocast and quantized_model_init: they say what is wanted, and what was said before holds again behind them. Modules
-do the work; a recipe that cannot be honoured is refused where a module first asks for it."""
+"""autocast and quantized_model_init: they set the state, and restore the former one at their end. Modules do the work;
+a module refuses a recipe that is not supported when it first uses it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformer_engine.pytorch.quantization.state.autocast_state import current
 
 
 def _deprecated(old: str, new: str) -> None:
-    if not torch.compiler.is_compiling():  # which cannot follow a warning
-        warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=4)  # behind tells_keywords
+    if not torch.compiler.is_compiling():  # Dynamo cannot follow a warning
+        warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=4)  # past tells_keywords
 
 
 def _must_be_flags(op: str, **flags: object) -> None:
@@ -28,18 +28,17 @@ def _must_be_flags(op: str, **flags: object) -> None:
 
 
 class autocast:
-    """Modules called inside compute in the recipe's format (get_default_recipe() where none is given).
+    """Modules called inside compute in the recipe's format (get_default_recipe() if none is given).
 
     enabled=False: in high precision, also inside another autocast. calibrating: with enabled=False, modules compute in
-    high precision and note the amaxes from which delayed scaling makes scales. amax_reduction_group: over which those
-    amaxes are reduced, once, when the outermost autocast ends; None: the default group, where there is one. _graph: for
-    the owner of a captured graph, who updates scales himself.
-    Contexts nest, and an instance may be entered again once it has been left. What is switched on holds for the thread,
-    as torch.autocast does: a new thread starts with nothing, a backward has what is on in the thread that calls it, and
-    te.checkpoint's second run what its first one had. A module that runs under two recipes inside one outermost
-    autocast is refused where one of them is delayed scaling.
-    Errors: ValueError for what is no flag or no recipe; RuntimeError where an instance is entered that has not been
-    left.
+    high precision and record the amaxes for the scales of delayed scaling. amax_reduction_group: the group over which
+    those amaxes are reduced, once, when the outermost autocast ends; None: the default group, if there is one. _graph:
+    for the owner of a captured graph, which updates scales itself.
+    Contexts nest, and an instance may be entered again after it has been left. The state belongs to the thread, as
+    torch.autocast's does: a new thread starts without it, a backward uses the state of the thread that calls it, and
+    te.checkpoint's second run uses that of the first. A module that runs under two recipes inside one outermost
+    autocast is refused if one of them is delayed scaling.
+    Errors: ValueError for a wrong flag or recipe; RuntimeError if an instance is entered that has not been left.
     """
 
     @hides_unknown
@@ -80,7 +79,7 @@ class autocast:
         if state.depth == 0:
             state.region = None if torch.compiler.is_compiling() else Region()
         state.depth += 1
-        state.capturing = self._graph or (state.depth > 1 and state.capturing)  # who owns the outer one owns all inside
+        state.capturing = self._graph or (state.depth > 1 and state.capturing)  # the outer owner owns all inside
         state.set(self.enabled, self.calibrating, self.recipe, self.amax_reduction_group)
         return self
 
@@ -121,13 +120,13 @@ def quantized_model_init(
     """Modules built inside hold their products' weights in the recipe's format alone (QuantizedTensor), and run under
     recipes that quantize weights in the same way: a RuntimeError names both recipes otherwise.
 
-    Under delayed scaling values that are put in bring a scale that fits them: those of init functions and of operations
-    that fill or draw (zero_, normal_), of load_state_dict, and all that comes before a training step has made scales,
-    or outside of training (eval()). Any other write is a step: by the scale that the recipe has made of the amaxes of
-    earlier steps, which clips what outgrows them once; the scales made next know of it.
-    preserve_high_precision_init_val: what they were initialised with is kept on the CPU, for an optimizer's master
-    weights: weight.get_high_precision_init_val(), then weight.clear_high_precision_init_val(). enabled=False: nothing
-    changes. Errors: ValueError for what is no flag or no recipe."""
+    Under delayed scaling new values bring a scale that fits them: values of init functions and of operations that fill
+    or draw (zero_, normal_), of load_state_dict, and all values before a training step has computed scales, or outside
+    of training (eval()). Any other write is a step: it uses the scale that the recipe computed from the amaxes of
+    earlier steps, which clips larger values once; the next scales cover them.
+    preserve_high_precision_init_val: the initial values are kept on the CPU, for an optimizer's master weights:
+    weight.get_high_precision_init_val(), then weight.clear_high_precision_init_val(). enabled=False: nothing changes.
+    Errors: ValueError for a wrong flag or recipe."""
     _must_be_flags("quantized_model_init", enabled=enabled)
     if recipe is not None:
         must_be_a_recipe("quantized_model_init", recipe)

@@ -1,5 +1,5 @@
-"""FP8GlobalStateManager: the questions and commands about contexts and scales that clients know by these names. It
-keeps nothing itself. All of it is of the thread that asks; in a backward, of the thread that calls it."""
+"""FP8GlobalStateManager: the API by which clients read and set contexts and scales. It keeps no state itself.
+Everything belongs to the calling thread; in a backward, to the thread that called the backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_engine.pytorch.utils import resolve_device
 
 
 class QuantizationState:
-    """What is switched on around the code that asks, as attributes; those of graphs' owners can be set."""
+    """The state of the innermost autocast as attributes; those for owners of graphs can be set."""
 
     @property
     def fp8_enabled(self) -> bool:
@@ -26,7 +26,7 @@ class QuantizationState:
 
     @property
     def fp8_recipe(self) -> Recipe | None:
-        """Of the innermost autocast; None where it was given none."""
+        """The recipe of the innermost autocast; None if it was given none."""
         return current_state().recipe
 
     @property
@@ -59,7 +59,7 @@ class QuantizationState:
 
     @property
     def is_first_fp8_module(self) -> bool:
-        """Whether no module has been the first yet inside the outermost autocast; to read it changes nothing."""
+        """Whether no module has been the first yet inside the outermost autocast; reading changes nothing."""
         region = current_state().region
         return region is not None and not (region.claimed or region.followed)
 
@@ -70,14 +70,14 @@ class QuantizationState:
 
 
 class FP8GlobalStateManager:
-    """What is switched on around the code that asks, and the scales of delayed scaling."""
+    """The state of the innermost autocast, and the scales of delayed scaling."""
 
     quantization_state = QuantizationState()
 
     @classmethod
     def reset(cls) -> None:
-        """As in a new process: no context, nothing waiting. Those that are open have ended, and leaving them changes
-        nothing; what ran inside gets no new scales from them. Scales and histories are the modules'."""
+        """As in a new process: no context, nothing waiting. Open contexts count as ended, and leaving them changes
+        nothing; modules that ran inside get no new scales from them. Scales and histories stay in the modules."""
         current_state().reset()
 
     @classmethod
@@ -90,7 +90,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """Whether modules built here get quantized weights."""
+        """Whether modules built now get quantized weights."""
         return current_state().parameters
 
     @classmethod
@@ -99,7 +99,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
-        """Whether a graph is being captured, by its owner's word (autocast's _graph) or by the stream's."""
+        """Whether a graph is being captured: by its owner's flag (autocast's _graph) or by the stream."""
         return current_state().in_capture()
 
     @classmethod
@@ -125,7 +125,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_fp8_autocast_state(cls, fp8_state: tuple) -> None:
-        """Puts back what get_fp8_autocast_state returned."""
+        """Sets the state that get_fp8_autocast_state returned."""
         state = current_state()
         *said, state.capturing = fp8_state
         state.set(*said)
@@ -148,9 +148,9 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool | None) -> None:
-        """A flag on the device, float32 [1], that a graph's kernels read: where it is not 0, a cached weight is not
-        quantized again. It stays the same memory, so that a graph which was captured with it follows; calls outside of
-        a capture ask is_first_microbatch alone. None: there is no flag."""
+        """A flag on the device, float32 [1], that a graph's kernels read: if it is not 0, a cached weight is not
+        quantized again. It keeps its memory, so that a graph that was captured with it follows; calls outside of a
+        capture read is_first_microbatch alone. None: there is no flag."""
         state = current_state()
         if skip is None:
             state.skip_weight_update = None
@@ -165,8 +165,8 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
-        """New scales from the amaxes of the current region's forward, or of the backward of the oldest region whose
-        owner captured it in a graph. Eager regions see to both themselves."""
+        """Computes new scales from the amaxes of the current region's forward, or of the backward of the oldest region
+        whose owner captured it in a graph. Eager regions do both without it."""
         state = current_state()
         if forward:
             if state.region is not None:
@@ -176,7 +176,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict) -> None:
-        """A module's scales and histories join the current region: for the replay of a graph, in which no module
+        """Adds a module's scales and histories to the current region: for the replay of a graph, in which no module
         runs. Outside of autocast, and for recipes without state, nothing happens."""
         region = current_state().region
         if region is None:
@@ -189,19 +189,19 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_meta_tensor_key(cls, forward: bool = True) -> str:
-        """The key of fp8_meta that holds the scales of a direction."""
+        """The key of fp8_meta for the scales of a direction."""
         return "scaling_fwd" if forward else "scaling_bwd"
 
     @classmethod
     def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict) -> None:
-        """Keeps the forward scales as they are, for a forward that will be recomputed."""
+        """Keeps a copy of the forward scales for a forward that will be recomputed."""
         fp8_meta.setdefault("scales_for_recompute", deque()).append(fp8_meta["scaling_fwd"].used())
 
     @classmethod
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict) -> None:
-        """Puts the oldest scales that were kept in place, until restore_fp8_meta_tensors.
+        """Sets the oldest kept scales, until restore_fp8_meta_tensors.
 
-        Errors: RuntimeError where none are kept."""
+        Errors: RuntimeError if none are kept."""
         kept = fp8_meta.get("scales_for_recompute")
         if not kept:
             raise RuntimeError(
@@ -216,7 +216,7 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def restore_fp8_meta_tensors(fp8_meta: dict) -> None:
-        """Puts the scales back that get_old_fp8_meta_tensors_for_recompute replaced."""
+        """Restores the scales that get_old_fp8_meta_tensors_for_recompute replaced."""
         state = fp8_meta["scaling_fwd"]
         state.scale.copy_(fp8_meta.pop("scales_before_recompute"))
         state.changed()
