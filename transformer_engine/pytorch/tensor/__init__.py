@@ -43,7 +43,7 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage as 
 _GROUPED = "grouped tensors are", "keep a list of tensors"
 __getattr__ = names_without_a_body(__name__, {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED})
 
-for _file in iter_modules(__path__):  # a format is there when its file is
+for _file in iter_modules(__path__):  # each file registers its format
     import_module(f"{__name__}.{_file.name}")
 
 keep_quantized_parameters()

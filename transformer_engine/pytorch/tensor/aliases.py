@@ -1,6 +1,6 @@
-"""Quantized tensors on the same memory: aliases, and rows of one another, each with directions of its own choice. A
-write through one reaches the directions that only others hold, at once and where they lie: what reads them may be a
-graph that was captured, and asks nobody. Nothing here waits for the device, and nobody is kept alive."""
+"""Quantized tensors that share memory: aliases, and rows of one another, each with its own directions. A write through
+one updates the directions that only others hold, at once and in their memory: a captured graph may read them without
+asking. Nothing waits for the device, and no tensor is kept alive."""
 
 import math
 import weakref
@@ -14,9 +14,8 @@ from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE
 
 
 class _Member:
-    """What others know of a tensor of their family: its parts as they are now, its shape, the number of its element
-    that comes first. It dies with the tensor; a weak reference to that itself would be in torch.utils.swap_tensors'
-    way."""
+    """The data of a tensor for the others of its family: its present parts, its shape, the number of its first element.
+    It dies with the tensor; a weak reference to the tensor itself would prevent torch.utils.swap_tensors."""
 
     __slots__ = ("__weakref__", "first", "parts", "shape")
 
@@ -25,7 +24,7 @@ class _Member:
 
 
 class Aliases:
-    """The part of a quantized storage that knows who else has its memory.
+    """The part of a quantized storage that records which others share its memory.
 
     _family: members of all of them, _member: its own; None: it has had no alias yet."""
 
@@ -33,7 +32,7 @@ class Aliases:
     _member: _Member | None = None
 
     def _join(self, other: "Aliases") -> None:
-        """It has other's memory from now on, or views of it."""
+        """It shares other's memory from now on, or views of it."""
         if not any(self._of_direction(kind) for kind in DATA):
             return  # one set of values serves both
         if other._family is None:
@@ -50,8 +49,8 @@ class Aliases:
         self._family = self._member = None
 
     def _part_set(self, name: str, value: Any) -> None:
-        """A part is set: one that was not there is made of the other direction. Whoever changes one for another has
-        moved to other memory; whoever has no data left has none in common."""
+        """Runs when a part is set: a part that was missing is derived from the other direction. A replaced part means
+        other memory; without any data it shares nothing."""
         parts = self._member.parts
         if value is not None and parts[name] is not None and value is not parts[name]:
             self._leave()
@@ -63,13 +62,13 @@ class Aliases:
     # ---- writes ----
 
     def _stale(self) -> list[tuple[_Member, list[str]]]:
-        """Members with directions that are not in this one's memory: a write to it does not reach these by itself."""
+        """Members with directions outside of this one's memory: a write to this one does not reach them by itself."""
         if self._family is None or len(self._family) < 2:
             return []
         usages, mine = self.get_usages(), self._member.parts
         others = [member for member in list(self._family) if member is not self._member]
         if usages[COLUMNWISE] and all(theirs is mine[n] for member in others for n, theirs in member.parts.items()):
-            return []  # plain aliases, and no direction that is not to be read
+            return []  # plain aliases, and no direction that must not be read
         data = {kind: self._of_direction(kind)[0] for kind in DATA}
         own = {kind: getattr(self, name) if usages[kind] else None for kind, name in data.items()}
         found = []
@@ -81,22 +80,22 @@ class Aliases:
         return found
 
     def _must_reach_aliases(self) -> None:
-        """Raises where a write would leave an alias with two directions of different values."""
+        """Raises if a write would leave an alias with two directions of different values."""
         if self._family is None or self._derivable():
             return
         for _, (kind, *_) in self._stale():
             raise NotImplementedError(
-                f"{type(self).__name__}: it cannot be written, since an alias of it holds {kind} data in memory of its "
-                "own, and these cannot be made of the other direction; write to that alias, drop its data "
+                f"{type(self).__name__}: it cannot be written, because an alias of it holds {kind} data in memory of "
+                "its own that cannot be derived from the other direction; write to that alias, drop its data "
                 f"(update_usage({kind}_usage=False)), or write to a clone()."
             )
 
     def _reach_aliases(self) -> None:
-        """It has been written: so are the directions that others hold."""
+        """Runs after a write: updates the directions that others hold."""
         if not (stale := self._stale()):
             return
         self._must_reach_aliases()
-        with torch.inference_mode():  # their memory may have been made there
+        with torch.inference_mode():  # their memory may come from inference mode
             for member, kinds in stale:
                 result = self._recomputed(member, kinds)
                 for name in (n for kind in kinds for n in self._of_direction(kind)):
@@ -105,8 +104,8 @@ class Aliases:
         torch.autograd.graph.increment_version([part for part in parts if not part.is_inference()])
 
     def _recomputed(self, member: _Member, kinds: Sequence[str]) -> "Aliases":
-        """A tensor that has these directions as the member should: of its other one, which has been written, or of what
-        this one has."""
+        """A tensor with these directions for the member: derived from its other direction, which has been written, or
+        from this one's data."""
         gone = {name for kind in kinds for name in self._of_direction(kind)}
         parts = {name: part for name, part in member.parts.items() if part is not None and name not in gone}
         if not any(name in parts for kind in DATA for name in self._of_direction(kind)):
@@ -152,13 +151,13 @@ def _is_plain(part: Any) -> bool:
 
 
 def _span(part: torch.Tensor) -> tuple[int, int]:
-    """The addresses from the first byte of its elements to behind the last one."""
+    """The addresses of the first byte of its elements and after the last one."""
     reach = sum((n - 1) * stride for n, stride in zip(part.shape, part.stride())) + 1 if part.numel() else 0
     return part.data_ptr(), part.data_ptr() + reach * part.element_size()
 
 
 def _has_memory(part: Any) -> bool:
-    """Whether there is anything to write: not where it is traced, on the meta device, or freed."""
+    """Whether there is memory to write: not if it is traced, on the meta device, or freed."""
     if not _is_plain(part):
         return hasattr(part, "_family")
     return not part.is_meta and part.numel() > 0 and part.untyped_storage().nbytes() > 0

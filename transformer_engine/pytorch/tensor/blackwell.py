@@ -1,5 +1,5 @@
-"""Formats that need a Blackwell GPU: MXFP8 and NVFP4. Their classes can be made and asked about everywhere; using one
-is refused, by name and with the reason."""
+"""Formats that need a Blackwell GPU: MXFP8 and NVFP4. Their classes can be made and inspected everywhere; every use
+raises, with the name and the reason."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ def _refuse(name: str, format: str) -> Any:
 
 
 class _BlackwellStorage(QuantizedTensorStorage):
-    """Refuses to be made: nothing here could read it."""
+    """Its construction raises: no code here could read it."""
 
     _format = ""
 
@@ -70,7 +70,7 @@ class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
 
 
 class _BlackwellQuantizer(Quantizer, python_written=False):
-    """Can be made, copied and asked; refuses to quantize."""
+    """Can be made, copied and inspected; quantizing raises."""
 
     def quantize(
         self, tensor: torch.Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
@@ -99,7 +99,7 @@ class _BlackwellQuantizer(Quantizer, python_written=False):
 
 
 class MXFP8Quantizer(_BlackwellQuantizer, python_written=False):
-    """FP8 by blocks of 32, Blackwell's."""
+    """FP8 by blocks of 32, for Blackwell."""
 
     storage_class = MXFP8TensorStorage
     tensor_class = MXFP8Tensor
@@ -125,7 +125,7 @@ class MXFP8Quantizer(_BlackwellQuantizer, python_written=False):
 
 
 class NVFP4Quantizer(_BlackwellQuantizer, python_written=False):
-    """FP4 by blocks of 16, Blackwell's. Its many settings are taken as they come."""
+    """FP4 by blocks of 16, for Blackwell. Its many settings are stored unchecked."""
 
     storage_class = NVFP4TensorStorage
     tensor_class = NVFP4Tensor

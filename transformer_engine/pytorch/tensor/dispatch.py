@@ -1,5 +1,5 @@
-"""What torch's operations do to a quantized tensor: a few keep it quantized, the rest compute with its values, and one
-that writes in place quantizes what it wrote. One table; a format has no operations of its own here."""
+"""torch's operations on a quantized tensor: a few keep it quantized, the rest compute with its values, and an in-place
+operation quantizes its result. One table for all formats."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ aten = torch.ops.aten
 
 _RULES: dict[Any, Callable] = {}
 
-# What they write has nothing to do with what was there; so with those that draw random numbers.
+# Their results do not depend on the old values; this holds for operations that draw random numbers, too.
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 
 
-# What a subclass without parts has too.
+# A subclass without parts has these too.
 _OF_EVERY_CLASS = {aten.detach.default, aten.alias.default, aten.clone.default, aten.copy_.default}
 
 
 class _Otherwise(Exception):
-    """A rule does not hold for these arguments: compute with the values."""
+    """A rule does not apply to these arguments: compute with the values."""
 
 
 def _rule(*ops: Any) -> Callable:
@@ -59,7 +59,7 @@ def _is_quantized(value: object) -> bool:
     return isinstance(value, QuantizedTensorStorage)
 
 
-# ---- whatever has no rule ----
+# ---- operations without a rule ----
 
 
 def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -75,9 +75,9 @@ def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*pytree.tree_map(value_of, list(args)), **pytree.tree_map(value_of, kwargs))
     if is_view(func):
         t = next(given for given in (*args, *kwargs.values()) if _is_quantized(given))
-        own = any(part is values[id(t)] for part in t._tensors().values())  # not quantized at all: a view of memory
+        own = any(part is values[id(t)] for part in t._tensors().values())  # unquantized: a view of memory
         return result if own else shown(result, func, type(t).__name__)
-    back = {}  # what func wrote into, and may have returned
+    back = {}  # tensors that func wrote into, and may have returned
     for given in written_by(func, args, kwargs, _is_quantized):
         value = values[id(given)]
         back[id(value)] = given
@@ -88,7 +88,7 @@ def _with_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _generates(func: Any, args: Sequence[Any]) -> bool:
-    """Whether it makes what it writes (to out=) of no tensor at all."""
+    """Whether it writes (to out=) without reading any tensor."""
     target = func._schema.arguments[-1]
     tensors = any(isinstance(t, torch.Tensor) for a in args for t in (a if isinstance(a, (list, tuple)) else [a]))
     return target.kwarg_only and target.alias_info is not None and target.alias_info.is_write and not tensors
@@ -144,7 +144,7 @@ def _pin_memory(t: QuantizedTensorStorage, device: torch.device | None = None) -
 
 
 def _empty(t: QuantizedTensorStorage, shape: Sequence[int], given: dict[str, Any]) -> QuantizedTensorStorage:
-    """As t is, in `shape`, on memory that nobody has written."""
+    """Like t, in `shape`, in uninitialised memory."""
     dtype = given.get("dtype") or t.dtype
     if dtype not in FLOATS:
         raise _Otherwise
@@ -164,7 +164,7 @@ def _new_empty(t: QuantizedTensorStorage, shape: Sequence[int], **given: Any) ->
 
 @_rule(aten.new_zeros.default)
 def _new_zeros(t: QuantizedTensorStorage, shape: Sequence[int], **given: Any) -> QuantizedTensorStorage:
-    """Rowwise alone, where there is that: FSDP2 makes shards so, and they need no more."""
+    """Rowwise data alone, if there are any: FSDP2 makes shards like that, which need no more."""
     result = _empty(t, shape, given)
     if result.get_usages()[layout.ROWWISE]:
         result.update_usage(columnwise_usage=False)
@@ -172,7 +172,7 @@ def _new_zeros(t: QuantizedTensorStorage, shape: Sequence[int], **given: Any) ->
     return result
 
 
-# ---- values come in ----
+# ---- new values ----
 
 
 @_rule(aten.copy_.default)
@@ -206,7 +206,7 @@ def _view(t: QuantizedTensorStorage, shape: Sequence[int]) -> QuantizedTensorSto
 
 
 def _inferred(t: QuantizedTensorStorage, shape: Sequence[int]) -> tuple[int, ...]:
-    """shape, its -1 resolved."""
+    """shape, with its -1 resolved."""
     if -1 not in shape:
         return tuple(shape)
     rest = 1
@@ -247,7 +247,7 @@ def _split(t: QuantizedTensorStorage, size: int, dim: int = 0) -> list[Quantized
 @_rule(aten.split_with_sizes.default)
 def _split_with_sizes(t: QuantizedTensorStorage, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensorStorage]:
     if dim % t.dim() or sum(sizes) != t.shape[0] or min(sizes, default=0) < 0:
-        raise _Otherwise  # torch says what is wrong
+        raise _Otherwise  # torch raises its own error
     ends = list(itertools.accumulate(sizes))
     return [_some_rows(t, last - size, last) for size, last in zip(sizes, ends)]
 

@@ -1,5 +1,5 @@
-"""The engine's calls that quantized tensors make, by the direct route where tensors are plain and by the registered ops
-where something traces or watches. No formula is here: transformer_engine/quantize.h."""
+"""The engine's calls for quantized tensors: direct for plain tensors, and by the registered ops under tracers and
+dispatch modes. Formulas: transformer_engine/quantize.h."""
 
 import torch
 
@@ -7,29 +7,29 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import is_in_torch_dispatch_mode
 from transformer_engine.pytorch.tensor import layout
 
-# Quantizers of the engine that keep nothing between steps: {name: number}.
+# Quantizers of the engine without state between steps: {name: number}.
 STATELESS = {name: number for number, (name, _, stateless) in enumerate(_C.quantizer_kinds) if stateless}
 _SCALINGS = {name: scaling for name, scaling, _ in _C.quantizer_kinds}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether the engine can be given their memory: no tracing, no subclass, no meta tensor."""
+    """Whether the engine can use their memory: no tracing, no subclass, no meta tensor."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return False
     return all(type(t) in _PLAIN and not t.is_meta for t in tensors)
 
 
 def of_one_version(view: torch.Tensor | None, base: torch.Tensor | None) -> torch.Tensor | None:
-    """`view`, of base's memory: what is written into the one is noted in the other too, and a backward that saved that
-    raises. torch sees to it outside of __torch_dispatch__ alone."""
+    """Makes `view`, of base's memory, share base's version counter: a write to either raises in a backward that saved
+    the other. torch does this outside of __torch_dispatch__ only."""
     if view is not None and view is not base and is_plain(view, base):
         _C.share_version(view, base)
     return view
 
 
 def matrix_of(kind: str, part: torch.Tensor | None) -> torch.Tensor | None:
-    """`part` as the matrix that products can read: itself, or a copy."""
+    """`part` as a matrix that products can read: itself, or a copy."""
     if part is None:
         return None
     found = layout.pitched(kind, part)
@@ -45,8 +45,8 @@ def quantize(
     out: "_C.Quantized | None" = None,
     amax: torch.Tensor | None = None,
 ) -> "_C.Quantized":
-    """x by a built-in quantizer. noop, out: only for plain tensors. amax: float32 [1], the tensor's, where it is known
-    already (current scaling)."""
+    """Quantizes x by a built-in quantizer. noop, out: only for plain tensors. amax: float32 [1], the tensor's, if it
+    has been computed already (current scaling)."""
     x = x.detach()
     x = x.view(1) if x.dim() == 0 else x
     if is_plain(x):
@@ -63,7 +63,7 @@ def quantize(
 
 
 def dequantize(quantized: "_C.Quantized", dtype: torch.dtype) -> torch.Tensor:
-    """[rows, columns], from the rowwise direction where it is there."""
+    """[rows, columns], from the rowwise direction if there is one."""
     columnwise = quantized.rowwise is None
     data = quantized.columnwise if columnwise else quantized.rowwise
     scales = quantized.columnwise_scale_inv if columnwise else quantized.rowwise_scale_inv
@@ -73,8 +73,8 @@ def dequantize(quantized: "_C.Quantized", dtype: torch.dtype) -> torch.Tensor:
 
 
 def transpose(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The bytes of a matrix, transposed, on memory that has the pitch: that of the columnwise part `out`, where it is
-    plain and has it."""
+    """The bytes of a matrix, transposed, in memory with the pitch that products need: in the columnwise part `out` if
+    that is plain and has it."""
     if is_plain(data):
         target = None if out is None or not is_plain(out) else layout.pitched(layout.COLUMNWISE, out)
         return _C.fp8_transpose(data, None if target is None else of_one_version(target, out))

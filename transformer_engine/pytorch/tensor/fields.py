@@ -1,15 +1,15 @@
-"""Attributes of quantized tensors that do more than hold a value. They know nothing of formats."""
+"""Attributes of quantized tensors that do more than hold a value. They are independent of formats."""
 
 from typing import Any
 
 import torch
 
-MARK = "_TE_do_not_offload"  # whatever carries it never leaves its device: cpu_offload's
+MARK = "_TE_do_not_offload"  # cpu_offload leaves a tensor with it on its device
 
 
 class PartField:
-    """The attribute of a part. Setting it drops the engine's view of the whole, which would keep the old one alive,
-    hands on the whole's mark, and tells those who share the whole's memory."""
+    """The attribute of a part. Setting it drops the tensor's engine handle, which would keep the old part alive, copies
+    the tensor's mark to the part, and updates the tensors that share the memory."""
 
     __slots__ = ("name",)
 
@@ -29,8 +29,8 @@ class PartField:
 
 
 class MarkField:
-    """The mark, as an attribute: whoever sets it on the whole says it of each part, those that come later too, since
-    what saves a quantized tensor may see its parts alone."""
+    """The mark, as an attribute: setting it on the tensor sets it on each part, also on later ones, because code that
+    saves a quantized tensor may see its parts alone."""
 
     def __get__(self, storage: Any, owner: type | None = None) -> Any:
         if storage is None:
@@ -52,6 +52,6 @@ class MarkField:
 
 
 def own_attributes(tensor: Any) -> dict[str, object]:
-    """What someone has hung on it: parameters carry marks for distributed training."""
+    """Attributes that clients have set: parameters carry marks for distributed training."""
     fields = {*tensor._parts, *tensor._details, *tensor._bookkeeping}
     return {name: value for name, value in tensor.__dict__.items() if name not in fields}

@@ -1,5 +1,5 @@
 """State dictionaries with quantized tensors as plain tensors and a line of text each, for files that hold nothing else
-(safetensors), and back. torch.save and torch.distributed.checkpoint need none of this."""
+(safetensors), and back. torch.save and torch.distributed.checkpoint do not need it."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ KEY = "transformer_engine.quantized_tensors"
 def pack_state_dict(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """(plain tensors, text beside them): safetensors.torch.save_file(*pack_state_dict(state)...) takes both.
 
-    A quantized tensor `weight` becomes `weight._data`, `weight._scale_inv`, ...; others stay. Errors: ValueError where
-    two names fall together, NotImplementedError for a hybrid tensor."""
+    A quantized tensor `weight` becomes `weight._data`, `weight._scale_inv`, ...; others stay. Errors: ValueError if two
+    names coincide, NotImplementedError for a hybrid tensor."""
     tensors: dict[str, torch.Tensor] = {}
     descriptions = {}
     for key, value in state.items():
@@ -38,15 +38,15 @@ def pack_state_dict(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
 def unpack_state_dict(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, torch.Tensor]:
-    """The state of pack_state_dict. Errors: ValueError for descriptions that are none, or that do not fit the tensors;
-    names the tensor."""
+    """The state of pack_state_dict. Errors: ValueError, naming the tensor, for invalid descriptions and for
+    descriptions that do not fit the tensors."""
     state = dict(tensors)
     try:
         descriptions = json.loads((metadata or {}).get(KEY, "{}"))
     except ValueError as error:
         raise ValueError(f"unpack_state_dict: argument 'metadata' has no readable {KEY}: {error}.") from error
     if not isinstance(descriptions, dict):
-        raise ValueError(f"unpack_state_dict: argument 'metadata' has {KEY} that is no dictionary.")
+        raise ValueError(f"unpack_state_dict: argument 'metadata' has {KEY} that is not a dictionary.")
     for key, about in descriptions.items():
         prefix = f"{key}."
         parts = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(f"{prefix}_")}

@@ -1,12 +1,12 @@
-"""What torch.compile takes a quantized tensor apart into and puts it together from: its parts, and a context that
+"""The form in which torch.compile takes a quantized tensor apart and assembles it: its parts, and a context that
 compares by value. Called through __tensor_flatten__ and __tensor_unflatten__."""
 
 import torch
 
 
 class _Settings:
-    """A quantizer inside a context. Two are equal when their settings are: its state tensors belong to the module, and
-    a context that compared them would compile anew for each."""
+    """A quantizer inside a context. Two are equal if their settings are: its state tensors belong to the module, and a
+    context that compared them would be compiled again for each module."""
 
     def __init__(self, quantizer: object) -> None:
         self.quantizer = quantizer
@@ -25,7 +25,7 @@ class _Settings:
 
 
 def context(details: dict[str, object], dtype: torch.dtype, requires_grad: bool = False) -> dict[str, object]:
-    """Everything that __tensor_unflatten__ needs beside the parts and the shape."""
+    """The arguments of __tensor_unflatten__ besides the parts and the shape."""
     kept = {name: _Settings(value) if name == "_quantizer" else value for name, value in details.items()}
     return {"details": kept, "dtype": dtype, "requires_grad": requires_grad}
 

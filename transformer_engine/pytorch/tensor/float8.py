@@ -1,5 +1,5 @@
-"""FP8 with one scale for the whole tensor: Float8Tensor, and the quantizer that makes it from the tensor's own amax
-(current scaling). By a scale that is given: float8_delayed.py. The arithmetic is the engine's:
+"""FP8 with one scale for the whole tensor: Float8Tensor, and the quantizer that computes the scale from the tensor's
+own amax (current scaling). float8_delayed.py has the one with a given scale. Arithmetic:
 transformer_engine/quantize.h."""
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ def bytes_of(cls: type, argument: str, data: torch.Tensor | None) -> torch.Tenso
 class Float8TensorStorage(QuantizedTensorStorage):
     """value = data * scale_inv.
 
-    _data: uint8, of the tensor's shape. _transpose: the same bytes, last dimension first; not to be read while
-    _transpose_invalid. _scale_inv: float32 [1]. Rows of data whose pitch is wider than they are hold zeros behind."""
+    _data: uint8, of the tensor's shape. _transpose: the same bytes, last dimension first; invalid while
+    _transpose_invalid is set. _scale_inv: float32 [1]. If the pitch of data exceeds its rows, the rest holds zeros."""
 
     _parts: ClassVar[dict[str, Part]] = {
         "_data": Part("data", ROWWISE),
@@ -93,7 +93,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         parts = {
             "_data": None if rowwise is None else rowwise.view(shape),
             "_transpose": None if columnwise is None else columnwise.view(layout.transposed(shape)),
-            "_scale_inv": scale_inv.as_strided((1,), (1,)),  # behind it the engine keeps the scale itself
+            "_scale_inv": scale_inv.as_strided((1,), (1,)),  # the engine stores the scale itself after it
         }
         for part, source in zip(parts.values(), (rowwise, columnwise, scale_inv)):
             engine.of_one_version(part, source)
@@ -125,7 +125,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         shape = tuple(self.size())
         if kind == COLUMNWISE:
             transpose = engine.transpose(layout.matrix_of(ROWWISE, self._data), old.get("_transpose"))
-            self._transpose = None  # one that was no longer valid: others may have it
+            self._transpose = None  # an invalid one: others may share it
             self._transpose, self._transpose_invalid = transpose.view(layout.transposed(shape)), False
         else:
             self._data = engine.transpose(layout.matrix_of(COLUMNWISE, self._transpose)).view(shape)
@@ -137,7 +137,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         parts = super()._tensors()
-        if self._transpose_invalid:  # neither copied, nor shared, nor written
+        if self._transpose_invalid:  # it is neither copied, shared nor written
             parts.pop("_transpose", None)
         return parts
 
@@ -146,12 +146,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
             self._transpose_invalid = self._transpose is None
 
     def _create_transpose(self) -> None:
-        """Makes the columnwise data from the rowwise one."""
+        """Derives the columnwise data from the rowwise data."""
         self._transpose_invalid = True
         self.update_usage(columnwise_usage=True)
 
     def _reset_caches(self) -> None:
-        """To be called by who writes _data: the columnwise data is no longer its transpose."""
+        """For callers that write _data: the columnwise data are no longer its transpose."""
         self._transpose_invalid = True
         self._handle = None
         self._reach_aliases()
@@ -163,7 +163,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return parts
 
     def _rows(self, start: int, stop: int) -> dict[str, torch.Tensor | None] | None:
-        along = 1 if len(self.size()) > 1 else 0  # of the transpose, whose last dimension comes first
+        along = 1 if len(self.size()) > 1 else 0  # of the transpose, whose first dimension is the last one
         usages, count = self.get_usages(), stop - start
         return {
             "_data": self._data[start:stop] if usages[ROWWISE] else None,
@@ -172,7 +172,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         }
 
     def _by_scale(self, values: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-        """Bytes of `values` in this format, by a scale that is given."""
+        """Bytes of `values` in this format, by the given scale."""
         scale = scale_inv.reciprocal().clamp_(max=torch.finfo(torch.float32).max)
         e5m2 = self._fp8_dtype is DType.kFloat8E5M2
         quantizer = _C.Quantizer("delayed", e5m2, False, 0.0, scale, torch.zeros_like(scale))
@@ -184,7 +184,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _before_sharding(self, group: Any) -> None:
         quantizer = self._quantizer
         if isinstance(quantizer, Float8CurrentScalingQuantizer) and not quantizer.with_amax_reduction:
-            # one scale for the whole tensor: its shards have to agree on it whenever they take new values
+            # one scale for the whole tensor: its shards must agree on it whenever they get new values
             self._quantizer = quantizer.copy()
             self._quantizer.with_amax_reduction = True
             self._quantizer.amax_reduction_group = group
@@ -195,7 +195,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
 
 
 class PerTensorQuantizer(Quantizer, python_written=False):
-    """What both kinds of scaling share."""
+    """The common part of both kinds of scaling."""
 
     storage_class = Float8TensorStorage
     tensor_class = Float8Tensor
@@ -227,8 +227,8 @@ class PerTensorQuantizer(Quantizer, python_written=False):
 class Float8CurrentScalingQuantizer(PerTensorQuantizer, python_written=False):
     """FP8 by the tensor's own amax.
 
-    use_existing_amax: `amax` holds it already. with_amax_reduction: the largest of the group's ranks counts, and every
-    rank of it has to quantize at the same time."""
+    use_existing_amax: `amax` holds it already. with_amax_reduction: the largest amax of the group's ranks counts, and
+    all of its ranks must quantize at the same time."""
 
     _configuration: ClassVar[dict[str, str]] = {
         "dtype": "fp8_dtype",

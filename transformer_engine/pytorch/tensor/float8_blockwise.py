@@ -1,5 +1,4 @@
-"""FP8 with a scale for each 1 x 128 or 128 x 128 block. The arithmetic is the engine's
-(transformer_engine/quantize.h)."""
+"""FP8 with a scale for each 1 x 128 or 128 x 128 block. Arithmetic: transformer_engine/quantize.h."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -130,8 +129,8 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
         if not self._is_2D_scaled:
             raise NotImplementedError(
-                f"{type(self).__name__}.update_usage: {kind} data of 1 x 128 blocks cannot be made of the other "
-                "direction, whose blocks lie across it: quantize in both directions at once (set_usage)."
+                f"{type(self).__name__}.update_usage: {kind} data of 1 x 128 blocks cannot be derived from the other "
+                "direction, whose blocks run across it: quantize in both directions at once (set_usage)."
             )
         shape = tuple(self.size())
         rows, cols = (math.ceil(n / BLOCK) for n in layout.fold(shape))
@@ -149,12 +148,12 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         shape = self.size()
         if not self._is_2D_scaled or len(shape) < 2 or self._rowwise_data is None:
             return None
-        rows = layout.fold(shape)[0] // max(shape[0], 1)  # of the matrix, in each of the first dimension's
+        rows = layout.fold(shape)[0] // max(shape[0], 1)  # of the matrix, for each index of the first dimension
         first, last, total = start * rows, stop * rows, shape[0] * rows
         if first % BLOCK or (last % BLOCK and last != total):
             return None
         blocks = slice(first // BLOCK, math.ceil(last / BLOCK))
-        # Columnwise data are no view: their scales are padded to fours in this direction.
+        # Columnwise data are not a view: their scales are padded to fours in this direction.
         return {
             "_rowwise_data": self._rowwise_data[start:stop],
             "_rowwise_scale_inv": self._rowwise_scale_inv[blocks],
@@ -163,7 +162,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
         if not self._is_2D_scaled:
             raise NotImplementedError(
-                f"{type(self).__name__}: scales of 1 x 128 blocks do not lie row by row, so its shards cannot be "
+                f"{type(self).__name__}: scales of 1 x 128 blocks are not stored row by row, so its shards cannot be "
                 "gathered: shard weights of 128 x 128 blocks (block_scaling_dim=2)."
             )
         return super().fsdp_buffer_fields()
@@ -174,7 +173,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
 
 
 def _transposed_scales(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Scales of rows x cols blocks, for the transpose; padding as 0."""
+    """Scales of rows x cols blocks, for the transpose; the padding is 0."""
     result = scales.new_zeros(cols, layout.round_up(rows, layout.SCALES))
     result[:, :rows] = scales[:, :cols].t()
     return result
@@ -239,11 +238,11 @@ class Float8BlockQuantizer(Quantizer, python_written=False):
         return {"_fp8_dtype": self.dtype, "_is_2D_scaled": self.block_scaling_dim == 2, "_quantizer": self}
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the columnwise data of a tensor of `shape`."""
+        """The shape of the columnwise data of a tensor of `shape`."""
         return layout.transposed(shape)
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-        """Of a direction's scales of a tensor of `shape`."""
+        """The shape of a direction's scales of a tensor of `shape`."""
         specs = self.storage_class._specs(tuple(shape), self._details())
         return specs["_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv"].shape
 

@@ -1,5 +1,5 @@
-"""FP8 by a scale that is given, which its owner makes from earlier amaxes: delayed scaling. The tensor is float8.py's;
-when scales change is quantization/delayed.py's business."""
+"""FP8 by a given scale, which its owner computes from earlier amaxes: delayed scaling. float8.py has the tensor;
+quantization/delayed.py updates the scales."""
 
 from typing import Any, ClassVar
 
@@ -15,10 +15,10 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
 class Float8Quantizer(PerTensorQuantizer, python_written=False):
-    """FP8 by a scale that is given: delayed scaling. Every tensor that it quantizes raises `amax` to its own.
+    """FP8 by a given scale: delayed scaling. Every tensor that it quantizes raises `amax` to the tensor's own.
 
-    scale, amax: float32 [1]. Those of a module's quantizer are views of its scales and history, found anew where these
-    have moved."""
+    scale, amax: float32 [1]. For a module's quantizer they are views of its scales and history, looked up again if
+    these have moved."""
 
     _configuration: ClassVar[dict[str, str]] = {"dtype": "fp8_dtype"}
     _scalings = ("delayed",)
@@ -44,7 +44,7 @@ class Float8Quantizer(PerTensorQuantizer, python_written=False):
 
     @classmethod
     def _made_for(cls, wanted: Wanted) -> "Float8Quantizer":
-        """The quantizer of a tensor of a module; without a column it is there to be compared with."""
+        """The quantizer of a module's tensor; without a column it serves comparisons only."""
         column = wanted.column
         if column is None:
             return cls(torch.ones(1), torch.zeros(1), wanted.fp8_dtype)
@@ -76,10 +76,10 @@ class Float8Quantizer(PerTensorQuantizer, python_written=False):
         same = own is not None and own.state is new.state and own.index == new.index
         return self if same else wanted
 
-    # ---- of a weight that a module holds in FP8 alone ----
+    # ---- of a weight that exists in FP8 alone ----
 
     def _weight_state(self, device: torch.device) -> Any:
-        """The state of its module's scales, on `device`; None: it is no such weight's."""
+        """The state of its module's scales, on `device`; None if it is not such a weight's quantizer."""
         column = self._column
         if column is None or not column.held or device.type == "meta":
             return None
@@ -88,7 +88,7 @@ class Float8Quantizer(PerTensorQuantizer, python_written=False):
         return column.state
 
     def _put_in(self, x: torch.Tensor, noop: torch.Tensor | None = None) -> None:
-        """Before the history is one of steps, values bring their scale; afterwards the recipe makes it."""
+        """Until the history has a step, values bring their scale; afterwards the recipe computes it."""
         state = self._weight_state(x.device)
         if state is not None and not state.stepped:
             state.fit(self._column.index, engine.amax(x), noop)

@@ -1,4 +1,4 @@
-"""GroupedTensor at the path where clients import it without a guard. It is not here yet."""
+"""GroupedTensor at the path where clients import it without a guard. Not available in this version."""
 
 from transformer_engine.pytorch._internal.absent import absent
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor

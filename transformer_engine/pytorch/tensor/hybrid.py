@@ -1,4 +1,4 @@
-"""A format of its own for each direction, by two quantizers. No arithmetic of a format is here."""
+"""A different format for each direction, by two quantizers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -75,8 +75,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
         raise NotImplementedError(
-            f"{type(self).__name__}.update_usage: {kind} data has a format of its own and cannot be made of the other "
-            "direction: quantize in both directions at once (set_usage)."
+            f"{type(self).__name__}.update_usage: {kind} data has a format of its own and cannot be derived from the "
+            "other direction: quantize in both directions at once (set_usage)."
         )
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
@@ -141,15 +141,15 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return None if self.columnwise_storage is None else self.columnwise_storage.get_columnwise_subview_info()
 
     def _restore_subviews(self, kind: str, buffer: torch.Tensor, info: Mapping) -> None:
-        """By the part's own format; a part that was saved for backward is put back with it."""
+        """By the part's own format; a part that was saved for backward is restored with it."""
         name = f"{kind}_storage"
         part = getattr(self, name)
         if part is None and self._saved:
             part = self._saved[list(self._parts).index(name)]
         if part is None:
             raise ValueError(
-                f"{type(self).__name__}.restore_{kind}_subviews: it has no {name}, wanted one that was there when "
-                "prepare_for_saving() took its parts away."
+                f"{type(self).__name__}.restore_{kind}_subviews: it has no {name}, wanted one that was present when "
+                "prepare_for_saving() took its parts."
             )
         part._restore_subviews(kind, buffer, info)
         setattr(self, name, part)
@@ -185,8 +185,8 @@ _SOURCES = ("original", "rowwise_dequantized")
 
 
 class HybridQuantizer(Quantizer):
-    """Each direction by a quantizer of its own. columnwise_source: what the columnwise one quantizes, the tensor or
-    what the rowwise one has made of it."""
+    """Each direction by a quantizer of its own. columnwise_source: the input of the columnwise quantizer, the tensor or
+    the rowwise quantizer's result."""
 
     storage_class = HybridQuantizedTensorStorage
     tensor_class = HybridQuantizedTensor

@@ -1,4 +1,4 @@
-"""The format that is none: values as they are, under a quantized tensor's manners. Nothing is computed here."""
+"""The format without quantization: unchanged values with the interface of a quantized tensor."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """Values as they are, _hp_data, which serves both directions."""
+    """Unchanged values, _hp_data, which serve both directions."""
 
     _parts: ClassVar[dict[str, Part]] = {"_hp_data": Part("hp_data", "values")}
     _details: ClassVar[dict[str, str]] = {"_quantizer": "quantizer"}
@@ -95,12 +95,12 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
 
 class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
-    """Values as they are."""
+    """Unchanged values."""
 
 
 class IdentityQuantizer(Quantizer, python_written=False):
-    """No quantization: its tensors hold what they are given, in `dtype` where that is set, else in place: sharing the
-    memory of the tensor they are made of."""
+    """No quantization: its tensors hold their input, in `dtype` if that is set; otherwise they share the memory of the
+    input."""
 
     storage_class = IdentityTensorStorage
     tensor_class = IdentityTensor

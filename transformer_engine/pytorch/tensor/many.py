@@ -1,5 +1,5 @@
-"""New values in many quantized tensors: those that are alike take them by one call of the engine, the others one by
-one. What a format does beside is its quantizer's."""
+"""New values for many quantized tensors: tensors of one kind take them by one call of the engine, the others one by
+one. Each format's quantizer does the rest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from transformer_engine.pytorch.tensor.quantizer import Quantizer
 def quantize_all(
     tensors: Sequence[QuantizedTensor], values: Sequence[torch.Tensor], *, noop_flag: torch.Tensor | None = None
 ) -> None:
-    """quantize_(value, noop_flag=noop_flag) of each, with its errors: of those that are alike before any is written."""
+    """quantize_(value, noop_flag=noop_flag) of each, with its errors: for one kind before any of them is written."""
     alike: dict[tuple, list[tuple[QuantizedTensor, torch.Tensor]]] = {}
     for number, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
         key = _kind(tensor, value)
         alike.setdefault((number,) if key is None else key, []).append((tensor, value.detach()))
     for some in alike.values():
-        if len(some) == 1 or _overlap([tensor for tensor, _ in some]):  # then the last one's values are to stay
+        if len(some) == 1 or _overlap([tensor for tensor, _ in some]):  # overlapping: the last one's values must stay
             for tensor, value in some:
                 tensor.quantize_(value, noop_flag=noop_flag)
             continue
@@ -38,13 +38,14 @@ def quantize_all(
 
 
 def _overlap(tensors: Sequence[QuantizedTensor]) -> bool:
-    """Of plain parts."""
+    """Whether any of them share memory; their parts are plain."""
     addresses = [part.data_ptr() for tensor in tensors for part in tensor._tensors().values()]
     return len(set(addresses)) < len(addresses)
 
 
 def _kind(tensor: QuantizedTensor, value: torch.Tensor) -> tuple | None:
-    """Equal for those that one call takes; None: none does. quantize_() of such is Quantizer._write, and no more."""
+    """Equal for tensors that one call takes, whose quantize_() is Quantizer._write and no more; None: no call takes
+    it."""
     quantizer = tensor._get_quantizer()
     own = type(quantizer)
     is_default_write = own.update_quantized is Quantizer.update_quantized and own._write is Quantizer._write

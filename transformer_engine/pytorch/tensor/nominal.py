@@ -1,5 +1,5 @@
-"""nn.Module.float, half and bfloat16 of a module with quantized parameters: those take another nominal dtype and stay
-quantized. Parameters of other kinds are torch's business, as before."""
+"""nn.Module.float, half and bfloat16 of a module with quantized parameters: they change the nominal dtype, and the
+parameters stay quantized. torch handles other parameters as before."""
 
 import functools
 
@@ -31,6 +31,6 @@ def _keeping_quantized(name: str, dtype: torch.dtype) -> None:
 
 
 def keep_quantized_parameters() -> None:
-    """Puts the three methods in place; a second time nothing happens."""
+    """Installs the three methods; a second call changes nothing."""
     for name, dtype in _DTYPES.items():
         _keeping_quantized(name, dtype)

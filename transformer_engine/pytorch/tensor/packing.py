@@ -1,5 +1,5 @@
-"""Several tensors quantized into one byte buffer: one allocation for all their data, scales and amaxes. The
-arithmetic is each quantizer's own."""
+"""Several tensors quantized into one byte buffer: one allocation for all their data, scales and amaxes. Each quantizer
+does its own arithmetic."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -10,13 +10,13 @@ from transformer_engine.pytorch.tensor import layout
 from transformer_engine.pytorch.tensor.arguments import source_of
 from transformer_engine.pytorch.tensor.registry import AnyQuantized
 
-ALIGNMENT = 256  # of the data; what follows it, a few bytes each, stands on 16
+ALIGNMENT = 256  # of the data; the small parts after it are aligned to 16
 SMALL_ALIGNMENT = 16
 AMAX = "_amax"
 
 
 class _Quantizer(Protocol):
-    """What is asked of a quantizer here."""
+    """The methods of a quantizer that are used here."""
 
     storage_class: type | None
     _python_written: bool
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 def _places(sources: Sequence[torch.Tensor], quantizers: Sequence[_Quantizer]) -> list[_Place]:
-    """What goes into the buffer: data first, the small parts behind it."""
+    """The contents of the buffer: data first, then the small parts."""
     data, small = [], []
     for i, (source, quantizer) in enumerate(zip(sources, quantizers)):
         specs = quantizer._wanted_specs(source.shape)
@@ -75,8 +75,8 @@ def _laid_out(places: Sequence[_Place], device: torch.device) -> list[torch.Tens
 
 
 def quantize_into_one_buffer(tensors: Sequence[torch.Tensor], quantizers: Sequence[_Quantizer]) -> list[AnyQuantized]:
-    """Each tensor by its quantizer, on one buffer. Errors: ValueError where devices differ or a quantizer's format is
-    not made by the engine."""
+    """Each tensor by its quantizer, in one buffer. Errors: ValueError if devices differ or the engine does not make a
+    quantizer's format."""
     op = "multi_quantize"
     sources = [source_of(op, t).detach() for t in tensors]
     devices = {t.device for t in sources}

@@ -1,5 +1,5 @@
-"""What a format declares and answers: its parts, what each of them is, how they come from the engine and go there; and
-what follows for their fields. No part is written here, and no value computed."""
+"""A format's declaration: its parts, their shapes, and their conversion from and to the engine; and the attributes that
+follow from it. No part is written here, and no value computed."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -16,28 +16,28 @@ NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class Part(NamedTuple):
-    """A field that holds a tensor: the constructor's argument for it, and what it is."""
+    """A field that holds a tensor: the constructor's argument for it, and its kind."""
 
     argument: str
     kind: str
 
 
 class Parts:
-    """The part of a quantized storage that knows what it is made of."""
+    """The part of a quantized storage that describes its parts."""
 
     _parts: ClassVar[dict[str, Part]] = {}  # in the order of prepare_for_saving
     _details: ClassVar[dict[str, str]] = {}  # other fields: the constructor's argument for each
 
-    # ---- what a format answers ----
+    # ---- the questions that a format answers ----
 
     @classmethod
     def _specs(cls, shape: Sequence[int], details: dict[str, object]) -> dict[str, PartSpec]:
-        """What each part of a tensor of `shape` is."""
-        raise NotImplementedError(f"{cls.__name__} does not say what its parts are (_specs).")
+        """The spec of each part of a tensor of `shape`."""
+        raise NotImplementedError(f"{cls.__name__} does not define its parts (_specs).")
 
     def _logical_shape(self) -> tuple[int, ...]:
-        """The tensor's shape, told from the parts."""
-        raise NotImplementedError(f"{type(self).__name__} does not tell its shape (_logical_shape).")
+        """The tensor's shape, computed from the parts."""
+        raise NotImplementedError(f"{type(self).__name__} does not define its shape (_logical_shape).")
 
     @classmethod
     def _parts_of(cls, native: "_C.Quantized", shape: Sequence[int]) -> dict[str, torch.Tensor | None]:
@@ -48,22 +48,22 @@ class Parts:
         raise NotImplementedError(f"{type(self).__name__} has no form that the engine reads.")
 
     def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
-        """Makes the missing direction from the one that is there, or raises with the reason. old: columnwise parts of
-        before, in whose memory the new ones are made."""
-        raise NotImplementedError(f"{type(self).__name__}: {kind} data cannot be made from the other direction.")
+        """Derives the missing direction from the present one, or raises with the reason. old: earlier columnwise parts,
+        whose memory the new ones use."""
+        raise NotImplementedError(f"{type(self).__name__}: {kind} data cannot be derived from the other direction.")
 
     def _derivable(self) -> bool:
-        """Whether one direction can be made of the other."""
+        """Whether one direction can be derived from the other."""
         return False
 
     @classmethod
     def _checked_details(cls, details: Mapping[str, object]) -> dict[str, object]:
-        """Fields of _details but for the quantizer, as a file has them: raises ValueError for what they cannot be."""
-        raise ValueError(f"{cls.__name__} in a file: it is not kept in files.")
+        """The fields of _details except the quantizer, from a file: raises ValueError for invalid values."""
+        raise ValueError(f"{cls.__name__} in a file: it is not stored in files.")
 
     @classmethod
     def _checked_parts(cls, parts: Mapping[str, object], shape: tuple[int, ...], details: Mapping[str, object]) -> None:
-        """Raises ValueError for parts that a file has and that no tensor of `shape` can have."""
+        """Raises ValueError for parts of a file that no tensor of `shape` can have."""
         op, specs = f"{cls.__name__} in a file", cls._specs(shape, details)
         for name, t in parts.items():
             if name not in specs:
@@ -82,14 +82,14 @@ class Parts:
             raise ValueError(f"{op}: it has none of {[n for n, s in specs.items() if s.kind in DATA]}.")
 
     def _default_quantizer(self) -> Any:
-        """What quantizes new values where no quantizer came with the tensor."""
+        """Quantizes new values if no quantizer came with the tensor."""
         raise NotImplementedError(
             f"{type(self).__name__}: it has no quantizer, so that no new values can be put in it; a class of your own "
             "has to define quantize_."
         )
 
     def _viewed(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor | None] | None:
-        """The parts of a view of `shape`; None where they would have to be laid out anew."""
+        """The parts of a view of `shape`; None if they would need another layout."""
         same_rows = shape and self._logical_shape() and shape[-1] == self._logical_shape()[-1]
         if not same_rows:
             return None
@@ -101,7 +101,7 @@ class Parts:
             return None
 
     def _rows(self, start: int, stop: int) -> dict[str, torch.Tensor | None] | None:
-        """The parts of rows [start, stop) of the first dimension, as views; None where there are no such views."""
+        """The parts of rows [start, stop) of the first dimension, as views; None if there are no such views."""
         return None
 
     # ---- its fields ----
@@ -115,17 +115,17 @@ class Parts:
         return [name for name, part in cls._parts.items() if part.kind == kind]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The parts that are there."""
+        """The parts that are present."""
         return {n: t for n in self._parts if (t := getattr(self, n)) is not None}
 
     def _fields(self, parts: dict[str, torch.Tensor | None]) -> dict[str, object]:
-        """Arguments that construct this format from `parts`, with everything else as it is here."""
+        """Arguments that construct this format from `parts`, with this tensor's other fields."""
         arguments = {part.argument: parts.get(name) for name, part in self._parts.items()}
         return arguments | {argument: getattr(self, name) for name, argument in self._details.items()}
 
     def _native(self) -> "_C.Quantized":
-        """The engine's handle, of the same memory: what modules pass on. Kept while the parts stay, unless one of them
-        had to be copied because its rows do not start on 16 bytes, or may be a tracer's."""
+        """The engine's handle, in the same memory: modules pass it on. Kept while the parts stay, unless one of them
+        had to be copied because its rows do not start on 16 bytes, or may belong to a tracer."""
         handle = self.__dict__.get("_handle")
         if handle is None:
             handle = self._make_native()
@@ -144,7 +144,7 @@ class Parts:
     def get_data_tensors(
         self, rowwise_data: bool = True, columnwise_data: bool = True
     ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """(rowwise, columnwise) data, or the one that is asked for."""
+        """(rowwise, columnwise) data, or the requested one."""
         found = [getattr(self, self._names(kind)[0]) for kind in DATA]
         if rowwise_data and columnwise_data:
             return tuple(found)
@@ -153,12 +153,13 @@ class Parts:
         return found[0] if rowwise_data else found[1]
 
     def get_usages(self) -> dict[str, bool]:
-        """Which directions are there."""
+        """Which directions are present."""
         return {kind: any(getattr(self, n) is not None for n in self._names(kind)) for kind in DATA}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Makes a direction that is wanted (True) and missing, then drops one that is not (False); None: as it is.
-        Errors: NotImplementedError where a direction cannot be made from the other one, RuntimeError where none is."""
+        """Derives a direction that is requested (True) and missing, then drops one that is not (False); None:
+        unchanged. Errors: NotImplementedError if a direction cannot be derived from the other, RuntimeError if there is
+        none."""
         wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
         usages = self.get_usages()
         for kind in DATA:
@@ -172,5 +173,5 @@ class Parts:
                     setattr(self, name, None)
 
     def _of_direction(self, kind: str) -> list[str]:
-        """Names of the parts that nothing but this direction needs."""
+        """Names of the parts that only this direction needs."""
         return self._names(kind) + self._names(f"{kind} scale")

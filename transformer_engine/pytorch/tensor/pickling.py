@@ -1,5 +1,5 @@
-"""Quantized tensors as plain tensors beside a plain description, and back: what pickle, torch.save under weights_only,
-and files of plain tensors hold. Whatever a file says is checked before a tensor is made of it."""
+"""Quantized tensors as plain tensors with a plain description, and back: the form in pickles, in torch.save's files
+under weights_only, and in files of plain tensors. Everything from a file is checked before a tensor is made of it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +15,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def described(storage: AnyQuantized) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(its parts on memory of their own size, everything else as numbers and names). A columnwise direction that is
-    made of the rowwise one is left out, and recomputed."""
+    """(its parts in memory of their own size, everything else as numbers and names). A columnwise direction that can be
+    derived is left out, and recomputed."""
     storage._must_hold_data("save")
     usages = storage.get_usages()
     kept = storage._twin()
@@ -47,9 +47,10 @@ def _plain(value: object) -> object:
 
 
 def rebuilt(parts: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> AnyQuantized:
-    """What `described` has described. Errors: ValueError naming the class, the field and what was wanted of it."""
+    """The tensor of a description by `described`. Errors: ValueError naming the class, the field and the wanted
+    value."""
     if not isinstance(about, Mapping) or not isinstance(parts, Mapping):
-        raise ValueError("a quantized tensor in a file: its description is no dictionary.")
+        raise ValueError("a quantized tensor in a file: its description is not a dictionary.")
     name = about.get("class")
     cls = FORMATS.get(name) if isinstance(name, str) else None
     if cls is None:
@@ -105,7 +106,7 @@ def rebuilt_tensor(
     parameter: bool,
     attributes: Mapping[str, Any],
 ) -> AnyQuantized:
-    """What pickle calls."""
+    """Pickle calls it."""
     result = rebuilt(parts, about)
     if isinstance(result, torch.Tensor):
         result.requires_grad_(bool(requires_grad))
@@ -116,14 +117,14 @@ def rebuilt_tensor(
 
 
 def reduced(storage: AnyQuantized) -> tuple:
-    """For __reduce_ex__: names and numbers and plain tensors, so that weights_only loads it."""
+    """For __reduce_ex__: names, numbers and plain tensors, so that weights_only loads it."""
     parts, about = described(storage)
     if not isinstance(storage, torch.Tensor):
         return rebuilt_tensor, (parts, about, False, False, {})
     attributes = own_attributes(storage)
     parameter = bool(attributes.pop("_is_param", False))
     plain = {n: v for n, v in attributes.items() if isinstance(v, (bool, int, float, str)) or type(v) is torch.Tensor}
-    others = {n: v for n, v in attributes.items() if n not in plain}  # may point back here, and are code
+    others = {n: v for n, v in attributes.items() if n not in plain}  # may refer to the tensor, and are code
     return rebuilt_tensor, (parts, about, storage.requires_grad, parameter, plain), others or None
 
 

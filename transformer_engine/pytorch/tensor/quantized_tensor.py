@@ -1,5 +1,5 @@
-"""A quantized storage that behaves as a torch.Tensor of its nominal dtype. How operations see it: dispatch.py. No
-format is known here."""
+"""A quantized storage that behaves as a torch.Tensor of its nominal dtype. dispatch.py has its operations. It is
+independent of formats."""
 
 import copy
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
 class _Dequantize(torch.autograd.Function):
-    """Straight through: the gradient of the values is the quantized tensor's."""
+    """Straight through: the gradient of the values is the gradient of the quantized tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: "QuantizedTensor", dtype: torch.dtype) -> torch.Tensor:
@@ -29,11 +29,11 @@ class _Dequantize(torch.autograd.Function):
 
 
 class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
-    """A tensor whose values are quantized: of its nominal dtype to everyone who asks, and computed with in high
-    precision by every operation that does not know better.
+    """A tensor whose values are quantized: it reports its nominal dtype, and every operation without a rule computes
+    with its values in high precision.
 
-    A direct subclass keeps its data in attributes of its own and overrides `dequantize` (no gradient is its business)
-    and, where it takes new values, `quantize_`; aliases share the attributes, copies copy them."""
+    A direct subclass keeps its data in attributes of its own and overrides `dequantize` (without gradients) and, if it
+    takes new values, `quantize_`; aliases share the attributes, copies copy them."""
 
     def __new__(
         cls,
@@ -52,7 +52,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         self._dtype = dtype
         return self
 
-    # What torch.Tensor knows of itself is right.
+    # torch.Tensor's own attributes are right.
     size = torch.Tensor.size
     shape = torch.Tensor.shape
     device = torch.Tensor.device
@@ -103,7 +103,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
             return self.dequantize(dtype=dtype)
 
     def _differentiable(self) -> torch.Tensor:
-        """Its values, whose gradient is its own: also where a subclass dequantizes in a way of its own."""
+        """Its values, whose gradient is its own gradient, also if a subclass overrides dequantize."""
         return _Dequantize.apply(self, self.dtype)
 
     def copy_from_storage(self, src: QuantizedTensorStorage) -> bool:
@@ -118,7 +118,7 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         dtype: torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> "QuantizedTensor":
-        """Another tensor on the same data. shape, dtype: nominal, tensor's by default."""
+        """Another tensor on the same data. shape, dtype: nominal, by default tensor's."""
         parts = (
             tensor._tensors() if shape is None or tuple(shape) == tuple(tensor.shape) else tensor._viewed(tuple(shape))
         )
@@ -162,22 +162,21 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
         torch.autograd.graph.increment_version(self)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Empty: the memory is that of the parts."""
+        """Empty: the memory belongs to the parts."""
         return torch.UntypedStorage(0, device=self.device)
 
     def data_ptr(self) -> int:
         """Errors: ValueError; the parts have addresses, the values do not."""
         raise ValueError(
-            f"{type(self).__name__}.data_ptr: its values lie nowhere in memory; dequantize() it where plain data is "
-            "needed, or pack_state_dict for files of plain tensors."
+            f"{type(self).__name__}.data_ptr: its values are not in memory; dequantize() it to get plain data, or use "
+            "pack_state_dict for files of plain tensors."
         )
 
     def _get_data(self) -> torch.Tensor:
         return torch.Tensor.data.__get__(self)
 
     def _set_data(self, tensor: torch.Tensor) -> None:
-        """Plain values are quantized into this one; a quantized tensor's data is taken as it is. The shape may be
-        another one."""
+        """Plain values are quantized into this one; a quantized tensor's data replace its own. The shape may differ."""
         if isinstance(tensor, QuantizedTensor):
             if not (type(self) is type(tensor) if self._is_direct() else self._same_format(tensor)):
                 raise ValueError(
@@ -226,13 +225,13 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
     ) -> Any:
         return dispatch.run(func, args, kwargs or {})
 
-    # ---- taken apart and put together ----
+    # ---- taken apart and assembled ----
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, object]]:
         if self._is_direct():
             raise NotImplementedError(
-                f"{type(self).__name__}: torch.compile takes a tensor of an own class apart, but does not know its "
-                "attributes; keep it out of the compiled region, or define __tensor_flatten__."
+                f"{type(self).__name__}: torch.compile cannot take a tensor of a client's class apart, because its "
+                "attributes are unknown; keep it out of the compiled region, or define __tensor_flatten__."
             )
         details = {name: getattr(self, name) for name in self._details}
         return list(self._tensors()), flattening.context(details, self.dtype, self.requires_grad)
@@ -253,16 +252,16 @@ class QuantizedTensor(QuantizedTensorStorage, FSDPHooks, torch.Tensor):
     def __reduce_ex__(self, protocol: int) -> tuple:
         if self._is_direct():
             raise NotImplementedError(
-                f"{type(self).__name__}: files know the formats of this library alone; save dequantize(), or define "
+                f"{type(self).__name__}: files store the formats of this library alone; save dequantize(), or define "
                 "__reduce_ex__."
             )
         return super().__reduce_ex__(protocol)
 
     def __setstate__(self, attributes: dict[str, object]) -> None:
-        """Takes what someone hung on the tensor that was saved."""
+        """Restores attributes that clients had set on the saved tensor."""
         hidden = {*self._parts, *self._details, *self._bookkeeping, "_is_param"} & set(attributes)
         if hidden:
-            raise ValueError(f"{type(self).__name__} in a file: it sets {sorted(hidden)}, which are no attributes.")
+            raise ValueError(f"{type(self).__name__} in a file: it sets {sorted(hidden)}, which are not attributes.")
         self.__dict__.update(attributes)
 
     def __deepcopy__(self, memo: dict) -> "QuantizedTensor":

@@ -1,5 +1,5 @@
-"""The base of quantizers: what makes quantized tensors of one format, and how clients write one in Python. No format's
-arithmetic is here."""
+"""The base of quantizers, each of which makes quantized tensors of one format, and which clients override in Python.
+Formats' arithmetic is elsewhere."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.utils import resolve_device
 
 
 class _Quantize(torch.autograd.Function):
-    """Straight through: the gradient of the quantized tensor is the tensor's."""
+    """Straight through: the gradient of the quantized tensor is the gradient of the tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, quantizer: "Quantizer", dtype: torch.dtype | None) -> torch.Tensor:
@@ -30,16 +30,16 @@ class _Quantize(torch.autograd.Function):
 
 
 class Quantizer(Settings):
-    """Makes quantized tensors of one format. In Python one is written by overriding quantize_impl (and, where its
-    tensors take new values, update_quantized).
+    """Makes quantized tensors of one format. A quantizer in Python overrides quantize_impl (and update_quantized if its
+    tensors take new values).
 
-    rowwise_usage, columnwise_usage: the directions that tensors get. internal: they are bare storages, without
+    rowwise_usage, columnwise_usage: the directions of its tensors. internal: its results are bare storages, without
     torch.Tensor's behaviour and without autograd."""
 
     tensor_class: ClassVar[type | None] = None
     storage_class: ClassVar[type | None] = None
     _python_written: ClassVar[bool] = True  # the engine calls back into Python
-    _scalings: ClassVar[tuple[str, ...]] = ()  # what recipes call it: registry.SCALINGS
+    _scalings: ClassVar[tuple[str, ...]] = ()  # its names in recipes: registry.SCALINGS
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage = rowwise
@@ -67,10 +67,10 @@ class Quantizer(Settings):
         self, tensor: torch.Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
         """tensor, quantized; differentiable, the gradient passes through unchanged. out: written instead of a new one.
-        dtype: the nominal one, tensor's by default.
+        dtype: the nominal one, by default tensor's.
 
-        NaN stays NaN and takes no part in an amax. Errors: ValueError for integers, for FP8 or double data and where
-        no direction is asked for, TypeError for what is no tensor."""
+        NaN stays NaN and does not count for an amax. Errors: ValueError for integers, for FP8 or double data and
+        without any requested direction, TypeError unless it is a tensor."""
         if out is not None:
             self.update_quantized(tensor, out)
             return out
@@ -89,7 +89,7 @@ class Quantizer(Settings):
         return result if dtype in (None, result.dtype) else result.to_dtype(dtype)
 
     def _by_impl(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
-        """Clients write that one."""
+        """Clients override it."""
         result = self.quantize_impl(tensor)
         if not isinstance(result, QuantizedTensorStorage):
             raise TypeError(
@@ -108,7 +108,7 @@ class Quantizer(Settings):
     def update_quantized(
         self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
     ) -> QuantizedTensorStorage:
-        """dst takes src's values in the directions that it has. noop_flag: float32 [1] on the device; unless it holds
+        """Quantizes src's values into dst, in dst's directions. noop_flag: float32 [1] on the device; unless it holds
         0, nothing is written. Errors: ValueError for a dst of another format or shape."""
         x = source_of(type(self).__name__, src).detach()
         self._must_fit(x, dst)
@@ -126,7 +126,7 @@ class Quantizer(Settings):
             return
         if dst._is_pitched() and engine.is_plain(x, *dst._tensors().values()):
             self._quantize_by_engine(x, usages[ROWWISE], usages[COLUMNWISE], noop_flag, dst._native())
-        else:  # traced, or its rows do not start where the engine writes them
+        else:  # traced, or its rows are not aligned for the engine
             native = self._quantize_by_engine(x, usages[ROWWISE], usages[COLUMNWISE])
             dst._take(dst._parts_of(native, dst.size()), noop_flag)
         dst._written()
@@ -152,8 +152,8 @@ class Quantizer(Settings):
     # ---- the engine ----
 
     def _native(self) -> "_C.Quantizer":
-        """What modules hand to the engine."""
-        if self._is_python():  # not kept: each would keep the other alive
+        """The object that modules pass to the engine."""
+        if self._is_python():  # not stored: the two would keep each other alive
             return _C.Quantizer("python", False, False, 0.0, python=self)
         return self._built_in()
 
@@ -162,7 +162,7 @@ class Quantizer(Settings):
         return self._python_written
 
     def _built_in(self) -> "_C.Quantizer":
-        """The engine's own, kept while its arguments are the same objects."""
+        """The engine's own quantizer, kept while its arguments are the same objects."""
         arguments = self._engine_arguments()
         kept = self.__dict__.get("_kept")
         if kept is None or any(old is not new for old, new in zip(kept[0], arguments)):
@@ -170,7 +170,7 @@ class Quantizer(Settings):
         return kept[1]
 
     def _engine_arguments(self) -> tuple:
-        """Of _C.Quantizer: kind, e5m2, pow_2_scales, amax_epsilon, scale, amax."""
+        """Arguments of _C.Quantizer: kind, e5m2, pow_2_scales, amax_epsilon, scale, amax."""
         raise NotImplementedError(f"{type(self).__name__} has no built-in form: override quantize_impl.")
 
     def _quantize_by_engine(
@@ -184,7 +184,7 @@ class Quantizer(Settings):
         return engine.quantize(self._built_in(), x, rowwise, columnwise, noop, out)
 
     def _quantize_native(self, x: torch.Tensor, rowwise: bool, columnwise: bool) -> "_C.Quantized":
-        """What the engine calls of a quantizer that is written in Python."""
+        """The engine calls it for a quantizer that is written in Python."""
         if type(self).quantize_impl is Quantizer.quantize_impl:
             return self._quantize_by_engine(x, rowwise, columnwise)
         twin = self.copy()
@@ -205,7 +205,7 @@ class Quantizer(Settings):
         return result._native()
 
     def _details(self) -> dict[str, object]:
-        """Fields of its tensors that are no parts."""
+        """Fields of its tensors that are not parts."""
         return {"_quantizer": self}
 
     def _of_native(self, native: "_C.Quantized", shape: Sequence[int], dtype: torch.dtype) -> QuantizedTensorStorage:
@@ -221,7 +221,7 @@ class Quantizer(Settings):
         dtype: torch.dtype,
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
-        """The storage, or the tensor, that has these parts."""
+        """The storage, or the tensor, with these parts."""
         fields = {part.argument: parts.get(name) for name, part in self.storage_class._parts.items()}
         details = self._details()
         fields |= {argument: details[name] for name, argument in self.storage_class._details.items()}
@@ -248,52 +248,52 @@ class Quantizer(Settings):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> QuantizedTensorStorage:
-        """A tensor whose values nobody has written. device: CUDA where there is one, unless it is given."""
+        """A tensor with uninitialised values. device: by default CUDA if there is one."""
         parts = self._empty_parts(tuple(shape), dtype, resolve_device(device), pin_memory)
         return self._from_parts(parts, shape, dtype, requires_grad)
 
     def _empty_parts(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> dict[str, Any]:
-        """What a tensor of `shape` is made of, without values."""
+        """The parts of a tensor of `shape`, uninitialised."""
         specs = self._wanted_specs(shape)
         return {name: layout.empty_part(spec, device, pin_memory) for name, spec in specs.items()}
 
     def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedTensorStorage]:
-        """Each of `tensors`, quantized, all parts of all of them in one buffer: one allocation. Each part is a typed
-        view of it (get_rowwise_subview_info says where). Where the quantizer records an amax, each tensor's own stands
-        in the buffer too. No gradient."""
+        """Each of `tensors`, quantized, with all parts of all of them in one buffer: one allocation. Each part is a
+        typed view of it (get_rowwise_subview_info gives the place). If the quantizer records an amax, each tensor's own
+        is in the buffer too. No gradient."""
         return packing.quantize_into_one_buffer(tensors, [self] * len(tensors))
 
     # ---- questions and settings ----
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Which directions the next tensors get; None: as it is."""
+        """Sets the directions of the next tensors; None: unchanged."""
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        """Takes note of tensor's range, where the format keeps one between steps."""
+        """Records tensor's range if the format keeps one between steps."""
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
-        """Any shape is; integers and doubles are not."""
+        """Every shape is accepted; integers and doubles are not."""
         return inp.dtype in FLOATS
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Whether a gathered tensor makes its columnwise data of its rowwise data, so that only that has to travel."""
+        """Whether a gathered tensor derives its columnwise data from its rowwise data, so that only those are sent."""
         return False
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing the same values again later gives the same bits: not where a state between steps has
-        moved on."""
+        """Whether quantizing the same values again later gives the same bits: not if a state between steps has
+        changed."""
         return False
 
     @classmethod
     def _made_for(cls, wanted: Wanted) -> "Quantizer":
-        """The quantizer that a recipe wants, which names one of its _scalings."""
-        raise NotImplementedError(f"{cls.__name__}: it does not say how recipes make it (_made_for).")
+        """The quantizer for a recipe that names one of its _scalings."""
+        raise NotImplementedError(f"{cls.__name__}: it does not define how recipes make it (_made_for).")
 
     def _get_compatible_recipe(self) -> type | None:
         """The recipe under which modules use this quantizer."""
@@ -302,11 +302,11 @@ class Quantizer(Settings):
     def inner_tensor_specs(
         self, shape: Sequence[int], *, device: torch.device | None = None
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """{field: (shape, dtype)} of the parts that a tensor of `shape` has: what a custom op's Meta function makes."""
+        """{field: (shape, dtype)} of the parts of a tensor of `shape`, for a custom op's Meta function."""
         return {name: (spec.shape, spec.dtype) for name, spec in self._wanted_specs(shape).items()}
 
     def storage_metadata(self, dtype: torch.dtype) -> dict[str, object]:
-        """What __tensor_unflatten__ wants beside those parts."""
+        """The arguments of __tensor_unflatten__ besides those parts."""
         return flattening.context(self._details(), dtype)
 
     def onnx_quantize(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
@@ -316,30 +316,30 @@ class Quantizer(Settings):
         raise refusal(f"{type(self).__name__}.onnx_dequantize", "ONNX export is")
 
     def _by_ranges(self) -> bool:
-        """Whether parts of a tensor can be quantized apart from each other, once the whole's amaxes are known."""
+        """Whether parts of a tensor can be quantized separately, after the amaxes of the tensor are known."""
         return False
 
     def _range_scales(self, amaxes: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """What a part is quantized by where the whole has these amaxes, beside these: arguments of
-        functional.quantize_range_cast."""
+        """The arguments of functional.quantize_range_cast, besides the amaxes, for a part of a tensor with these
+        amaxes."""
         return {}
 
     def _recording(self, amax: torch.Tensor) -> "Quantizer | None":
-        """One that is as this one is, and writes a tensor's amax to `amax`; None where the format has none."""
+        """A copy that writes a tensor's amax to `amax`; None if the format has none."""
         return None
 
     def _take_note_of(self, amax: torch.Tensor) -> None:
-        """A tensor's amax, found by a quantizer of _recording."""
+        """Records a tensor's amax that a quantizer of _recording found."""
 
     def _held(self, values: torch.Tensor) -> QuantizedTensorStorage:
         """A tensor that holds `values` from now on."""
         return self(values.detach())
 
     def _values_to_come(self) -> None:
-        """Its tensor is about to be filled with values that have nothing to do with those that it has."""
+        """Called before its tensor is filled with values unrelated to its present ones."""
 
     def _took(self, tensor: QuantizedTensorStorage) -> None:
-        """Its tensor has taken data that somebody else has quantized."""
+        """Called after its tensor has taken data that another quantizer made."""
 
     def _adopted(self, tensor: QuantizedTensorStorage) -> None:
-        """It is tensor's quantizer from now on."""
+        """Called when it becomes tensor's quantizer."""

@@ -1,5 +1,5 @@
-"""Who is there: every format and every quantizer, by name, and which of them does what a recipe wants. Their files tell
-it of themselves; whoever is not to know them asks here. It computes nothing."""
+"""All formats and quantizers by name, and the quantizer for each scaling of a recipe. Their files register them; code
+that must not import them asks here. It computes nothing."""
 
 from typing import Any, NamedTuple
 
@@ -8,20 +8,20 @@ import torch
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.constants import DType
 
-# What the values of a quantized tensor may be: its nominal dtype.
+# The possible dtypes of the values of a quantized tensor: its nominal dtype.
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-# Class name -> class, of every format and of every quantizer: how a file finds them again.
+# Class name -> class, of every format and of every quantizer: files find them by it.
 FORMATS: dict[str, type] = {}
 QUANTIZERS: dict[str, type] = {}
 
-# How a recipe wants a tensor to be scaled (Recipe._scalings) -> the quantizer that does it.
+# The name of a scaling in a recipe (Recipe._scalings) -> the quantizer that does it.
 SCALINGS: dict[str, type] = {}
 
 
 class Wanted(NamedTuple):
-    """What a recipe wants of the quantizer of one tensor. column: where a module keeps its scale between steps. recipe:
-    where more may be asked of it."""
+    """A recipe's request for the quantizer of one tensor. column: the module's scale between steps. recipe: for further
+    questions."""
 
     scaling: str
     fp8_dtype: DType
@@ -33,4 +33,4 @@ class Wanted(NamedTuple):
 
 
 class AnyQuantized:
-    """What every quantized storage is, whatever its format: `isinstance` for files below them."""
+    """The base of every quantized storage: `isinstance` for files of lower layers."""

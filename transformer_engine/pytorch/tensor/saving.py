@@ -1,5 +1,5 @@
 """Quantized storages through save_for_backward: taken apart into plain tensors, which autograd and saved-tensor hooks
-see, and put together again. Each storage does its own part."""
+see, and assembled again. Each storage handles its own parts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 def prepare_for_saving(
     *tensors: torch.Tensor | QuantizedTensorStorage | None,
 ) -> tuple[list[torch.Tensor | None], list[QuantizedTensorStorage | None]]:
-    """(plain tensors for save_for_backward, what they are put back into).
+    """(plain tensors for save_for_backward, objects that receive them).
 
-    A bare storage gives its parts away and is empty until it is restored. A QuantizedTensor, which others may hold,
-    stays whole: another one on the same parts is what comes back. Plain tensors and None pass through."""
+    A bare storage gives its parts away and is empty until it is restored. A QuantizedTensor, which may have other
+    users, keeps them: another one with the same parts is restored. Plain tensors and None pass through."""
     plain: list[torch.Tensor | None] = []
     objects: list[QuantizedTensorStorage | None] = []
     for tensor in tensors:
@@ -37,8 +37,8 @@ def restore_from_saved(
     saved_tensors: Sequence[torch.Tensor | None],
     return_saved_tensors: bool = False,
 ) -> list[Any] | tuple[list[Any], list[torch.Tensor | None]]:
-    """The arguments of prepare_for_saving, whole again, from what it returned (objects first). return_saved_tensors:
-    with what is left of `saved_tensors`. Errors: ValueError where there are too few."""
+    """The arguments of prepare_for_saving, assembled again, from its result (objects first). return_saved_tensors: also
+    returns the rest of `saved_tensors`. Errors: ValueError if there are too few."""
     rest = list(saved_tensors)
     restored: list[Any] = []
     for restorer in tensors:
@@ -56,8 +56,8 @@ def restore_from_saved(
 
 
 def restore_from_func_ctx(ctx: Any) -> list[Any]:
-    """restore_from_saved with ctx.saved_tensors and ctx.tensor_objects, which is let go of: what it holds is freed with
-    the result."""
+    """restore_from_saved with ctx.saved_tensors and ctx.tensor_objects, which is dropped, so that its contents are
+    freed with the result."""
     objects = getattr(ctx, "tensor_objects", None)
     if objects is None:
         raise ValueError(

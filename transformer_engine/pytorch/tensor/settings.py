@@ -1,4 +1,4 @@
-"""The settings of a quantizer: copied, compared, adopted from a recipe's, kept in files. Nothing is quantized here."""
+"""The settings of a quantizer: copied, compared, adopted from a recipe, stored in files. Nothing is quantized here."""
 
 import copy
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from transformer_engine.pytorch.tensor.registry import QUANTIZERS, AnyQuantized
 
 
 class Settings:
-    """The part of a quantizer that knows its settings."""
+    """The part of a quantizer with its settings."""
 
-    _configuration: ClassVar[dict[str, str]] = {}  # plain attributes that make the same one again: the arguments
-    _in_files: ClassVar[bool] = False  # its settings are all there is, and files keep them
-    _shared_by_copies: ClassVar[tuple[str, ...]] = ()  # attributes that a deepcopy keeps as they are
+    _configuration: ClassVar[dict[str, str]] = {}  # attribute -> the constructor's argument that sets it
+    _in_files: ClassVar[bool] = False  # its settings are complete, and files store them
+    _shared_by_copies: ClassVar[tuple[str, ...]] = ()  # attributes that a deepcopy shares
 
     def copy(self) -> "Settings":
         """Another one with the same settings and the same state tensors."""
@@ -30,7 +30,7 @@ class Settings:
         return result
 
     def _plain(self) -> dict[str, object]:
-        """Settings as plain values: what files keep, and what is compared."""
+        """Settings as plain values, for files and comparisons."""
         usages = {f"{kind}_usage": getattr(self, f"{kind}_usage") for kind in DATA}
         settings = {name: getattr(self, name) for name in self._configuration}
         numbers = {name: int(value) if isinstance(value, DType) else value for name, value in settings.items()}
@@ -38,7 +38,7 @@ class Settings:
 
     @classmethod
     def _from_plain(cls, plain: Mapping[str, object]) -> "Settings":
-        """The quantizer of _plain. Errors: ValueError for settings that are none of its own."""
+        """The quantizer of _plain. Errors: ValueError for unknown settings."""
         own = {*cls._configuration, *(f"{kind}_usage" for kind in DATA)}
         given = {name: value for name, value in plain.items() if name != "class"}
         if set(given) != own or not all(isinstance(v, (bool, int, float)) for v in given.values()):
@@ -47,11 +47,11 @@ class Settings:
         return cls(**{argument: given[name] for name, argument in cls._configuration.items()}, **usages)
 
     def _rebuildable(self) -> bool:
-        """Whether _plain says all about it."""
+        """Whether _plain describes it completely."""
         return self._in_files and type(self) is QUANTIZERS.get(type(self).__name__)
 
     def _makes_the_same(self, other: "Settings | None", tensor: AnyQuantized) -> bool:
-        """Whether `tensor`, made by `other` (None: by someone unknown), is of this one's kind: format and scaling."""
+        """Whether `tensor`, made by `other` (None: unknown), has this one's format and scaling."""
         if self.storage_class is not None:
             details = {n: v for n, v in self._details().items() if n != "_quantizer"}
             if not isinstance(tensor, self.storage_class) or any(getattr(tensor, n) != v for n, v in details.items()):
@@ -59,7 +59,7 @@ class Settings:
         return other is None or type(other) is type(self)
 
     def _adopting(self, wanted: "Settings") -> "Settings":
-        """What its tensor is quantized by from now on, where a recipe wants that: its own settings aside, this one."""
+        """The quantizer of its tensor after a recipe asks for `wanted`: this one, with settings of its own."""
         if all(getattr(self, name) == getattr(wanted, name) for name in self._configuration):
             return self
         result = self.copy()

@@ -1,5 +1,5 @@
-"""FSDP2's hooks of quantized tensors: shards travel quantized, the whole tensor is put together from them. What is
-gathered is declared by the format; no process group is made here."""
+"""FSDP2's hooks of quantized tensors: shards are sent quantized, and the whole tensor is assembled from them. The
+format declares which parts are gathered; no process group is made here."""
 
 import math
 from typing import Any, ClassVar
@@ -12,13 +12,13 @@ from transformer_engine.pytorch.tensor.subviews import buffer_of
 
 
 class Sharding:
-    """What a quantized storage hands over to be gathered along its first dimension, and takes back."""
+    """The parts of a quantized storage that are gathered along its first dimension, and their return."""
 
     _gathered: ClassVar[tuple[str, ...]] = ()  # parts that are gathered along their first dimension
-    _rows_per_scale: ClassVar[int] = 1  # rows of a shard come in these
+    _rows_per_scale: ClassVar[int] = 1  # a shard's rows are a multiple of it
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """The parts that are gathered. Errors: NotImplementedError where this layout cannot be."""
+        """The parts that are gathered. Errors: NotImplementedError if this layout cannot be gathered."""
         return self._gathered
 
     def fsdp_extract_buffers(self) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -29,7 +29,8 @@ class Sharding:
         return tuple(getattr(self, name) for name in fields), rest
 
     def fsdp_assign_gathered(self, gathered: tuple[torch.Tensor, ...], rest: dict[str, Any]) -> None:
-        """Takes gathered parts; a direction that is made of them is recomputed, in its old memory if it has one."""
+        """Takes gathered parts; a direction that is derived from them is recomputed, in its old memory if it has
+        one."""
         before = {n: getattr(self, n) for n in self._of_direction(COLUMNWISE)}
         for name in self._parts:
             setattr(self, name, rest.get(name))
@@ -42,7 +43,7 @@ class Sharding:
             self._restored(COLUMNWISE)
 
     def _before_sharding(self, group: Any) -> None:
-        """A chance to make the quantizer aware that its tensor is one of several shards."""
+        """Called before its tensor becomes one of several shards."""
 
 
 class FSDPHooks:
@@ -56,8 +57,8 @@ class FSDPHooks:
         module: torch.nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """(what is gathered, what fsdp_post_all_gather gets beside it). Errors: NotImplementedError where blocks of
-        scales would span two shards."""
+        """(the gathered tensors, the metadata of fsdp_post_all_gather). Errors: NotImplementedError if blocks of scales
+        would span two shards."""
         ranks, block_rows = mesh.size(), self._rows_per_scale
         rows = math.ceil(outer_size[0] / ranks)
         if ranks > 1 and block_rows > 1 and (rows % block_rows or outer_size[0] % ranks):
@@ -78,7 +79,7 @@ class FSDPHooks:
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """(the whole tensor, the memory it stands on); with `out`, that one takes what was gathered."""
+        """(the whole tensor, the memory that it uses); with `out`, that one takes the gathered parts."""
         rest, size = metadata
         data, *scales = all_gather_outputs
         gathered = (data[: size[0]].view(size), *scales)
@@ -96,12 +97,12 @@ class FSDPHooks:
 
 
 def _relaid(kind: str, old: torch.Tensor) -> torch.Tensor:
-    """The part that stood in old's memory, which has been given back and taken again: its padding is zeroed anew."""
+    """The part in old's memory, which has been freed and allocated again: its padding is zeroed again."""
     return layout.lay_out(buffer_of(old), kind, old.shape) if kind in layout.DATA else old
 
 
 def _of_rows(t: torch.Tensor, rows: int | None) -> torch.Tensor:
-    """t with so many rows, zeros behind its own: shards travel in equal sizes."""
+    """t with so many rows, padded by zeros: shards have equal sizes."""
     if rows is None or t.shape[0] == rows:
         return t.contiguous()
     padded = t.new_zeros((rows, *t.shape[1:]))

@@ -1,5 +1,5 @@
-"""What every quantized tensor is, with or without torch.Tensor's behaviour. A format declares its parts and answers a
-few questions (parts.py); views, copies, saving for backward, pickling and sharding follow from the declaration."""
+"""The base of every quantized tensor, with or without torch.Tensor's behaviour. A format declares its parts and answers
+a few questions (parts.py); views, copies, saving for backward, pickling and sharding follow from the declaration."""
 
 import copy
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
     """The data of a quantized tensor and the scales that turn it into values."""
 
     _TE_do_not_offload = MarkField()
-    _quantizer: Any = None  # what quantizes new values
+    _quantizer: Any = None  # quantizes new values
     _bookkeeping: ClassVar[tuple[str, ...]] = (
         "_dtype",
         "_handle",
@@ -37,7 +37,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
         "_keeps_columnwise",
         "_columnwise_set_aside",
     )
-    _keeps_columnwise = False  # somebody else has its memory too: a captured graph, FSDP2
+    _keeps_columnwise = False  # its memory has another user: a captured graph, FSDP2
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -72,14 +72,14 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
 
     @property
     def dtype(self) -> torch.dtype:
-        """The nominal one: of the values, not of the data."""
+        """The nominal dtype: of the values, not of the data."""
         return self._dtype
 
     def numel(self) -> int:
         return self.size().numel()
 
     def view(self, *shape: int | Sequence[int]) -> "QuantizedTensorStorage":
-        """Shares memory. Errors: ValueError where the data would have to be laid out anew."""
+        """Shares memory. Errors: ValueError if the data would need another layout."""
         given = tuple(shape[0]) if shape and not isinstance(shape[0], int) else shape
         wanted = tuple(torch.empty(self.size(), device="meta").view(given).shape)
         parts = self._viewed(wanted)
@@ -93,7 +93,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
     def _alias(
         self, parts: dict[str, torch.Tensor | None], shape: Sequence[int], **options: Any
     ) -> "QuantizedTensorStorage":
-        """Another one on the memory of this one: `parts` are its own, or views of them. options: of _like."""
+        """Another one in the memory of this one: `parts` are its own, or views of them. options: of _like."""
         for name, part in parts.items():
             engine.of_one_version(part, getattr(self, name))
         result = self._like(parts, shape, **options)
@@ -130,7 +130,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
         )
 
     def _twin(self) -> "QuantizedTensorStorage":
-        """Another one with the same parts: what happens to its fields does not happen to these."""
+        """Another one with the same parts, whose fields are independent of this one's."""
         return self._like(self._tensors(), self.size())
 
     def _copied(self, device: torch.device | None = None, non_blocking: bool = False) -> dict[str, torch.Tensor | None]:
@@ -139,7 +139,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
     def _empty_parts(
         self, shape: Sequence[int], device: torch.device, pin_memory: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Parts of a tensor of `shape` with the directions of this one, not initialised."""
+        """Parts of a tensor of `shape` with the directions of this one, uninitialised."""
         specs = self._specs(tuple(shape), {name: getattr(self, name) for name in self._details})
         return {name: layout.empty_part(specs[name], device, pin_memory) for name in self._tensors()}
 
@@ -150,7 +150,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
             part.fill_(0 if self._kind(name) in DATA else 1)
 
     def clear(self) -> None:
-        """Lets go of the memory, and of what lies in the same buffer beside the parts."""
+        """Frees its memory, with everything else in the same buffer."""
         for name in self._parts:
             setattr(self, name, None)
         for name in self._beside_parts:
@@ -166,8 +166,8 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Takes its parts from the front of `tensors`; the rest. Errors: ValueError, and nothing is changed, for too
-        few, and for a part that is not of the dtype and shape of what prepare_for_saving gave there."""
+        """Takes its parts from the front of `tensors` and returns the rest. Errors: ValueError, and nothing is changed,
+        for too few, and for a part whose dtype or shape differs from the one of prepare_for_saving."""
         tensors = list(tensors)
         if len(tensors) < len(self._parts):
             raise ValueError(
@@ -188,7 +188,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
                 shown = ["None" if p is None else f"{p[0]} {list(p[1])}" for p in (got, wanted)]
                 raise ValueError(
                     f"{type(self).__name__}.restore_from_saved: argument 'tensors' has {shown[0]} for {name}, wanted "
-                    f"{shown[1]}: what prepare_for_saving gave, in that order."
+                    f"{shown[1]}: the results of prepare_for_saving, in that order."
                 )
 
     # ---- copies and files ----

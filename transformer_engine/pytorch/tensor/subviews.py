@@ -1,5 +1,5 @@
-"""Parts of tensors that share one byte buffer, as records, and back. A record holds bytes and a dtype, never an
-offset in elements of something else: a scale read as bytes would be silently another one. Nothing is copied here."""
+"""Parts of tensors that share one byte buffer, as records, and back. A record holds bytes and a dtype, never an offset
+in elements of another dtype: a scale read as bytes would silently have another value. Nothing is copied here."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ import torch
 
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec, untransposed
 
-ALIGNMENT = 16  # bytes: where every part in a buffer of several starts, and what vectors of it are read by
-VALUES = "values"  # the kind of plain values, which lie as whoever made them wanted
+ALIGNMENT = 16  # bytes: the alignment of each part in a buffer of several, for vector loads
+VALUES = "values"  # the kind of plain values, with the layout that their owner chose
 _INDEX_MAX = 2**63 - 1
 
 
 class Subview(NamedTuple):
-    """Where a tensor lies in a buffer. buffer: which one (the address of its storage); offset: in bytes."""
+    """The place of a tensor in a buffer. buffer: its identity (the address of its storage); offset: in bytes."""
 
     buffer: int
     dtype: torch.dtype
@@ -44,14 +44,14 @@ def _are_extents(values: object) -> bool:
 
 
 def _bytes_of(record: Subview) -> int:
-    """How many a record covers from its offset on."""
+    """The bytes that a record covers from its offset on."""
     if not all(record.shape):
         return 0
     return (sum((n - 1) * s for n, s in zip(record.shape, record.stride)) + 1) * record.dtype.itemsize
 
 
 def _check_record(record: Subview, name: str) -> None:
-    """Raises for what describes no tensor in any buffer."""
+    """Raises for a record that describes no tensor in any buffer."""
     op = "restore_subview"
     if not isinstance(record, Subview) or not isinstance(record.dtype, torch.dtype):
         raise TypeError(f"{op}: {name} is {record!r:.200}, wanted a Subview, as subview_of() makes it.")
@@ -72,8 +72,8 @@ def _check_record(record: Subview, name: str) -> None:
 def restore_subview(buffer: torch.Tensor, record: Subview, name: str = "record") -> torch.Tensor:
     """The view of `buffer` that `record` describes, in its own dtype. name: the record's, for messages.
 
-    Errors: TypeError for something that is no Subview; ValueError for a buffer that is not flat bytes, an offset that
-    is not aligned to the dtype and to 16 bytes, and a view that leaves the buffer."""
+    Errors: TypeError unless it is a Subview; ValueError for a buffer that is not flat bytes, an offset that is not
+    aligned to the dtype and to 16 bytes, and a view that exceeds the buffer."""
     op = "restore_subview"
     _check_record(record, name)
     plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided and buffer.dtype is torch.uint8
@@ -85,8 +85,8 @@ def restore_subview(buffer: torch.Tensor, record: Subview, name: str = "record")
     end = record.offset + _bytes_of(record)
     if end > buffer.numel():
         raise ValueError(
-            f"{op}: bytes {record.offset} to {end} are wanted of a buffer of {buffer.numel()} for {name}; pass the "
-            "buffer that it was recorded of, whole."
+            f"{op}: bytes {record.offset} to {end} are outside of a buffer of {buffer.numel()} for {name}; pass the "
+            "whole buffer that it was recorded from."
         )
     typed = buffer[record.offset : end].view(record.dtype)
     return typed.as_strided(record.shape, record.stride, typed.storage_offset())
@@ -100,7 +100,7 @@ def _told(buffer: object) -> str:
 
 
 def _rows_in_order(record: Subview) -> bool:
-    """Row after row, with any pitch: no element lies in another one."""
+    """Row after row, with any pitch: no element overlaps another."""
     least = 1
     for n, stride in zip(reversed(record.shape), reversed(record.stride)):
         if n > 1:
@@ -111,7 +111,7 @@ def _rows_in_order(record: Subview) -> bool:
 
 
 def _misfit(record: Subview, spec: PartSpec) -> str:
-    """Why a part of this kind cannot be what the record says; empty: it can be."""
+    """Why a part of this kind cannot have this record; empty if it can."""
     if record.dtype is not spec.dtype:
         return f"its dtype is {record.dtype}, wanted {spec.dtype}"
     if tuple(record.shape) != tuple(spec.shape):
@@ -126,7 +126,7 @@ def _misfit(record: Subview, spec: PartSpec) -> str:
 
 
 def _overlap(records: Mapping[str, Subview]) -> tuple[str, str] | None:
-    """Two that cover a byte in common, which one of them would be read from as something else."""
+    """Two records that share a byte, which one of them would read as another dtype."""
     covered = sorted((r.offset, r.offset + n, name) for name, r in records.items() if (n := _bytes_of(r)))
     for (_, end, first), (start, _, second) in itertools.pairwise(covered):
         if start < end:
@@ -135,15 +135,15 @@ def _overlap(records: Mapping[str, Subview]) -> tuple[str, str] | None:
 
 
 class Subviews:
-    """What a quantized storage says of itself as subviews of one buffer."""
+    """The subviews of a quantized storage in one buffer."""
 
-    _beside_parts: tuple[str, ...] = ("_amax",)  # fields that a buffer may hold beside the parts
+    _beside_parts: tuple[str, ...] = ("_amax",)  # fields that a buffer may hold besides the parts
 
     def _subview_names(self, kind: str) -> list[str]:
         return [*self._of_direction(kind), *self._names("scale"), *self._names(VALUES), *self._beside_parts]
 
     def _subview_specs(self, kind: str, shape: Sequence[int]) -> dict[str, PartSpec]:
-        """What each record of that direction has to be."""
+        """The spec of each record of that direction."""
         specs = self._specs(tuple(shape), {name: getattr(self, name) for name in self._details})
         specs["_amax"] = PartSpec("amax", torch.float32, (1,))
         return {name: specs[name] for name in self._subview_names(kind)}
@@ -162,7 +162,7 @@ class Subviews:
         return records if fit and _overlap(records) is None else None
 
     def _shape_of_records(self, op: str, info: Mapping[str, Subview]) -> Sequence[int]:
-        """The tensor's shape: its own, or where it holds nothing, what the record of the data says."""
+        """The tensor's shape: its own, or if it holds nothing, the one in the record of the data."""
         if isinstance(self, torch.Tensor) or any(self.get_usages().values()):
             return self.size()
         for name, record in info.items():
@@ -177,8 +177,8 @@ class Subviews:
         op, known = f"{type(self).__name__}.restore_{kind}_subviews", self._subview_names(kind)
         if not isinstance(info, Mapping):
             raise TypeError(
-                f"{op}: argument 'info' is a {type(info).__name__}, wanted what get_{kind}_subview_info() gave, and "
-                "that was not None."
+                f"{op}: argument 'info' is a {type(info).__name__}, wanted the result of get_{kind}_subview_info(), "
+                "unless that was None."
             )
         for name in info:
             if name not in known:
@@ -192,12 +192,12 @@ class Subviews:
         specs = self._subview_specs(kind, self._shape_of_records(op, info))
         for name, record in info.items():
             if why := _misfit(record, specs[name]):
-                raise ValueError(f"{op}: argument 'info' has a record {name!r} that is no such part: {why}.")
+                raise ValueError(f"{op}: argument 'info' has a record {name!r} that does not fit this part: {why}.")
         if pair := _overlap(info):
             first, second = pair
             raise ValueError(
                 f"{op}: argument 'info' has records {first!r}, at byte {info[first].offset}, and {second!r}, at byte "
-                f"{info[second].offset}, that overlap; pass what get_{kind}_subview_info() gave."
+                f"{info[second].offset}, that overlap; pass the result of get_{kind}_subview_info()."
             )
         restored = {name: restore_subview(buffer, record, repr(name)) for name, record in info.items()}
         others = {t.device for n, t in self._tensors().items() if n not in info}
@@ -213,24 +213,24 @@ class Subviews:
         self._restored(kind)
 
     def _restored(self, kind: str) -> None:
-        """The parts of that direction are there again."""
+        """The parts of that direction are present again."""
 
     def get_rowwise_subview_info(self) -> dict[str, Subview] | None:
-        """{field: record} of the rowwise direction; None where its parts do not share a buffer, or do not lie in it on
+        """{field: record} of the rowwise direction; None if its parts do not share a buffer, or are not stored in it on
         16 bytes and row after row."""
         return self._subview_info(ROWWISE)
 
     def get_columnwise_subview_info(self) -> dict[str, Subview] | None:
-        """{field: record} of the columnwise direction; None where its parts do not share a buffer, or do not lie in it
+        """{field: record} of the columnwise direction; None if its parts do not share a buffer, or are not stored in it
         on 16 bytes and row after row."""
         return self._subview_info(COLUMNWISE)
 
     def restore_rowwise_subviews(self, buffer: torch.Tensor, info: Mapping[str, Subview]) -> None:
         """Takes its rowwise parts from `buffer`. Errors: ValueError, and nothing is changed, for records that do not
-        fit it, or that are not what this format's parts are: dtype, shape, strides, device."""
+        fit the buffer or this format's parts: dtype, shape, strides, device."""
         self._restore_subviews(ROWWISE, buffer, info)
 
     def restore_columnwise_subviews(self, buffer: torch.Tensor, info: Mapping[str, Subview]) -> None:
-        """Takes its columnwise parts from `buffer`. Errors: ValueError, and nothing is changed, for records that do
-        not fit it, or that are not what this format's parts are: dtype, shape, strides, device."""
+        """Takes its columnwise parts from `buffer`. Errors: ValueError, and nothing is changed, for records that do not
+        fit the buffer or this format's parts: dtype, shape, strides, device."""
         self._restore_subviews(COLUMNWISE, buffer, info)

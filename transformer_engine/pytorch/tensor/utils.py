@@ -1,6 +1,6 @@
-"""Quantized weights whose values lie in shards on several ranks: their data at another address, masters cast into them
-part by part, what is made of the data once they are gathered. The arithmetic is the engine's (te_quantize_range_*);
-nothing is gathered here."""
+"""Quantized weights whose values are sharded over ranks: moving their data to another address, casting masters into
+them part by part, and deriving columnwise data after a gather. The engine computes (te_quantize_range_*); nothing is
+gathered here."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 _SET_ASIDE = "_columnwise_set_aside"  # parts whose memory waits for post_all_gather_processing
 
 
-# ---- where the data lie ----
+# ---- the address of the data ----
 
 
 @torch.no_grad()
 def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor) -> None:
-    """tensor's rowwise data lie in new_raw_data from now on, with the values that they have: what is written there,
-    as by a gather into a buffer that it is a view of, is written into the tensor.
+    """Moves tensor's rowwise data, with their values, to new_raw_data: a write there, as by a gather into a buffer that
+    it is a view of, is a write to the tensor.
 
     new_raw_data: of the data's shape, dtype and device, rows dense, any pitch. Errors: ValueError for others, TypeError
-    for what is no quantized tensor, NotImplementedError for a format of two, RuntimeError without rowwise data."""
+    unless it is a quantized tensor, NotImplementedError for a format of two, RuntimeError without rowwise data."""
     op = "replace_raw_data"
     if not isinstance(tensor, QuantizedTensorStorage):
         raise TypeError(f"{op}: argument 'tensor' is a {type(tensor).__name__}, wanted a quantized tensor.")
@@ -51,7 +51,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor)
     dense = new_raw_data.is_contiguous() or layout.fold(new_raw_data.shape)[1] <= 1 or new_raw_data.stride(-1) == 1
     if not dense or debug_has_internal_overlap(new_raw_data) == 1:
         raise ValueError(
-            f"{op}: argument 'new_raw_data' has strides {new_raw_data.stride()}, wanted dense rows that lie apart."
+            f"{op}: argument 'new_raw_data' has strides {new_raw_data.stride()}, wanted dense rows that do not overlap."
         )
     shared = new_raw_data.untyped_storage().data_ptr() == old.untyped_storage().data_ptr()
     new_raw_data.copy_(old.clone() if shared else old)
@@ -70,7 +70,7 @@ def _must_not_be_rows(op: str, name: str, tensor: QuantizedTensorStorage) -> Non
 
 
 class _Weight:
-    """A weight, and the part of its master that is here: elements from `start` on of the flattened weight."""
+    """A weight, and the present part of its master: elements of the flattened weight from `start` on."""
 
     def __init__(
         self, op: str, where: str, weight: Any, master: Any, start: Any, shard: Any, device: torch.device | None
@@ -78,7 +78,7 @@ class _Weight:
         self.weight, self.quantizer = weight, _quantizer_of(op, f"model_weights{where}", weight)
         self.shape = layout.fold(weight.shape)
         if device is not None and weight.device != device:
-            raise ValueError(f"{op}: model_weights{where} is on {weight.device}, wanted {device}, the first one's.")
+            raise ValueError(f"{op}: model_weights{where} is on {weight.device}, wanted {device} like the first one.")
         if (master is None) != (start is None):
             raise ValueError(
                 f"{op}: master_weights{where} is {'None' if master is None else 'given'} and start_offsets{where} "
@@ -117,7 +117,7 @@ class _Weight:
         return start, master.detach().reshape(-1)
 
     def _checked_data(self, op: str, where: str, shard: Any) -> torch.Tensor:
-        """Where the bytes go: a shard's own memory, or the whole weight's."""
+        """The destination of the bytes: a shard's own memory, or the weight's."""
         if shard is not None:
             plain = type(shard) is torch.Tensor and shard.dtype is torch.uint8 and shard.is_contiguous()
             if not plain or shard.device != self.weight.device or shard.numel() != self.x.numel():
@@ -150,7 +150,7 @@ class _Weight:
             )
 
     def cast(self, amaxes: torch.Tensor) -> None:
-        """amaxes: of the whole."""
+        """amaxes: of the whole weight."""
         functional.quantize_range_cast(
             self.x,
             self.data,
@@ -165,14 +165,14 @@ class _Weight:
 
 
 def _quantizer_of(op: str, name: str, weight: Any) -> Any:
-    """What quantizes the weight. Errors: for what cannot be quantized in parts."""
+    """The quantizer of the weight. Errors: for weights that cannot be quantized in parts."""
     if not isinstance(weight, QuantizedTensorStorage):
         raise TypeError(f"{op}: {name} is a {type(weight).__name__}, wanted a quantized tensor.")
     quantizer = weight._get_quantizer()
     if not quantizer._by_ranges() or not quantizer._makes_the_same(quantizer, weight):
         raise NotImplementedError(
             f"{op}: {name} is a {type(weight).__name__} of {quantizer!r}, which cannot be quantized in parts; wanted "
-            "delayed or current scaling, or 128x128 blocks, by a quantizer that is built in and makes its own amaxes."
+            "delayed or current scaling, or 128x128 blocks, by a built-in quantizer that computes its own amaxes."
         )
     _must_not_be_rows(op, name, weight)
     if not engine.is_plain(*weight._tensors().values()):
@@ -211,8 +211,8 @@ def _cast_masters(op: str, lists: Sequence[Any], group: Any, keep_columnwise: bo
         if w.weight._keeps_columnwise and not keep_columnwise:
             raise ValueError(
                 f"{op}: model_weights[{i}] has columnwise data that a captured graph reads, and "
-                "manual_post_all_gather_processing is False, wanted True: a replay would not make them anew. Call "
-                "post_all_gather_processing behind the gather."
+                "manual_post_all_gather_processing is False, wanted True: a replay would not recompute them. Call "
+                "post_all_gather_processing after the gather."
             )
     if not weights:
         return
@@ -237,14 +237,14 @@ def quantize_master_weights(
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Casts what this rank has of each weight's master into the weight, as a part of the whole: bytes and scales are
-    those of the whole master in the weight's dtype quantized at once, on every rank, wherever it is cut.
+    """Casts this rank's part of each weight's master into the weight, as a part of the whole: bytes and scales equal
+    those of the whole master quantized at once in the weight's dtype, on every rank, however it is cut.
 
-    master_weights: float32, float16 or bfloat16; elements of the flattened weight from start_offsets on, both None
-    where this rank has none. The lists are alike on all ranks of `group`, which talk once: one MAX of all amaxes.
-    fsdp_shard_model_weights: uint8 memory for the bytes of the parts that are here, None: into the weight's own data.
-    Behind it the caller gathers the bytes. Columnwise data are made of them by the next forward that wants them, or,
-    with manual_post_all_gather_processing, in their old memory when post_all_gather_processing is called.
+    master_weights: float32, float16 or bfloat16; elements of the flattened weight from start_offsets on, both None if
+    this rank has none. The lists are alike on all ranks of `group`, which communicate once: one MAX of all amaxes.
+    fsdp_shard_model_weights: uint8 memory for the bytes of the present parts, None: into the weight's own data.
+    Afterwards the caller gathers the bytes. The next forward that needs columnwise data derives them, or, with
+    manual_post_all_gather_processing, post_all_gather_processing does, in their old memory.
 
     Formats: delayed scaling (by its scale; the amaxes go into its history), current scaling, 128x128 blocks. Errors:
     TypeError and ValueError for lists, parts and memory that do not fit, NotImplementedError for other formats, and
@@ -266,11 +266,11 @@ def cast_master_weights_to_fp8(
     _cast_masters("cast_master_weights_to_fp8", lists, group, manual_post_all_gather_processing)
 
 
-# ---- the other direction ----
+# ---- the columnwise direction ----
 
 
 def _columnwise(weight: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
-    """Its columnwise parts, or the memory of those that were there, unless it has moved or changed its shape."""
+    """Its columnwise parts, or the memory of earlier ones, unless it has moved or changed its shape."""
     present = {n: t for n in weight._of_direction(COLUMNWISE) if (t := getattr(weight, n)) is not None}
     aside = weight.__dict__.get(_SET_ASIDE, {})
     specs = weight._specs(tuple(weight.shape), {n: getattr(weight, n) for n in weight._details})
@@ -287,7 +287,7 @@ def _drop_columnwise(weight: QuantizedTensorStorage, keep: bool) -> None:
 
 
 def _derivable(op: str, weights: Any) -> list[QuantizedTensorStorage]:
-    """Those of `weights` whose columnwise data are made of the rowwise ones. Errors: where they cannot be."""
+    """The `weights` whose columnwise data are derived from the rowwise data. Errors: if that is impossible."""
     found = []
     for i, weight in enumerate([weights] if isinstance(weights, QuantizedTensorStorage) else weights):
         if not isinstance(weight, QuantizedTensorStorage):
@@ -296,11 +296,11 @@ def _derivable(op: str, weights: Any) -> list[QuantizedTensorStorage]:
             continue  # its values serve both directions
         if not weight._derivable():
             raise NotImplementedError(
-                f"{op}: model_weights[{i}] is a {type(weight).__name__} whose columnwise data are not made of the "
-                "rowwise ones; wanted one scale a tensor, or 128x128 blocks."
+                f"{op}: model_weights[{i}] is a {type(weight).__name__} whose columnwise data cannot be derived from "
+                "the rowwise data; wanted one scale a tensor, or 128x128 blocks."
             )
         if not weight.get_usages()[ROWWISE]:
-            raise RuntimeError(f"{op}: model_weights[{i}] has no rowwise data, of which columnwise ones would be made.")
+            raise RuntimeError(f"{op}: model_weights[{i}] has no rowwise data to derive columnwise data from.")
         layout.must_have_memory(getattr(weight, weight._names(ROWWISE)[0]))
         found.append(weight)
     return found
@@ -308,11 +308,12 @@ def _derivable(op: str, weights: Any) -> list[QuantizedTensorStorage]:
 
 @torch.no_grad()
 def post_all_gather_processing(model_weights: QuantizedTensorStorage | Sequence[QuantizedTensorStorage]) -> None:
-    """The rowwise data of these weights have been gathered: columnwise data are made of them where the weight has them,
-    had them before its master was cast, or its quantizer wants them; in the memory that they had.
+    """Derives columnwise data after the rowwise data of these weights have been gathered: for weights that have
+    columnwise data, that had them before the cast of their master, or whose quantizer requests them; in their old
+    memory.
 
     Errors: NotImplementedError for formats whose two directions hold different values, RuntimeError without rowwise
-    data, TypeError for what is no quantized tensor; nothing is written then."""
+    data, TypeError unless it is a quantized tensor; nothing is written then."""
     for weight in _derivable("post_all_gather_processing", model_weights):
         old = _columnwise(weight)
         _drop_columnwise(weight, False)
@@ -323,13 +324,14 @@ def post_all_gather_processing(model_weights: QuantizedTensorStorage | Sequence[
 
 @torch.no_grad()
 def clear_columnwise_cache(model_weights: QuantizedTensorStorage | Sequence[QuantizedTensorStorage]) -> None:
-    """Lets go of columnwise data, and of memory that waits for them; the next forward that wants them makes them of the
-    rowwise ones. Errors: as of post_all_gather_processing, and RuntimeError for those that a captured graph reads."""
+    """Drops columnwise data, and memory that is reserved for them; the next forward that needs them derives them from
+    the rowwise data. Errors: as of post_all_gather_processing, and RuntimeError for data that a captured graph
+    reads."""
     weights = _derivable("clear_columnwise_cache", model_weights)
     if any(w._keeps_columnwise for w in weights):
         raise RuntimeError(
             "clear_columnwise_cache: a captured graph reads columnwise data of a weight in argument 'model_weights', "
-            "wanted weights that no graph has captured: a replay would read memory that is somebody else's by then."
+            "wanted weights that no graph has captured: a replay would read memory that may belong to another tensor."
         )
     for weight in weights:
         _drop_columnwise(weight, False)

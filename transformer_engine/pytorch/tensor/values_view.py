@@ -1,5 +1,5 @@
-"""What a view of a quantized tensor shows that its memory cannot be: a transpose, a column, a row across blocks. The
-values are there to be read; a write would reach nothing but a copy, and raises."""
+"""Views of a quantized tensor that its memory cannot represent: a transpose, a column, a row across blocks. Their
+values can be read; a write would reach only a copy, and raises."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from transformer_engine.pytorch.tensor import engine
 
 
 def is_view(func: Any) -> bool:
-    """Whether it gives out the memory that it was given, unwritten."""
+    """Whether it returns a view of its argument's memory and writes nothing."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
@@ -31,13 +31,13 @@ def written_by(
 
 
 def shown(result: Any, func: Any, format_name: str) -> Any:
-    """func's result, which was made of values of a quantized tensor: not to be written where func makes views."""
+    """func's result, computed from values of a quantized tensor: read-only if func makes views."""
     if not is_view(func):
         return result
     source_op = func.overloadpacket.__name__
 
     def marked(one: Any) -> Any:
-        plain = type(one) is torch.Tensor and engine.is_plain(one)  # what traces a view writes it by itself
+        plain = type(one) is torch.Tensor and engine.is_plain(one)  # a tracer of a view writes it itself
         return ValuesView._of(one, format_name, source_op) if plain else one
 
     return pytree.tree_map(marked, result)
@@ -61,7 +61,7 @@ class _Plain(torch.autograd.Function):
 
 
 class ValuesView(torch.Tensor):
-    """Values of a quantized tensor, to be read alone. Every operation sees a plain tensor."""
+    """Values of a quantized tensor, read-only. Every operation sees a plain tensor."""
 
     _values: torch.Tensor
     _format_name: str
@@ -82,19 +82,19 @@ class ValuesView(torch.Tensor):
         kwargs = kwargs or {}
         for one in written_by(func, args, kwargs, lambda given: isinstance(given, cls)):
             raise RuntimeError(
-                f"{one._format_name}: {func.overloadpacket.__name__} would write to what {one._source_op} made of it, "
-                "which is a copy of its values, so that the write would be lost. Write to the whole tensor "
-                "(t.copy_(values)), to rows of it that stay quantized (t[first:last]), or to a copy (t.dequantize())."
+                f"{one._format_name}: {func.overloadpacket.__name__} would write to the result of {one._source_op}, "
+                "a copy of its values, so the write would be lost. Write to the whole tensor (t.copy_(values)), to "
+                "rows of it that stay quantized (t[first:last]), or to a copy (t.dequantize())."
             )
         result = func(*pytree.tree_map(values_of, list(args)), **pytree.tree_map(values_of, kwargs))
         first = next((a for a in args if isinstance(a, cls)), None)
         return result if first is None else shown(result, func, first._format_name)
 
     def _why_not_written(self) -> str:
-        """For what writes memory itself, and asks before (csrc/ops/optimizer_adam.cpp)."""
+        """For code that writes memory itself, and checks before (csrc/ops/optimizer_adam.cpp)."""
         return (
-            f"is what {self._source_op} made of a {self._format_name}, a copy of its values, so that what is written "
-            "would be lost, wanted the whole tensor, or rows of it that stay quantized (t[first:last])."
+            f"is the result of {self._source_op} on a {self._format_name}, a copy of its values, so a write would be "
+            "lost, wanted the whole tensor, or rows of it that stay quantized (t[first:last])."
         )
 
     def plain(self) -> torch.Tensor:
@@ -102,9 +102,9 @@ class ValuesView(torch.Tensor):
         return _Plain.apply(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As torch's, not to be written."""
+        """As torch's, read-only."""
         if self.requires_grad and not force:
-            return torch.Tensor.numpy(self)  # which says why not
+            return torch.Tensor.numpy(self)  # raises torch's error
         array = self._values.numpy(force=force)
         array.flags.writeable = False
         return array

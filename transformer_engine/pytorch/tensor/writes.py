@@ -1,5 +1,5 @@
-"""New values in a quantized tensor: quantized into the memory that it has, or bytes of another one of its format. Who
-else has that memory is aliases.py's."""
+"""New values in a quantized tensor: quantized into its memory, or bytes of another one of its format. aliases.py
+updates other tensors in that memory."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class Writes:
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> AnyQuantized:
-        """Takes tensor's values, quantized as this one is. noop_flag: float32 [1]; unless it is 0, nothing is done."""
+        """Quantizes tensor's values into this one. noop_flag: float32 [1]; unless it is 0, nothing is written."""
         if isinstance(tensor, AnyQuantized):
             if noop_flag is None and self.copy_from_storage(tensor):
                 return self
@@ -33,8 +33,8 @@ class Writes:
         return self
 
     def copy_from_storage(self, src: AnyQuantized) -> bool:
-        """Takes src's bytes and scales, in the directions that this one has. False, and nothing is done, where src is
-        of another format."""
+        """Copies src's bytes and scales, in this one's directions. Returns False, and changes nothing, if src is of
+        another format."""
         if not self._same_format(src):
             return False
         if tuple(src.size()) != tuple(self.size()):
@@ -59,27 +59,28 @@ class Writes:
         return True
 
     def _take(self, parts: dict[str, torch.Tensor | None], noop_flag: torch.Tensor | None = None) -> None:
-        """Copies `parts` into its own, unless noop_flag holds anything but 0."""
+        """Copies `parts` into its own, if noop_flag is None or holds 0."""
         with torch.no_grad():
             for name, own in self._tensors().items():
                 given = parts[name]
                 own.copy_(given if noop_flag is None else torch.where(noop_flag == 0, given, own))
 
     def _written(self) -> None:
-        """Every direction that it has holds new values. Called behind each write, whoever made it."""
+        """Runs after each write: every direction of it holds new values."""
         self._count_write()
         self._reach_aliases()
 
     def _count_write(self) -> None:
-        """A backward that saved the parts must notice, and inside of __torch_dispatch__ torch tells nobody."""
+        """Raises the versions, so that a backward that saved the parts fails: torch does not inside
+        __torch_dispatch__."""
         torch.autograd.graph.increment_version(self._tensors().values())
 
     def _values_to_come(self) -> None:
-        """It is about to be filled with values that have nothing to do with those that it has."""
+        """Runs before it is filled with values unrelated to its present ones."""
         if self._quantizer is not None:
             self._quantizer._values_to_come()
 
     def _took(self) -> None:
-        """It holds data now that somebody else has quantized."""
+        """Runs after it has taken data that another quantizer made."""
         if self._quantizer is not None:
             self._quantizer._took(self)
