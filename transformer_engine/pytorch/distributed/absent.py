@@ -1,4 +1,4 @@
-"""The names of `.distributed` whose capability is not here yet: symmetric memory for callers, and the FSDP of older
+"""The names of `.distributed` whose capability this version lacks: symmetric memory for callers, and the FSDP of older
 torch."""
 
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ def symm_mem_alloc(
 
 @absent(_SYMMETRIC)
 def release_symm_mem_pool() -> None:
-    """Frees what symm_mem_alloc's pool holds."""
+    """Frees the contents of symm_mem_alloc's pool."""
 
 
 @absent("the wrapper of FSDP1 is", _FSDP2)
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
-    """Tells the modules of a model about the FSDP1 wrapper around it."""
+    """Prepares the modules of a model for the FSDP1 wrapper around it."""
 
 
 @absent("the wrapper of FSDP1 is", _FSDP2)
 class FullyShardedDataParallel(torch.nn.Module):
-    """FSDP1 that knows FP8 weights."""
+    """FSDP1 with FP8 weights."""

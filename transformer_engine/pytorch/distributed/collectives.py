@@ -1,5 +1,5 @@
-"""The collectives of tensor and sequence parallelism along the first dimension. Plain torch.distributed: nothing is
-coalesced or differentiated here, and what is quantized is quantized.py's."""
+"""The collectives of tensor and sequence parallelism along the first dimension, by torch.distributed: nothing is
+coalesced or differentiated here, and quantized.py handles quantized tensors."""
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.distributed.quantized import gather_quantized
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
-Work = object  # what torch.distributed returns with async_op: call wait() on it before the result is read
+Work = object  # torch.distributed's result with async_op: call wait() on it before the result is read
 
 
 def _check(op: str, inp: torch.Tensor, group: object | None) -> None:
@@ -48,19 +48,19 @@ def gather_along_first_dim(
     output_tensor: torch.Tensor | None = None,
     external_coalescing: bool = False,
 ) -> tuple[torch.Tensor, Work | None]:
-    """Every rank's inp, one behind the other in the order of the ranks.
+    """Every rank's inp, joined in the order of the ranks.
 
-    quantizer: the result is the quantized tensor that it makes of the whole, byte for byte, in the directions of its
-    usages; so is that of an inp that is quantized already, in its own directions without a quantizer. What travels is
-    FP8 data and their scales: of one scale a tensor (current scaling first agrees on the largest amax of the group,
-    delayed scaling has the same scale on every rank), and of blocks where a rank's rows are a multiple of 128, or 1x128
-    ones rowwise alone. Otherwise, and for quantizers of other formats, the values travel and are quantized then. Amaxes
-    that a quantizer notes are of its rank's values where FP8 data travel.
+    quantizer: the result is the quantized tensor that it would make of the joined values, byte for byte, in the
+    directions of its usages; the same holds for an inp that is already quantized, in its own directions without a
+    quantizer. FP8 data and scales are sent: with one scale a tensor (current scaling first agrees on the largest amax
+    of the group, delayed scaling has the same scale on every rank), and with blocks if a rank's rows are a multiple of
+    128, or 1x128 blocks rowwise alone. Otherwise, and for quantizers of other formats, the values are sent and
+    quantized afterwards. If FP8 data are sent, a quantizer records the amax of its own rank's values.
     Shapes: inp [n, ...] -> [ranks * n, ...]; with one rank inp itself, unless output_tensor or quantizer is given.
-    Returns (gathered, work); work is None unless async_op, and the result is there after work.wait(). No gradient.
-    Errors: NotImplementedError for external_coalescing, for output_tensor beside quantized data and for a quantized inp
-    of another format; ValueError for an output that does not fit, for a quantized inp whose scales differ between the
-    ranks or whose blocks would span two of them, or that the quantizer does not make.
+    Returns (gathered, work); work is None unless async_op, and the result is valid after work.wait(). No gradient.
+    Errors: NotImplementedError for external_coalescing, for output_tensor together with quantized data and for a
+    quantized inp of another format; ValueError for an output that does not fit, for a quantized inp whose scales differ
+    between the ranks or whose blocks would span two of them, or that the quantizer does not make.
     """
     op = "gather_along_first_dim"
     if external_coalescing:
@@ -106,7 +106,7 @@ def reduce_scatter_along_first_dim(
     """This rank's rows of the sum of every rank's inp.
 
     Shapes: inp [ranks * n, ...] -> [n, ...]; with one rank inp itself, unless output is given.
-    Returns (sum, work) as gather_along_first_dim. Errors: ValueError where ranks does not divide the rows.
+    Returns (sum, work) as gather_along_first_dim. Errors: ValueError if ranks does not divide the rows.
     """
     op = "reduce_scatter_along_first_dim"
     check_plain(op, inp)
@@ -125,7 +125,7 @@ def reduce_scatter_along_first_dim(
 def allreduce(
     inp: torch.Tensor, tp_group: object | None = None, async_op: bool = False
 ) -> tuple[torch.Tensor, Work | None]:
-    """The sum of every rank's inp, written into inp (which the result is).
+    """The sum of every rank's inp, written into inp, which is returned.
 
     Returns (inp, work) as gather_along_first_dim.
     """

@@ -1,5 +1,5 @@
-"""What a checkpoint keeps, divided over a group: each rank keeps its part of a tensor that all of them have, and the
-backward gathers it. The bytes are those that were divided."""
+"""The saved input of a checkpoint, divided over a group: each rank keeps its part of a tensor that all ranks have, and
+the backward gathers it. The bytes are unchanged."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.saved.standing import PackedStorage
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage that a tensor lies in."""
+    """The storage of a tensor."""
     return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
@@ -58,10 +58,10 @@ class _Divide(StorageHandler):
 def divided_inputs(
     function: Callable, leaves: list[object], group: dist.ProcessGroup | None
 ) -> AbstractContextManager[object]:
-    """Around a checkpoint of `function`: its first tensor is kept in parts.
+    """Wraps a checkpoint of `function`: its first tensor is saved in parts.
 
-    Errors: ValueError without a group, where the ranks have other tensors, and for layers whose ranks have tokens of
-    their own (sequence_parallel), which there is nothing to divide of."""
+    Errors: ValueError without a group, if the ranks have different tensors, and for layers whose ranks have tokens of
+    their own (sequence_parallel), which cannot be divided again."""
     op = "checkpoint"
     if group is None:
         raise ValueError(
@@ -75,7 +75,7 @@ def divided_inputs(
     ):
         raise ValueError(
             f"{op}: argument 'distribute_saved_activations' is True, but the function has sequence_parallel layers, "
-            "whose ranks have tokens of their own already; leave it at False."
+            "whose ranks already have tokens of their own; leave it at False."
         )
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     if ranks == 1 or first is None:

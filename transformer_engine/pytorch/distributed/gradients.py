@@ -1,4 +1,4 @@
-"""Gradients that are sums over one rank's own tokens, added up over the group that shares the tokens out: for users
+"""Gradients that are sums over one rank's own tokens, added up over the group that divides the tokens: for users
 without a framework that does it. Nothing is divided, clipped or overlapped here."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from transformer_engine.pytorch.distributed.groups import (
 )
 
 _OP = "allreduce_sequence_parallel_grads"
-_BUCKET = 1 << 23  # elements that travel together at most, but for those of one parameter
+_BUCKET = 1 << 23  # the most elements in one collective, except those of one parameter
 
 
 class _Gradient(NamedTuple):
-    """What one parameter brings: in which tensor its gradient lies (None: it has none), of what shape it is."""
+    """One parameter's contribution: the tensor with its gradient (None: it has none), and its shape."""
 
     name: str
     parameter: torch.Tensor
@@ -33,26 +33,26 @@ class _Gradient(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is summed: rounded once, behind the sum. Known without the gradient, so that ranks agree."""
+        """The dtype of the sum: rounded once, after the sum. Independent of the gradient, so that ranks agree."""
         return torch.promote_types(self.parameter.dtype, torch.float32)
 
 
 @torch.no_grad()
 def allreduce_sequence_parallel_grads(module: torch.nn.Module, group: object | None = None) -> None:
     """Adds up, over the group, the gradients of the module's parameters that are marked `sequence_parallel=True`: those
-    of norms and of a row layer's bias, of which each rank has the sum over its own tokens. To be called once a step,
-    behind the last backward and before gradients are clipped.
+    of norms and of a row layer's bias, of which each rank has the sum over its own tokens. Call it once a step, after
+    the last backward and before gradients are clipped.
 
     A parameter's gradient is its .grad, unless that is a dummy (`grad_added_to_main_grad` is True) or None: then it is
-    its main_grad, where it has one. It is written in place, and of a DTensor the local part. Each parameter counts once
-    under however many names; a rank without a gradient adds nothing, and gets the others' sum. The parameters travel
-    together in the module's order, in float32 at least, so that a call costs few collectives and has the same bits each
-    time. Frozen parameters have no gradient, and a group of 1 communicates nothing. What FSDP2 shards has lost its
-    marks: those that this library's modules declare are known, others are to be set again.
+    its main_grad, if it has one. It is written in place, of a DTensor the local part. A parameter with several names
+    counts once; a rank without a gradient adds nothing, and gets the others' sum. The parameters are joined in the
+    module's order, in float32 at least, so that a call needs few collectives and gives the same bits each time. Frozen
+    parameters have no gradient, and a group of 1 communicates nothing. Parameters that FSDP2 shards have lost their
+    marks: those that this library's modules declare are restored, others must be set again.
 
-    Errors: TypeError for what is no module; ValueError, and nothing is changed, for a gradient that is sparse, or on a
-    device that the group has no backend for; where the group has gloo for the CPU, the same ValueError on every rank if
-    the ranks have different parameters.
+    Errors: TypeError unless `module` is a module; ValueError, and nothing is changed, for a gradient that is sparse, or
+    on a device that the group has no backend for; if the group has gloo for the CPU, the same ValueError on every rank
+    if the ranks have different parameters.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{_OP}: argument 'module' is a {type(module).__name__}, wanted a torch.nn.Module.")
@@ -103,8 +103,8 @@ def _check_agreement(gradients: list[_Gradient], group: object | None) -> None:
     told = [len(gradients), sum(g.like.numel() for g in gradients)]
     described = "".join(f"{g.name}{tuple(g.like.shape)}{g.dtype}{g.like.device.type}" for g in gradients)
     every = every_rank_says(_OP, described, torch.float32, told, group)
-    if not every:  # nobody to ask
-        device = gradients[0].like.device if gradients else torch.device("cuda")  # as on ranks that have some
+    if not every:  # the group cannot compare
+        device = gradients[0].like.device if gradients else torch.device("cuda")  # like ranks that have some
         post_fingerprint(_OP, described, torch.float32, told, device, group)
     if any(said != every[0] for said in every):
         counts = "; ".join(f"rank {rank} {' of '.join(map(str, s.sizes))} elements" for rank, s in enumerate(every))
@@ -115,7 +115,7 @@ def _check_agreement(gradients: list[_Gradient], group: object | None) -> None:
 
 
 def _buckets(gradients: list[_Gradient]) -> Iterator[list[_Gradient]]:
-    """In the module's order, those of one device and dtype together."""
+    """The gradients in the module's order, those of one device and dtype together."""
     by_kind: dict[tuple, list[_Gradient]] = {}
     for gradient in gradients:
         by_kind.setdefault((gradient.like.device, gradient.dtype), []).append(gradient)
@@ -130,7 +130,7 @@ def _buckets(gradients: list[_Gradient]) -> Iterator[list[_Gradient]]:
 
 
 def _packed(bucket: list[_Gradient]) -> torch.Tensor:
-    """The gradients, zeros where there is none, and behind them how many of each there are."""
+    """The gradients, zeros if there are none, followed by the number of each."""
     device, dtype = bucket[0].like.device, bucket[0].dtype
     parts = [
         torch.zeros(g.like.numel(), device=device, dtype=dtype) if g.found is None else g.found.reshape(-1).to(dtype)
@@ -144,7 +144,7 @@ def _unpack(bucket: list[_Gradient], flat: torch.Tensor) -> None:
     *sums, counts = flat.split([*(g.like.numel() for g in bucket), len(bucket)])
     found = [(g, total) for g, total in zip(bucket, sums, strict=True) if g.found is not None]
     for g, total in found:
-        if g.found is g.parameter.grad and debug_has_internal_overlap(g.found) == 1:  # expanded by who set it
+        if g.found is g.parameter.grad and debug_has_internal_overlap(g.found) == 1:  # an expanded tensor
             g.parameter.grad = total.view(g.found.shape).to(g.found.dtype, copy=True)
         else:
             g.found.copy_(total.view(g.found.shape))

@@ -1,5 +1,5 @@
-"""What a collective asks of its group before it starts: that it is alive, that it reaches the tensor's device, and over
-gloo that every rank brings the same; what it says over NCCL. Nothing else is sent here."""
+"""Checks of a group before a collective starts: that it exists, that it supports the tensor's device, and over gloo
+that every rank brings the same; over NCCL the posted fingerprints. Nothing else is sent here."""
 
 import zlib
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 
 def ranks_of(op: str, argument: str, group: object | None) -> int:
-    """The group's size; 1 for None where torch.distributed has not been initialised. Errors: TypeError for what is no
-    group, RuntimeError for one of several ranks that has been destroyed, ValueError where this process is not in it."""
+    """The group's size; 1 for None if torch.distributed has not been initialised. Errors: TypeError unless it is a
+    group, RuntimeError for one of several ranks that has been destroyed, ValueError if this process is not in it."""
     if not dist.is_available() or (group is None and not dist.is_initialized()):
         return 1
     if group is None:
@@ -31,7 +31,7 @@ def ranks_of(op: str, argument: str, group: object | None) -> int:
     try:
         return len(dist.get_process_group_ranks(group))
     except KeyError:
-        if group.size() == 1:  # nobody to talk to: whether torch knows it is no matter
+        if group.size() == 1:  # nothing is sent, so torch need not know it
             return 1
         raise RuntimeError(
             f"{op}: argument '{argument}' is a process group that has been destroyed; make a new one with "
@@ -40,17 +40,17 @@ def ranks_of(op: str, argument: str, group: object | None) -> int:
 
 
 def get_distributed_world_size(group: object | None = None) -> int:
-    """The group's size, None being all processes; 1 where torch.distributed has not been initialised."""
+    """The group's size, None being all processes; 1 if torch.distributed has not been initialised."""
     return ranks_of("get_distributed_world_size", "group", group)
 
 
 def get_distributed_rank(group: object | None = None) -> int:
-    """This process's rank in the group, None being all; 0 where torch.distributed has not been initialised."""
+    """This process's rank in the group, None being all; 0 if torch.distributed has not been initialised."""
     return dist.get_rank(group) if get_distributed_world_size(group) > 1 else 0
 
 
 def check_plain(op: str, inp: object, dims: int = 1) -> None:
-    """Raises unless `inp` is a tensor of at least `dims` dimensions that holds its values itself."""
+    """Raises unless `inp` is a plain tensor of at least `dims` dimensions."""
     check_tensor(op, "inp", inp)
     if isinstance(inp, QuantizedTensorStorage):
         raise ValueError(
@@ -62,7 +62,7 @@ def check_plain(op: str, inp: object, dims: int = 1) -> None:
 
 
 def check_device(op: str, argument: str, tensor: torch.Tensor, group: object | None) -> None:
-    """Raises ValueError where the group has no backend for the tensor's device."""
+    """Raises ValueError if the group has no backend for the tensor's device."""
     backends = _backends(group)
     if tensor.device.type not in backends:
         raise ValueError(
@@ -78,7 +78,7 @@ def _backends(group: object | None) -> dict[str, str]:
 
 
 class Said(NamedTuple):
-    """What one rank said: csrc/distributed/agreement.h."""
+    """One rank's arguments: csrc/distributed/agreement.h."""
 
     op: str
     details: int
@@ -87,7 +87,7 @@ class Said(NamedTuple):
 
 
 def every_rank_says(op: str, details: str, dtype: torch.dtype, sizes: list[int], group: object | None) -> list[Said]:
-    """What each rank of the group gives here; nothing where the group has no gloo to ask."""
+    """The arguments of each rank of the group; empty if the group has no gloo for the CPU."""
     if _backends(group).get("cpu") != "gloo":
         return []
     return [Said(*told) for told in _C.every_rank_says(_name_of(group), op, zlib.crc32(details.encode()), dtype, sizes)]
@@ -97,8 +97,8 @@ def post_fingerprint(
     op: str, details: str, dtype: torch.dtype, sizes: list[int], device: torch.device, group: object | None
 ) -> None:
     """Over NCCL posts a fingerprint of the collective that follows, without a wait: csrc/distributed/fingerprints.h.
-    Functions with a traced form post what that form does, as another rank may run it. ValueError where the group's
-    ranks were found to differ before."""
+    Functions with a traced form post the fingerprint of that form, because another rank may run it. ValueError if the
+    group's ranks were found to differ before."""
     if _backends(group).get(device.type) != "nccl":
         return
     if torch.cuda.is_current_stream_capturing():
@@ -109,7 +109,7 @@ def post_fingerprint(
 
 @contextmanager
 def enqueue_guard(group: object | None, device: torch.device) -> Iterator[None]:
-    """Around what hands a collective to the group: csrc/distributed/fingerprints.h."""
+    """Wraps the enqueueing of a collective: csrc/distributed/fingerprints.h."""
     held = _C.EnqueueGuard(_name_of(group)) if _backends(group).get(device.type) == "nccl" else None
     try:
         yield
@@ -122,11 +122,11 @@ def _name_of(group: object | None) -> str:
 
 
 def check_agreement(op: str, inp: torch.Tensor, group: object | None, details: str = "") -> None:
-    """On the CPU and over gloo, raises the same ValueError on every rank where the ranks bring tensors of different
-    shapes or dtypes, are in different functions or treat them differently (`how`): what they would tp_comm has no
-    meaning then, or never ends. Sizes of tensors on other devices are the caller's to keep equal: to compare them takes
-    longer than many a collective there (but see post_fingerprint)."""
-    if torch.compiler.is_compiling():  # traced, there is nothing to ask yet
+    """On the CPU and over gloo, raises the same ValueError on every rank if the ranks bring tensors of different shapes
+    or dtypes, are in different functions or treat them differently (`details`): a collective would give wrong results
+    then, or never end. For tensors on other devices the caller must keep sizes equal, because a comparison would take
+    longer than many a collective (but see post_fingerprint)."""
+    if torch.compiler.is_compiling():  # tracing cannot compare
         return
     if inp.device.type != "cpu" and _backends(group).get(inp.device.type) != "gloo":
         return
@@ -146,7 +146,7 @@ def check_agreement(op: str, inp: torch.Tensor, group: object | None, details: s
 
 
 def check_divides(op: str, inp: torch.Tensor, ranks: int) -> None:
-    """Raises unless the rows can be shared out evenly."""
+    """Raises unless the ranks divide the rows."""
     if inp.shape[0] % ranks:
         raise ValueError(
             f"{op}: argument 'inp' has {inp.shape[0]} rows, wanted a multiple of the group's {ranks} ranks; pad it."
@@ -154,11 +154,11 @@ def check_divides(op: str, inp: torch.Tensor, ranks: int) -> None:
 
 
 def post_gather(rows: torch.Tensor, group: object | None) -> None:
-    """What gathered_traced() says."""
+    """Posts the fingerprint of gathered_traced()."""
     post_fingerprint("group_gather", "", rows.dtype, list(rows.shape), rows.device, group)
 
 
 def gathered_traced(rows: torch.Tensor, group: object | None) -> torch.Tensor:
-    """Every rank's rows, while torch.compile traces."""
+    """Every rank's rows, under torch.compile."""
     group = dist.group.WORLD if group is None else group
     return torch.ops.te.group_gather(rows.contiguous(), group.group_name, group.size())

@@ -1,4 +1,4 @@
-"""Linear layers over a process group as functions: what Linear(parallel_mode=...) computes, on tensors."""
+"""Linear layers over a process group as functions: the computation of Linear(parallel_mode=...) on tensors."""
 
 import functools
 
@@ -27,7 +27,7 @@ def _linear(
     sequence: bool,
     recompute: bool,
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling():  # the tracer knows a group's size and name, and no checks of it
+    if torch.compiler.is_compiling():  # the tracer has a group's size and name, and cannot check it
         group = dist.group.WORLD if group is None else group
         tp_comm = Parallel([mode, int(sequence), int(recompute), group.size()], group.group_name)
         return linear(inp, weight, bias, tp_comm=tp_comm if group.size() > 1 else None)
@@ -59,9 +59,9 @@ def column_linear(
     Shapes: weight [out / ranks, in], bias [out / ranks]; inp [tokens, ..., in] -> [tokens, ..., out / ranks]; with
     sequence_parallel inp [tokens / ranks, ..., in], which is gathered along dimension 0. Gradients: inp's is the sum
     over the ranks, of this rank's tokens with sequence_parallel; weight's and bias's are of all tokens.
-    Saves: inp and weight; recompute_allgather=False: what was gathered, in place of inp.
+    Saves: inp and weight; recompute_allgather=False: the gathered rows, in place of inp.
     group: None for the default one. A group of one rank communicates nothing.
-    Errors: as functional.linear; RuntimeError where the group was destroyed.
+    Errors: as functional.linear; RuntimeError if the group was destroyed.
     """
     return _linear("column_linear", inp, weight, bias, group, _COLUMN, sequence_parallel, recompute_allgather)
 
@@ -78,8 +78,8 @@ def row_linear(
 
     Shapes: weight [out, in / ranks], bias [out]; inp [tokens, ..., in / ranks] -> [tokens, ..., out]; with
     sequence_parallel [tokens / ranks, ..., out], this rank's tokens: the sum is scattered along dimension 0. 16-bit
-    parts are then added in the order of the ranks, in float32, and rounded once. Gradients: bias's is of the tokens
-    that the rank has; distributed.allreduce_sequence_parallel_grads adds such up.
+    parts are then added in the order of the ranks, in float32, and rounded once. Gradients: bias's covers this rank's
+    tokens; distributed.allreduce_sequence_parallel_grads adds these up.
     Saves: inp and weight. group: None for the default one. A group of one rank communicates nothing.
     Errors: as functional.linear; ValueError for tokens that the ranks do not divide.
     """

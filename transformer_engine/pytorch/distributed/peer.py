@@ -1,5 +1,5 @@
 """Channels between the ranks of a group on one machine, by which layers with tp_overlap="chunked" push rows into each
-other's memory (csrc/distributed/peer.h): who is where, whose memory lies where, and what is said where that cannot be.
+other's memory (csrc/distributed/peer.h): the ranks exchange processes and addresses, or the reason why they cannot.
 Nothing is pushed here. No multicast."""
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from transformer_engine.pytorch.distributed.userbuffers import reservation
 
 _TIMEOUT = "TE_COMM_TIMEOUT_S"
 _NAME = "te_peer"  # of shared memory, in /proc/PID/maps
-_DEAD_PERIOD = 0.25  # seconds between looks for a process that is gone
+_DEAD_PERIOD = 0.25  # seconds between checks for a process that has ended
 
 
 class CommTimeout(RuntimeError):
     """A channel to peers has failed: a rank is dead, stopped, late, or in another call.
 
-    op: the call of the rank that found it; rank: that rank; peer: whom it waited for, -1 for nobody in particular;
-    step: what for ("arrive": its rows, "free": its memory, "grow": memory that all share, "call": a call was given up).
+    op: the call of the rank that raises; rank: that rank; peer: the rank that it waited for, -1 for none in particular;
+    step: the reason of the wait ("arrive": its rows, "free": its memory, "grow": memory that all share, "call": a call
+    was abandoned).
     """
 
     def __init__(self, message: str, op: str = "", peer: int = -1, rank: int = -1, step: str = "") -> None:
@@ -41,30 +42,30 @@ class CommTimeout(RuntimeError):
 _C.set_comm_timeout(CommTimeout)
 
 _channels: dict[tuple[str, torch.device], _Meeting] = {}
-# Of groups that are gone, on CUDA: streams may not have ended, and graphs that were captured over them may be replayed.
-# Those that may end do so behind the next meeting, where no collector of garbage waits for a device.
+# Of groups that no longer exist, on CUDA: streams may not have ended, and graphs captured over them may be replayed.
+# Channels that may end do so at the next meeting, where the garbage collector does not wait for a device.
 _outlived: list[_Meeting] = []
 
 
 def has_met(group: str, device: torch.device) -> bool:
-    """Whether the group that has this name now has a channel on `device`."""
+    """Whether the group that has this name at present has a channel on `device`."""
     found = _channels.get((group, _indexed(device)))
     return found is not None and found.process_group() is _named(group)
 
 
 def peer_channel(op: str, group: str, device: torch.device) -> None:
-    """Sees to it that the group of this name has a channel on `device`: the ranks meet, once. Errors:
-    NotImplementedError, with that as its words, where the ranks do not reach each other's memory; RuntimeError while a
-    graph is captured."""
+    """Makes sure that the group of this name has a channel on `device`: the ranks meet, once. Errors:
+    NotImplementedError, with the reason as its text, if the ranks do not reach each other's memory; RuntimeError while
+    a graph is captured."""
     device = _indexed(device)
     if has_met(group, device):
         return
-    for meeting in list(_channels.values()):  # of which a collector of garbage may forget some meanwhile
+    for meeting in list(_channels.values()):  # the garbage collector may remove some in between
         if not has_met(meeting.group, meeting.device):
             _forget(meeting)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{op}: the ranks of the group '{group}' have not met, which they cannot while a graph is captured; run "
+            f"{op}: the ranks of the group '{group}' have not met, which is impossible while a graph is captured; run "
             "the same call once before the capture."
         )
     _channels[group, device] = _Meeting(op, group, device)
@@ -80,13 +81,13 @@ def _forget(meeting: _Meeting) -> None:
 
 
 def kind_of(device: torch.device) -> str:
-    """Whose costs a device's plans go by (ops/comm/costs.cpp)."""
+    """The device whose costs a plan uses (ops/comm/costs.cpp)."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 @contextlib.contextmanager
 def channels_noted(found: set[_C.PeerChannel]) -> Iterator[None]:
-    """Adds those that calls go over meanwhile, of any thread."""
+    """Collects the channels that calls of any thread use inside."""
     before = {meeting.channel: meeting.channel.calls for meeting in list(_channels.values())}
     yield
     every = [meeting.channel for meeting in list(_channels.values())]
@@ -111,7 +112,7 @@ def _named(group: str) -> dist.ProcessGroup | None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that a rank waits for another one: TE_COMM_TIMEOUT_S, else the group's timeout."""
+    """The seconds that a rank waits for another one: TE_COMM_TIMEOUT_S, or the group's timeout."""
     said = os.environ.get(_TIMEOUT)
     if said is None:
         backend = group._get_backend(torch.device(group._device_types[0]))
@@ -127,20 +128,20 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 class _Meeting:
-    """One rank's part in a channel: it says in the group's store where its memory is, and hears the others."""
+    """One rank's part in a channel: it writes the address of its memory to the group's store, and reads the others'."""
 
     def __init__(self, op: str, group: str, device: torch.device) -> None:
         self.op, self.group, self.device = op, group, device
         found = dist.distributed_c10d._resolve_process_group(group)
-        # Weakly, as all that the channel calls: a group that nobody has ends, its channel with it.
+        # Weak, like all references that the channel holds: a group without other references ends, with its channel.
         this = weakref.ref(self)
         self.process_group = weakref.ref(found, lambda _: (meeting := this()) is not None and _forget(meeting))
         self.rank, self.ranks = found.rank(), found.size()
         self.timeout = timeout_of(found)
-        if "fake" in dist.get_backend_config(found):  # of a process that only looks like several
+        if "fake" in dist.get_backend_config(found):  # one process that imitates several
             self._refuse("the group's backend is 'fake'")
         store = dist.distributed_c10d._get_process_group_store(found)
-        # A store may serve one group behind another of the same name.
+        # A store may serve one group after another of the same name.
         times = (store.add(f"te_peer/{device.type}/{self.ranks}", 1) - 1) // self.ranks
         self.store = dist.PrefixStore(f"te_peer/{device.type}/{self.ranks}/{times}", store)
         self.channel = None
@@ -151,7 +152,7 @@ class _Meeting:
         if len({said.partition("|")[2] for said in hosts}) > 1:
             self._refuse("they are not on one machine, or do not see each other's processes there")
         self.processes = [said.partition("|")[0] for said in hosts]
-        for refused in self._tell("access", self._no_access()):  # all ranks go another way, or none
+        for refused in self._tell("access", self._no_access()):  # either all ranks use the channel, or none
             if refused:
                 self._refuse(refused)
         size = _C.peer_words_bytes(self.ranks)
@@ -171,7 +172,7 @@ class _Meeting:
         raise NotImplementedError(f"the ranks of the group '{self.group}' do not reach each other's memory: {why}")
 
     def _no_access(self) -> str:
-        """Why this rank does not reach another one's device; empty where it does, or does not see it."""
+        """Why this rank cannot access another one's device; empty if it can, or does not see it."""
         if self.device.type != "cuda":
             return ""
         every = self._tell("device", str(torch.cuda.get_device_properties(self.device).uuid))
@@ -188,11 +189,11 @@ class _Meeting:
         return ""
 
     def _tell(self, what: str, value: str) -> list[str]:
-        """What every rank says here. CommTimeout where one does not come."""
+        """Exchanges values: those of every rank. CommTimeout if a rank does not come."""
         keys = [f"{what}/{rank}" for rank in range(self.ranks)]
         self.store.set(keys[self.rank], value)
         until = time.monotonic() + self.timeout
-        look = time.monotonic() + _DEAD_PERIOD  # the channel's own thread looks at its own waits alone
+        look = time.monotonic() + _DEAD_PERIOD  # the channel's own thread checks only its own waits
         for rank, key in enumerate(keys):
             while not self.store.check([key]):
                 if self.channel is not None:
@@ -209,8 +210,8 @@ class _Meeting:
                         + (
                             "it is dead; make a new group."
                             if dead
-                            else "it is late, or makes another call; every rank has to come, within the group's "
-                            f"timeout or {_TIMEOUT}."
+                            else "it is late, or makes another call; every rank must come within the group's timeout "
+                            f"or {_TIMEOUT}."
                         )
                     )
                     if self.channel is not None:
@@ -221,14 +222,14 @@ class _Meeting:
 
     def _map_shared(self, what: str, size: int, each: bool = False) -> list[torch.Tensor]:
         """Host memory of this size that all ranks map: rank 0's, or with `each` one of every rank's. It never has a
-        name: whoever dies leaves nothing."""
+        name, so that a process that dies leaves nothing."""
         path, trouble, mapped = "", "", []
         with contextlib.ExitStack() as until_all_have_it:
             if each or self.rank == 0:
                 try:
                     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
                     until_all_have_it.callback(os.close, descriptor)
-                    os.posix_fallocate(descriptor, 0, size)  # an error now, in place of a signal later
+                    os.posix_fallocate(descriptor, 0, size)  # an error now instead of a signal later
                     path = f"/proc/{os.getpid()}/fd/{descriptor}"
                 except OSError as error:
                     trouble = str(error)
@@ -241,7 +242,7 @@ class _Meeting:
         return mapped
 
     def _tell_or_raise(self, size: int, what: str, value: str, trouble: str) -> list[str]:
-        """What every rank says, as _tell; where one has trouble, RuntimeError on all of them, who would wait for it."""
+        """Exchanges values as _tell; if one rank has an error, all of them raise RuntimeError, instead of waiting."""
         said = self._tell(what, f"!{trouble}" if trouble else value)
         for rank, word in enumerate(said):
             if word.startswith("!"):
@@ -252,8 +253,8 @@ class _Meeting:
         return said
 
     def _grow(self, slot: int, size: int, text: str) -> tuple:
-        """(this rank's memory of the slot, every rank's address of theirs, what keeps it). All ranks come here in the
-        same call, as they have seen the same sizes."""
+        """(this rank's memory of the slot, the addresses of every rank's, an object that keeps it alive). All ranks
+        call it at the same time, because they have seen the same sizes."""
         self.grown += 1
         size = 1 << max(12, (size - 1).bit_length())
         what = f"slot {slot} grows, number {self.grown}"
@@ -289,7 +290,7 @@ class _Meeting:
 
 
 def _started(pid: str) -> str:
-    """When that process began; empty where there is none, or none that runs."""
+    """The start time of that process; empty if it does not exist or has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -299,7 +300,7 @@ def _started(pid: str) -> str:
 
 
 def _boot() -> str:
-    """What tells machines of one name apart."""
+    """Distinguishes machines of one name."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -308,7 +309,7 @@ def _boot() -> str:
 
 
 def _processes() -> str:
-    """Among which processes an id names one: in containers, those of the container."""
+    """The namespace of process ids: in containers, the container's."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,5 +1,5 @@
-"""Gathers of quantized tensors along the first dimension: bytes and scales travel, and become the quantized tensor that
-the whole would have been. Values are quantized by their quantizers, never here."""
+"""Gathers of quantized tensors along the first dimension: bytes and scales are sent, and become the quantized tensor of
+the joined values. Quantizers quantize values, never this file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRAVELLING = (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuanti
 
 
 class _Gather(NamedTuple):
-    """One call: whose it is, over which ranks, and the directions that the result gets."""
+    """One call: its name, its ranks, and the directions of the result."""
 
     op: str
     group: Any
@@ -38,7 +38,7 @@ class _Gather(NamedTuple):
 def gather_quantized(
     op: str, inp: torch.Tensor | QuantizedTensorStorage, group: Any, ranks: int, quantizer: Quantizer | None
 ) -> tuple[QuantizedTensorStorage, Work]:
-    """Every rank's inp as one quantized tensor, and what is to be waited for before it is read."""
+    """Every rank's inp as one quantized tensor, and the work to wait for before it is read."""
     if quantizer is not None:
         if not isinstance(quantizer, Quantizer):
             raise TypeError(f"{op}: argument 'quantizer' is {quantizer!r}, wanted a Quantizer or None.")
@@ -79,18 +79,19 @@ def _check_format(call: _Gather, inp: QuantizedTensorStorage, quantizer: Quantiz
         lacking = [k for k, present in inp.get_usages().items() if getattr(call, k) and not present]
         if lacking and not inp._is_2D_scaled:
             raise ValueError(
-                f"{call.op}: argument 'inp' has no {lacking[0]} data, which 'quantizer' wants; 1 x 128 blocks of one "
-                "direction cannot be made of the other: quantize in both (set_usage)."
+                f"{call.op}: argument 'inp' has no {lacking[0]} data, which 'quantizer' requests; 1 x 128 blocks of "
+                "one direction cannot be derived from the other: quantize in both (set_usage)."
             )
         if call.ranks > 1 and not _splits(inp, inp.shape, call):
             raise ValueError(
                 f"{call.op}: argument 'inp' has {layout.fold(inp.shape)[0]} rows in blocks of {BLOCK}, wanted a "
-                f"multiple of {BLOCK}: a block of the whole spans two ranks. Gather the values with the quantizer."
+                f"multiple of {BLOCK}: a block of the joined tensor spans two ranks. Gather the values with the "
+                "quantizer."
             )
 
 
 def _splits(blocks: Any, shape: torch.Size, call: _Gather) -> bool:
-    """Whether no block of the whole tensor lies on two ranks. blocks: a quantizer, or what it made."""
+    """Whether each block of the joined tensor belongs to one rank. blocks: a quantizer, or its result."""
     if isinstance(blocks, (Float8BlockQuantizer, Float8BlockwiseQTensorStorage)):
         divides = len(shape) > 1 and layout.fold(shape)[0] % BLOCK == 0
         return divides or (len(shape) > 1 and not _is_2d(blocks) and not call.columnwise)
@@ -119,7 +120,7 @@ def _values_of_all(inp: torch.Tensor, call: _Gather) -> torch.Tensor:
 
 
 def _quantized_shard(call: _Gather, inp: torch.Tensor, quantizer: Quantizer) -> QuantizedTensorStorage:
-    """inp by the scales that the whole tensor has, in the directions that travel."""
+    """inp by the scales of the joined tensor, in the directions that are sent."""
     own = quantizer.copy()
     own.internal = True
     if quantizer.supports_only_rowwise_all_gather() or _is_2d(quantizer):
@@ -144,7 +145,7 @@ def _agree_on_amax(call: _Gather, inp: torch.Tensor, quantizer: Float8CurrentSca
 
 
 def _shard_of(call: _Gather, inp: QuantizedTensorStorage) -> QuantizedTensorStorage:
-    """inp in the directions that travel."""
+    """inp in the directions that are sent."""
     shard = inp._twin()
     if isinstance(inp, Float8TensorStorage):
         shard.update_usage(True, False)
@@ -158,8 +159,8 @@ def _shard_of(call: _Gather, inp: QuantizedTensorStorage) -> QuantizedTensorStor
 
 
 def _check_scales(call: _Gather, shard: Float8TensorStorage) -> None:
-    """Raises the same ValueError on every rank where they quantized by different scales: the whole has one. The host
-    waits for the device here, so it is asked only where nothing else says so."""
+    """Raises the same ValueError on every rank if they quantized by different scales: the joined tensor has one scale.
+    The host waits for the device, so it is called only if nothing else ensures equal scales."""
     own = shard._scale_inv.view(1)
     every = own.new_empty(call.ranks)
     dist.all_gather_into_tensor(every, own.contiguous(), group=call.group)
@@ -171,7 +172,7 @@ def _check_scales(call: _Gather, shard: Float8TensorStorage) -> None:
         )
 
 
-# ---- the whole ----
+# ---- the joined tensor ----
 
 
 def _gathered(
@@ -216,5 +217,5 @@ def _set(result: QuantizedTensorStorage, name: str, part: torch.Tensor) -> None:
 
 
 def _side_by_side(moved: torch.Tensor, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Matrices [ranks, n, rows and their padding] as the part of `shape` of the whole."""
+    """Matrices [ranks, n, rows and their padding] as the part of `shape` of the joined tensor."""
     return comm_interleave(moved.flatten(2)[..., :rows]).view(shape)

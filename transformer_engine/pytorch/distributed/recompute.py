@@ -1,6 +1,6 @@
-"""Activation recomputation: run a function without keeping what its backward needs, and run it again in the backward.
-What is kept, and autograd's part in it, is torch.utils.checkpoint's; this adds arguments of any form and every random
-state. It recomputes only what is asked for."""
+"""Activation recomputation: a function runs without saving the tensors of its backward, and runs again in the backward.
+torch.utils.checkpoint saves the inputs and calls autograd; this file adds arguments of any form and all random
+states."""
 
 import weakref
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from transformer_engine.pytorch.distributed.rng import AsTheyCome, NoDraws, Snap
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether this thread runs, inside an enabled te.autocast, a forward that is recomputed in the backward, in either
-    of its two runs."""
+    """Whether this thread runs, inside an enabled te.autocast, a forward that is recomputed in the backward: either of
+    its two runs."""
     return recompute_phase().enabled and recompute_phase().autocast.enabled()
 
 
 class _Twice:
-    """`function` with arguments and results flat, so that torch sees every tensor in them. The first call notes the
-    random states and the autocast around it; every later one is a recomputation under the same."""
+    """`function` with flat arguments and results, so that torch sees every tensor in them. The first call records the
+    random states and the autocast; every later one is a recomputation with the same states."""
 
     def __init__(self, function: Callable, form: object, tracker: object | None, preserve: bool) -> None:
         self.function, self.form, self.tracker, self.preserve = function, form, tracker, preserve
@@ -34,9 +34,9 @@ class _Twice:
         self.autocast = recompute_phase().autocast.note()
         self.result_form = None
         self.passed: dict[int, torch.Tensor] = {}
-        self.outer: list[tuple[int, weakref.ref]] = []  # results of the first run that may be from outside
-        # Where its function raises, torch's way that is not reentrant leaves saved-tensor hooks behind as long as the
-        # traceback lives: there the first run's error is kept, and raised behind torch's code.
+        self.outer: list[tuple[int, weakref.ref]] = []  # results of the first run that may come from outside
+        # If its function raises, torch's non-reentrant way leaves saved-tensor hooks installed while the traceback
+        # lives: the first run's error is stored, and raised outside of torch's code.
         self.reentrant = True
         self.error: BaseException | None = None
 
@@ -73,11 +73,11 @@ class _Twice:
         return results
 
     def _pass_by(self, leaves: tuple, results: list) -> None:
-        """A result of the reentrant way's first run, which has no graph, that wants a gradient all the same and is no
-        input comes from outside, as a parameter does (the bias of return_bias), and has a history of its own, which
-        torch would overwrite with the checkpoint's: its backward would then call itself without end. Or it is a view
-        made without gradients, which has none: that one gets the checkpoint's, on an alias, as it may be from outside
-        too. A frozen parameter would become a result of the checkpoint for good."""
+        """Handles results of the reentrant way's first run that come from outside. Such a run has no graph, so a result
+        that requires a gradient and is not an input comes from outside, like a parameter (the bias of return_bias), and
+        has a history of its own, which torch would overwrite with the checkpoint's: its backward would call itself
+        without end. A view that was made without gradients has no history: it gets the checkpoint's, on an alias,
+        because it may come from outside too. A frozen parameter would become a result of the checkpoint forever."""
         inputs = {id(leaf) for leaf in leaves}
         if torch.is_grad_enabled():
             return
@@ -95,8 +95,8 @@ class _Twice:
                 self.passed[i] = result
 
     def _refuse_outer(self, results: list) -> None:
-        """A result that wanted no gradient and is the same tensor in both runs comes from outside. torch has made it
-        the checkpoint's, whose backward would call itself without end."""
+        """Refuses a result that required no gradient and is the same tensor in both runs, so it comes from outside.
+        torch has made it a result of the checkpoint, whose backward would call itself without end."""
         for i, first in self.outer:
             if i < len(results) and first() is results[i] and results[i].requires_grad:
                 raise ValueError(
@@ -106,7 +106,7 @@ class _Twice:
                 )
 
     def assemble(self, results: tuple) -> object:
-        """The function's result, of the form that the function gave it, or its error."""
+        """The function's result in its original form, or its error."""
         if self.error is not None:
             try:
                 raise self.error
@@ -121,8 +121,8 @@ def _refuse_combinations(use_reentrant: bool, **only_without: tuple[object, obje
     for name, (value, default) in only_without.items():
         if use_reentrant and value is not default and value != default:
             raise ValueError(
-                f"checkpoint: argument '{name}' is {value!r} together with use_reentrant=True, which cannot honour it; "
-                "pass use_reentrant=False."
+                f"checkpoint: argument '{name}' is {value!r} together with use_reentrant=True, which does not support "
+                "it; pass use_reentrant=False."
             )
 
 
@@ -139,30 +139,32 @@ def checkpoint(
     preserve_rng_state: bool = True,
     **kwargs: object,
 ) -> object:
-    """function(*args, **kwargs), keeping its inputs alone; the backward runs it again. The bits are those of a plain
-    call, gradients, dropout and autocast included; but under torch.autocast the reentrant way casts a weight anew for
+    """function(*args, **kwargs), saving its inputs alone; the backward runs it again. The bits equal those of a plain
+    call, gradients, dropout and autocast included; but under torch.autocast the reentrant way casts a weight again for
     each use, and adds up the gradients of several uses in the weight's dtype.
 
-    Tensors may stand anywhere in args, kwargs and the result: in tuples, lists and dicts too.
-    use_reentrant: torch's two ways. Where no argument wants a gradient the reentrant one would leave the parameters
-      without theirs, so the other one is taken. Backward through the reentrant one takes no `inputs`.
-    get_rng_state_tracker: () -> a tracker whose states are part of what is drawn from (CudaRNGStatesTracker or one with
-      its get_states and set_states).
+    Tensors may be anywhere in args, kwargs and the result: in tuples, lists and dicts too.
+    use_reentrant: torch's two ways. If no argument requires a gradient, the reentrant way would give the parameters
+    none,
+      so the other one is used. Backward through the reentrant one takes no `inputs`.
+    get_rng_state_tracker: () -> a tracker whose states the function may draw from (CudaRNGStatesTracker or one with its
+      get_states and set_states).
     context_fn, determinism_check, debug: torch's, without use_reentrant.
-    distribute_saved_activations: the first tensor among the arguments, equal on all ranks of tp_group, is kept in
-      parts, one on each, and gathered for the second run. Not under torch.compile.
-    preserve_rng_state: False leaves the random states as they come to the second run, which draws other numbers then;
-      it saves the reading and writing of them where nothing is drawn.
-    Random states: the CPU's, CUDA's on the inputs' devices and the current one, and the tracker's are put where they
-      were for the second run, and back behind it.
-    In a CUDA graph's capture: the way that is not reentrant is taken, and the function may draw no random numbers.
-    Errors: ValueError for a combination that excludes itself; NotImplementedError inside a CUDA graph's capture for a
+    distribute_saved_activations: the first tensor among the arguments, equal on all ranks of tp_group, is saved in
+      parts, one on each rank, and gathered for the second run. Not under torch.compile.
+    preserve_rng_state: False leaves the random states as they are at the second run, which draws other numbers then; it
+      saves time if the function draws nothing.
+    Random states: the CPU's, CUDA's on the inputs' devices and the current one, and the tracker's are set for the
+    second
+      run to their values of the first, and restored after it.
+    In a CUDA graph's capture: the non-reentrant way is used, and the function may draw no random numbers.
+    Errors: ValueError for arguments that exclude each other; NotImplementedError inside a CUDA graph's capture for a
       function that draws random numbers.
     """
     if not callable(function):
         raise TypeError(
-            f"checkpoint: argument 'function' is a {type(function).__name__}, wanted what can be called; its arguments "
-            "follow it."
+            f"checkpoint: argument 'function' is a {type(function).__name__}, wanted a callable; its arguments follow "
+            "it."
         )
     _refuse_combinations(
         use_reentrant,
@@ -174,18 +176,18 @@ def checkpoint(
         if distribute_saved_activations:
             raise NotImplementedError(
                 "checkpoint: argument 'distribute_saved_activations' is True under torch.compile, where activations "
-                "that are kept in parts are not available in this version; compile the function inside checkpoint."
+                "that are saved in parts are not available in this version; compile the function inside checkpoint."
             )
         options = {"preserve_rng_state": preserve_rng_state, "context_fn": context_fn}
         return _traced(function, args, kwargs, get_rng_state_tracker, options)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if is_graph_capturing() or stream_captures():
-        use_reentrant = False  # captures take gradients by torch.autograd.grad, which the reentrant way refuses
+        use_reentrant = False  # captures call torch.autograd.grad, which the reentrant way refuses
     leaves, form = pytree.tree_flatten((args, kwargs))
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     twice = _Twice(function, form, tracker, preserve_rng_state)
-    options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}  # _Twice sees to those states
+    options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}  # _Twice restores those states
     if not use_reentrant or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         twice.reentrant = False
         options = {
@@ -206,7 +208,7 @@ def checkpoint(
 def _traced(
     function: Callable, args: tuple, kwargs: dict, get_rng_state_tracker: Callable | None, options: dict[str, object]
 ) -> object:
-    """Under torch.compile the compiler decides what is kept, and replays random numbers itself."""
+    """Under torch.compile the compiler decides what is saved, and replays random numbers itself."""
     if get_rng_state_tracker is not None:
         raise NotImplementedError(
             "checkpoint: argument 'get_rng_state_tracker' is given under torch.compile, which cannot follow the states "

@@ -1,6 +1,6 @@
-"""Collectives along the first dimension that autograd knows: the borders of the regions in which each rank has its own
-tokens, or its own part of a sum. Each is linear, so that none keeps a tensor for its backward. Nothing is overlapped
-or quantized here: modules do that by themselves."""
+"""Differentiable collectives along the first dimension: the borders of the regions in which each rank has its own
+tokens, or its own part of a sum. Each is linear, so that none saves a tensor for its backward. Nothing is overlapped or
+quantized here: modules do that themselves."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.distributed.groups import (
     ranks_of,
 )
 
-# Traced, a collective that writes into a tensor loses the gradient behind it without a word; those of
+# In a trace, a collective that writes into a tensor silently loses the gradient of its input; those of
 # dist._functional_collectives do not. torch.compile imports them: here they would be a sixth of the package's import.
 # Their gather ends the process over gloo on CUDA (it reads device addresses on the host): gathered_traced does not.
 
@@ -50,7 +50,7 @@ def _own_rows(full: torch.Tensor, group: Any) -> torch.Tensor:
 def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return dist._functional_collectives.all_reduce(part.contiguous(), "sum", group)
-    out = part.clone(memory_format=torch.contiguous_format)  # a gradient may be somebody else's, or have stride 0
+    out = part.clone(memory_format=torch.contiguous_format)  # a gradient may be shared, or have stride 0
     with enqueue_guard(group, out.device):
         dist.all_reduce(out, group=group)
     return out
@@ -60,8 +60,8 @@ def _same(full: torch.Tensor, group: Any) -> torch.Tensor:
     return full.view_as(full)
 
 
-# name: (what is done, the name of what its gradient takes): one of them, so that it can be differentiated again.
-# gather_of_one: every rank reads the same whole tensor, whose gradient is the same everywhere, not a part.
+# name: (the operation, the name of its gradient's operation): one of them, so that it can be differentiated again.
+# gather_of_one: every rank reads the same tensor, whose gradient is the same everywhere, not a part.
 _WAYS = {
     "gather": (_gathered, "reduce_scatter"),
     "reduce_scatter": (_scattered_sum, "gather"),
@@ -104,43 +104,43 @@ def _run(
 
 
 def gather_from_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
-    """Every rank's rows, one behind the other in the order of the ranks; backward, the sum of the ranks' gradients, of
-    which each gets its rows. For a tensor that each rank then uses in a part of a computation of its own.
+    """Every rank's rows, joined in the order of the ranks; in the backward, each rank gets its rows of the sum of the
+    ranks' gradients. For a tensor that each rank then uses in a part of a computation of its own.
 
     Shapes: inp [n, ...] -> [ranks * n, ...]; in a group of 1 inp itself, as in all of these.
-    Errors, as in all of these: TypeError and ValueError for an inp that is no plain tensor or is on a device that the
-    group has no backend for, RuntimeError for a group that has been destroyed; on the CPU and over gloo, the same
-    ValueError on every rank where shapes or dtypes differ between them.
+    Errors, as in all of these: TypeError and ValueError for an inp that is not a plain tensor or is on a device that
+    the group has no backend for, RuntimeError for a group that has been destroyed; on the CPU and over gloo, the same
+    ValueError on every rank if shapes or dtypes differ between them.
     """
     return _run("gather_from_sequence_parallel_region", "gather", inp, group)
 
 
 def reduce_scatter_to_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
-    """This rank's rows of the sum of every rank's inp; backward, the gradients of all rows, gathered.
+    """This rank's rows of the sum of every rank's inp; in the backward, the gradients of all rows, gathered.
 
-    Shapes: inp [ranks * n, ...] -> [n, ...]. Errors: ValueError where ranks does not divide the rows.
+    Shapes: inp [ranks * n, ...] -> [n, ...]. Errors: ValueError if ranks does not divide the rows.
     """
     return _run("reduce_scatter_to_sequence_parallel_region", "reduce_scatter", inp, group, divides=True)
 
 
 def scatter_to_sequence_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
-    """This rank's rows of inp, which is the same on every rank; backward, the gradients of all rows, gathered.
+    """This rank's rows of inp, which is the same on every rank; in the backward, the gradients of all rows, gathered.
 
-    Shapes: inp [ranks * n, ...] -> [n, ...], in memory of its own. Errors: ValueError where ranks does not divide the
+    Shapes: inp [ranks * n, ...] -> [n, ...], in memory of its own. Errors: ValueError if ranks does not divide the
     rows.
     """
     return _run("scatter_to_sequence_parallel_region", "scatter", inp, group, divides=True)
 
 
 def reduce_from_tensor_model_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
-    """The sum of every rank's inp, in memory of its own; backward, the gradient as it is, which is the same on every
-    rank. For the parts of a product that each rank has made."""
+    """The sum of every rank's inp, in memory of its own; in the backward, the unchanged gradient, which is the same on
+    every rank. For the parts of a product that the ranks have computed."""
     return _run("reduce_from_tensor_model_parallel_region", "reduce", inp, group, dims=0)
 
 
 def copy_to_tensor_model_parallel_region(inp: torch.Tensor, group: object | None = None) -> torch.Tensor:
-    """inp as it is, the same on every rank; backward, the sum of every rank's gradient. For a tensor that each rank
-    then uses in a part of a computation of its own."""
+    """inp unchanged, the same on every rank; in the backward, the sum of every rank's gradient. For a tensor that each
+    rank then uses in a part of a computation of its own."""
     return _run("copy_to_tensor_model_parallel_region", "copy", inp, group, dims=0)
 
 
@@ -156,8 +156,8 @@ class _AddUp(torch.autograd.Function):
 
 
 def add_up_gradient(parameter: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-    """As copy_to_tensor_model_parallel_region, for modules: the group by its name, under torch.compile too, and no
-    question whether the ranks agree."""
+    """As copy_to_tensor_model_parallel_region, for modules: the group by its name, under torch.compile too, and without
+    a comparison of the ranks."""
     return _AddUp.apply(parameter, group, ranks)
 
 

@@ -1,4 +1,4 @@
-"""Named random states beside the default one, and snapshots of all of them. It draws no numbers itself and never waits
+"""Named random states besides the default one, and snapshots of all of them. It draws no numbers itself and never waits
 for a device."""
 
 import threading
@@ -18,7 +18,7 @@ class CudaRNGStatesTracker:
     """Random states by name; inside `fork(name)` the default generator runs on that state.
 
     With CUDA they are states of the CUDA generator of the current device, and fork swaps them by their graph-safe
-    handles, in a capture too (register what get_all_rng_states() returns with the graph first). On a machine without
+    handles, also in a capture (register the result of get_all_rng_states() with the graph first). On a machine without
     CUDA they are states of the CPU generator.
     """
 
@@ -26,7 +26,7 @@ class CudaRNGStatesTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every state."""
+        """Removes every state."""
         self.states_: dict[str, torch.Generator] = {}
         self.seeds_: set[int] = set()
         _add(self)
@@ -36,15 +36,15 @@ class CudaRNGStatesTracker:
         _add(self)
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A snapshot: name -> the bytes of the state. Drawing numbers does not change it; torch.save takes it."""
+        """A snapshot: name -> the bytes of the state. Drawing numbers does not change it; torch.save stores it."""
         states = {name: _C.get_random_state(generator) for name, generator in self.states_.items()}
         name = _drawing["cpu"].name_of(self)
-        if name in states:  # the default generator has a copy of it, and has moved on
+        if name in states:  # the default generator has a copy of it, and has advanced
             states[name] = _C.get_random_state(torch.default_generator)
         return states
 
     def set_states(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
-        """Goes back to a snapshot; generators stay the same objects, so that graphs which know them follow."""
+        """Restores a snapshot; generators stay the same objects, so that graphs with them follow."""
         generators = {}
         for name, state in states.items():
             generators[name] = self.states_.get(name) or _new_generator()
@@ -59,7 +59,7 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Adds the state that seeding the default generator with `seed` would give.
 
-        Errors: ValueError where the seed or the name is already there.
+        Errors: ValueError if a state has the seed or the name.
         """
         if seed in self.seeds_:
             raise ValueError(
@@ -68,7 +68,7 @@ class CudaRNGStatesTracker:
             )
         if name in self.states_:
             raise ValueError(
-                f"CudaRNGStatesTracker.add: argument 'name' is {name!r}, which is already there; wanted a new name, or "
+                f"CudaRNGStatesTracker.add: argument 'name' is {name!r}, which exists already; wanted a new name, or "
                 "reset() first."
             )
         self.states_[name] = _new_generator().manual_seed(seed)
@@ -76,7 +76,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = DEFAULT_NAME) -> Iterator[None]:
-        """Draws from state `name` inside the block, and from where it was before behind it, exceptions included."""
+        """Draws from state `name` inside the block, and from the former state after it, also after an exception."""
         if name not in self.states_:
             raise ValueError(
                 f"CudaRNGStatesTracker.fork: argument 'name' is {name!r}, wanted one of {sorted(self.states_)}; "
@@ -89,10 +89,10 @@ class CudaRNGStatesTracker:
             with self._on_cpu(name):
                 yield
             return
-        device = torch.cuda.current_device()  # which starts CUDA; before that there are no generators
+        device = torch.cuda.current_device()  # initialises CUDA; before that there are no generators
         default = torch.cuda.default_generators[device]
         outside = default.graphsafe_get_state()
-        default.graphsafe_set_state(generator)  # they share one state now: what is drawn moves it on
+        default.graphsafe_set_state(generator)  # they share one state now: each draw advances it
         try:
             with _drawing[device].of(self, name):
                 yield
@@ -101,7 +101,8 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def _on_cpu(self, name: str) -> Iterator[None]:
-        """As above by copies of the bytes: the CPU generator has no handles. Forks nest freely, other trackers' too."""
+        """As above by copies of the bytes: the CPU generator has no handles. Forks nest freely, also of other
+        trackers."""
         before, around = _C.get_random_state(torch.default_generator), _drawing["cpu"].generator()
         if around is not None:
             _C.set_random_state(around, before)
@@ -110,19 +111,19 @@ class CudaRNGStatesTracker:
             with _drawing["cpu"].of(self, name):
                 yield
         finally:
-            if name in self.states_:  # reset() and set_states() may have taken it away
+            if name in self.states_:  # reset() and set_states() may have removed it
                 _C.set_random_state(self.states_[name], _C.get_random_state(torch.default_generator))
             _C.set_random_state(torch.default_generator, before if around is None else _C.get_random_state(around))
 
 
 class _Drawing:
-    """Of one default generator: the forks that it is in, each a tracker and a name, or nobody's."""
+    """Of one default generator: the forks that it is in, each a tracker and a name, or None."""
 
     def __init__(self) -> None:
         self.forks: list[tuple[CudaRNGStatesTracker | None, str | None]] = []
 
     def name_of(self, tracker: object) -> str | None:
-        """Which of this tracker's states is drawn from."""
+        """The name of this tracker's state that is drawn from."""
         found, name = self.forks[-1] if self.forks else (None, None)
         return name if found is tracker else None
 
@@ -136,7 +137,7 @@ class _Drawing:
         self.forks.append(fork := (tracker, name))
         try:
             yield
-        finally:  # the last one, but where threads have forked one generator beside each other
+        finally:  # the last one, unless threads have forked one generator concurrently
             del self.forks[max(i for i, each in enumerate(self.forks) if each is fork)]
 
 
@@ -146,12 +147,12 @@ _drawing: defaultdict[str | int, _Drawing] = defaultdict(_Drawing)
 
 @contextmanager
 def _in_no_fork() -> Iterator[None]:
-    """Whichever one this runs in. States are the caller's to put back behind it."""
+    """For the device of the current code. The caller restores the states afterwards."""
     with ExitStack() as stack:
         stack.enter_context(_drawing["cpu"].of(None, None))
         if torch.cuda.is_initialized():
             device = torch.cuda.current_device()
-            if _drawing[device].generator() is not None:  # whose state the default generator shares
+            if _drawing[device].generator() is not None:  # the default generator shares its state
                 default = torch.cuda.default_generators[device]
                 stack.callback(default.graphsafe_set_state, default.graphsafe_get_state())
                 default.graphsafe_set_state(torch.Generator(default.device))
@@ -173,13 +174,13 @@ def _add(tracker: CudaRNGStatesTracker) -> None:
 
 
 def trackers() -> list[CudaRNGStatesTracker]:
-    """Every tracker there is."""
+    """All existing trackers."""
     with _adding:
         return list(_trackers)
 
 
 def trackers_of(modules: Iterable[torch.nn.Module]) -> list:
-    """Every tracker there is, and those that the modules were given, which may be of a caller's own class."""
+    """All existing trackers, and those that modules were given, which may be of a caller's own class."""
     found: list = trackers()
     for module in modules:
         for part in module.modules():
@@ -190,8 +191,8 @@ def trackers_of(modules: Iterable[torch.nn.Module]) -> list:
 
 
 def get_all_rng_states() -> dict[str, torch.Generator]:
-    """Name -> live generator, of every tracker there is: what a CUDA graph has to be told before its capture
-    (`graph.register_generator_state`). Where several trackers use a name, it is numbered: "name", "name (2)"."""
+    """Name -> live generator, of all existing trackers: register them with a CUDA graph before its capture
+    (`graph.register_generator_state`). A name of several trackers is numbered: "name", "name (2)"."""
     states: dict[str, torch.Generator] = {}
     for tracker in trackers():
         for name, generator in tracker.states_.items():
@@ -204,7 +205,7 @@ def get_all_rng_states() -> dict[str, torch.Generator]:
 
 
 class _Guard(threading.local):
-    active = False  # on this thread nothing may be drawn
+    active = False  # this thread may draw nothing
 
 
 _guard = _Guard()
@@ -213,25 +214,25 @@ _guard = _Guard()
 def _drawn() -> NotImplementedError:
     return NotImplementedError(
         "checkpoint: its function draws random numbers inside a CUDA graph's capture, where the states of the "
-        "generators cannot be noted for the second run; that is not available in this version. Capture it without "
+        "generators cannot be recorded for the second run; that is not available in this version. Capture it without "
         "dropout, or without checkpoint."
     )
 
 
-# By device: a generator that no graph knows, so that torch refuses to draw from it in a capture. Made before one.
+# By device: a generator without a graph, so that torch refuses to draw from it in a capture. Made before a capture.
 _unknown: dict[int, torch.Generator] = {}
 
 
 def prepare_no_draws() -> None:
-    """To be called before a capture on the current device in which NoDraws is used."""
+    """Call it before a capture on the current device in which NoDraws is used."""
     device = torch.cuda.current_device()
     if device not in _unknown:
         _unknown[device] = torch.Generator(torch.device("cuda", device))
 
 
 class NoDraws:
-    """Takes a Snapshot's place inside a CUDA graph's capture, where no state can be read: what runs inside may draw no
-    numbers, so that running it again draws the same.
+    """Replaces a Snapshot inside a CUDA graph's capture, where no state can be read: the code inside may draw no
+    numbers, so that a second run gives the same result.
 
     Errors: NotImplementedError without prepare_no_draws()."""
 
@@ -241,8 +242,8 @@ class NoDraws:
         if device not in _unknown:
             raise NotImplementedError(
                 "checkpoint: called inside a CUDA graph's capture that make_graphed_callables did not begin, where the "
-                "states of the random generators cannot be noted; that is not available in this version. Capture with "
-                "make_graphed_callables, or without checkpoint."
+                "states of the random generators cannot be recorded; that is not available in this version. Capture "
+                "with make_graphed_callables, or without checkpoint."
             )
         default = torch.cuda.default_generators[device]
         outside, before = default.graphsafe_get_state(), _guard.active
@@ -260,7 +261,7 @@ class NoDraws:
 
 
 class AsTheyCome:
-    """Takes a Snapshot's place where nobody asks for the same numbers again: nothing is noted or put back."""
+    """Replaces a Snapshot if the same numbers are not needed again: nothing is recorded or restored."""
 
     @staticmethod
     def replayed() -> AbstractContextManager[None]:
@@ -268,9 +269,8 @@ class AsTheyCome:
 
 
 class Snapshot:
-    """The random states that a block of work may draw from, as they are now: the CPU's, CUDA's on the devices of
-    `tensors`, `devices` and the current one (where CUDA is in use), and those of a tracker with get_states and
-    set_states."""
+    """The present random states that a block of work may draw from: the CPU's, CUDA's on the devices of `tensors`,
+    `devices` and the current one (if CUDA is in use), and those of a tracker with get_states and set_states."""
 
     def __init__(
         self, tensors: Iterable[torch.Tensor] = (), tracker: object | None = None, devices: Iterable[int] = ()
@@ -285,13 +285,13 @@ class Snapshot:
         self.tracked = None if tracker is None else tracker.get_states()
         devices = ["cpu", *([torch.cuda.current_device()] if self.cuda else [])]
         names = [_drawing[device].name_of(tracker) for device in devices] if tracker is not None else []
-        self.inside = next((name for name in names if name is not None), None)  # the tracker's fork that it is made in
+        self.inside = next((name for name in names if name is not None), None)  # the tracker's present fork
 
     def _now(self) -> "Snapshot":
         return Snapshot((), self.tracker, self.cuda)
 
     def restore(self) -> None:
-        """Every state is as it was."""
+        """Restores every state."""
         _C.set_random_state(torch.default_generator, self.cpu)
         for index, state in self.cuda.items():
             _C.set_random_state(torch.cuda.default_generators[index], state)
@@ -300,8 +300,8 @@ class Snapshot:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, numbers are drawn as they were from here on, in the tracker's fork that it was made in; behind it, as
-        if the block had drawn none."""
+        """Inside, numbers are drawn from the states of the snapshot, in the tracker's fork of that time; afterwards the
+        states are as if the block had drawn nothing."""
         now = self._now()
         try:
             with _in_no_fork():

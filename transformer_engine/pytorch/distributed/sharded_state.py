@@ -1,6 +1,5 @@
-"""State dicts of tensor-parallel modules as DTensors, so that a checkpoint of one number of ranks loads at another.
-What a rank holds of a parameter is told by the marks on it; nothing is saved, read or resharded here: that is torch's
-distributed checkpoint's."""
+"""State dicts of tensor-parallel modules as DTensors, so that a checkpoint of one number of ranks loads at another. The
+marks on a parameter define this rank's part of it; torch's distributed checkpoint saves, reads and reshards."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ _DIMENSION = "tp"
 
 
 class _Held(NamedTuple):
-    """A parameter as this rank holds it. dim: along which its ranks' parts lie behind each other, None where each has
-    the whole; parts: names and sizes along `along` of what is stacked in it, each of them cut by itself."""
+    """A parameter as this rank holds it. dim: the dimension along which the ranks' parts are joined, None if each rank
+    has all of it; parts: names and sizes along `along` of stacked parts, each of them cut by itself."""
 
     name: str
     parameter: torch.Tensor
@@ -35,18 +34,18 @@ class _Held(NamedTuple):
 
 
 def tensor_parallel_state_dict(module: torch.nn.Module, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """module.state_dict(), whose tensor-parallel parameters are DTensors over the mesh: of one dimension, or its
-    dimension "tp"; None where there is one rank and no torch.distributed, which has the same keys and plain tensors.
+    """module.state_dict() with its tensor-parallel parameters as DTensors over the mesh: of one dimension, or its
+    dimension "tp"; None with one rank and without torch.distributed, which gives the same keys and plain tensors.
 
-    Parameters marked tensor_model_parallel are Shard(partition_dim); all others are equal on every rank and plain. What
-    one parameter stacks goes apart, under names of its own, at every number of ranks: the two halves of a gated
-    LayerNormMLP's fc1 ("fc1_weight.gate", "fc1_weight.up"), the parts of a MultiheadAttention's fused, not interleaved
-    projection ("weight.query", ...), and partition_stride equal parts ("weight.0", ...).
+    Parameters marked tensor_model_parallel are Shard(partition_dim); all others are equal on every rank and plain. The
+    stacked parts of a parameter are separate entries with names of their own, at every number of ranks: the two halves
+    of a gated LayerNormMLP's fc1 ("fc1_weight.gate", "fc1_weight.up"), the parts of a MultiheadAttention's fused, not
+    interleaved projection ("weight.query", ...), and partition_stride equal parts ("weight.0", ...).
     Each tensor shares the parameter's memory, so that torch.distributed.checkpoint.load(state) writes into the module;
-    load_tensor_parallel_state_dict(module, state) behind it takes what does not: _extra_state, and parameters that
-    FSDP2 shards, which are gathered here over its mesh (on all of its ranks). What FSDP2 shards has lost its marks:
-    those that this library's modules declare are known, others are to be set again. The scales of delayed scaling in
-    _extra_state are one rank's.
+    load_tensor_parallel_state_dict(module, state) afterwards loads the rest: _extra_state, and parameters that FSDP2
+    shards, which are gathered here over its mesh (on all of its ranks). Parameters that FSDP2 shards have lost their
+    marks: those that this library's modules declare are restored, others must be set again. The scales of delayed
+    scaling in _extra_state belong to one rank.
     Errors: TypeError for what is no module or mesh; ValueError for a mesh without "tp", or one of another size than
     the module's tp_size; NotImplementedError for quantized parameters.
     """
@@ -86,7 +85,7 @@ def load_tensor_parallel_state_dict(module: torch.nn.Module, state_dict: Mapping
 
 
 def _assembled(h: _Held, given: list[torch.Tensor]) -> torch.Tensor:
-    """The parameter's new value of its parts, as the parameter lies."""
+    """The parameter's new value from its parts, sharded like the parameter."""
     if not is_sharded(h.parameter):
         own = h.pieces(h.parameter.detach())
         if all(map(_is_same, given, own)):
@@ -94,8 +93,8 @@ def _assembled(h: _Held, given: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(given, h.along) if h.parts else given[0]
     values = torch.cat(given, h.along) if h.parts else given[0]
     if values.shape != h.parameter.shape:
-        return values  # load_state_dict says what is wrong
-    from torch.distributed.tensor import distribute_tensor  # whose import takes as long as half of torch's
+        return values  # load_state_dict raises for them
+    from torch.distributed.tensor import distribute_tensor  # its import takes as long as half of torch's
 
     lies = h.parameter.device_mesh, h.parameter.placements
     return distribute_tensor(values, *lies, src_data_rank=None)
@@ -131,11 +130,11 @@ def _dimension(op: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh[_DIMENSION]
 
 
-# ---- what this rank holds ----
+# ---- this rank's part ----
 
 
 def _held(op: str, module: torch.nn.Module, ranks: int | None) -> Iterator[_Held]:
-    """Every parameter, under each of its names. ranks: what the marks are compared with; None: with nothing."""
+    """Every parameter, under each of its names. ranks: compared with the marks; None: without a comparison."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{op}: argument 'module' is a {type(module).__name__}, wanted a torch.nn.Module.")
     stacked = _stacked(module)
@@ -184,7 +183,7 @@ def _check_ranks(
     if dim is None and unsaid and isinstance(size, int) and size > 1:
         raise ValueError(
             f"{op}: parameter '{name}' is of a {type(owner).__name__} with tp_size {size} and without "
-            "set_parallel_mode, so that nothing says how it is cut; build it with set_parallel_mode=True."
+            "set_parallel_mode, so its division is undefined; build it with set_parallel_mode=True."
         )
 
 

@@ -1,5 +1,5 @@
-"""Parameters that stack several, each of which is cut over the ranks by itself. The modules that have such tell it
-here, each from a file of its own; no module is known."""
+"""Parameters that stack several parts, each of which is cut over the ranks by itself. Modules with such parameters
+register them here; this file imports no module."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch
 
 
 class Stack(NamedTuple):
-    """owner: whose parameters these are. shares: of the rows of each, by the name of the part, in their order."""
+    """owner: the module with these parameters. shares: of the rows of each, by the name of the part, in order."""
 
     owner: torch.nn.Module
     parameters: tuple[str, ...]
@@ -19,7 +19,7 @@ _told: dict[type, Callable[[torch.nn.Module], Iterator[Stack]]] = {}
 
 
 def tells_stacks(kind: type) -> Callable:
-    """Around a function that gives the stacks of a module of that class."""
+    """Decorates a function that returns the stacks of a module of that class."""
 
     def tell(stacks: Callable[[torch.nn.Module], Iterator[Stack]]) -> Callable:
         _told[kind] = stacks
@@ -29,7 +29,7 @@ def tells_stacks(kind: type) -> Callable:
 
 
 def stacks_of(module: torch.nn.Module) -> Iterator[Stack]:
-    """Of the module, those of its submodules only where it says so itself."""
+    """The stacks of the module; those of its submodules only if the module's own function returns them."""
     for kind, stacks in _told.items():
         if isinstance(module, kind):
             yield from stacks(module)

@@ -19,7 +19,7 @@ _OP = "symmetric_all_reduce"
 _TYPES = ("one_shot", "two_shot")
 _LATER = "multimem_all_reduce"
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-_ALIGN = 16  # bytes that the kernels move at once
+_ALIGN = 16  # bytes that the kernels move together
 
 # (group, device, dtype) -> memory that every rank of the group sees. Calls of one group follow each other on one
 # stream, and each kernel ends when every rank has read.
@@ -34,12 +34,12 @@ def symmetric_all_reduce(
 ) -> tuple[torch.Tensor, object | None]:
     """The sum of every rank's inp, in a tensor of its own; inp is not written. With one rank inp itself.
 
-    all_reduce_type: "one_shot" (each rank reads all of every rank's: for small tensors) or "two_shot" (each reads its
-    share, then the others' sums). On CUDA by torch's kernels over symmetric memory, in float32 or bfloat16, without
-    autograd; on the CPU, where there is no such memory, both are torch.distributed's all-reduce.
-    Returns (sum, work); work is None unless async_op, and the sum is there after work.wait().
+    all_reduce_type: "one_shot" (each rank reads all data of every rank: for small tensors) or "two_shot" (each reads
+    its share, then the others' sums). On CUDA by torch's kernels over symmetric memory, in float32 or bfloat16, without
+    autograd; on the CPU, which has no such memory, both are torch.distributed's all-reduce.
+    Returns (sum, work); work is None unless async_op, and the sum is valid after work.wait().
     Errors: NotImplementedError for "multimem_all_reduce", the default (multicast is not used here); ValueError for
-    another type, dtype or device; RuntimeError where the devices do not reach each other.
+    another type, dtype or device; RuntimeError if the devices do not reach each other.
     """
     if all_reduce_type == _LATER:
         raise NotImplementedError(
@@ -54,7 +54,7 @@ def symmetric_all_reduce(
         return inp, None
     group = dist.group.WORLD if tp_group is None else tp_group
     check_device(_OP, "inp", inp, group)
-    if inp.device.type == "cpu":  # elsewhere the group carries nothing
+    if inp.device.type == "cpu":  # for other devices the group sends nothing
         check_agreement(_OP, inp, group)
     with torch.no_grad():
         if not inp.numel():
@@ -93,7 +93,7 @@ def _by_kernels(inp: torch.Tensor, group: dist.ProcessGroup, ranks: int, kind: s
 
 
 def _shared(count: int, inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """So many elements that every rank sees; every rank asks for the same, so that they grow together."""
+    """So many elements that every rank sees; all ranks request the same number, so that their memory grows together."""
     key = group, inp.device, inp.dtype
     found = _staging.get(key)
     if found is None or found.numel() < count:

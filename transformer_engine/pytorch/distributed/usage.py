@@ -1,5 +1,5 @@
-"""Memory that tensor parallelism holds for receiving: pooled buffers of calls (csrc/core/comm_buffer_pool.h), and slots
-that peers push to (csrc/distributed/peer.h)."""
+"""Memory that tensor parallelism holds for received data: pooled buffers of calls (csrc/core/comm_buffer_pool.h), and
+slots that peers push to (csrc/distributed/peer.h)."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from transformer_engine.pytorch.distributed.peer import channels_of
 
 
 class CommUsage(NamedTuple):
-    """bytes: of all slots; slots: how many there are; leased: how many of them a call has just now."""
+    """bytes: of all slots; slots: their number; leased: the number that calls use at present."""
 
     bytes: int
     slots: int
@@ -19,10 +19,10 @@ class CommUsage(NamedTuple):
 
 
 def comm_usage(group: dist.ProcessGroup | None = None) -> CommUsage:
-    """The slots in which layers over `group` (None: the default one) receive what they gather and add up.
+    """The slots in which layers over `group` (None: the default one) receive the rows that they gather and add up.
 
-    They grow to the largest call and do not depend on the number of layers; te.destroy_ub() frees those that nobody
-    has, but for what peers push to. Errors: TypeError for what is no group, RuntimeError for one that was destroyed.
+    They grow to the largest call and do not depend on the number of layers; te.destroy_ub() frees those that no call
+    uses, except slots that peers push to. Errors: TypeError unless it is a group, RuntimeError for a destroyed one.
     """
     if ranks_of("comm_usage", "group", group) == 1:
         return CommUsage(0, 0, 0)

@@ -1,6 +1,6 @@
-"""User buffers: the names by which clients say beforehand which tensors tensor-parallel communication will move.
-Modules find their own memory; what is said is checked and kept as a note, by which channels to peers make their memory
-at their first call (distributed/peer.py)."""
+"""User buffers: the names by which clients announce the tensors of tensor-parallel communication. Modules allocate
+their own memory; the announcement is checked and stored, and channels to peers size their memory by it at their first
+call (distributed/peer.py)."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -16,14 +16,14 @@ _BACKENDS = (None, "gloo", "nccl", "mpi")
 
 
 class UserBufferQuantizationMode(Enum):
-    """What a buffer holds."""
+    """The data in a buffer."""
 
     NONE = "none"
     FP8 = "fp8"
 
 
 class Reservation(NamedTuple):
-    """What initialize_ub was told: of all ranks together, [tokens, hidden]; options by layer, for each mode."""
+    """The arguments of initialize_ub: of all ranks together, [tokens, hidden]; options by layer, for each mode."""
 
     shape: tuple[int, int]
     tp_size: int
@@ -35,7 +35,7 @@ _reserved: Reservation | None = None
 
 
 def reservation() -> Reservation | None:
-    """What the last initialize_ub was told; None behind destroy_ub."""
+    """The arguments of the last initialize_ub; None after destroy_ub."""
     return _reserved
 
 
@@ -48,13 +48,13 @@ def initialize_ub(
     ub_cfgs: dict | list[dict] | None = None,
     bootstrap_backend: str | None = None,
 ) -> None:
-    """Notes what will be communicated; allocates and communicates nothing, and needs no torch.distributed. Layers with
-    tp_overlap="chunked" whose ranks have not met yet make memory of that size when they do.
+    """Stores the sizes of later communication; allocates and communicates nothing, and needs no torch.distributed.
+    Layers with tp_overlap="chunked" whose ranks have not met yet allocate memory of that size when they do.
 
     shape: [tokens of all ranks, hidden]. quantization_modes: of the buffers, by default FP8 with use_fp8 and NONE
     without. ub_cfgs: {layer: {option: value}}, one for all modes or a list of one each; options are hints, and change
     nothing here. bootstrap_backend: "gloo", "nccl", "mpi" or None; nothing is bootstrapped. A second call replaces the
-    first one's note. Errors: ValueError, TypeError for what these cannot be; nothing is noted then.
+    first one. Errors: ValueError, TypeError for invalid arguments; nothing is stored then.
     """
     global _reserved
     sizes = tuple(shape) if isinstance(shape, (list, tuple, torch.Size)) else ()
@@ -64,8 +64,8 @@ def initialize_ub(
         raise ValueError(f"{_OP}: argument 'tp_size' is {tp_size!r}, wanted an integer of at least 1.")
     if sizes[0] % tp_size:
         raise ValueError(
-            f"{_OP}: argument 'shape' is {shape!r}, wanted tokens that tp_size {tp_size} divides; give those of all "
-            "ranks together."
+            f"{_OP}: argument 'shape' is {shape!r}, wanted tokens that tp_size {tp_size} divides; pass the tokens of "
+            "all ranks together."
         )
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"{_OP}: argument 'dtype' is {dtype!r}, wanted a floating-point torch.dtype.")
@@ -110,8 +110,8 @@ def _configurations(given: object, modes: int) -> list[Mapping[str, Mapping[str,
 
 
 def destroy_ub() -> None:
-    """Forgets what initialize_ub was told, and frees the memory in which layers receive, as far as no call has it. What
-    a call wants behind that is allocated again."""
+    """Drops the arguments of initialize_ub, and frees the memory in which layers receive, unless a call uses it. Later
+    calls allocate it again."""
     global _reserved
     _reserved = None
     _C.let_go_of_leases()

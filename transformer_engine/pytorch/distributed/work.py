@@ -1,17 +1,17 @@
-"""What collectives return with async_op beside torch.distributed's own: wait() on it before the result is read."""
+"""Results of collectives with async_op besides torch.distributed's own: call wait() before the result is read."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 
 class Work:
-    """Several collectives and what is to be done behind them, which the first wait() does."""
+    """Several collectives and the steps after them, which the first wait() runs."""
 
     def __init__(self, started: Sequence[Any] = (), finish: Callable[[], object] | None = None) -> None:
         self._started, self._finish = list(started), finish
 
     def wait(self, timeout: Any = None) -> bool:
-        """timeout: as torch.distributed takes it, of each of the collectives."""
+        """timeout: for each of the collectives, in torch.distributed's form."""
         for work in self._started:
             work.wait() if timeout is None else work.wait(timeout)
         finish, self._started, self._finish = self._finish, [], None

@@ -1,5 +1,5 @@
-"""Options of a group of parameters: what no step can take is refused, and a capturable optimizer's step and lr are put
-on the group's device. Nothing is stepped here."""
+"""Options of a group of parameters: invalid ones are refused, and a capturable optimizer's step and lr are placed on
+the group's device. Nothing is stepped here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refuse_amsgrad(op: str, amsgrad: object) -> None:
 
 
 def check_has(op: str, group: Mapping[str, Any], *names: str) -> None:
-    """Raises ValueError for a group without one of these, NotImplementedError for one that turns the step around."""
+    """Raises ValueError for a group without one of these, NotImplementedError for one that maximizes."""
     missing = [name for name in names if name not in group]
     if missing:
         raise ValueError(f"{op}: a group has no {missing}, wanted {list(names)}; optimizer.defaults has them.")
@@ -35,7 +35,7 @@ def check_has(op: str, group: Mapping[str, Any], *names: str) -> None:
 
 
 def check_group(op: str, group: Mapping[str, Any]) -> None:
-    """Raises ValueError for an option that no step can take, NotImplementedError for one of another optimizer."""
+    """Raises ValueError for an invalid option, NotImplementedError for one of another optimizer."""
     check_has(op, group, "lr", "bias_correction", "betas", "eps", "weight_decay")
     refuse_amsgrad(op, group.get("amsgrad"))
     for name, at_least in (("lr", -math.inf), ("eps", 0.0), ("weight_decay", -math.inf)):
@@ -49,7 +49,7 @@ def check_group(op: str, group: Mapping[str, Any]) -> None:
             )
     step = group.get("step", 0)
     if not ((isinstance(step, torch.Tensor) and step.numel() == 1) or (isinstance(step, (int, float)) and step >= 0)):
-        raise ValueError(f"{op}: a group's 'step' is {step!r}, wanted the number of steps that it has taken.")
+        raise ValueError(f"{op}: a group's 'step' is {step!r}, wanted the number of its past steps.")
     betas = group["betas"]
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
         raise ValueError(f"{op}: argument 'betas' is {betas!r}, wanted two numbers in [0, 1).")
@@ -60,7 +60,7 @@ def _is_capturable_on(device: torch.device) -> bool:
 
 
 def device_of(group: Mapping[str, Any], lr: Any) -> torch.device:
-    """Where a capturable group's step and lr lie. lr: the one before, which a group without parameters stays with.
+    """The device of a capturable group's step and lr. lr: the present one, which a group without parameters keeps.
     Errors: ValueError for a CPU tensor, and for several devices."""
     devices = {local_of(p).device for p in group["params"]}
     for device in devices:
@@ -69,7 +69,7 @@ def device_of(group: Mapping[str, Any], lr: Any) -> torch.device:
     if len(devices) > 1:
         raise ValueError(
             f"{OP}: argument 'capturable' is True with a group on {sorted(map(str, devices))}, wanted one device a "
-            "group, where its step and lr lie; make a group for each."
+            "group for its step and lr; make a group for each."
         )
     if devices:
         return devices.pop()
@@ -81,9 +81,9 @@ def device_of(group: Mapping[str, Any], lr: Any) -> torch.device:
 def put_on_device(
     groups: Sequence[dict[str, Any]], index: int, lrs: dict[int, torch.Tensor], before: Mapping[str, Any] | None = None
 ) -> None:
-    """The lr and step of a capturable optimizer's group as tensors on its device. A number becomes the value of the
-    tensor that was there: captured steps read that. lrs: those of all groups, as they were put there; before: the group
-    that a loaded one takes the place of."""
+    """Makes the lr and step of a capturable optimizer's group tensors on its device. A number becomes the value of the
+    former tensor: captured steps read that. lrs: those of all groups, as the optimizer placed them; before: the group
+    that a loaded one replaces."""
     group, kept = groups[index], lrs.get(index)
     lr, step = group["lr"], group.get("step", 0)
     param_device = group["params"] and local_of(group["params"][0]).device
@@ -91,12 +91,12 @@ def put_on_device(
         return
     old = before or {"lr": kept, "step": None}
     device = device_of(group, old["lr"])
-    if device.type == "meta":  # not anywhere yet
+    if device.type == "meta":  # without memory yet
         return
     if stream_captures():
         raise ValueError(
             f"{OP}: a group's 'lr' is {lr!r} while a step is being captured, wanted the tensor that the optimizer has "
-            "put there, with its value set before the capture: group['lr'].fill_(...)."
+            "placed in the group, with its value set before the capture: group['lr'].fill_(...)."
         )
     loaded = before is not None
     group["lr"] = lrs[index] = _one(lr, old["lr"], torch.float32, device, loaded)
@@ -104,7 +104,7 @@ def put_on_device(
 
 
 def _one(value: Any, old: Any, dtype: torch.dtype, device: torch.device, loaded: bool) -> torch.Tensor:
-    """value as a tensor: itself; or old's memory with a new value, for a number or one that was loaded."""
+    """value as a tensor: itself; or for a number or a loaded value, old's memory with that value."""
     reusable = isinstance(old, torch.Tensor) and old.dtype is dtype and old.device == device
     if isinstance(value, torch.Tensor):
         value = value.view(1) if dtype is torch.int32 and value.dim() == 0 else value

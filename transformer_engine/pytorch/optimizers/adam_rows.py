@@ -1,6 +1,6 @@
-"""A step of rows of an FP8 weight whose scale is known before: they are written in the pass by the scale that the
-recipe has for the whole weight, and every other row keeps its values under it. Frameworks that spread a weight's
-elements over ranks step such rows, the same scale on each. No arithmetic of Adam is here."""
+"""A step of rows of an FP8 weight whose scale is known before: the pass writes them by the recipe's scale for the whole
+weight, and every other row keeps its values under that scale. Frameworks that divide a weight's elements over ranks
+step such rows, with the same scale on each. No arithmetic of Adam is here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformer_engine.pytorch.tensor import Float8Tensor, engine
 
 
 class StepOfRows:
-    """All rows of one weight that a step writes. scale_inv: what the step makes, beside the weight's own, which tells
-    what the other rows hold."""
+    """All rows of one weight that a step writes. scale_inv: the step's, while the weight's own still describes the
+    other rows."""
 
     def __init__(self, rows: Float8Tensor) -> None:
         self.weight: Float8Tensor = rows._rows_of[0]
@@ -19,8 +19,8 @@ class StepOfRows:
         self.parts: list[Float8Tensor] = []
 
     def complete(self, noop: torch.Tensor | None) -> Float8Tensor:
-        """The whole weight, with bytes and scale that belong to each other again; where noop says that the pass wrote
-        nothing, with those that it had."""
+        """The whole weight, with matching bytes and scale again; if noop tells that the pass wrote nothing, with the
+        former ones."""
         weight = self.weight
         places = [slice(p._rows_of[1], p._rows_of[1] + p.numel()) for p in self.parts]
         if sum(part.numel() for part in self.parts) < weight.numel():

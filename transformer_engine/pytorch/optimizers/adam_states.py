@@ -1,5 +1,5 @@
-"""How FusedAdam keeps a state: float32 or bfloat16 as it is, float16 and E4M3 (uint8) as value / scale, low halves of
-masters as int16; of plain, sharded (DTensor) and quantized parameters. Nothing is stepped here."""
+"""The formats of FusedAdam's states: float32 or bfloat16 unchanged, float16 and E4M3 (uint8) as value / scale, low
+halves of masters as int16; of plain, sharded (DTensor) and quantized parameters. Nothing is stepped here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.tensor import (
 
 EXP_AVG, EXP_AVG_SQ, MASTER = "exp_avg", "exp_avg_sq", "master_param"
 
-# The largest magnitude that a scaled state holds: scale = amax / it; and the smallest beside 0.
+# The largest magnitude in a scaled state: scale = amax / it; and the smallest besides 0.
 RANGES = {torch.float16: 32752.0, torch.uint8: 448.0}
 _LEAST = {torch.float16: 2.0**-24, torch.uint8: 2.0**-9}
 MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
@@ -30,7 +30,7 @@ State = dict[str, torch.Tensor]
 
 
 def new_state(param: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(zeros as param lies, what a scaled state has beside it: its scale and a place for maxima)."""
+    """(zeros in param's layout, and for a scaled state its scale and memory for maxima)."""
     local = local_of(param)
     if isinstance(local, QuantizedTensor):
         value = torch.zeros(local.shape, dtype=dtype, device=local.device)
@@ -51,7 +51,7 @@ def lies_as(value: torch.Tensor, param: torch.Tensor) -> bool:
 
 
 def read(value: torch.Tensor, pair: torch.Tensor | None) -> torch.Tensor:
-    """In float32; remainders as they are."""
+    """In float32; remainders unchanged."""
     if is_sharded(value):
         return as_lies(value, read(value._local_tensor, pair))
     if value.dtype in (torch.float32, torch.int16):
@@ -61,7 +61,7 @@ def read(value: torch.Tensor, pair: torch.Tensor | None) -> torch.Tensor:
 
 
 def write(name: str, value: torch.Tensor, pair: torch.Tensor | None, given: torch.Tensor) -> None:
-    """value, the state of that name, and its scale become `given`. What read() gave comes back to the bit."""
+    """Sets value, the state of that name, and its scale to `given`. A result of read() is restored to the bit."""
     value, given = local_of(value), local_of(given)
     if pair is None or given.dtype is torch.uint8:
         value.copy_(given)
@@ -71,7 +71,7 @@ def write(name: str, value: torch.Tensor, pair: torch.Tensor | None, given: torc
     given = given.to(value.device, torch.float32)
     pair[0] = scale = _scale_of(given, RANGES[value.dtype])  # (amax / range) * range / range: the same to the bit
     x = given / scale
-    if name == EXP_AVG_SQ:  # as the kernel: none but 0 becomes 0
+    if name == EXP_AVG_SQ:  # as in the kernel: only 0 becomes 0
         x = torch.where(given > 0, x.clamp_min(_LEAST[value.dtype]), x)
     if value.dtype is torch.uint8:
         x = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -79,14 +79,14 @@ def write(name: str, value: torch.Tensor, pair: torch.Tensor | None, given: torc
 
 
 def _scale_of(x: torch.Tensor, largest: float) -> torch.Tensor:
-    """As the kernel makes it: of what is no NaN, by one rounding (CUDA divides by numbers, not by tensors, in two)."""
+    """As the kernel computes it: ignoring NaN, with one rounding (CUDA divides by numbers, not by tensors, in two)."""
     amax = x.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax() if x.numel() else x.new_zeros(())
     scale = (amax / torch.full_like(amax, largest)).clamp_min(torch.finfo(torch.float32).tiny)
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
 
 
 def apart(given: torch.Tensor, own: torch.Tensor, written: Set[tuple]) -> torch.Tensor:
-    """given, or a copy where it lies in memory that is written before it is read. own: what takes its values."""
+    """given, or a copy if it shares memory that is written before it is read. own: the destination of its values."""
     local, target = local_of(given), local_of(own)
     return given if memory_key(local) not in written or _same_memory(local, target) else local.clone()
 
@@ -105,8 +105,8 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def first_master(param: torch.Tensor) -> torch.Tensor:
-    """The float32 values that a master begins with: those that a quantized weight was made of, where they are kept and
-    still are what it holds, else its own."""
+    """The initial float32 values of a master: those that a quantized weight was made from, if they are kept and the
+    weight still holds them, otherwise the weight's own."""
     local = local_of(param)
     if not isinstance(local, QuantizedTensor):
         return local.detach().float()
@@ -119,14 +119,14 @@ def first_master(param: torch.Tensor) -> torch.Tensor:
     if bounds is not None:
         low, high = bounds
         return kept if bool(((low <= values) & (values <= high)).all()) else values
-    # No format of 8 bits is further off: 2^-3 of a value, and below its normal numbers 2^-8 of the largest.
+    # No format of 8 bits has a larger error: 2^-3 of a value, and below its normal numbers 2^-8 of the largest.
     near = 2.0**-3 * kept.abs() + 2.0**-8 * (kept.abs().amax() if kept.numel() else 0.0)
     return kept if bool(((kept - values).abs() <= near).all()) else values
 
 
 def _rounding_bounds(local: QuantizedTensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Between what the weight's values lie if it was made of `kept`; None where that cannot be told. By one scale for
-    all it is its inverse that the weight has, and the scale that is made of it may be off by its last bit."""
+    """The bounds of the weight's values if it was made from `kept`; None if that is undecidable. With one scale for all
+    the weight stores its inverse, and the scale computed from it may be off by its last bit."""
     if isinstance(local, Float8Tensor) and local._data is not None:
 
         def held(values: torch.Tensor) -> torch.Tensor:
@@ -142,13 +142,13 @@ def _rounding_bounds(local: QuantizedTensor, kept: torch.Tensor) -> tuple[torch.
     return None
 
 
-# ---- what a checkpoint brings ----
+# ---- states of a checkpoint ----
 
 
 def check_loaded(
     op: str, index: object, param: torch.Tensor, given: Mapping, wanted: Mapping[str, torch.dtype]
 ) -> None:
-    """Raises ValueError unless `given` is a state of param. wanted: name -> the dtype that is kept."""
+    """Raises ValueError unless `given` is a state of param. wanted: name -> the dtype in memory."""
     if set(given) != set(wanted):
         raise ValueError(
             f"{op}: the state of parameter {index} has {sorted(map(str, given))}, wanted {sorted(wanted)}; load it "
@@ -159,14 +159,12 @@ def check_loaded(
 
 
 def check_value(op: str, what: str, param: torch.Tensor, value: object, kept: torch.dtype) -> None:
-    """Raises ValueError unless value can become a state of param that is kept as `kept`."""
+    """Raises ValueError unless value can become a state of param that is stored as `kept`."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{op}: {what} is {value!r}, wanted a tensor.")
     like = param if is_sharded(value) else local_of(param)
     if value.shape != like.shape or (is_sharded(value) and value.placements != getattr(param, "placements", None)):
-        raise ValueError(
-            f"{op}: {what} has shape {list(value.shape)}, wanted {list(like.shape)}, cut as its weight is."
-        )
+        raise ValueError(f"{op}: {what} has shape {list(value.shape)}, wanted {list(like.shape)}, cut like its weight.")
     if kept is torch.int16:
         allowed, words = (torch.int16,), "int16: masters are kept as remainders"
     else:

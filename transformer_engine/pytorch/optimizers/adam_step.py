@@ -1,5 +1,5 @@
-"""A step of FusedAdam: parameters are sorted by how they are stepped, everything is looked at, then all is carried out.
-Parameters that are plain tensors are looked at by the extension alone."""
+"""A step of FusedAdam: parameters are sorted by the kind of their step, everything is checked, then everything is
+written. The extension alone checks plain tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from transformer_engine.pytorch.optimizers.adam_states import MASTER, State
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor, QuantizedTensor, engine, layout
 from transformer_engine.pytorch.tensor.many import quantize_all
 
-_ROUNDED_BYTES = 64 << 20  # of masters that are rounded to their weights' dtype at a time
+_ROUNDED_BYTES = 64 << 20  # of masters that are rounded to their weights' dtype together
 
 
 class Adam(Protocol):
-    """What a step asks of the optimizer."""
+    """The members of the optimizer that a step uses."""
 
     param_groups: list[dict[str, Any]]
     state: Mapping[torch.Tensor, State]
@@ -46,7 +46,7 @@ class Adam(Protocol):
     def _initial_state(self, param: torch.Tensor, kept: Mapping[str, torch.dtype]) -> tuple[State, dict]: ...
 
 
-# ---- what is stepped ----
+# ---- the parameters of a step ----
 
 
 class _Sorted(NamedTuple):
@@ -85,14 +85,14 @@ class _Entries:
 
 
 class _Requantized(NamedTuple):
-    """A quantized weight that takes the values of its master, or of what its master was rounded to."""
+    """A quantized weight that takes the values of its master, or of the rounded master."""
 
     weight: QuantizedTensor
     values: torch.Tensor
 
 
 class Step:
-    """One step of all groups: __init__ looks, run() also writes."""
+    """One step of all groups: __init__ checks, run() writes."""
 
     def __init__(self, optimizer: Adam, grad_scaler: Any) -> None:
         self.optimizer = optimizer
@@ -103,7 +103,7 @@ class Step:
         self.rows: dict[int, StepOfRows] = {}  # of FP8 weights, by the address of their scale
         if not optimizer.capturable and stream_captures():
             raise ValueError(
-                f"{OP}: a step with capturable=False is being captured, wanted capturable=True: replays would take the "
+                f"{OP}: a step with capturable=False is being captured, wanted capturable=True: replays would use the "
                 "numbers of this step."
             )
         for index, group in enumerate(optimizer.param_groups):
@@ -113,7 +113,7 @@ class Step:
         self.lists = [self._lists_of(group) for group in optimizer.param_groups]
         optimizer._guard.check(OP, [one for each in self.lists for one in each])
 
-    # ---- looking ----
+    # ---- checks ----
 
     def _lists_of(self, group: dict[str, Any]) -> list[_C.AdamLists]:
         found = _sort(self.optimizer, group)
@@ -146,12 +146,12 @@ class Step:
         if device.type == "cuda" and stream_captures():
             raise ValueError(
                 f"{OP}: a parameter {list(param.shape)} has no state yet, and the step is being captured, wanted a "
-                "step before the capture, or initialize_state(parameter): every replay would make it anew."
+                "step before the capture, or initialize_state(parameter): every replay would make it again."
             )
         if device.type == "meta":
             raise ValueError(
                 f"{OP}: a parameter {list(param.shape)} is on meta, wanted one with memory; make the optimizer of the "
-                "parameters that to_empty() and reset_parameters() leave behind."
+                "parameters after to_empty() and reset_parameters()."
             )
         self.new[param] = result = o._initial_state(param, o._kept(param))
         return result
@@ -176,7 +176,7 @@ class Step:
             if fp8 is not None:
                 entries = kinds.setdefault((master, weight.dtype, True), _Entries())
                 entries.add(weight._data, grad, state, scales, fp8)
-            elif master is torch.float32:  # its own weight
+            elif master is torch.float32:  # the weight itself
                 kinds.setdefault((None, torch.float32, False), _Entries()).add(state[MASTER], grad, state, scales)
                 self.requantized.append(_Requantized(weight, state[MASTER]))
             else:

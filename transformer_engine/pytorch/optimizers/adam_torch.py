@@ -1,5 +1,5 @@
-"""State dicts of torch.optim.Adam and AdamW as FusedAdam's, and FusedAdam's as theirs. These count a step for each
-parameter and keep no masters; FusedAdam counts one for a group. Nothing is loaded here."""
+"""State dicts of torch.optim.Adam and AdamW in FusedAdam's form, and FusedAdam's in theirs. Theirs count a step for
+each parameter and keep no masters; FusedAdam counts one for a group. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_S
 
 STEP = "step"
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-# What of their groups says how torch's step runs, not what it computes.
+# Options of their groups that select an implementation of torch's step, not a result.
 _OF_TORCH = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 
 
@@ -24,8 +24,9 @@ def is_torchs(state_dict: Mapping[str, Any]) -> bool:
 def from_torch(
     op: str, state_dict: dict[str, Any], adam_w_mode: bool, master_of: Callable[[int], torch.Tensor | None]
 ) -> dict[str, Any]:
-    """As FusedAdam's, on the same tensors. master_of: of the parameter at that place among all, None for none: torch
-    has none. Errors: ValueError, NotImplementedError for what a group of FusedAdam cannot be."""
+    """The state dict in FusedAdam's form, on the same tensors. master_of: index of a parameter among all -> its master,
+    or None, because torch has none. Errors: ValueError, NotImplementedError for options that FusedAdam does not
+    have."""
     states = state_dict["state"]
     groups = [_group_from_torch(op, i, g, states, adam_w_mode) for i, g in enumerate(state_dict["param_groups"])]
     result = dict(states)
@@ -53,15 +54,15 @@ def _group_from_torch(
     steps = sorted({int(states[key][STEP]) for key in group["params"] if STEP in (states.get(key) or {})})
     if len(steps) > 1:
         raise ValueError(
-            f"{op}: the parameters of group {index} have taken {steps[0]} to {steps[-1]} steps, wanted as many each: "
-            "FusedAdam counts those of a group; make groups of parameters with as many steps."
+            f"{op}: the parameters of group {index} have taken {steps[0]} to {steps[-1]} steps, wanted equal numbers: "
+            "FusedAdam counts the steps of a group; make groups of parameters with equal numbers of steps."
         )
     result = {name: value for name, value in group.items() if name not in _OF_TORCH}
     return result | {"bias_correction": True} | ({STEP: steps[0]} if steps else {})
 
 
 def for_torch(op: str, state_dict: dict[str, Any], *, adam_w_mode: bool, capturable: bool) -> dict[str, Any]:
-    """FusedAdam's state dict as torch's AdamW or Adam loads it, on copies: a step of either leaves the other alone."""
+    """FusedAdam's state dict in the form of torch's AdamW or Adam, on copies: a step of either changes only its own."""
     states, groups = {}, []
     for index, group in enumerate(state_dict["param_groups"]):
         if not group["bias_correction"]:

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 class _Saved:
-    """A state on its way through torch's load_state_dict, which would cast it to its parameter's dtype."""
+    """A state that passes through torch's load_state_dict, which would cast it to its parameter's dtype."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self.state = state
@@ -35,16 +35,16 @@ class FusedAdam(torch.optim.Optimizer):
 
     adam_w_mode: weight decay in the update (AdamW), or in the gradient. A group counts its own `step`.
     master_weights: each parameter has a master of master_weight_dtype (float32, float16), which is stepped; the
-    parameter is it, rounded. Quantized parameters need them. store_param_remainders: bfloat16 parameters with float32
-    masters have the 16 bits that float32 has beyond them in place of the master; for others it changes nothing.
-    exp_avg_dtype, exp_avg_sq_dtype: float32, float16, bfloat16 or uint8 (E4M3, which wants float32 masters or weights);
+    parameter is the rounded master. Quantized parameters need them. store_param_remainders: bfloat16 parameters with
+    float32 masters store the 16 bits that float32 has beyond them instead of the master; no effect on others.
+    exp_avg_dtype, exp_avg_sq_dtype: float32, float16, bfloat16 or uint8 (E4M3, which needs float32 masters or weights);
     float16 and uint8 have a scale for each tensor. state_dict() holds float32, remainders int16.
-    capturable: step (int32) and lr (float32) are tensors on the GPU, and so are GradScaler's factor and verdict: a step
-    waits for nothing, can be captured, and one that found Inf or NaN changes nothing.
+    capturable: step (int32) and lr (float32) are tensors on the GPU, like GradScaler's factor and verdict: a step waits
+    for nothing, can be captured, and changes nothing if it finds Inf or NaN.
     use_decoupled_grad: gradients are read from parameter.decoupled_grad.
 
-    Parameters without a gradient are left out. Errors: ValueError naming what is wrong, NotImplementedError for
-    amsgrad; weights and states are as before then."""
+    Parameters without a gradient are skipped. Errors: ValueError naming the mismatch, NotImplementedError for amsgrad;
+    weights and states are unchanged then."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class FusedAdam(torch.optim.Optimizer):
         return torch.uint8 in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     def _forget(self) -> None:
-        """What was made of the parameters and states that there were."""
+        """Drops everything that was derived from former parameters and states."""
         self._sorted: dict[int, tuple] = {}
         self._lrs: dict[int, torch.Tensor] = {}
         self._guard = _C.OverlapGuard()
@@ -150,8 +150,8 @@ class FusedAdam(torch.optim.Optimizer):
     @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """One step of all groups; what closure() returns, which runs first. grad_scaler: torch's GradScaler passes
-        itself to a capturable optimizer, which then unscales the gradients in place and skips the step where one of
+        """One step of all groups; returns the result of closure(), which runs first. grad_scaler: torch's GradScaler
+        passes itself to a capturable optimizer, which then unscales the gradients in place and skips the step if one of
         them is Inf or NaN; attributes `grad_scale` and `found_inf` do the same."""
         loss = None
         if closure is not None:
@@ -163,7 +163,7 @@ class FusedAdam(torch.optim.Optimizer):
     # ---- states ----
 
     def _kept(self, param: torch.Tensor) -> dict[str, torch.dtype]:
-        """State's name -> the dtype that it is kept in."""
+        """State's name -> its dtype in memory."""
         kept = {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype}
         if self.master_weights:
             master_dtype = self.master_weight_dtype
@@ -178,15 +178,15 @@ class FusedAdam(torch.optim.Optimizer):
         dense = local.layout is torch.strided
         if dense and any(n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride())):
             raise ValueError(
-                f"{OP}: a parameter {list(param.shape)} has strides {local.stride()}, wanted an element of memory for "
-                "each of its own; make it of t.clone(), not of an expanded tensor."
+                f"{OP}: a parameter {list(param.shape)} has strides {local.stride()}, wanted separate memory for each "
+                "element; make it of t.clone(), not of an expanded tensor."
             )
         if self.master_weights:
             return
         if isinstance(local, QuantizedTensor):
             raise ValueError(
-                f"{OP}: a parameter {list(param.shape)} is a {type(local).__name__}, wanted master_weights=True: what "
-                "is smaller than its steps would be lost."
+                f"{OP}: a parameter {list(param.shape)} is a {type(local).__name__}, wanted master_weights=True: steps "
+                "smaller than its resolution would be lost."
             )
         if self._has_fp8_moments() and local.dtype is not torch.float32:
             raise ValueError(
@@ -197,7 +197,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _initial_state(
         self, param: torch.Tensor, kept: Mapping[str, torch.dtype]
     ) -> tuple[states.State, dict[str, torch.Tensor]]:
-        """A new state of param, and what its scaled parts have beside them; nothing of the optimizer changes."""
+        """A new state of param, and its scales; the optimizer itself stays unchanged."""
         self._check_param(param)
         state, scales = {}, {}
         for name, dtype in kept.items():
@@ -210,13 +210,13 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
-        """Makes the state of a parameter anew: moments of 0, a master of its values. A step does it for a parameter
-        without one. store_param_remainders: the optimizer's, unless given."""
+        """Makes a new state for a parameter: moments of 0, a master of its values. A step does it for a parameter
+        without one. store_param_remainders: by default the optimizer's."""
         kept = self._kept(param)
         if store_param_remainders and not self.store_param_remainders:
             raise ValueError(
                 f"{OP}.initialize_state: argument 'store_param_remainders' is True, wanted an optimizer that was made "
-                "with store_param_remainders=True: a step takes states as the optimizer keeps them."
+                "with store_param_remainders=True: a step needs states in the optimizer's format."
             )
         if store_param_remainders is False and MASTER in kept:
             kept[MASTER] = self.master_weight_dtype
@@ -225,7 +225,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """A state in float32; the tensor itself where it is kept so. Remainders are int16."""
+        """A state in float32; the tensor itself if it is float32 in memory. Remainders are int16."""
         state = self.state.get(param) or {}
         if state_name not in state:
             raise ValueError(f"{OP}.get_unscaled_state: there is no '{state_name}', wanted one of {sorted(state)}.")
@@ -233,7 +233,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Sets a state, which is made where there is none, to these values, in the dtype that it is kept in."""
+        """Sets a state, which is made if there is none, to these values, in its dtype in memory."""
         kept = self._kept(param)
         if state_name not in kept:
             raise ValueError(f"{OP}.set_scaled_state: argument 'state_name' is {state_name!r}, wanted {sorted(kept)}.")
@@ -262,16 +262,16 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def torch_state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW loads it (with adam_w_mode=False: Adam), on copies. Without masters: these have none.
-        Errors: ValueError for bias_correction=False, which they do not have."""
+        """In the form of torch.optim.AdamW (with adam_w_mode=False: Adam), on copies. Without masters, which those do
+        not have. Errors: ValueError for bias_correction=False, which they do not have."""
         modes = {"adam_w_mode": self.adam_w_mode, "capturable": self.capturable}
         return for_torch(f"{OP}.torch_state_dict", self.state_dict(), **modes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() gave, of an optimizer with states of any dtype, or what that of torch.optim.AdamW
-        (adam_w_mode=False: Adam) gave, with masters of the weights as they are now. States that are there keep their
-        memory. Errors: ValueError for states of another shape, dtype or set of names, and for groups that torch's
-        optimizer has stepped unequally often; nothing is changed then."""
+        """Loads a result of state_dict(), of an optimizer with states of any dtype, or of torch.optim.AdamW
+        (adam_w_mode=False: Adam), with masters of the present weights. Existing states keep their memory. Errors:
+        ValueError for states of another shape, dtype or set of names, and for groups in which torch's optimizer has
+        made different numbers of steps; nothing is changed then."""
         handle = self.register_load_state_dict_pre_hook(_left_as_it_is)
         try:
             super().load_state_dict(in_todays_order(self, state_dict))
@@ -300,7 +300,7 @@ class FusedAdam(torch.optim.Optimizer):
             put_on_device(self.param_groups, i, self._lrs, before[i] if i < len(before) else None)
         places = {p: self._places(p, old.get(p) or {}, old_scales.get(p, {})) for p in loaded}
         written = {states.memory_key(value) for place in places.values() for value, _ in place.values()}
-        for p, given in loaded.items():  # states that change hands are read before they are written
+        for p, given in loaded.items():  # states that swap memory are read before they are written
             loaded[p] = {name: states.apart(given[name], value, written) for name, (value, _) in places[p].items()}
         for p, given in loaded.items():
             self.state[p], self._scales[p] = {}, {}
@@ -313,7 +313,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _places(
         self, param: torch.Tensor, state: states.State, scales: dict[str, torch.Tensor]
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-        """Where a loaded state of param goes, with its scale: the memory of the one that there was, if it fits."""
+        """The destination of a loaded state of param, with its scale: the memory of the former one if it fits."""
         places = {}
         for name, dtype in self._kept(param).items():
             value, pair = state.get(name), scales.get(name)
@@ -323,7 +323,7 @@ class FusedAdam(torch.optim.Optimizer):
         return places
 
     def _master_for(self, place: int) -> torch.Tensor | None:
-        """Of the parameter at that place among all, for a state that has none."""
+        """Of the parameter with that index among all, for a state without one."""
         params = [p for group in self.param_groups for p in group["params"]]
         kept = self._kept(params[place]).get(MASTER) if place < len(params) else None
         if kept is None:

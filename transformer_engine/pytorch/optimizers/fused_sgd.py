@@ -23,7 +23,7 @@ BUFFER = "momentum_buffer"
 
 
 class _Lists(NamedTuple):
-    """What is stepped by one call. first_run: the buffers hold nothing yet."""
+    """The tensors that one call steps. first_run: the buffers are uninitialised."""
 
     group: dict[str, Any]
     first_run: bool
@@ -35,9 +35,10 @@ class _Lists(NamedTuple):
 class FusedSGD(torch.optim.Optimizer):
     """b = momentum b + (1 - dampening) g, g in a parameter's first step; p -= lr b, with nesterov lr (g + momentum b).
 
-    weight_decay goes into g, or, with wd_after_momentum, into what is subtracted. materialize_master_grads: of a tool
-    for mixed precision that keeps masters; without one it changes nothing. Arithmetic is float32; buffers have their
-    parameter's dtype. Errors: ValueError naming what is wrong, with weights and states as before."""
+    weight_decay is added to g, or, with wd_after_momentum, to the update. materialize_master_grads: for tools of mixed
+    precision with masters; it changes nothing here. Arithmetic is float32; buffers have their parameter's dtype.
+    Errors:
+    ValueError naming the mismatch; weights and states are unchanged then."""
 
     def __init__(
         self,
@@ -80,13 +81,13 @@ class FusedSGD(torch.optim.Optimizer):
     @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all groups; what closure() returns, which runs first."""
+        """One step of all groups; returns the result of closure(), which runs first."""
         for name in ("found_inf", "grad_scale"):
             if getattr(self, name, None) is not None:
                 raise ValueError(
-                    f"{OP}: attribute '{name}' is set, which this optimizer does not read; delete it, and leave a step "
-                    "out by yourself (`if not float(found_inf): optimizer.step()`), or use FusedAdam or torch's "
-                    "fused=True optimizers, which take it."
+                    f"{OP}: attribute '{name}' is set, which this optimizer does not read; delete it, and skip a step "
+                    "yourself (`if not float(found_inf): optimizer.step()`), or use FusedAdam or torch's fused=True "
+                    "optimizers, which read it."
                 )
         loss = None
         if closure is not None:
@@ -94,7 +95,7 @@ class FusedSGD(torch.optim.Optimizer):
                 loss = closure()
         new: dict[torch.Tensor, torch.Tensor] = {}
         calls = [lists for group in self.param_groups for lists in self._lists_of(group, new)]
-        if len(calls) > 1:  # one looks by itself
+        if len(calls) > 1:  # a single call checks itself
             _check_overlaps(calls)
         for p, buffer in new.items():
             self.state[p][BUFFER] = buffer
@@ -136,7 +137,8 @@ class FusedSGD(torch.optim.Optimizer):
         return [lists for lists in calls if lists.params]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. A buffer that lies as the gradients did that it was made of is laid out as its parameter."""
+        """As torch's. A buffer with the layout of the gradients that it was made from is converted to its
+        parameter's."""
         super().load_state_dict(in_todays_order(self, state_dict))
         for p, state in self.state.items():
             buffer, weight = state.get(BUFFER), local_of(p)
@@ -165,7 +167,7 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _check_overlaps(calls: list[_Lists]) -> None:
-    """Raises ValueError where memory that one call writes is another tensor's too."""
+    """Raises ValueError if memory that one call writes also belongs to another tensor."""
     spans = []
     for call in calls:
         for name, tensors in (("grad", call.grads), ("param", call.params), ("momentum_buffer", call.buffers)):
@@ -184,7 +186,7 @@ def _check_overlaps(calls: list[_Lists]) -> None:
 
 
 def _check_buffer(i: int, weight: torch.Tensor, buffer: object) -> None:
-    """Raises ValueError unless it lies as its weight does."""
+    """Raises ValueError unless it has its weight's layout."""
     if not isinstance(buffer, torch.Tensor) or buffer.layout is not torch.strided:
         raise ValueError(f"{OP}: '{BUFFER}' {i} is {buffer!r}, wanted a dense tensor.")
     if buffer.shape != weight.shape or buffer.dtype not in FLOATS or buffer.device != weight.device:
@@ -197,11 +199,11 @@ def _check_buffer(i: int, weight: torch.Tensor, buffer: object) -> None:
 
 
 def _checked(i: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient, laid out as its weight. Raises ValueError for what no step can take."""
+    """The gradient, in its weight's layout. Raises ValueError for an invalid one."""
     if isinstance(weight, QuantizedTensor):
         raise ValueError(
-            f"{OP}: parameter {i} is a {type(weight).__name__}, wanted a plain tensor: there are no masters that would "
-            "keep what is smaller than its steps; use FusedAdam(master_weights=True)."
+            f"{OP}: parameter {i} is a {type(weight).__name__}, wanted a plain tensor: without masters, steps smaller "
+            "than its resolution would be lost; use FusedAdam(master_weights=True)."
         )
     for what, t in ((f"parameter {i}", weight), (f"the gradient of parameter {i}", grad)):
         if t.layout is not torch.strided:

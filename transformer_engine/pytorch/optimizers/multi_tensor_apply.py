@@ -1,5 +1,5 @@
-"""MultiTensorApply and the functions that it is called with, over the optimizer room's ops. They take (chunk_size,
-noop_flag, tensor_lists, ...); chunks are the room's own, so chunk_size changes nothing. No optimizer is here."""
+"""MultiTensorApply and the functions that it is called with, by the optimizer ops. They take (chunk_size, noop_flag,
+tensor_lists, ...); the ops choose their own chunks, so chunk_size changes nothing. No optimizer is here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK_SIZE = 2048 * 32
 
 class MultiTensorApply:
     """apply(op, noop_flag, tensor_lists, *args) -> op(chunk_size, noop_flag, tensor_lists, *args), without the tensors
-    that are empty in all lists; None where all of them are. Errors: ValueError for no lists."""
+    that are empty in all lists; None if all of them are. Errors: ValueError for no lists."""
 
     available = True
     warned = False
@@ -30,7 +30,7 @@ class MultiTensorApply:
         lists = [list(each) for each in tensor_lists]
         if not lists:
             raise ValueError("multi_tensor_applier: argument 'tensor_lists' is empty, wanted a list of lists.")
-        if len({len(each) for each in lists}) == 1:  # op says what is wrong with others
+        if len({len(each) for each in lists}) == 1:  # op raises for other lists
             kept = [row for row in zip(*lists) if any(not _is_empty(t) for t in row)]
             if not kept:
                 return None
@@ -49,8 +49,8 @@ def _chunk_size(op: str, value: object) -> int:
 
 
 def _checked(op: str, chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, *names: str) -> TensorLists:
-    """The lists, as many as there are names; a name in brackets may be missing. The flag is looked at even where the
-    function does not read it."""
+    """The lists, one for each name; a name in brackets may be missing. The flag is checked even if the function does
+    not read it."""
     _chunk_size(op, chunk_size)
     if (
         not isinstance(noop_flag, torch.Tensor)
@@ -86,7 +86,7 @@ multi_tensor_applier = MultiTensorApply(CHUNK_SIZE)
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, scale: float) -> None:
-    """out = in * scale over [in, out]; noop_flag becomes 1 where a product is Inf or NaN."""
+    """out = in * scale over [in, out]; noop_flag becomes 1 if a product is Inf or NaN."""
     given = _checked("multi_tensor_scale", chunk_size, noop_flag, tensor_lists, "in", "out")
     ops.optimizer_scale(*given, float(scale), noop=noop_flag)
 
@@ -105,7 +105,7 @@ def multi_tensor_scale_tensor(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of all tensors of [x], float32 [1]; of each, [n], or [0]). noop_flag becomes 1 where it is Inf or NaN."""
+    """(norm of all tensors of [x], float32 [1]; of each, [n], or [0]). noop_flag becomes 1 if it is Inf or NaN."""
     (given,) = _checked("multi_tensor_l2norm", chunk_size, noop_flag, tensor_lists, "x")
     return ops.optimizer_l2norm(given, noop=noop_flag, per_tensor=bool(per_tensor))
 
@@ -118,7 +118,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As multi_tensor_l2norm, of x * inv_scale (float32 [1]); x stays as it is."""
+    """As multi_tensor_l2norm, of x * inv_scale (float32 [1]); x is unchanged."""
     op = "multi_tensor_unscale_l2norm"
     (given,) = _checked(op, chunk_size, noop_flag, tensor_lists, "x")
     inv_scale = _tensor(op, "inv_scale", inv_scale)
@@ -230,7 +230,7 @@ def multi_tensor_adam_fp8(
     fp8_dtype: DType,
 ) -> None:
     """As multi_tensor_adam over [g, p, m, v, master, scale, amax, scale_inv]: p are the bytes of FP8 weights, written
-    by the scale that is given, with their amax raised and their scale_inv made."""
+    by the given scale; amax is raised, and scale_inv computed."""
     op = "multi_tensor_adam_fp8"
     names = ("g", "p", "m", "v", "master", "scale", "amax", "scale_inv")
     *given, scales, amaxes, scale_invs = _checked(op, chunk_size, noop_flag, tensor_lists, *names)
@@ -255,7 +255,7 @@ def multi_tensor_adam_capturable(
     inv_scale: torch.Tensor,
 ) -> None:
     """As multi_tensor_adam over [g, p, m, v], with lr (float32 [1]) and step (int32 [1]) on the device. g = g *
-    inv_scale, in place. A flag that holds anything but 0 skips all of it."""
+    inv_scale, in place. A flag that holds anything but 0 skips the whole step."""
     op = "multi_tensor_adam_capturable"
     given = _checked(op, chunk_size, noop_flag, tensor_lists, "g", "p", "m", "v")
     numbers = beta1, beta2, eps, mode, bias_correction, weight_decay

@@ -1,5 +1,5 @@
-"""Checkpoints of optimizers by the order of their parameters: those of before GroupedLinear's came as weight0, bias0,
-weight1, ... have all weights first, then all biases. Checks nothing else of a checkpoint."""
+"""Checkpoints of optimizers by the order of their parameters: before GroupedLinear's order became weight0, bias0,
+weight1, ... all weights came first, then all biases. Nothing else of a checkpoint is checked."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 
 
 def in_todays_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with states where their parameters are now. Unchanged unless all of a group's fit by shape in the
-    old order, and not in today's."""
+    """`state_dict` with states in the present order of the parameters. Unchanged unless all of a group's states fit by
+    shape in the old order, and not in the present one."""
     states, moved = state_dict["state"], {}
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
         params, numbers = group["params"], saved["params"]
@@ -22,7 +22,7 @@ def in_todays_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 
 
 def _old_order(params: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers of the parameters, those of one product's rows (`row_unit`) behind the first of them."""
+    """Numbers of the parameters, where those of one product's rows (`row_unit`) follow the first of them."""
     blocks: dict[object, list[int]] = {}
     for i, parameter in enumerate(params):
         mark = getattr(parameter, "row_unit", None)
