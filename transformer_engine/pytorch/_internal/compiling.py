@@ -33,7 +33,7 @@ refuse_traced._dynamo_marked_constant = True
 
 
 def differs(size: int, wanted: int) -> bool:
-    """Whether the sizes differ. If torch.compile learns the size only in a run (it follows from values, as
+    """Whether the sizes differ. If torch.compile has the size only in a run (it follows from values, as
     torch.bincount's does), it is assumed to be the wanted one from here on, and a run with another size raises."""
     if not torch.compiler.is_compiling():
         return size != wanted

@@ -53,6 +53,6 @@ def cuda_sleep(cycles: int) -> None:  # 2.9 - 2.15
 
 
 def end_allocations_to_pool(device: int, pool: object) -> None:  # 2.9 - 2.15
-    """What the end of a capture does to its memory pool, for a capture whose end failed."""
+    """Ends the allocations to a capture's memory pool, for a capture whose end failed."""
     torch._C._cuda_endAllocateToPool(device, pool)
     torch._C._cuda_releasePool(device, pool)

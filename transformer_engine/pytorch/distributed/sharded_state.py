@@ -46,8 +46,8 @@ def tensor_parallel_state_dict(module: torch.nn.Module, mesh: DeviceMesh | None)
     shards, which are gathered here over its mesh (on all of its ranks). Parameters that FSDP2 shards have lost their
     marks: those that this library's modules declare are restored, others must be set again. The scales of delayed
     scaling in _extra_state belong to one rank.
-    Errors: TypeError for what is no module or mesh; ValueError for a mesh without "tp", or one of another size than
-    the module's tp_size; NotImplementedError for quantized parameters.
+    Errors: TypeError unless they are a module and a mesh; ValueError for a mesh without "tp", or one of another size
+    than the module's tp_size; NotImplementedError for quantized parameters.
     """
     op = "tensor_parallel_state_dict"
     tp = _dimension(op, mesh)

@@ -1,5 +1,5 @@
 """Functional form of each op. Eager calls the extension directly; under torch.compile the same call becomes
-torch.ops.te.<op>, the same C++ function behind a schema. Besides, only tensor/engine.py, which quantizes tensors,
+torch.ops.te.<op>, the same C++ function with a schema. Besides, only tensor/engine.py, which quantizes tensors,
 chooses between the two."""
 
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds

@@ -76,7 +76,7 @@ class Parallel(NamedTuple):
     group: str
 
 
-# None: local. Of an MLP's two products the second one is the row layer to the first one's column layer.
+# None: local. Of an MLP's two products the first one is a column layer, the second one a row layer.
 TPComm = _C.GroupTPComm | Parallel | None
 
 

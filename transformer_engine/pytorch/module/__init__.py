@@ -1,1 +1,1 @@
-"""The modules: parameters, options and state. What they compute is in functional/ and in the C++ below it."""
+"""The modules: parameters, options and state. functional/ and the C++ below it compute."""

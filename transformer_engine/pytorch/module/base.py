@@ -36,7 +36,7 @@ from transformer_engine.pytorch.utils import get_default_init_method, resolve_de
 InitMethod = Callable[[torch.Tensor], object]
 
 
-default_init: InitMethod = get_default_init_method()  # weights unless init_method says otherwise
+default_init: InitMethod = get_default_init_method()  # of weights without an init_method
 
 
 def get_workspace() -> torch.Tensor:

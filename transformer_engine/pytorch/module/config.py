@@ -33,7 +33,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductConfig:
-    """What the products of a module add, and where their weight gradients go."""
+    """Biases of a module's products, and the destination of their weight gradients."""
 
     bias: bool
     return_bias: bool

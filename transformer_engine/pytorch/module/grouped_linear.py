@@ -37,9 +37,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     Shapes: inp [rows, in_features] -> [rows, out_features]. m_splits: the number of rows of each group. A list, or a
     CPU tensor with CUDA input, is known to the host and adds up to all rows; each group's products equal Linear's bit
-    for bit. An int32 or int64 tensor on inp's device is known to the device alone, and the host never waits for it; a
-    negative number counts as 0, rows beyond inp's are cut (te.verdict.split_verdict() counts both), and rows of no
-    group give zeros.
+    for bit. An int32 or int64 tensor on inp's device stays on the device, and the host never waits for it; a negative
+    number counts as 0, rows beyond inp's are cut (te.verdict.split_verdict() counts both), rows of no group give zeros.
 
     return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: as Linear's; return_bias returns a
     list. Under te.autocast each group is quantized by itself, with scales, amaxes and a history of its own.

@@ -19,8 +19,8 @@ class StepOfRows:
         self.parts: list[Float8Tensor] = []
 
     def complete(self, noop: torch.Tensor | None) -> Float8Tensor:
-        """The whole weight, with matching bytes and scale again; if noop tells that the pass wrote nothing, with the
-        former ones."""
+        """The whole weight, with matching bytes and scale again; if noop is set, so that the pass wrote nothing, with
+        the former ones."""
         weight = self.weight
         places = [slice(p._rows_of[1], p._rows_of[1] + p.numel()) for p in self.parts]
         if sum(part.numel() for part in self.parts) < weight.numel():

@@ -267,7 +267,7 @@ def _written_in_pass(weight: QuantizedTensor) -> tuple | None:
 
 
 def _complete(weight: Float8Tensor) -> None:
-    """Its bytes are new: so is what is made of them."""
+    """Runs after its bytes have been written: derived data must follow."""
     usages = weight.get_usages()
     if usages[layout.COLUMNWISE]:
         transpose = engine.transpose(layout.matrix_of(layout.ROWWISE, weight._data))

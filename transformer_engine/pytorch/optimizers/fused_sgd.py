@@ -172,7 +172,7 @@ def _check_overlaps(calls: list[_Lists]) -> None:
     for call in calls:
         for name, tensors in (("grad", call.grads), ("param", call.params), ("momentum_buffer", call.buffers)):
             spans += [(t.data_ptr(), t.numel() * t.element_size(), name, i) for i, t in enumerate(tensors) if t.numel()]
-    end, written_end, last = 0, 0, None  # of all, of what is written
+    end, written_end, last = 0, 0, None  # of all tensors, of the written ones
     for begin, size, name, i in sorted(spans):
         if begin < (written_end if name == "grad" else end):
             raise ValueError(

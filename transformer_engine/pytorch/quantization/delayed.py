@@ -54,7 +54,7 @@ class ScalingState:
 
     @torch.no_grad()
     def adopt(self, rule: DelayedScaling) -> None:
-        """Continues under another rule: scales for one format's largest value are converted to the other's."""
+        """Continues under another rule: scales for the largest value of one format are converted to another format."""
         before, self.rule = self.fp8_max, rule
         if self.fp8_max != before:
             self.scale *= self.fp8_max / before

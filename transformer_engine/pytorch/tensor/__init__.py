@@ -1,5 +1,5 @@
 """Quantized tensors and the quantizers that make them. Each format has a file, which registers it (registry.py);
-quantized_tensor.py, storage.py and quantizer.py hold what they share. The arithmetic is the engine's."""
+quantized_tensor.py, storage.py and quantizer.py hold what they share. The engine does the arithmetic."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -62,7 +62,7 @@ class Aliases:
     # ---- writes ----
 
     def _stale(self) -> list[tuple[_Member, list[str]]]:
-        """Members with directions outside of this one's memory: a write to this one does not reach them by itself."""
+        """Members with directions in other memory: a write to this tensor does not reach them by itself."""
         if self._family is None or len(self._family) < 2:
             return []
         usages, mine = self.get_usages(), self._member.parts
@@ -105,7 +105,7 @@ class Aliases:
 
     def _recomputed(self, member: _Member, kinds: Sequence[str]) -> "Aliases":
         """A tensor with these directions for the member: derived from its other direction, which has been written, or
-        from this one's data."""
+        from the data of this tensor."""
         gone = {name for kind in kinds for name in self._of_direction(kind)}
         parts = {name: part for name, part in member.parts.items() if part is not None and name not in gone}
         if not any(name in parts for kind in DATA for name in self._of_direction(kind)):
@@ -115,7 +115,7 @@ class Aliases:
         return result
 
     def _rowwise_of(self, member: _Member) -> dict[str, torch.Tensor | None]:
-        """The member's rowwise parts, from this one's."""
+        """The member's rowwise parts, from those of this tensor."""
         first, count = member.first - (0 if self._rows_of is None else self._rows_of[1]), math.prod(member.shape)
         if first < 0 or first + count > self.numel():
             raise RuntimeError(

@@ -23,7 +23,7 @@ def quantize_all(
         key = _kind(tensor, value)
         alike.setdefault((number,) if key is None else key, []).append((tensor, value.detach()))
     for some in alike.values():
-        if len(some) == 1 or _overlap([tensor for tensor, _ in some]):  # overlapping: the last one's values must stay
+        if len(some) == 1 or _overlap([tensor for tensor, _ in some]):  # overlapping: the last values must stay
             for tensor, value in some:
                 tensor.quantize_(value, noop_flag=noop_flag)
             continue

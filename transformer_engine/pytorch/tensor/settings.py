@@ -51,7 +51,7 @@ class Settings:
         return self._in_files and type(self) is QUANTIZERS.get(type(self).__name__)
 
     def _makes_the_same(self, other: "Settings | None", tensor: AnyQuantized) -> bool:
-        """Whether `tensor`, made by `other` (None: unknown), has this one's format and scaling."""
+        """Whether `tensor`, made by `other` (None: unknown), has the same format and scaling."""
         if self.storage_class is not None:
             details = {n: v for n, v in self._details().items() if n != "_quantizer"}
             if not isinstance(tensor, self.storage_class) or any(getattr(tensor, n) != v for n, v in details.items()):

@@ -130,7 +130,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
         )
 
     def _twin(self) -> "QuantizedTensorStorage":
-        """Another one with the same parts, whose fields are independent of this one's."""
+        """Another one with the same parts, whose fields are independent."""
         return self._like(self._tensors(), self.size())
 
     def _copied(self, device: torch.device | None = None, non_blocking: bool = False) -> dict[str, torch.Tensor | None]:

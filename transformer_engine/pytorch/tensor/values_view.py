@@ -44,12 +44,12 @@ def shown(result: Any, func: Any, format_name: str) -> Any:
 
 
 def values_of(tensor: Any) -> Any:
-    """The plain tensor behind a ValuesView; anything else as it is."""
+    """The plain tensor of a ValuesView; anything else as it is."""
     return tensor._values if isinstance(tensor, ValuesView) else tensor
 
 
 class _Plain(torch.autograd.Function):
-    """The tensor behind a ValuesView, with its history."""
+    """The tensor of a ValuesView, with its history."""
 
     @staticmethod
     def forward(ctx: Any, view: "ValuesView") -> torch.Tensor:

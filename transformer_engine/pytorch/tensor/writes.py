@@ -33,7 +33,7 @@ class Writes:
         return self
 
     def copy_from_storage(self, src: AnyQuantized) -> bool:
-        """Copies src's bytes and scales, in this one's directions. Returns False, and changes nothing, if src is of
+        """Copies src's bytes and scales, in its own directions. Returns False, and changes nothing, if src is of
         another format."""
         if not self._same_format(src):
             return False

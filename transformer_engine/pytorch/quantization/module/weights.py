@@ -174,6 +174,6 @@ def _write(
 ) -> None:
     """Refills copies in place, unless `skip` is set, without new versions: backwards read the tensors they saved."""
     parts = [(q.rowwise, q.rowwise_scale_inv, q.columnwise, q.columnwise_scale_inv) for q in kept]
-    there = tuple(part for each in parts for part in each if part is not None)
-    with unsafe_preserve_version_counter(there):
+    present = tuple(part for each in parts for part in each if part is not None)
+    with unsafe_preserve_version_counter(present):
         _C.quantize_list_into(quantizers, values, kept, skip)
