@@ -3,7 +3,7 @@
 Importing needs no GPU, no driver and no toolkit, and initialises no CUDA."""
 
 from transformer_engine.doctor import doctor as doctor
-from transformer_engine.pytorch import _internal as _internal  # first: the extension, or an error that names a cure
+from transformer_engine.pytorch import _internal as _internal  # first: loads the extension, or raises with the cure
 from transformer_engine.pytorch import compat as compat
 from transformer_engine.pytorch import constants as constants
 from transformer_engine.pytorch import cpp_extensions as cpp_extensions

@@ -1,5 +1,5 @@
-"""Element types, places of a module's tensors, block sizes and the words that modules take, by the numbers and names
-that clients know them by."""
+"""Element types, indices of a module's tensors, block sizes and the values of modules' arguments, by the numbers and
+names of the API."""
 
 from enum import IntEnum
 
@@ -40,7 +40,7 @@ FP8BwdTensorIdx = IntEnum("FP8BwdTensorIdx", _BACKWARD, start=0, module=__name__
 MXFP8_BLOCK_SCALING_SIZE = 32
 NVFP4_BLOCK_SCALING_SIZE = 16
 
-# What arguments of modules may be.
+# The possible values of modules' arguments.
 AttnMaskTypes = (
     "no_mask",
     "padding",

@@ -1,5 +1,5 @@
-"""Products by the names that frameworks call them by, on plain and on quantized tensors. No autograd, no arithmetic of
-its own: the gemm room's (functional/gemm.py) and the FP8 products of the engine."""
+"""Products by the names that frameworks use, on plain and on quantized tensors. Without autograd; the gemm op
+(functional/gemm.py) and the engine's FP8 products compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_engine.pytorch.functional import gemm, gemm_accumulate
 from transformer_engine.pytorch.module.base import refuse
 from transformer_engine.pytorch.module.group_splits import whole_numbers
 
-# Layout -> which direction's data of A and of B an FP8 product reads.
+# Layout -> the direction of A's and of B's data that an FP8 product reads.
 COLUMNWISE = {"TN": (False, False), "NN": (True, False), "NT": (True, True)}
 
 
@@ -41,18 +41,17 @@ def general_gemm(
     workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None]:
     """Layouts TN: B A^T (fprop: A = weight), NN: B A (dgrad: B = output gradient), NT: B^T A (wgrad: A = input, B =
-    output gradient). A and B are both plain or both quantized, these with the data that the layout reads: columnwise
-    where it has an N of A or a T of B.
+    output gradient). A and B are both plain or both quantized, with the data that the layout reads: columnwise for an N
+    of A or a T of B.
 
-    alpha: the product is multiplied by it. bias: added; with grad (layout NT) its gradient, the sum of B's rows, is
-    returned in its dtype instead. gelu: of that, and what it was is returned too; with grad the product is multiplied
-    by the gelu's derivative at gelu_in. out: written in place, or with accumulate added to, after it was multiplied by
-    beta (1). quantization_params: a quantizer that the result goes through. use_split_accumulator: sums in float32 for
-    per-tensor FP8; blocks and plain tensors always have it. Everything is done in float32 and rounded once. A flag that
-    is None is False.
+    alpha: a factor of the product. bias: added; with grad (layout NT) its gradient, the sum of B's rows, is returned in
+    its dtype instead. gelu: of that, and its input is returned too; with grad the product is multiplied by the gelu's
+    derivative at gelu_in. out: written in place, or with accumulate multiplied by beta (1) and added to.
+    quantization_params: a quantizer for the result. use_split_accumulator: sums in float32 for per-tensor FP8; blocks
+    and plain tensors always have it. Everything is computed in float32 and rounded once. A flag that is None is False.
     Returns (out, bias gradient or None, gelu's input or None, None); with TN and NN out has B's leading dimensions.
-    Errors: ValueError for one plain and one quantized operand, accumulate without out, grad with bias but no layout NT,
-    gelu with accumulate, gelu_in without gelu and grad or missing with them, beta without accumulate;
+    Errors: ValueError for one plain and one quantized operand, accumulate without out, grad with bias in another layout
+    than NT, gelu with accumulate, gelu_in without gelu and grad or missing with them, beta without accumulate;
     NotImplementedError for ub, ub_type, extra_output and bulk_overlap.
     """
     op = "general_gemm"
@@ -114,15 +113,15 @@ def general_grouped_gemm(
     D_dtype: torch.dtype | None = None,
     single_output: bool | None = False,
 ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """general_gemm(A[i], B[i]) of each group into out[i]; bit for bit those calls.
+    """general_gemm(A[i], B[i]) of each group into out[i], to the same bits.
 
-    single_output: out has one tensor, whose consecutive rows are the groups', m_splits says how many each. use_bias:
-    bias has one for each group, which is added, or with grad (layout NT) the shape and dtype that its gradient gets.
-    gelu: as general_gemm's; with grad `bias` is not read, and gelu's inputs have to be there: NotImplementedError.
-    D_dtype: of out, where that is another than out_dtype. A group without rows gives zeros, or nothing to add. A flag
-    that is None is False. workspace: get_workspace()'s, which nothing needs.
-    Returns (out, bias gradients, gelu inputs), the last two a list of one for each group, None where there is none.
-    Errors: ValueError for lists of different lengths, and for rows of out that m_splits does not add up to.
+    single_output: out has one tensor, whose consecutive rows belong to the groups, with m_splits rows each. use_bias:
+    bias has one for each group, which is added, or with grad (layout NT) the shape and dtype of its gradient. gelu: as
+    general_gemm's; with grad `bias` is not read, and gelu's inputs are required: NotImplementedError. D_dtype: of out,
+    if that differs from out_dtype. A group without rows gives zeros, or adds nothing. A flag that is None is False.
+    workspace: get_workspace()'s, which is not needed.
+    Returns (out, bias gradients, gelu inputs), the last two a list of one for each group, None if there is none.
+    Errors: ValueError for lists of different lengths, and if m_splits does not add up to the rows of out.
     """
     op = "general_grouped_gemm"
     refuse(op, "the gradient of a gelu in products of groups", gelu=gelu and grad)
@@ -172,7 +171,7 @@ def _rows_of_groups(
 
 @absent("products of grouped tensors are", "call general_grouped_gemm with lists")
 def general_grouped_gemm_for_grouped_tensor(*args: object, **options: object) -> None:
-    """The name that clients import."""
+    """A name that clients import."""
 
 
 def _check_gelu(gelu: bool, gelu_in: torch.Tensor | None, *, accumulate: bool, grad: bool) -> None:
@@ -207,7 +206,7 @@ def _finished(
     gelu: bool,
     gelu_in: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What becomes of a product in float32, and what gelu was of, both in dtype."""
+    """The epilogue of a product in float32, and gelu's input, both in dtype."""
     d = d * alpha
     if bias is not None:
         d += bias

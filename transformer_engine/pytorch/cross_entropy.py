@@ -1,5 +1,5 @@
-"""Cross entropy of logits, over which its gradient is written, and of a head's product whose logits are never there all
-at once; the classes may be spread over a group's ranks. Computes nothing itself: functional/cross_entropy.py."""
+"""Cross entropy of logits, which its gradient overwrites, and of a head's product whose logits are never all in memory
+at once; the classes may be divided over a group's ranks. functional/cross_entropy.py computes."""
 
 import re
 import warnings
@@ -36,7 +36,7 @@ def _check_plain(op: str, **tensors: torch.Tensor) -> None:
 
 
 def _group(op: str, group: dist.ProcessGroup | None, like: torch.Tensor) -> tuple[str, int]:
-    """The name and ranks that the ops take; None, and a group of one: this process has all classes."""
+    """The name and ranks for the ops; None, and a group of one: this process has all classes."""
     ranks = 1 if group is None else ranks_of(op, "dist_process_group", group)
     if ranks == 1:
         return "", 1
@@ -52,7 +52,7 @@ def _check_numbers(op: str, label_smoothing: float, ignore_idx: int) -> None:
 
 
 def _is_of_leaf(inp: torch.Tensor) -> bool:
-    """Whether it is a view of a leaf that wants a gradient, which would be overwritten."""
+    """Whether it is a view of a leaf that requires a gradient, which would be overwritten."""
     base = inp._base if inp._is_view() else None
     return base is not None and base.is_leaf and base.requires_grad
 
@@ -62,8 +62,8 @@ def _is_overwritten(logits: torch.Tensor) -> bool:
 
 
 def _laid_out(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...] | None]:
-    """Logits that are not contiguous, as the ops take them: with their dimensions in the order in which they lie, which
-    comes with them, where no more is needed (transposed [s, b, V]); else a copy, whose gradient overwrites nothing."""
+    """Logits that are not contiguous, in a form for the ops: with their dimensions in the order of memory, which is
+    returned too, if that suffices (transposed [s, b, V]); otherwise a copy, whose gradient overwrites nothing."""
     written = _is_overwritten(logits)
     if not torch.compiler.is_compiling() and target.shape == logits.shape[:-1]:
         order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
@@ -74,7 +74,7 @@ def _laid_out(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _told_by_caller(op: str, logits: str, error: Exception) -> Exception:
-    """An error of the ops in the words of the function that called them. logits: its argument for these."""
+    """An error of the ops in the words of the function that called them. logits: its name for the argument 'logits'."""
     text, found = _OPS_WORDS.subn(f"{op}: ", str(error), count=1)
     if not found:
         return error
@@ -93,22 +93,22 @@ def parallel_cross_entropy(
 ) -> torch.Tensor:
     """loss = logsumexp(inp) - (1 - s) inp[target] - s / V sum(inp), s = label_smoothing, of each token, in float32.
 
-    Where inp wants a gradient, its memory holds that gradient afterwards: nothing may read the logits as logits any
-    more, what was kept of them for another backward raises there, and another loss of this memory here. A gradient of
-    its own memory comes under torch.compile, and of what is not contiguous (dimensions before the last that are only
-    exchanged are taken as they lie). A second backward through the loss (retain_graph) raises, and so does a double
-    backward. Of a view of logits ask for the gradient of what it is a view of: its own is lost.
+    If inp requires a gradient, its memory holds that gradient afterwards: it must not be read as logits any more, a
+    backward that saved it raises, and so does another loss of this memory. The gradient has memory of its own under
+    torch.compile, and if inp is not contiguous (dimensions before the last that are only exchanged need no copy). A
+    second backward through the loss (retain_graph) raises, and so does a double backward. For a view of logits read the
+    gradient of its base: the view's own is lost.
 
     reduce_loss: the mean over the tokens whose target is not ignore_idx, as a scalar (NaN for none, as in
     torch.nn.functional.cross_entropy). With it and a gradient of 1 the backward touches no logits; without it those of
-    tokens whose incoming gradient is not 1. float16 is scaled there in any case.
-    dist_process_group: inp has this rank's classes, as many on every rank; targets are the same, global, on each.
-    is_cg_capturable: nothing to choose here: neither way waits for the device, so both can be captured.
+    tokens whose incoming gradient is not 1. float16 is scaled in any case.
+    dist_process_group: inp has this rank's classes, equally many on every rank; targets are the same, global, on each.
+    is_cg_capturable: without an effect: neither way waits for the device, so both can be captured.
     Shapes: inp [..., V]; target [...], int64; the loss like target.
     Dtypes: inp float32, float16 or bfloat16; float64 is rounded to float32 first.
-    Errors: ValueError naming the argument; on the CPU a target that is neither ignore_idx nor in [0, V) too, before
-    anything is written. On a GPU, which nobody waits for, such a token's loss and gradient are NaN. RuntimeError for a
-    view of a leaf that wants a gradient, and for logits over which a loss has written already.
+    Errors: ValueError naming the argument; on the CPU also for a target that is neither ignore_idx nor in [0, V),
+    before anything is written. On a GPU, where the host does not wait, such a token's loss and gradient are NaN.
+    RuntimeError for a view of a leaf that requires a gradient, and for logits that a loss has already overwritten.
     """
     op = "parallel_cross_entropy"
     _check_plain(op, inp=inp, target=target)
@@ -122,7 +122,7 @@ def parallel_cross_entropy(
         logits, targets, order = _laid_out(logits, target)
     elif _is_overwritten(logits) and _is_of_leaf(logits):
         raise RuntimeError(
-            f"{op}: argument 'inp' is a view of a leaf that wants a gradient, which would be overwritten; pass the "
+            f"{op}: argument 'inp' is a view of a leaf that requires a gradient, which would be overwritten; pass the "
             "leaf itself, or a clone()."
         )
     try:
@@ -143,7 +143,7 @@ def parallel_cross_entropy(
 
 
 def _quantization(op: str) -> list[int]:
-    """Of the te.autocast around the call, as integers; none: plain products."""
+    """The te.autocast in force, as integers; empty: plain products."""
     state = current_state()
     if not state.enabled:
         return []
@@ -151,7 +151,7 @@ def _quantization(op: str) -> list[int]:
     if recipe.delayed() or recipe.custom():
         refuse(
             f"{op}: {type(recipe).__name__} keeps state between steps, which is not available in this version for a "
-            "function that has none; use Float8CurrentScaling or Float8BlockScaling, or te.autocast(enabled=False) "
+            "function without state; use Float8CurrentScaling or Float8BlockScaling, or te.autocast(enabled=False) "
             "around it."
         )
     if recipe.backward_override is not None:
@@ -168,7 +168,7 @@ _in_fp8 = WeakIdKeyDictionary()
 
 
 def _note_precision(op: str, weight: torch.Tensor, fp8: bool) -> None:
-    """Warns where a backward runs the function again without the te.autocast of its first run."""
+    """Warns if a backward runs the function again without the te.autocast of its first run."""
     in_backward = current_graph_task_id() != -1
     if in_backward and not fp8 and torch.is_grad_enabled() and weight in _in_fp8:
         warnings.warn(
@@ -197,19 +197,19 @@ def fused_linear_cross_entropy(
     sequence_parallel: bool = False,
     weight_grad_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """parallel_cross_entropy(hidden weight^T + bias, target) without all logits: 512 MiB of them at a time.
+    """parallel_cross_entropy(hidden weight^T + bias, target) without all logits: at most 512 MiB of them at a time.
 
-    With reduce_loss the gradients of hidden, weight and bias are made in forward, those that are wanted; backward
-    multiplies them by what comes in, unless that is 1, without waiting for the device, and can be done once. Without
-    it, backward recomputes the logits, with each token's incoming gradient.
+    With reduce_loss the forward computes the gradients of hidden, weight and bias, those that are required; the
+    backward multiplies them by the incoming gradient, unless that is 1, without waiting for the device, and runs once.
+    Without reduce_loss the backward recomputes the logits, with each token's incoming gradient.
 
-    weight_grad_dtype: what the chunks' parts of the weight's gradient are added up in: float32, or weight's dtype, in
-    half the memory and with a rounding for each chunk (float16 may overflow). The bias's are added up in float32.
-    docs/cross_entropy.md has what all of it takes.
-    dist_process_group: weight and bias are this rank's classes, as many on every rank; hidden and target are the same
-    on each, and hidden's gradient is added up. sequence_parallel: hidden has this rank's part of dimension 0 alone,
-    which is gathered, and its gradient added up and scattered; target is whole.
-    Under te.autocast the three products are FP8 ones, a chunk quantized by itself; current and block scaling.
+    weight_grad_dtype: the dtype in which the chunks' parts of the weight's gradient are added up: float32, or weight's
+    dtype, in half the memory and with a rounding for each chunk (float16 may overflow). The bias's are added up in
+    float32. docs/cross_entropy.md has the memory and time of each.
+    dist_process_group: weight and bias are this rank's classes, equally many on every rank; hidden and target are the
+    same on each, and hidden's gradient is added up. sequence_parallel: hidden is this rank's part of dimension 0, which
+    is gathered, and its gradient is added up and scattered; target is not divided.
+    Under te.autocast the three products are FP8, each chunk quantized by itself; current and block scaling.
     Shapes: hidden [..., features], weight [V, features], bias [V], target [...], int64; the loss a scalar, or like
     target. Dtypes: float32, float16 or bfloat16, one for all (torch.autocast casts); the loss float32.
     Errors: as parallel_cross_entropy; NotImplementedError for recipes with state and for quantized tensors.
@@ -225,7 +225,7 @@ def fused_linear_cross_entropy(
             f"{weight.dtype}."
         )
     name, ranks = _group(op, dist_process_group, hidden)
-    if ranks > 1:  # each rank's classes bring a part of hidden's gradient
+    if ranks > 1:  # each rank's classes give a part of hidden's gradient
         enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = enter(hidden, dist_process_group)
     quantization = _quantization(op)

@@ -1,4 +1,4 @@
-"""Export to ONNX: the context that clients enter. Exporting is not here yet."""
+"""Export to ONNX: the context that clients enter. Exporting is not available in this version."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

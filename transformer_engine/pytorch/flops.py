@@ -1,6 +1,6 @@
-"""How many floating-point operations the products of torch.ops.te take, for torch's FlopCounterMode, which sees them
-below autograd in eager mode as everywhere. Nothing is counted here. torch's counter imports Triton: it is told as soon
-as somebody else imports it."""
+"""The numbers of floating-point operations of torch.ops.te's products, for torch's FlopCounterMode, which sees them
+below autograd, also in eager mode. Nothing is counted here. torch's counter imports Triton, so the numbers are
+registered when other code imports it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def _wgrad(dy: _Shape, x: _Shape, *_, **__) -> int:
 
 
 def _gemm_fp8(a: _Shape, *_, out_shape: _Shape, **__) -> int:
-    """The data of both operands, whichever direction's, are summed over what is beside out's columns in a's."""
+    """The product sums over the dimension of a's data that is not out's columns, in either direction of the
+    operands."""
     return 2 * _rows(out_shape) * math.prod(a)
 
 
@@ -49,7 +50,7 @@ def _grouped_rows(x: _Shape, *_, out_shape: _Shape, **__) -> int:
 
 
 def _grouped_fp8_wgrad(dy: _Shape, _dy, __dy, x: _Shape, *_, **__) -> int:
-    """Of panels, whose columns are the rows that are summed over."""
+    """For panels, whose columns are the rows that the product sums over."""
     return 2 * math.prod(dy) * x[0]
 
 
@@ -85,7 +86,7 @@ def _register() -> None:
 
 
 class _AtItsImport(MetaPathFinder):
-    """Finds the counter as everyone else would, and registers behind its import; once."""
+    """Finds the counter by the other finders, and registers after its import; once."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != _COUNTER:

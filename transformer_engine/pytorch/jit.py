@@ -1,5 +1,5 @@
 """Small fused functions and their switches by the names that clients import: they are torch's operations here, which
-torch.compile fuses around them. Nothing is compiled or warmed up."""
+torch.compile fuses with its surroundings. Nothing is compiled or warmed up."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,7 +20,7 @@ def no_torch_dynamo(recursive: bool = True) -> Callable[[_Function], _Function]:
 
 
 def set_jit_fusion_options() -> None:
-    """There is nothing to set."""
+    """No options exist."""
 
 
 def bias_gelu_fused(inp: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -71,21 +71,21 @@ def get_bias_dropout_add(training: bool) -> Callable[..., torch.Tensor]:
 
 
 def warmup_jit_bias_dropout_add(hidden_size: int, dtype: torch.dtype, seq_length: int, micro_batch_size: int) -> None:
-    """There is nothing to warm up."""
+    """No warm-up is needed."""
 
 
 def warmup_jit_bias_dropout_add_all_dtypes(hidden_size: int, seq_length: int, micro_batch_size: int) -> None:
-    """There is nothing to warm up."""
+    """No warm-up is needed."""
 
 
 def warmup_jit_bias_gelu(
     ffn_hidden_size_per_partition: int, dtype: torch.dtype, seq_length: int, micro_batch_size: int
 ) -> None:
-    """There is nothing to warm up."""
+    """No warm-up is needed."""
 
 
 def warmup_jit_bias_gelu_all_dtypes(ffn_hidden_size: int, seq_length: int, micro_batch_size: int) -> None:
-    """There is nothing to warm up."""
+    """No warm-up is needed."""
 
 
 def _has_elements(bias: torch.Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration over several GPUs: the names that clients import. It is not here yet."""
+"""Newton-Schulz iteration over several GPUs: the names that clients import. Not available in this version."""
 
 import torch
 

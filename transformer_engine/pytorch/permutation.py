@@ -1,4 +1,4 @@
-"""Permutation of tokens to experts and back: the names that clients import. None is here yet."""
+"""Permutation of tokens to experts and back: the names that clients import. Not available in this version."""
 
 from collections.abc import Sequence
 

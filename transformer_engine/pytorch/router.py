@@ -1,4 +1,4 @@
-"""The MoE router's fused functions: the names that clients import. None is here yet."""
+"""The MoE router's fused functions: the names that clients import. Not available in this version."""
 
 from enum import Enum
 
@@ -43,7 +43,7 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str,
     routing_map_format: RoutingMapFormat = RoutingMapFormat.BYTEMAP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The routing map and the scores that the auxiliary loss is made from."""
+    """The routing map and the scores for the auxiliary loss."""
 
 
 @absent(_ROUTER, _TORCH)

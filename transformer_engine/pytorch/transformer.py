@@ -1,5 +1,5 @@
-"""TransformerLayer: attention (one or two) and an MLP, each behind its norm, with residual connections. It orders them
-and adds; the parts compute."""
+"""TransformerLayer: attention (one or two) and an MLP, each after its norm, with residual connections. It calls the
+parts and adds; the parts compute."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -36,19 +36,19 @@ class TransformerLayer(Composite):
     layer_type 'decoder': between the two h = h + drop(cross_attention(norm(h), encoder_output)).
     parallel_attention_mlp: y = x + drop(attention(norm(x)) + mlp(norm'(x))).
     apply_residual_connection_post_layernorm: each sum takes norm's output in place of its input.
-    output_layernorm: no norm before the (self-)attention, one behind the last sum.
+    output_layernorm: no norm before the (self-)attention, one after the last sum.
     Submodules `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (output_layernorm). The
     residual addition before the MLP is part of its norm.
     Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
 
-    set_parallel_mode with tp_size or a tp_group: attention and MLP are divided over its ranks, as MultiheadAttention's
-    and LayerNormMLP's are, and with sequence_parallel dimension 0 of hidden_states and encoder_output too. Then
-    hidden_states have to be as long as seq_length, where that is given: a rank's part of it if it is dimension 0.
-    Dropout of what is divided has to differ from rank to rank: hidden_dropout's under sequence_parallel, the
-    attention's without, is drawn inside get_rng_state_tracker().fork(). Under sequence_parallel callers may fork around
-    the whole layer, and have to for the attention's dropout. A tracker of their own may not know forks inside of forks:
-    with one that is no CudaRNGStatesTracker the layer leaves forking to them.
-    tp_recompute_allgather, tp_overlap (ours beyond the common API): as Linear's; ub_tp_comm_overlap means "auto".
+    set_parallel_mode with tp_size or a tp_group: attention and MLP are divided over its ranks, like MultiheadAttention
+    and LayerNormMLP, and with sequence_parallel dimension 0 of hidden_states and encoder_output too. Then hidden_states
+    must have the length seq_length, if that is given: a rank's part of it if it is dimension 0.
+    Dropout of divided tensors must differ from rank to rank: hidden_dropout's under sequence_parallel, the attention's
+    without it, is drawn inside get_rng_state_tracker().fork(). Under sequence_parallel callers may fork around the
+    whole layer, and must for the attention's dropout. Trackers of clients may not support nested forks: with one that
+    is not a CudaRNGStatesTracker the layer leaves forking to the caller.
+    tp_recompute_allgather, tp_overlap (extensions of the common API): as Linear's; ub_tp_comm_overlap means "auto".
     """
 
     @tells_keywords(retired=OF_ATTENTION)
@@ -143,7 +143,7 @@ class TransformerLayer(Composite):
         if self.tp_size > 1 and not set_parallel_mode:
             raise ValueError(
                 f"{op}: argument 'set_parallel_mode' is False, but the layer is divided over {self.tp_size} ranks "
-                "(tp_size or tp_group), whose parts have to be added up before the residual is; wanted True."
+                "(tp_size or tp_group), whose parts must be added up before the residual is; wanted True."
             )
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self._tokens = TokenSizes(
@@ -280,7 +280,8 @@ class TransformerLayer(Composite):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Masks, windows, lengths and biases as in DotProductAttention. A decoder's cross-attention takes the enc_dec_
-        ones, and the same rotary embedding and bias as its self-attention; cu_seqlens_kv are its encoder's lengths."""
+        arguments, and the same rotary embedding and bias as its self-attention; cu_seqlens_kv are its encoder's
+        lengths."""
         op = "TransformerLayer"
         if type(hidden_states) is not torch.Tensor:
             check_tensor(op, "hidden_states", hidden_states)
@@ -310,7 +311,7 @@ class TransformerLayer(Composite):
             "softcap": softcap,
         }
         hidden_states = to_autocast(hidden_states)  # the residual stream too
-        # The residual branch goes on from what the attention's norm hands back: both gradients meet in its backward.
+        # The residual branch reads the input that the attention's norm returns: both gradients meet in its backward.
         norm = self.apply_residual_connection_post_layernorm
         joins = is_own(self.self_attention, MultiheadAttention) and self.self_attention.input_layernorm
         joins = joins and not (norm or self.parallel_attention_mlp)
@@ -347,7 +348,7 @@ class TransformerLayer(Composite):
                 **shared,
             )
             attended = self._drop(attended)
-        adds = is_own(self.layernorm_mlp, LayerNormMLP)  # the norm's kernel does
+        adds = is_own(self.layernorm_mlp, LayerNormMLP)  # the norm's kernel adds
         mlp, residual = self._run_part(
             "layernorm_mlp",
             attended if adds else residual + attended,
@@ -361,13 +362,14 @@ class TransformerLayer(Composite):
     def _run_part(
         self, name: str, hidden: torch.Tensor, *inputs: object, norm: bool = False, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a submodule returns, and what it is added to: the norm's output with `norm`, else the norm's input."""
+        """A submodule's result, and the tensor to add it to: the norm's output with `norm`, otherwise the norm's
+        input."""
         options["shape"], options["norm"] = hidden.shape, norm
         result, norm_output, back = run_part("TransformerLayer", self, name, hidden, *inputs, **options)
         return result, norm_output if norm else back
 
     def _own_draws(self) -> AbstractContextManager:
-        """Where tokens are divided each rank drops others."""
+        """If tokens are divided, each rank drops different ones."""
         if self.sequence_parallel and self.training and self.get_rng_state_tracker is not None:
             tracker = self.get_rng_state_tracker()
             if isinstance(tracker, CudaRNGStatesTracker):
@@ -383,8 +385,8 @@ class TransformerLayer(Composite):
             shape = [x.shape[dim] if dim == batch_dim else 1 for dim in range(x.dim())]
             with self._own_draws() if batch_dim == 0 else nullcontext():
                 kept = torch.bernoulli(torch.full(shape, keep, device=x.device))
-            if self.sequence_parallel and batch_dim != 0:  # each rank has a part of every sequence, and one draw holds
+            if self.sequence_parallel and batch_dim != 0:  # each rank has a part of every sequence: one draw for all
                 kept = torch.ops.te.group_gather(kept, self._tp_group_name, self.tp_size)[:1]
-            # At a rate of 1 nothing is kept that would have to be scaled.
+            # At a rate of 1 nothing is kept, so nothing is scaled.
             x = x * (kept / (keep or 1.0)).to(x.dtype)
         return x

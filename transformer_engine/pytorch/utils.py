@@ -1,5 +1,5 @@
-"""Small questions and helpers that clients import: what the device can do, NVTX ranges, initialisers, parts of tensors,
-the layout of gated weights."""
+"""Small queries and helpers that clients import: capabilities of the device, NVTX ranges, initialisers, parts of
+tensors, the layout of gated weights."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ gpu_autocast_ctx = functools.partial(torch.amp.autocast, device_type="cuda")
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """The device a module is built on: what was asked for, else CUDA where there is one, else the CPU."""
+    """The device a module is built on: the given one, by default CUDA if there is one, else the CPU."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
@@ -22,7 +22,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 def _need_cuda(op: str) -> None:
     if not torch.cuda.is_available():
-        raise RuntimeError(f"{op}: torch {torch.__version__} finds no CUDA device, wanted one; te.doctor() says more.")
+        raise RuntimeError(f"{op}: torch {torch.__version__} finds no CUDA device, wanted one; see te.doctor().")
 
 
 def get_device_compute_capability() -> tuple[int, int]:
@@ -51,8 +51,8 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
-    """Whether FP8 products exist in other layouts than TN: from compute capability 10.0 on. Before, and on the CPU, the
-    columnwise data of an operand is its transpose."""
+    """Whether FP8 products exist in other layouts than TN: from compute capability 10.0 on. Before that, and on the
+    CPU, an operand's columnwise data are its transpose."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
 
 
@@ -71,7 +71,7 @@ def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """An initialiser: N(0, sigma / sqrt(2 num_layers)), in place; for what is added to the residual stream."""
+    """An initialiser: N(0, sigma / sqrt(2 num_layers)), in place; for layers that add to the residual stream."""
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
 
 
@@ -81,14 +81,14 @@ def get_default_init_method() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """numerator / denominator. Errors: ValueError where that is no whole number."""
+    """numerator / denominator. Errors: ValueError unless the result is a whole number."""
     if numerator % denominator:
         raise ValueError(f"divide: argument 'numerator' is {numerator}, wanted a multiple of {denominator}.")
     return numerator // denominator
 
 
 def cast_if_needed(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The tensor in this dtype; itself where it has it, None for None."""
+    """The tensor in this dtype; itself if it has it, None for None."""
     return None if tensor is None else tensor.to(dtype)
 
 
@@ -99,18 +99,18 @@ class SplitAlongDim:
     def apply(
         mixed_x_layer: torch.Tensor, split_dim: int, split_size_or_sections: int | list[int], squeeze: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Views of its parts along split_dim; squeeze: without that dimension, where a part is 1 long there."""
+        """Views of its parts along split_dim; squeeze: without that dimension, if a part has size 1 in it."""
         parts = torch.split(mixed_x_layer, split_size_or_sections, split_dim)
         return tuple(part.squeeze(split_dim) for part in parts) if squeeze else tuple(parts)
 
 
 def torch_get_autocast_gpu_dtype() -> torch.dtype:
-    """What torch.autocast computes in on a GPU."""
+    """The dtype in which torch.autocast computes on a GPU."""
     return torch.get_autocast_dtype("cuda")
 
 
 def check_dim_for_fp8_exec(tensor: torch.Tensor) -> bool:
-    """Whether FP8 units take it without padding: [a multiple of 8, a multiple of 16]. Modules here take any shape."""
+    """Whether FP8 units support it without padding: [a multiple of 8, a multiple of 16]. Modules support any shape."""
     return tensor.dim() == 2 and tensor.shape[0] % 8 == 0 and tensor.shape[1] % 16 == 0
 
 
@@ -132,8 +132,9 @@ def nvtx_range_pop(msg: str | None = None) -> None:
 
 
 def make_weak_ref(x: object) -> object:
-    """The tensors in x (alone, or in tuples, lists and dicts), at the same addresses, without keeping their memory;
-    what is none is handed back. For use only while somebody else keeps that memory, as a CUDA graph's pool does."""
+    """The tensors in x (alone, or in tuples, lists and dicts), at the same addresses, without keeping their memory
+    alive; other objects unchanged. For use only while another owner keeps that memory alive, such as a CUDA graph's
+    pool."""
     if isinstance(x, torch.Tensor):
         storage = x.untyped_storage()
         weak = construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())

@@ -1,5 +1,5 @@
-"""What a device has to say of a step: a mailbox in pinned host memory, read without waiting for it, and what it counts
-of splits that it had to mend."""
+"""Reports of a device about a step: a mailbox in pinned host memory, read without a sync, and counts of splits that the
+device had to correct."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformer_engine.pytorch.utils import resolve_device
 
 
 class Mailbox:
-    """One report, written over and over by the device. parse(memory): the report there, or None where nothing whole
-    is there; of one that carries `step`, each is handed out once."""
+    """One report, which the device overwrites. parse(memory): the report there, or None if there is no complete one; of
+    reports with `step`, each is returned once."""
 
     def __init__(self, device: torch.device, size: int, parse: Callable[[torch.Tensor], dict | None]) -> None:
         self.memory = torch.full((size,), 0xFF, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._parse, self._seen = parse, -1
 
     def peek(self) -> dict | None:
-        """What has arrived, whether it was read before or not."""
+        """The last report, whether it has been read before or not."""
         return self._parse(self.memory)
 
     def read(self) -> dict | None:
-        """What has arrived since the last read."""
+        """The report since the last read."""
         report = self.peek()
         if report is None or report["step"] == self._seen:
             return None
@@ -36,17 +36,17 @@ class Mailbox:
 
 class SplitVerdict(NamedTuple):
     """Since the process began, or since reset_split_verdict(): sizes of groups that were negative, and counted as 0;
-    rows that groups claimed and no tensor had, which were cut."""
+    rows that groups claimed beyond the tensor, which were cut."""
 
     negative: int
     cut: int
 
 
-_counting: set[torch.device] = set()  # CUDA devices whose counters are there
+_counting: set[torch.device] = set()  # CUDA devices whose counters exist
 
 
 def count_splits(op: str, device: torch.device) -> None:
-    """Before the first call on a CUDA device: what it counts has to outlive the graph of a capture."""
+    """Runs before the first call on a CUDA device: its counters must outlive the graph of a capture."""
     if device in _counting:
         return
     if torch.cuda.is_current_stream_capturing():
@@ -65,5 +65,5 @@ def split_verdict(device: torch.device | str | int | None = None) -> SplitVerdic
 
 
 def reset_split_verdict(device: torch.device | str | int | None = None) -> None:
-    """Counts from 0 again, behind what the current stream has to do."""
+    """Sets the counts to 0, in order with the current stream."""
     _C.split_counters(resolve_device(device)).zero_()

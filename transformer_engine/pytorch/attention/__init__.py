@@ -1,4 +1,4 @@
-"""Attention: rotary embeddings of our own, the attention product itself PyTorch's. The names that clients import from
+"""Attention: rotary embeddings of this library, attention itself by PyTorch. The names that clients import from
 here."""
 
 from transformer_engine.pytorch.attention import stacked as stacked

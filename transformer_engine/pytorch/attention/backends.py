@@ -1,4 +1,4 @@
-"""Which of PyTorch's attention backends runs, and why: the one place where that is decided. It computes nothing."""
+"""Selects one of PyTorch's attention backends, with a reason: the only place that does. It computes nothing."""
 
 import os
 from collections.abc import Collection
@@ -21,7 +21,7 @@ _DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 _MASKED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 _BIAS_GRADIENT = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
-# Variables of the environment that take a backend away where they are 0.
+# Variables of the environment that disable a backend if they are 0.
 _VARIABLES = {
     "NVTE_FLASH_ATTN": (SDPBackend.FLASH_ATTENTION, "flash"),
     "NVTE_FUSED_ATTN": (SDPBackend.CUDNN_ATTENTION, "cuDNN"),
@@ -31,7 +31,7 @@ _FUSED = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
 
 
 def taken_away() -> frozenset[str]:
-    """The variables that are 0 now."""
+    """The variables that are 0 at present."""
     for name in _VARIABLES:
         if os.environ.get(name, "1") not in ("0", "1"):
             raise ValueError(
@@ -42,10 +42,10 @@ def taken_away() -> frozenset[str]:
 
 
 class AttentionPath(NamedTuple):
-    """backends: in the order in which they are tried, those that cannot take the input passed over; None leaves the
-    choice to torch (the CPU). pattern: what is seen, at these lengths. It reaches the backend as is_causal, as a mask
-    tensor, or as flash's own window; or there is nothing to tell. dtype: what the backend computes in.
-    repeat_groups: keys and values are repeated, one for each query head, as the backend takes no groups."""
+    """backends: in the order in which they are tried; those that do not support the input are skipped; None leaves the
+    choice to torch (the CPU). pattern: the visible keys, at these lengths. It reaches the backend as is_causal, as a
+    mask tensor, or as flash's own window; or everything is visible. dtype: the backend's dtype of computation.
+    repeat_groups: keys and values are repeated, one for each query head, because the backend supports no groups."""
 
     backends: tuple[SDPBackend, ...] | None
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class AttentionPath(NamedTuple):
 
 
 def flash_takes(head_dims: tuple[int, int]) -> bool:
-    """Whether flash's own entry, which pads nothing, takes heads of these widths (q and k, v)."""
+    """Whether flash's own entry, which pads nothing, supports heads of these widths (q and k, v)."""
     return head_dims[0] == head_dims[1] <= 256 and head_dims[0] % 8 == 0
 
 
@@ -79,8 +79,8 @@ def attention_path(
     away: Collection[str] = (),
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
-    flash_fits: there is something to attend to, and flash_takes(its heads). away: of taken_away(). RuntimeError where
-    that leaves nobody."""
+    flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). RuntimeError if no
+    backend is left."""
     pattern = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
     bare = not (pattern.padding or pattern.arbitrary) and bias == "no_bias"
     is_causal = bare and pattern.top_left_causal
@@ -106,13 +106,13 @@ def attention_path(
         deterministic=deterministic,
     )
     without_cudnn = bias_grad or deterministic or dtype == torch.float32 or "NVTE_FUSED_ATTN" in away
-    # Of the backends that take a mask tensor on CUDA cuDNN alone takes groups; torch's fused CPU attention takes none.
+    # Of the backends that take a mask tensor on CUDA only cuDNN supports groups; torch's fused CPU attention does not.
     repeats = device.type != "cuda" or (mask_tensor and without_cudnn)
     if away:
         if device.type != "cuda":
             plain = (SDPBackend.MATH,)
             backends = plain if bias_grad or dropout else (SDPBackend.FLASH_ATTENTION, *plain)
-        # Nothing but the plain one and memory-efficient attention takes float32, and that one takes no groups.
+        # Only the plain backend and memory-efficient attention support float32, and the latter has no groups.
         repeats = repeats or dtype == torch.float32
         backends, reason = _left(backends, away, reason, device.type == "cuda")
     return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason)
@@ -122,16 +122,16 @@ def nobody_left(away: Collection[str], reason: str) -> RuntimeError:
     named = [name for name in _VARIABLES if name in away]
     return RuntimeError(
         f"DotProductAttention: no backend is left for this call: {', '.join(f'{name}=0' for name in named)} "
-        f"{'takes' if len(named) == 1 else 'take'} {' and '.join(_VARIABLES[name][1] for name in named)} away; set one "
-        f"of them to 1 before the module is made. {reason}"
+        f"{'disables' if len(named) == 1 else 'disable'} {' and '.join(_VARIABLES[name][1] for name in named)}; set "
+        f"one of them to 1 before the module is made. {reason}"
     )
 
 
 def _left(
     backends: tuple[SDPBackend, ...], away: Collection[str], reason: str, on_cuda: bool
 ) -> tuple[tuple[SDPBackend, ...], str]:
-    """Without flash and cuDNN nothing fused is left: not memory-efficient attention, nor the CPU's own. These have
-    no variable, and go with both."""
+    """Without flash and cuDNN no fused backend is left: memory-efficient attention and the CPU's own have no variable,
+    and are disabled with both."""
     gone = {_VARIABLES[name][0] for name in away if on_cuda or name not in _FUSED}
     if all(name in away for name in _FUSED):
         gone |= {SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION}
@@ -147,15 +147,15 @@ _NODES = {
     "ScaledDotProductCudnnAttention": "cuDNN",
     "ScaledDotProductFlashAttentionForCpu": "torch's fused CPU attention",
     "ScaledDotProductFlashAttention": "flash",
-    "FlashAttention": "flash",  # its own entry, with a window
+    "FlashAttention": "flash",  # by its own entry, with a window
     "ScaledDotProductEfficientAttention": "memory-efficient attention",
 }
 
 
 def path_taken(out: torch.Tensor, path: AttentionPath) -> tuple[str, str]:
-    """For te.explain: the backend that made `out`, by its autograd node, and why no faster one did."""
+    """For te.explain: the backend that made `out`, by its autograd node, and why a faster one was not used."""
     backend, node, hops = None, out.grad_fn, 0
-    while backend is None and node is not None and hops < 3:  # views may lie behind it: transposed, or padded heads
+    while backend is None and node is not None and hops < 3:  # views may follow it: transposed, or padded heads
         backend = _NODES.get(node.name().removesuffix("Backward0"))
         node, hops = (node.next_functions[0][0] if node.next_functions else None), hops + 1
     backend = backend or "torch's plain attention"
@@ -174,7 +174,7 @@ def _order(
 ) -> tuple[tuple[SDPBackend, ...] | None, str]:
     if device.type != "cuda":
         if bias_grad:
-            return None, "The bias wants a gradient, which torch's fused CPU attention does not give."
+            return None, "The bias requires a gradient, which torch's fused CPU attention does not give."
         if dropout:
             return None, "Torch's fused CPU attention has no dropout."
         return None, "Torch's fused CPU attention is the fastest there."
@@ -194,7 +194,7 @@ def _order(
             "the others' backwards do not repeat their bits with."
         )
     if bias_grad:
-        return _BIAS_GRADIENT, "The bias wants a gradient, which memory-efficient and plain attention alone give."
+        return _BIAS_GRADIENT, "The bias requires a gradient, which only memory-efficient and plain attention give."
     if dtype == torch.float32:
         return _BIAS_GRADIENT, "float32 with a mask tensor: cuDNN takes 16-bit types alone, flash no mask tensor."
     return _MASKED, "The scores need a mask tensor: cuDNN is the fastest that takes one, flash takes none."

@@ -1,4 +1,4 @@
-"""Key-value caches for inference, and the fused MLA projection: the names that clients import. Neither is here yet."""
+"""Key-value caches for inference, and the fused MLA projection: names for clients. Not available in this version."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from transformer_engine.pytorch._internal.absent import absent
 
 @absent("the key-value cache is", "attend without inference_params")
 class InferenceParams:
-    """Keys and values of the tokens so far."""
+    """Keys and values of the earlier tokens."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class InferenceParams:
 
 @absent("the paged key-value cache is", "attend without inference_params")
 class PagedKVCacheManager:
-    """Keys and values of the tokens so far, in pages."""
+    """Keys and values of the earlier tokens, in pages."""
 
 
 @absent("the fused MLA projection, which needs Blackwell, is", "use Linear and apply_rotary_pos_emb")

@@ -1,5 +1,5 @@
-"""What attention may look at: mask names, windows, padding and biases as one pattern, and that pattern as tensors.
-It checks what it is given and attends to nothing. No function here waits for the device."""
+"""The keys that a query sees: mask names, windows, padding and biases as one pattern, and that pattern as tensors. It
+checks arguments and computes no attention. No function here waits for the device."""
 
 import operator
 from collections.abc import Callable
@@ -19,7 +19,7 @@ AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 class Pattern(NamedTuple):
     """Query i sees key j when diagonal - left <= j <= diagonal + right, the diagonal being i, or with bottom_right
-    i + (number of keys) - (number of queries); -1 is no limit. padding and arbitrary take further keys away."""
+    i + (number of keys) - (number of queries); -1 is no limit. padding and arbitrary hide further keys."""
 
     left: int
     right: int
@@ -28,7 +28,7 @@ class Pattern(NamedTuple):
     arbitrary: bool
 
     def within(self, seq_q: int | None, seq_kv: int | None) -> "Pattern":
-        """The same pattern without the limits and the alignment that sequences of these lengths cannot feel.
+        """The same pattern without limits and alignment that have no effect on sequences of these lengths.
         None: lengths that are equal, and longer than every window."""
         if not self.positional:
             return self
@@ -68,8 +68,8 @@ def check_window(op: str, window_size: Window, argument: str = "window_size") ->
 
 
 def pattern_of(mask: str, window_size: Window, bottom_right_diagonal: bool | None) -> Pattern:
-    """A causal mask cuts a window's right side to 0, and its name says where its diagonal ends; for the other masks
-    bottom_right_diagonal says it, and None means the bottom right."""
+    """A causal mask cuts a window's right side to 0, and its name defines the end of its diagonal; for the other masks
+    bottom_right_diagonal defines it, and None means the bottom right."""
     left, right = (-1, -1) if window_size is None else (operator.index(n) for n in window_size)
     bottom_right = bottom_right_diagonal is None or bottom_right_diagonal
     if "causal" in mask:
@@ -77,11 +77,11 @@ def pattern_of(mask: str, window_size: Window, bottom_right_diagonal: bool | Non
     return Pattern(left, right, bottom_right, "padding" in mask, mask == "arbitrary")
 
 
-# ---- what the masks' tensors have to be ----
+# ---- shapes of the masks' tensors ----
 
 
 class Sizes(NamedTuple):
-    """Of the queries and keys, as `layout` reads them."""
+    """The sizes of the queries and keys in `layout`."""
 
     batch: int
     seqs: tuple[int, int]
@@ -89,12 +89,12 @@ class Sizes(NamedTuple):
     layout: str
 
     def swapped(self) -> "Sizes":
-        """As the other layout reads the same tensors, whose sequences have one length."""
+        """The sizes of the same tensors in the other layout, whose sequences have one length."""
         return self._replace(batch=self.seqs[0], seqs=(self.batch, self.batch))
 
 
 def swapped_advice(layout: str) -> str:
-    """For an argument that proves that the other layout was meant."""
+    """Advice for an argument that fits only the other layout."""
     first, other = ("batch", "bshd") if layout == "sbhd" else ("sequence", "sbhd")
     return (
         f"it fits an input that is {first} first: build the layer with {other!r} (qkv_format; attn_input_format of a "
@@ -102,12 +102,12 @@ def swapped_advice(layout: str) -> str:
     )
 
 
-# Per dimension the sizes that fit.
+# The sizes that fit, for each dimension.
 Shapes = tuple[tuple[int, ...], ...]
 
 
 def _fits(t: torch.Tensor, shapes: Shapes) -> bool:
-    # == and not `in`, which torch.compile does not ask of sizes that it leaves open.
+    # == and not `in`, which torch.compile does not support for dynamic sizes.
     return t.dim() == len(shapes) and all(
         any(n == option for option in options) for n, options in zip(t.shape, shapes, strict=True)
     )
@@ -142,12 +142,12 @@ def check_padding(
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
     sizes: Sizes,
 ) -> None:
-    """Padding is told by masks or, without one, by cumulative lengths; the masks win where both are there."""
+    """Padding is given by masks or, without one, by cumulative lengths; masks take precedence."""
     if attention_mask is None:
         for name, lengths, seq in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, sizes.seqs, strict=True):
             hint = "a padding mask needs attention_mask, or both cu_seqlens_q and cu_seqlens_kv."
             _check_tensor(op, name, lengths, lambda of: ((of.batch + 1,),), sizes, torch.int32, hint)
-            if lengths.is_cpu and is_plain(lengths):  # a GPU would have to be waited for
+            if lengths.is_cpu and is_plain(lengths):  # on a GPU it would be a sync
                 _check_lengths(op, name, lengths, seq)
         return
     hint = "True where padded; for queries and keys of different lengths or paddings a tuple of two."
@@ -165,7 +165,7 @@ def _check_lengths(op: str, name: str, cumulative: torch.Tensor, seq: int) -> No
     if cumulative[0] != 0 or not ((lengths >= 0) & (lengths <= seq)).all():
         raise ValueError(
             f"{op}: argument '{name}' is {cumulative.tolist()}, wanted 0 first and then each sequence's length added, "
-            f"from 0 to the {seq} tokens that there are."
+            f"from 0 to the {seq} tokens of the input."
         )
 
 
@@ -205,7 +205,7 @@ def check_bias(
             _check_tensor(op, "alibi_slopes", slopes, shapes_of, sizes, torch.float32, "one slope a head.")
         return
     shapes_of = partial(_shapes_of_scores, heads=heads)
-    _check_tensor(op, "core_attention_bias", bias, shapes_of, sizes, None, f"it is what {kind!r} adds.")
+    _check_tensor(op, "core_attention_bias", bias, shapes_of, sizes, None, f"{kind!r} adds it.")
 
 
 def _shapes_of_slopes(sizes: Sizes, heads: int, per_sequence: bool) -> Shapes:
@@ -216,10 +216,10 @@ def _shapes_of_slopes(sizes: Sizes, heads: int, per_sequence: bool) -> Shapes:
 
 
 class Scores(NamedTuple):
-    """attn_mask: for scaled_dot_product_attention, boolean (True is seen) or added, no row of it wholly masked.
-    unseen: True for queries that see no key, or are padding; their results have to be zeroed. None: there are none.
-    padding: True where a query is padding, and where a key is, [b, 1, seq, 1] each; their values have to be zeroed, as
-    a product with them may overflow, and nothing times infinity is no zero in a backward. None: there is none."""
+    """attn_mask: for scaled_dot_product_attention, boolean (True is seen) or added, without a fully masked row.
+    unseen: True for queries that see no key, or are padding; their results must be zeroed. None: there are none.
+    padding: True for queries that are padding, and for keys, [b, 1, seq, 1] each; their values must be zeroed, because
+    a product with them may overflow, and 0 times infinity is NaN in a backward. None: there is none."""
 
     attn_mask: torch.Tensor | None
     unseen: torch.Tensor | None
@@ -227,7 +227,7 @@ class Scores(NamedTuple):
 
 
 def _present(mask: torch.Tensor | None, cumulative: torch.Tensor | None, seq: int) -> torch.Tensor:
-    """[b, seq], True where a token is."""
+    """[b, seq], True for tokens."""
     if mask is not None:
         return ~mask[:, 0, 0, :]
     lengths = cumulative[1:] - cumulative[:-1]
@@ -235,8 +235,8 @@ def _present(mask: torch.Tensor | None, cumulative: torch.Tensor | None, seq: in
 
 
 def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """2^(-8 i / n) for i = 1 .. n with n heads a power of two. Otherwise those of the power of two below, then every
-    other one of those of the power of two above. Source: Press et al., Train Short, Test Long, 2022."""
+    """2^(-8 i / n) for i = 1 .. n with n heads a power of two. Otherwise the slopes of the power of two below, then
+    every other slope of the power of two above. Source: Press et al., Train Short, Test Long, 2022."""
     below = 1 << (heads.bit_length() - 1)
     exponents = torch.arange(1, below + 1, device=device) * (-8.0 / below)
     further = (2 * torch.arange(heads - below, device=device) + 1) * (-4.0 / below)
@@ -258,10 +258,10 @@ def build_scores(
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
 ) -> Scores:
-    """One tensor for everything that is not a plain or a top-left causal mask: arguments as checked above.
+    """One tensor for every pattern except a plain and a top-left causal mask: arguments as checked above.
 
-    A query that sees nothing is let see everything and its result zeroed: softmax of nothing would be NaN, in the
-    backward too, and a zero that comes back through zeroing leaves every gradient as it was."""
+    A query that sees no key is made to see all keys, and its result is zeroed: a softmax over no keys would be NaN, in
+    the backward too, and the zero gradient that the zeroing returns changes no other gradient."""
     seq_q, seq_kv = seqs
     seen, padding, offset = [], None, seq_kv - seq_q
     if pattern.padding:
@@ -288,7 +288,7 @@ def build_scores(
         visible = visible | unseen
         unseen = unseen if padding is None else unseen | padding[0]
     if bias_kind == "no_bias":
-        # Whole rows, as cuDNN wants its additive mask.
+        # Complete rows, because cuDNN needs its additive mask like that.
         return Scores(visible.expand(*visible.shape[:-2], seq_q, seq_kv), unseen, padding)
     if bias_kind == "alibi":
         slopes = default_slopes(heads, device) if slopes is None else slopes

@@ -28,22 +28,22 @@ class MultiheadAttention(Composite):
     """proj(attention(q_norm(rope(q)), k_norm(rope(k)), v)) with [q | k | v] = linear(norm(x)) or linear(x).
 
     Self-attention has the submodules `layernorm_qkv` (with input_layernorm) or `qkv`; attention_type 'cross' takes q
-    from `layernorm_query` or `query_layer` and [k | v] of encoder_output, which no norm sees, from `key_value`. Then
-    `core_attention`, `proj`, and with qk_norm_type `q_norm` and `k_norm`, over each head, behind the rotary embedding
+    from `layernorm_query` or `query_layer` and [k | v] of encoder_output, without a norm, from `key_value`. Then
+    `core_attention`, `proj`, and with qk_norm_type `q_norm` and `k_norm`, over each head, after the rotary embedding
     unless qk_norm_before_rope. The projections have parameters `query_weight`, `key_weight`, `value_weight` (and
     biases); with fuse_qkv_params one `weight`, whose rows are for each group its query heads, its key and its value, or
     without qkv_weight_interleaved all queries, all keys, all values.
     Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
 
-    tp_size or a tp_group: heads and groups are divided over its ranks; sizes passed are global, attributes are this
-    rank's, and so are tensors of a call that go by head (masks, biases, slopes). With set_parallel_mode the projections
-    of q, k and v are columns and proj is a row, and the result is that of all heads; without, nothing is communicated,
-    and it is this rank's part of the sum. Of one fused weight a rank has whole groups, without qkv_weight_interleaved
-    [q_r | k_r | v_r]. sequence_parallel divides dimension 0 of hidden_states and encoder_output as well; attention, its
-    masks and rotary_pos_emb go by the whole sequences. The parameters of q_norm and k_norm are the same on every rank,
-    which sees them act on its own heads: under sequence_parallel they are marked so, and who adds up the gradients of
-    what is marked adds up theirs; otherwise the module does, as nobody else would.
-    tp_recompute_allgather, tp_overlap (ours beyond the common API): as Linear's.
+    tp_size or a tp_group: heads and groups are divided over its ranks; arguments are global sizes; attributes, and
+    tensors of a call that go by head (masks, biases, slopes), belong to this rank. With set_parallel_mode the
+    projections of q, k and v are column layers and proj is a row layer, and the result covers all heads; without it
+    nothing is communicated, and the result is this rank's part of the sum. Of one fused weight a rank has whole groups,
+    without qkv_weight_interleaved [q_r | k_r | v_r]. sequence_parallel divides dimension 0 of hidden_states and
+    encoder_output as well; attention, its masks and rotary_pos_emb go by the whole sequences. The parameters of q_norm
+    and k_norm are the same on every rank, which applies them to its own heads: under sequence_parallel they are marked
+    so, and the framework adds up their gradients with those of other marked parameters; otherwise the module does.
+    tp_recompute_allgather, tp_overlap (extensions of the common API): as Linear's.
     """
 
     @tells_keywords(retired=OF_ATTENTION)
@@ -138,7 +138,7 @@ class MultiheadAttention(Composite):
             divides=ranks if self.sequence_parallel and set_parallel_mode else 1,
         )
         head = self.hidden_size_per_attention_head
-        # Split parameters join to all queries, all keys, all values.
+        # Split parameters are joined in the order all queries, all keys, all values.
         self.qkv_weight_interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
         for submodule in ("q_norm", "k_norm"):
@@ -193,7 +193,7 @@ class MultiheadAttention(Composite):
             )
             self.add_module(submodule, product)
 
-        # Columns and rows divide what they are given; what is neither has this rank's part alone.
+        # Column and row layers divide their sizes; a layer that is neither gets this rank's part.
         heads, groups = (
             (num_attention_heads, groups) if set_parallel_mode else (self.num_attention_heads, self.num_gqa_groups)
         )
@@ -261,11 +261,11 @@ class MultiheadAttention(Composite):
         return_input: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """rotary_pos_emb: angles [s, 1, 1, d] from RotaryPositionEmbedding, or a pair of them for q and k.
-        encoder_output: what cross-attention looks at; self-attention refuses it. Masks, windows, lengths and biases as
+        encoder_output: the input of cross-attention; self-attention refuses it. Masks, windows, lengths and biases as
         in DotProductAttention.
         Returns the output, then proj's bias with return_bias, then the norm's output with return_layernorm_output, then
-        hidden_states with return_input (ours beyond the common API, for attention with input_layernorm: a residual
-        branch that goes on from it has its gradient added inside the norm's backward)."""
+        hidden_states with return_input (an extension of the common API, for attention with input_layernorm: the
+        gradient of a residual branch that reads it is added inside the norm's backward)."""
         op = "MultiheadAttention"
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
         if return_input and not self.input_layernorm:
@@ -347,7 +347,7 @@ class MultiheadAttention(Composite):
         is_first_microbatch: bool | None,
         return_input: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """query, key and value, rotated and normed, and what the first projection returns beside its product."""
+        """query, key and value, rotated and normed, and the first projection's results besides its product."""
         cross = self.attention_type == "cross"
         if rotary_pos_emb is not None:
             self._tokens.check_rotary(

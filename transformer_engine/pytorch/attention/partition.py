@@ -1,5 +1,5 @@
-"""How packed sequences are divided over the ranks of a context-parallel group, so that causal attention costs each of
-them the same. Indices alone; nothing is communicated here."""
+"""The division of packed sequences over the ranks of a context-parallel group, such that causal attention has the same
+cost on each. Indices alone; nothing is communicated here."""
 
 import torch
 
@@ -13,9 +13,9 @@ def thd_get_partitioned_indices(
     """The tokens of one rank, int32 [total_tokens / world_size]: each sequence is cut into 2 * world_size equal chunks,
     and rank r has chunks r and 2 * world_size - 1 - r of each, in order.
 
-    cu_seqlens: int32 [sequences + 1], where each sequence begins and the last one ends, at total_tokens; their lengths
-    are multiples of 2 * world_size. Errors: ValueError for sizes that do not fit; what cu_seqlens holds on a GPU is
-    checked there, where a wrong one is a failed assertion of the device's.
+    cu_seqlens: int32 [sequences + 1], the beginning of each sequence, and the end of the last one at total_tokens;
+    their lengths are multiples of 2 * world_size. Errors: ValueError for sizes that do not fit; the values of
+    cu_seqlens on a GPU are checked there, and a wrong one fails an assertion on the device.
     """
     op = "thd_get_partitioned_indices"
     check_size(op, "world_size", world_size, 1)
@@ -41,7 +41,5 @@ def thd_get_partitioned_indices(
     sequence = torch.searchsorted(own_starts, own, right=True) - 1
     place = own - own_starts[sequence]
     chunk = (lengths // chunks)[sequence]
-    later = torch.where(
-        place < chunk, rank, chunks - 2 - rank
-    )  # behind the first chunk the second is that much further
+    later = torch.where(place < chunk, rank, chunks - 2 - rank)  # tokens between the first and the second chunk
     return starts[sequence] + place + later.to(torch.int32) * chunk

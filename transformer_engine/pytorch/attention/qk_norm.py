@@ -1,4 +1,4 @@
-"""The norms of queries and keys, over one head each. Which of them and when is MultiheadAttention's choice."""
+"""The norms of queries and keys, over one head each. MultiheadAttention chooses among them."""
 
 import torch
 
@@ -18,13 +18,14 @@ class L2Normalization(torch.nn.Module):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         width = inp.shape[-1]
-        # The RMS norm's sum is a mean: width times smaller, eps with it, and its root sqrt(width) times.
+        # The RMS norm averages: its sum is width times smaller, so eps is too, and its root is sqrt(width) times
+        # larger.
         gamma = torch.full((width,), width**-0.5, dtype=torch.float32, device=inp.device)
         options = {"rms": True, "eps": self.eps / width}
         if not is_autocast(inp):
             return functional.normalization(inp, gamma, **options)[0]
         inp = to_autocast(inp)
-        with torch.autocast(inp.device.type, enabled=False):  # which would round gamma
+        with torch.autocast(inp.device.type, enabled=False):  # autocast would round gamma
             return functional.normalization(inp, gamma, **options)[0]
 
     def extra_repr(self) -> str:
@@ -43,9 +44,8 @@ def make_qk_norm(
     tp_group: object | None = None,
     adds_up: int = 1,
 ) -> torch.nn.Module | None:
-    """adds_up: the ranks over which the heads are divided, where it is for the norm to add up the gradients of its
-    parameters, of which each rank has a part. Under sequence_parallel that is the framework's, as with all that is
-    marked so."""
+    """adds_up: the ranks over which the heads are divided, if the norm must add up the gradients of its parameters, of
+    which each rank has a part. Under sequence_parallel the framework does it, as for all marked parameters."""
     check_choice(op, "qk_norm_type", kind, (None, "RMSNorm", "LayerNorm", "L2Normalization"))
     if kind is None:
         return None

@@ -1,5 +1,5 @@
-"""Rotary position embedding: the angles as a module, and their application. Refuses packed sequences (thd) and context
-parallelism, which this version does not have."""
+"""Rotary position embedding: the angles as a module, and their application. Packed sequences (thd) and context
+parallelism are refused: this version lacks them."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
     """The angles position * rotary_base^(-2i / dim), for apply_rotary_pos_emb and MultiheadAttention.
 
     dim: head_dim, of which the first dim * rotary_percent are rotated.
-    seq_len_interpolation_factor, pretrained_max_position_embeddings: together alone; positions are divided by the
-        factor, and where a sequence is longer than the product of both, by max_seq_len / the second one instead.
-    interleaved: each angle stands twice in a row (pairs are neighbours), else the row of angles stands twice.
+    seq_len_interpolation_factor, pretrained_max_position_embeddings: only together; positions are divided by the
+        factor, and if a sequence is longer than the product of both, by max_seq_len / the second one instead.
+    interleaved: each angle is repeated in place (pairs are neighbours), otherwise the row of angles is repeated.
     inv_freq, a buffer, may be assigned or loaded: a model's scaled frequencies. Moves keep its values, in float32
-    whatever the model is cast to; where there are none yet (meta, behind to_empty()) they are the formula's.
+    whatever the model is cast to; on the meta device, and after to_empty(), the formula gives them.
     """
 
     @tells_keywords()
@@ -52,7 +52,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
                 "RotaryPositionEmbedding: argument 'seq_len_interpolation_factor' has no effect without "
                 "'pretrained_max_position_embeddings'; pass both, or neither.",
                 UserWarning,
-                stacklevel=3,  # behind tells_keywords
+                stacklevel=3,  # past tells_keywords
             )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
@@ -70,7 +70,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         moved = self.inv_freq
         if moved is before or moved.is_meta:
             return self
-        # .to(bfloat16) would misplace positions, .to_empty() leaves memory that nothing has written.
+        # .to(bfloat16) would misplace positions, .to_empty() leaves uninitialised memory.
         values = self._inverse_frequencies(moved.device) if before.is_meta else before
         self.inv_freq = moved.copy_(values) if moved.dtype is torch.float32 else values.to(moved.device, torch.float32)
         return self
@@ -142,7 +142,7 @@ def _unfused(
         if positions.is_cpu and is_plain(positions) and not inside.all():
             got = f"wanted those from start_positions {start_positions.tolist()} on, {seq} each"
             raise _past_the_table(op, rows, got)
-        # On a GPU nothing waits to look: NaN, as the fused one has it.
+        # On a GPU the host does not wait for a check: NaN, as in the fused form.
         angles = angles[positions.clamp(0, max(rows - 1, 0))].masked_fill(~inside[..., None], torch.nan)
     if batch_first:
         angles = angles.transpose(0, 1)
@@ -167,8 +167,8 @@ def apply_rotary_pos_emb(
 
     Shapes: t [s, b, h, d] (sbhd) or [b, s, h, d] (bshd); freqs [>= s, 1, 1, d2] with d2 <= d, from
     RotaryPositionEmbedding; start_positions int32 [b], added to the sequence index.
-    fused: one kernel (functional.rope); else torch's operations, which also give freqs a gradient.
-    Errors: TypeError for what is no tensor; ValueError for positions past the angles (on a GPU NaN where
+    fused: one kernel (functional.rope); otherwise torch's operations, which also give freqs a gradient.
+    Errors: TypeError unless they are tensors; ValueError for positions past the angles (on a GPU NaN if
     start_positions leads there); NotImplementedError naming cu_seqlens, tensor_format 'thd' or cp_size > 1.
     """
     op = "apply_rotary_pos_emb"

@@ -1,4 +1,4 @@
-"""What MultiheadAttention's projections stack, for checkpoints that are to load at another number of ranks."""
+"""The stacked parts of MultiheadAttention's projections, for checkpoints that load at another number of ranks."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
 
 @tells_stacks(MultiheadAttention)
 def projections(module: MultiheadAttention) -> Iterator[Stack]:
-    """A fused projection, whose parts lie behind each other unless it is interleaved by heads."""
+    """A fused projection, whose parts are consecutive unless it is interleaved by heads."""
     if module.qkv_weight_interleaved:
         return
     pairs = module.num_gqa_groups

@@ -1,5 +1,5 @@
-"""The first two sizes of a layer's input: what was declared of them, and how they are where dimension 0 is divided over
-the ranks of a group. Nothing is divided here."""
+"""The first two sizes of a layer's input: the declared ones, and those of one rank if dimension 0 is divided over the
+ranks of a group. Nothing is divided here."""
 
 import torch
 
@@ -10,7 +10,7 @@ from transformer_engine.pytorch.module.parallel import divided
 
 class TokenSizes:
     """ranks: over which the layer is divided; divides: over which dimension 0 of its input is (sequence parallelism),
-    else 1. The sizes declared are those of all ranks, and None where nothing was."""
+    or 1. The declared sizes are those of all ranks, None if not declared."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class TokenSizes:
         self.of_rank = (size, second)
 
     def length(self, tokens: torch.Tensor) -> int:
-        """Of the sequences that attention sees: those of all ranks."""
+        """The length of the sequences in attention: over all ranks."""
         return tokens.shape[0] * self.divides if self.layout == "sbhd" else tokens.shape[1]
 
     def check_order(self, op: str, tokens: torch.Tensor) -> None:
-        """Raises for an input in the other layout, where the caller has said what the sizes are."""
+        """Raises for an input in the other layout, if the caller has declared the sizes."""
         if None in self.of_rank or self.of_rank[0] == self.of_rank[1]:
             return
         if tuple(tokens.shape[:2]) == self.of_rank[::-1]:
@@ -45,8 +45,8 @@ class TokenSizes:
             )
 
     def check_length(self, op: str, tokens: torch.Tensor) -> None:
-        """Raises for sequences of another length than declared, where the layer is divided over ranks: mostly they are
-        the whole ones where each rank was to have its own tokens, or the other way round."""
+        """Raises for sequences of another length than declared, if the layer is divided over ranks: mostly a rank got
+        all tokens instead of its own, or the other way round."""
         if self.ranks == 1 or self.seq_length is None or tokens.dim() != 3:
             return
         self.check_order(op, tokens)
@@ -63,7 +63,7 @@ class TokenSizes:
     def check_rotary(
         self, op: str, rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor], *tokens: torch.Tensor
     ) -> None:
-        """tokens: what queries, then what keys are made of."""
+        """tokens: the input of the queries, then the input of the keys."""
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         for freqs, of in zip(angles, tokens):
             if type(freqs) is not torch.Tensor:

@@ -1,5 +1,5 @@
-"""Older paths of names that live elsewhere: modules without code of their own, made here from one table. An import of
-such a path gives the very objects of their home; nothing is wrapped, and nothing warns."""
+"""Older paths of names that have moved: modules without code of their own, made from one table. An import of such a
+path gives the same objects; nothing is wrapped, and nothing warns."""
 
 import sys
 from importlib import import_module
@@ -9,7 +9,7 @@ from types import ModuleType
 
 _ROOT = "transformer_engine.pytorch"
 
-# path: {where names live, from _ROOT on or in full: these names}
+# path: {the module with the names, from _ROOT on or in full: these names}
 ALIASES: dict[str, dict[str, str]] = {
     "cpu_offload_v1": {
         "cpu_offload": (
@@ -76,7 +76,7 @@ ALIASES: dict[str, dict[str, str]] = {
             "restore_from_saved"
         ),
     },
-    "tensor.float8": {"tensor.float8_delayed": "Float8Quantizer"},  # where pickles of it look
+    "tensor.float8": {"tensor.float8_delayed": "Float8Quantizer"},  # the path in pickles
     "tensor.float8_blockwise_tensor": {
         "tensor.float8_blockwise": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage",
     },
@@ -93,7 +93,7 @@ ALIASES: dict[str, dict[str, str]] = {
 
 def _install(path: str, homes: dict[str, str]) -> None:
     full = f"{_ROOT}.{path}"
-    file = find_spec(full)  # one that has some of its names from elsewhere
+    file = find_spec(full)  # a file whose module gets further names
     alias = _made(full, homes) if file is None else import_module(full)
     for home, names in homes.items():
         source = import_module(home if home.startswith("transformer_engine.") else f"{_ROOT}.{home}")
@@ -103,8 +103,8 @@ def _install(path: str, homes: dict[str, str]) -> None:
 
 def _made(full: str, homes: dict[str, str]) -> ModuleType:
     package, _, last = full.rpartition(".")
-    alias = ModuleType(full, f"Names of {' and '.join(homes)} at the path where clients look for them.")
-    alias.__spec__ = ModuleSpec(full, None, origin=__file__)  # so that importlib.util.find_spec answers
+    alias = ModuleType(full, f"Names of {' and '.join(homes)} at a path that clients import.")
+    alias.__spec__ = ModuleSpec(full, None, origin=__file__)  # importlib.util.find_spec needs it
     alias.__package__, alias.__file__ = package, __file__
     sys.modules[full] = alias
     setattr(import_module(package), last, alias)

@@ -1,5 +1,5 @@
-"""te.ops, the fusible operations: its place. None is here yet; LayerNormLinear and LayerNormMLP are the fusions there
-are."""
+"""te.ops, the fusible operations: a place for them. None is available in this version; LayerNormLinear and LayerNormMLP
+are the fusions."""
 
 from transformer_engine.pytorch._internal.absent import names_without_a_body
 

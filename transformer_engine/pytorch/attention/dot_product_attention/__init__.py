@@ -1,4 +1,4 @@
-"""DotProductAttention at the path where clients look for it, and the modules that they look for beside it."""
+"""DotProductAttention and the modules next to it, at the paths that clients import."""
 
 from transformer_engine.pytorch.attention.dot_product_attention import context_parallel as context_parallel
 from transformer_engine.pytorch.attention.dot_product_attention import utils as utils

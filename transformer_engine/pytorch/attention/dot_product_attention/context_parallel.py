@@ -1,5 +1,5 @@
-"""Packed batches made ready for context parallelism, as data loaders do it on tensors alone. Attention over a
-context-parallel group is not here."""
+"""Preparation of packed batches for context parallelism, as data loaders do it on tensors alone. Attention over a
+context-parallel group is not available in this version."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def pad_thd_sequences_for_cp(
     for n ranks is a multiple of 2 n.
 
     input_ids, labels: the tokens of all sequences, [t] or [1, t]; the results are [t']. cu_seqlens: [sequences + 1],
-    where each sequence begins and the last one ends. Its length is read, so a GPU is waited for.
+    the beginning of each sequence, and the end of the last one. Its values are read, which is a sync on a GPU.
     Errors: ValueError for sizes that do not fit.
     """
     op = "pad_thd_sequences_for_cp"
@@ -32,8 +32,8 @@ def pad_thd_sequences_for_cp(
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     if not starts or starts[0] != 0 or starts[-1] != len(tokens) or min(lengths, default=0) < 0:
         raise ValueError(
-            f"{op}: argument 'cu_seqlens' is {cu_seqlens.tolist()}, wanted where each sequence begins, from 0 on, and "
-            f"where the last one ends, at {len(tokens)}."
+            f"{op}: argument 'cu_seqlens' is {cu_seqlens.tolist()}, wanted the beginning of each sequence, from 0 on, "
+            f"and the end of the last one, at {len(tokens)}."
         )
     if len(targets) != len(tokens):
         raise ValueError(f"{op}: argument 'labels' has {len(targets)} entries, wanted {len(tokens)}, as input_ids has.")

@@ -1,5 +1,5 @@
 """DotProductAttention on torch's scaled_dot_product_attention: checks, layouts, dropout's random state, recomputation.
-masks.py makes the mask, backends.py chooses who computes; no softmax is computed here."""
+masks.py makes the mask, backends.py selects the backend; no softmax is computed here."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -61,17 +61,17 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     masked: attn_mask_type, narrowed by window_size = (keys before, keys after the diagonal, -1 for all of them). The
     diagonal starts top left for causal and padding_causal and ends bottom right for *_bottom_right, and for the other
-    masks unless bottom_right_diagonal is False. With padding the lengths that count are each sequence's own, its tokens
-    coming first. A query that sees no key, and one that is padding, gives zeros and gets zeros back. What the
-    padding holds does not matter.
-    Biases: scale * (q k^T + bias) for pre_scale_bias, scale * q k^T + bias for post_scale_bias (its gradient comes if
-    it is wanted), and scale * q k^T - slope * |distance from the diagonal| for alibi.
+    masks unless bottom_right_diagonal is False. With padding each sequence has its own length, and its tokens come
+    first. The result of a query that sees no key, or is padding, is zero, and so are its gradients. The values of the
+    padding do not matter.
+    Biases: scale * (q k^T + bias) for pre_scale_bias, scale * q k^T + bias for post_scale_bias (with a gradient if it
+    requires one), and scale * q k^T - slope * |distance from the diagonal| for alibi.
 
-    Made while the environment has NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0, it does without flash,
-    cuDNN or the plain one.
-    tp_size or a tp_group: heads and groups are divided over its ranks; attributes, q, k and v, and what goes by head of
-    masks, biases and slopes, are this rank's. Nothing is communicated. Dropout is drawn inside
-    get_rng_state_tracker().fork(), unless sequence_parallel: there whoever calls the layer forks around all of it.
+    A module that is made with NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0 in the environment does not use
+    flash, cuDNN or the plain backend.
+    tp_size or a tp_group: heads and groups are divided over its ranks; attributes, q, k and v, and the per-head parts
+    of masks, biases and slopes, belong to this rank. Nothing is communicated. Dropout is drawn inside
+    get_rng_state_tracker().fork(), unless sequence_parallel: then the caller forks around the whole layer.
     Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
     """
 
@@ -172,11 +172,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         qkv_interleave_dim: int = -3,
     ) -> torch.Tensor:
         """attention_mask, True where masked out: for padding masks [b, 1, 1, s], or a tuple of two for queries and keys
-        that differ; cu_seqlens_q and cu_seqlens_kv (int32 [b + 1]) say the same by lengths. For the arbitrary mask
+        that differ; cu_seqlens_q and cu_seqlens_kv (int32 [b + 1]) give the same by lengths. For the arbitrary mask
         [1 or b, 1 or h, s, s_kv]. Other masks read none of them. core_attention_bias [1 or b, 1 or h, s, s_kv];
-        alibi_slopes float32 [h] or [b, h], those of the ALiBi paper when None. What is None here is as constructed.
-        Kept as they are, since they change no result: max_seqlen_*, cu_seqlens_*_padded, fast_zero_fill, num_splits,
-        pad_between_seqs, bf16_backward."""
+        alibi_slopes float32 [h] or [b, h], by default those of the ALiBi paper. None means the value of the
+        constructor. Accepted without an effect on results: max_seqlen_*, cu_seqlens_*_padded, fast_zero_fill,
+        num_splits, pad_between_seqs, bf16_backward."""
         op = "DotProductAttention"
         mask = attn_mask_type or self.attn_mask_type
         layout = qkv_format or self.qkv_format
@@ -243,18 +243,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         return run(query_layer, key_layer, value_layer, attn_mask)
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Remembers the group. Errors: ValueError for one of another size than the heads are divided by."""
+        """Stores the group. Errors: ValueError if its size differs from the number that divides the heads."""
         if self.tp_size > 1:
             check_ranks("DotProductAttention", tp_group, self.tp_size)
         self.tp_group = tp_group
 
     def _own_slopes(self, device: torch.device) -> torch.Tensor:
-        """Those of this rank's heads: which these are is the group's to say."""
+        """The slopes of this rank's heads, by its rank in the group."""
         group = self.tp_group
         if group is None:
             raise RuntimeError(
                 f"DotProductAttention: argument 'alibi_slopes' is None and the heads are divided over {self.tp_size} "
-                "ranks (tp_size), but there is no group that says which ones are here; pass the slopes, or call "
+                "ranks (tp_size), but without a group this rank's heads are unknown; pass the slopes, or call "
                 "set_tensor_parallel_group() first."
             )
         heads = self.num_attention_heads
@@ -263,7 +263,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def set_context_parallel_group(
         self, cp_group: object | None, cp_global_ranks: list[int] | None, cp_stream: object | None, cp_comm_type="p2p"
     ) -> None:
-        """No group leaves the attention undivided, as it is; one is refused."""
+        """No group leaves the attention undivided; a group is refused."""
         refuse("DotProductAttention", "context parallelism", cp_group=cp_group)
 
     def _dropout(self) -> float:
@@ -344,17 +344,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
 
     def _by_what_is_left(self, *tensors, **options) -> torch.Tensor:
-        """Where the environment took backends away, those that are left may not take this input."""
+        """If the environment disabled backends, the others may not support this input."""
         try:
             return scaled_dot_product_attention(*tensors, **options)
         except RuntimeError as error:
             if "No available kernel" in str(error) or "No viable backend" in str(error):
-                raise nobody_left(self._away, "The others do not take it.") from error
+                raise nobody_left(self._away, "The others do not support it.") from error
             raise
 
     def _flash(self, q, k, v, path: AttentionPath) -> torch.Tensor:
-        """PyTorch's flash attention by its own entry, which unlike scaled_dot_product_attention takes a window."""
-        q, k, v = (t.transpose(1, 2).to(path.dtype) for t in (q, k, v))  # autocast knows nothing of this entry
+        """PyTorch's flash attention by its own entry, which unlike scaled_dot_product_attention supports a window."""
+        q, k, v = (t.transpose(1, 2).to(path.dtype) for t in (q, k, v))  # autocast does not handle this entry
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         out, *_ = flash_attention_forward(
             q,

@@ -1,12 +1,12 @@
-"""What clients ask about the package flash-attn before they use it themselves. Attention here is PyTorch's: it needs no
-such package, and none is looked for."""
+"""Queries of clients about the package flash-attn before they use it themselves. Attention here is PyTorch's, which
+does not need that package, and it is not searched for."""
 
 import functools
 
 
 @functools.cache
 def _no_version() -> object:
-    """Version 0, as clients compare it; packaging is imported when one asks, who has it."""
+    """Version 0, in a form that clients compare; packaging, if it is installed, is imported on demand."""
     try:
         from packaging.version import Version
     except ImportError:
