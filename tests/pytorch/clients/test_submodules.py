@@ -133,7 +133,7 @@ def test_a_norms_output_of_the_clients(device):
         mlp, norm_output = made.layernorm_mlp(h)
         close(made(x), norm_output + mlp)
     made.self_attention = Attention(lambda y: y)
-    with refused(TypeError, "'self_attention' is a Attention", "the norm's output behind"):
+    with refused(TypeError, "'self_attention' is a Attention", "followed by the norm's output"):
         made(x)
 
 

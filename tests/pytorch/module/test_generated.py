@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fp8_left_off")
 GENERATED = 20
 
 
-@pytest.mark.filterwarnings("ignore:.*its quantizers are made anew.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*its quantizers are made again.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*in a single process.*:UserWarning")
 @pytest.mark.parametrize("oracle", (*OF_GRADIENTS, *OF_STATE, *OF_WRITES), ids=lambda oracle: oracle.__name__)
 def test_a_program_over_modules(oracle, generated_seed):

@@ -256,7 +256,7 @@ def test_two_microbatches_in_flight(recipe, device):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.filterwarnings("ignore:.*its quantizers are made anew")
+@pytest.mark.filterwarnings("ignore:.*its quantizers are made again")
 def test_gradients_add_up_over_recipes(fused, device):
     ours, loop = build(device=device, dtype=torch.bfloat16, fuse_wgrad_accumulation=fused)
     give_main_grads([ours, *loop] if fused else [])

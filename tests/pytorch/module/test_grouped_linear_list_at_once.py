@@ -120,7 +120,7 @@ def test_results_into_poisoned_memory_of_the_callers(blocks, by, lists, device):
     assert_same_gradients(ours, loop)
     if not blocks:  # else the rows are read before anything is written
         rows = out.view(-1)[: ROWS * K].view(ROWS, K)
-        with refused(ValueError, "'out'", "inp's memory"):
+        with refused(ValueError, "'out'", "shares memory with inp"):
             ours(rows, SPLITS, out=out)
 
 

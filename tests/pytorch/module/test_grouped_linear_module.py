@@ -354,7 +354,7 @@ def test_bad_input_is_named_and_harms_nothing(device):
         good[:-1], good.t().contiguous().t(), good.double(), good.clone().requires_grad_(), [1.0], good.to("meta"),
     ):  # fmt: skip
         bad("'out'", "contiguous", inp=x, out=buffer)
-    bad("'dgrad_out'", "inp's memory", dgrad_out=x)
+    bad("'dgrad_out'", "shares memory with inp", dgrad_out=x)
     with refused(NotImplementedError, "double backward"):
         leaf = x.clone().requires_grad_()
         torch.autograd.grad(ours(leaf, SPLITS).sum(), leaf, create_graph=True)

@@ -77,7 +77,7 @@ def test_an_out_that_overlaps_the_input_is_refused(device):
     ours, _ = build(device=device, dtype=torch.bfloat16)
     memory = randn(ROWS * max(K, N) + 64, dtype=torch.bfloat16, device=device)
     x, out = memory[: ROWS * K].view(ROWS, K), memory[64 : 64 + ROWS * N].view(ROWS, N)
-    with te.autocast(recipe=R.Float8CurrentScaling()), refused(ValueError, "'out'", "inp's memory"):
+    with te.autocast(recipe=R.Float8CurrentScaling()), refused(ValueError, "'out'", "shares memory with inp"):
         ours(x, there(device), out=out)
 
 

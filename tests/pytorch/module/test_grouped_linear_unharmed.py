@@ -108,7 +108,7 @@ def test_a_missing_main_grad(late, recipe, on_device, device):
 
 
 @either
-@pytest.mark.filterwarnings("ignore:.*its quantizers are made anew")
+@pytest.mark.filterwarnings("ignore:.*its quantizers are made again")
 @pytest.mark.parametrize("then", ["none", "current", "block"])
 def test_a_kept_input_with_delayed_scaling(then, on_device, device):
     ours, _ = build(device=device, dtype=torch.bfloat16, save_original_input=True)

@@ -242,7 +242,7 @@ HOSTILE = {
     "an unknown format": (_with_header(DATA, fp8_format="E9M9"), "damaged"),
     "one bit": (DATA[:-3] + bytes([DATA[-3] ^ 1]) + DATA[-2:], "checksum"),
     "a negative amax": (_bytes(*NEGATIVE), "negative amax"),
-    "a scale of 0": (_bytes(*SHRUNK), "no positive number"),
+    "a scale of 0": (_bytes(*SHRUNK), "not a positive number"),
 }
 
 

@@ -165,7 +165,7 @@ def test_weights_load_whatever_the_scales_belong_to(name, strict, around):
     whole = module if around is None else around(module)
     given = state if around is None else {f"0.{key}": value for key, value in state.items()}
     with pytest.warns(
-        UserWarning, match=r"LayerNormMLP: the checkpoint's '_extra_state' .*; scales start anew"
+        UserWarning, match=r"LayerNormMLP: the checkpoint's '_extra_state' .*; scales start again"
     ) as told:
         whole.load_state_dict(given, strict=strict)
     assert len(told) == 1

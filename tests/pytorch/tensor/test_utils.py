@@ -286,7 +286,7 @@ def test_bad_lists_and_parts_are_named_and_nothing_is_written():
         (NotImplementedError, ([good, block1d()(torch.ones(20, 40))], [x, x], [0, 0], None), "model_weights[1] is a"),
         (NotImplementedError, ([FORMATS["hybrid"]()(torch.ones(20, 40))], [x], [0], None), "cannot be quantized in"),
         (NotImplementedError, ([FORMATS["identity"]()(torch.ones(20, 40))], [x], [0], None), "cannot be quantized in"),
-        (NotImplementedError, ([existing], [x], [0], None), "makes its own amaxes"),
+        (NotImplementedError, ([existing], [x], [0], None), "computes its own amaxes"),
         (NotImplementedError, ([elsewhere], [x], [0], None), "model_weights[0] is on the meta device"),
         (NotImplementedError, ([current()(torch.ones(20, 40))[:10]], [x], [0], None), "is a view of some rows of"),
         (RuntimeError, ([good, columns], [x, x], [0, 0], None), "model_weights[1] has no rowwise data"),
