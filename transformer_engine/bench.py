@@ -1,4 +1,4 @@
-"""This machine in one minute: our modules beside plain PyTorch, as a table. ``python -m transformer_engine.bench``.
+"""This machine in one minute: the modules and plain PyTorch in a table. ``python -m transformer_engine.bench``.
 
 A step is forward and backward; both run in turn in one process, and a cell is a median. It writes nothing, judges
 nothing, and is no benchmark of record: the sources' benchmarks/ is."""
@@ -32,7 +32,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is timed: two modules called with x, or where `modules` is empty two functions of nothing."""
+    """A measurement: two modules called with x, or if `modules` is empty two functions without arguments."""
 
     name: str
     modules: tuple[torch.nn.Module, torch.nn.Module] | None
@@ -83,7 +83,7 @@ def _step(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
     def step():
         nonlocal gradient
         for tensor in (x, *wanted):
-            tensor.grad = None  # else adding gradients up is timed too
+            tensor.grad = None  # otherwise the addition of gradients would be timed too
         y = module(x)
         gradient = torch.randn_like(y) if gradient is None else gradient
         y.backward(gradient)
@@ -92,7 +92,7 @@ def _step(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def cases(device: torch.device):
-    """One at a time, so that the memory of one is free for the next."""
+    """One at a time, so that the next can use its memory."""
     dtype, tokens, hidden, ffn_hidden, elements = SIZES[device.type]
     plain = {"device": device, "dtype": dtype}
     ours = {"device": device, "params_dtype": dtype}
@@ -132,7 +132,7 @@ def _wait(device):
 
 
 def _timed(step, calls, device):
-    """Microseconds of one of `calls` calls, the host's queueing hidden where the device is slower."""
+    """Microseconds of one of `calls` calls; the host's enqueueing is hidden if the device is slower."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -142,7 +142,7 @@ def _timed(step, calls, device):
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> tuple[float, float]:
-    """Median microseconds of both steps, in turn until the time is over."""
+    """Median microseconds of both steps, in turn until the time is used up."""
     end = time.perf_counter() + seconds
     calls = []
     for step in case.steps:
@@ -156,7 +156,7 @@ def measure(case: Case, device: torch.device, seconds: float) -> tuple[float, fl
 
 
 def kept_mib(case: Case) -> tuple[str, str]:
-    """MiB that each keeps for backward beside its input and weights."""
+    """MiB that each saves for backward besides its input and weights."""
     if case.modules is None:
         return "-", "-"
     return tuple(f"{te.memory_plan(module, case.x).kept_bytes / 2**20:.1f}" for module in case.modules)
@@ -178,13 +178,13 @@ def run(device: torch.device, seconds: float) -> None:
 
 
 def device_of(text: str | None) -> torch.device:
-    """The device to measure, or an error that says why it cannot be."""
+    """The device to measure; raises with the reason if it cannot be measured."""
     device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type not in SIZES:
         raise ValueError(f"--device is {text!r}, wanted one of {', '.join(SIZES)}")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("--device is 'cuda', but torch sees no GPU; python -m transformer_engine.doctor says more")
+            raise ValueError("--device is 'cuda', but torch sees no GPU; see python -m transformer_engine.doctor")
         if not te._C.built_with_cuda or torch.cuda.get_device_capability(device) != (9, 0):
             raise ValueError(
                 "--device is 'cuda', but this build has no CUDA kernels for this GPU (they are for Hopper); "

@@ -1,6 +1,6 @@
-"""What is installed here, what works and what is missing: ``te.doctor()`` or ``python -m transformer_engine.doctor``.
+"""Reports versions, capabilities and missing parts: ``te.doctor()`` or ``python -m transformer_engine.doctor``.
 
-It looks and prints; it mends nothing, never raises, and initialises CUDA only when asked to describe the devices.
+It only prints, repairs nothing, never raises, and initialises CUDA only if it is asked to describe the devices.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def _packages():
 
 def _build():
     try:
-        extension = transformer_engine.pytorch._C  # imported when it is touched
+        extension = transformer_engine.pytorch._C  # this access imports it
     except Exception as error:
         in_sources = (pathlib.Path(transformer_engine.__path__[0]).parent / "pyproject.toml").exists()
         yield "extension", f"does not load: {_line(error)}", _SOURCE_TREE if in_sources else _REINSTALL
@@ -79,7 +79,7 @@ def _rows(describe_devices: bool):
 
 
 def doctor(*, devices: bool = False) -> None:
-    """Prints versions, build facts, libraries and devices, each with the fix where something is missing.
+    """Prints versions, build facts, libraries and devices, each with the fix if something is missing.
 
     devices: also name each GPU, which initialises CUDA.
     """

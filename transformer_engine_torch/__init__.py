@@ -1,5 +1,5 @@
-"""`import transformer_engine_torch as tex`: what clients take from there, and nothing else. The extension itself is
-transformer_engine.pytorch's own."""
+"""`import transformer_engine_torch as tex`: the names that clients import from it. The extension is
+transformer_engine.pytorch._C."""
 
 from transformer_engine.pytorch._internal.absent import names_without_a_body
 from transformer_engine.pytorch.attention.partition import thd_get_partitioned_indices as thd_get_partitioned_indices

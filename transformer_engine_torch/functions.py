@@ -1,5 +1,5 @@
-"""What clients call of the C++ side: quantization and activations as functions without autograd, over
-transformer_engine.pytorch's."""
+"""The C++ functions of the API that clients call: quantization and activations without autograd, by
+transformer_engine.pytorch's functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quantize(
     noop: torch.Tensor | None = None,
 ) -> QuantizedTensorStorage:
     """tensor by the quantizer: a new one, or `output` with new values. noop: float32 [1] on the device; unless it holds
-    0, output stays as it is."""
+    0, output is unchanged."""
     check_tensor("quantize", "tensor", tensor)
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"quantize: argument 'quantizer' is a {type(quantizer).__name__}, wanted a Quantizer.")
@@ -39,7 +39,7 @@ def quantize(
         return quantizer.update_quantized(tensor, output, noop_flag=noop)
     if noop is not None:
         raise ValueError(
-            "quantize: argument 'noop' is given without 'output', wanted the tensor that may stay as it is."
+            "quantize: argument 'noop' is given without 'output', wanted the tensor that may stay unchanged."
         )
     return quantizer(tensor)
 
@@ -79,7 +79,7 @@ def _backward(kind: str) -> Callable:
 
 def _named(function: Callable, name: str, text: str) -> Callable:
     function.__name__ = function.__qualname__ = name
-    function.__module__ = __name__.rpartition(".")[0]  # where it is found
+    function.__module__ = __name__.rpartition(".")[0]  # the module that exports it
     function.__doc__ = text
     return function
 

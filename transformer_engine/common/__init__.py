@@ -1,3 +1,3 @@
-"""What is shared by every framework binding: the recipes. The engine itself is the C++ library beside this file."""
+"""The part shared by framework bindings: the recipes. The engine itself is the C++ library in this folder."""
 
 from transformer_engine.common import recipe as recipe

@@ -1,1 +1,1 @@
-"""The place of debugging tools that clients import: their switch alone, which is off."""
+"""A place for the debugging tools that clients import: only their switch, which is off."""

@@ -76,7 +76,7 @@ def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[torch.
 
 
 def get_default_init_method() -> Callable[[torch.Tensor], torch.Tensor]:
-    """The initialiser of weights unless init_method says otherwise: N(0, 0.023), in place."""
+    """The default initialiser of weights: N(0, 0.023), in place."""
     return init_method_normal(0.023)
 
 

@@ -1,5 +1,5 @@
-"""Recipes: what is quantized, to which format and with which scales. Plain data with checks; nothing is quantized here,
-and making a recipe never asks what the machine can do."""
+"""Recipes: which tensors are quantized, to which format and with which scales. Plain data with checks; nothing is
+quantized here, and a recipe can be made on any machine."""
 
 import functools
 import os
@@ -44,7 +44,7 @@ class MMParams:
 @dataclass(frozen=True)
 class QParams:
     """How a tensor is quantized. power_2_scale: scales are rounded down to powers of two. amax_epsilon: the least amax
-    that a scale is made from. The others are NVFP4's, and refused where a tensor is quantized."""
+    for a scale. The others belong to NVFP4, and raise when a tensor is quantized."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -59,7 +59,7 @@ class QParams:
         epsilon = self.amax_epsilon
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= _LARGEST:
             _fail("QParams", "amax_epsilon", epsilon, "a number, at least 0, that is a float32")
-        # Whole, as torch.compile takes it for a constant: the bits of the float32.
+        # An integer, which torch.compile treats as a constant: the bits of the float32.
         object.__setattr__(self, "amax_epsilon_bits", struct.unpack("<i", struct.pack("<f", epsilon))[0])
 
 
@@ -124,7 +124,7 @@ def _field(default: object, check: Callable):
     return field(default=default, metadata={"check": check})
 
 
-# Defaults by functions of the module: what torch.compile meets without a place to find it again has to be a constant.
+# Default functions belong to the module: torch.compile needs a constant, or a name by which it finds the object again.
 def _as_it_is() -> QParams:
     return _AS_IT_IS
 
@@ -150,15 +150,14 @@ _SPLIT, _FAST = MMParams(), MMParams(use_split_accumulator=False)
 
 
 class Recipe:
-    """What every recipe can be asked. Recipes compare by value and ignore arguments that they do not know. A field is
-    checked whenever it is set. Values are saturated where they become FP8: Inf is the largest finite value at its
-    scale then, NaN stays NaN."""
+    """The methods of every recipe. Recipes compare by value and ignore unknown arguments. A field is checked whenever
+    it is set. Values are saturated in FP8: Inf becomes the largest finite value at its scale, NaN stays NaN."""
 
-    _alignment: ClassVar[int] = 16  # of which number the rows of a product's operand are to be a multiple
+    _alignment: ClassVar[int] = 16  # the rows of a product's operand must be a multiple of it
 
     def _scalings(self) -> tuple[str, ...]:
-        """How input, weight and output's gradient are scaled, by the names that quantizers register. A client's class
-        of its own has them scaled as Float8CurrentScaling does."""
+        """How input, weight and output's gradient are scaled, by the names that quantizers register. For a client's own
+        class they are scaled as by Float8CurrentScaling."""
         return ("current",) * 3
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -204,7 +203,7 @@ class Recipe:
 
 
 def _recipe(cls: type) -> type:
-    """A dataclass whose __init__ leaves aside keywords that it does not know: clients pass those of other versions."""
+    """A dataclass whose __init__ ignores unknown keywords: clients pass those of other versions."""
     cls = dataclass(repr=False)(cls)
     known, init = {item.name for item in fields(cls)}, cls.__init__
 
@@ -230,8 +229,8 @@ def _environments_override() -> str | None:
 
 
 def _override():
-    """What the products of a backward read, beside a gradient that is not quantized: the operands unquantized, or what
-    those that the forward has read mean. None: the operands quantized, as the forward's."""
+    """The operands of a backward's products, besides a gradient that is not quantized: unquantized, or the dequantized
+    operands of the forward. None: the operands quantized, as the forward's."""
     return field(default_factory=_environments_override, metadata={"check": _one_of(*_OVERRIDES)})
 
 
@@ -240,10 +239,10 @@ class DelayedScaling(Recipe):
     """Per-tensor scales from the amax history of earlier steps: scale = (largest of format / amax) / 2**margin.
     Saturates: Inf becomes the largest finite value at the scale of earlier steps, and makes no scale; NaN stays NaN.
 
-    margin: a whole number. fp8_format: E4M3, or HYBRID, whose gradients are E5M2. amax_history_len: of how many steps
-    amaxes are kept. amax_compute_algo: "max" of them, "most_recent", or a function (history) -> amaxes, history being
-    float32 [amax_history_len, tensors]. scaling_factor_compute_algo: a function (amaxes, scales, largest of format,
-    recipe) -> scales in place of the formula. reduce_amax: amaxes are the largest over the ranks of autocast's
+    margin: a whole number. fp8_format: E4M3, or HYBRID, whose gradients are E5M2. amax_history_len: the number of steps
+    whose amaxes are kept. amax_compute_algo: "max" of them, "most_recent", or a function (history) -> amaxes, history
+    being float32 [amax_history_len, tensors]. scaling_factor_compute_algo: a function (amaxes, scales, largest of
+    format, recipe) -> scales in place of the formula. reduce_amax: amaxes are the largest over the ranks of autocast's
     amax_reduction_group. fp8_dpa, fp8_mha: FP8 attention, which autocast refuses. backward_override: None alone.
     Errors: ValueError or TypeError naming the field.
     """
@@ -269,9 +268,9 @@ class Float8CurrentScaling(Recipe):
 
     fp8_format: E4M3, or HYBRID, whose gradients are E5M2. fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad:
     how inputs, weights and gradients are quantized. fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: how the three
-    products accumulate. fp8_dpa, fp8_mha: FP8 attention, which autocast refuses. backward_override: None, or what the
-    backward's products read: "high_precision", the operands as they were, or "dequantized", what the forward's mean;
-    default NVTE_BACKWARD_OVERRIDE. Errors: ValueError or TypeError naming the field.
+    products accumulate. fp8_dpa, fp8_mha: FP8 attention, which autocast refuses. backward_override: None, or the
+    operands of the backward's products: "high_precision", the original ones, or "dequantized", the forward's
+    dequantized ones; default NVTE_BACKWARD_OVERRIDE. Errors: ValueError or TypeError naming the field.
     """
 
     fp8_format: Format = _field(Format.HYBRID, _a_format)
@@ -287,7 +286,7 @@ class Float8CurrentScaling(Recipe):
 
 
 def _block_quantization():
-    """Scales are powers of two unless the environment asks for any float32."""
+    """Scales are powers of two unless the environment allows any float32."""
     pow_2 = os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1"
     return _POWERS_OF_2 if pow_2 else _AS_IT_IS
 
@@ -323,7 +322,7 @@ class Float8BlockScaling(Recipe):
 
 @_recipe
 class MXFP8BlockScaling(Recipe):
-    """A power-of-two scale for each block of 32; Blackwell's."""
+    """A power-of-two scale for each block of 32, for Blackwell."""
 
     _alignment = 32
     margin: int = _field(0, _A_MARGIN)
@@ -339,7 +338,7 @@ class MXFP8BlockScaling(Recipe):
 
 @_recipe
 class NVFP4BlockScaling(Recipe):
-    """Four bits, an E4M3 scale for each block of 16 and a float32 one for the tensor; Blackwell's."""
+    """Four bits, an E4M3 scale for each block of 16 and a float32 one for the tensor, for Blackwell."""
 
     _alignment = 128
     disable_rht: bool = _flag()
@@ -359,9 +358,9 @@ class NVFP4BlockScaling(Recipe):
 
 @_recipe
 class CustomRecipe(Recipe):
-    """qfactory(role) gives the quantizer of each role, or None where that tensor is to stay as it is.
+    """qfactory(role) returns the quantizer of each role, or None for a tensor that stays in high precision.
 
-    quantization_alignment: of which number the rows of an operand are to be a multiple. The other fields are as in
+    quantization_alignment: the rows of an operand must be a multiple of it. The other fields are as in
     Float8CurrentScaling.
     """
 
@@ -373,7 +372,7 @@ class CustomRecipe(Recipe):
     backward_override: str | None = _override()
 
     def _scalings(self) -> tuple[str, ...]:
-        return ()  # the factory says
+        return ()  # the factory decides
 
     @property
     def _alignment(self) -> int:

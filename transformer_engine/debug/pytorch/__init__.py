@@ -1,1 +1,1 @@
-"""The place of debugging tools for PyTorch: their switch alone, which is off."""
+"""A place for the debugging tools for PyTorch: only their switch, which is off."""

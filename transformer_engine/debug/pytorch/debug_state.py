@@ -1,8 +1,8 @@
-"""The switch of the debugging tools, which clients ask and set: it is off, and nothing here looks at tensors."""
+"""The switch of the debugging tools, which clients read and set: it is off, and no tensor is inspected."""
 
 
 class TEDebugState:
-    """What clients read: debug_enabled is False. What they write stays until reset()."""
+    """Attributes for clients: debug_enabled is False. Values that they set stay until reset()."""
 
     debug_enabled = False
     initialized = False
@@ -12,7 +12,7 @@ class TEDebugState:
 
     @classmethod
     def initialize(cls) -> None:
-        """Nothing has to be started."""
+        """Nothing is started."""
 
     @classmethod
     def get_layer_count(cls) -> int:

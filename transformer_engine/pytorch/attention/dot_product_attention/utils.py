@@ -1,4 +1,4 @@
-"""Queries of clients about the package flash-attn before they use it themselves. Attention here is PyTorch's, which
+"""Queries of clients about the package flash-attn before they use it themselves. Attention here runs in PyTorch, which
 does not need that package, and it is not searched for."""
 
 import functools
