@@ -151,7 +151,10 @@ HOSTILE = {
         r"3 scales in scale_fwd, and amax_history_fwd is \[4, 4\]",
     ),
     "a scale of 0": (written({**GOOD, "scale_bwd": torch.zeros(2)}, "pickle 4"), "not a positive number"),
-    "NaN for a scale": (written({**GOOD, "scale_bwd": torch.full((2,), torch.nan)}, "pickle 4"), "not a positive number"),
+    "NaN for a scale": (
+        written({**GOOD, "scale_bwd": torch.full((2,), torch.nan)}, "pickle 4"),
+        "not a positive number",
+    ),
     "a negative amax": (written({**GOOD, "amax_history_fwd": -torch.ones(4, 3)}, "pickle 4"), "negative amax"),
     "a margin that is none": (
         written(state_of((3, 2), recipe=te_states.DelayedScaling(margin=-1)), "pickle 4"),
