@@ -122,7 +122,6 @@ KNOTS = [
     ("distributed/agreement", "distributed/fingerprint_ring", "distributed/fingerprints"),
     ("layer/gemm_policy_device", "layer/gemm_policy_grouped"),
     tuple(f"stash/stash_{unit}" for unit in ("calls", "handle", "lanes", "members", "pool", "schedule", "step")),
-    ("wgrad/grad_accumulator", "wgrad/main_grad"),
 ]
 
 

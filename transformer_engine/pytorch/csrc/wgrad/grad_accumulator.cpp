@@ -3,9 +3,13 @@
 
 #include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <atomic>
 
 #include "core/held_object.h"
-#include "wgrad/main_grad.h"
 
 namespace te_torch {
 
@@ -67,6 +71,47 @@ pybind11::object handle_of(std::shared_ptr<const WgradTask> product) {
   return pybind11::cast(std::const_pointer_cast<WgradTask>(std::move(product)));  // whose Python methods are const
 }
 
+namespace {
+
+// Changed under the GIL; the count is for threads without it.
+std::vector<PyObject*> ready_callbacks;
+std::atomic<size_t> ready_callback_count{0};
+
+}  // namespace
+
+void GradAccumulator::ready(const Tensor& parameter, te_stream stream) {
+  if (ready_callback_count.load() == 0) return;
+  const pybind11::gil_scoped_acquire gil;
+  const THPObjectPtr object(THPVariable_Wrap(parameter)), number(PyLong_FromVoidPtr(stream));
+  if (!object || !number) throw_python_error();
+  std::vector<pybind11::object> callbacks;  // a callback may remove itself
+  for (PyObject* callback : ready_callbacks)
+    callbacks.push_back(pybind11::reinterpret_borrow<pybind11::object>(callback));
+  for (const pybind11::object& callback : callbacks) {
+    const THPObjectPtr result(PyObject_CallFunctionObjArgs(callback.ptr(), object.get(), number.get(), nullptr));
+    if (!result) throw_python_error();
+  }
+}
+
+void GradAccumulator::add_ready_callback(PyObject* callback) {
+  ready_callbacks.push_back(Py_NewRef(callback));
+  ready_callback_count.store(ready_callbacks.size());
+}
+
+void GradAccumulator::remove_ready_callback(PyObject* callback) {
+  const auto equal = [&](PyObject* registered) {
+    const int same = PyObject_RichCompareBool(registered, callback, Py_EQ);  // bound methods are new objects each time
+    if (same < 0) throw_python_error();
+    return same == 1;
+  };
+  const auto found = std::find_if(ready_callbacks.begin(), ready_callbacks.end(), equal);
+  if (found == ready_callbacks.end()) return;
+  PyObject* removed = *found;
+  ready_callbacks.erase(found);
+  ready_callback_count.store(ready_callbacks.size());
+  Py_DECREF(removed);
+}
+
 // A callable(product, with_bias) -> (dweight or None, dbias or None), which is called under the GIL, is one too.
 void register_grad_accumulators(pybind11::module_& m) {
   namespace py = pybind11;
@@ -75,6 +120,16 @@ void register_grad_accumulators(pybind11::module_& m) {
         return std::make_shared<CallableSink>(callable.ptr());
       }));
   py::implicitly_convertible<py::function, GradAccumulator>();
+  m.def("add_ready_callback", torch::wrap_pybind_function([](const py::object& callback) {
+          TORCH_CHECK_TYPE(PyCallable_Check(callback.ptr()) != 0, "add_ready_callback: argument 'callback' is a ",
+                           Py_TYPE(callback.ptr())->tp_name, ", wanted a callable(parameter, stream).");
+          GradAccumulator::add_ready_callback(callback.ptr());
+        }),
+        py::arg("callback"));
+  m.def("remove_ready_callback", torch::wrap_pybind_function([](const py::object& callback) {
+          GradAccumulator::remove_ready_callback(callback.ptr());
+        }),
+        py::arg("callback"));
 }
 
 void refuse_grad_accumulator(bool there, const char* op) {

@@ -171,6 +171,10 @@ std::vector<Tensor> WeightParameters::accumulate(const WgradTask& product, const
         throw_python_error();
     }
   }
+  const te_stream stream = current_stream(weights[0]);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (targets.list[i].out.defined()) GradAccumulator::ready(weights[i], stream);
+  }
   return sums;
 }
 

@@ -82,7 +82,4 @@ void clear_dummy_weight_grads();
 void note_accumulations(PyObject* noted);
 void forget_accumulations(PyObject* noted);
 
-// For Python. The GIL is held.
-pybind11::object handle_of(std::shared_ptr<const WgradTask> product);
-
 }  // namespace te_torch
