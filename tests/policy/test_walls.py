@@ -120,7 +120,6 @@ CSRC_TOP = {"CMakeLists.txt", "unity.cmake", "module.cpp"}  # files outside of t
 # Units (x.h with x.cpp) that include each other. The list may only become shorter.
 KNOTS = [
     ("distributed/agreement", "distributed/fingerprint_ring", "distributed/fingerprints"),
-    ("layer/gemm_policy_device", "layer/gemm_policy_grouped"),
     tuple(f"stash/stash_{unit}" for unit in ("calls", "handle", "lanes", "members", "pool", "schedule", "step")),
 ]
 

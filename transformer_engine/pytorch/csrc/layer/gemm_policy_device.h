@@ -3,7 +3,7 @@
 // (quantize/grouped_quantize.h).
 #pragma once
 
-#include "layer/gemm_policy_grouped.h"
+#include "layer/grouping.h"
 
 namespace te_torch::layer {
 

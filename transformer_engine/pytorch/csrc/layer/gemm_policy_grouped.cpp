@@ -4,7 +4,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <optional>
 
@@ -17,12 +16,6 @@
 namespace te_torch::layer {
 
 namespace {
-
-// Below autograd a view has a version of its own: who writes into the memory has to be noticed through both.
-void follow(const Tensor& view, const Tensor& base) {
-  if (view.is_inference() || base.is_inference()) return;
-  torch::autograd::impl::set_version_counter(view, torch::autograd::impl::version_counter(base));
-}
 
 constexpr const char* kFp8OneByOne =
     "FP8 groups of a list go one by one, but for small ones in blocks with scales of powers of 2";
@@ -166,7 +159,7 @@ class HostGroups final : public GemmPolicy {
       const Quantizer* quantizer = pass == Pass::kFprop ? &q->x : gradient_quantizer(q, usage);
       Tensor* sum = dbias != nullptr ? &sums[i] : nullptr;
       all.groups.push_back(operand_of(dispatch, quantizer, part_of(dispatch, rows, i), usage, sum));
-      if (!all.groups.back().quantized()) follow(all.groups.back().plain, t);
+      if (!all.groups.back().quantized()) share_version(all.groups.back().plain, t);
       any = any || all.groups.back().quantized();
       summed = summed || sums[i].defined();
     }
@@ -189,7 +182,7 @@ class HostGroups final : public GemmPolicy {
       const Quantizer& quantizer = quantization(grouping_.quantizations[0].get(), i)->x;
       const Tensor part = part_of(dispatch, rows, i), scales = by_amax(quantizer) ? used[next++] : Tensor();
       all.groups.push_back(recomputed_operand(dispatch, &quantizer, scales, part, usage));
-      if (!all.groups.back().quantized()) follow(all.groups.back().plain, t);
+      if (!all.groups.back().quantized()) share_version(all.groups.back().plain, t);
       any = any || all.groups.back().quantized();
     }
     return any ? all : Operand{t, {}};
@@ -312,45 +305,6 @@ class HostGroups final : public GemmPolicy {
 };
 
 }  // namespace
-
-c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits) {
-  c10::SmallVector<Rows, 8> groups;
-  int64_t first = 0;
-  for (const int64_t count : splits) {
-    groups.push_back({first, count});
-    first += count;
-  }
-  return groups;
-}
-
-Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef<Rows> groups) {
-  Sums sums;
-  const Tensor matrix = matrix_of(dy);
-  for (const Rows& rows : groups) sums.push_back(column_sums(rows_of_matrix(dispatch, matrix, rows)));
-  return sums;
-}
-
-void check_apart(const Tensor& given, const char* argument, const Operand& read) {
-  for (const Operand& group : read.groups) check_apart(given, argument, group);
-  if (!given.defined() || !read.plain.defined() || given.numel() == 0 || read.plain.numel() == 0) return;
-  const auto span = [](const Tensor& t) {
-    int64_t last = 0;
-    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-    const auto* first = static_cast<const char*>(t.const_data_ptr());
-    return std::pair(first, first + (last + 1) * t.element_size());
-  };
-  const auto a = span(given), b = span(read.plain);
-  TORCH_CHECK_VALUE(a.second <= b.first || b.second <= a.first, "grouped_linear: argument '", argument,
-                    "' lies in the memory of what this product reads, which the weights' gradients read too; give each "
-                    "call memory of its own.");
-}
-
-Tensor result_in(const Tensor& given, const Tensor& like) {
-  note_written(given);
-  Tensor result = with_rows_of(given.detach(), like);
-  follow(result, given);
-  return result;
-}
 
 std::shared_ptr<const GemmPolicy> grouped_gemm_policy(Grouping grouping) {
   if (grouping.offsets.defined()) return device_groups(std::move(grouping));

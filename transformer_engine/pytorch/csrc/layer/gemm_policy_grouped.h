@@ -1,35 +1,12 @@
-// GemmPolicy over several weights, one for each group of consecutive rows, whose sizes are known on the host, or on the
-// device alone. Each group's are those of a layer of its own; rows behind the last group belong to nobody. They
-// communicate nothing.
+// GemmPolicy over several weights, one for each group of consecutive rows (grouping.h). The products of a group are
+// those of a layer of its own. No group communicates.
 #pragma once
 
-#include "layer/gemm_policy.h"
+#include "layer/grouping.h"
 
 namespace te_torch::layer {
 
-struct Grouping {
-  // Rows of each group. None: the device knows, and where each group's rows start is in `offsets`, int32 [groups + 1].
-  // Both: the host knows, and grouped kernels compute all groups at once.
-  std::vector<int64_t> splits;
-  Tensor offsets;
-  // One for all groups, or one for each; none: plain products.
-  std::vector<Quantization> quantizations;
-  // Where results go, matrices that keep what they have in rows of nobody. Undefined: to new tensors, zeros there.
-  Tensor out, dgrad_out;
-  // With splits and offsets: marks of the groups that these products leave to products of their own.
-  std::vector<uint8_t> fprop_each = {}, dgrad_each = {};
-};
-
-c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits);
-// The sums of each group's columns.
-Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef<Rows> groups);
-
-// Raises where a buffer of the caller's shares memory with what the product reads.
-void check_apart(const Tensor& given, const char* argument, const Operand& read);
-
-// What goes on of a buffer of the caller's that a result was written into: its memory, as part of no graph.
-Tensor result_in(const Tensor& given, const Tensor& like);
-
-std::shared_ptr<const GemmPolicy> grouped_gemm_policy(Grouping grouping);
+// Groups that the device alone knows: gemm_policy_device.h.
+TE_EXPORT std::shared_ptr<const GemmPolicy> grouped_gemm_policy(Grouping grouping);
 
 }  // namespace te_torch::layer

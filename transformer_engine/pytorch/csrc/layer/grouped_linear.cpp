@@ -6,6 +6,7 @@
 #include "gemm/gemm_path.h"
 #include "gemm/grouped_gemm.h"
 #include "layer/gemm_policy_device.h"
+#include "layer/gemm_policy_grouped.h"
 #include "layer/op_registration.h"
 
 namespace te_torch {

@@ -1,0 +1,52 @@
+// See grouping.h.
+#include "layer/grouping.h"
+
+#include <torch/csrc/autograd/variable.h>
+
+namespace te_torch::layer {
+
+c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits) {
+  c10::SmallVector<Rows, 8> groups;
+  int64_t first = 0;
+  for (const int64_t count : splits) {
+    groups.push_back({first, count});
+    first += count;
+  }
+  return groups;
+}
+
+Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef<Rows> groups) {
+  Sums sums;
+  const Tensor matrix = matrix_of(dy);
+  for (const Rows& rows : groups) sums.push_back(column_sums(rows_of_matrix(dispatch, matrix, rows)));
+  return sums;
+}
+
+void check_apart(const Tensor& given, const char* argument, const Operand& read) {
+  for (const Operand& group : read.groups) check_apart(given, argument, group);
+  if (!given.defined() || !read.plain.defined() || given.numel() == 0 || read.plain.numel() == 0) return;
+  const auto span = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+    const auto* first = static_cast<const char*>(t.const_data_ptr());
+    return std::pair(first, first + (last + 1) * t.element_size());
+  };
+  const auto a = span(given), b = span(read.plain);
+  TORCH_CHECK_VALUE(a.second <= b.first || b.second <= a.first, "grouped_linear: argument '", argument,
+                    "' lies in the memory of what this product reads, which the weights' gradients read too; give each "
+                    "call memory of its own.");
+}
+
+Tensor result_in(const Tensor& given, const Tensor& like) {
+  note_written(given);
+  Tensor result = with_rows_of(given.detach(), like);
+  share_version(result, given);
+  return result;
+}
+
+void share_version(const Tensor& view, const Tensor& base) {
+  if (view.is_inference() || base.is_inference()) return;
+  torch::autograd::impl::set_version_counter(view, torch::autograd::impl::version_counter(base));
+}
+
+}  // namespace te_torch::layer

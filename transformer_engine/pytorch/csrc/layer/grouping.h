@@ -1,0 +1,36 @@
+// Groups of consecutive rows, one for each weight of a layer: what GemmPolicies over groups share.
+// - The host knows the groups' sizes, or the device alone.
+// - Rows after the last group belong to no group.
+#pragma once
+
+#include "layer/gemm_policy.h"
+
+namespace te_torch::layer {
+
+struct Grouping {
+  // Rows of each group. None: the device knows, and where each group's rows start is in `offsets`, int32 [groups + 1].
+  // Both: the host knows, and grouped kernels compute all groups at once.
+  std::vector<int64_t> splits;
+  Tensor offsets;
+  // One for all groups, or one for each; none: plain products.
+  std::vector<Quantization> quantizations;
+  // Where results go, matrices that keep what they have in rows of nobody. Undefined: to new tensors, zeros there.
+  Tensor out, dgrad_out;
+  // With splits and offsets: marks of the groups that these products leave to products of their own.
+  std::vector<uint8_t> fprop_each = {}, dgrad_each = {};
+};
+
+c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits);
+// The sums of each group's columns.
+Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef<Rows> groups);
+
+// Raises where a buffer of the caller's shares memory with what the product reads.
+void check_apart(const Tensor& given, const char* argument, const Operand& read);
+
+// What goes on of a buffer of the caller's that a result was written into: its memory, as part of no graph.
+Tensor result_in(const Tensor& given, const Tensor& like);
+
+// Below autograd a view has a version of its own: gives it that of its base, so that writes are noticed through both.
+void share_version(const Tensor& view, const Tensor& base);
+
+}  // namespace te_torch::layer
