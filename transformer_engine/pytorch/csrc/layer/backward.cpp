@@ -2,34 +2,36 @@
 #include <ATen/TensorOperators.h>
 
 #include "layer/gathered_wgrad.h"
-#include "layer/layer.h"
+#include "layer/layer_gemm.h"
+#include "layer/prepare_operand.h"
 
 namespace te_torch::layer {
 
 namespace {
 
-// What arrives at a layer's result: dy as it is, or quantized already by whoever made it, with its column sums then.
-struct Incoming {
+// The gradient that arrives at a layer's result: dy, or quantized already by what computed it, with its column sums.
+struct IncomingGradient {
   Tensor dy;
-  Operand made;
+  Operand quantized;
   Tensor dbias;
   Tensor like;         // has the leading dimensions and the dtype
   Tensor norm_output;  // what arrives at a norm's output, and at its input
   Tensor norm_input;
 
-  bool any() const { return dy.defined() || made.defined() || dbias.defined(); }
+  bool any() const { return dy.defined() || quantized.defined() || dbias.defined(); }
 };
 
-struct WantedHere {
-  bool prologue = false, input = false, gamma = false, beta = false;  // prologue: any of what stands before the product
+// prologue: a gradient goes through the GEMM into anything before it.
+struct WantedGradients {
+  bool prologue = false, input = false, gamma = false, beta = false;
   bool weight = false, bias = false;
 };
 
-// How the product that made a layer's input reads that input's gradient.
-struct Onward {
+// How the layer that made this one's input reads that input's gradient.
+struct NextGradient {
   const Quantizer* quantizer = nullptr;
   QuantizeUsage usage;
-  bool sums = false;
+  bool column_sums = false;
 };
 
 struct Gradients {
@@ -38,7 +40,7 @@ struct Gradients {
   WeightGrads weights;
 };
 
-// What a layer's backward has: its saved tensors, and its prologue's input, which another layer may have recomputed.
+// The saved tensors of a layer's prologue, and its input, which another layer may have recomputed.
 PrologueSaved prologue_saved(const NamedTensors& saved, size_t layer_idx, const Tensor& input) {
   const auto get = [&](SavedName n) -> const Tensor& { return saved[saved_name(layer_idx, n)]; };
   return {input.defined() ? input : get(kInput),
@@ -49,190 +51,202 @@ PrologueSaved prologue_saved(const NamedTensors& saved, size_t layer_idx, const 
           get(kUsedScales)};
 }
 
-// What a weight's gradient is made of. gathered: the operand has all ranks' rows already. behind: of dy, as a TPComm
-// takes it.
-struct WeightParts {
-  Gradient gradient;
-  Operand operand;
-  bool gathered = false;
-  const Quantizer* behind = nullptr;
+// What the backward of one layer reads.
+struct LayerBackwardArgs {
+  const LayerConfig& config;
+  const SavedPolicy& policy;
+  size_t layer_idx;
+  const NamedTensors& saved;
+  PrologueSaved prologue;
+  at::ScalarType dtype;
+  WantedGradients wanted;
+  const IncomingGradient& in;
+  NextGradient next;
 };
 
-// Its product, ready to be computed; divided: the same, where its matrices are divided over ranks.
-struct WeightWork {
-  std::shared_ptr<WgradTask> product;
-  std::shared_ptr<GatheredWgrad> divided;
+class LayerBackward {
+ public:
+  LayerBackward(const DispatchMode& dispatch, const LayerBackwardArgs& args) : dispatch_(dispatch), args_(args) {}
 
-  bool defined() const { return product != nullptr; }
+  Gradients run();
+
+ private:
+  // What a weight's gradient is made of, and its task, if that has been made; divided: the same, where its matrices are
+  // divided over ranks.
+  struct WeightGradient {
+    Operand operand;
+    bool gathered = false;  // the operand has all ranks' rows
+    std::shared_ptr<WgradTask> task;
+    std::shared_ptr<GatheredWgrad> divided;
+  };
+
+  bool gathers(Pass pass) const { return args_.config.tp_comm != nullptr && args_.config.tp_comm->gathers(pass); }
+  void prepare_gradient();
+  void find_operand(Operand recomputed);
+  void make_task(Gradient gradient);
+  bool begins_wgrad_first() const;
+  PendingResult input_gradient();
+  PrologueBackward through_prologue(const PendingResult& pending) const;
+  WeightGrads weight_gradients(const CommOp* arrived);
+
+  const DispatchMode& dispatch_;
+  const LayerBackwardArgs& args_;
+  Gradient gradient_;  // of the GEMM's result
+  const Quantizer* quantize_gathered_ = nullptr;
+  OperandRecompute recompute_;
+  WeightGradient wgrad_;
+  ScopedBuffers buffers_;  // of what arrives: the gradient, which both GEMMs read, and the operand
 };
 
-WeightWork weight_work(const DispatchMode& dispatch, const LayerConfig& config, WeightParts parts,
-                       at::ScalarType dtype) {
+void LayerBackward::prepare_gradient() {
+  const WantedGradients& wanted = args_.wanted;
+  const Tensor& dy = args_.in.dy;
+  if (!dy.defined() || !(wanted.prologue || wanted.weight || wanted.bias)) {
+    gradient_ = {args_.in.quantized, args_.in.dbias};
+    return;
+  }
+  const QuantizeUsage usage{wanted.prologue, wanted.weight};
+  Tensor* sums = wanted.bias ? &gradient_.dbias : nullptr;
+  const Quantizer* quantizer = gradient_quantizer(args_.config.quantization.get(), usage);
+  const auto produce = [&](const Quantizer* by) { return operand_of(dispatch_, by, dy, usage, sums); };
+  PreparedOperand prepared =
+      prepare_operand(dispatch_, args_.config, {Pass::kDgrad, quantizer, usage, false, sums}, dy, produce);
+  gradient_.dy = std::move(prepared.for_gemm);
+  quantize_gathered_ = prepared.after_gather;
+  // A bias added after the sum over ranks has the gradient of this rank's rows; the GEMM's sums would be of all rows.
+  if (gathers(Pass::kDgrad) && wanted.bias && !gradient_.dbias.defined()) gradient_.dbias = column_sums(dy);
+}
+
+// recomputed: by the prologue's backward, or undefined.
+void LayerBackward::find_operand(Operand recomputed) {
+  const LayerConfig& config = args_.config;
+  Operand& operand = wgrad_.operand;
+  operand = kept_operand(args_.saved, saved_name(args_.layer_idx, kWholeOperand));
+  wgrad_.gathered = operand.defined();
+  if (!operand.defined()) operand = kept_operand(args_.saved, saved_name(args_.layer_idx, kOperand));
+  if (!operand.defined()) {
+    if (!recomputed.defined()) {
+      recomputed = config.prologue->recompute(dispatch_, args_.prologue, recompute_.in_prologue);
+    }
+    operand = finish_recompute(dispatch_, config, recompute_, std::move(recomputed),
+                               args_.saved.list(saved_name(args_.layer_idx, kUsedScales)));
+  }
+  if (config.operand == SaveMode::kRecompute) args_.policy.recomputed(config.prologue->operand_info());
+}
+
+void LayerBackward::make_task(Gradient gradient) {
+  const LayerConfig& config = args_.config;
   const ProductQuantization* q = config.quantization.get();
-  const TPComm* tp_comm = config.tp_comm.get();
+  Operand& operand = wgrad_.operand;
   // What a gradient accumulator stores must not hold this node, which holds the gradient accumulator: an output of the
   // node, kept, would.
-  if (config.grad_accumulator && parts.operand.plain.defined()) parts.operand.plain = parts.operand.plain.detach();
+  if (config.grad_accumulator && operand.plain.defined()) operand.plain = operand.plain.detach();
   if (config.grad_accumulator) {
-    for (const Operand* read : {&parts.gradient.dy, &parts.operand}) refuse_pooled(*read, "weight gradient");
+    for (const Operand* read : {&gradient.dy, &operand}) refuse_pooled(*read, "weight gradient");
   }
-  const bool x = tp_comm != nullptr && tp_comm->gathers(Pass::kFprop) && !parts.gathered;
-  const bool dy = tp_comm != nullptr && tp_comm->gathers(Pass::kDgrad);
-  if (x || dy) {
-    const auto divided = std::make_shared<GatheredWgrad>(config, std::move(parts.gradient), std::move(parts.operand),
-                                                         parts.behind, x, dtype);
-    return {divided, divided};
+  const bool gather_operand = gathers(Pass::kFprop) && !wgrad_.gathered;
+  if (gather_operand || gathers(Pass::kDgrad)) {
+    wgrad_.divided = std::make_shared<GatheredWgrad>(config, std::move(gradient), std::move(operand),
+                                                     quantize_gathered_, gather_operand, args_.dtype);
+    wgrad_.task = wgrad_.divided;
+    return;
   }
-  return {config.gemm_policy->wgrad_task(dispatch, std::move(parts.gradient), std::move(parts.operand), dtype,
-                                         q == nullptr || q->split_wgrad),
-          nullptr};
+  wgrad_.task = config.gemm_policy->wgrad_task(dispatch_, std::move(gradient), std::move(operand), args_.dtype,
+                                               q == nullptr || q->split_wgrad);
+}
+
+// Whether the operand's rows go ahead of the input gradient's, on one stream: they are read first, and nothing else is
+// there to be pushed until chunks of that are computed.
+bool LayerBackward::begins_wgrad_first() const {
+  const LayerConfig& config = args_.config;
+  return config.tp_comm != nullptr && config.tp_comm->begins_ahead() && gathers(Pass::kFprop) &&
+         (!config.grad_accumulator || config.grad_accumulator->computes_now());
+}
+
+PendingResult LayerBackward::input_gradient() {
+  const LayerConfig& config = args_.config;
+  const probe::Because told(why_override(config.quantization.get()));
+  WeightSet weights{kept_operands(args_.saved, saved_name(args_.layer_idx, kWeight)), {}};
+  for (Operand& weight : weights.weights) {  // a parameter whose FP8 copy served under autocast was not cast
+    if (!weight.quantized() && weight.plain.scalar_type() != args_.dtype) weight.plain = weight.plain.to(args_.dtype);
+  }
+  const Tensor& like = args_.in.dy.defined() ? args_.in.dy : args_.in.like;
+  const QuantizeUsage usage{args_.wanted.prologue, args_.wanted.weight};
+  std::unique_ptr<CommOp> comm_op;
+  if (config.tp_comm != nullptr) {
+    comm_op = config.tp_comm->begin(dispatch_, Pass::kDgrad, gradient_.dy, like, quantize_gathered_, usage,
+                                    OptionalTensor(), &buffers_);
+  }
+  return run_gemm(dispatch_, config, Pass::kDgrad, gradient_.dy, weights, like, std::move(comm_op));
+}
+
+PrologueBackward LayerBackward::through_prologue(const PendingResult& pending) const {
+  const WantedGradients& wanted = args_.wanted;
+  PrologueGradient g{{}, args_.in.norm_input, wanted.gamma, wanted.beta, wanted.input};
+  g.quantizer = recompute_.in_prologue;
+  g.wants_operand = wanted.weight && args_.config.operand == SaveMode::kRecompute;
+  g.next_quantizer = args_.next.quantizer;
+  g.usage = args_.next.usage;
+  g.wants_next_sums = args_.next.column_sums;
+  if (pending.defined()) g.d_operand = pending.result();
+  if (args_.in.norm_output.defined()) {
+    g.d_operand = g.d_operand.defined() ? g.d_operand + args_.in.norm_output : args_.in.norm_output;
+  }
+  return args_.config.prologue->backward(dispatch_, args_.prologue, g);
 }
 
 // arrived: the CommOp of dy that the input's gradient was taken over, or null.
-WeightGrads weight_gradient(const DispatchMode& dispatch, const LayerConfig& config, WeightWork work,
-                            const CommOp* arrived, bool with_bias) {
-  const auto gradient = [&] {
-    const probe::Because told(why_override(config.quantization.get()));
-    return config.grad_accumulator ? config.grad_accumulator->take(work.product, with_bias)
-                                   : work.product->compute(dispatch, with_bias);
-  };
-  if (work.divided == nullptr) return gradient();
-  const GatheredWgrad::Loan loan(work.divided, arrived);
-  return gradient();
+WeightGrads LayerBackward::weight_gradients(const CommOp* arrived) {
+  const LayerConfig& config = args_.config;
+  std::optional<GatheredWgrad::Loan> loan;
+  if (wgrad_.divided != nullptr) loan.emplace(std::move(wgrad_.divided), arrived);
+  const probe::Because told(why_override(config.quantization.get()));
+  return config.grad_accumulator ? config.grad_accumulator->take(std::move(wgrad_.task), args_.wanted.bias)
+                                 : wgrad_.task->compute(dispatch_, args_.wanted.bias);
 }
 
-Gradients layer_backward(const DispatchMode& dispatch, const LayerConfig& config, const SavedPolicy& policy,
-                         size_t layer_idx, const NamedTensors& saved, const Tensor& input, at::ScalarType dtype,
-                         const WantedHere& wanted, const Incoming& in, const Onward& next_quantizer) {
-  const ProductQuantization* q = config.quantization.get();
-  const Prologue& prologue = *config.prologue;
-  const TPComm* tp_comm = config.tp_comm.get();
-  const PrologueSaved from = prologue_saved(saved, layer_idx, input);
-  Gradients out;
-
-  WeightParts parts{{in.made, in.dbias}, {}, false, nullptr};
-  Gradient& gradient = parts.gradient;
-  const QuantizeUsage usage{wanted.prologue, wanted.weight};
-  const bool by_groups = config.gemm_policy->quantizes_groups(q);
-  if (in.dy.defined() && (wanted.prologue || wanted.weight || wanted.bias)) {
-    const Quantizer* quantizer = gradient_quantizer(q, usage);
-    const QuantizeAt how =
-        tp_comm != nullptr ? tp_comm->quantize_at(dispatch, Pass::kDgrad, quantizer, in.dy) : QuantizeAt::kBeforeGather;
-    Tensor* sums = wanted.bias ? &gradient.dbias : nullptr;
-    if (by_groups) {
-      gradient.dy = config.gemm_policy->quantized_groups(dispatch, Pass::kDgrad, in.dy, usage, sums);
-    } else if (how == QuantizeAt::kBeforeGather) {
-      gradient.dy = operand_of(dispatch, quantizer, in.dy, usage, sums);
-    } else {
-      if (wanted.bias) operand_of(dispatch, gradient_quantizer(q, {}), in.dy, {}, sums);
-      gradient.dy =
-          how == QuantizeAt::kWithSharedAmax ? tp_comm->quantized(*quantizer, in.dy, usage) : Operand{in.dy, {}};
-      parts.behind = how == QuantizeAt::kAfterGather ? quantizer : nullptr;
-    }
-    // A bias behind the sum over ranks has the gradient of this rank's rows; the product's sums would be of all.
-    const bool all_rows = tp_comm != nullptr && tp_comm->gathers(Pass::kDgrad);
-    if (all_rows && wanted.bias && !gradient.dbias.defined()) gradient.dbias = column_sums(in.dy);
+Gradients LayerBackward::run() {
+  const WantedGradients& wanted = args_.wanted;
+  const IncomingGradient& in = args_.in;
+  prepare_gradient();
+  if (args_.config.operand == SaveMode::kRecompute && args_.prologue.input.defined()) {
+    recompute_ = plan_recompute(dispatch_, args_.config, args_.prologue.input);
   }
-  // A prologue that brings the operand back on the way goes before the weight's gradient, which reads it; others go
-  // behind it, so that what they make is not alive meanwhile, and what is on its way has time.
-  const bool before = prologue.recomputes_operand();
-  const BackwardReads reads = backward_reads(q);
-  const Quantizer* as_before = q != nullptr && reads != BackwardReads::kHighPrecision ? &q->x : nullptr;
-  PrologueGradient back{{}, in.norm_input, wanted.gamma, wanted.beta, wanted.input};
-  back.quantizer = reads == BackwardReads::kQuantized ? as_before : nullptr;
-  const bool through_prologue = in.any() && wanted.prologue, wants_weight = in.any() && wanted.weight;
-  const auto find_operand = [&](const PrologueBackward& taken) {
-    parts.operand = kept_operand(saved, saved_name(layer_idx, kWholeOperand));
-    parts.gathered = parts.operand.defined();
-    if (!parts.gathered) parts.operand = kept_operand(saved, saved_name(layer_idx, kOperand));
-    if (!parts.operand.defined()) {
-      const bool behind =
-          tp_comm != nullptr && as_before != nullptr &&
-          tp_comm->quantize_at(dispatch, Pass::kFprop, as_before, from.input) == QuantizeAt::kAfterGather;
-      const Quantizer* now = behind || by_groups ? nullptr : back.quantizer;
-      parts.operand = taken.operand.defined() ? taken.operand : prologue.recompute(dispatch, from, now);
-      if (by_groups && as_before != nullptr) {
-        const Tensor plain = parts.operand.plain;
-        const at::TensorList used = saved.list(saved_name(layer_idx, kUsedScales));
-        parts.operand = config.gemm_policy->quantized_again(dispatch, plain, kept_usage(q), used);
-      } else if (reads == BackwardReads::kDequantized && !behind) {
-        parts.operand = recomputed_operand(dispatch, as_before, from.used_scales, parts.operand.plain, kept_usage(q));
-      }
-    }
-    if (config.operand == SaveMode::kRecompute) policy.recomputed(prologue.operand_info());
-  };
-
-  ScopedBuffers
-      buffers;  // of what arrives: the gradient, which both products read, and the operand, if it is begun here
-  WeightWork work;
-  // The operand's rows go ahead of the input gradient's, on one lane: they are read first, and nothing else is there
-  // to be pushed until runs of that are computed.
-  if (wants_weight && through_prologue && !before && tp_comm != nullptr && tp_comm->begins_ahead() &&
-      tp_comm->gathers(Pass::kFprop) && (!config.grad_accumulator || config.grad_accumulator->computes_now())) {
+  // A prologue whose backward recomputes the operand runs before the weight's gradient, which reads that. Others run
+  // after it, so that their results do not live meanwhile, and communication has time.
+  const bool prologue_first = args_.config.prologue->recomputes_operand();
+  const bool dgrad = in.any() && wanted.prologue, wgrad = in.any() && wanted.weight;
+  if (wgrad && dgrad && !prologue_first && begins_wgrad_first()) {
     find_operand({});
-    work = weight_work(dispatch, config, parts, dtype);
-    if (work.divided != nullptr) work.divided->begin(dispatch, buffers);
+    make_task(gradient_);
+    if (wgrad_.divided != nullptr) wgrad_.divided->begin(dispatch_, buffers_);
   }
-  PendingResult passing;
-  if (through_prologue) {
-    const probe::Because told(why_override(q));
-    WeightSet w{kept_operands(saved, saved_name(layer_idx, kWeight)), {}};
-    for (Operand& weight : w.weights) {  // a parameter whose FP8 copy served under autocast was not cast
-      if (!weight.quantized() && weight.plain.scalar_type() != dtype) weight.plain = weight.plain.to(dtype);
+  PendingResult pending;
+  if (dgrad) pending = input_gradient();
+  PrologueBackward back;
+  if (prologue_first && dgrad) back = through_prologue(pending);
+  Gradients out;
+  if (wgrad) {
+    if (wgrad_.task == nullptr) {
+      find_operand(std::move(back.operand));
+      make_task(std::move(gradient_));
     }
-    const bool split = q == nullptr || q->split_dgrad;
-    int64_t whole = 0;
-    const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
-      return into.defined() ? config.gemm_policy->dgrad_into(dispatch, part, rows, w, like, split, whole, into)
-                            : config.gemm_policy->dgrad(dispatch, part, rows, w, like, split);
-    };
-    const Tensor& like = in.dy.defined() ? in.dy : in.like;
-    std::unique_ptr<CommOp> comm_op =
-        tp_comm != nullptr
-            ? tp_comm->begin(dispatch, Pass::kDgrad, gradient.dy, like, parts.behind, usage, OptionalTensor(), &buffers)
-            : nullptr;
-    const auto ahead = [&](CommOp& comm_op) {
-      if (!dispatch.direct()) return;
-      const Operand& weight = w.weights[0];
-      const Tensor& across = weight.quantized() ? weight.fp8.columnwise : weight.plain;
-      whole = comm_op.rows();
-      const bool runs = whole > 0 && across.defined() &&
-                        config.gemm_policy->takes_runs(Pass::kDgrad, comm_op.operand(), whole, w, like, split);
-      comm_op.plan_chunks(runs ? std::optional(across.size(weight.quantized() ? 0 : 1)) : std::nullopt);
-    };
-    passing = through(std::move(comm_op), gradient.dy, like, product, ahead);
-  }
-
-  back.wants_operand = wanted.weight && config.operand == SaveMode::kRecompute;
-  back.next_quantizer = next_quantizer.quantizer;
-  back.usage = next_quantizer.usage;
-  back.wants_next_sums = next_quantizer.sums;
-  const auto backward = [&] {
-    if (passing.defined()) back.d_operand = passing.result();
-    if (in.norm_output.defined()) {
-      back.d_operand = back.d_operand.defined() ? back.d_operand + in.norm_output : in.norm_output;
-    }
-    return prologue.backward(dispatch, from, back);
-  };
-  PrologueBackward taken;
-  if (before && through_prologue) taken = backward();
-
-  if (wants_weight) {
-    if (!work.defined()) {
-      find_operand(taken);
-      work = weight_work(dispatch, config, std::move(parts), dtype);
-    }
-    parts = {};
-    out.weights = weight_gradient(dispatch, config, std::move(work), passing.comm_op.get(), wanted.bias);
+    gradient_ = {};
+    out.weights = weight_gradients(pending.comm_op.get());
+    wgrad_ = {};
   } else if (in.any() && wanted.bias) {
-    out.weights.biases = config.gemm_policy->bias_gradients(dispatch, in.dy, gradient.dbias);
+    out.weights.biases = args_.config.gemm_policy->bias_gradients(dispatch_, in.dy, gradient_.dbias);
   }
-  if (!before && wanted.prologue) taken = backward();
-  out.dx = taken.dx;
-  out.dx_sums = taken.dx_sums;
-  out.dgamma = taken.dgamma;
-  out.dbeta = taken.dbeta;
+  if (!prologue_first && wanted.prologue) back = through_prologue(pending);
+  out.dx = std::move(back.dx);
+  out.dx_sums = std::move(back.dx_sums);
+  out.dgamma = std::move(back.dgamma);
+  out.dbeta = std::move(back.dbeta);
   return out;
+}
+
+Gradients layer_backward(const DispatchMode& dispatch, const LayerBackwardArgs& args) {
+  return LayerBackward(dispatch, args).run();
 }
 
 // A layer's prologue and product once more, by the scales of the forward: its result, and what the forward would have
@@ -260,12 +274,25 @@ std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, La
   return {y, save.take()};
 }
 
+// What is read of an input that the forward kept in E4M3: its values. recomputed: the input, where it was recomputed in
+// place of being kept. dy: the gradient of the chain's result.
+Tensor unpacked_input(const DispatchMode& dispatch, const LayerConfig& config, const Operand& packed,
+                      const Tensor& recomputed, const Tensor& dy, at::ScalarType dtype) {
+  const Operand& read = recomputed.defined() ? packed_input(dispatch, recomputed) : packed;
+  const Tensor values = plain_of(dispatch, read, dtype);  // leading dimensions folded
+  const Tensor& like = recomputed.defined() ? recomputed : dy;
+  c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
+  shape.back() = values.sym_size(-1);
+  if (config.tp_comm != nullptr && !recomputed.defined()) shape[0] = config.tp_comm->rows_before(shape[0]);
+  return values.view_symint(shape);
+}
+
 }  // namespace
 
-template <class DispatchModeType>
+template <class Mode>
 variable_list LayerChain::backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                    const variable_list& grads) {
-  const DispatchMode dispatch(DispatchModeType{});
+  const DispatchMode dispatch(Mode{});
   const size_t layers = state.layers.size();
   // The node's first argument is the list of all tensors.
   const auto wants = [&](int name) {
@@ -275,15 +302,15 @@ variable_list LayerChain::backward(const State& state, const Wanted& wanted, con
     }
     return false;
   };
-  c10::SmallVector<WantedHere, 2> here(layers);
+  c10::SmallVector<WantedGradients, 2> wanted_of(layers);
   bool before = wants(kX) || wants(kResidual) || wants(kGamma) || wants(kBeta);
   for (size_t i = 0; i < layers; ++i) {
-    here[i] = {before, before, false, false, wants(weight_of(i)), wants(bias_of(i))};
-    before = before || here[i].weight || (i + 1 < layers && here[i].bias);
+    wanted_of[i] = {before, before, false, false, wants(weight_of(i)), wants(bias_of(i))};
+    before = before || wanted_of[i].weight || (i + 1 < layers && wanted_of[i].bias);
   }
-  here[0].input = wants(kX) || wants(kResidual);
-  here[0].gamma = wants(kGamma);
-  here[0].beta = wants(kBeta);
+  wanted_of[0].input = wants(kX) || wants(kResidual);
+  wanted_of[0].gamma = wants(kGamma);
+  wanted_of[0].beta = wants(kBeta);
   const bool any = before;
 
   // What layers made for the next one and did not keep, and what running them again has kept instead.
@@ -292,7 +319,7 @@ variable_list LayerChain::backward(const State& state, const Wanted& wanted, con
   for (size_t i = 0; any && i + 1 < layers; ++i) {
     if (state.layers[i + 1].input != SaveMode::kRecompute) continue;
     std::tie(inputs[i + 1], kept_for_recompute[i]) =
-        recompute_layer(dispatch, state.layers[i], i, saved, {here[i].prologue, here[i].weight});
+        recompute_layer(dispatch, state.layers[i], i, saved, {wanted_of[i].prologue, wanted_of[i].weight});
     state.policy->recomputed(state.layers[i + 1].prologue->input_info());
   }
 
@@ -304,44 +331,38 @@ variable_list LayerChain::backward(const State& state, const Wanted& wanted, con
     }
   };
   const auto grad = [&](size_t i) { return grads.size() > i ? grads[i] : Tensor(); };
-  Incoming in;
+  IncomingGradient in;
   in.dy = grads[0];
   for (size_t i = layers; i-- > 0;) {
-    if (i + 1 < layers && !here[i + 1].prologue) break;
+    if (i + 1 < layers && !wanted_of[i + 1].prologue) break;
     const LayerConfig& config = state.layers[i];
     const NamedTensors& table = kept_for_recompute[i].size() > 0 ? kept_for_recompute[i] : saved;
     Tensor& input = inputs[i];
     if (i > 0 && !input.defined()) input = table[saved_name(i, kInput)];
     if (i > 0 && any && grads[0].defined() && config.input_in_fp8) {
-      const Tensor& like = input.defined() ? input : grads[0];
-      const Operand packed =
-          input.defined() ? packed_input(dispatch, input) : kept_operand(saved, saved_name(i, kPackedInput));
-      const Tensor unpacked = plain_of(dispatch, packed, state.dtype);  // leading dimensions folded
-      c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
-      shape.back() = unpacked.sym_size(-1);
-      if (config.tp_comm != nullptr && !input.defined()) shape[0] = config.tp_comm->rows_before(shape[0]);
-      input = unpacked.view_symint(shape);
+      input = unpacked_input(dispatch, config, kept_operand(saved, saved_name(i, kPackedInput)), input, grads[0],
+                             state.dtype);
     }
-    Onward next_quantizer;
+    NextGradient next;
     if (i > 0) {
-      const QuantizeUsage usage{here[i - 1].prologue, here[i - 1].weight};
-      next_quantizer = {gradient_quantizer(state.layers[i - 1].quantization.get(), usage), usage, here[i - 1].bias};
+      const QuantizeUsage usage{wanted_of[i - 1].prologue, wanted_of[i - 1].weight};
+      next = {gradient_quantizer(state.layers[i - 1].quantization.get(), usage), usage, wanted_of[i - 1].bias};
     }
     if (i == 0) {
       in.norm_output = state.return_output ? grad(1) : Tensor();
       in.norm_input = grad(2);
     }
-    const Gradients made =
-        layer_backward(dispatch, config, *state.policy, i, table, input, state.dtype, here[i], in, next_quantizer);
-    give(weight_of(i), made.weights.weights);
-    give(bias_of(i), made.weights.biases);
+    const Gradients result = layer_backward(dispatch, {config, *state.policy, i, table, prologue_saved(table, i, input),
+                                                       state.dtype, wanted_of[i], in, next});
+    give(weight_of(i), result.weights.weights);
+    give(bias_of(i), result.weights.biases);
     if (i == 0) {
-      give(kX, made.dx.plain);
-      give(kResidual, made.dx.plain);
-      give(kGamma, made.dgamma);
-      give(kBeta, made.dbeta);
+      give(kX, result.dx.plain);
+      give(kResidual, result.dx.plain);
+      give(kGamma, result.dgamma);
+      give(kBeta, result.dbeta);
     } else {
-      in = {made.dx.plain, made.dx.quantized() ? made.dx : Operand{}, made.dx_sums, input, {}, {}};
+      in = {result.dx.plain, result.dx.quantized() ? result.dx : Operand{}, result.dx_sums, input, {}, {}};
     }
   }
   return out;

@@ -1,67 +1,30 @@
-// The forward of a layer and of a chain (layer.h). What is kept for the backward is decided and kept here alone.
+// The forward of a layer and of a chain (layer.h).
 #include <algorithm>
 
 #include "autograd/rows_behind.h"
 #include "distributed/agreement.h"
 #include "gemm/linear_core.h"
-#include "layer/layer.h"
+#include "layer/layer_gemm.h"
+#include "layer/prepare_operand.h"
+#include "layer/save_rules.h"
 
 namespace te_torch::layer {
 
 namespace {
 
-constexpr SavedInfo kQuantizedWeight{"quantized weight", "the input's gradient is taken with it",
-                                     "a copy of a parameter: quantizing it again"};
-constexpr SavedInfo kMlpInput{"MLP input", "norm, first product and activation are recomputed from it",
-                              "the sum or product that made it: te.checkpoint around the layer", true};
-constexpr SavedInfo kGatheredInput{"gathered input", "the weight's gradient is taken with all ranks' rows",
-                                   "gathering it again; tp_recompute_allgather=False keeps it"};
 constexpr SavedInfo kPackedPreActivation{"pre-activation, FP8", "the activation's backward reads it",
                                          "norm and first product: LayerNormMLP(checkpoint=True)"};
 
-// Words of what is kept, with the reason where it is a recipe's backward_override.
-SavedInfo saved_info(SavedInfo what, const ProductQuantization* q) {
-  if (const char* why = why_override(q)) what.why = why;
-  return what;
-}
-
-SavedInfo weight_info(const Operand& weight, const ProductQuantization* q) {
-  return saved_info(weight.quantized() ? kQuantizedWeight : kParameter, q);
-}
-
-bool unquantized(const ProductQuantization* q) { return backward_reads(q) == BackwardReads::kHighPrecision; }
-
-// A weight as a backward in high precision reads it: the parameter; where that is held in FP8 alone, what it means.
-// Such a parameter is a subclass in eager mode; in a layer that is run again it is FP8 data.
-Operand weight_values(const DispatchMode& dispatch, const Tensor& parameter, const Operand& read, bool own) {
-  const bool subclass = dispatch.direct() && parameter.key_set().has(c10::DispatchKey::Python);
-  const bool values = !own || (parameter.is_floating_point() && !subclass);
-  return read.quantized() && values ? Operand{parameter, {}} : read;
-}
-
-// Of the same shape and size as what is not kept: FP8 data, of which the backward makes 16-bit values, are half of it.
-Tensor unkept(const Operand& operand, const ProductQuantization* q, const Tensor& like) {
-  if (!operand.quantized()) return operand.plain;
-  if (!unquantized(q) || !probe::active()) return operand.fp8.rowwise;
-  return like.new_empty({1}).expand_symint(operand.fp8.rowwise.sym_sizes());
-}
-
-// What a product reads of an operand that is recomputed: its scale, where that is of the whole tensor.
-Tensor used_scales(const Operand& operand) {
-  const bool whole = operand.quantized() && operand.fp8.scaling == TE_SCALING_TENSOR;
-  return whole ? operand.fp8.rowwise_scale_inv : Tensor();
-}
-
-// Where nothing is made of x, the operand is kept as x in any case.
+// An operand that is x itself is kept as x in any case.
 bool may_be_recomputed(const LayerConfig& config) {
   const ProductQuantization* q = config.quantization.get();
-  return !config.prologue->is_identity() || (q != nullptr && !unquantized(q));
+  return !config.prologue->is_identity() || (q != nullptr && !reads_high_precision(q));
 }
 
 // Of what is kept in place of an operand, rows behind the live ones that quantizing it again reads: those of the last
 // one's block; all, where a quantizer written in Python does it.
 int64_t rows_behind_of(const ProductQuantization* q) {
-  if (q == nullptr || !q->x.active() || unquantized(q)) return 0;
+  if (q == nullptr || !q->x.active() || reads_high_precision(q)) return 0;
   if (q->x.spec.kind == QuantizeSpec::kPython) return kAllRows;
   return q->x.spec.scaling() == TE_SCALING_TENSOR ? 0 : 127;
 }
@@ -69,8 +32,8 @@ int64_t rows_behind_of(const ProductQuantization* q) {
 int64_t rows_behind_of(const LayerConfigs& layers, const NamedTensors& arguments) {
   int64_t rows = 0;
   for (size_t i = 0; i < layers.size(); ++i) {
-    const bool run_again = i + 1 < layers.size() && layers[i + 1].input == SaveMode::kRecompute;
-    if (layers[i].operand != SaveMode::kRecompute && !run_again) continue;
+    const bool input_recomputed = i + 1 < layers.size() && layers[i + 1].input == SaveMode::kRecompute;
+    if (layers[i].operand != SaveMode::kRecompute && !input_recomputed) continue;
     for (size_t w = 0; w < arguments.list(weight_of(i)).size(); ++w) {
       rows = std::max(rows, rows_behind_of(layers[i].gemm_policy->quantization(layers[i].quantization.get(), w)));
     }
@@ -78,83 +41,75 @@ int64_t rows_behind_of(const LayerConfigs& layers, const NamedTensors& arguments
   return rows;
 }
 
-// For a backward that goes on through the layer with what it has. gathered: the operand with all ranks' rows, where
-// that is kept in its place.
-void keep(SaveContext& save, const LayerConfig& config, size_t layer_idx, const LayerInput& in, const LayerOutput& out,
-          at::ArrayRef<Operand> weights, const Operand& gathered, Needs needs) {
-  const Prologue& prologue = *config.prologue;
-  const ProductQuantization* q = config.quantization.get();
-  const QuantizeUsage read = kept_usage(q);
-  const PrologueOutput& made = out.made;
-  const bool again = needs.weight && config.operand == SaveMode::kRecompute;
-  const bool input = (needs.prologue && prologue.reads_input()) || again;
-  const bool elsewhere = layer_idx > 0 && (config.input == SaveMode::kRecompute || config.input_in_fp8);
-  const auto name = [&](SavedName n) { return saved_name(layer_idx, n); };
-  if (input && !elsewhere) save.keep(name(kInput), made.input, prologue.input_info());
-  for (const Operand& weight : weights) {
-    if (needs.prologue) keep_operand(save, name(kWeight), weight, read, weight_info(weight, q));
-  }
-  if (again) {
-    const Operand& operand = made.operand;
-    if (layer_idx == 0 || config.input == SaveMode::kSave) {  // else it goes with the input, which is named
-      for (const Operand& group : operand.groups) {
-        save.recomputed(unkept(group, q, made.input), saved_info(prologue.operand_info(), q));
-      }
-      if (operand.groups.empty()) {
-        save.recomputed(unkept(operand, q, made.input), saved_info(prologue.operand_info(), q));
-      }
-    }
-    if (!unquantized(q) && config.gemm_policy->quantizes_groups(q)) {
-      for (const Tensor& used : config.gemm_policy->used_scales(operand)) save.keep(name(kUsedScales), used, kScales);
-    } else if (!unquantized(q)) {
-      save.keep(name(kUsedScales), used_scales(operand), kScales);
-    }
-  } else if (gathered.defined()) {
-    keep_operand(save, name(kWholeOperand), gathered, read, saved_info(kGatheredInput, q));
-  } else if (needs.weight) {
-    keep_operand(save, name(kOperand), made.operand, read, saved_info(prologue.operand_info(), q));
-  }
-  if (!prologue.reads_input() || !(needs.prologue || again)) return;
-  save.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
-  if (again) save.keep(name(kSavedBeta), in.prologue.beta, kParameter);
-  save.keep(name(kMean), made.mean, kStatistic);
-  save.keep(name(kRstd), made.rstd, kStatistic);
-}
-
-// For a backward that runs prologue and product again first.
-void keep_for_recompute(const DispatchMode& dispatch, SaveContext& save, const ProductQuantization* q, size_t layer_idx,
-                        const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights) {
-  const auto name = [&](SavedName n) { return saved_name(layer_idx, n); };
-  save.keep(name(kInput), out.made.input, kMlpInput);
-  save.keep(name(kSavedGamma), in.prologue.gamma, kParameter);
-  save.keep(name(kSavedBeta), in.prologue.beta, kParameter);
-  for (const Tensor& bias : in.biases) save.keep(name(kBias), bias, kParameter);
-  save.keep(name(kUsedScales), used_scales(out.made.operand), kScales);
-  for (const Operand& weight : weights) {
-    keep_operand(save, name(kWeight), weight, {true, kept_usage(q).columnwise}, weight_info(weight, q));
-  }
-  for (size_t i = 0; unquantized(q) && i < weights.size(); ++i) {
-    if (!weights[i].quantized()) continue;
-    const Operand values = weight_values(dispatch, in.weights[i], weights[i], !in.own.empty());
-    save.keep(name(kWeightValues), values.plain, saved_info(kParameter, q));
+// Shapes of a layer that quantizes or communicates: its GEMM sees other matrices than x, or some rows of it. shown: in
+// the error.
+void check_shapes(const LayerConfig& config, const LayerInput& in, const Tensor& shown, const c10::SymInt& features) {
+  if (config.quantization == nullptr && !config.tp_comm) return;
+  for (size_t i = 0; i < in.weights.size(); ++i) {
+    const OptionalTensor bias = in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[i]);
+    check_product(shown, features, in.weights[i], bias, !in.own.empty());
   }
 }
 
-void keep_for_backward(const DispatchMode& dispatch, SaveContext& save, const LayerConfig& config, size_t layer_idx,
-                       const LayerInput& in, const LayerOutput& out, at::ArrayRef<Operand> weights,
-                       const Operand& gathered, Needs needs, SaveFor keeping) {
-  const ProductQuantization* q = config.quantization.get();
-  if (keeping == SaveFor::kRecompute) {
-    keep_for_recompute(dispatch, save, q, layer_idx, in, out, weights);
-  } else if (unquantized(q)) {
-    c10::SmallVector<Operand, 1> values;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      values.push_back(weight_values(dispatch, in.weights[i], weights[i], !in.own.empty()));
-    }
-    keep(save, config, layer_idx, in, out, values, gathered, needs);
-  } else {
-    keep(save, config, layer_idx, in, out, weights, gathered, needs);
+bool adds_up(const LayerConfig& config) { return config.tp_comm != nullptr && config.tp_comm->adds_up(Pass::kFprop); }
+
+// A bias is added after the sum over ranks, where there is one.
+WeightSet weight_set(const DispatchMode& dispatch, const LayerConfig& config, const LayerInput& in,
+                     QuantizeUsage usage) {
+  WeightSet set{{}, adds_up(config) ? at::TensorList() : in.biases};
+  if (!in.own.empty()) {
+    TORCH_INTERNAL_ASSERT(in.own.size() == in.weights.size());
+    set.weights.assign(in.own.begin(), in.own.end());
+    return set;
   }
+  c10::SmallVector<const Quantizer*, 1> quantizers;
+  for (size_t i = 0; i < in.weights.size(); ++i) {
+    const ProductQuantization* q = config.gemm_policy->quantization(config.quantization.get(), i);
+    quantizers.push_back(q != nullptr ? &q->weight : nullptr);
+  }
+  set.weights = operands_of(dispatch, quantizers, in.weights, usage);
+  return set;
+}
+
+struct CommResult {
+  Tensor y;
+  Operand gathered;  // kept for the backward in place of the operand; else undefined
+};
+
+// The GEMM of a layer with a TPComm. keep_gathered: the weight's gradient reads the operand with all ranks' rows.
+CommResult gemm_with_comm(const DispatchMode& dispatch, const LayerConfig& config, const SaveContext& save,
+                          const LayerInput& in, const PreparedOperand& operand, const WeightSet& weights,
+                          QuantizeUsage usage, bool keep_gathered) {
+  const ProductQuantization* q = config.quantization.get();
+  const TPComm& tp_comm = *config.tp_comm;
+  const Tensor& x = in.prologue.x;
+  const OptionalTensor bias = adds_up(config) && !in.biases.empty() ? OptionalTensor(in.biases[0]) : OptionalTensor();
+  // A backward that reads what the GEMM has read keeps that; nothing else would be gathered to be kept.
+  const bool dequantized = backward_reads(q) == BackwardReads::kDequantized, high = operand.high_precision.defined();
+  const bool quantized = !dequantized && (operand.for_gemm.quantized() || (high && operand.after_gather != nullptr));
+  // What is gathered only to be kept is kept as it came.
+  const bool kept = keep_gathered && (tp_comm.keeps_gathered(quantized) || !save.serves_a_graph());
+  ScopedBuffers buffers;  // until the result is complete
+  const PendingResult pending = run_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x,
+                                         tp_comm.begin(dispatch, Pass::kFprop, operand.for_gemm, x,
+                                                       operand.after_gather, usage, bias, kept ? nullptr : &buffers));
+  CommResult result;
+  const CommOp* comm_op = pending.comm_op.get();
+  if (comm_op != nullptr && keep_gathered) {
+    const auto gather = [&](const Operand& mine, const Quantizer* quantizer, const CommOp* done) {
+      return tp_comm.whole(dispatch, Pass::kFprop, mine, quantizer, done, {}, nullptr);
+    };
+    if (!kept) {
+      report_recomputed(save, comm_op->operand(), q, x, saved_info(kGatheredInput, q));
+    } else if (dequantized) {
+      result.gathered = off_pool(comm_op->operand());
+    } else {
+      result.gathered = high ? gather(operand.high_precision, nullptr, nullptr)
+                             : gather(operand.for_gemm, operand.after_gather, comm_op);
+    }
+  }
+  result.y = pending.result();
+  return result;
 }
 
 }  // namespace
@@ -170,105 +125,42 @@ Operand packed_input(const DispatchMode& dispatch, const Tensor& input) {
 }
 
 LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& config, size_t layer_idx, SaveContext& save,
-                          const LayerInput& in, Needs needs, SaveFor keeping, bool want_output) {
+                          const LayerInput& in, Needs needs, SaveFor save_for, bool want_output) {
   const ProductQuantization* q = config.quantization.get();
   const Prologue& prologue = *config.prologue;
   const Tensor& x = in.prologue.x;
-  const bool own = !in.own.empty();
-  TORCH_INTERNAL_ASSERT(!own || in.own.size() == in.weights.size());
-  const auto check = [&](const Tensor& shown, const c10::SymInt& depth) {
-    if (q == nullptr && !config.tp_comm) return;  // the product does, and of a TPComm it sees some rows
-    for (size_t i = 0; i < in.weights.size(); ++i) {
-      check_product(shown, depth, in.weights[i], in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[i]),
-                    own);
-    }
-  };
-  // Before a quantizer notes the amax of an x that is refused. A norm looks at x itself; what an activation makes of it
-  // is known behind it.
-  if (prologue.is_identity()) check(x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
-  const TPComm* tp_comm = config.tp_comm.get();
-  if (tp_comm != nullptr) tp_comm->check(x);
-  const Quantizer* quantizer = q != nullptr ? &q->x : nullptr;
-  const QuantizeAt how =
-      tp_comm != nullptr ? tp_comm->quantize_at(dispatch, Pass::kFprop, quantizer, x) : QuantizeAt::kBeforeGather;
-  const bool keep_operand = needs.weight && config.operand == SaveMode::kSave && keeping == SaveFor::kBackward;
-  const QuantizeUsage read = kept_usage(q);
-  const QuantizeUsage usage{true, keep_operand && read.columnwise};
-  const bool both = keep_operand && unquantized(q);  // the backward reads the operand as it is
-  const bool by_groups = config.gemm_policy->quantizes_groups(q);
-  const Quantizer* before = how == QuantizeAt::kBeforeGather && !both && !by_groups ? quantizer : nullptr;
+  // Before a quantizer notes the amax of an x that is refused. A norm checks x itself; the operand of an activation is
+  // checked after it.
+  if (prologue.is_identity()) check_shapes(config, in, x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
+  if (config.tp_comm != nullptr) config.tp_comm->check(x);
+  const bool save_operand = needs.weight && config.operand == SaveMode::kSave && save_for == SaveFor::kBackward;
+  const QuantizeUsage read = kept_usage(q), usage{true, save_operand && read.columnwise};
   LayerOutput out;
-  out.made = prologue.forward(dispatch, in.prologue, before, usage, want_output);
-  Operand& operand = out.made.operand;
-  if (!prologue.is_identity() && operand.quantized()) check(x, operand.fp8.rowwise.sym_size(-1));
-  if (!prologue.is_identity() && !operand.quantized())
-    check(q == nullptr ? operand.plain : x, operand.plain.sym_size(-1));
-  const Operand values = both ? operand : Operand();
-  if (both && how == QuantizeAt::kBeforeGather && !by_groups) {
-    operand = operand_of(dispatch, quantizer, operand.plain, usage);
-  }
-  if (how == QuantizeAt::kWithSharedAmax) operand = tp_comm->quantized(*quantizer, operand.plain, usage);
-  if (by_groups) {
-    operand = config.gemm_policy->quantized_groups(dispatch, Pass::kFprop, Tensor(operand.plain), usage, nullptr);
-  }
-
-  const bool columnwise = read.columnwise && (needs.prologue || keeping == SaveFor::kRecompute);
-  const bool adds_up = tp_comm != nullptr && tp_comm->adds_up(Pass::kFprop);
-  WeightSet w{{}, adds_up ? at::TensorList() : in.biases};
-  if (own) {
-    w.weights.assign(in.own.begin(), in.own.end());
-  } else {
-    c10::SmallVector<const Quantizer*, 1> quantizers;
-    for (size_t i = 0; i < in.weights.size(); ++i) {
-      const ProductQuantization* its = config.gemm_policy->quantization(q, i);
-      quantizers.push_back(its != nullptr ? &its->weight : nullptr);
+  const auto produce = [&](const Quantizer* quantizer) {
+    out.made = prologue.forward(dispatch, in.prologue, quantizer, usage, want_output);
+    Operand operand = std::move(out.made.operand);
+    if (!prologue.is_identity()) {
+      const Tensor& matrix = operand.quantized() ? operand.fp8.rowwise : operand.plain;
+      check_shapes(config, in, operand.quantized() || q != nullptr ? x : matrix, matrix.sym_size(-1));
     }
-    w.weights = operands_of(dispatch, quantizers, in.weights, {true, columnwise});
-  }
-  const bool split = q == nullptr || q->split_fprop;
-  if (tp_comm == nullptr) {
-    out.y = config.gemm_policy->fprop(dispatch, operand, nullptr, w, x, split);
-    if (both) operand = values;
-    keep_for_backward(dispatch, save, config, layer_idx, in, out, w.weights, {}, needs, keeping);
-    return out;
-  }
-  const Quantizer* behind = how == QuantizeAt::kAfterGather ? quantizer : nullptr;
-  const OptionalTensor bias = adds_up && !in.biases.empty() ? OptionalTensor(in.biases[0]) : OptionalTensor();
-  // The backward reads what the product has read, and nothing else would be gathered to be kept.
-  const bool as_it_came = backward_reads(q) == BackwardReads::kDequantized;
-  const bool quantized = !as_it_came && (operand.quantized() || (both && behind != nullptr));
-  const bool reads_gathered = keep_operand && tp_comm->gathers(Pass::kFprop);
-  // What a backward keeps for itself alone is kept as it came.
-  const bool keeps = reads_gathered && (tp_comm->keeps_gathered(quantized) || !save.serves_a_graph());
-  ScopedBuffers buffers;  // until the product is there
-  int64_t whole = 0;
-  const auto product = [&](const Operand& part, const Rows* rows, const Tensor& like, const Tensor& into) {
-    return into.defined() ? config.gemm_policy->fprop_into(dispatch, part, rows, w, like, split, whole, into)
-                          : config.gemm_policy->fprop(dispatch, part, rows, w, like, split);
+    return operand;
   };
-  const auto ahead = [&](CommOp& comm_op) {
-    if (!dispatch.direct()) return;
-    whole = comm_op.rows();
-    const bool runs = whole > 0 && config.gemm_policy->takes_runs(Pass::kFprop, comm_op.operand(), whole, w, x, split);
-    comm_op.plan_chunks(runs ? std::optional(in.weights[0].size(0)) : std::nullopt);
-  };
-  const PendingResult passing =
-      through(tp_comm->begin(dispatch, Pass::kFprop, operand, x, behind, usage, bias, keeps ? nullptr : &buffers),
-              operand, x, product, ahead);
+  const OperandRequest request{Pass::kFprop, q != nullptr ? &q->x : nullptr, usage,
+                               save_operand && reads_high_precision(q), nullptr};
+  const PreparedOperand operand = prepare_operand(dispatch, config, request, x, produce);
+  const bool backward_reads_weight = needs.prologue || save_for == SaveFor::kRecompute;
+  const WeightSet weights = weight_set(dispatch, config, in, {true, read.columnwise && backward_reads_weight});
   Operand gathered;
-  if (passing.comm_op != nullptr && reads_gathered) {
-    const Operand& arrived = passing.comm_op->operand();
-    if (keeps) {
-      gathered = as_it_came ? off_pool(arrived)
-                 : both     ? tp_comm->whole(dispatch, Pass::kFprop, values, nullptr, nullptr, {}, nullptr)
-                        : tp_comm->whole(dispatch, Pass::kFprop, operand, behind, passing.comm_op.get(), {}, nullptr);
-    } else {
-      save.recomputed(unkept(arrived, q, x), saved_info(kGatheredInput, q));
-    }
+  if (config.tp_comm == nullptr) {
+    out.y = run_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x, nullptr).result();
+  } else {
+    CommResult result = gemm_with_comm(dispatch, config, save, in, operand, weights, usage,
+                                       save_operand && config.tp_comm->gathers(Pass::kFprop));
+    out.y = std::move(result.y);
+    gathered = std::move(result.gathered);
   }
-  if (both) operand = values;
-  out.y = passing.result();
-  keep_for_backward(dispatch, save, config, layer_idx, in, out, w.weights, gathered, needs, keeping);
+  save_layer(dispatch, save,
+             {config, layer_idx, in, out.made, operand.for_backward(), gathered, weights.weights, needs}, save_for);
   return out;
 }
 
@@ -285,9 +177,9 @@ std::string_view asking_group(const DispatchMode& dispatch, const LayerConfigs& 
 
 }  // namespace
 
-template <class DispatchModeType>
+template <class Mode>
 variable_list LayerChain::forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call) {
-  const DispatchMode dispatch(DispatchModeType{});
+  const DispatchMode dispatch(Mode{});
   const HeardByRanks heard(asking_group(dispatch, call.layers, call.x()), call.x(),
                            call.layers.size() > 1 ? "layernorm_mlp" : "linear");
   const NamedTensors& arguments = call.arguments;

@@ -86,6 +86,11 @@ Sums each_row(const DispatchMode& dispatch, const Tensor& matrix) {
   return rows;
 }
 
+std::vector<Tensor> GemmPolicy::used_scales(const Operand& operand) const {
+  if (!operand.quantized() || operand.fp8.scaling != TE_SCALING_TENSOR) return {};
+  return {operand.fp8.rowwise_scale_inv};
+}
+
 Sums GemmPolicy::bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& made) const {
   return {made.defined() ? made : column_sums(dy)};
 }

@@ -59,8 +59,8 @@ class TE_EXPORT GemmPolicy {
   virtual Operand quantized_again(const DispatchMode&, const Tensor& t, QuantizeUsage, at::TensorList used) const {
     return {};
   }
-  // The scales that stand for the whole of a group, which its rows may say no more in the backward.
-  virtual std::vector<Tensor> used_scales(const Operand&) const { return {}; }
+  // The scales of the forward's operand that recomputing it needs: those of a whole tensor, or of a whole group.
+  virtual std::vector<Tensor> used_scales(const Operand& operand) const;
   // The gradients of the biases, where nobody wants a weight's; made: the sums, where they are made already.
   virtual Sums bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& made) const;
 

@@ -221,6 +221,7 @@ class DeviceGroups final : public GemmPolicy {
     return {{}, q};
   }
 
+  std::vector<Tensor> used_scales(const Operand&) const override { return {}; }
   // Rows of no group have no part in a scale.
   Operand quantized_again(const DispatchMode& dispatch, const Tensor& t, QuantizeUsage usage,
                           at::TensorList) const override {

@@ -65,9 +65,9 @@ struct TE_EXPORT LayerChain {
   };
 
   // Direct or Dispatched; in forward.cpp and backward.cpp. The tensors are the call's, for autograd to see.
-  template <class DispatchModeType>
+  template <class Mode>
   static variable_list forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call);
-  template <class DispatchModeType>
+  template <class Mode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads);
 };

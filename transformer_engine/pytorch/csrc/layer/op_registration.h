@@ -49,13 +49,13 @@ inline std::tuple<Tensor, Tensor, Tensor> three_outputs(const variable_list& out
 
 inline at::TensorList tensors_of(const LayerArgs& call) { return call.arguments.tensors(); }
 
-template <class DispatchModeType>
+template <class Mode>
 variable_list run_inference(const LayerArgs& call) {
   LayerChain::State state;
   SaveContext nothing = SaveContext::of_none();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  return LayerChain::forward<DispatchModeType>(state, nothing, tensors_of(call), call);
+  return LayerChain::forward<Mode>(state, nothing, tensors_of(call), call);
 }
 
 // The call's tensors, but not the weights whose FP8 copies the module hands over: these serve autograd alone.

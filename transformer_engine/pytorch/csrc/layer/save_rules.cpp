@@ -1,0 +1,112 @@
+// See save_rules.h.
+#include "layer/save_rules.h"
+
+namespace te_torch::layer {
+
+namespace {
+
+constexpr SavedInfo kQuantizedWeight{"quantized weight", "the input's gradient is taken with it",
+                                     "a copy of a parameter: quantizing it again"};
+constexpr SavedInfo kMlpInput{"MLP input", "norm, first product and activation are recomputed from it",
+                              "the sum or product that made it: te.checkpoint around the layer", true};
+
+// A weight as a backward in high precision reads it: the parameter; where that is held in FP8 alone, what it means.
+// Such a parameter is a subclass in eager mode; in a layer that is run again it is FP8 data.
+Operand weight_values(const DispatchMode& dispatch, const Tensor& parameter, const Operand& read, bool own) {
+  const bool subclass = dispatch.direct() && parameter.key_set().has(c10::DispatchKey::Python);
+  const bool values = !own || (parameter.is_floating_point() && !subclass);
+  return read.quantized() && values ? Operand{parameter, {}} : read;
+}
+
+at::TensorList list_of(const OptionalTensor& t) { return t.has_value() ? at::TensorList(*t) : at::TensorList(); }
+
+// A row of the table: `tensors` or `operands`, kept under a name (or reported as recomputed) if the condition holds.
+struct SaveRule {
+  SavedName name;
+  bool condition;
+  SaveMode mode;
+  at::TensorList tensors;
+  at::ArrayRef<Operand> operands;
+  QuantizeUsage usage;  // directions of FP8 operands
+  SavedInfo info;
+};
+
+}  // namespace
+
+SavedInfo saved_info(SavedInfo info, const ProductQuantization* q) {
+  if (const char* why = why_override(q)) info.why = why;
+  return info;
+}
+
+// Of the shape and size of what is not kept: FP8 data, of which the backward makes 16-bit values, are half of it.
+void report_recomputed(const SaveContext& save, const Operand& operand, const ProductQuantization* q,
+                       const Tensor& like, const SavedInfo& info) {
+  for (const Operand& group : operand.groups) report_recomputed(save, group, q, like, info);
+  if (!operand.groups.empty()) return;
+  if (!operand.quantized()) {
+    save.recomputed(operand.plain, info);
+  } else if (!reads_high_precision(q) || !probe::active()) {
+    save.recomputed(operand.fp8.rowwise, info);
+  } else {
+    save.recomputed(like.new_empty({1}).expand_symint(operand.fp8.rowwise.sym_sizes()), info);
+  }
+}
+
+void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSaves& saves, SaveFor save_for) {
+  const auto& [config, layer_idx, in, made, operand, gathered, weights, needs] = saves;
+  const ProductQuantization* q = config.quantization.get();
+  const Prologue& prologue = *config.prologue;
+  const bool rerun = save_for == SaveFor::kRecompute;  // the backward runs prologue and GEMM again first
+  const bool recompute = !rerun && needs.weight && config.operand == SaveMode::kRecompute;
+  const bool reads_input = !rerun && prologue.reads_input() && (needs.prologue || recompute);
+  // The input that is recomputed, or kept in FP8, goes by another name; the operand made of it is not named again.
+  const bool recomputed_input = layer_idx > 0 && config.input == SaveMode::kRecompute;
+  const bool input_elsewhere = recomputed_input || (layer_idx > 0 && config.input_in_fp8);
+  const bool high_precision = reads_high_precision(q);
+
+  std::vector<Tensor> used;
+  if (rerun || (recompute && !high_precision)) used = config.gemm_policy->used_scales(operand);
+  c10::SmallVector<Operand, 1> values;
+  for (size_t i = 0; high_precision && i < weights.size(); ++i) {
+    if (rerun && !weights[i].quantized()) continue;
+    values.push_back(weight_values(dispatch, in.weights[i], weights[i], !in.own.empty()));
+  }
+  const at::ArrayRef<Operand> read_weights = high_precision && !rerun ? at::ArrayRef<Operand>(values) : weights;
+  const QuantizeUsage read = kept_usage(q), read_twice{true, read.columnwise};
+  const SavedInfo operand_info = saved_info(prologue.operand_info(), q), parameter = saved_info(kParameter, q);
+
+  constexpr SaveMode kKeep = SaveMode::kSave;
+  const SaveRule rules[] = {
+      {kInput, (reads_input || recompute) && !input_elsewhere, kKeep, made.input, {}, {}, prologue.input_info()},
+      {kInput, rerun, kKeep, made.input, {}, {}, kMlpInput},
+      {kSavedGamma, rerun, kKeep, list_of(in.prologue.gamma), {}, {}, kParameter},
+      {kSavedBeta, rerun, kKeep, list_of(in.prologue.beta), {}, {}, kParameter},
+      {kBias, rerun, kKeep, in.biases, {}, {}, kParameter},
+      {kUsedScales, rerun, kKeep, used, {}, {}, kScales},
+      {kWeight, rerun || needs.prologue, kKeep, {}, read_weights, rerun ? read_twice : read, parameter},
+      {kWeightValues, rerun, kKeep, {}, values, {}, parameter},
+      {kOperand, recompute && !recomputed_input, SaveMode::kRecompute, {}, operand, {}, operand_info},
+      {kUsedScales, recompute, kKeep, used, {}, {}, kScales},
+      {kWholeOperand, !rerun && !recompute, kKeep, {}, gathered, read, saved_info(kGatheredInput, q)},
+      {kOperand, !rerun && !recompute && needs.weight && !gathered.defined(), kKeep, {}, operand, read, operand_info},
+      {kSavedGamma, reads_input, kKeep, list_of(in.prologue.gamma), {}, {}, kParameter},
+      {kSavedBeta, reads_input && recompute, kKeep, list_of(in.prologue.beta), {}, {}, kParameter},
+      {kMean, reads_input, kKeep, made.mean, {}, {}, kStatistic},
+      {kRstd, reads_input, kKeep, made.rstd, {}, {}, kStatistic},
+  };
+  for (const SaveRule& rule : rules) {
+    if (!rule.condition) continue;
+    const int name = saved_name(layer_idx, rule.name);
+    for (const Tensor& tensor : rule.tensors) save.keep(name, tensor, rule.info);
+    for (const Operand& one : rule.operands) {
+      if (rule.mode == SaveMode::kRecompute) {
+        report_recomputed(save, one, q, made.input, rule.info);
+      } else {
+        const bool fp8_weight = rule.name == kWeight && one.quantized();
+        keep_operand(save, name, one, rule.usage, fp8_weight ? saved_info(kQuantizedWeight, q) : rule.info);
+      }
+    }
+  }
+}
+
+}  // namespace te_torch::layer
