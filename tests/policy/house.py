@@ -1,11 +1,10 @@
-# The structure of the source, measured from its text: imports, lengths of files, lines that are written twice, and the
-# walk of one call. test_house.py holds the figures; `python tests/policy/house.py` prints the tables of layers and of
-# the walk for docs/architecture.md, or with --figures the rest.
+# The structure of the source, measured from its text: imports, lines that are written twice, and the walk of one call.
+# test_house.py holds the figures; `python tests/policy/house.py` prints the tables of layers and of the walk for
+# docs/architecture.md, or with --figures the rest.
 import ast
 import collections
 import itertools
 import re
-import statistics
 import sys
 from pathlib import Path
 
@@ -103,12 +102,6 @@ def sideways(edges):
     """{(importing folder, imported folder)} within one layer."""
     pairs = {(folder_of(a), folder_of(b)) for a, b in edges}
     return {(a, b) for a, b in pairs if a != b and LAYER[a] == LAYER[b]}
-
-
-def lengths(folder=SOURCE):
-    """{path: lines} of the source."""
-    files = [p for p in folder.rglob("*") if p.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}]
-    return {str(p.relative_to(REPO)): len(p.read_text().splitlines()) for p in sorted(files)}
 
 
 def code_lines(path):
@@ -242,10 +235,7 @@ if __name__ == "__main__":
     if "--figures" in sys.argv:
         known = modules()
         edges = arrows(known)
-        sizes = sorted(lengths().values())
         print("circles", *circles(edges), sep="\n  ")
         print("upward", *upward(edges), sep="\n  ")
         print("imports in functions", *imports_in_functions(known), sep="\n  ")
-        print(f"{len(sizes)} files, median {statistics.median(sizes)}, p90 {sizes[int(0.9 * len(sizes))]}")
         print("repeats of 10 lines", *repeats(), sep="\n  ")
-        print("over 400", *[(p, n) for p, n in lengths().items() if n > 400], sep="\n  ")

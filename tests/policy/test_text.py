@@ -1,6 +1,5 @@
-# Rules on the text of the repository: file sizes, words left behind, paths and hosts that belong to one machine,
-# environment variables documented. Mutants: a 401-line file, or reading a variable that no document names, turns
-# these red.
+# Rules on the text of the repository: nothing unfinished, no paths and hosts of one machine, environment variables
+# documented, a first line in each file.
 import re
 from pathlib import Path
 
@@ -18,7 +17,6 @@ FOLDERS = [
     ".ci",
 ]
 CODE = {".py", ".cpp", ".cu", ".cuh", ".h", ".cmake", ".sh"}
-LIMIT = 400  # lines; aim at 150
 
 FILES = sorted(
     p
@@ -40,12 +38,6 @@ def hits(pattern, paths):
             if path != Path(__file__) and re.search(pattern, line):
                 found.append(f"{name(path)}:{number}: {line.strip()[:100]}")
     return found
-
-
-def test_no_source_file_is_over_its_budget():
-    sizes = {name(p): len(p.read_text().splitlines()) for p in FILES if p.suffix in CODE}
-    assert len(sizes) > 20, "the walk found hardly anything"
-    assert not {f: n for f, n in sizes.items() if n > LIMIT}
 
 
 def test_nothing_is_left_unfinished_in_words():
@@ -93,12 +85,12 @@ def test_golden_results_are_stored():
 
 
 def test_every_file_says_what_it_is_for_in_its_first_line():
-    silent = []
+    missing = []
     for path in FILES:
         if path.suffix not in CODE:
             continue
         lines = path.read_text().splitlines()
         first = next((line for line in lines if not line.startswith("#!")), "")
         if lines and not re.match(r'#|//|/\*|r?"""', first):
-            silent.append(name(path))
-    assert not silent, f"these start without a word on what they are for: {silent}"
+            missing.append(name(path))
+    assert not missing, f"the first line of each file is a comment on what it is for; not so in {missing}"
