@@ -1,6 +1,7 @@
 # The documents say what is so: their snippets run, what they point at exists, the README is short and its numbers are
 # the rows'. Mutants: renaming a module argument in the README's example, or a file that CONTRIBUTING names, or a tenth
 # of a number in the README turn these red.
+import collections
 import json
 import os
 import re
@@ -72,21 +73,25 @@ def test_what_a_marker_says_of_a_block_is_so(path):
 
 
 def test_few_blocks_are_not_run_and_each_has_a_language():
-    skipped, bare = [], []
+    """At most two of a page, each with its reason, and a tenth of all."""
+    skipped, bare, run = [], [], 0
     for path in DOCUMENTS:
         bare += [name(path) for m in BLOCK.finditer(path.read_text()) if m[3] not in ("python", "bash", "text")]
         for language in ("python", "bash"):
-            skipped += [(name(path), words) for marker, words, _ in blocks(path, language) if marker == "not run"]
+            found = blocks(path, language)
+            skipped += [(name(path), words) for marker, words, _ in found if marker == "not run"]
+            run += sum(marker != "not run" for marker, _, _ in found)
         assert len(re.findall(r"^```", path.read_text(), re.M)) == 2 * len(BLOCK.findall(path.read_text())), name(path)
     assert not bare
-    assert sorted(file for file, _ in skipped) == ["README.md"] * 2 + ["docs/graphs.md"] + ["docs/install.md"] * 2
+    assert all(len(words.split()) > 2 for _, words in skipped), skipped
+    assert max(collections.Counter(file for file, _ in skipped).values(), default=0) <= 2, skipped
+    assert 10 * len(skipped) <= run
 
 
 def test_the_readmes_commands_exist():
     commands = blocks(REPO / "README.md", "bash")[0][2]
     scripts = re.findall(r"^bash (\S+)", commands, re.M)
-    assert scripts == ["examples/quickstart.sh", "qa/test.sh"]
-    assert all((REPO / script).is_file() for script in scripts)
+    assert scripts and all((REPO / script).is_file() for script in scripts)
 
 
 def test_the_readmes_numbers_are_the_rows():

@@ -1,5 +1,5 @@
-# What nvcc makes of the tensor core kernels: no serialised wgmma, no spills, no memory barrier for the whole GPU in a
-# loop over the depth. Mutants: `.release.cluster` in barrier_arrive(), or a product's sums read before mma_wait() in
+# The machine code of the tensor core kernels: no serialised wgmma, no spills, no memory barrier for the whole GPU in a
+# loop over K. Mutants: `.release.cluster` in barrier_arrive(), or a product's sums read before mma_wait() in
 # wgmma_mainloop.cuh, turn these red; six blocks per SM in quantize's source.cuh (spills). Skips where nvcc or cuobjdump
 # is not there.
 import importlib.util
@@ -30,7 +30,7 @@ def tool(name):
 
 
 def ptxas(source, cubin):
-    """What it says of a source, compiled into a file."""
+    """The log of ptxas for a source, which is compiled into a file."""
     flags = ["-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]
     paths = [f"-I{COMMON}", f"-I{COMMON / 'include'}", "-DTE_WITH_CUDA"]
     command = [tool("nvcc"), *flags, *paths, "-cubin", "-o", str(cubin), str(source)]
@@ -39,9 +39,12 @@ def ptxas(source, cubin):
     return done.stderr
 
 
+assert SOURCES, "no source launches a grouped kernel"
+
+
 @pytest.fixture(scope="module", params=SOURCES, ids=lambda p: p.stem)
 def compiled(request, tmp_path_factory):
-    """What ptxas said of a source, and the instructions of each of its kernels."""
+    """The log of ptxas for a source, and the instructions of each of its kernels."""
     cuobjdump = tool("cuobjdump")
     cubin = tmp_path_factory.mktemp("sass") / "kernels.cubin"
     log = ptxas(request.param, cubin)
@@ -55,11 +58,6 @@ def compiled(request, tmp_path_factory):
     return log, kernels
 
 
-def test_there_are_kernels():
-    fp8 = ["grouped_fp8_rows", "grouped_fp8_weights"]
-    assert [p.stem for p in SOURCES] == ["grouped_dgrad", *fp8, "grouped_fprop", "grouped_wgrad"]
-
-
 def test_wgmma_is_not_serialised_and_nothing_is_spilled(compiled):
     log, kernels = compiled
     assert kernels and log.count("bytes spill stores") == len(kernels)
@@ -68,7 +66,7 @@ def test_wgmma_is_not_serialised_and_nothing_is_spilled(compiled):
     assert max(found) == 0, log
 
 
-def test_loops_over_the_depth_wait_for_nobody_else(compiled):
+def test_loops_over_k_have_no_other_barrier(compiled):
     _, kernels = compiled
     for name, instructions in kernels.items():
         kinds = [i.split(".")[0] for i in instructions]
@@ -76,8 +74,8 @@ def test_loops_over_the_depth_wait_for_nobody_else(compiled):
         assert kinds.count("QGMMA" if fp8 else "HGMMA") >= 4, f"{name}: where is the loop?"
         assert kinds.count("UTMALDG") >= 2, f"{name}: where are the copies?"
         assert not {"LDL", "STL"} & set(kinds), f"{name} has local memory"
-        # Clusters meet before their first and behind their last tile. Besides, one barrier of the block alone stands
-        # where foreign lines of a weight gradient's last block are cleared.
+        # Clusters meet before their first and after their last tile. One more barrier, of the block alone, follows the
+        # clearing of lines that do not belong to a weight gradient's last block.
         text = re.sub(r"(?:MEMBAR\S* )+(?:\S*ERRBAR )*UCGABAR_ARV", "MEETING", " ".join(instructions))
         barriers = re.findall(r"MEMBAR\S*", text)
         assert text.count("MEETING") == 2, f"{name}: {text.count('MEETING')} meetings of the cluster"
