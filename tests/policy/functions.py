@@ -29,6 +29,7 @@ class Function(NamedTuple):
     line: int  # where its body begins
     lines: int  # of the body, without signature, docstring and the braces' lines
     head: str  # C++: everything before the body, for what it is (a kernel, a registration)
+    body: str  # C++: without comments and texts
 
 
 def blanked(text):
@@ -85,7 +86,9 @@ def cpp_functions(text, path=""):
             line = code.count("\n", 0, m.start()) + 1
             name = NAME.search(plain)
             lines = code.count("\n", m.start(), end) - 1
-            found.append(Function(path, name[1] if name else plain[:40], line, max(lines, 0), " ".join(head.split())))
+            body = code[m.end() : end]
+            head = " ".join(head.split())
+            found.append(Function(path, name[1] if name else plain[:40], line, max(lines, 0), head, body))
             at = begin = end + 1
         elif not unfinished and SCOPE.search(plain) and "=" not in plain.split("(")[0] and not members:
             depth += 1
@@ -104,7 +107,8 @@ def python_functions(text, path=""):
             documented = ast.get_docstring(node) is not None
             body = node.body[1:] if documented else node.body
             lines = node.end_lineno - body[0].lineno + 1 if body else 0
-            found.append(Function(path, node.name, node.lineno, lines, ""))
+            segment = "\n".join(text.splitlines()[node.body[0].lineno - 1 : node.end_lineno])
+            found.append(Function(path, node.name, node.lineno, lines, "", segment))
     return found
 
 
