@@ -1,6 +1,5 @@
 // activation through the C API, on every device here: values and gradients against extended-precision oracles, and the
-// laws that hold for each kind (poisoned outputs, pitch, re-emission, errors). Mutant: swap the two gradients in
-// Gated::backward (activation_math.h) and GradientsMatchTheOracle turns red.
+// laws that hold for each kind (poisoned outputs, pitch, re-emission, errors).
 #include "transformer_engine/activation.h"
 
 #include <gtest/gtest.h>

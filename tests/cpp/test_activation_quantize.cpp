@@ -1,6 +1,5 @@
 // activation straight to FP8 through the C API, on every device here: the bytes, scales, amaxes and column sums of the
-// activation followed by a quantization, for every kind, both dtypes' sizes, every scaling; errors. Mutant: dy for
-// again.tensor() in backward_on_cpu (activation_quantize.cpp) turns EqualsActivationThenQuantize red.
+// activation followed by a quantization, for every kind, both dtypes' sizes, every scaling; errors.
 #include <gtest/gtest.h>
 
 #include <random>

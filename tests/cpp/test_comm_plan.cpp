@@ -1,7 +1,5 @@
 // Plans of every rank of 1 to 8, as properties: rows computed once, remote rows behind their wait, partials pushed
 // behind their product, one pusher to a peer in a step, an order that never stands still, serial where that is faster.
-// Mutants: pushing in the order of the ranks (rank_at(step) as step in plan.cpp) turns NobodyPushesToOnePeerAtOnce red;
-// waits for all ranks but the last, RemoteRowsAreThere.
 #include <gtest/gtest.h>
 
 #include <algorithm>

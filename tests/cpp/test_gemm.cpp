@@ -1,6 +1,5 @@
 // gemm through the C API, on every device here: layouts, dtypes, epilogues and accumulation against float64, poisoned
-// outputs, pitches, empty extents, repeatability, errors. Mutant: drop `load(p.d, row, col) +` in gemm.cpp's store (on
-// CUDA: beta 0 in gemm.cu) and AccumulateAdds turns red.
+// outputs, pitches, empty extents, repeatability, errors.
 #include "transformer_engine/gemm.h"
 
 #include <gtest/gtest.h>

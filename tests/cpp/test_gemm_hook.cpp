@@ -1,6 +1,5 @@
 // te_set_cpu_gemm and te_gemm_by_loop: what reaches the hook, all that is done around it, by equality with the plain
-// loop (of whole numbers, so that sums are exact in any order), NULL, threads, a hook that throws. Mutant: dropping
-// `p.accumulate != 0` or BGRAD's sums in gemm_cpu.cpp turns TheLoopsValuesAroundIt red.
+// loop (of whole numbers, so that sums are exact in any order), NULL, threads, a hook that throws.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -181,8 +180,7 @@ TEST_F(GemmHook, AnotherOrderStaysInItsBound) {
   }
 }
 
-// In each layout: what the compiler makes of the loop may not show in the bits. Mutant: `sum += x * y` for std::fma in
-// gemm_cpu.cpp turns this red.
+// In each layout: what the compiler makes of the loop may not show in the bits.
 TEST_F(GemmHook, TheLoopIsAChainOfFusedMultiplyAdds) {
   std::mt19937_64 engine(8);
   std::normal_distribution<float> normal;

@@ -1,7 +1,5 @@
 // normalization through the C API, on every device here: values, statistics and gradients against a double oracle, and
-// the room's laws (poisoned outputs, pitch, absent tensors, aliasing, thread count, errors). Mutants: drop `- p.w` in
-// backward_rows or add `+ plan.eps` after the square root in statistics_of (normalization.cpp), and BackwardMatches...
-// or ForwardMatchesTheOracle turns red.
+// the room's laws (poisoned outputs, pitch, absent tensors, aliasing, thread count, errors).
 #include "transformer_engine/normalization.h"
 
 #include <gtest/gtest.h>

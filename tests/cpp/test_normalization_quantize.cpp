@@ -1,7 +1,5 @@
 // normalization with its output in FP8 through the C API, on every device here: every byte, scale and statistic equal
 // to te_normalization_forward followed by te_quantize, outputs poisoned before, padding left alone; refusals by name.
-// Mutant: `queue.lag + 1` for `queue.lag` in once_kernel's band (normalization_quantize.cu; on the CPU: skip the amax
-// in forward_quantize, normalization_quantize.cpp) turns BytesAreThoseOfBothSteps red.
 #include <gtest/gtest.h>
 
 #include <functional>

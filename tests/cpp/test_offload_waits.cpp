@@ -1,6 +1,5 @@
 // The six waits of offload, over the trace of what the engine gives to its streams: with one of them left out, the
-// trace has two accesses that nothing orders. Mutant: drop the RELOADED wait of Layer::wait_reload (machine.h) and
-// EveryWaitOrdersSomething turns red.
+// trace has two accesses that nothing orders.
 #include <gtest/gtest.h>
 
 #include <algorithm>

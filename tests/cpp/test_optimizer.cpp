@@ -1,7 +1,6 @@
 // optimizer through the C API, on every device here: Adam and SGD against a double oracle, and bit for bit against the
 // formulas applied to one element after the other, for every dtype, at any address, however tensors are cut; what lies
-// on the device; scaled states and FP8 weights; scaling and norms; errors. Mutant: leave the maximum of a scaled state
-// where it is (end_scaled: drop pair[1] = 0.f) and ScaledStatesKeepTheirScale turns red.
+// on the device; scaled states and FP8 weights; scaling and norms; errors.
 #include "transformer_engine/optimizer.h"
 
 #include <gtest/gtest.h>

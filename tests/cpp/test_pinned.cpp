@@ -1,6 +1,5 @@
 // Pinned memory: the arena's slots, and one count of all of it, by owner and together: an arena's own figures are its
-// account's, an account's its parent's, and what goes is taken away again. Mutant: dropping account_.use() of give_back
-// (core/arena.h), or parent_->add() (core/pinned.h), turns these red.
+// account's, an account's its parent's, and what goes is taken away again.
 #include "transformer_engine/offload.h"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,6 @@
 // quantize through the C API, on every device here: bytes and scales equal to a reference that picks the nearest code
 // from a table, in both directions of every scaling, with pitches, tails and guards watched; amax parts, column sums,
-// dequantization, transposes, scale updates, errors. Mutant: `half` without the odd bit in to_fp8 (fp8.h: ties away
-// from even) turns BytesAndScales red on the CPU.
+// dequantization, transposes, scale updates, errors.
 #include "transformer_engine/quantize.h"
 
 #include <gtest/gtest.h>

@@ -1,6 +1,5 @@
 // quantize list: bytes, scales, transposes and amaxes of each matrix as te_quantize of it alone, special values that
-// reach no other matrix, the flag, refusals that write nothing. Mutants: the first matrix's scale for all (plan_of), a
-// check_next that looks at xs alone.
+// reach no other matrix, the flag, refusals that write nothing.
 #include "quantize_list_case.h"
 
 #include <functional>

@@ -1,6 +1,5 @@
 // rope through the C API, on every device here: values and gradients against a long double oracle, strides of every
-// layout, what is copied, in place, start positions, errors. Mutant: let an element's sine weigh its own output in
-// backward too (fill_angles: low_weighs = out.low_weight) and BackwardIsTheTranspose turns red.
+// layout, what is copied, in place, start positions, errors.
 #include "transformer_engine/rope.h"
 
 #include <gtest/gtest.h>

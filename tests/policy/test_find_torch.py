@@ -1,6 +1,5 @@
 # A torch that the extension cannot be built with is one sentence, before anything is compiled: it names the thing and
-# the command that mends it. Mutant: leaving the check of minor versions, of headers, or of a second torch out of
-# cmake/find_torch.py turns its case red.
+# the command that mends it.
 import os
 import subprocess
 import sys

@@ -1,5 +1,4 @@
-# The structure of the source is the one that docs/architecture.md describes (house.py measures it). Mutants: an import
-# of module/ in tensor/, a circle, ten lines copied or a stop left out of the walk turns these red.
+# The structure of the source is the one that docs/architecture.md describes (house.py measures it).
 import re
 
 import house

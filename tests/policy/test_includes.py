@@ -1,6 +1,5 @@
-# Each op has all its files under one stem, and includes run one way. Mutant: including
-# "ops/gemm/gemm.cu" or another op's header from an op, or removing an op's bench file, turns these red; so does
-# including "layer/layer.h" in csrc/gemm, or "quantize/quantize.h" in csrc/autograd together with the reverse.
+# Each op has all its files under one stem, and includes run one way: in the engine to core and an op's own headers, in
+# the binding to the C API and to lower folders.
 import re
 from pathlib import Path
 

@@ -1,6 +1,5 @@
 # PyTorch's private names are asked for in one file, which says for each how far it is known; what differs in C++ is in
-# csrc/core/torch_api.h. Mutant: torch._C in any other file of the package, a name there without its range, or a version
-# of torch's asked for in another C++ file, turns these red.
+# csrc/core/torch_api.h.
 import ast
 import re
 from pathlib import Path

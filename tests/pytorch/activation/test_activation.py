@@ -1,6 +1,5 @@
 # activation, the functional op: values and gradients of every kind against float64 formulas, and what holds for each of
 # them (layouts, re-emission, compile, autocast, what is saved, errors). A new kind is added to activation_oracles.py.
-# Mutant: swap da and db in Gated::backward (activation_math.h) and test_gradients_match_the_oracle turns red.
 import math
 
 import pytest

@@ -1,6 +1,5 @@
 # activation straight to FP8: bytes, scales, amaxes and bias gradients equal to those of the activation followed by a
 # quantization, for every kind, scaling, dtype, direction and shape, forward and backward; the registered ops; errors.
-# Mutant: dy for again.tensor() in backward_on_cpu (activation_quantize.cpp) turns test_backward_equals_unfused red.
 import itertools
 
 import pytest

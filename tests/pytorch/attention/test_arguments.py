@@ -1,7 +1,5 @@
 # DotProductAttention's arguments: what it refuses by name, what it says of masks, windows, biases and tensors that do
-# not fit; a call after a refused one gives the same bits. Which backend is chosen and why. Mutant: testing
-# `t.dim() == 4` instead of every size in masks._check_tensor turns test_bad_masks red, `< seq` for `<= seq` in
-# _check_lengths test_lengths_that_no_batch_has.
+# not fit; a call after a refused one gives the same bits. Which backend is chosen and why.
 import numpy
 import pytest
 import torch

@@ -1,6 +1,5 @@
 # NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN=0 take backends away from attention that is made then, and
-# where nobody is left the call names them. Mutants: a variable that takes its neighbour's backend, or memory-efficient
-# attention that stays when flash and cuDNN are gone, turn these red.
+# where nobody is left the call names them.
 import itertools
 
 import pytest

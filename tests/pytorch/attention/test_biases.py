@@ -1,5 +1,4 @@
-# DotProductAttention's additive biases, their gradients, and ALiBi, under masks. Mutant: swapping 8.0 and 4.0 in
-# masks.default_slopes turns test_slopes_of_the_paper red.
+# DotProductAttention's additive biases, their gradients, and ALiBi, under masks.
 import pytest
 import torch
 from support import DTYPES, randn, wide

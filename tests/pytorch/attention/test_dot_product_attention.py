@@ -1,6 +1,5 @@
 # DotProductAttention without a mask or plainly causal, against its plain twin: layouts, groups, dropout, recomputation.
-# Masks and biases are test_masks.py's. Mutants: dropping `scale=` in DotProductAttention._attend, or taking
-# repeat() for repeat_interleave() there, turn the comparisons red.
+# Masks and biases are test_masks.py's.
 import pytest
 import torch
 from api_names import MODULES

@@ -1,7 +1,5 @@
 # DotProductAttention's masks and windows against visibility written out by hand: padding by masks and by lengths,
-# alignments, queries that see nothing. Mutants, each turning test_masks_match_plain red: `<` for `<=` in build_scores,
-# +left for -left, leaving out Scores.unseen; min for max in Pattern.within turns
-# test_windows_between_the_lengths_of_queries_and_keys red.
+# alignments, queries that see nothing.
 import pytest
 import torch
 from plain_modules import run

@@ -1,5 +1,4 @@
 # MultiheadAttention against its plain twin: projections, groups, rotary embedding, norms, what is returned and refused.
-# Mutant: rotating k with q's angles turns test_matches_plain red.
 import pytest
 import torch
 from api_names import MODULES

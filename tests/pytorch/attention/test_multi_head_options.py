@@ -1,6 +1,5 @@
 # MultiheadAttention's options against their twin: fused parameters and their order, norms of queries and keys,
-# cross-attention, masks and biases handed on. Mutants: swapping q_norm and k_norm, taking interleaved rows for
-# side-by-side ones, or rotating before a norm that comes first turns test_options_match_plain red.
+# cross-attention, masks and biases handed on.
 import pytest
 import torch
 from plain_modules import angles, randomize, run

@@ -1,6 +1,4 @@
-"""What padding holds changes no bit of what counts: results, and gradients of valid tokens, as with zeros there.
-
-Mutants: queries, keys or values that are not zeroed in _attend; padding that build_scores leaves out."""
+"""What padding holds changes no bit of what counts: results, and gradients of valid tokens, as with zeros there."""
 
 import pytest
 import torch

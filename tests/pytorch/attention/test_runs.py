@@ -1,5 +1,4 @@
-# Masked attention under dropout, recomputation, torch.compile, and on the GPU's own backends. Mutant: None for
-# attn_mask among checkpoint()'s arguments turns test_recomputation_has_the_same_bits red.
+# Masked attention under dropout, recomputation, torch.compile, and on the GPU's own backends.
 import pytest
 import torch
 import torch._dynamo.testing

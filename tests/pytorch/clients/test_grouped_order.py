@@ -1,8 +1,5 @@
 """GroupedLinear's parameters come in the API's order, by which optimizers keep their states, and checkpoints of modules
-and optimizers from before, which had all weights first, load.
-
-Mutants: _order_parameters left out in the constructor, or in __setstate__; in_todays_order that moves nothing, or moves
-what fits as it is; _old_order by place in place of first appearance."""
+and optimizers from before, which had all weights first, load."""
 
 import copy
 import io

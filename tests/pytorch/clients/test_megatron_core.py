@@ -1,8 +1,6 @@
 """megatron-core's GPT trains on our layers, unmodified: its layer spec, grouped products of a mixture, data-parallel
 buffers and optimizer, as examples/with_megatron_core.py calls them. On a CPU what it asks of CUDA is answered by
-megatron_on_cpu.py. Skipped, by name, where the package is not installed.
-
-Mutant: general_gemm that takes gelu=None for a wish (its router's backward ends there)."""
+megatron_on_cpu.py. Skipped, by name, where the package is not installed."""
 
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Checkpoints without our modules' `_extra_state`, as torch's and accelerate's loaders hand them on, and a
-recomputation that has lost its autocast, which is told.
-
-Mutants: bytes_of without _MISSING; _tell_of_recomputation that asks for no backward, or is not called."""
+recomputation that has lost its autocast, which is told."""
 
 import warnings
 

@@ -1,8 +1,5 @@
 """Clients' own submodules, adapters and hooks in TransformerLayer and MultiheadAttention: they are called by what the
-API says of a submodule, and what they return counts; keywords of ours reach no other class.
-
-Mutants: is_own that answers True for subclasses, or for modules with hooks; taken() without the bias or its look at the
-bias's shape; _run_part that gives the norm's input for its output; probe/one_run.py without only_watches."""
+API says of a submodule, and what they return counts; keywords of ours reach no other class."""
 
 import copy
 

@@ -1,7 +1,5 @@
 # comm, the binding: the ordered sum against the same additions in torch, shards quantized apart and put together
 # against the whole quantized, layouts, torch.compile, opcheck, errors.
-# Mutant: cutting the inbox by its width instead of its pitch (csrc/ops/comm.cpp, step) turns test_layouts red; the
-# last shard first (interleave in comm.cpp), test_shards_become_the_whole.
 import pytest
 import torch
 from support import DTYPES, assert_same_bits, layouts, randn, refused

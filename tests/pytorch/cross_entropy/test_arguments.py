@@ -1,7 +1,5 @@
 """What parallel_cross_entropy takes beside contiguous logits of 32 and 16 bits: any strides, float64, a smoothing of 1,
-the name that `inp` had before; and errors in its own words. Values: test_cross_entropy.py.
-
-Mutant: leave the permutation of the loss out (cross_entropy.py) -> test_transposed_logits."""
+the name that `inp` had before; and errors in its own words. Values: test_cross_entropy.py."""
 
 import warnings
 

@@ -63,7 +63,6 @@ def test_without_a_gradient_logits_stay(device):
 
 
 def test_a_stale_reader_notices(device):
-    """Mutant: leave note_written out of over_logits."""
     logits, target = draw(device, 3, 50)
     x = logits.clone().requires_grad_() * 1
     reader = (x * x).sum()
@@ -159,7 +158,7 @@ def test_a_view_of_a_leaf_is_not_overwritten(device):
 
 @pytest.mark.parametrize("hooks", [False, True])
 def test_a_second_backward_raises(device, hooks):
-    """The first has scaled what the second would scale; hooks hide the version. Mutant: leave out once.pass()."""
+    """The first has scaled what the second would scale; hooks hide the version."""
     logits, target = draw(device, 3, 50)
     x = logits.clone().requires_grad_() * 1
     pack = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)

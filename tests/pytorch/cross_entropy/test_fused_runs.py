@@ -147,7 +147,7 @@ def test_compiled(device, how, reduce):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_second_run_without_its_autocast_is_told(device, reentrant):
-    """Its gradients are not those of the forward that ran. Mutant: _note_precision that forgets the weight."""
+    """Its gradients are not those of the forward that ran."""
     x = torch.randn(8, 32, device=device, requires_grad=True)
     w, t = torch.randn(16, 32, device=device, requires_grad=True), torch.arange(8, device=device)
     head = lambda x: te.fused_linear_cross_entropy(x, w, t)  # noqa: E731

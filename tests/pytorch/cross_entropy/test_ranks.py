@@ -1,7 +1,6 @@
 """Cross entropy whose classes are divided over ranks, of logits and fused, on 2 and 4: every rank's loss and shards
 against a float64 oracle of the whole, beside a column-parallel Linear, compiled, and what is refused on every rank
-alike. Mutants: rank * cols left out of own_column (ops/cross_entropy), or copy_to_tensor_model_parallel_region out of
-fused_linear_cross_entropy, turn these red."""
+alike."""
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
-# allreduce_sequence_parallel_grads on four processes: those of one process that sees every token, where they
-# lie, how many collectives that takes, refusals. Mutants: rounding before the sum,
-# taking .grad where it is a dummy, or a .grad for a parameter that no rank has one of, turn these red.
+# allreduce_sequence_parallel_grads on four processes: those of one process that sees every token, where they lie, how
+# many collectives that takes, refusals.
 import pytest
 import torch
 from ranks import on_ranks

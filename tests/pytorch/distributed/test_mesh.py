@@ -1,6 +1,5 @@
 # Data parallel around tensor parallel: DDP and FSDP2 over one dimension of a mesh, divided layers over the other,
-# against the undivided layers on all data; a checkpoint of four processes read by one. Mutant: without
-# allreduce_sequence_parallel_grads, norms and biases of rows learn from a part of the tokens.
+# against the undivided layers on all data; a checkpoint of four processes read by one.
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp

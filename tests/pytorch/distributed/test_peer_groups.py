@@ -25,7 +25,6 @@ def test_groups_that_come_and_go_leave_nothing():
 
 @pytest.mark.parametrize("holds", [False, True])
 def test_a_module_follows_its_group(tmp_path, holds):
-    """Mutant: has_met() by the name alone, where somebody holds the first group."""
     for words, wrong in as_peers(workers.another_group_of_the_name, str(tmp_path), holds):
         assert len(words) == 2 and "has failed" in words[0] and "destroyed" in words[1], words
         assert not wrong
@@ -43,7 +42,6 @@ def test_a_rank_without_space_tells_the_others(when):
 
 @pytest.mark.parametrize("overlap", ["chunked", "auto"])
 def test_all_ranks_refuse_where_one_has_no_access(overlap):
-    """Mutant: a rank that refuses for itself (distributed/peer.py)."""
     for words, wrong in as_peers(workers.no_access, overlap):
         assert ("rank 1 sees no other" in words) == (overlap == "chunked"), words
         assert not wrong

@@ -1,6 +1,5 @@
 # The memory of channels to peers: reserved by initialize_ub, counted in te.memory_plan, never made in a capture, and on
-# CUDA gone with its group where no graph holds it. Mutants, in distributed/: a meeting that reserves nothing, usage
-# without the channels, turn these red.
+# CUDA gone with its group where no graph holds it.
 import pytest
 from ranks import as_peers
 

@@ -1,6 +1,5 @@
-# The collectives that autograd knows: values and gradients on two processes, what they keep (nothing), and
-# what they refuse on every rank alike. Mutants: a backward that gathers where it has to sum, or sums where it has to
-# gather, a sum that is written into the gradient that came in, or ranks that are not compared, turn these red.
+# The collectives that autograd knows: values and gradients on two processes, what they keep (nothing), and what they
+# refuse on every rank alike.
 import pytest
 import torch
 from rank_workers import of_rank

@@ -1,6 +1,5 @@
 # CudaRNGStatesTracker and snapshots of random states, on the device that the tracker follows: CUDA where there is one,
-# else the CPU. Mutants: leaving out the `finally` of a fork, or returning live generators from get_states, turns these
-# red.
+# else the CPU.
 import contextlib
 import copy
 import gc
@@ -264,8 +263,7 @@ def test_forks_inside_a_capture_are_replayed_with_fresh_numbers():
 @pytest.mark.parametrize("backward_in", [None, "model-parallel-rng", "expert"])
 @pytest.mark.parametrize("forward_in", [None, "model-parallel-rng", "expert"])
 def test_a_checkpoint_inside_a_fork_draws_the_same_again(forward_in, backward_in, reentrant):
-    """Its function forks too, and draws after that. Mutants: a replay outside of the fork that the snapshot was made
-    in, or in the one that the backward runs in."""
+    """Its function forks too, and draws after that."""
 
     def run(checkpointed):
         torch.manual_seed(1)
@@ -299,8 +297,7 @@ def test_a_checkpoint_inside_a_fork_draws_the_same_again(forward_in, backward_in
 
 
 def test_forks_of_two_trackers_nest():
-    """Each state gives its own numbers in order, whoever forks around it. Mutant: a tracker that takes the default
-    generator for its own state's while another one's fork is inside."""
+    """Each state gives its own numbers in order, whoever forks around it."""
     one, two = te.CudaRNGStatesTracker(), te.CudaRNGStatesTracker()
     one.add("a", 5), two.add("b", 6)
     torch.manual_seed(7)

@@ -1,5 +1,4 @@
-# initialize_ub and destroy_ub: what they are told is checked and noted, and nothing happens then. Mutant: a note that
-# is taken before the last check turns these red.
+# initialize_ub and destroy_ub: what they are told is checked and noted, and nothing happens then.
 import pytest
 import torch
 from support import refused

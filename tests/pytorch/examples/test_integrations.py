@@ -1,9 +1,6 @@
 """examples/with_*.py do what they say, each in a process of its own, and name the `pip install` of an extra that is not
 there. Those whose extra this machine lacks are skipped, by name (qa/setup.sh installs all of them where it can), and
-fail where CI=true.
-
-Mutants: in with_hf_llama.take swap gate_proj and up_proj (its logits are off); in with_lora leave out
-requires_grad_(False) (the frozen weight has optimizer state)."""
+fail where CI=true."""
 
 import importlib.util
 import os

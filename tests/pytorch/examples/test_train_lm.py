@@ -1,8 +1,5 @@
 """The main job: examples/train_lm.py on a tiny model. Its losses, its files, its resume; its faults are
-test_train_lm_faults.py's.
-
-The mutant that turns this file red: in Trainer.restored, leave out `set_step_count` (the resumed bits differ).
-"""
+test_train_lm_faults.py's."""
 
 import math
 

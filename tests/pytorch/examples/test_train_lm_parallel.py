@@ -1,9 +1,5 @@
 """examples/train_lm.py divided over two processes: the losses and gradient norms of the whole model from one
-checkpoint, and checkpoints that any number of processes reads. qa/L2_convergence has more steps, and four processes.
-
-Mutants that turn this file red: leave finish_gradients out of Trainer.step; add up the squares of all gradients in
-FusedMasterAdamW._norm; stacked_in answers 1.
-"""
+checkpoint, and checkpoints that any number of processes reads. qa/L2_convergence has more steps, and four processes."""
 
 import os
 import subprocess

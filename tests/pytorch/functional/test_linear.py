@@ -1,6 +1,5 @@
 # linear and activation_linear as functions: values and gradients against float64, what is kept for backward, layouts,
-# compile, autocast, errors. The module is in module/test_linear.py. Mutant: leave the bias out of linear_fwd's product
-# (linear_core.cpp: std::nullopt for `bias`) and test_values_and_gradients turns red.
+# compile, autocast, errors. The module is in module/test_linear.py.
 import math
 
 import pytest

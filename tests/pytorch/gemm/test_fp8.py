@@ -1,7 +1,5 @@
 # gemm_fp8, the products of FP8 matrices: every pair of formats and scalings, bias, accumulation, output dtype and odd
-# shape against float64, exactly where the operands are whole numbers; repeatability, compile, refusals. Mutant: repeat
-# for repeat_interleave over the rows of 128 x 128 scales (scales_over in csrc/gemm/gemm_fp8.cpp; on CUDA: BLOCK_1D's
-# for BLOCK_2D's mode in scale_mode_of, ops/gemm/cublaslt.h) turns test_whole_numbers_are_exact red.
+# shape against float64, exactly where the operands are whole numbers; repeatability, compile, refusals.
 import pytest
 import torch
 from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, refused, rounding, wide

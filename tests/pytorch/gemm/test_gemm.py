@@ -1,6 +1,5 @@
 # gemm, the functional op: every layout, dtype and epilogue against float64, accumulation, empty extents, repeatability,
-# compile and errors. Mutant: `out.copy_(d)` for `out.add_(d)` in gemm_accumulate (csrc/gemm/gemm.cpp; on CUDA: beta 0
-# in gemm.cu) turns test_accumulate_adds red.
+# compile and errors.
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 # cpp_extensions.general_gemm, the product by the name that frameworks use: plain tensors against float64, outputs in
-# place, bias and its gradient, factors, gelu and its derivative, refusals. Mutants: accumulate for `not accumulate` in
-# _plain turns test_out_is_written_or_added_to red, adding out without its factor in _finished test_factors, a flag that
-# is used without bool() test_a_flag_that_is_none_is_false.
+# place, bias and its gradient, factors, gelu and its derivative, refusals.
 import inspect
 
 import pytest

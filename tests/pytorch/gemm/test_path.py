@@ -1,7 +1,5 @@
 # Who computes a product: the decision itself, for either device; the plain loop in place of LibTorch on the CPU, in
 # which an element's bits do not depend on the rows beside it; and LibTorch's product lent to C++ callers of the engine.
-# Mutant: `const bool loop = false` in csrc/gemm/gemm_path.cpp turns
-# test_rows_alone_and_rows_of_the_whole_are_the_same_bits red.
 import contextlib
 import ctypes
 from pathlib import Path

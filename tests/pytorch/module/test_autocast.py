@@ -1,6 +1,5 @@
 # torch.autocast casts at the door of every module: what comes in float32 (or in the other 16-bit type) is the module
-# run in autocast's dtype, to the bits, quantized or not, compiled or not. Mutants: a residual stream that stays wide,
-# an attention that takes q alone along, an L2 norm whose scale is rounded, turn these red.
+# run in autocast's dtype, to the bits, quantized or not, compiled or not.
 import copy
 
 import pytest

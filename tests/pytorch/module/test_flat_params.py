@@ -1,6 +1,4 @@
-# Rows of one product as one unit of memory: who moves them, who may keep them, what joining them costs. Mutants, each
-# turns a test red: join_moved does not look at where units lay before; _join leaves out the look at the storages'
-# sizes; noop_cat says nothing to te.explain.
+# Rows of one product as one unit of memory: who moves them, who may keep them, what joining them costs.
 import copy
 import pickle
 from io import BytesIO

@@ -1,5 +1,4 @@
-# Rows of one product in a place that somebody gives them, and the marks by which frameworks tell such units. Mutants:
-# unit_marks numbers each parameter; place does not raise the versions of what it writes over: each turns a test red.
+# Rows of one product in a place that somebody gives them, and the marks by which frameworks tell such units.
 import copy
 import pickle
 from io import BytesIO
@@ -133,8 +132,7 @@ def test_place_in_the_memory_that_they_are_in(device):
 
 
 def test_place_right_behind_the_memory_that_they_are_in(device):
-    """Which a caching allocator gives next: nothing is written over, so a pending backward may run. Mutant: memory
-    taken to reach as far behind its start as its whole storage is long."""
+    """Which a caching allocator gives next: nothing is written over, so a pending backward may run."""
     module, x = linear(device, bias=False), randn(4, 24, device=device)
     (unit,) = module.row_units()
     memory = torch.empty(64, 24, device=device)
@@ -182,7 +180,7 @@ def test_the_pages_example_runs():
 
 
 def test_place_in_memory_between_the_rows_of_a_parameter(device):
-    """Rows with gaps reach further than their bytes. Mutant: one.nbytes in place of the storage's in _overlap."""
+    """Rows with gaps reach further than their bytes."""
     module = te.Linear(32, 32, parameters_split={"a_": 16, "b_": 16}, device=device)
     (unit,) = [unit for unit in module.row_units() if unit.shape == (32, 32)]
     wanted = torch.cat([p.detach().clone() for p in unit.parameters])

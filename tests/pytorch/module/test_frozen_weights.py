@@ -1,5 +1,5 @@
 # Weights whose requires_grad changes between a forward and its backward, which autograd's accumulators go by: what they
-# get in main_grad, in .grad and by backward_dw(). Mutant: a WeightParameters::takes() that asks the forward alone.
+# get in main_grad, in .grad and by backward_dw().
 import pytest
 import torch
 from support import assert_same_bits

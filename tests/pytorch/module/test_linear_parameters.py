@@ -1,5 +1,4 @@
-# te.Linear's parameters: parameters_split, state dicts, copies. What it computes is test_linear.py's. Mutant: return a
-# copy from noop_cat (`if (true) return at::cat(parts)`) and test_split_weights_are_joined_without_a_copy turns red.
+# te.Linear's parameters: parameters_split, state dicts, copies. What it computes is test_linear.py's.
 import copy
 import io
 import pickle

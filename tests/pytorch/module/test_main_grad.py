@@ -1,6 +1,5 @@
 # fuse_wgrad_accumulation: weight gradients added into main_grad, its protocol, and bad input to it and to delayed ones,
-# on every module that has weights. Mutant: overwrite=false in WeightParameters::targets turns
-# test_first_microbatch_overwrites red.
+# on every module that has weights.
 import copy
 
 import pytest

@@ -1,7 +1,6 @@
 # fuse_wgrad_accumulation under torch.compile: main_grad's bits are eager's; where eager asks a parameter in its
 # backward and compiled code cannot, that is refused by name or stands in the docs, with what of torch is the reason as
-# a test in plain operations. Mutant: _Kept.apply left out of functional.linear._traced turns
-# test_two_microbatches_in_flight and test_main_grads_in_one_buffer red.
+# a test in plain operations.
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 # LayerNorm and RMSNorm, the modules: parameters, names and options that clients rely on, and a forward and backward
 # that is torch.nn's up to rounding. The arithmetic has its own suite, normalization/test_normalization.py.
-# Mutant: initialise weight with ones where it is zero-centered (module/normalization.py) and
-# test_zero_centered_weight_starts_at_the_identity turns red.
 import copy
 import pickle
 

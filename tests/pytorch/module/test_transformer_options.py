@@ -1,6 +1,5 @@
 # TransformerLayer's options against their twin: orders of norm and residual, the MLP beside the attention, decoders,
-# masks handed on; state and misuse. Mutant: taking the norm's input for its output in _branch turns the comparisons
-# red.
+# masks handed on; state and misuse.
 import copy
 import pickle
 

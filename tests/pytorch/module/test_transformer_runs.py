@@ -1,5 +1,4 @@
 # Runs of TransformerLayer: stochastic depth and dropout, weight gradients that accumulate, torch.compile, autocast.
-# Mutant: dropping along dimension 0 in every format turns test_drop_path_drops_whole_sequences red.
 import copy
 
 import pytest

@@ -1,7 +1,6 @@
 # delay_wgrad_compute: weight gradients that wait for backward_dw(), on every module that has weights; and what delaying
 # and accumulating into main_grad have in common: the parts of a split weight, threads, steps. The bitwise law: delayed
-# equals immediate, over several microbatches too. Mutant: WeightGradStore.pop taking from the other end turns
-# test_several_microbatches_are_first_in_first_out red.
+# equals immediate, over several microbatches too.
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 # normalization, the functional op: LayerNorm and RMSNorm, plain and with the fused residual, against float64 formulas
 # and their autograd gradients; and what holds for each (layouts, compile, autocast, what is saved, errors).
-# Mutant: pass no residual_grad in NormalizationFamily::backward (csrc/ops/normalization.cpp) and
-# test_gradients_match_the_oracle turns red.
 import itertools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 # What clients of the API rely on beside the calls themselves: what a context and a synchronizer say of where a step is,
-# the order of arguments, the older module path. Mutants: num_of_fwds that goes on in the backward, or layers of the
-# oldest step (layer_states in cpu_offload/steps.py), a decorator that enters nothing, and a name that cpu_offload_v1
-# lacks turn these red.
+# the order of arguments, the older module path.
 import warnings
 
 import pytest

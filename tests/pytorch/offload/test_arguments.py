@@ -1,7 +1,5 @@
 # What offload is given by mistake: arguments that are no truth value, no count or no stream, tensors of another layer,
-# an exception where the layer was complete and not ended. Each is named, or gives the right bits. Mutant: taking a bool
-# for a number (is_count in cpu_offload/arguments.py), or not asking whether a graph is gone (_forget_ended in
-# cpu_offload/steps.py), turns these red.
+# an exception where the layer was complete and not ended. Each is named, or gives the right bits.
 import contextlib
 import copy
 

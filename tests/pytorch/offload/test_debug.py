@@ -1,5 +1,4 @@
-# Debug mode: host memory that was given up holds NaN in every dtype, until it is used again. Mutant: not handing the
-# option to the engine (debug in cpu_offload/steps.py) turns these red.
+# Debug mode: host memory that was given up holds NaN in every dtype, until it is used again.
 import ctypes
 
 import pytest

@@ -1,9 +1,5 @@
 # Manual synchronization where something is missing: pinned memory, the layer itself, or offload as a whole. A call
-# either does what it says, or nothing because nothing left, or names what is wrong. Mutants: no note that a layer
-# stayed (_start in cpu_offload/steps.py), no look at how far the forward is (_layer in cpu_offload/schedule.py), the
-# newest step's layer in place of the oldest's (there, twice), no look at whether a retained layer is still wanted
-# (_new_layer in cpu_offload/steps.py), and giving tensors up before the engine has agreed
-# (release_activation_forward_gpu_memory in cpu_offload/layer.py) turn these red.
+# either does what it says, or nothing because nothing left, or names what is wrong.
 import pickle
 import threading
 

@@ -1,6 +1,4 @@
 # Device memory under offload: it falls by what is predicted, stays so, and a buffer's small pieces hold nothing back.
-# Mutant: keeping PackedStorage.tensor after the release (let_go in csrc/saved_hooks/saved_tensor_hooks.cpp) turns
-# these red.
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 # Peak memory under the default schedule is what its definition says, to the byte where the layers are of known size:
-# layers on the device, a layer's own work, and gradients between layers. Mutants: letting a joined weight leave
-# (_joined in module/linear_family.py), and starting the reload a layer earlier (_reach in cpu_offload/schedule.py),
-# turn these red.
+# layers on the device, a layer's own work, and gradients between layers.
 import pytest
 import torch
 from support import randn

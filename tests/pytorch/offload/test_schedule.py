@@ -1,6 +1,4 @@
 # When layers leave and come back: the default schedule layer by layer, manual calls, several microbatches, faults.
-# Mutant: starting the reload of layer i one layer later (_reach in cpu_offload/schedule.py) turns
-# test_the_default_schedule red.
 import gc
 import warnings
 import weakref

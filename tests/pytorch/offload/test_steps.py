@@ -1,8 +1,5 @@
-# Which layer is the first one of a step: whatever ended the forward before it, layers are numbered right, or a
-# warning says why they may not be. Mutants: a step that its backward does not end (over in cpu_offload/steps.py), no
-# look at what a layer reads (check_result), no forget_step() behind an exception (__exit__ in cpu_offload/context.py),
-# records() that does not ask whether a backward runs, and giving up what came back for a layer that the backward did
-# not reach (popped in finish_part_of_bwd), turn these red.
+# Which layer is the first one of a step: whatever ended the forward before it, layers are numbered right, or a warning
+# says why they may not be.
 import copy
 import gc
 import pickle

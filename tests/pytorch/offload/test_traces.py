@@ -1,6 +1,5 @@
 # Any order of forwards, backwards, second backwards, dropped graphs and failing layers gives the gradients of a run
-# without offload, and leaves no pinned memory in use. Mutant: popping without bringing a layer back (pop in
-# cpu_offload/steps.py) turns it red.
+# without offload, and leaves no pinned memory in use.
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,8 +1,5 @@
 """Capturable FusedAdam: step and lr on the device change no bit, a flag or a GradScaler skips and unscales there. It is
-refused on a CPU; here the tests let it, and its code is the same. On a GPU steps are captured and replayed.
-
-Mutants: count_step without the flag -> test_a_flag_skips_everything; the lr that is a number put into a new tensor ->
-test_numbers_keep_the_memory."""
+refused on a CPU; here the tests let it, and its code is the same. On a GPU steps are captured and replayed."""
 
 import copy
 

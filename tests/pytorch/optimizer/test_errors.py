@@ -1,7 +1,5 @@
 """What FusedAdam refuses, with weights, states and step as before: gradients and states it cannot read, options that
-exclude each other, capturable on the CPU, memory that overlaps.
-
-Mutant: states of new parameters put in place before everything is looked at -> test_bad_steps_change_nothing."""
+exclude each other, capturable on the CPU, memory that overlaps."""
 
 import pytest
 import torch
@@ -53,7 +51,7 @@ WITHOUT_EFFECT = {
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_options_that_have_no_effect(device, name):
-    """They train as without the option. Mutant: remainders of float16 masters (_kept)."""
+    """They train as without the option."""
     dtype, options, master = WITHOUT_EFFECT[name]
     optimizer = trained(parameters(device, dtype), **options)
     states = list(optimizer.state.values())

@@ -1,7 +1,5 @@
 """Loaded states whose memory is that of states that are written: exchanged between parameters, the same one twice,
-views, those of the group's numbers. As torch.optim.AdamW takes them.
-
-Mutant: leave apart() out of FusedAdam.__setstate__ -> test_exchanged_states."""
+views, those of the group's numbers. As torch.optim.AdamW takes them."""
 
 import copy
 

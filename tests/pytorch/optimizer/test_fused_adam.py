@@ -1,8 +1,5 @@
 """FusedAdam on plain tensors: each step against float64 from the states it began with, the oracle against torch's Adam
-and AdamW over many steps; formats of states; groups, missing gradients, schedulers, GradScaler, torch.compile.
-
-Mutants: the step counted twice, weight_decay of another group, adam_w_mode turned round -> test_steps_match_float64;
-masters begun from 0 -> test_masters_begin_with_the_weights."""
+and AdamW over many steps; formats of states; groups, missing gradients, schedulers, GradScaler, torch.compile."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""FusedSGD: five steps against torch.optim.SGD in float64 for every option, first runs, state, what is refused.
-
-Mutants: first_run for all parameters alike -> test_a_parameter_that_joins_later; wd_after_momentum dropped ->
-test_decay_after_momentum."""
+"""FusedSGD: five steps against torch.optim.SGD in float64 for every option, first runs, state, what is refused."""
 
 import copy
 
@@ -189,8 +186,7 @@ def test_quantized_weights_are_refused(device):
 
 
 def test_buffers_that_lie_as_gradients_did(device):
-    """torch.optim.SGD's momentum lies as its gradient; the parameter is transposed. Mutant: a buffer that is loaded as
-    it lies."""
+    """torch.optim.SGD's momentum lies as its gradient; the parameter is transposed."""
     weights = [torch.nn.Parameter(torch.randn(5, 6, device=device).t()) for _ in range(2)]
     weights[1].data.copy_(weights[0].data)
     grads = [torch.randn(6, 5, device=device) for _ in range(2)]

@@ -1,6 +1,5 @@
 """multi_tensor_applier and the functions it is called with: equal to the functional forms, whose values are
-test_optimizer.py's, to the bit; flags, empties, what is refused. Mutants: the flag passed on by multi_tensor_adam ->
-test_infs_pass_and_flags_skip; zip of lists of unequal length in the applier -> test_refusals."""
+test_optimizer.py's, to the bit; flags, empties, what is refused."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The optimizer room's ops: Adam, cuts, threads, places and devices that change no bit, flags; what every op refuses.
-SGD, scaling, norms and scales are test_sgd_and_scales.py's, whole optimizers the other files'.
-
-Mutant: take clip off (adam_step: drop g = g * a.clip) -> test_adam_matches_float64 turns red."""
+SGD, scaling, norms and scales are test_sgd_and_scales.py's, whole optimizers the other files'."""
 
 import hypothesis
 import hypothesis.strategies as st

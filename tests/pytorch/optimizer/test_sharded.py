@@ -1,6 +1,5 @@
-# Fused optimizers under FSDP2, on two processes: the weights of one process that sees both halves of the
-# data, states that are DTensors, resumed from DCP bit for bit. Mutant: states of the whole shape on each rank (`_as`
-# without from_local) turn all of it red.
+# Fused optimizers under FSDP2, on two processes: the weights of one process that sees both halves of the data, states
+# that are DTensors, resumed from DCP bit for bit.
 import pytest
 import torch
 from rank_workers import batch_of, fresh

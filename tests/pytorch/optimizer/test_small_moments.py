@@ -1,6 +1,5 @@
-"""Second moments far below their tensor's largest, in float16 and FP8: they never become 0, so that no step is m / eps.
-
-Mutant: `kept` from scaled_second (optimizer_math.h) -> test_no_step_is_longer_than_a_few_lr."""
+"""Second moments far below their tensor's largest, in float16 and FP8: they never become 0, so that no step is m /
+eps."""
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def test_what_has_no_gradient_stays_0(device, dtype):
 
 @pytest.mark.parametrize("dtype", LEAST)
 def test_loaded_and_set_values_do_not_become_0(device, dtype):
-    """And what was read comes back to the bit. Mutant: leave EXP_AVG_SQ out of adam_states.write."""
+    """And what was read comes back to the bit."""
     _, optimizer, p = run(device, dtype, steps=3)
     before = everything(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())

@@ -1,7 +1,5 @@
 """States that go from torch's Adam and AdamW to FusedAdam and back, and SGD's likewise: training goes on as if the
-optimizer were the same.
-
-Mutant: leave the group's step out of from_torch -> test_a_run_goes_on_in_fused_adam."""
+optimizer were the same."""
 
 import copy
 

@@ -1,7 +1,5 @@
 """Views of quantized weights as parameters: those that are copies of values are refused by whatever writes memory, and
-those that are the weight's own bytes are stepped, with every other row of it as it was.
-
-Mutant: take written_memory_of for memory_of (csrc/ops/optimizer_adam.cpp) -> test_a_copy_of_values_is_refused."""
+those that are the weight's own bytes are stepped, with every other row of it as it was."""
 
 import pytest
 import torch
@@ -113,8 +111,7 @@ def stepped(weight, cuts, steps=3, **options):
 
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_flat_parts_of_a_delayed_weight_are_the_weight(device, columnwise):
-    """All of them are the bits of a step of the whole, in both directions, with its amax. Mutant: leave complete() out
-    of Step.run."""
+    """All of them are the bits of a step of the whole, in both directions, with its amax."""
     found = []
     for cut in (True, False):
         torch.manual_seed(0)
@@ -139,7 +136,7 @@ def test_flat_parts_of_a_delayed_weight_are_the_weight(device, columnwise):
 @pytest.mark.parametrize("skipped", [False, True])
 def test_other_rows_keep_their_values_under_a_new_scale(device, columnwise, skipped, monkeypatch):
     """A part alone: the scale of the recipe comes in with the step, and the rest is rounded by it. A skipped step
-    leaves bytes and scale. Mutants: no _by_scale in complete(); scale_inv of the weight itself in the pass."""
+    leaves bytes and scale."""
     torch.manual_seed(0)
     weight, quantizer = delayed(device, columnwise=columnwise)
     weight.view(-1)[:4].copy_(torch.full((4,), 20.0, device=device))  # the largest is one of the others

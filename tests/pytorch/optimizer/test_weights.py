@@ -1,9 +1,7 @@
 """FusedAdam on weights that are held quantized, of every format, on modules and on models that begin on meta.
 
 A weight is its master, rounded to the weight's dtype and quantized as anything else written into it is: by the weight's
-own scale under delayed scaling, in the pass of the step. Mutants: _complete() without the transpose, or the in-pass
-route without rounding -> test_delayed_weights_are_written_in_the_pass; first_master without what is kept ->
-test_trains_to_the_bits_of_weights_quantized_at_each_forward."""
+own scale under delayed scaling, in the pass of the step."""
 
 import copy
 

@@ -1,6 +1,5 @@
 # What is no tensor, angles that end before the sequence, and an input in the other layout where sizes prove it: named
-# with op, argument, got, wanted and the fix, and the module works on as before. Mutants: a Sizes.swapped that keeps the
-# batch, or a clamp without its masked_fill in rope._unfused, turn these red.
+# with op, argument, got, wanted and the fix, and the module works on as before.
 import numpy
 import pytest
 import torch

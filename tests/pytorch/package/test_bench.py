@@ -1,5 +1,4 @@
-# python -m transformer_engine.bench: a table of this machine, and nothing left behind. Mutant: swap torch and ours in
-# measure() -> test_the_first_time_is_torchs turns red.
+# python -m transformer_engine.bench: a table of this machine, and nothing left behind.
 import os
 import re
 import subprocess

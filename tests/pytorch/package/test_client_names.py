@@ -1,6 +1,5 @@
 # Names that clients import without a guard: each import, and what a client does next with it (client_names.py), tried
-# once. Mutants: a name out of the table of compat, `region.claimed = first` in manager.py, shifts without the pads of
-# the sequences before in context_parallel.py: each turns tests here red.
+# once.
 import importlib
 import subprocess
 import sys

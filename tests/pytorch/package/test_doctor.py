@@ -1,5 +1,4 @@
-# te.doctor(): it reports what is there, says what is missing where something is broken, and never raises. Mutant:
-# letting the extension's ImportError out of _build() turns test_reports_an_extension_that_does_not_load red.
+# te.doctor(): it reports what is there, says what is missing where something is broken, and never raises.
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 # Keywords that a constructor or a context does not have: TypeError names it, the keyword and the one that was meant;
-# what clients inspect is what is written. Mutant: raising TypeErrors of the body as unknown keywords turns
-# test_other_type_errors_pass red; taking a keyword that is retired out without a warning, or others beside it,
-# test_keywords_of_older_versions.
+# what clients inspect is what is written.
 import inspect
 import warnings
 

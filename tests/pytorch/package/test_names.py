@@ -1,6 +1,5 @@
 # Every name of the API under every path that clients write (api_names.py): hasattr, getattr and `from ... import`
-# agree, and a name without a body is one that a client's `try: ... except ImportError` sees. Mutants: an AttributeError
-# in place of names_without_a_body's ImportError, or an ImportError in place of its AttributeError, turns these red.
+# agree, and a name without a body is one that a client's `try: ... except ImportError` sees.
 import importlib.util
 import inspect
 import pickle

@@ -1,5 +1,4 @@
-# The suites' own tools: a comparison that cannot fail proves nothing, so each is shown to fail. Mutant: drop the
-# `exact` case of assert_within and test_nan_and_infinity_are_compared_exactly turns red.
+# The suites' own tools: a comparison that cannot fail proves nothing, so each is shown to fail.
 import math
 
 import pytest

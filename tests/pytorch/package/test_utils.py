@@ -1,6 +1,5 @@
 # te.pytorch.utils, element types and other constants: the layout of gated weights, initialisers, what the device can
-# do, NVTX ranges. Mutants: swapping the two factors of interleave_glu_tensor's blocks, or leaving the 2 out of
-# scaled_init_method_normal, turn these red.
+# do, NVTX ranges.
 import math
 
 import pytest

@@ -1,5 +1,5 @@
 # torch's FlopCounterMode over these modules in eager mode: forward and backward count what their products take, as
-# plain torch's do, and the bits are those without it. Mutant: any formula left out of flops.py turns its test red.
+# plain torch's do, and the bits are those without it.
 import subprocess
 import sys
 import threading

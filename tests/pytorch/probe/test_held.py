@@ -1,6 +1,5 @@
 # What te.memory_plan says of a graph that holds more than saved tensors: what hooks inside of the module have packed,
-# what checkpoints' functions hold, what is kept on ctx; beside what the allocator says where it says that. Mutants:
-# leaving out _functions in memory_plan.py, or watching no hooks (inner_hooks_seen in held.py), turns these red.
+# what checkpoints' functions hold, what is kept on ctx; beside what the allocator says where it says that.
 import functools
 import gc
 import threading

@@ -1,5 +1,5 @@
 # Modules under autocast that keep a quantized weight between microbatches: no bit changes, and it is quantized when it
-# should be. Mutant: take a cached weight for is_first_microbatch=True.
+# should be.
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 # Recipes under torch.compile: what cannot be traced is refused in its own words, whole graph or not, and nothing is
-# left switched on; recipes that are made in the compiled function are as good as others. Mutants: raise
-# NotImplementedError in traced code (compiling.refuse), or take an autocast without a token for one that a module has
-# met (ModuleQuantization.of_product), turn these red.
+# left switched on; recipes that are made in the compiled function are as good as others.
 import pytest
 import torch
 from support import assert_same_bits, randn

@@ -1,6 +1,5 @@
 # Contexts and the questions about them, without a product: what holds inside, what holds again behind, which recipes
-# are refused and where. Mutants: an autocast that forgets to look at `enabled`, or an __exit__ that leaves the recipe
-# inside, turn these red.
+# are refused and where.
 import copy
 import dataclasses
 

@@ -1,7 +1,5 @@
 # Modules under autocast: products against fake-quantized plain PyTorch, the scales of delayed scaling against scales
-# kept in Python, what a step leaves and what it leaves alone. Mutants: update backward scales before the backward
-# (Region.follow), follow a region's first output alone (DelayedCalls.variant), or note amaxes in eval() (there),
-# turn these red.
+# kept in Python, what a step leaves and what it leaves alone.
 import pytest
 import torch
 from families import FAMILIES, build, inputs_of

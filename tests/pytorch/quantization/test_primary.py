@@ -1,7 +1,5 @@
 # Weights held in FP8 alone, and the recipe that their module runs under: of the same kind, or an error that names both
-# and leaves everything as it was. Mutants: leave out check_primary_weight in ModuleQuantization._adopt, or in
-# ModuleQuantization._of_primary_weight; a kept weight that notes amaxes in eval() (KeptWeights.copy_of), or one
-# without columnwise data that training goes on with.
+# and leaves everything as it was.
 import copy
 import io
 import itertools
@@ -308,8 +306,8 @@ def has_columns(module):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", [*MODULES, "GroupedLinear"])
 def test_inference_keeps_no_columnwise_data(device, name, recipe):
-    """Made for inference it never has them; inside of autocast or not they go; training has its gradients all the same.
-    Mutant: plain() without drop_columns()."""
+    """Made for inference it never has them; inside of autocast or not they go; training has its gradients all the
+    same."""
     chosen = RECIPES[recipe]()
     makers = MODULES | {"GroupedLinear": lambda device: te.GroupedLinear(2, 32, 32, device=device)}
     x = randn(32, 32, device=device)

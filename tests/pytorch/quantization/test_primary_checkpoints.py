@@ -1,5 +1,4 @@
-# Weights held in FP8 alone under delayed scaling that a checkpoint or a pickle brings back. Mutants, in
-# ScalingState.cover_unknown: cover whatever the newest amax is; take the scale for what the newest amax is asked for.
+# Weights held in FP8 alone under delayed scaling that a checkpoint or a pickle brings back.
 import copy
 import io
 

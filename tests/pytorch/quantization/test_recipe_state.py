@@ -1,6 +1,5 @@
 # RecipeState: the quantizers that clients make for a recipe give the bytes of a module's own, and delayed scales move
-# as those of a module; and what a format means for a tensor. Mutants: 0 for 1 in _SPECS["forward"], or forward=True in
-# DelayedScalingRecipeState, turn these red.
+# as those of a module; and what a format means for a tensor.
 import pytest
 import torch
 from support import assert_same_bits, randn, refused

@@ -1,6 +1,5 @@
 # Checkpoints that Transformer Engine wrote: scales and histories arrive in their columns, whatever form, version and
-# recipe class they were written with, and weights load in any case. What is no such state is test_pickles.py's. Mutant:
-# columns taken without regard to a product's width turns these red.
+# recipe class they were written with, and weights load in any case. What is no such state is test_pickles.py's.
 import io
 import warnings
 

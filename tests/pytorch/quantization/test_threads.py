@@ -1,7 +1,5 @@
 # What is switched on is a thread's own, as with torch.autocast: a new thread starts with nothing, contexts of several
-# are kept apart, and a backward has what is on in the thread that calls it, whichever thread runs it. Mutants: one
-# State for the process (_Here no threading.local), _of_caller() returning HERE.own, a copy that is never made anew
-# (`state is None` alone there), or the second of two plans kept (`_plans[key] = plan`) turn these red.
+# are kept apart, and a backward has what is on in the thread that calls it, whichever thread runs it.
 import threading
 import types
 import warnings

@@ -1,7 +1,5 @@
 # What the engine writes is noticed by a backward that has saved it: weights held in FP8 alone raise between forward and
-# backward as plain ones do, and a kept copy that a later microbatch makes anew leaves the earlier one its own. Mutants:
-# leave out note_written in quantize_into (csrc/quantize/quantize.cpp), or increment_version in
-# QuantizedTensor._written; write a kept weight anew in its old memory (KeptWeights.copy_of).
+# backward as plain ones do, and a kept copy that a later microbatch makes anew leaves the earlier one its own.
 import copy
 
 import pytest

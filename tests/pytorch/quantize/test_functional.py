@@ -1,6 +1,5 @@
 # quantize, the functional op: the same bytes through the registered op and torch.compile, bias gradients in their fixed
-# order, quantizers written in Python, errors. Mutant: sum_columns (quantize_cpu.cpp) that starts at row 1 turns
-# test_the_op_and_its_bias_gradient red.
+# order, quantizers written in Python, errors.
 import plain_fp8 as plain
 import pytest
 import torch

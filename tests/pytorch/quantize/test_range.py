@@ -1,6 +1,5 @@
 # quantize, ranges of a matrix by the functional forms: amaxes whose largest are the whole's, bytes and scales equal to
 # the whole quantized at once wherever it is cut, into the whole and alone; versions, torch.compile, opcheck, errors.
-# Mutant: `range.rounded_to` ignored in load() (quantize_range.cpp) turns test_every_cut_gives_the_whole red.
 import itertools
 import math
 

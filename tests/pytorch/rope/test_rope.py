@@ -1,6 +1,5 @@
 """Rotary position embedding: values and gradients against a float64 oracle, views and layouts, the packed projection,
-compile, the angles' module, bad input. Mutant: pass backward=false in RopeFamily::backward (csrc/ops/rope.cpp) and
-test_values_and_gradients turns red."""
+compile, the angles' module, bad input."""
 
 import pytest
 import torch

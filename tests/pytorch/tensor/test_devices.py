@@ -1,5 +1,4 @@
-# Rows of a quantized tensor on one device written with what lies on another one, as a checkpoint's tensors do. Mutant:
-# bytes that are taken as they lie (rows.py, `near`) turns this red.
+# Rows of a quantized tensor on one device written with what lies on another one, as a checkpoint's tensors do.
 import pytest
 import torch
 from quantized_cases import FP8_FORMATS, assert_same_tensor

@@ -1,7 +1,5 @@
 # Records of subviews, of every storage class: what leaves comes back as it was, and a record that is misaligned, out of
-# range or of another kind of part is refused by name and changes nothing. Mutants: viewing a part's bytes as bytes
-# (restore_subview without .view(record.dtype): a scale would be read as uint8) turns test_whatever_leaves_comes_back
-# red; not looking at the part's declared dtype (_misfit), test_a_record_of_another_kind_of_part.
+# range or of another kind of part is refused by name and changes nothing.
 import pytest
 import torch
 from hypothesis import given, settings

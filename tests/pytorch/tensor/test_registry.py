@@ -1,6 +1,5 @@
 # A format with a recipe of its own, as CONTRIBUTING.md says how to add one: a quantizer that registers what recipes
 # call it by, and a recipe that names it. Modules, RecipeState, quantized weights find it, without a word anywhere else.
-# Mutants: _SCALED_AS with a weight as an input, or Plan without the factory, turn these red.
 import dataclasses
 
 import pytest

@@ -1,6 +1,5 @@
 # tensor.utils: weights whose data lie in a buffer, masters cast into them part by part over 1 to 4 ranks, what is made
-# of gathered data, in modules too. Each expectation is the whole master quantized at once. Mutants: `self.start` left
-# out of _Weight.cast, the all_reduce out of _reduced, or _drop_columnwise out of _cast_masters turn these red.
+# of gathered data, in modules too. Each expectation is the whole master quantized at once.
 import copy
 
 import pytest
