@@ -1,12 +1,13 @@
-# The structure of the source, measured from its text: imports, lines that are written twice, and the walk of one call.
-# test_house.py holds the figures; `python tests/policy/house.py` prints the tables of layers and of the walk for
+# The structure of the source, measured from its text: imports and lines that are written twice. test_house.py
+# holds the figures; `python tests/policy/house.py` prints the tables of layers and of the walk (walks.py) for
 # docs/architecture.md, or with --figures the rest.
 import ast
 import collections
-import itertools
 import re
 import sys
 from pathlib import Path
+
+import walks
 
 REPO = Path(__file__).parents[2]
 ARCHITECTURE = REPO / "docs/architecture.md"
@@ -145,78 +146,10 @@ def layers_as_text():
     return "\n".join(rows)
 
 
-# ---- the walk of one call ----
-
-PYTORCH, CSRC, ROOM = "transformer_engine/pytorch", "transformer_engine/pytorch/csrc", "transformer_engine/common/ops"
-# (file, what stands there, how its definition begins, what it does). Each calls the next one.
-WALK = [
-    (
-        f"{PYTORCH}/module/layernorm_mlp.py",
-        "LayerNormMLP.forward",
-        "def forward(",
-        "options, kept weights, accumulators",
-    ),
-    (f"{PYTORCH}/functional/linear.py", "layernorm_mlp", "def layernorm_mlp(", "eager or compiled"),
-    (f"{CSRC}/layer/op_registration.h", "Op::eager", "static auto eager(", "with autograd or without"),
-    (f"{CSRC}/autograd/autograd.h", "Node::forward", "static variable_list forward(", "what is saved, below autograd"),
-    (f"{CSRC}/layer/forward.cpp", "LayerChain::forward", "variable_list LayerChain::forward(", "layer by layer"),
-    (f"{CSRC}/layer/forward.cpp", "layer_forward", "LayerOutput layer_forward(", "prologue, then product"),
-    (
-        f"{CSRC}/layer/prologue_activation.cpp",
-        "Activation::forward",
-        "PrologueOutput forward(",
-        "plain, or straight to FP8",
-    ),
-    (f"{CSRC}/ops/activation.cpp", "activation_fwd", "Tensor activation_fwd(", "allocate, view, stream"),
-    (f"{ROOM}/activation/activation.cpp", "te_activation_forward", "te_status te_activation_forward(", "contract"),
-    (f"{ROOM}/activation/activation.cpp", "cpu::forward", "void forward(", "rows, in chunks"),
-    (f"{ROOM}/activation/activation_math.h", "Gated::forward", "struct Gated {", "the formula"),
-]
-# What a stop calls the next one by, where that is not its own name.
-CALLED = {
-    "layernorm_mlp": "functional.layernorm_mlp(",
-    "Op::eager": "_C.layernorm_mlp(",  # Op::python of it, by the op's row in layer/layernorm_mlp.cpp
-    "Node::forward": "Node<Family, Direct>::run(",
-    "LayerChain::forward": "Family::template forward<DispatchMode>(",
-    "layer_forward": "layer_forward(",
-    "Activation::forward": "prologue.forward(",
-    "activation_fwd": "call<activation_fwd>(",
-    "te_activation_forward": "te_activation_forward(",
-    "cpu::forward": "cpu::forward(",
-    "Gated::forward": "::template forward<CpuExp>(",
-}
-
-
-def behind(text, beginning, lines=90):
-    """What follows where a definition begins: as much as a definition may be long."""
-    return "\n".join(text[text.index(beginning) :].splitlines()[:lines])
-
-
-def walk():
-    """The stops; raises where one does not call the next any more."""
-    for (path, stop, beginning, _), (_, following, *_) in itertools.pairwise(WALK):
-        if CALLED[following] not in behind((REPO / path).read_text(), beginning):
-            raise AssertionError(f"{stop} in {path} does not call {following} by {CALLED[following]!r}")
-    return WALK
-
-
-def walk_figures():
-    files = dict.fromkeys(path for path, *_ in walk())
-    lines = sum(len((REPO / path).read_text().splitlines()) for path in files)
-    return len(WALK) - 1, len(files), lines
-
-
-def walk_as_text():
-    hops, files, lines = walk_figures()
-    rows = ["| file | stop | what it decides |", "|---|---|---|"]
-    rows += [f"| `{path}` | `{stop}` | {does} |" for path, stop, _, does in walk()]
-    return "\n".join([*rows, "", f"{hops} hops, {files} files of together {lines:,} lines."])
-
-
 def write():
     """Puts the two tables where they stand in docs/architecture.md, each up to the next empty line."""
     text = ARCHITECTURE.read_text()
-    for table in (layers_as_text(), walk_as_text()):
+    for table in (layers_as_text(), walks.as_text("swiglu")):
         rows, *after = table.split("\n\n")
         first = rows.splitlines()[0]
         begin = text.index(first)
@@ -231,7 +164,7 @@ if __name__ == "__main__":
     if "--write" in sys.argv:
         write()
     elif "--figures" not in sys.argv:
-        print(layers_as_text(), walk_as_text(), sep="\n\n")
+        print(layers_as_text(), walks.as_text("swiglu"), sep="\n\n")
     if "--figures" in sys.argv:
         known = modules()
         edges = arrows(known)
