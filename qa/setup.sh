@@ -120,7 +120,7 @@ if [ "$(cat "$venv/.te-requirements" 2>/dev/null)" != "$stamp" ]; then
   pip install -q -c qa/constraints.txt $requirements
   echo "$stamp" >"$venv/.te-requirements"
 fi
-# What examples/with_*.py and the tests of clients need, and nothing else does: where it cannot be had, these tests are
+# Requirements of examples/with_*.py and of the tests of clients alone: where they cannot be installed, these tests are
 # skipped and say so, but for CI, which has to run all.
 extras="accelerate lightning peft transformers megatron-core;python_version>='3.12'"
 extras_stamp=$(echo "$stamp $extras" | sha256sum)
@@ -143,7 +143,7 @@ if [ -n "$pypi_nvcc" ]; then
   ln -sfn lib "$toolkit/lib64" # where nvcc looks for the runtime that it links
 fi
 
-# What qa/test.sh and a developer's shell need to build by hand: `. .venv/te-env.sh`.
+# The environment of qa/test.sh and of a developer's shell: `. .venv/te-env.sh`.
 {
   printf 'export PATH=%q:"$PATH"\n' "$venv/bin"
   if [ -n "$nvcc" ]; then printf 'export CUDACXX=%q\n' "$nvcc"; else echo 'unset CUDACXX'; fi
@@ -159,7 +159,7 @@ case ${CMAKE_ARGS:-} in
 *TE_WITH_CUDA*) ;;
 *) if [ -z "$nvcc" ]; then export CMAKE_ARGS="${CMAKE_ARGS:-} -DTE_WITH_CUDA=OFF"; fi ;;
 esac
-# File by file, so that the next build is of what has changed; CI builds once.
+# File by file, so that the next build compiles changed files alone; CI builds once.
 unity=$([ "${CI:-}" = true ] && echo ON || echo OFF)
 sources=$({
   find transformer_engine build_backend cmake CMakeLists.txt pyproject.toml LICENSE -type f ! -name '*.pyc' -print0 |

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The package under other versions of PyTorch, on the CPU: for each a virtual environment of its own, with PyPI's torch of
 # that version, the extension compiled against it (the engine once for all), imported, and a smoke set. Prints a line for
-# each version at the end, and fails where one does. docs/install.md has the table of what has passed.
+# each version at the end, and fails where one does. docs/install.md has the table of results.
 #
 # usage: qa/torch_versions.sh VERSION...        as in 2.9.1 2.15.0
-# SUITE='tests/pytorch' is what is run in place of the smoke set; the environments are kept in build/torch_versions, so
+# SUITE='tests/pytorch' runs in place of the smoke set; the environments are kept in build/torch_versions, so
 # that a second run is quick, and may be removed.
 # Environment it reads: PYTHON, MAX_JOBS (docs/environment.md).
 set -euo pipefail
@@ -19,7 +19,7 @@ tests/pytorch/module/test_main_grad_compile.py tests/pytorch/saved tests/pytorch
 tests/pytorch/quantization/test_compile.py tests/pytorch/layer/test_fp8.py tests/pytorch/tensor/test_subclass.py
 tests/pytorch/optimizer/test_fused_adam.py"
 read -ra suite <<<"$(echo ${SUITE:-$smoke})"
-# What is pinned for the tests, less what belongs to the one torch that is pinned.
+# The pins of the tests, without those of one version of torch.
 needed="numpy pytest pytest-xdist hypothesis expecttest safetensors accelerate lightning peft transformers"
 mkdir -p build/torch_versions
 pins=$root/build/torch_versions/constraints.txt

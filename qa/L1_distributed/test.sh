@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The suites that start several processes, over the package installed in .venv. L0_unittest runs them too, among all.
-# With TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own; what wants more ranks than there are devices
-# is skipped, and all of it with fewer than two. TE_TEST_BACKEND=gloo beside it: every rank on the first device, over
+# With TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own; tests of more ranks than devices are
+# skipped, and all of them with fewer than two. TE_TEST_BACKEND=gloo beside it: every rank on the first device, over
 # gloo, and what is captured in graphs is skipped. The build may come from another machine then: TE_PYTHON and
 # TE_PACKAGE as in L0_gpu.
 set -euo pipefail

@@ -12,7 +12,7 @@ STEPS, BOUND = 101, 1e-4
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """(folder with the checkpoint of the first step, [(loss, norm)] of the whole model behind it)."""
+    """(folder with the checkpoint of the first step, [(loss, norm)] of the whole model from there on)."""
     folder = tmp_path_factory.mktemp("runs")
     workers.begin(folder)
     return folder, workers.go_on(folder, "whole", STEPS)[0]

@@ -1,5 +1,5 @@
 # Finds every function of the source with the length of its body: Python through ast, C++ and CUDA through a scanner
-# that knows comments, literals and braces, and no types. It refuses a file whose braces do not match.
+# of comments, literals and braces, without types. It raises for a file whose braces do not match.
 import ast
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 CPP = {".cpp", ".h", ".cu", ".cuh"}
 
-# What is blanked before braces are counted: comments, raw and plain strings, characters, preprocessor lines. A quote
+# Blanked before braces are counted: comments, raw and plain strings, characters, preprocessor lines. A quote
 # between digits separates them and opens no character.
 BLANKED = re.compile(
     r"""//[^\n]*(?:\\\n[^\n]*)*|/\*.*?\*/|R"(?P<mark>[^\s()\\]{0,16})\(.*?\)(?P=mark)"|"(?:\\.|[^"\\\n])*"
     |(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:\\\n|[^\n])*""",
     re.S | re.M | re.X,
 )
-# The head of what has no body of its own, in which functions are declared.
+# The head of a scope in which functions are declared.
 SCOPE = re.compile(r"(?:^|[\s;>)])(?:namespace|extern|class|struct|union|enum)\b")
 QUALIFIERS = r"(?:\s+(?:const|noexcept(?:\([^()]*\))?|override|final|mutable|try)|\s*->\s*[\w:<>,&*\s()]+)*"
 PARAMETERS_END = re.compile(r"\)" + QUALIFIERS + r"\s*$")
@@ -33,7 +33,7 @@ class Function(NamedTuple):
 
 
 def blanked(text):
-    """The text with spaces in place of what is no code; lines stay where they are."""
+    """The text with spaces in place of comments, literals and preprocessor lines; lines keep their numbers."""
     return BLANKED.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
 
 
@@ -62,7 +62,7 @@ def without_templates(head):
 
 
 def cpp_functions(text, path=""):
-    """Every function that stands in a namespace or a class; a lambda or a class inside of one belongs to it."""
+    """Every function of a namespace or a class; a lambda or a class inside of a function belongs to it."""
     code = blanked(text)
     found, begin, at, depth = [], 0, 0, 0
     token = re.compile(r"[{};]")

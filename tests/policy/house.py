@@ -147,7 +147,7 @@ def layers_as_text():
 
 
 def write():
-    """Puts the two tables where they stand in docs/architecture.md, each up to the next empty line."""
+    """Writes the two tables of docs/architecture.md, each up to the next empty line."""
     text = ARCHITECTURE.read_text()
     for table in (layers_as_text(), walks.as_text("swiglu")):
         rows, *after = table.split("\n\n")

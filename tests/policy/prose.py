@@ -1,5 +1,5 @@
 # The prose of a file: comments, docstrings, error texts and the names of tests as words; of a document everything but
-# its code. What stands in backticks is code. Lines that follow each other are one text.
+# its code. Text in backticks is code. Consecutive lines are one text.
 import io
 import re
 import tokenize

@@ -111,7 +111,7 @@ def test_report_lists_every_target_on_the_committed_results():
     assert run(BENCHMARKS / "report.py", "--markdown").returncode == 0
 
 
-def test_the_page_of_results_is_what_the_rows_say():
+def test_the_page_of_results_equals_the_rows():
     """Mutant: a digit of docs/results.md, or a row that is appended without it."""
     made = run(BENCHMARKS / "report.py", "--markdown").stdout
     assert (BENCHMARKS.parent / "docs/results.md").read_text() == made, "run `bash qa/regenerate.sh`"

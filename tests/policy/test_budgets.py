@@ -29,7 +29,7 @@ def sources(suffixes):
 
 
 def budget(function):
-    """Of a body: a kernel's parts stand in one function for their registers, a registration is a table."""
+    """Of a body: a kernel is one function for its registers' sake, a registration is a table."""
     kernel = re.search(r"\b__(global|device)__\b", function.head)
     registration = re.search(r"\bTE_OP_REGISTRATION\b|\bvoid register_\w+ ?\(", function.head)
     return KERNEL_OR_REGISTRATION if kernel or registration else BODY

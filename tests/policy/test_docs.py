@@ -1,6 +1,5 @@
-# The documents say what is so: their snippets run, what they point at exists, the README is short and its numbers are
-# the rows'. Mutants: renaming a module argument in the README's example, or a file that CONTRIBUTING names, or a tenth
-# of a number in the README turn these red.
+# The documents are right: their snippets run, the files that they name exist, the README is short and has the numbers
+# of the rows.
 import collections
 import json
 import os
@@ -22,7 +21,7 @@ def name(path):
 
 
 def blocks(path, language):
-    """[(marker or None, its words, text)]"""
+    """[(marker or None, text of the marker, code)]"""
     return [(m[1], m[2], m[4]) for m in BLOCK.finditer(path.read_text()) if m[3] == language]
 
 
@@ -46,7 +45,7 @@ def test_its_python_runs(path, tmp_path):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, env=environment())
     assert done.returncode == 0, done.stderr
-    if path.name == "README.md":  # what its GLU prints, it says
+    if path.name == "README.md":  # the text has the two numbers that its GLU prints
         kept = re.search(r"^It prints (\d+) and (\d+):", path.read_text(), re.M).groups()
         assert tuple(done.stdout.split()[-2:]) == kept
 
@@ -61,7 +60,7 @@ def test_its_commands_run(path):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_what_a_marker_says_of_a_block_is_so(path):
+def test_markers_of_blocks_name_their_tests(path):
     """'runs in': each command's script is named in one of those tests."""
     for language in ("python", "bash"):
         for marker, words, text in blocks(path, language):

@@ -66,7 +66,7 @@ def test_a_torch_without_headers_or_libraries(tmp_path, missing):
     refused(find(torch_in(tmp_path, "2.11.0", without=[missing])), missing, "install PyPI's torch again")
 
 
-def test_a_folder_that_is_no_torch(tmp_path):
+def test_a_folder_without_a_torch(tmp_path):
     refused(find(torch_in(tmp_path, None, metadata="2.11.0")), "is no installed torch", "install torch again")
 
 

@@ -32,7 +32,7 @@ def test_nothing_of_the_package_is_imported_inside_of_a_function():
 
 
 def test_helpers_of_tests_are_few():
-    """What serves one folder of tests is in that folder: tests/pytorch/README.md."""
+    """A helper of one folder of tests is in that folder: tests/pytorch/README.md."""
     assert 1 <= len(list((house.REPO / "tests/pytorch/helpers").glob("*.py"))) <= 15
 
 

@@ -72,7 +72,7 @@ def test_every_op_folder_with_an_entry_point_is_an_op():
 
 
 def allowed(path):
-    """What a file of the engine may include from the project: a predicate on the include's path."""
+    """A predicate on an include's path: whether this file of the engine may include it."""
     parts = path.relative_to(COMMON).parts
     common = {"transformer_engine/transformer_engine.h", "transformer_engine/scaling.h"}
     if parts[0] == "include":

@@ -1,4 +1,4 @@
-# The package as it lies on disk after installation: what the libraries export and need, what importing costs.
+# The installed package on disk: what the libraries export and need, which modules an import brings.
 # Mutants: dropping the version script, linking libtorch_cuda, or importing torch._dynamo at import turn these red.
 import importlib.metadata
 import json
@@ -42,7 +42,7 @@ def run(code):
     return json.loads(done.stdout)
 
 
-def test_the_installed_package_is_what_is_tested():
+def test_the_tests_import_the_installed_package():
     assert is_editable() or PACKAGE != REPO / "transformer_engine"
 
 

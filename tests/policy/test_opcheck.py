@@ -1,5 +1,4 @@
-# Every operator that the extension registers is named inside a test that calls torch.library.opcheck; what it finds is
-# that test's business.
+# Every operator that the extension registers is named inside a test that calls torch.library.opcheck.
 import ast
 from pathlib import Path
 

@@ -51,7 +51,7 @@ def test_no_absolute_path_or_host_of_one_machine():
 
 
 def test_processes_find_each_other_without_names():
-    """A machine without /etc/hosts knows no `localhost`, by which --standalone finds itself."""
+    """Without /etc/hosts the name `localhost` does not resolve, which --standalone needs."""
     assert not hits(r"localhost|--standalone", [p for p in TEXT if p.name not in ("torchrun.py", "troubleshooting.md")])
 
 
@@ -84,7 +84,7 @@ def test_golden_results_are_stored():
     assert [p for p in (REPO / "tests/goldens").glob("*") if p.stat().st_size > 0]
 
 
-def test_every_file_says_what_it_is_for_in_its_first_line():
+def test_every_file_begins_with_a_comment():
     missing = []
     for path in FILES:
         if path.suffix not in CODE:

@@ -1,4 +1,4 @@
-"""The CPU paths run on PyTorch's own threads: they start its pool, and no second one. It says nothing about speed.
+"""The CPU paths run on PyTorch's own threads: they start its pool, and no second one. It measures no speed.
 
 Mutant: drop -fopenmp from parallel_for.cpp (ATen's parallel_for is then serial) -> the pool is never started."""
 

@@ -1,4 +1,4 @@
-# PyTorch's private names are asked for in one file, which says for each how far it is known; what differs in C++ is in
+# PyTorch's private names are used in one file, with the versions that have each of them; differences in C++ are in
 # csrc/core/torch_api.h.
 import ast
 import re
@@ -59,8 +59,8 @@ def test_no_other_file_asks_for_private_names():
     assert not wrong, f"move these to {FILE.relative_to(REPO)}:\n" + "\n".join(wrong)
 
 
-def test_no_other_cpp_file_knows_versions():
-    """Nor what differs between them: how nodes are held, what a stream's handle is."""
+def test_no_other_cpp_file_depends_on_versions():
+    """And no other one uses types that differ between versions: of nodes, of a stream's handle."""
     differs = re.compile(
         r"TORCH_VERSION_|TE_TORCH_AT_LEAST|(shared|intrusive)_ptr<[\w:]*Node>|native_handle\(|grad_dtype\("
     )
@@ -79,13 +79,13 @@ def served():
     return bounds[">="], bounds["<"] - 1
 
 
-def test_cmake_serves_what_the_metadata_says():
+def test_cmake_serves_the_versions_of_the_metadata():
     text = (REPO / "cmake/torch.cmake").read_text()
     first, end = (int(re.search(rf"set\(te_torch_{which} 2\.(\d+)\)", text)[1]) for which in ("first", "end"))
     assert (first, end - 1) == served()
 
 
-def test_each_name_says_how_far_it_is_known():
+def test_each_name_has_its_versions():
     lines = FILE.read_text().splitlines()
     names = [i for i, text in enumerate(lines) if re.match(r"def |\w+ = ", text)]
     assert len(names) > 15
@@ -98,7 +98,7 @@ def test_each_name_says_how_far_it_is_known():
         )
 
 
-# torch's get_state() and set_state() can lock two threads out of each other (csrc/core/random_state.cpp says how).
+# torch's get_state() and set_state() can lock two threads out of each other (csrc/core/random_state.cpp explains it).
 RANDOM = re.compile(r"\b(get_rng_state|set_rng_state|fork_rng)\(|generator\w*(\[\w+\])?\.[gs]et_state\(")
 
 
