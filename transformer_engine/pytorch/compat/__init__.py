@@ -18,6 +18,12 @@ ALIASES: dict[str, dict[str, str]] = {
             "mark_not_offload start_offload"
         ),
     },
+    "distributed": {
+        "data_parallel": (
+            "BucketGroup DistributedDataParallel DistributedDataParallelConfig ParamAndGradBuffer ensure_params_ready "
+            "partition_buckets"
+        ),
+    },
     "float8_tensor": {"tensor.float8": "Float8Tensor"},
     "fp8": {
         "transformer_engine.common.recipe": "DelayedScaling Format",
@@ -45,6 +51,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "module.layernorm_linear": {"cpp_extensions": "general_gemm"},
     "module.linear": {"cpp_extensions": "general_gemm"},
     "module._common": {"module.weight_grad": "WeightGradStore", "functional": "noop_cat"},
+    "optimizers": {"data_parallel": "DistributedOptimizer"},
     # Pickles name classes and functions of quantization by the files that these had before its folders.
     "quantization.availability": {
         "quantization.recipes.availability": (

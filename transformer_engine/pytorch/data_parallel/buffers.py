@@ -1,0 +1,116 @@
+"""Contiguous memory of parameters and gradients. param.main_grad is a view of the gradients' buffer; where the buffer
+is cut into shards, param.data is one of the parameters' buffer too, with the values that it had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from transformer_engine.pytorch.data_parallel.communicator import Communicator
+from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
+from transformer_engine.pytorch.data_parallel.layout import BucketLayout, BufferLayout
+
+OP = "ParamAndGradBuffer"
+
+
+class Bucket:
+    """Parameters whose gradients travel in one collective. grad_data, param_data: its part of the buffers (param_data
+    is None unless sharded)."""
+
+    def __init__(self, buffer: ParamAndGradBuffer, index: int, layout: BucketLayout) -> None:
+        self.buffer, self.bucket_id, self.layout = buffer, index, layout
+        self.params_list = [buffer.params[slot.param] for slot in layout.slots]
+        self.params = set(self.params_list)
+        self.offset, self.numel_unpadded = layout.start, layout.numel_unpadded
+        self.gradient_scaling_factor = buffer.gradient_scaling_factor
+        self.grad_data = buffer.grad_data[layout.start : layout.end]
+        self.param_data = None if buffer.param_data is None else buffer.param_data[layout.start : layout.end]
+
+    def own_shard(self, data: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of grad_data or param_data."""
+        comm = self.buffer.comm
+        start, end = self.layout.shard(comm.rank, comm.size)
+        return data[start - self.offset : end - self.offset]
+
+    def other_shards(self, data: torch.Tensor) -> list[torch.Tensor]:
+        comm = self.buffer.comm
+        start, end = self.layout.shard(comm.rank, comm.size)
+        return [data[: start - self.offset], data[end - self.offset :]]
+
+
+class ParamAndGradBuffer:
+    """The parameters of one (parameter dtype, gradient dtype, expert). params, names: all of the module's, by the
+    numbers of the layout."""
+
+    def __init__(
+        self,
+        config: DistributedDataParallelConfig,
+        layout: BufferLayout,
+        params: Sequence[torch.nn.Parameter],
+        names: Mapping[torch.nn.Parameter, str],
+        comm: Communicator,
+        gradient_scaling_factor: float,
+    ) -> None:
+        self.config, self.layout, self.params, self.names, self.comm = config, layout, params, names, comm
+        self.param_dtype, self.grad_dtype, self.expert = layout.param_dtype, layout.grad_dtype, layout.expert
+        self.gradient_scaling_factor = gradient_scaling_factor
+        self.numel, self.numel_unpadded = layout.numel, layout.numel_unpadded
+        self.device = params[next(iter(layout.slots)).param].device
+        self.grad_data = torch.zeros(self.numel, dtype=self.grad_dtype, device=self.device)
+        self.param_data: torch.Tensor | None = None
+        if config.use_distributed_optimizer:
+            self.param_data = torch.zeros(self.numel, dtype=self.param_dtype, device=self.device)
+        self.slots = {params[slot.param]: slot for slot in layout.slots}
+        for param, slot in self.slots.items():
+            self._place(param, slot.start, slot.end)
+        self.buckets = [Bucket(self, i, bucket) for i, bucket in enumerate(layout.buckets)]
+        self._grad_bytes = self.grad_data.untyped_storage().nbytes()
+
+    @torch.no_grad()
+    def _place(self, param: torch.nn.Parameter, start: int, end: int) -> None:
+        param.main_grad = self.grad_data[start:end].view(param.shape)
+        if self.param_data is not None:
+            own = self.param_data[start:end].view(param.shape)
+            own.copy_(param.data)
+            param.data = own
+
+    def where(self, param: torch.nn.Parameter) -> tuple[int, int]:
+        """Elements [start, end) of the buffer that are param's."""
+        slot = self.slots[param]
+        return slot.start, slot.end
+
+    def moved(self, param: torch.nn.Parameter) -> str | None:
+        """What of a parameter is no longer as this buffer made it, or None."""
+        start = self.slots[param].start
+        grad = getattr(param, "main_grad", None)
+        if not isinstance(grad, torch.Tensor):
+            return "has no main_grad any more"
+        if grad.data_ptr() != self.grad_data.data_ptr() + start * self.grad_data.element_size() and param.numel():
+            return "has another main_grad"
+        data = self.param_data
+        if data is not None and param.numel() and param.data_ptr() != data.data_ptr() + start * data.element_size():
+            return "has moved out of its buffer"
+        return None
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """factor: a number, or a tensor of one element on the device."""
+        self.grad_data.mul_(factor)
+
+    def reset(self) -> None:
+        """All gradients become 0."""
+        self.grad_data.zero_()
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self._grad_bytes > 0 and self.grad_data.untyped_storage().nbytes() == 0
+
+    def offload_grads(self) -> None:
+        """Frees the memory of the gradients; the views stay."""
+        self.grad_data.untyped_storage().resize_(0)
+
+    def restore_grads(self) -> None:
+        """Gives the gradients memory again, of zeros, behind the same views."""
+        self.grad_data.untyped_storage().resize_(self._grad_bytes)
+        self.grad_data.zero_()

@@ -1,0 +1,80 @@
+"""The collectives of data parallelism over one process group. A collective returns an object with wait(), which orders
+the current stream (on a CPU: the caller) after the collective. A group of one rank communicates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from transformer_engine.pytorch.distributed.groups import ranks_of
+
+OP = "DistributedDataParallel"
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Done:
+    """A collective that nothing is waited for."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Communicator:
+    """Over a torch.distributed group; None is all processes, or this one alone without torch.distributed."""
+
+    def __init__(self, argument: str, group: object | None) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"{OP}: argument '{argument}' is a DeviceMesh of {group.ndim} dimensions, wanted one; take a "
+                    "dimension by its name: mesh['dp']."
+                )
+            group = group.get_group()
+        self.size = ranks_of(OP, argument, group)
+        self.group: Any = group
+        self.rank = dist.get_rank(group) if self.size > 1 else 0
+
+    def scales(self, device: torch.device) -> bool:
+        """Whether a sum may be multiplied inside of the collective."""
+        return self.size > 1 and device.type == "cuda" and "nccl" in str(dist.get_backend_config(self.group))
+
+    def premultiplied_sum(self, factor: float) -> Any:
+        return dist._make_nccl_premul_sum(factor)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+        return self._started(lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True))
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+        """shard: this rank's slice of whole, in place."""
+        return self._started(
+            lambda: dist.reduce_scatter_tensor(shard, whole, op, group=self.group, async_op=True),
+        )
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
+        """shard: this rank's slice of whole, in place."""
+        return self._started(lambda: dist.all_gather_into_tensor(whole, shard, group=self.group, async_op=True))
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        return self._started(lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor) -> Work:
+        """The values of the group's first rank."""
+        return self._started(lambda: dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
+
+    def every_rank_says(self, said: Any) -> list[Any]:
+        """What each rank says, in their order: plain data. Waits on the host."""
+        if self.size == 1:
+            return [said]
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, said, group=self.group)
+        return told
+
+    def _started(self, start: Callable[[], Work]) -> Work:
+        return Done() if self.size == 1 else start()

@@ -1,0 +1,106 @@
+"""State dicts of a DistributedOptimizer: the wrapped optimizer's own form, in which the state of a shard is a
+FlatShard. No format and no file is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.data_parallel.flat_shard import FlatShard
+from transformer_engine.pytorch.data_parallel.shards import OP, Shard
+
+_STEP = "step"
+
+
+def states_by_parameter(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
+    """Of every parameter, also of those without a shard here."""
+    found: dict[torch.Tensor, dict[str, Any]] = {}
+    steps = optimizer._steps
+    for number, group in enumerate(optimizer._steps.param_groups):
+        here = {shard.param: i for i, shard in enumerate(optimizer._shards[number])}
+        for p in group["params"]:
+            if p in here:
+                shard = optimizer._shards[number][here[p]]
+                state = steps.state_of(number, here[p])
+                found[p] = {name: _as_saved(shard, value) for name, value in state.items()}
+            else:
+                found[p] = {
+                    name: FlatShard(torch.empty(0, dtype=dtype, device=p.device), p.shape, 0, 0)
+                    if dtype is not None
+                    else steps.step_of(number)
+                    for name, dtype in steps.names_of(number, p).items()
+                }
+    return found
+
+
+def _as_saved(shard: Shard, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    if not shard.group.is_sharded:
+        return value.view(shard.param.shape)
+    return FlatShard(value, shard.param.shape, shard.start, shard.end)
+
+
+def state_dict(optimizer: Any) -> dict[str, Any]:
+    number, groups = {}, []
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            number.setdefault(p, len(number))
+        own = {name: value for name, value in group.items() if name != "params"}
+        if optimizer._steps.counts_by_group:
+            own[_STEP] = int(optimizer._steps.steps[i])
+        groups.append(own | {"params": [number[p] for p in group["params"]]})
+    states = {number[p]: state for p, state in states_by_parameter(optimizer).items()}
+    return {"state": {i: state for i, state in states.items() if state}, "param_groups": groups}
+
+
+def load(optimizer: Any, given: Mapping[str, Any]) -> None:
+    groups, saved = optimizer.param_groups, given["param_groups"]
+    op = f"{OP}.load_state_dict"
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+        raise ValueError(
+            f"{op}: argument 'state_dict' has groups of {[len(group['params']) for group in saved]} parameters, wanted "
+            f"{[len(group['params']) for group in groups]}."
+        )
+    todo = []
+    for number, (group, its) in enumerate(zip(groups, saved)):
+        key_of = dict(zip(group["params"], its["params"]))
+        for i, shard in enumerate(optimizer._shards[number]):
+            state = given["state"].get(key_of[shard.param])
+            if state is None:
+                raise ValueError(f"{op}: argument 'state_dict' has no state of parameter {key_of[shard.param]!r}.")
+            own = optimizer._steps.state_of(number, i)
+            for name in own:
+                if name not in state:
+                    raise ValueError(
+                        f"{op}: the state of parameter {key_of[shard.param]!r} has {sorted(state)}, wanted "
+                        f"{sorted(own)}."
+                    )
+                todo.append((number, i, name, _part_of(op, name, shard, own[name], state[name])))
+    for group, its in zip(groups, saved):
+        group.update({name: value for name, value in its.items() if name not in ("params", _STEP)})
+    if optimizer._steps.counts_by_group:
+        for step, its in zip(optimizer._steps.steps, saved):
+            step.fill_(int(its.get(_STEP, 0)))
+    for number, i, name, value in todo:
+        optimizer._steps.load_state(number, i, name, value)
+    optimizer.state.update(states_by_parameter(optimizer))
+
+
+def _part_of(op: str, name: str, shard: Shard, own: Any, given: Any) -> Any:
+    """The elements of `given` that are the shard's, in the shape that the shard's state has."""
+    if not isinstance(own, torch.Tensor) or not own.dim():
+        return given
+    if isinstance(given, FlatShard):
+        if (tuple(given.shape), given.start, given.end) != (tuple(shard.param.shape), shard.start, shard.end):
+            raise ValueError(
+                f"{op}: '{name}' is {given!r}, wanted elements {shard.start} to {shard.end} of "
+                f"{list(shard.param.shape)}; torch.distributed.checkpoint loads one cut into another."
+            )
+        return given.local.view(own.shape)
+    if not isinstance(given, torch.Tensor) or given.shape != shard.param.shape:
+        got = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ValueError(f"{op}: '{name}' is {got}, wanted a tensor of {list(shard.param.shape)}.")
+    return given.reshape(-1)[shard.start : shard.end].view(own.shape)

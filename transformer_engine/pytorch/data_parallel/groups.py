@@ -1,0 +1,287 @@
+"""Buckets whose collectives start together: gradients are reduced when the last of them is ready, weights are gathered
+when a forward is about to read them.
+
+Gradients of a step go through three states: accumulating, in flight, reduced; reset() begins the next step.
+Weights are stale while their version, which a step raises, is not the one that was gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+
+from transformer_engine.pytorch.data_parallel.buffers import Bucket, ParamAndGradBuffer
+from transformer_engine.pytorch.data_parallel.communicator import Work
+from transformer_engine.pytorch.data_parallel.layout import default_bucket_size
+from transformer_engine.pytorch.data_parallel.nan_check import NanCheck
+from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
+from transformer_engine.pytorch.data_parallel.reduction import Reduction
+
+OP = "BucketGroup"
+_FP8_NAN = 0x7F  # of E4M3 and of E5M2
+
+
+class GradState(Enum):
+    ACCUMULATING = auto()
+    IN_FLIGHT = auto()
+    REDUCED = auto()
+
+
+class BucketGroup:
+    """buckets: of buffers of one communicator. order, chain: those of the wrapper; without them a group stands
+    alone."""
+
+    def __init__(self, buckets: Sequence[Bucket], reduction: Reduction | None = None) -> None:
+        first = buckets[0].buffer
+        self.buckets, self.config, self.comm, self.names = list(buckets), first.config, first.comm, first.names
+        self.reduction = Reduction(self.config) if reduction is None else reduction
+        self.params_list = [p for bucket in self.buckets for p in bucket.params_list]
+        self.params = set(self.params_list)
+        self.param_to_bucket = {p: bucket for bucket in self.buckets for p in bucket.params_list}
+        self.is_last_microbatch = True
+        self.order: DispatchOrder | None = None
+        self.chain: GatherChain | None = None
+        self.next_param_gather_bucket_group: BucketGroup | None = None
+        self.nan_check = NanCheck(self.buckets) if self.config.check_for_nan_in_grad else None
+        # Gradients. expected: how often a parameter is ready in a synchronized backward; None until it is measured.
+        self.state = GradState.ACCUMULATING
+        self.expected: dict[torch.Tensor, int] | None = None
+        self._works: list[Work] = []
+        self._whole = not self.is_sharded  # whether the gradients are reduced as a whole, not into shards
+        self._streams: set[torch.cuda.Stream] = set()
+        self._begin_count()
+        # Weights.
+        self.version = self._gathered_version = 0
+        self._gathers: list[Work] | None = None
+
+    # ---- gradients ----
+
+    def _begin_count(self) -> None:
+        """left: how often parameters are still to be ready; how often they were, while it is measured."""
+        self._left = dict.fromkeys(self.params_list, 0) if self.expected is None else dict(self.expected)
+        self._total = sum(self._left.values())
+
+    def reset(self) -> None:
+        """Gradients accumulate anew. RuntimeError while a collective of theirs is in flight."""
+        if self.state is GradState.IN_FLIGHT:
+            raise RuntimeError(
+                f"{OP}: reset() was called while gradients are being reduced, wanted finish_grad_sync() before it."
+            )
+        self.state = GradState.ACCUMULATING
+        self._begin_count()
+
+    def check_accumulates(self, param: torch.Tensor) -> None:
+        """Raises RuntimeError where a gradient of param would be lost."""
+        if self.state is GradState.ACCUMULATING:
+            return
+        name = self.names[param]
+        if self.state is GradState.REDUCED:
+            raise RuntimeError(
+                f"{OP}: parameter '{name}' got a gradient after the gradients were reduced, wanted zero_grad_buffer() "
+                "(or zero_grad() of the DistributedOptimizer) between the two; under no_sync() for all but the last "
+                "microbatch."
+            )
+        raise RuntimeError(
+            f"{OP}: parameter '{name}' is ready more often than in the first step, and its bucket is being reduced; "
+            "wanted as many gradients in each step, and no_sync() around all microbatches but the last."
+        )
+
+    def register_grad_ready(self, param: torch.Tensor) -> None:
+        """A gradient of param is in main_grad. Counts in the last microbatch alone; the group whose last parameter this
+        is starts its collective, when those before it in the common order have started."""
+        self.check_accumulates(param)
+        if not self.is_last_microbatch or not self.config.overlap_grad_reduce:
+            return
+        if param.is_cuda:
+            self._streams.add(torch.cuda.current_stream(param.device))
+        if self.expected is None:
+            self._left[param] += 1
+            if self.order is not None:
+                self.order.note(self)
+            return
+        self._left[param] -= 1
+        self._total -= 1
+        if self._left[param] < 0 and not self.config.find_unused_parameters:
+            raise RuntimeError(
+                f"{OP}: parameter '{self.names[param]}' is ready {self.expected[param] + 1} times, wanted "
+                f"{self.expected[param]} as in the first step; no_sync() around all microbatches but the last."
+            )
+        if self.is_ready():
+            if self.order is not None:
+                self.order.start_ready()
+            else:
+                self.start_grad_sync()
+
+    def is_ready(self) -> bool:
+        if self.expected is None or self._total > 0:
+            return False
+        return not self.config.find_unused_parameters or all(left <= 0 for left in self._left.values())
+
+    def unready(self) -> list[str]:
+        """Names of parameters whose gradients are missing from a backward that was synchronized."""
+        if self.state is not GradState.ACCUMULATING or not self.config.overlap_grad_reduce:
+            return []
+        if self.config.find_unused_parameters:
+            return []
+        if self.expected is None:
+            return [self.names[p] for p, count in self._left.items() if not count]
+        return [self.names[p] for p, left in self._left.items() if left > 0]
+
+    def counts(self) -> list[int]:
+        return [self._left[p] for p in self.params_list]
+
+    def expect(self, counts: Sequence[int]) -> None:
+        """From now on parameters are ready so often in a step."""
+        least = 1 if self.config.find_unused_parameters else 0
+        self.expected = {p: max(least, count) for p, count in zip(self.params_list, counts, strict=True)}
+
+    def start_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Starts the reduction of the gradients as they are. Does nothing where it has started."""
+        if self.state is not GradState.ACCUMULATING:
+            if force_all_reduce and not self._whole:
+                raise RuntimeError(
+                    f"{OP}: force_all_reduce=True was given after gradients were reduced into shards, wanted "
+                    "overlap_grad_reduce=False, or the backwards under no_sync()."
+                )
+            return
+        self._wait_for_producers()
+        if self.nan_check is not None:
+            self.nan_check.measure()
+        self._whole = force_all_reduce or not self.is_sharded
+        self._works = [self.reduction.start(bucket, self.comm, self._whole) for bucket in self.buckets]
+        self.state = GradState.IN_FLIGHT
+
+    def _wait_for_producers(self) -> None:
+        """Orders the current stream after every stream on which a gradient was made."""
+        for stream in self._streams:
+            current = torch.cuda.current_stream(stream.device)
+            if stream != current:
+                current.wait_stream(stream)
+        self._streams.clear()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Starts the reduction if nothing has, and waits for it. Does nothing where the gradients are reduced.
+        RuntimeError for parameters whose gradients are missing."""
+        missing = self.unready()
+        if missing:
+            raise RuntimeError(unready_sentence(missing, len(self.params_list)))
+        self.start_grad_sync(force_all_reduce)
+        if self.state is not GradState.IN_FLIGHT:
+            return
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self.state = GradState.REDUCED
+
+    # ---- weights ----
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.config.use_distributed_optimizer
+
+    @property
+    def is_stale(self) -> bool:
+        return self.is_sharded and self.version != self._gathered_version
+
+    @property
+    def is_gathering(self) -> bool:
+        return self._gathers is not None
+
+    def note_step(self) -> None:
+        """This rank's shards were written: what the other ranks wrote is to be gathered."""
+        if self._gathers is not None:
+            raise RuntimeError(
+                f"{OP}: the shards were written while weights are being gathered, wanted finish_param_sync() before it."
+            )
+        torch.autograd.graph.increment_version(self.params_list)
+        if not self.is_sharded:
+            return
+        self.version += 1
+        if self.config.debug:
+            self._spoil()
+
+    @torch.no_grad()
+    def _spoil(self) -> None:
+        for bucket in self.buckets:
+            for other in bucket.other_shards(bucket.param_data):
+                other.fill_(_FP8_NAN if other.dtype is torch.uint8 else float("nan"))
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gathers the weights from the shards; waits for them unless they are overlapped. force_sync: waits in any
+        case; for a gather that is pending, without another one. RuntimeError for a second gather without it."""
+        if not self.is_sharded:
+            return
+        if self._gathers is not None:
+            if not force_sync:
+                raise RuntimeError(
+                    f"{OP}: start_param_sync() was called while a gather is pending, wanted finish_param_sync() before "
+                    "it, or force_sync=True."
+                )
+            self._wait_for_gathers()
+            return
+        self._gathers = [
+            self.comm.all_gather(bucket.param_data, bucket.own_shard(bucket.param_data)) for bucket in self.buckets
+        ]
+        if force_sync or not self.config.overlap_param_gather:
+            self._wait_for_gathers()
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        """The weights are whole behind it: starts a gather where they are stale, and those before it in the chain,
+        waits for it, and starts that of the next group."""
+        if not self.is_sharded:
+            return
+        if self._gathers is None and self.is_stale:
+            if self.chain is not None:
+                self.chain.start_up_to(self)
+            else:
+                self.start_param_sync()
+        self._wait_for_gathers()
+        following = self.next_param_gather_bucket_group
+        if skip_next_bucket_dispatch or following is None:
+            return
+        if following.is_stale and not following.is_gathering:
+            following.start_param_sync()
+
+    def _wait_for_gathers(self) -> None:
+        if self._gathers is None:
+            return
+        for work in self._gathers:
+            work.wait()
+        self._gathers = None
+        self._gathered_version = self.version
+        torch.autograd.graph.increment_version(self.params_list)
+
+
+def unready_sentence(missing: Sequence[str], among: int) -> str:
+    some = ", ".join(f"'{name}'" for name in missing[:8]) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{OP}: {len(missing)} of {among} parameters have no gradient of this backward: {some}; wanted one of each, or "
+        "find_unused_parameters=True."
+    )
+
+
+def partition_buckets(
+    buffers: Sequence[ParamAndGradBuffer], force_single_bucket_group: bool = False, reduction: Reduction | None = None
+) -> list[BucketGroup]:
+    """The groups of these buffers' buckets: one group if forced, one for each bucket without FP8 weights. With them
+    (one buffer at most) each of its buckets is a group; other buckets join the last of these, unless they are as large
+    as a bucket is to be: they are groups of their own."""
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    if not buckets:
+        return []
+    reduction = Reduction(buffers[0].config) if reduction is None else reduction
+    if force_single_bucket_group:
+        return [BucketGroup(buckets, reduction)]
+    of_fp8 = [buffer for buffer in buffers if buffer.param_dtype is torch.uint8]
+    if not of_fp8:
+        return [BucketGroup([bucket], reduction) for bucket in buckets]
+    if len(of_fp8) > 1:
+        raise ValueError(f"partition_buckets: {len(of_fp8)} buffers hold FP8 weights, wanted one at most.")
+    least = of_fp8[0].config.bucket_size or default_bucket_size(of_fp8[0].comm.size)
+    others = [bucket for bucket in buckets if bucket.buffer is not of_fp8[0]]
+    large = [bucket for bucket in others if bucket.numel_unpadded >= least]
+    small = [bucket for bucket in others if bucket.numel_unpadded < least]
+    fp8 = [[bucket] for bucket in of_fp8[0].buckets]
+    fp8[-1] += small
+    return [BucketGroup(some, reduction) for some in [*fp8, *([bucket] for bucket in large)]]

@@ -1,0 +1,129 @@
+"""Where a wrapper meets autograd and modules: a gate behind each parameter's accumulator, the end of backward_dw(), and
+hooks in front of forwards and state dicts that wait for weights.
+
+A gate hangs on autograd's accumulator node, which runs once a backward, however often the parameter is used, and also
+where no gradient comes through autograd, because a module added it to main_grad itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch._internal.torch_private import disable_dynamo
+from transformer_engine.pytorch.data_parallel.groups import OP, BucketGroup
+
+
+class Gate:
+    """Adds param.grad to main_grad, drops it, and counts the parameter as ready."""
+
+    def __init__(self, param: torch.nn.Parameter, group: BucketGroup) -> None:
+        self.param, self.group = param, group
+        self.is_delayed = bool(getattr(param, "skip_backward_post_hook", False))
+        # Nothing else holds the node between forwards.
+        self.node = torch.autograd.graph.get_gradient_edge(param).node
+        self.handle = self.node.register_hook(_after_accumulation(param, group, self.is_delayed))
+
+    def ready(self) -> None:
+        """A gradient came outside of autograd's accumulator."""
+        _take(self.param, self.group)
+        _count(self.param, self.group)
+
+
+def _after_accumulation(param: torch.nn.Parameter, group: BucketGroup, is_delayed: bool) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        _take(param, group)
+        if not is_delayed:  # backward_dw() counts it: autograd is here before, with nothing
+            _count(param, group)
+
+    return hook
+
+
+def _count(param: torch.nn.Parameter, group: BucketGroup) -> None:
+    if group.order is None:
+        group.register_grad_ready(param)
+        return
+    with group.order.lock:
+        group.register_grad_ready(param)
+
+
+@torch.no_grad()
+def _take(param: torch.nn.Parameter, group: BucketGroup) -> None:
+    grad = param.grad
+    if grad is None:
+        return
+    group.check_accumulates(param)
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"{OP}: the gradient of parameter '{group.names[param]}' has layout {grad.layout}, wanted a dense one; "
+            "make the layer with sparse=False."
+        )
+    # A dummy stands for a gradient that is in main_grad; frameworks that wait for it say so by these marks.
+    if not getattr(param, "grad_added_to_main_grad", False) or getattr(param, "zero_out_wgrad", False):
+        param.main_grad.add_(grad)
+    param.grad = None
+
+
+def gates_of(module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> list[Gate]:
+    """A gate for each parameter; those of delayed weight gradients count at the end of their module's backward_dw()."""
+    gates = {param: Gate(param, group) for param, group in group_of.items()}
+    for part in module.modules():
+        register = getattr(part, "register_wgrad_accumulation_and_reduce_hooks", None)
+        if register is None:
+            continue
+        own = [gates[p] for p in part.parameters(recurse=False) if p in gates and gates[p].is_delayed]
+        if own:
+            register(_after_backward_dw(own))
+    return list(gates.values())
+
+
+def _after_backward_dw(gates: Sequence[Gate]) -> Callable[[], None]:
+    def hook() -> None:
+        for gate in gates:
+            gate.ready()
+
+    return hook
+
+
+class WeightHooks:
+    """Hooks in front of everything that reads weights of a module. groups_of: the groups of a module's own
+    parameters."""
+
+    def __init__(self, module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> None:
+        self.forward_handles: list[Any] = []
+        self._groups = {part: _groups(part.parameters(recurse=False), group_of) for part in module.modules()}
+        self._groups = {part: groups for part, groups in self._groups.items() if groups}
+        for part, groups in self._groups.items():
+            part.register_state_dict_pre_hook(_before_state_dict(groups))
+            part.register_load_state_dict_pre_hook(_before_state_dict(groups))
+
+    def enable_forward(self, chained: bool) -> None:
+        for part, groups in self._groups.items():
+            self.forward_handles.append(part.register_forward_pre_hook(_before_forward(groups, not chained)))
+
+    def disable_forward(self) -> None:
+        for handle in self.forward_handles:
+            handle.remove()
+        self.forward_handles.clear()
+
+
+def _groups(params: Iterable[torch.Tensor], group_of: dict[torch.Tensor, BucketGroup]) -> tuple[BucketGroup, ...]:
+    return tuple({id(group_of[p]): group_of[p] for p in params if p in group_of}.values())
+
+
+def _before_forward(groups: Sequence[BucketGroup], skip_next: bool) -> Callable[..., None]:
+    @disable_dynamo
+    def hook(*_: object) -> None:
+        for group in groups:
+            group.finish_param_sync(skip_next)
+
+    return hook
+
+
+def _before_state_dict(groups: Sequence[BucketGroup]) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        for group in groups:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    return hook

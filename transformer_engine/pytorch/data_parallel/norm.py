@@ -1,0 +1,96 @@
+"""The norm of all gradients, each parameter once, from the shards of the ranks; and the factor that clips and unscales.
+Sums are float64; nothing is waited for on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.data_parallel.shards import Shard
+from transformer_engine.pytorch.data_parallel.wrapper import DistributedDataParallel
+from transformer_engine.pytorch.distributed.groups import ranks_of
+from transformer_engine.pytorch.functional import optimizer_l2norm
+
+OP = "DistributedOptimizer"
+_TINY = 1e-6  # beside the norm that is divided by, as torch.nn.utils.clip_grad_norm_ has it
+_DENSE, _DENSE_DIVIDED, _EXPERT, _EXPERT_DIVIDED = range(4)
+
+
+class GradNorm:
+    """tp_group: over which parameters marked tensor_model_parallel are divided. stats_group: sums over all ranks in one
+    collective, in place of those over data-parallel and tensor-parallel ranks."""
+
+    def __init__(
+        self, shards: Sequence[Shard], wrapper: DistributedDataParallel, tp_group: Any, stats_group: Any
+    ) -> None:
+        self.device = wrapper._groups[0].buckets[0].grad_data.device
+        self.kinds: list[list[torch.Tensor]] = [[], [], [], []]
+        for shard in shards:
+            self.kinds[2 * shard.expert + shard.is_divided].append(shard.gradient)
+        self.comm, self.expert_comm = wrapper._comm, wrapper._expert_comm
+        self.is_sharded = wrapper.config.use_distributed_optimizer
+        self.tp_group, self.tp_size = tp_group, 1 if tp_group is None else ranks_of(OP, "tp_group", tp_group)
+        self.stats_group = stats_group
+        if stats_group is not None:
+            ranks_of(OP, "grad_stats_group", stats_group)
+        self._flag = torch.zeros(1, dtype=torch.float32, device=self.device)  # of optimizer_l2norm, which is not read
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        """The norm, float32, without a dimension."""
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for kind, gradients in enumerate(self.kinds):
+            if gradients:
+                norm, _ = optimizer_l2norm(gradients, noop=self._flag)
+                sums[kind] = norm.double().square().squeeze(0)
+        if self.stats_group is not None:
+            total = self._over_stats_group(sums)
+        else:
+            total = self._over_groups(sums)
+        return total.sqrt().float()
+
+    def _copies(self) -> tuple[int, int]:
+        """How many ranks of the data-parallel group hold the same sum: of dense parameters, of experts."""
+        return (1, 1) if self.is_sharded else (self.comm.size, self.expert_comm.size)
+
+    def _over_groups(self, sums: torch.Tensor) -> torch.Tensor:
+        if self.is_sharded:
+            self.comm.all_reduce(sums).wait()
+        elif self.expert_comm is not self.comm:
+            experts = sums[_EXPERT:] / self.expert_comm.size
+            self.comm.all_reduce(experts).wait()
+            sums = torch.cat([sums[:_EXPERT], experts])
+        divided = sums[_DENSE_DIVIDED] + sums[_EXPERT_DIVIDED]
+        if self.tp_size > 1:
+            dist.all_reduce(divided, group=self.tp_group)
+        return sums[_DENSE] + sums[_EXPERT] + divided
+
+    def _over_stats_group(self, sums: torch.Tensor) -> torch.Tensor:
+        dense, expert = self._copies()
+        counts_once = self.tp_size == 1 or dist.get_rank(self.tp_group) == 0
+        total = sums[_DENSE_DIVIDED] / dense + sums[_EXPERT_DIVIDED] / expert
+        if counts_once:
+            total = total + sums[_DENSE] / dense + sums[_EXPERT] / expert
+        dist.all_reduce(total, group=self.stats_group)
+        return total
+
+    def flag_over_ranks(self, flag: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks that step together."""
+        if self.stats_group is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.stats_group)
+            return flag
+        self.comm.all_reduce(flag, dist.ReduceOp.MAX).wait()
+        if self.tp_size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.tp_group)
+        return flag
+
+
+def clip_factor(norm: torch.Tensor, clip: float, inv_scale: torch.Tensor | None) -> torch.Tensor | None:
+    """What gradients are multiplied by: float32 [1] on the device, None for 1. norm: of the unscaled gradients."""
+    factor = None if clip == 0.0 else (clip / (norm + _TINY)).clamp(max=1.0).view(1)
+    if inv_scale is None:
+        return factor
+    return inv_scale if factor is None else factor * inv_scale

@@ -1,0 +1,98 @@
+"""One order of collectives on all ranks: that of gradients, which is the groups' own until the first step has shown in
+which they become ready, and that of weights. A group that is ready early waits for those before it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Group(Protocol):
+    """What an order asks of a BucketGroup."""
+
+    is_stale: bool
+    is_gathering: bool
+    next_param_gather_bucket_group: Any
+    chain: Any
+
+    def is_ready(self) -> bool: ...
+
+    def start_grad_sync(self, force_all_reduce: bool = False) -> None: ...
+
+    def start_param_sync(self, force_sync: bool = False) -> None: ...
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None: ...
+
+
+class DispatchOrder:
+    """In which gradients are reduced. measured: in which groups were last ready, by number; made common by agree()."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = list(groups)
+        self.order = list(range(len(self.groups)))
+        self.lock = threading.Lock()  # hooks run on the threads of several devices
+        self._number = {id(group): i for i, group in enumerate(self.groups)}
+        self._last: dict[int, None] = {}  # groups by when they were last ready
+        self._next = 0
+
+    def note(self, group: Group) -> None:
+        number = self._number[id(group)]
+        self._last.pop(number, None)
+        self._last[number] = None
+
+    def measured(self) -> list[int]:
+        """Groups that no parameter was ready of come last."""
+        return [*self._last, *(i for i in self.order if i not in self._last)]
+
+    def agree(self, order: Sequence[int]) -> None:
+        self.order = list(order)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._next = 0
+        self._last.clear()
+
+    def start_ready(self) -> None:
+        """Starts each group that is ready while all before it have started."""
+        while self._next < len(self.order):
+            group = self.groups[self.order[self._next]]
+            if not group.is_ready():
+                return
+            group.start_grad_sync()
+            self._next += 1
+
+    def start_rest(self, force_all_reduce: bool = False) -> None:
+        for i in self.order:
+            self.groups[i].start_grad_sync(force_all_reduce)
+        self._next = len(self.order)
+
+
+class GatherChain:
+    """In which weights are gathered: each group starts the next one when it is waited for."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = list(groups)
+        for group, following in zip(self.groups, [*self.groups[1:], None]):
+            group.chain, group.next_param_gather_bucket_group = self, following
+
+    def start_up_to(self, last: Group) -> None:
+        """Starts what is stale, in order, up to that group."""
+        for group in self.groups:
+            if group.is_stale and not group.is_gathering:
+                group.start_param_sync()
+            if group is last:
+                return
+
+    def start_first(self) -> None:
+        """Starts the first group that is stale."""
+        for group in self.groups:
+            if group.is_stale and not group.is_gathering:
+                group.start_param_sync()
+                return
+
+    def finish(self) -> None:
+        """Starts all that is stale before it waits for the first: all weights are whole behind it."""
+        self.start_up_to(self.groups[-1])
+        for group in self.groups:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)

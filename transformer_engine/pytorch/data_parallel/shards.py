@@ -1,0 +1,65 @@
+"""What one rank steps: of each parameter the elements that lie in this rank's shard of its bucket, or all of them where
+buckets are not cut. Weights and gradients are views of the wrapper's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.data_parallel.groups import BucketGroup
+from transformer_engine.pytorch.data_parallel.wrapper import DistributedDataParallel
+
+OP = "DistributedOptimizer"
+
+
+class Shard(NamedTuple):
+    """Elements [start, end) of the flattened parameter. weight, gradient: views; of the parameter's own shape where it
+    is whole."""
+
+    param: torch.nn.Parameter
+    group: BucketGroup
+    start: int
+    end: int
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    expert: bool
+    is_divided: bool  # over tensor-parallel ranks
+
+
+def shards_of(
+    param_groups: Sequence[Mapping[str, Any]], wrappers: Sequence[DistributedDataParallel]
+) -> list[list[Shard]]:
+    """Of each parameter group the shards of this rank. ValueError for a parameter that no wrapper holds."""
+    group_of = {p: group for wrapper in wrappers for p, group in wrapper.param_to_bucket_group.items()}
+    found = []
+    for number, param_group in enumerate(param_groups):
+        unknown = [tuple(p.shape) for p in param_group["params"] if p not in group_of]
+        if unknown:
+            raise ValueError(
+                f"{OP}: group {number} has {len(unknown)} parameters that no DistributedDataParallel among 'ddps' "
+                f"holds, the first of shape {unknown[0]}; make the optimizer of the parameters of the wrapped module."
+            )
+        made = (_shard(p, group_of[p]) for p in param_group["params"])
+        found.append([shard for shard in made if shard is not None])
+    return found
+
+
+def _shard(param: torch.nn.Parameter, group: BucketGroup) -> Shard | None:
+    bucket = group.param_to_bucket[param]
+    begin, end = bucket.buffer.where(param)
+    rest = bucket.buffer.expert, getattr(param, "tensor_model_parallel", False) is True
+    if not group.is_sharded:
+        return Shard(param, group, 0, param.numel(), param.detach(), param.main_grad, *rest)
+    comm = bucket.buffer.comm
+    first, last = bucket.layout.shard(comm.rank, comm.size)
+    first, last = max(first, begin), min(last, end)
+    if first >= last:
+        return None
+    weight = bucket.buffer.param_data[first:last]
+    return Shard(param, group, first - begin, last - begin, weight, bucket.buffer.grad_data[first:last], *rest)
+
+
+def groups_in_gather_order(wrappers: Iterable[DistributedDataParallel]) -> list[BucketGroup]:
+    return [group for wrapper in wrappers for chain in wrapper._chains for group in chain.groups]

@@ -1,0 +1,260 @@
+"""How the shards of a rank are stepped by each optimizer that acts on elements alone: FusedAdam and FusedSGD in one
+pass over memory, torch's Adam, AdamW and SGD on float32 shards. Norms and collectives are elsewhere.
+
+Each of these keeps states for shards, made when it is, and `steps`: the number of steps of each parameter group, int32
+on the device, which a skipped step leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.data_parallel.shards import OP, Shard
+from transformer_engine.pytorch.functional import optimizer_count_step, optimizer_scale, optimizer_sgd
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+MASTER = "master_param"
+MOMENTUM = "momentum_buffer"
+_ADAM_OPTIONS = (
+    "adam_w_mode",
+    "master_weights",
+    "master_weight_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "store_param_remainders",
+)
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Steps:
+    """shards: of each group of `param_groups`, which is the wrapped optimizer's own list: options are read in each
+    step."""
+
+    by_groups = True  # whether a part of the shards can be stepped by itself
+    counts_by_group = False  # whether the optimizer's own state dict has a step for each group
+
+    def __init__(self, optimizer: Any, shards: list[list[Shard]], device: torch.device) -> None:
+        self.optimizer, self.param_groups, self.shards = optimizer, optimizer.param_groups, shards
+        self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for _ in self.param_groups]
+
+    def begin(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
+        """A step of all shards begins: counts it, unless noop says not to."""
+        self.noop, self.clip = noop, clip
+        for step in self.steps:
+            optimizer_count_step(step, noop)
+
+    def run(self, chosen: set[int] | None) -> None:
+        """Steps the shards whose bucket groups are chosen, by id; None for all."""
+        raise NotImplementedError
+
+    # What files.py asks. A state's dtype is None where it is a count, not a tensor of the parameter's shape.
+
+    def state_of(self, number: int, index: int) -> dict[str, Any]:
+        """Of a shard of a group, as the optimizer's own state dict has it."""
+        raise NotImplementedError
+
+    def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
+        """What state_of gives for a parameter of that group: name -> dtype."""
+        raise NotImplementedError
+
+    def load_state(self, number: int, index: int, name: str, value: Any) -> None:
+        self.state_of(number, index)[name].copy_(value)
+
+    def step_of(self, number: int) -> torch.Tensor:
+        """The count that stands in for that of a parameter without a shard."""
+        return self.steps[number].cpu().float().view(())
+
+    def _chosen(self, number: int, chosen: set[int] | None) -> list[int]:
+        shards = self.shards[number]
+        return [i for i, shard in enumerate(shards) if chosen is None or id(shard.group) in chosen]
+
+
+class AdamSteps(Steps):
+    counts_by_group = True
+
+    def __init__(self, optimizer: FusedAdam, shards: list[list[Shard]], device: torch.device) -> None:
+        super().__init__(optimizer, shards, device)
+        groups = [
+            {name: value for name, value in group.items() if name not in ("step", "lr")}
+            | {"params": [s.weight for s in own]}
+            for group, own in zip(self.param_groups, shards)
+        ]
+        # It keeps the states of the shards, and converts them; it is never stepped.
+        self.keeper = FusedAdam(groups, **{name: getattr(optimizer, name) for name in _ADAM_OPTIONS})
+        for own in shards:
+            for shard in own:
+                self.keeper.initialize_state(shard.weight)
+
+    def state_of(self, number: int, index: int) -> dict[str, Any]:
+        weight = self.shards[number][index].weight
+        return {name: self.keeper.get_unscaled_state(weight, name) for name in self.keeper.state[weight]}
+
+    def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
+        kept = self.keeper._kept(param)
+        return {name: dtype if dtype is torch.int16 else torch.float32 for name, dtype in kept.items()}
+
+    def load_state(self, number: int, index: int, name: str, value: Any) -> None:
+        self.keeper.set_scaled_state(self.shards[number][index].weight, name, value)
+
+    def run(self, chosen: set[int] | None) -> None:
+        keeper = self.keeper
+        for number, (group, step) in enumerate(zip(self.param_groups, self.steps)):
+            lists: dict[torch.dtype | None, _C.AdamLists] = {}
+            for i in self._chosen(number, chosen):
+                shard = self.shards[number][i]
+                state = keeper.state[shard.weight]
+                master = state[MASTER].dtype if MASTER in state else None
+                if master not in lists:
+                    dtypes = keeper.exp_avg_dtype, keeper.exp_avg_sq_dtype, master, torch.float32
+                    lists[master] = _C.AdamLists(OP, *dtypes)
+                scales = keeper._scales.get(shard.weight)
+                lists[master].add([shard.weight], [shard.gradient], [state], [scales], None)
+            self._run_lists(group, step, list(lists.values()))
+
+    def _run_lists(self, group: Mapping[str, Any], step: torch.Tensor, lists: list[_C.AdamLists]) -> None:
+        lr, lr_tensor = group["lr"], None
+        if isinstance(lr, torch.Tensor) and lr.device == step.device and lr.dtype is torch.float32:
+            lr, lr_tensor = 0.0, lr.view(1)
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        numbers = float(lr), beta1, beta2, group["eps"], group["weight_decay"], 0
+        modes = self.keeper.adam_w_mode, bool(group["bias_correction"])
+        for each in lists:
+            each.run(*numbers, *modes, self.noop, lr_tensor, step, None, self.clip)
+
+
+class SGDSteps(Steps):
+    def __init__(self, optimizer: FusedSGD, shards: list[list[Shard]], device: torch.device) -> None:
+        super().__init__(optimizer, shards, device)
+        self.states = [[self._state(shard, group) for shard in own] for group, own in zip(self.param_groups, shards)]
+        self._is_first = True
+
+    def state_of(self, number: int, index: int) -> dict[str, Any]:
+        return self.states[number][index]
+
+    def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
+        return {MOMENTUM: param.dtype} if self.param_groups[number]["momentum"] else {}
+
+    def _state(self, shard: Shard, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {MOMENTUM: torch.zeros_like(shard.weight)} if group["momentum"] else {}
+
+    def begin(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
+        super().begin(noop, clip)
+        # A buffer of zeros does what a first step is to do, but for the dampening, which that one leaves out.
+        damped = any(group["momentum"] and group["dampening"] for group in self.param_groups)
+        self._first_run = damped and self._is_first
+        skipped = self._first_run and noop is not None and bool(float(noop))
+        self._is_first = self._is_first and (skipped or not damped)
+
+    def run(self, chosen: set[int] | None) -> None:
+        for number, group in enumerate(self.param_groups):
+            picked = self._chosen(number, chosen)
+            grads = [self.shards[number][i].gradient for i in picked]
+            scale_gradients(grads, self.clip)
+            buffers = [self.states[number][i][MOMENTUM] for i in picked] if group["momentum"] else []
+            optimizer_sgd(
+                grads,
+                [self.shards[number][i].weight for i in picked],
+                buffers,
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                first_run=self._first_run,
+                wd_after_momentum=self.optimizer.wd_after_momentum,
+                noop=self.noop,
+            )
+
+
+class TorchSteps(Steps):
+    """torch's own optimizer of float32 shards: the weights, or masters of them."""
+
+    by_groups = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: list[list[Shard]], device: torch.device) -> None:
+        super().__init__(optimizer, shards, device)
+        self.masters = [
+            [s.weight if s.weight.dtype is torch.float32 else s.weight.float() for s in own] for own in shards
+        ]
+        groups = [{**group, "params": list(own)} for group, own in zip(self.param_groups, self.masters)]
+        self.own = type(optimizer)(groups)
+        for group, masters in zip(self.param_groups, self.masters):
+            for master in masters:
+                self._make_state(master, group)
+
+    def state_of(self, number: int, index: int) -> dict[str, Any]:
+        master = self.masters[number][index]
+        beside = {} if master is self.shards[number][index].weight else {MASTER: master}
+        return {**self.own.state[master], **beside}
+
+    def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
+        group, full = self.param_groups[number], torch.float32
+        names: dict[str, torch.dtype | None] = {}
+        if "betas" in group:
+            names = {"step": None, "exp_avg": full, "exp_avg_sq": full}
+            names |= {"max_exp_avg_sq": full} if group.get("amsgrad") else {}
+        elif group["momentum"] and not group["dampening"]:
+            names = {MOMENTUM: full}
+        return names if param.dtype is full else {**names, MASTER: full}
+
+    def _make_state(self, master: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state = self.own.state[master]
+        if "betas" in group:
+            device = master.device if group.get("capturable") or group.get("fused") else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group.get("amsgrad") else [])
+            state.update({name: torch.zeros_like(master) for name in names})
+        elif group["momentum"] and not group["dampening"]:  # zeros do what torch does without a buffer
+            state[MOMENTUM] = torch.zeros_like(master)
+
+    def run(self, chosen: set[int] | None) -> None:
+        if self.noop is not None and float(self.noop):  # torch's steps are not skipped on the device
+            return
+        for group, own in zip(self.param_groups, self.own.param_groups):
+            own.update({name: value for name, value in group.items() if name != "params"})
+        for shards, masters in zip(self.shards, self.masters):
+            scale_gradients([shard.gradient for shard in shards], self.clip)
+            for shard, master in zip(shards, masters):
+                master.grad = shard.gradient.float()
+        self.own.step()
+        for shards, masters in zip(self.shards, self.masters):
+            for shard, master in zip(shards, masters):
+                master.grad = None
+                if master is not shard.weight:
+                    shard.weight.copy_(master)
+
+
+def scale_gradients(gradients: Tensors, factor: torch.Tensor | None) -> None:
+    """In place, for optimizers whose pass takes no factor from the device."""
+    if factor is not None and gradients:
+        optimizer_scale(gradients, gradients, factor)
+
+
+_STEPS: dict[type, type[Steps]] = {
+    FusedAdam: AdamSteps,
+    FusedSGD: SGDSteps,
+    torch.optim.Adam: TorchSteps,
+    torch.optim.AdamW: TorchSteps,
+    torch.optim.SGD: TorchSteps,
+}
+
+
+def steps_of(optimizer: Any, shards: list[list[Shard]], device: torch.device) -> Steps:
+    """Errors: NotImplementedError for an optimizer that is not known to act on each element by itself."""
+    kind = _STEPS.get(type(optimizer))
+    if kind is None:
+        raise NotImplementedError(
+            f"{OP}: argument 'optimizer' is a {type(optimizer).__name__}, wanted one of "
+            f"{', '.join(known.__name__ for known in _STEPS)}: shards of a parameter are stepped apart, which is right "
+            "only where each element is stepped by itself."
+        )
+    if optimizer.state:
+        raise ValueError(
+            f"{OP}: argument 'optimizer' has states already, wanted one that has taken no step; load them by "
+            "load_state_dict() of the DistributedOptimizer."
+        )
+    return kind(optimizer, shards, device)

@@ -1,0 +1,374 @@
+"""DistributedDataParallel: a module whose gradients are summed over ranks bucket by bucket, and whose weights may be
+gathered from shards. Collectives, layouts and hooks are in the other files; nothing is stepped here."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from transformer_engine.pytorch._internal.capture_flag import stream_captures
+from transformer_engine.pytorch.data_parallel.buffers import ParamAndGradBuffer
+from transformer_engine.pytorch.data_parallel.communicator import OP, Communicator
+from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
+from transformer_engine.pytorch.data_parallel.construction import plan_of
+from transformer_engine.pytorch.data_parallel.groups import partition_buckets, unready_sentence
+from transformer_engine.pytorch.data_parallel.hooks import WeightHooks, gates_of
+from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
+from transformer_engine.pytorch.data_parallel.reduction import Reduction
+from transformer_engine.pytorch.data_parallel.report import LayoutReport
+
+_group_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its group
+
+
+class _BufferList(list):
+    """The wrapper's ParamAndGradBuffers; called, as torch.nn.Module calls it, the module's buffers."""
+
+    def __init__(self, owner: torch.nn.Module) -> None:
+        super().__init__()
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        return torch.nn.Module.buffers(self._owner(), recurse)
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """module, with gradients that are averaged over process_group: in buckets, in param.main_grad.
+
+    A step: zero_grad_buffer(), forwards and backwards (all but the last under no_sync()), finish_grad_sync(), then an
+    optimizer that reads main_grad; DistributedOptimizer does all but the forwards and backwards.
+    disable_bucketing: one bucket a buffer. process_group: a group, or a mesh of one dimension, of the ranks that have
+    the same weights; None for all processes. expert_process_group: that of parameters with `allreduce` False, which are
+    scaled as the others are. calculate_per_token_loss: gradients are summed, not averaged.
+
+    Errors: TypeError, ValueError and NotImplementedError for what cannot be wrapped, on every rank of the group, with
+    the module as it was. state_dict() and load_state_dict() are the module's."""
+
+    def __init__(
+        self,
+        config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        *,
+        process_group: Any = None,
+        expert_process_group: Any = None,
+        calculate_per_token_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_arguments(config, module, disable_bucketing, calculate_per_token_loss)
+        self.config = self.ddp_config = config
+        self._comm = Communicator("process_group", process_group)
+        self._expert_comm = self._comm
+        if expert_process_group is not None:
+            self._expert_comm = Communicator("expert_process_group", expert_process_group)
+        plan = plan_of(module, config, self._comm, self._expert_comm, disable_bucketing)
+        self.module = module
+        self.use_forward_hook = config.overlap_param_gather and config.use_distributed_optimizer
+        if config.overlap_param_gather and not self.use_forward_hook:
+            warnings.warn(
+                f"{OP}: overlap_param_gather=True without use_distributed_optimizer=True does nothing: weights are "
+                "whole on every rank, and none is gathered.",
+                stacklevel=2,
+            )
+        self.overlap_param_gather_with_optimizer_step = False
+        self._make_groups(plan, 1.0 if calculate_per_token_loss else 1.0 / self._comm.size, disable_bucketing)
+        self._gates = gates_of(module, self.param_to_bucket_group)
+        self._hooks = WeightHooks(module, self.param_to_bucket_group)
+        if self.use_forward_hook:
+            self.enable_forward_pre_hook()
+
+    def _make_groups(self, plan: Any, factor: float, disable_bucketing: bool) -> None:
+        self.buffers, self.expert_parallel_buffers = _BufferList(self), []
+        for layout in plan.layouts:
+            comm = self._expert_comm if layout.expert else self._comm
+            made = ParamAndGradBuffer(self.config, layout, plan.params, plan.names, comm, factor)
+            (self.expert_parallel_buffers if layout.expert else self.buffers).append(made)
+        self._reduction = Reduction(self.config)
+        self.bucket_groups = partition_buckets(self.buffers, disable_bucketing, self._reduction)
+        self.expert_parallel_bucket_groups = partition_buckets(
+            self.expert_parallel_buffers, disable_bucketing, self._reduction
+        )
+        self._groups = self.bucket_groups + self.expert_parallel_bucket_groups
+        self._order = DispatchOrder(self._groups)
+        self.param_to_bucket_group = {p: group for group in self._groups for p in group.params_list}
+        for group in self._groups:
+            group.order = self._order
+            for p in group.params_list:
+                _group_of[p] = weakref.ref(group)
+        self._chains = [GatherChain(g[::-1]) for g in (self.bucket_groups, self.expert_parallel_bucket_groups) if g]
+
+    @property
+    def _all_buffers(self) -> list[ParamAndGradBuffer]:
+        return [*self.buffers, *self.expert_parallel_buffers]
+
+    @property
+    def buffers_device(self) -> torch.device:
+        return self._all_buffers[0].device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{OP}: torch.compile was called on the wrapper, whose collectives it cannot trace, wanted it on parts "
+                "of the module before the wrapping: layer.compile()."
+            )
+        return self.module(*args, **kwargs)
+
+    # ---- weights ----
+
+    def enable_forward_pre_hook(self) -> None:
+        """Each forward of a part of the module waits for its own weights. RuntimeError where the hooks are there, or
+        where the configuration has no overlapped gather."""
+        if not self.use_forward_hook:
+            raise RuntimeError(
+                f"{OP}: enable_forward_pre_hook() was called with use_forward_hook=False, wanted a configuration with "
+                "use_distributed_optimizer=True and overlap_param_gather=True."
+            )
+        if self._hooks.forward_handles:
+            raise RuntimeError(
+                f"{OP}: enable_forward_pre_hook() was called with the hooks there already, wanted "
+                "disable_forward_pre_hook() before it."
+            )
+        chained = not (self.config.align_param_gather or self.overlap_param_gather_with_optimizer_step)
+        self._hooks.enable_forward(chained)
+
+    @property
+    def remove_forward_pre_hook_handles(self) -> list[Any]:
+        return self._hooks.forward_handles
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Removes the hooks; with param_sync the weights are gathered then, and waited for."""
+        if not self._hooks.forward_handles:
+            raise RuntimeError(f"{OP}: disable_forward_pre_hook() was called without hooks there.")
+        self._hooks.disable_forward()
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gathers all weights from their shards; waits unless the gather is overlapped, or with force_sync. Returns at
+        once where each group's gather leaves in the optimizer's step, unless force_sync or force_dispatch."""
+        if self.overlap_param_gather_with_optimizer_step and not (force_sync or force_dispatch):
+            return
+        for chain in self._chains:
+            for group in chain.groups:
+                group.start_param_sync(force_sync)
+
+    def reset_param_sync_dispatch_state(self) -> None:
+        """For an optimizer of another library: it has written this rank's shards, and what was gathered is stale."""
+        for group in self._groups:
+            group.note_step()
+
+    def _begin_gathers(self) -> None:
+        """After a step of the shards: starts the first gather, which the hooks wait for and go on from; without hooks
+        gathers everything. With align_param_gather a schedule starts them."""
+        for chain in self._chains:
+            if not self._hooks.forward_handles:
+                chain.finish()
+            elif not self.config.align_param_gather:
+                chain.start_first()
+
+    def _ready(self) -> None:
+        for chain in self._chains:
+            chain.finish()
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Every rank takes the weights of the first one, over the group of each parameter."""
+        self._ready()
+        works = []
+        for buffer in self._all_buffers:
+            for p in buffer.slots:
+                tensors = p._tensors().values() if hasattr(p, "_tensors") else [p.data]
+                works += [buffer.comm.broadcast(t) for t in tensors if t is not None]
+        for work in works:
+            work.wait()
+        for buffer in self._all_buffers:
+            torch.autograd.graph.increment_version(list(buffer.slots))
+
+    # ---- gradients ----
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate gradients, and start no collective."""
+        before = [group.is_last_microbatch for group in self._groups]
+        for group in self._groups:
+            group.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            for group, was in zip(self._groups, before):
+                group.is_last_microbatch = was
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Starts the reduction of all gradients that are not being reduced yet."""
+        with self._order.lock:
+            self._order.start_rest()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Starts what has not started, and waits: main_grad is reduced (its own shard where sharded; everything with
+        force_all_reduce). The second of two calls does nothing.
+
+        Errors: RuntimeError for parameters whose gradients are missing, for force_all_reduce after a reduction into
+        shards, and with check_for_nan_in_grad, on all ranks, for a gradient that is not finite."""
+        self._finish_grad_sync(force_all_reduce)
+        self._raise_for_nan()
+
+    def _finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        if self.config.overlap_grad_reduce:
+            self._check_ready()
+        self._order.start_rest(force_all_reduce)
+        for i in self._order.order:
+            self._groups[i].finish_grad_sync(force_all_reduce)
+        self._reduction.finish_scratch()
+
+    def _check_ready(self) -> None:
+        """Raises RuntimeError for parameters without a gradient. The first time the ranks agree on how often each is
+        ready, and in which order groups are."""
+        missing = [name for group in self._groups for name in group.unready()]
+        sentence = unready_sentence(missing, len(self.param_to_bucket_group)) if missing else None
+        if all(group.expected is not None for group in self._groups):
+            if sentence is not None:
+                raise RuntimeError(sentence)
+            return
+        told = self._comm.every_rank_says(
+            (sentence, [group.counts() for group in self._groups], self._order.measured())
+        )
+        for rank, (other, _, _) in enumerate(told):
+            if other is not None:
+                raise RuntimeError(other if rank == self._comm.rank else f"{other} (rank {rank} of the process group)")
+        self._agree_on_counts([counts for _, counts, _ in told])
+        self._order.agree(told[0][2])
+        dense = {id(group) for group in self.bucket_groups}
+        ordered = [self._groups[i] for i in reversed(told[0][2])]
+        kinds = [g for g in ordered if id(g) in dense], [g for g in ordered if id(g) not in dense]
+        self._chains = [GatherChain(groups) for groups in kinds if groups]
+
+    def _agree_on_counts(self, told: list[list[list[int]]]) -> None:
+        for number, group in enumerate(self._groups):
+            counts = told[0][number]
+            for rank, other in enumerate(told):
+                for p, wanted, got in zip(group.params_list, counts, other[number], strict=True):
+                    if wanted != got and not self.config.find_unused_parameters:
+                        raise RuntimeError(
+                            f"{OP}: parameter '{group.names[p]}' was ready {wanted} times in a backward of rank 0, and "
+                            f"{got} times of rank {rank}, wanted the same on each rank."
+                        )
+            group.expect(counts)
+
+    def _nan_flag(self) -> torch.Tensor | None:
+        """1 on the device where a local gradient of any rank was not finite; None where nothing is checked."""
+        flags = [group.nan_check.flag for group in self._groups if group.nan_check is not None]
+        if not flags:
+            return None
+        flag = torch.stack(flags).amax(0)
+        self._comm.all_reduce(flag, torch.distributed.ReduceOp.MAX).wait()
+        return flag
+
+    def _raise_for_nan(self, flag: torch.Tensor | None = None) -> None:
+        """Raises RuntimeError on all ranks. Waits on the host."""
+        flag = self._nan_flag() if flag is None else flag
+        if flag is None or not float(flag):
+            return
+        found = [each for group in self._groups for each in group.nan_check.found()]
+        for group in self._groups:
+            group.nan_check.flag.zero_()
+        for rank, places in enumerate(self._comm.every_rank_says(found)):
+            for bucket, name in places:
+                raise RuntimeError(
+                    f"{OP}: the gradient of parameter '{name}' in bucket {bucket} of rank {rank} is not finite before "
+                    "it is reduced."
+                )
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """main_grad of all parameters times a number, or a tensor of one element on the device."""
+        for buffer in self._all_buffers:
+            buffer.scale_gradients(factor)
+
+    def zero_grad_buffer(self) -> None:
+        """All gradients become 0, and a step begins. RuntimeError while gradients are being reduced, and for parameters
+        that were frozen, thawed or moved since the wrapping."""
+        for group in self._groups:
+            group.reset()
+        self._check_parameters()
+        self._order.begin()
+        for p in self.param_to_bucket_group:
+            if hasattr(p, "grad_added_to_main_grad"):
+                p.grad_added_to_main_grad = False
+        for buffer in self._all_buffers:
+            if not buffer.is_offloaded:
+                buffer.reset()
+
+    def _check_parameters(self) -> None:
+        for buffer in self._all_buffers:
+            for p in buffer.slots:
+                found = buffer.moved(p) if p.requires_grad else "was frozen"
+                if found is not None:
+                    raise RuntimeError(
+                        f"{OP}: parameter '{buffer.names[p]}' {found} since the wrapping, wanted it as it was; wrap "
+                        "the module after .to(), casts and freezing."
+                    )
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and p not in self.param_to_bucket_group:
+                raise RuntimeError(
+                    f"{OP}: parameter '{name}' was not trainable, or not there, when the module was wrapped, wanted "
+                    "the wrapping after all parameters have requires_grad=True."
+                )
+
+    def offload_grad_buffers(self) -> None:
+        """Frees the memory of all gradients; main_grad stays a view of it."""
+        if any(group.state is group.state.IN_FLIGHT for group in self._groups) or stream_captures():
+            raise RuntimeError(
+                f"{OP}: offload_grad_buffers() was called while gradients are being reduced or a graph is captured, "
+                "wanted it after finish_grad_sync()."
+            )
+        for buffer in self._all_buffers:
+            buffer.offload_grads()
+
+    def restore_grad_buffers(self) -> None:
+        """Gives the gradients memory again, of zeros."""
+        for buffer in self._all_buffers:
+            if buffer.is_offloaded:
+                buffer.restore_grads()
+
+    def free_overlap_buffers(self) -> None:
+        """Waits for sums in the order of the ranks, and frees their scratch memory."""
+        self._reduction.finish_scratch()
+
+    # ---- looking, files ----
+
+    def layout(self) -> LayoutReport:
+        """Which parameter lies where, and in which bucket: rows, which print as a table."""
+        return LayoutReport(self._all_buffers)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def _check_arguments(config: object, module: object, disable_bucketing: object, per_token: object) -> None:
+    if not isinstance(config, DistributedDataParallelConfig):
+        raise TypeError(
+            f"{OP}: argument 'config' is a {type(config).__name__}, wanted a DistributedDataParallelConfig."
+        )
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{OP}: argument 'module' is a {type(module).__name__}, wanted a torch.nn.Module.")
+    for name, value in (("disable_bucketing", disable_bucketing), ("calculate_per_token_loss", per_token)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{OP}: argument '{name}' is {value!r}, wanted True or False.")
+    if per_token and config.average_in_collective:
+        raise ValueError(
+            f"{OP}: argument 'calculate_per_token_loss' is True with average_in_collective=True, wanted one of them: "
+            "gradients of a loss per token are summed."
+        )
+
+
+def ensure_params_ready(params: Iterable[torch.Tensor]) -> None:
+    """Waits for the weights among `params` that a wrapper gathers; others are whole as they are."""
+    for group in {id(g): g for p in params if (known := _group_of.get(p)) and (g := known())}.values():
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
