@@ -26,6 +26,8 @@ has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type  # 2.
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # 2.9 - 2.15
 increment_version = torch._C._increment_version  # 2.9 - 2.15; torch.autograd.graph's, without its frame
 is_in_torch_dispatch_mode = torch.utils._python_dispatch.is_in_torch_dispatch_mode  # 2.9 - 2.15
+# Of builds with NCCL.
+make_nccl_premul_sum = getattr(torch.distributed, "_make_nccl_premul_sum", None)  # 2.9 - 2.15
 make_subclass = torch.Tensor._make_subclass  # 2.9 - 2.15
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # 2.9 - 2.15
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # 2.9 - 2.15

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from transformer_engine.pytorch._internal.torch_private import make_nccl_premul_sum
 from transformer_engine.pytorch.distributed.groups import ranks_of
 
 OP = "DistributedDataParallel"
@@ -46,7 +47,7 @@ class Communicator:
         return self.size > 1 and device.type == "cuda" and "nccl" in str(dist.get_backend_config(self.group))
 
     def premultiplied_sum(self, factor: float) -> Any:
-        return dist._make_nccl_premul_sum(factor)
+        return make_nccl_premul_sum(factor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         return self._started(lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True))

@@ -10,6 +10,7 @@ import torch
 
 from transformer_engine.pytorch.data_parallel.groups import BucketGroup
 from transformer_engine.pytorch.data_parallel.wrapper import DistributedDataParallel
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 OP = "DistributedOptimizer"
 
@@ -40,6 +41,13 @@ def shards_of(
             raise ValueError(
                 f"{OP}: group {number} has {len(unknown)} parameters that no DistributedDataParallel among 'ddps' "
                 f"holds, the first of shape {unknown[0]}; make the optimizer of the parameters of the wrapped module."
+            )
+        quantized = next((p for p in param_group["params"] if isinstance(p, QuantizedTensor)), None)
+        if quantized is not None:
+            raise NotImplementedError(
+                f"{OP}: group {number} has a {type(quantized).__name__} {list(quantized.shape)}; weights that are held in "
+                "FP8 are not stepped by it in this version, wanted plain weights, or FusedAdam over main_grad: "
+                "use_decoupled_grad=True."
             )
         made = (_shard(p, group_of[p]) for p in param_group["params"])
         found.append([shard for shard in made if shard is not None])

@@ -1,0 +1,96 @@
+# What ranks run for test_files.py: a run that is saved, and others of another cut that go on from it.
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import here
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from transformer_engine.pytorch.data_parallel.optimizer import DistributedOptimizer
+
+from .cases import backward, batch, build
+from .optimizer_workers import OPTIMIZERS
+
+
+def made(model, name, sharded, bucket_size):
+    """The data of all ranks are the same, so that their number changes no gradient."""
+    module = build(model)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=sharded,
+        use_distributed_optimizer=sharded,
+        bucket_size=bucket_size,
+        reproducible=True,
+    )
+    ddp = DistributedDataParallel(config, module, calculate_per_token_loss=dist.get_world_size() == 3)
+    return module, ddp, DistributedOptimizer(OPTIMIZERS[name](module.parameters()), ddp)
+
+
+def train(model, module, ddp, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, ddp, batch(model, 0, 0, step), module)
+        if dist.get_world_size() == 3:
+            ddp._finish_grad_sync()
+            ddp.scale_gradients(1 / 3)
+        optimizer.step()
+
+
+def save(rank, folder, cases):
+    """Saved in the middle of an overlapped gather. Returns the weights then and two steps later."""
+    found = {}
+    for model, name in cases:
+        module, ddp, optimizer = made(model, name, True, 1100)
+        train(model, module, ddp, optimizer, range(2))
+        state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
+        dcp.save(state, checkpoint_id=f"{folder}/{name}")
+        train(model, module, ddp, optimizer, range(2, 4))
+        found[name] = {n: p.clone() for n, p in module.state_dict().items() if isinstance(p, torch.Tensor)}
+    return found
+
+
+def load(rank, folder, cases, sharded, bucket_size):
+    """The weights two steps after the file."""
+    found = {}
+    for model, name in cases:
+        module, ddp, optimizer = made(model, name, sharded, bucket_size)
+        state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        module.load_state_dict(state["model"])
+        set_optimizer_state_dict(module, optimizer, state["optimizer"])
+        train(model, module, ddp, optimizer, range(2, 4))
+        found[name] = {n: p.clone() for n, p in module.state_dict().items() if isinstance(p, torch.Tensor)}
+    return found
+
+
+def fsdp2(rank, folder):
+    """States that FSDP2's FusedAdam has, loaded from the sharded optimizer's file, whole; and the way back."""
+    module = fully_shard(build("plain"), mesh=init_device_mesh(here().type, (dist.get_world_size(),)))
+    adam = te.optimizers.FusedAdam(module.parameters(), lr=1e-2, weight_decay=0.1, master_weights=True)
+    for p in module.parameters():
+        adam.initialize_state(p)
+    state = {"optimizer": get_optimizer_state_dict(module, adam)}
+    dcp.load(state, checkpoint_id=f"{folder}/fused_adam")
+    set_optimizer_state_dict(module, adam, state["optimizer"])
+    whole = {
+        n: {name: value.full_tensor() for name, value in adam.state[p].items()} for n, p in module.named_parameters()
+    }
+    dcp.save({"optimizer": get_optimizer_state_dict(module, adam)}, checkpoint_id=f"{folder}/fsdp2")
+    plain, _, optimizer = made("plain", "fused_adam", True, 700)
+    back = {"optimizer": get_optimizer_state_dict(plain, optimizer)}
+    dcp.load(back, checkpoint_id=f"{folder}/fsdp2")
+    set_optimizer_state_dict(plain, optimizer, back["optimizer"])
+    names = {p: n for n, p in plain.named_parameters()}
+    parts = {}
+    for shard in (s for own in optimizer._shards for s in own):
+        kept = optimizer._steps.keeper.state[shard.weight]
+        for name, value in kept.items():
+            wanted = whole[names[shard.param]][name].reshape(-1)[shard.start : shard.end]
+            assert torch.equal(value.reshape(-1), wanted), (names[shard.param], name)
+            parts[names[shard.param], name] = value.numel()
+    assert parts
+    return whole

@@ -1,0 +1,248 @@
+# What cannot be is an error that names it, and leaves the module as it was. One process, some of it over the fake.
+import pytest
+import torch
+from support import refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.data_parallel import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    partition_buckets,
+)
+
+from .fake import FakeCommunicator, ladder, wrapped
+
+Config = DistributedDataParallelConfig
+
+
+def test_names_are_where_clients_look():
+    for name in ("DistributedDataParallel", "DistributedDataParallelConfig", "ParamAndGradBuffer", "BucketGroup"):
+        assert hasattr(te.distributed, name)
+    assert te.distributed.partition_buckets is partition_buckets
+    assert te.optimizers.DistributedOptimizer is DistributedOptimizer
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overlap_grad_reduce": 1}, ("'overlap_grad_reduce'", "1", "True or False")),
+        ({"bucket_size": True}, ("'bucket_size'", "True", "None or an int > 0")),
+        ({"bucket_size": 0}, ("'bucket_size'", "0")),
+        ({"num_buckets": 2.0}, ("'num_buckets'", "2.0")),
+        ({"num_buckets": 2, "bucket_size": 8}, ("'bucket_size' (8)", "'num_buckets' (2)", "one of them")),
+        ({"average_in_collective": True, "reproducible": True}, ("'average_in_collective'", "'reproducible'")),
+    ],
+)
+def test_configurations(options, words):
+    with refused(ValueError, "DistributedDataParallelConfig", *words):
+        Config(**options)
+
+
+def test_options_of_other_libraries_are_unknown():
+    for name in ("nccl_ub", "num_distributed_optimizer_instances", "param_name_patterns_for_fp32_local_accumulation"):
+        with pytest.raises(TypeError, match=name):
+            Config(**{name: True})
+
+
+def test_arguments():
+    module = torch.nn.Linear(4, 4)
+    with refused(TypeError, "'config'", "dict"):
+        DistributedDataParallel({}, module)
+    with refused(TypeError, "'module'", "Parameter"):
+        DistributedDataParallel(Config(), module.weight)
+    with refused(ValueError, "'disable_bucketing'", "1"):
+        DistributedDataParallel(Config(), module, 1)
+    with refused(ValueError, "'calculate_per_token_loss'", "average_in_collective"):
+        DistributedDataParallel(Config(average_in_collective=True), module, calculate_per_token_loss=True)
+    assert not hasattr(module.weight, "main_grad")
+
+
+def test_modules():
+    with refused(ValueError, "no trainable parameter"):
+        DistributedDataParallel(Config(), torch.nn.ReLU())
+    with refused(ValueError, "'weight'", "meta", "to_empty()"):
+        DistributedDataParallel(Config(), torch.nn.Linear(4, 4, device="meta"))
+    shared = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(8))})
+    shared["b"] = torch.nn.Parameter(shared["a"].detach()[4:])
+    with refused(ValueError, "'a'", "'b'", "overlap in memory"):
+        DistributedDataParallel(Config(), shared)
+    with te.quantized_model_init(enabled=True):
+        quantized = te.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16)
+    with refused(NotImplementedError, "'weight'", "use_distributed_optimizer=True"):
+        DistributedDataParallel(Config(use_distributed_optimizer=True), quantized)
+
+
+def test_gathers_without_shards_warn_and_have_no_hooks():
+    with pytest.warns(UserWarning, match="overlap_param_gather=True without use_distributed_optimizer"):
+        ddp = DistributedDataParallel(Config(overlap_param_gather=True), torch.nn.Linear(4, 4))
+    assert not ddp.use_forward_hook and not ddp.remove_forward_pre_hook_handles
+    with refused(RuntimeError, "use_forward_hook=False", "overlap_param_gather=True"):
+        ddp.enable_forward_pre_hook()
+
+
+def test_gathers_without_overlapped_gradients_have_one_bucket(monkeypatch):
+    options = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 1}
+    ddp = wrapped(monkeypatch, FakeCommunicator(), ladder(), **options)
+    assert len(ddp.bucket_groups) == 1 and ddp.use_forward_hook
+
+
+def test_hooks_twice(monkeypatch):
+    options = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    ddp = wrapped(monkeypatch, FakeCommunicator(), ladder(), **options)
+    with refused(RuntimeError, "hooks there already", "disable_forward_pre_hook()"):
+        ddp.enable_forward_pre_hook()
+    ddp.disable_forward_pre_hook()
+    with refused(RuntimeError, "disable_forward_pre_hook()", "without hooks"):
+        ddp.disable_forward_pre_hook()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_that_changed_since(sharded):
+    ddp = DistributedDataParallel(Config(use_distributed_optimizer=sharded), ladder(2, 4))
+    first = ddp.module[0].weight
+    first.requires_grad_(False)
+    with refused(RuntimeError, "'0.weight'", "frozen"):
+        ddp.zero_grad_buffer()
+    first.requires_grad_(True)
+    ddp.zero_grad_buffer()
+    ddp.module.append(torch.nn.Linear(4, 4))
+    with refused(RuntimeError, "'2.weight'", "not trainable, or not there"):
+        ddp.zero_grad_buffer()
+    del ddp.module[2]
+    first.main_grad = torch.zeros(4, 4)
+    with refused(RuntimeError, "'0.weight'", "another main_grad"):
+        ddp.zero_grad_buffer()
+    if sharded:
+        ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), ladder(2, 4))
+        ddp.module[1].weight.data = torch.zeros(4, 4)
+        with refused(RuntimeError, "'1.weight'", "moved out of its buffer"):
+            ddp.zero_grad_buffer()
+
+
+def test_a_backward_without_zero_grad_buffer():
+    ddp = DistributedDataParallel(Config(), ladder(2, 4))
+    ddp.zero_grad_buffer()
+    ddp(torch.ones(1, 4)).sum().backward()
+    ddp.finish_grad_sync()
+    with refused(RuntimeError, "weight'", "after the gradients were reduced", "zero_grad_buffer()"):
+        ddp(torch.ones(1, 4)).sum().backward()
+
+
+def test_sparse_gradients():
+    ddp = DistributedDataParallel(Config(), torch.nn.Embedding(4, 4, sparse=True))
+    ddp.zero_grad_buffer()
+    with refused(ValueError, "'weight'", "sparse", "sparse=False"):
+        ddp(torch.tensor([1])).sum().backward()
+
+
+def test_the_marks_of_other_libraries():
+    """A gradient that is said to be in main_grad is not added again, unless it is one of zeros."""
+    ddp = DistributedDataParallel(Config(), ladder(1, 4))
+    weight = ddp.module[0].weight
+    for added, zeros, wanted in ((False, False, 1.0), (True, False, 0.0), (True, True, 1.0)):
+        ddp.zero_grad_buffer()
+        weight.grad_added_to_main_grad, weight.zero_out_wgrad = added, zeros
+        ddp(torch.ones(1, 4)).sum().backward()
+        assert (weight.main_grad == wanted).all() and weight.grad is None
+    ddp.zero_grad_buffer()
+    assert weight.grad_added_to_main_grad is False
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_memory(sharded):
+    """The weights' own memory is freed, views stay while the gradients are away."""
+    module = ladder(3, 64)
+    before = [p.untyped_storage() for p in module.parameters()]
+    ddp = DistributedDataParallel(Config(use_distributed_optimizer=sharded, grad_reduce_in_fp32=True), module)
+    (buffer,) = ddp.buffers
+    storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    assert storages == ({buffer.param_data.data_ptr()} if sharded else {s.data_ptr() for s in before})
+    assert list(ddp.buffers()) == []
+    ddp.offload_grad_buffers()
+    assert buffer.grad_data.untyped_storage().nbytes() == 0
+    ddp.restore_grad_buffers()
+    ddp.zero_grad_buffer()
+    ddp(torch.ones(1, 64)).sum().backward()
+    assert all((p.main_grad != 0).any() for p in module.parameters())
+    ddp.scale_gradients(torch.tensor(0.0))
+    assert not buffer.grad_data.any()
+    ddp.free_overlap_buffers()
+
+
+def test_layout_prints(monkeypatch):
+    ddp = wrapped(monkeypatch, FakeCommunicator(), ladder(2), use_distributed_optimizer=True)
+    rows = ddp.layout()
+    assert [row.name for row in rows] == ["1.weight", "0.weight"]
+    assert rows[0].shards == (0,) and rows[1].shards == (1,)
+    assert "256 .. 512  0.weight" in str(rows)
+
+
+def test_torch_compile_of_the_wrapper():
+    ddp = DistributedDataParallel(Config(), ladder(1, 4))
+    with pytest.raises(Exception, match="torch.compile was called on the wrapper"):
+        torch.compile(ddp, backend="eager", fullgraph=True)(torch.ones(1, 4))
+
+
+# ---- the optimizer ----
+
+
+def test_optimizers():
+    ddp = DistributedDataParallel(Config(), ladder(2, 4))
+    params = list(ddp.module.parameters())
+    with refused(NotImplementedError, "'optimizer'", "RMSprop", "FusedAdam"):
+        DistributedOptimizer(torch.optim.RMSprop(params), ddp)
+    with refused(TypeError, "'ddps'", "Sequential"):
+        DistributedOptimizer(torch.optim.SGD(params), [ddp.module])
+    with refused(ValueError, "'ddps'", "empty"):
+        DistributedOptimizer(torch.optim.SGD(params), [])
+    with refused(ValueError, "'clip_grad'", "-1"):
+        DistributedOptimizer(torch.optim.SGD(params), ddp, clip_grad=-1)
+    with refused(ValueError, "group 0", "1 parameters", "(3,)"):
+        DistributedOptimizer(torch.optim.SGD([*params, torch.nn.Parameter(torch.ones(3))]), ddp)
+    with refused(ValueError, "'overlap_param_gather_with_optimizer_step'", "overlap_param_gather=True"):
+        DistributedOptimizer(torch.optim.SGD(params), ddp, overlap_param_gather_with_optimizer_step=True)
+    stepped = torch.optim.SGD(params, momentum=0.9)
+    params[0].grad = torch.ones(4, 4)
+    stepped.step()
+    params[0].grad = None
+    with refused(ValueError, "'optimizer'", "states already", "load_state_dict()"):
+        DistributedOptimizer(stepped, ddp)
+    with te.quantized_model_init(enabled=True):
+        quantized = DistributedDataParallel(Config(), te.Linear(32, 32, device="cpu"))
+    adam = te.optimizers.FusedAdam(quantized.module.parameters(), master_weights=True)
+    with refused(NotImplementedError, "group 0", "Float8Tensor", "use_decoupled_grad=True"):
+        DistributedOptimizer(adam, quantized)
+    optimizer = DistributedOptimizer(torch.optim.SGD(params), ddp)
+    with refused(NotImplementedError, "add_param_group()"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+
+def test_state_dicts():
+    ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), ladder(2, 4))
+    optimizer = DistributedOptimizer(te.optimizers.FusedAdam(ddp.module.parameters()), ddp)
+    state = optimizer.state_dict()
+    with refused(ValueError, "groups of [1] parameters", "wanted [2]"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+    with refused(ValueError, "no state of parameter 0"):
+        optimizer.load_state_dict({**state, "state": {}})
+    lacking = {**state, "state": {0: {"exp_avg": torch.zeros(4, 4)}, 1: state["state"][1]}}
+    with refused(ValueError, "parameter 0", "exp_avg_sq"):
+        optimizer.load_state_dict(lacking)
+    wrong = {**state["state"][0], "exp_avg": torch.zeros(3)}
+    with refused(ValueError, "'exp_avg'", "[3]", "[4, 4]"):
+        optimizer.load_state_dict({**state, "state": {**state["state"], 0: wrong}})
+
+
+def test_groups_of_fp8_weights():
+    """What is no FP8 joins the last group of FP8 weights, unless it is as large as a bucket."""
+
+    def groups(bucket_size):
+        with te.quantized_model_init(enabled=True):
+            module = torch.nn.Sequential(*(te.Linear(32, 32, device="cpu") for _ in range(3)))
+        ddp = DistributedDataParallel(Config(overlap_grad_reduce=True, bucket_size=bucket_size), module)
+        return [[p.dim() for p in group.params_list] for group in ddp.bucket_groups]
+
+    assert groups(1000) == [[2], [2], [2, 1, 1, 1]]
+    assert groups(32) == [[2], [2], [2], [1], [1], [1]]
+    assert partition_buckets([]) == []
