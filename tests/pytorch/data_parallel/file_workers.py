@@ -16,11 +16,15 @@ from .optimizer_workers import OPTIMIZERS
 
 
 def made(model, name, sharded, bucket_size):
-    """The data of all ranks are the same, so that their number changes no gradient."""
+    """The data of all ranks are the same, so that their number changes no gradient; a third of three times a gradient
+    may be another number, so that two of three ranks bring zeros."""
     module = build(model)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(2.0**-6)
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=True,
+        overlap_grad_reduce=dist.get_world_size() != 3,
         overlap_param_gather=sharded,
         use_distributed_optimizer=sharded,
         bucket_size=bucket_size,
@@ -34,9 +38,8 @@ def train(model, module, ddp, optimizer, steps):
     for step in steps:
         optimizer.zero_grad()
         backward(model, ddp, batch(model, 0, 0, step), module)
-        if dist.get_world_size() == 3:
-            ddp._finish_grad_sync()
-            ddp.scale_gradients(1 / 3)
+        if dist.get_world_size() == 3 and dist.get_rank():
+            ddp.scale_gradients(0.0)
         optimizer.step()
 
 
@@ -73,6 +76,7 @@ def fsdp2(rank, folder):
     adam = te.optimizers.FusedAdam(module.parameters(), lr=1e-2, weight_decay=0.1, master_weights=True)
     for p in module.parameters():
         adam.initialize_state(p)
+    adam.param_groups[0]["step"] = 0  # as in one that has taken a step: what is not there is not loaded
     state = {"optimizer": get_optimizer_state_dict(module, adam)}
     dcp.load(state, checkpoint_id=f"{folder}/fused_adam")
     set_optimizer_state_dict(module, adam, state["optimizer"])

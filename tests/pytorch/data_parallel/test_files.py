@@ -1,5 +1,5 @@
 # A file of torch.distributed.checkpoint that two ranks wrote goes on, to the bit, at other numbers of ranks and other
-# buckets, unsharded, in FusedAdam alone and in FSDP2, and comes back. What a shard is as boxes of its parameter's shape.
+# buckets, unsharded, in FusedAdam alone and in FSDP2, and comes back. A shard as boxes of its parameter's shape.
 import math
 
 import pytest
@@ -54,6 +54,7 @@ def same(got, wanted):
     assert got.keys() == wanted.keys()
     for name in wanted:
         for key, value in wanted[name].items():
+            assert value.isfinite().all(), f"{name}: {key}"
             assert_same_bits(got[name][key], value, f"{name}: {key}")
 
 
@@ -75,8 +76,10 @@ def test_the_unsharded_optimizer_and_fsdp2_take_it(saved):
     adam = te.optimizers.FusedAdam(module.parameters(), master_weights=True)
     for p in module.parameters():
         adam.initialize_state(p)
+    adam.param_groups[0]["step"] = 0  # as in one that has taken a step: what is not there is not loaded
     state = {"optimizer": get_optimizer_state_dict(module, adam)}
     dcp.load(state, checkpoint_id=f"{folder}/fused_adam", no_dist=True)
+    assert state["optimizer"]["param_groups"][0]["step"] == 2
     names = dict(module.named_parameters())
     assert any(bool(value.any()) for value in state["optimizer"]["state"]["first.weight"].values())
     for whole in on_ranks(fsdp2, folder, ranks=2):

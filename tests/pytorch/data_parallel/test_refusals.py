@@ -180,7 +180,7 @@ def test_layout_prints(monkeypatch):
 
 def test_torch_compile_of_the_wrapper():
     ddp = DistributedDataParallel(Config(), ladder(1, 4))
-    with pytest.raises(Exception, match="torch.compile was called on the wrapper"):
+    with pytest.raises(Exception, match=r"torch\.compile was called on the wrapper"):
         torch.compile(ddp, backend="eager", fullgraph=True)(torch.ones(1, 4))
 
 

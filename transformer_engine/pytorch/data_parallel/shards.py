@@ -45,8 +45,8 @@ def shards_of(
         quantized = next((p for p in param_group["params"] if isinstance(p, QuantizedTensor)), None)
         if quantized is not None:
             raise NotImplementedError(
-                f"{OP}: group {number} has a {type(quantized).__name__} {list(quantized.shape)}; weights that are held in "
-                "FP8 are not stepped by it in this version, wanted plain weights, or FusedAdam over main_grad: "
+                f"{OP}: group {number} has a {type(quantized).__name__} {list(quantized.shape)}; weights that are "
+                "held in FP8 are not stepped by it in this version, wanted plain weights, or FusedAdam over main_grad: "
                 "use_decoupled_grad=True."
             )
         made = (_shard(p, group_of[p]) for p in param_group["params"])
