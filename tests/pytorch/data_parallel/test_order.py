@@ -125,6 +125,7 @@ def test_a_forward_between_reduction_and_step_leaves_nothing_stale(monkeypatch):
     run.ddp(torch.ones(1, 16)).sum().backward()
     run.ddp.finish_grad_sync()
     run.forward(0)
+    assert not run.comm.started("gather")
     run.step()
     for layer in range(3):
         run.forward(layer)

@@ -94,7 +94,7 @@ class BucketGroup:
         if not self.is_last_microbatch or not self.config.overlap_grad_reduce:
             return
         if param.is_cuda:
-            self._streams.add(torch.cuda.current_stream(param.device))
+            self.note_producer(torch.cuda.current_stream(param.device))
         if self.expected is None:
             self._left[param] += 1
             if self.order is not None:
@@ -112,6 +112,10 @@ class BucketGroup:
                 self.order.start_ready()
             else:
                 self.start_grad_sync()
+
+    def note_producer(self, stream: torch.cuda.Stream) -> None:
+        """A gradient of the group is made on that stream: its reduction waits for it."""
+        self._streams.add(stream)
 
     def is_ready(self) -> bool:
         if self.expected is None or self._total > 0:

@@ -6,11 +6,13 @@ where no gradient comes through autograd, because a module added it to main_grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import disable_dynamo
 from transformer_engine.pytorch.data_parallel.groups import OP, BucketGroup
 
@@ -63,6 +65,20 @@ def _take(param: torch.nn.Parameter, group: BucketGroup) -> None:
     if not getattr(param, "grad_added_to_main_grad", False) or getattr(param, "zero_out_wgrad", False):
         param.main_grad.add_(grad)
     param.grad = None
+
+
+class Producers:
+    """Tells groups on which streams of a GPU modules add gradients to main_grad themselves: autograd orders no stream
+    for a gradient that does not come through it. Ends with the object."""
+
+    def __init__(self, group_of: dict[torch.Tensor, BucketGroup]) -> None:
+        def note(param: torch.Tensor, stream: int) -> None:
+            group = group_of.get(param)
+            if group is not None and param.is_cuda:
+                group.note_producer(torch.cuda.ExternalStream(stream, device=param.device))
+
+        _C.add_ready_callback(note)
+        weakref.finalize(self, _C.remove_ready_callback, note)
 
 
 def gates_of(module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> list[Gate]:

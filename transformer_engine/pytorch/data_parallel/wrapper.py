@@ -18,7 +18,7 @@ from transformer_engine.pytorch.data_parallel.communicator import OP, Communicat
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.construction import plan_of
 from transformer_engine.pytorch.data_parallel.groups import partition_buckets, unready_sentence
-from transformer_engine.pytorch.data_parallel.hooks import WeightHooks, gates_of
+from transformer_engine.pytorch.data_parallel.hooks import Producers, WeightHooks, gates_of
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
 from transformer_engine.pytorch.data_parallel.reduction import Reduction
 from transformer_engine.pytorch.data_parallel.report import LayoutReport
@@ -78,6 +78,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.overlap_param_gather_with_optimizer_step = False
         self._make_groups(plan, 1.0 if calculate_per_token_loss else 1.0 / self._comm.size, disable_bucketing)
         self._gates = gates_of(module, self.param_to_bucket_group)
+        self._producers = Producers(self.param_to_bucket_group) if self.buffers_device.type == "cuda" else None
         self._hooks = WeightHooks(module, self.param_to_bucket_group)
         if self.use_forward_hook:
             self.enable_forward_pre_hook()
