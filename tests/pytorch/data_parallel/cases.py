@@ -48,14 +48,17 @@ class Beside(torch.nn.Module):
         return self.one(x) + self.other(x)
 
 
-def build(name):
-    """The same whole-number weights on every rank."""
+def build(name, held_in_fp8=False):
+    """The same whole-number weights on every rank; those that are held in FP8 as they are drawn."""
     if name == "plain":
         module = Plain()
     else:
         options = {"params_dtype": torch.bfloat16, "device": here()}
         if name != "fused":
             options["fuse_wgrad_accumulation"] = True
+        if held_in_fp8:
+            with te.quantized_model_init(True, RECIPES[name](), preserve_high_precision_init_val=True):
+                return Beside(**options)
         if name == "delayed_wgrad":
             options["delay_wgrad_compute"] = True
         two = Beside(**options) if name in RECIPES else None

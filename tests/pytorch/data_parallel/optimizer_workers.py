@@ -11,7 +11,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.optimizer import DistributedOptimizer
 
-from .cases import backward, batch, build, reference
+from .cases import backward, batch, build, own_part, reference
 from .wrapper_workers import WIDE, raised
 
 STEPS = 4
@@ -117,6 +117,63 @@ def steps(rank, ranks, model, name, way):
         state = module.state_dict()  # waits for the gather
         for n, p in other.named_parameters():
             assert torch.equal(state[n], p.detach()), f"step {step}: {n}: {(state[n] - p.detach()).abs().max()}"
+
+
+def plain_values(tensors):
+    """float32 values of weights, of those held in FP8 too."""
+    return {n: (t.dequantize() if hasattr(t, "_quantizer") else t).detach().float() for n, t in tensors}
+
+
+def fp8_weights(rank, ranks, recipe):
+    """Weights that are held in FP8 have the values of FusedAdam alone with whole weights; under delayed scaling, where
+    that one has another history, each way has the values of the other ways, which are near."""
+    results = {}
+    for way in WAYS:
+        torch.manual_seed(5)
+        module = build(recipe, held_in_fp8=True)
+        other = copy.deepcopy(module)
+        for p, q in zip(module.parameters(), other.parameters()):
+            value = getattr(p, "_high_precision_init_val", None)
+            q.get_high_precision_init_val = lambda value=value: value
+        alone = te.optimizers.FusedAdam(other.parameters(), lr=1e-2, master_weights=True, use_decoupled_grad=True)
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=WIDE, reproducible=True, **WAYS[way]
+        )
+        ddp = DistributedDataParallel(config, module, calculate_per_token_loss=ranks == 3)
+        inner = te.optimizers.FusedAdam(module.parameters(), lr=1e-2, master_weights=True)
+        by_group = way == "by group"
+        optimizer = DistributedOptimizer(inner, ddp, overlap_param_gather_with_optimizer_step=by_group)
+        assert not any(getattr(p, "_high_precision_init_val", None) is not None for p in module.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(recipe, ddp, batch(recipe, rank, 0, step), module)
+            ddp.finish_grad_sync()
+            for p, q in zip(module.parameters(), other.parameters()):
+                q.decoupled_grad = gathered_gradient(ddp, p)
+            optimizer.step()
+            alone.step()
+            ddp.state_dict()  # waits for the gather
+            got, wanted = plain_values(module.named_parameters()), plain_values(other.named_parameters())
+            for name, value in wanted.items():
+                if recipe == "delayed":
+                    torch.testing.assert_close(got[name], value, rtol=2.0**-3, atol=2e-3)
+                else:
+                    assert torch.equal(got[name], value), f"{way}: step {step}: {name}"
+            results.setdefault(step, got)
+            for name, value in results[step].items():
+                assert torch.equal(got[name], value), f"{way}: step {step}: {name}, beside 'whole'"
+            assert step == 0 or not torch.equal(got["one.weight"], results[step - 1]["one.weight"])
+
+
+def gathered_gradient(ddp, param):
+    """All of a parameter's reduced gradient, from the shards of the ranks."""
+    start, end, own = own_part(ddp, param)
+    if not ddp.param_to_bucket_group[param].is_sharded:
+        return param.main_grad.clone()
+    whole = torch.zeros(param.numel(), device=own.device)
+    whole[start:end] = own
+    dist.all_reduce(whole)
+    return whole.view(param.shape)
 
 
 def clipping(rank, ranks, name):
@@ -233,6 +290,9 @@ def schedules(rank, ranks):
 
 
 OTHERS = {
+    "fp8 weights, delayed": lambda rank, ranks: fp8_weights(rank, ranks, "delayed"),
+    "fp8 weights, current": lambda rank, ranks: fp8_weights(rank, ranks, "current"),
+    "fp8 weights, block": lambda rank, ranks: fp8_weights(rank, ranks, "block"),
     "clipping fused_adam": lambda rank, ranks: clipping(rank, ranks, "fused_adam"),
     "clipping fused_sgd": lambda rank, ranks: clipping(rank, ranks, "fused_sgd"),
     "skipped fused_adam": lambda rank, ranks: skipped(rank, ranks, "fused_adam"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.communicator import Communicator
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.layout import BucketLayout, BufferLayout
@@ -71,7 +72,11 @@ class ParamAndGradBuffer:
     def _place(self, param: torch.nn.Parameter, start: int, end: int) -> None:
         param.main_grad = self.grad_data[start:end].view(param.shape)
         if self.param_data is not None:
-            own = self.param_data[start:end].view(param.shape)
+            own = self.param_data[start:end]
+            if fp8_weights.is_fp8(param):
+                fp8_weights.place(param, own)
+                return
+            own = own.view(param.shape)
             own.copy_(param.data)
             param.data = own
 
@@ -89,7 +94,10 @@ class ParamAndGradBuffer:
         if grad.data_ptr() != self.grad_data.data_ptr() + start * self.grad_data.element_size() and param.numel():
             return "has another main_grad"
         data = self.param_data
-        if data is not None and param.numel() and param.data_ptr() != data.data_ptr() + start * data.element_size():
+        if data is None or not param.numel():
+            return None
+        own = fp8_weights.raw_data(param) if fp8_weights.is_fp8(param) else param
+        if own.data_ptr() != data.data_ptr() + start * data.element_size():
             return "has moved out of its buffer"
         return None
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.communicator import OP, Communicator
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.layout import BufferLayout, ParamSpec, buffer_layouts
@@ -100,12 +101,8 @@ def _check(params: list[torch.nn.Parameter], names: dict, config: DistributedDat
             )
         if not isinstance(p, QuantizedTensor) and (p.layout is not torch.strided or not p.dtype.is_floating_point):
             raise ValueError(f"{OP}: parameter '{name}' is {p.dtype}, {p.layout}, wanted a dense one of floats.")
-        if isinstance(p, QuantizedTensor) and config.use_distributed_optimizer:
-            raise NotImplementedError(
-                f"{OP}: parameter '{name}' is a {type(p).__name__}, and use_distributed_optimizer=True; weights that "
-                "are held in FP8 are not sharded in this version, wanted use_distributed_optimizer=False, or plain "
-                "weights."
-            )
+        if fp8_weights.is_fp8(p) and config.use_distributed_optimizer:
+            fp8_weights.check_sharded(OP, name, p)
     _check_overlaps(params, names)
 
 

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 import torch
 
+from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.buffers import Bucket, ParamAndGradBuffer
 from transformer_engine.pytorch.data_parallel.communicator import Work
 from transformer_engine.pytorch.data_parallel.layout import default_bucket_size
@@ -53,6 +54,7 @@ class BucketGroup:
         self._begin_count()
         # Weights.
         self.version = self._gathered_version = 0
+        self.fp8_weights = [p for p in self.params_list if fp8_weights.is_fp8(p)]
         self._gathers: list[Work] | None = None
 
     # ---- gradients ----
@@ -254,6 +256,8 @@ class BucketGroup:
             work.wait()
         self._gathers = None
         self._gathered_version = self.version
+        if self.fp8_weights:
+            fp8_weights.gathered(self.fp8_weights)
         torch.autograd.graph.increment_version(self.params_list)
 
 

@@ -153,12 +153,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._steps.begin(noop, clip)
         if not self.by_group:
             self._steps.run(None)
+            for group in groups_in_gather_order(self.ddps):
+                self._steps.cast_fp8(group)
             for ddp in self.ddps:
                 ddp.reset_param_sync_dispatch_state()
                 ddp._begin_gathers()
             return
         for group in groups_in_gather_order(self.ddps):
             self._steps.run({id(group)})
+            self._steps.cast_fp8(group)
             group.note_step()
             group.start_param_sync()
 

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.groups import BucketGroup
 from transformer_engine.pytorch.data_parallel.wrapper import DistributedDataParallel
-from transformer_engine.pytorch.tensor import QuantizedTensor
 
 OP = "DistributedOptimizer"
 
 
 class Shard(NamedTuple):
     """Elements [start, end) of the flattened parameter. weight, gradient: views; of the parameter's own shape where it
-    is whole."""
+    is whole. The weight of one that is held in FP8 is its master, in memory of its own."""
 
     param: torch.nn.Parameter
     group: BucketGroup
@@ -27,6 +27,7 @@ class Shard(NamedTuple):
     gradient: torch.Tensor
     expert: bool
     is_divided: bool  # over tensor-parallel ranks
+    is_fp8: bool
 
 
 def shards_of(
@@ -42,31 +43,31 @@ def shards_of(
                 f"{OP}: group {number} has {len(unknown)} parameters that no DistributedDataParallel among 'ddps' "
                 f"holds, the first of shape {unknown[0]}; make the optimizer of the parameters of the wrapped module."
             )
-        quantized = next((p for p in param_group["params"] if isinstance(p, QuantizedTensor)), None)
-        if quantized is not None:
-            raise NotImplementedError(
-                f"{OP}: group {number} has a {type(quantized).__name__} {list(quantized.shape)}; weights that are "
-                "held in FP8 are not stepped by it in this version, wanted plain weights, or FusedAdam over main_grad: "
-                "use_decoupled_grad=True."
-            )
         made = (_shard(p, group_of[p]) for p in param_group["params"])
         found.append([shard for shard in made if shard is not None])
+        for p in filter(fp8_weights.is_fp8, param_group["params"]):
+            fp8_weights.clear_first_values(p)
     return found
 
 
 def _shard(param: torch.nn.Parameter, group: BucketGroup) -> Shard | None:
     bucket = group.param_to_bucket[param]
     begin, end = bucket.buffer.where(param)
-    rest = bucket.buffer.expert, getattr(param, "tensor_model_parallel", False) is True
+    fp8 = fp8_weights.is_fp8(param)
+    rest = bucket.buffer.expert, getattr(param, "tensor_model_parallel", False) is True, fp8
     if not group.is_sharded:
-        return Shard(param, group, 0, param.numel(), param.detach(), param.main_grad, *rest)
+        whole = fp8_weights.first_values(param, 0, param.numel()) if fp8 else param.detach()
+        return Shard(param, group, 0, param.numel(), whole, param.main_grad, *rest)
     comm = bucket.buffer.comm
     first, last = bucket.layout.shard(comm.rank, comm.size)
     first, last = max(first, begin), min(last, end)
     if first >= last:
         return None
+    start, end, gradient = first - begin, last - begin, bucket.buffer.grad_data[first:last]
     weight = bucket.buffer.param_data[first:last]
-    return Shard(param, group, first - begin, last - begin, weight, bucket.buffer.grad_data[first:last], *rest)
+    if fp8:
+        weight = fp8_weights.first_values(param, start, end).view(-1)
+    return Shard(param, group, start, end, weight, gradient, *rest)
 
 
 def groups_in_gather_order(wrappers: Iterable[DistributedDataParallel]) -> list[BucketGroup]:

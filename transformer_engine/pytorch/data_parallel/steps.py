@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.data_parallel import fp8_weights
+from transformer_engine.pytorch.data_parallel.groups import BucketGroup
 from transformer_engine.pytorch.data_parallel.shards import OP, Shard
 from transformer_engine.pytorch.functional import optimizer_count_step, optimizer_scale, optimizer_sgd
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
@@ -68,6 +70,19 @@ class Steps:
         """The count that stands in for that of a parameter without a shard."""
         return self.steps[number].cpu().float().view(())
 
+    def cast_fp8(self, group: BucketGroup) -> None:
+        """Masters of the group's FP8 weights into this rank's parts of them. Unsharded weights are whole behind it."""
+        here = {shard.param: shard for own in self.shards for shard in own if shard.is_fp8 and shard.group is group}
+        stepped = {p for param_group in self.param_groups for p in param_group["params"]}
+        weights = [p for p in group.fp8_weights if p in stepped]  # the same on all ranks
+        if not weights:
+            return
+        masters = [here[p].weight if p in here else None for p in weights]
+        starts = [here[p].start if p in here else None for p in weights]
+        fp8_weights.cast(weights, masters, starts, group.comm.group)
+        if not group.is_sharded:
+            fp8_weights.gathered(weights)
+
     def _chosen(self, number: int, chosen: set[int] | None) -> list[int]:
         shards = self.shards[number]
         return [i for i, shard in enumerate(shards) if chosen is None or id(shard.group) in chosen]
@@ -87,18 +102,27 @@ class AdamSteps(Steps):
         self.keeper = FusedAdam(groups, **{name: getattr(optimizer, name) for name in _ADAM_OPTIONS})
         for own in shards:
             for shard in own:
-                self.keeper.initialize_state(shard.weight)
+                kept = self.keeper._kept(shard.weight)
+                if shard.is_fp8:  # the weight is its master
+                    kept.pop(MASTER)
+                state = self.keeper._made_state(shard.weight, kept)
+                self.keeper.state[shard.weight], self.keeper._scales[shard.weight] = state
 
     def state_of(self, number: int, index: int) -> dict[str, Any]:
-        weight = self.shards[number][index].weight
-        return {name: self.keeper.get_unscaled_state(weight, name) for name in self.keeper.state[weight]}
+        shard = self.shards[number][index]
+        state = {name: self.keeper.get_unscaled_state(shard.weight, name) for name in self.keeper.state[shard.weight]}
+        return {**state, MASTER: shard.weight} if shard.is_fp8 else state
 
     def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
         kept = self.keeper._kept(param)
         return {name: dtype if dtype is torch.int16 else torch.float32 for name, dtype in kept.items()}
 
     def load_state(self, number: int, index: int, name: str, value: Any) -> None:
-        self.keeper.set_scaled_state(self.shards[number][index].weight, name, value)
+        shard = self.shards[number][index]
+        if shard.is_fp8 and name == MASTER:
+            shard.weight.copy_(value)
+        else:
+            self.keeper.set_scaled_state(shard.weight, name, value)
 
     def run(self, chosen: set[int] | None) -> None:
         keeper = self.keeper
@@ -256,5 +280,12 @@ def steps_of(optimizer: Any, shards: list[list[Shard]], device: torch.device) ->
         raise ValueError(
             f"{OP}: argument 'optimizer' has states already, wanted one that has taken no step; load them by "
             "load_state_dict() of the DistributedOptimizer."
+        )
+    fp8 = any(fp8_weights.is_fp8(p) for group in optimizer.param_groups for p in group["params"])
+    masters = getattr(optimizer, "master_weights", False) and optimizer.master_weight_dtype is torch.float32
+    if fp8 and not masters:
+        raise ValueError(
+            f"{OP}: argument 'optimizer' is a {type(optimizer).__name__} without float32 masters of weights that are "
+            "held in FP8, wanted FusedAdam(master_weights=True)."
         )
     return kind(optimizer, shards, device)
