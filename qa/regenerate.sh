@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONSAFEPATH=1
 python tests/pytorch/package/compatibility.py
 python tests/pytorch/package/api_pages.py
-python tests/policy/house.py --write
+env -u PYTHONSAFEPATH python tests/policy/house.py --write  # it imports its neighbours
 results=$(env -u PYTHONSAFEPATH python benchmarks/report.py --markdown)
 printf '%s\n' "$results" > docs/results.md
 env -u PYTHONSAFEPATH python benchmarks/charts.py  # these two import their neighbours
