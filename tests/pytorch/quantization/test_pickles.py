@@ -124,7 +124,7 @@ HOSTILE = {
     "a persistent id of text": (pickled(b"Pstorage\n"), "instruction PERSID"),
     "a persistent id without a file": (pickled(b")Q"), "outside of it"),
     "a buffer from elsewhere": (b"\x80\x05\x97.", "instruction NEXT_BUFFER"),
-    "state for a dict": (pickled(b"}}b"), "fills something that is no Record"),
+    "state for a dict": (pickled(b"}}b"), "fills an object that is not a Record"),
     "state for a tensor twice": (pickled(b"ctorch\nx\n)\x81}bNb}b"), "twice"),
     "items of a list": (pickled(b"]" + text("a") + b"Ns"), "fills an object that is not a dict"),
     "an empty stack": (pickled(b"0"), "empty stack"),
