@@ -1,12 +1,12 @@
-"""Times two builds of the package in turn, in fresh processes on one machine, and says where head is slower than base
-by more than base differs from itself. It keeps no rows: what it prints holds for that machine and hour alone.
+"""Times two builds of the package in turn, in fresh processes on one machine, and reports where head is slower than
+base by more than the spread of base. It keeps no rows: the output is valid only for that machine and hour.
 
 python benchmarks/alternate.py --base DIR [--head DIR] [--runs 5] BENCH[:ONLY] ...
 python benchmarks/alternate.py --base DIR bench_host.py "bench_transformer.py:H " bench_linear.py bench_mlp.py
 
-DIR: a folder with an installed transformer_engine/; head is by default the installed one. ONLY: the bench's --only. The
-benches are those of this checkout for both sides, and time `ours` alone; on a CPU set OMP_NUM_THREADS. Exits 1 where
-head is slower, 2 where a run failed or made no rows."""
+DIR: a folder with an installed transformer_engine/; head is by default the installed one. ONLY: the bench's --only.
+Both sides run the benches of this checkout, which time only `ours`; on a CPU set OMP_NUM_THREADS. Exits 1 if head is
+slower, 2 if a run failed or made no rows."""
 
 import argparse
 import collections
@@ -32,7 +32,7 @@ def installed():
 
 
 def measure(package, bench, only, options):
-    """{case: p50 of ours} of one run of a bench with one package, in a process of its own."""
+    """{case: p50 of ours} of one run of a bench with one package, in its own process."""
     environment = dict(os.environ, PYTHONPATH=str(package), TE_COMMIT="alternate")
     environment.pop("PYTHONSAFEPATH", None)  # a bench imports its harness from beside it
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +70,7 @@ def main():
         bench, _, only = given.partition(":")
         figures = {name: collections.defaultdict(list) for name in sides}
         for turn in range(options.runs):
-            for name in list(sides)[:: -1 if turn % 2 else 1]:  # neither always runs behind the other
+            for name in list(sides)[:: -1 if turn % 2 else 1]:  # neither always runs after the other
                 for case, figure in measure(sides[name], bench, only, options).items():
                     figures[name][case].append(figure)
         if figures["base"].keys() != figures["head"].keys():

@@ -17,7 +17,7 @@ CPU_SHAPES = (("fp32", (2048, 2816)), ("bf16", (2048, 2816)))
 
 
 def backward_by_hand(dy, x):
-    """The gradient alone, for torch.compile to fuse; in fp32, as ours."""
+    """Only the gradient, for torch.compile to fuse; in fp32, as ours."""
     gate, up, dy = *(half.float() for half in x.chunk(2, -1)), dy.float()
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid

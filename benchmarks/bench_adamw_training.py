@@ -1,10 +1,10 @@
 """200 steps of the language model of examples/ with FusedAdam on fp32 masters, clipped by the multi-tensor functions,
 beside torch's AdamW, fused and foreach, from the same weights on the same data (targets.py case 26, `lm_adamw`).
 
-"own bf16 gradients" is the example's own: clipped in place, without a float32
-copy. Three rows an optimizer: the time of a step, its peak memory (weights, state and activations), and the mean loss
-of the last 20 steps, in nats a byte. torch's two ways round in different orders, so what lies between their losses is
-what rounding does. The h200 preset on a GPU, the toy on a CPU."""
+"own bf16 gradients" is the example's way: clipped in place, without a float32 copy. Three rows an optimizer: the time
+of a step, its peak memory (weights, state and activations), and the mean loss of the last 20 steps, in nats a byte.
+torch's two ways round in different orders, so the difference between their losses is the effect of rounding. It uses
+the h200 preset on a GPU, and the toy preset on a CPU."""
 
 import dataclasses
 import gc
@@ -27,7 +27,7 @@ KINDS = {"ours": "fused", "own bf16 gradients": "fused", "torch fused": "torch",
 
 
 class Float32Gradients(FusedMasterAdamW):
-    """Gradients in float32, as torch's way has them here and frameworks in main_grad: clipping rounds no more."""
+    """Gradients in float32, as in torch's way here and in a framework's main_grad: clipping does not round again."""
 
     def __init__(self, model):
         super().__init__(model)

@@ -1,8 +1,8 @@
-"""What tensor parallelism computes on one rank beside its products: the sum of the ranks' partials, and gathered
-columnwise FP8 data as of the whole.
+"""The local work of tensor parallelism besides its products: the sum of the ranks' partials, and gathered columnwise
+FP8 data in the layout of the whole.
 
 Bytes of comm_ordered_sum: (t + 1) b an element of out for t ranks and dtypes of b bytes (read, write); the bias is not
-counted. The peers: torch's sum over the first dimension, which adds in an order of its own and rounds twice with a
+counted. The peers: torch's sum over the first dimension, which adds in another order and rounds twice with a
 bias. Bytes of comm_interleave: 2 a byte of data; the peer: torch.cat along the columns."""
 
 import torch

@@ -1,8 +1,8 @@
-"""Cross entropy forward and backward beside plain PyTorch, eager and compiled, and a head's beside its product and loss
-by themselves: time, and the peak beside the weight's gradient (targets.py case 25).
+"""Cross entropy forward and backward beside plain PyTorch, eager and compiled, and that of a head beside its separate
+product and loss: time, and the peak besides the weight's gradient (targets.py case 25).
 
 Bytes of a loss in place: 2b an element of b bytes, its logits read and its gradient written; reduce_loss, an incoming
-gradient of 1. Ours writes over its input, so that from the second call on it reads gradients, small numbers that take
+gradient of 1. Ours writes over its input, so from the second call on it reads gradients, small numbers that take
 as long. Flops of a head: 6 tokens x features x classes. `_own_dtype`: weight_grad_dtype is the weight's."""
 
 import dataclasses
@@ -48,7 +48,7 @@ def run(bench, dtype, shape):
 
 
 def peak_mib(step, inputs):
-    """Of the second step, beside what was there and the weight's gradient."""
+    """Peak of the second step, besides earlier memory and the weight's gradient."""
     step(*inputs)
     for t in inputs:
         t.grad = None

@@ -1,4 +1,4 @@
-"""The FP8 products of a linear layer at the shapes of targets.py case 12, quantization left aside: per-tensor scales,
+"""The FP8 products of a linear layer at the shapes of targets.py case 12, without quantization: per-tensor scales,
 fast and split accumulation, and blocks (weight 128 x 128, x and dy 1 x 128), against torch._scaled_mm (per-tensor) and
 our bf16 product. Prints their rates at the end.
 

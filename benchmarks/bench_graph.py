@@ -1,8 +1,8 @@
 """Captured callables (targets.py case 23): the host's time of a replayed layer, its replay against the sum of its
-kernels, the memory of a pipeline's order with and without shared buffers, and what a tail behind an event overlaps.
+kernels, the memory of a pipeline's order with and without shared buffers, and the overlap of a tail after an event.
 
-CUDA only. Peers: torch.cuda.make_graphed_callables around an equal module, and that module in eager; FP8 rows have the
-bf16 graph of torch beside them. Shape of the pipeline: stages x microbatches x tokens x hidden; of the tail: tokens x
+CUDA only. Peers: torch.cuda.make_graphed_callables around an equal module, and that module in eager; FP8 rows are
+compared with torch's bf16 graph. Shape of the pipeline: stages x microbatches x tokens x hidden; of the tail: tokens x
 hidden, copied to pinned memory."""
 
 import copy
@@ -71,7 +71,7 @@ def host_time(bench):
 
 
 def fp8_host_time(bench):
-    """As above under each recipe, the autocast around each call included."""
+    """As above under each recipe, including the autocast around each call."""
     shape = (TOKENS, HIDDEN, FFN_HIDDEN)
     cases = {name: Case("23", f"graphed_layernorm_mlp_{name}", "fp8", shape, STEP, flops=FLOPS) for name in RECIPES}
     eager = te.LayerNormMLP(HIDDEN, FFN_HIDDEN, device=bench.device, **OPTIONS)
@@ -102,7 +102,7 @@ def fp8_host_time(bench):
 
 
 def replay_time(bench, graphed):
-    """Of forward and backward, against the sum of what the profiler says of their nodes."""
+    """Replay time of forward and backward, against the sum of their nodes' times in the profiler."""
     node = Case("23", "graphed_layernorm_mlp_node", "bf16", (TOKENS, HIDDEN, FFN_HIDDEN), STEP, flops=FLOPS)
     total = Case("23", "graphed_layernorm_mlp_replay", "bf16", (TOKENS, HIDDEN, FFN_HIDDEN), STEP, flops=FLOPS)
 
@@ -149,12 +149,12 @@ def pipeline_memory(bench):
             one.reset()
         return used
 
-    extra()  # what libraries allocate for the capture's stream counts for nobody
+    extra()  # allocations of libraries for the capture's stream are not counted
     bench.record(case, {"ours": extra(_reuse_graph_input_output_buffers=True), "own unshared": extra()}, "MiB")
 
 
 class WithTail(torch.nn.Module):
-    """A product, and its result on the way to the host behind the event."""
+    """A product whose result is copied to the host after the event."""
 
     def __init__(self, tokens, hidden, device):
         super().__init__()
@@ -193,7 +193,7 @@ def tail(bench):
         "without the tail": lambda x: compute(module.linear(x)),
     }
     found = bench.compare(case, contenders, lambda: (bench.randn(tokens, hidden, dtype="bf16"),))
-    if found.keys() != contenders.keys():  # asked for ours alone
+    if found.keys() != contenders.keys():  # requested only for ours
         return
     hidden_share = (found["own without event"] - found["ours"]) / (
         found["own without event"] - found["without the tail"]

@@ -1,10 +1,10 @@
-"""The grouped products of the gemm room by themselves, through the C API: fprop, dgrad and wgrad (to float32, = and +=)
+"""The grouped products of the gemm op alone, through the C API: fprop, dgrad and wgrad (to float32, = and +=)
 of 8 and of 128 experts, even and skewed, bf16 and FP8 in blocks, against F.grouped_mm and a captured loop of torch's
 products. Prints their rates, and the host time of one call.
 
-Flops: 2 rows N K; shapes are experts x rows x N x K. Splits lie on the device and never come to the host, but for the
-loop's, which knows them. FP8's data and scales are random; its peer is our own bf16. Rows `_alone` are of FP8's kernels
-without a peer in turn: a device at its limit of power lowers its clocks for what has run before. Host: of small
+Flops: 2 rows N K; shapes are experts x rows x N x K. Splits are on the device and never come to the host, except for
+the loop, which needs them. FP8 data and scales are random; the peer is our own bf16. Rows `_alone` time FP8 kernels
+without a peer in turn: a device at its limit of power lowers its clocks for earlier work. Host time is that of small
 groups."""
 
 import ctypes
@@ -19,7 +19,7 @@ import transformer_engine
 
 GPU = ((8, 16384, 28672, 4096), (128, 65536, 1536, 2048))
 CPU = ((3, 48, 24, 40),)
-HOST_WIDTH = 256  # of groups whose products end before the host has launched the next call
+HOST_WIDTH = 256  # groups whose products end before the host has launched the next call
 FPROP, DGRAD, WGRAD = range(3)
 TENSOR_SCALING, BLOCK_SCALING = range(2)  # te_scaling
 CODES = {torch.float32: 3, torch.bfloat16: 5, torch.float8_e4m3fn: 6}  # te_dtype
@@ -85,7 +85,7 @@ class Layer:
         self.problems["wgrad_accumulate"] = Problem(product=WGRAD, rows=dy, depth_rows=x, **add, **common)
 
     def with_fp8(self):
-        """The same products of FP8 operands in blocks, whose data and scales are random."""
+        """The same products of FP8 operands in blocks; data and scales are random."""
         experts, rows = len(self.splits), sum(self.splits)
         (n, k), panels = self.weights.shape[1:], sum(-(-count // 128) for count in self.splits)
         device, held = self.x.device, []
@@ -152,7 +152,8 @@ class Layer:
         return F.grouped_mm(self.dy.t(), self.x, offs=self.ends)  # a bfloat16 result, and no adding
 
     def loop(self, op):
-        """A product of torch's for each expert, in a CUDA graph. Weight gradients are bfloat16, and add nothing."""
+        """One product of torch's for each expert, in a CUDA graph. Weight gradients are bfloat16, without
+        accumulation."""
         x, dy, y, dx = (t.split(self.splits) for t in (self.x, self.dy, self.y, self.dx))
         results = torch.empty_like(self.weights) if op.startswith("wgrad") else None
 

@@ -1,7 +1,7 @@
 """te.GroupedLinear forward and backward (targets.py case 18): host and device splits, in bf16 beside torch's grouped_mm
 with the same rows, in FP8 beside its own bf16. Flops: 6 R N K over all groups. Routings: even, Zipf's.
-`_host`: the host's time of a forward and backward, of groups so small that the device never is what it waits for;
-`_changing_host`: by a list that is another one in each call, as a router's is."""
+`_host`: the host's time of a forward and backward, for groups so small that the device is never the bottleneck;
+`_changing_host`: with another list in each call, as from a router."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def routing(kind, experts, rows):
 
 
 class Called(torch.nn.Module):
-    """A GroupedLinear with its splits, inside autocast where a recipe is named."""
+    """A GroupedLinear with its splits, inside autocast if there is a recipe."""
 
     def __init__(self, experts, splits, recipe=None):
         super().__init__()
@@ -39,7 +39,7 @@ class Called(torch.nn.Module):
 
 
 class Changing(Called):
-    """By one list after the other."""
+    """Uses one list after the other."""
 
     def __init__(self, experts, lists):
         super().__init__(experts, None)
@@ -51,7 +51,7 @@ class Changing(Called):
 
 
 def lists_of(experts, rows, count=64):
-    """Lists of sizes of together so many rows, as random routing makes them."""
+    """Lists of sizes with a fixed sum, as random routing makes them."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(0, experts, (count, rows), generator=generator)
     return [torch.bincount(one, minlength=experts).tolist() for one in drawn]

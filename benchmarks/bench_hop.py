@@ -1,6 +1,6 @@
-"""From one stream's write of a word in pinned host memory to the end of another stream's wait for it: what a hop of the
-channel to peers costs (ops/comm/peer.cu), eager and in a graph. One process, one CUDA device; the figure of a chain of
-hops there and back, by its length."""
+"""The time from one stream's write of a word in pinned host memory to the end of another stream's wait for it: the cost
+of a hop of the channel to peers (ops/comm/peer.cu), eager and in a graph. One process, one CUDA device; the figure is
+the time of a chain of hops there and back, divided by its length."""
 
 import ctypes
 

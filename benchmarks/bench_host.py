@@ -1,8 +1,8 @@
 """Host time of a step at 16 tokens, 256 wide, where the kernels are shorter than their launches (targets.py case H),
 and of the parts of a forward.
 
-Counts the GEMMs' flops, as the other benchmarks of the same modules do. On a CPU, where the time has the computing in
-it, the figures are good for comparing two builds alone (alternate.py)."""
+Counts the GEMMs' flops, as the other benchmarks of the same modules do. On a CPU, where the time includes the
+computing, the figures only serve to compare two builds (alternate.py)."""
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,8 @@ TOKENS, HIDDEN, FFN_HIDDEN = 16, 256, 512
 
 
 def parts_of(linear):
-    """Where a forward's host time goes, from the inside out: the product alone, the function without a graph, with one;
-    what the module's own row has beyond the second is its Python. Forward rows run without gradients."""
+    """The parts of a forward's host time, from the inside out: the product alone, the function without a graph, with
+    one; the module's row minus the second is its Python. Forward rows run without gradients."""
     ours, plain = (module.weight for module in linear)
 
     def with_graph(function):

@@ -41,7 +41,7 @@ def main():
 
 
 def run_fp8(bench, shape, plain, options, sets):
-    """`packed`: with the pre-activation kept as FP8 too."""
+    """`packed`: also keeps the pre-activation as FP8."""
     tokens, hidden, ffn_hidden = shape
     packed = te.LayerNormMLP(hidden, ffn_hidden, device=bench.device, save_preactivation="fp8", **options)
     for name, suffix, module in [(n, s, m) for s, m in (("", plain), ("_packed", packed)) for n in RECIPES]:

@@ -1,12 +1,12 @@
 """CPU offload (targets.py case O): the link, the kernels that gather small pieces, a step, and its peak memory.
 
-Bytes: link b (pinned memory's are not counted), pack 2b (read and written). The link's layer keeps what a LayerNormMLP
-of 8192 tokens, 4096 and 14336 wide does; the step's is one whose forward takes longer than its bytes take on the link
-(hidden ffn / (ffn + hidden) > 8485 at 700 TFLOP/s and 55 GB/s), 2 of 4 layers offloaded; its bytes are those
-moved out and back. `offload_bound` is a layer whose bytes take longer. `offload_graphed` is a captured layer that
-leaves by hand behind its event, and eager products that last longer than the copy; its bytes are those that leave; its
-peak is the pool of 4 captured layers, 2 of which leave. The peers: a plain pinned copy, the same step without, torch's
-save_on_cpu(pin_memory=True), the graph without its event."""
+Bytes: link b (pinned memory's are not counted), pack 2b (read and written). The link's layer keeps the bytes of a
+LayerNormMLP of 8192 tokens, 4096 and 14336 wide. The step's layer has a forward that takes longer than its bytes take
+on the link (hidden ffn / (ffn + hidden) > 8485 at 700 TFLOP/s and 55 GB/s), 2 of 4 layers offloaded; its bytes are
+those moved out and back. `offload_bound` is a layer whose bytes take longer. `offload_graphed` is a captured layer that
+leaves explicitly after its event, and eager products that last longer than the copy; its bytes are those that leave;
+its peak is the pool of 4 captured layers, 2 of which leave. The peers: a plain pinned copy, the same step without,
+torch's save_on_cpu(pin_memory=True), the graph without its event."""
 
 import torch
 from common import Bench, Case
@@ -98,7 +98,7 @@ def save_on_cpu(layers):
 
 
 def contender(run, layers):
-    """Gradients stay where they are, so that the peak is made by saved tensors; accumulating is timed on both sides."""
+    """Gradients keep their memory, so saved tensors determine the peak; accumulation is timed on both sides."""
 
     def step(x, dy):
         x.grad = None
@@ -118,7 +118,7 @@ def peak_mib(bench, step, make):
 
 
 def step(bench, op, hidden, ffn, tokens):
-    kept = 2 * tokens * 2 * (hidden + ffn)  # of a layer: its norm's input and output, gate and up
+    kept = 2 * tokens * 2 * (hidden + ffn)  # saved by a layer: its norm's input and output, gate and up
     case = Case("O", op, "bf16", ("layer",), "forward+backward", bytes=2 * OFFLOADED * kept)
     peak = Case("O", f"{op}_peak", "bf16", ("layer",), "keeps")
     if not (bench.wants(case) or bench.wants(peak)):
@@ -140,14 +140,14 @@ def step(bench, op, hidden, ffn, tokens):
         bench.compare(case, contenders, make)
     if bench.cuda and bench.wants(peak):
         figures = {name: peak_mib(bench, run, make) for name, run in contenders.items()}
-        # The first layer's input is the caller's: that it leaves gives nothing back. And where the peak is now, behind
+        # The first layer's input is the caller's, so offloading it frees nothing. And where the peak is now, after
         # the last layer, the gradient that comes in is no longer the caller's.
         figures["predicted"] = figures["own bf16"] - (OFFLOADED * kept - 2 * 2 * tokens * hidden) / 2**20
         bench.record(peak, figures, "MiB")
 
 
 class Graphed(torch.nn.Module):
-    """A layer whose event says that its result is there; behind it, in the same graph, it leaves by hand."""
+    """A layer whose event marks its result as ready; after that, in the same graph, it leaves explicitly."""
 
     def __init__(self, inner, number=0, offload=None):
         super().__init__()
@@ -171,7 +171,7 @@ class Graphed(torch.nn.Module):
 
 
 def captured(bench, hidden, ffn, tokens, count, leave):
-    """`count` captured layers, the first OFFLOADED of which leave."""
+    """`count` captured layers; the first OFFLOADED of them leave."""
     options = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}
     options |= {"params_dtype": torch.bfloat16, "device": bench.device}
     offload, hooks = None, {}
@@ -222,8 +222,8 @@ def graphed(bench, hidden, ffn, tokens):
             for module in modules:
                 module.reset()
             del modules
-        del figures["libraries"]  # what they take for a capture's stream counts for nobody
-        # A layer's input is its graph's own, and stays. Weights are small beside what is kept, so that the pool is
+        del figures["libraries"]  # allocations for a capture's stream are not counted
+        # A layer's input belongs to its graph, and stays. Weights are small compared with saved tensors, so the pool is
         # largest where the backward begins, with and without.
         figures["predicted"] = figures["own bf16"] - OFFLOADED * (kept - 2 * tokens * hidden) / 2**20
         bench.record(peak, figures, "MiB")

@@ -2,8 +2,8 @@
 (targets.py case 26).
 
 Bytes a parameter: every list that is read or written once. float32: gradient 4, weight, exp_avg, exp_avg_sq 8 each: 28.
-With a bfloat16 weight and its master 2 more; with a remainder in place of the master 28; bfloat16 moments 20; E4M3
-moments 16 (they are read twice: what their scale costs is seen in the rate). Norm: 4. `_many` are as many parameters in
+With a bfloat16 weight and its master 2 more; with a remainder instead of the master 28; bfloat16 moments 20; E4M3
+moments 16 (they are read twice: the rate shows the cost of their scale). Norm: 4. `_many` are as many parameters in
 10^4 tensors, in a graph; `_host` the host's time of an eager step of these, a tensor."""
 
 import time
@@ -41,7 +41,7 @@ def lists(bench, n, weight, moments, master):
 
 
 def stepper():
-    """A step over lists of tensors, counted."""
+    """A step over lists of tensors, with a step count."""
     count = 0
 
     def step(grads, params, exp_avgs, exp_avg_sqs, masters=()):
@@ -53,7 +53,7 @@ def stepper():
 
 
 def step_of(optimizer, grads, **options):
-    """A step of an optimizer over parameters of its own with these gradients."""
+    """A step of an optimizer over its own parameters with these gradients."""
     parameters = [torch.nn.Parameter(torch.randn_like(g)) for g in grads]
     for parameter, grad in zip(parameters, grads):
         parameter.grad = grad

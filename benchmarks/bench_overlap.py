@@ -1,14 +1,13 @@
 """Products beside their communication (targets.py case M): a column's gather and product, a row's product and scatter,
 with tp_overlap "chunked" (ours), "auto" (own auto), over the group and then computed (ours serial), and by torch's
-symmetric memory (torch fused). Beside them `gemm`, the rank's product alone: what the spec's bars are ratios to.
+symmetric memory (torch fused). `gemm` is the rank's product alone: the targets are ratios to it.
 
-    torchrun --nproc-per-node=2 bench_overlap.py                    # each rank on a CUDA device of its own
-    torchrun --nproc-per-node=2 bench_overlap.py --device cpu       # small shapes: that it runs
+    torchrun --nproc-per-node=2 bench_overlap.py                    # each rank on its own CUDA device
+    torchrun --nproc-per-node=2 bench_overlap.py --device cpu       # small shapes: checks that it runs
 
-First it prints what an entry of ops/comm/costs.cpp needs of such devices, by which "auto" decides (link_costs.py).
---tokens says which of its numbers of tokens are measured; with the first one of all goes a column's backward.
-A shape is tokens of all ranks, width of all ranks' weights, depth: [M, K] x [N / t, K]^T of a column, [M, K / t] x
-[N, K / t]^T of a row."""
+First it prints an entry of ops/comm/costs.cpp for such devices, by which "auto" decides (link_costs.py). --tokens
+selects the numbers of tokens; the first one of all also measures a column's backward. A shape is tokens of all ranks,
+width of all ranks' weights, depth: [M, K] x [N / t, K]^T of a column, [M, K / t] x [N, K / t]^T of a row."""
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ MODELS = {  # N, K: 70B gate_up, qkv, 8B gate_up, qkv; 70B down, o_proj, 8B down
     "linear_scatter": [(8192, 28672), (8192, 8192), (4096, 14336)],
 }
 TOKENS = {"cuda": (8192, 256, 512, 1024, 2048, 4096, 16384), "cpu": (256,)}
-SAMPLE_US, FLOPS_PER_US = 20_000, 7e8  # of a sample on CUDA, by which it has calls
+SAMPLE_US, FLOPS_PER_US = 20_000, 7e8  # time of a sample on CUDA, which gives its number of calls
 CPU = {"gather_linear": [(96, 32)], "linear_scatter": [(32, 96)]}
 
 
@@ -53,7 +52,7 @@ def layer(bench, op, n, k, overlap, **options):
 
 
 def fused(op, x, weight):
-    """Torch's own; None where this build has none, or the devices do not reach each other."""
+    """Torch's own; None if this build has none, or the devices do not reach each other."""
     name = dist.group.WORLD.group_name
     if not x.is_cuda:
         return None
@@ -98,7 +97,8 @@ def forward(bench, op, m, n, k):
 
 
 def backward(bench, m, n, k, direction):
-    """A column's backward, or both, and what of it is no product. `own keep`: without the backward's gather."""
+    """A column's backward, or both directions, and the time that is no product. `own keep`: without the backward's
+    gather."""
     both = direction == "forward+backward"
     flops = (6 if both else 4) * m * n * k // bench.ranks
     case = Case("M", "gather_linear", "bf16", (m, n, k), direction, flops=flops)
@@ -134,7 +134,7 @@ def main():
     bench = RankBench(__doc__, lambda parser: parser.add_argument("--tokens", type=int, nargs="+"))
     _C.set_cpu_products("loop")
     shapes, tokens = MODELS if bench.cuda else CPU, TOKENS[bench.device.type]
-    meter = Meter(bench)  # whose memory stays mapped: where one rank lets it go, the next meeting may find it half gone
+    meter = Meter(bench)  # keeps the memory mapped: if one rank unmaps it, the next meeting may find it half gone
     link = meter.link()
     bench.say("an entry of ops/comm/costs.cpp, where each rank has a device of its own:")
     bench.say(link.entry(kind_of(bench.device)))

@@ -1,15 +1,15 @@
 """Rank 0's part of tensor parallelism over eight ranks, on two devices (targets.py case M): the first process computes
-and pushes by the plan of rank 0 of 8, the second one plays its seven peers, which push and receive but compute nothing.
-Pieces, products and the link's rate are those of eight ranks. Peers push to rank 0 one behind the other, as their turns
-come; partial sums, which would be computed as rank 0's are, no earlier than its own push of the turn before has
-arrived.
+and pushes by the plan of rank 0 of 8, the second one acts as its seven peers, which push and receive but compute
+nothing. Pieces, products and the link's rate are those of eight ranks. Peers push to rank 0 one after the other, in
+their turns. Partial sums, which real peers would compute at rank 0's pace, are pushed no earlier than the arrival of
+rank 0's own push of the previous turn.
 
-    torchrun --nproc-per-node=2 bench_overlap8.py                    # each process on a CUDA device of its own
-    torchrun --nproc-per-node=2 bench_overlap8.py --device cpu       # small shapes: that it runs
+    torchrun --nproc-per-node=2 bench_overlap8.py                    # each process on its own CUDA device
+    torchrun --nproc-per-node=2 bench_overlap8.py --device cpu       # small shapes: checks that it runs
 
-`gemm` is the rank's product alone, `push` seven shards to a peer alone, `floor` what the two take at best:
-max(gemm, push + gemm / 8) + 15 us, and for a scatter the sum of eight parts at 4.1 TB/s. Of a sample's calls the first
-is not timed: peers come to it early. What is computed is checked."""
+`gemm` is the rank's product alone, `push` seven shards to a peer alone, `floor` the best time of the two:
+max(gemm, push + gemm / 8) + 15 us, and for a scatter the sum of eight parts at 4.1 TB/s. The first call of a
+sample is not timed: peers come to it early. Results are checked."""
 
 import tempfile
 
@@ -38,21 +38,21 @@ SHAPES = {  # tokens of all, N, K of all
     "linear_scatter": [(8192, 8192, 28672)],
 }
 CPU = {"gather_linear": [(256, 128, 64)], "linear_scatter": [(256, 64, 128)]}
-# That one call at a time takes: the first of its kind (csrc/core/comm_buffer_pool.h).
+# One call at a time takes it: the first of its kind (csrc/core/comm_buffer_pool.h).
 SLOTS = {"gather_linear": 0, "linear_scatter": 6}
-CALLS = 4  # of a sample: what the peers enqueue for it has to fit into a stream
+CALLS = 4  # calls of a sample: the peers' work for them must fit into a stream
 SUM_BYTES_PER_US = 4.1e6
 
 
 class Channel:
-    """Memory that both processes map: words, and slots of one size of which each process has one for every rank."""
+    """Memory that both processes map: words, and slots of one size; each process has one for every rank."""
 
     def __init__(self, bench, size):
         self.bench, self.size = bench, size
         # One mapping for each rank of a process: CUDA registers memory of the host once.
         self.words = self._map(_C.peer_words_bytes(RANKS), times=RANKS - 1)
         self.memory, here, there = self._slots(len(SLOTS) * RANKS * size)
-        # Of a slot rank r's part, as this process sees it: rank 0's in the first one's memory, others' in the second's.
+        # Rank r's part of a slot, as this process sees it: rank 0's in the first one's memory, others' in the second's.
         base = [here, there] if bench.rank == 0 else [there, here]
         self.addresses = {
             slot: [base[int(rank > 0)] + (i * RANKS + rank) * size for rank in range(RANKS)]
@@ -83,7 +83,7 @@ class Channel:
         return made, made.data_ptr(), self.kept.buffer_ptrs[there]
 
     def other(self, like):
-        """Memory of the other process, of the form of a tensor."""
+        """Memory of the other process, in the form of a tensor."""
         if not self.bench.cuda:
             return torch.empty_like(like)
         return self.kept.get_buffer(1 - self.bench.rank, tuple(like.shape), like.dtype)
@@ -121,7 +121,7 @@ class Peers:
         self.streams = [torch.cuda.Stream() for _ in range(2)] if bench.cuda else [None, None]
 
     def play(self, op, text, shards):
-        """One call of all of them. shards: what each rank pushes to rank 0."""
+        """One call of all peers. shards: the data that each rank pushes to rank 0."""
         slot = SLOTS[op]
         pushing, receiving = self.streams
         for peer in self.all.values():
@@ -146,7 +146,7 @@ class Call:
         self.bench, self.side, self.op = bench, side, op
         gather = op == "gather_linear"
         n, k = (n // RANKS, k) if gather else (n, k // RANKS)
-        width = k if gather else n  # of what travels
+        width = k if gather else n  # bytes on the link
         torch.manual_seed(5)
         self.shards = [bench.randn(m // RANKS, width, dtype="bf16") for _ in range(RANKS)]
         self.weight = bench.randn(n, k, dtype="bf16")
@@ -168,7 +168,7 @@ class Call:
             self.target.copy_(self.shards[0])
 
     def with_peers(self, calls):
-        """The first process goes on when the second one has its part of so many calls enqueued, or is at it."""
+        """The first process continues when the second one has enqueued, or begun, its part of so many calls."""
         if not self.bench.cuda:
             dist.barrier()
         for _ in range(calls if self.bench.rank == 1 else 0):
@@ -177,8 +177,8 @@ class Call:
             dist.barrier()
 
     def check(self):
-        """What comes of it beside the same of the whole, and of seven peers' known parts."""
-        self.bench.together()  # what is pushed has been drawn: on another stream than the pushes
+        """Compares the result with that of the whole, and with seven peers' known parts."""
+        self.bench.together()  # the pushed data has been drawn, on another stream than the pushes
         self.with_peers(1)
         if self.bench.rank != 0:
             return

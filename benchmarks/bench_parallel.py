@@ -1,12 +1,12 @@
 """Sequence-parallel layers over the ranks that torchrun has started (targets.py case M), beside plain torch: an
 autograd all-gather, F.linear and a reduce-scatter.
 
-    torchrun --nproc-per-node=2 bench_parallel.py                    # NCCL, each rank on a CUDA device of its own
-    torchrun --nproc-per-node=2 bench_parallel.py --device cpu       # gloo, small shapes: that it runs
+    torchrun --nproc-per-node=2 bench_parallel.py                    # NCCL, each rank on its own CUDA device
+    torchrun --nproc-per-node=2 bench_parallel.py --device cpu       # gloo, small shapes: checks that it runs
 
 A layer is a pair: a column [N/t, K] and a row [K, N/t]; M tokens of all ranks. `ours` gathers a column's input again in
-its backward, `own keep` keeps what was gathered. Beside the rows, parallel_memory_<device>x<ranks>.csv (and .png, where
-there is matplotlib) traces memory over microbatches: all forwards, then all backwards, the last first."""
+its backward, `own keep` keeps the gathered input. Besides the rows, parallel_memory_<device>x<ranks>.csv (and .png, if
+matplotlib is installed) traces memory over microbatches: all forwards, then all backwards, the last first."""
 
 import csv
 
@@ -20,14 +20,14 @@ import transformer_engine.pytorch as te
 
 MICROBATCHES, STEP = 4, "forward+backward"
 SHAPES = {"cuda": [(8192, 14336, 4096), (8192, 28672, 8192)], "cpu": [(64, 96, 32)]}  # M, N, K
-LAYERS = {"cuda": (4, 64), "cpu": (2, 4)}  # of what is traced, and of what is compared with its prediction
+LAYERS = {"cuda": (4, 64), "cpu": (2, 4)}  # layers of the trace, and of the comparison with the prediction
 STACK = {"cuda": (8192, 4096, 4096), "cpu": (64, 32, 32)}
 HOST = {"cuda": (16, 256, 256), "cpu": (16, 32, 32)}
-HOST_CALLS = 20  # fewer launches than a stream takes before the host has to wait for it
+HOST_CALLS = 20  # fewer launches than a stream accepts before the host must wait for it
 
 
 class Gather(torch.autograd.Function):
-    """Plain torch's, along dimension 0; its backward is the other's."""
+    """Plain torch's collective along dimension 0; its backward is the opposite one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -67,7 +67,7 @@ class Stack:
             for _ in range(layers)
         ]
         self.parameters = [module.weight for pair in self.pairs for module in pair]
-        for parameter in self.parameters:  # what is added to, so that no way has to allocate it
+        for parameter in self.parameters:  # preallocated targets, so that no way allocates them
             parameter.grad = torch.zeros_like(parameter)
         self.ways = {
             "ours": lambda x, pair: self._ours(x, pair, True),
@@ -106,7 +106,7 @@ class Stack:
             results.pop().backward(dy)
 
     def kept_mib(self, way):
-        """Of the distinct storages that saved-tensor hooks see beside the parameters, the input's among them."""
+        """Bytes of the distinct storages that saved-tensor hooks see besides the parameters, including the input's."""
         seen = []
 
         def pack(t):
@@ -146,7 +146,7 @@ def peaks(bench, shape):
     stack = Stack(bench, shape, layers)
     xs, (dy,) = stack.inputs(MICROBATCHES), stack.inputs()
     traces, steps = {}, {way: lambda way=way: stack.step(way, xs, dy.detach()) for way in stack.ways}
-    if bench.cuda:  # what a process on a CPU holds is no figure
+    if bench.cuda:  # the memory of a process on a CPU is no figure
         bench.record(case, {way: bench.peak_mib(step) for way, step in steps.items()}, "MiB")
     for way in stack.ways:
         trace = traces[way] = []
@@ -199,7 +199,7 @@ def draw(bench, traces, layers):
 
 
 def prediction(bench):
-    """What keeping costs at the peak of many layers, against layers (t - 1) / t M K e."""
+    """The cost of keeping at the peak of many layers, against layers (t - 1) / t M K e."""
     kind = bench.device.type
     shape, layers = STACK[kind], LAYERS[kind][1]
     case = Case("M", "parallel_keeping", "bf16", (layers, *shape), "keeps")
@@ -212,7 +212,7 @@ def prediction(bench):
     steps = {way: lambda way=way: stack.step(way, xs, dy.detach()) for way in ("ours", "own keep")}
     if bench.cuda:
         measure = {way: bench.peak_mib(step) for way, step in steps.items()}
-    else:  # of which only what is kept can be known
+    else:  # only the kept bytes can be predicted
         measure = {way: stack.kept_mib(way) for way in steps}
     cost = measure["own keep"] - measure["ours"]
     bench.record(case, {"ours": cost, "predicted": predicted}, "MiB")
@@ -227,7 +227,7 @@ def host(bench):
         return
     options = {"bias": False, "params_dtype": torch.bfloat16, "device": bench.device}
     divided = te.Linear(k, n, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, **options)
-    undivided = te.Linear(k, n // bench.ranks, **options)  # the same products, of which it has all rows
+    undivided = te.Linear(k, n // bench.ranks, **options)  # the same products, with all rows
     rows = m // bench.ranks
     x, whole = (bench.randn(count, 1, k, dtype="bf16", grad=True) for count in (rows, m))
     dy = bench.randn(m, 1, n // bench.ranks, dtype="bf16")

@@ -1,9 +1,9 @@
-"""Quantization to FP8 against the same in plain PyTorch, eager and compiled (targets.py case 9).
+"""Quantization to FP8 against plain PyTorch, eager and compiled (targets.py case 9).
 
 Bytes per element of a bf16 input: 1x128 blocks rowwise 2 + 1 + 4/128, both ways twice the last two more, per tensor by
 a given scale with the transpose 2 + 1 + 1. `_current` makes the scale from the tensor's own amax: 2 bytes more.
-`master_range_*`: amax and cast of a quarter of a weight's fp32 master, as one of four ranks has it: 4 + 4 + 1. Beside
-it a tensor of that size, cast to bf16 and quantized whole."""
+`master_range_*`: amax and cast of a quarter of a weight's fp32 master, as one of four ranks has it: 4 + 4 + 1. The
+peer is a tensor of that size, cast to bf16 and quantized whole."""
 
 import torch
 from common import TORCH_DTYPES, Bench, Case

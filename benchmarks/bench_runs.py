@@ -1,7 +1,7 @@
-"""A product whole and in the runs of rows of tensor parallelism's plans, on one CUDA device with nothing communicated:
-what runs cost by themselves, in one stream, and in two by turns, where the next run's tiles fill the last wave of the
-one before. Shapes as in bench_overlap.py: [M, K] x [N / t, K]^T of a column, [M, K / t] x [N, K / t]^T of a row, the op
-with t at its end. Bits are compared."""
+"""A product computed whole and in the runs of rows of tensor parallelism's plans, on one CUDA device without
+communication. It measures the cost of runs in one stream, and in two alternating ones, where the next run's tiles fill
+the last wave of the one before. Shapes as in bench_overlap.py: [M, K] x [N / t, K]^T of a column, [M, K / t] x [N, K /
+t]^T of a row, the op with t at its end. Bits are compared."""
 
 import torch
 from bench_overlap import MODELS
@@ -12,7 +12,7 @@ M, RANKS = 8192, (2, 8)
 
 
 def ways(bench, op, n, k, ranks):
-    """{impl: function}, and the number of runs; None where the algorithm splits its reduction."""
+    """{impl: function}, and the number of runs; None if the algorithm splits its reduction."""
     n, k = (n // ranks, k) if op == "gather_linear" else (n, k // ranks)
     x, weight = (bench.randn(rows, k, dtype="bf16") for rows in (M, n))
     y = torch.empty(M, n, dtype=torch.bfloat16, device=bench.device)

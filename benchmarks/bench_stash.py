@@ -1,16 +1,17 @@
 """The paged stash (targets.py case 22): groups into pages and back, on the device and over the link, a queue of
 products beside it, and the host's time.
 
-A group is what an MoE layer keeps: four bf16 tensors of which half of the rows are alive, so many that its live part
-has the size in the row's shape. A call stores several groups, each into an entry that holds nothing, and ends with one
-reset, which counts; or it loads them, with the pages kept (tail "keep"). Bytes: 2b for the device tier (read, written),
-b over the link. The peers: a copy_ of one group's bytes for each group (`copy_ each`; `copy_` is one of all of them at
-once), a pinned copy, pages of 64 rows copied tensor by tensor in Triton, and what te.get_cpu_offload_context starts for
-a layer, which moves all rows.
+A group is the saved tensors of an MoE layer: four bf16 tensors with half of the rows alive; the live part has the size
+in the row's shape. A call stores several groups, each into an empty entry, and ends with one reset, which is timed; or
+it loads them, with the pages kept (tail "keep"). Bytes: 2b for the device tier (read, written), b over the link. The
+peers: a copy_ of one group's bytes for each group (`copy_ each`; `copy_` is one of all of them at once), a pinned copy,
+pages of 64 rows copied tensor by tensor in Triton, and the copy that te.get_cpu_offload_context starts for a layer,
+which moves all rows.
 
-stash_beside: a queue of products, while another stream stores; `lengthened`: by how much, beside what the store takes
-alone. stash_call, reload_call: host time of PagedStash.stash() and reload() of one group. stash_group: forward and
-backward of layers whose groups leave between schedulers; `stash_group_each`: what that adds for each group that leaves.
+stash_beside: a queue of products, while another stream stores; `lengthened`: the difference, relative to the time of
+the store alone. stash_call, reload_call: host time of PagedStash.stash() and reload() of one group. stash_group:
+forward and backward of layers whose groups leave between schedulers; `stash_group_each`: the increment for each group
+that leaves.
 """
 
 import contextlib
@@ -23,9 +24,9 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash import PagedStash
 
 MIB = 1 << 20
-WIDTHS = (2048, 2048, 1024, 1024)  # of a group's tensors, in elements of two bytes
+WIDTHS = (2048, 2048, 1024, 1024)  # widths of a group's tensors, in elements of two bytes
 ROW_BYTES = 2 * sum(WIDTHS)
-KEEP = 0  # what a load writes behind the live rows: nothing
+KEEP = 0  # a load writes nothing after the live rows
 PAGE_BYTES = 524288
 
 
@@ -68,7 +69,7 @@ class Groups:
         return handle
 
     def store(self, *_):
-        """All of them; then the pool is as it was before."""
+        """Stores or loads all groups, then restores the pool."""
         stream = stream_of(self.bench)
         for number, group in enumerate(self.groups):
             group.store(number, stream)
@@ -84,7 +85,7 @@ class Groups:
             group.store(number, stream_of(self.bench))
 
     def check(self):
-        """A round trip: what is timed is a copy, and finds room."""
+        """A round trip that checks that the timed call is a copy, and finds room."""
         self.hold()
         before = [[t.clone() for t in tensors] for tensors in self.tensors]
         for tensors in self.tensors:
@@ -149,7 +150,7 @@ def in_triton(bench, groups):
         heads.zero_()  # a reset: every page is free
 
     def load(*_):
-        each("load")  # of pages that were noted when they were taken; where the head is does not matter
+        each("load")  # the pages that were recorded when they were taken; the position of the head does not matter
 
     store()
     return store, load
@@ -200,7 +201,7 @@ def host_tier(bench, mib):
 
 
 def beside(bench, mib, count, host, size, products):
-    """Products on this stream, stores on another one that begin with them."""
+    """Products on this stream, and stores on another one that begin at the same time."""
     op = "stash_host_beside" if host else "stash_beside"
     case = Case("22", op, "bf16", (f"{count * mib}MiB",), "forward", flops=2 * products * size**3)
     if not bench.wants(case):
@@ -227,7 +228,7 @@ def beside(bench, mib, count, host, size, products):
 
     took = bench.compare(case, {"ours": both, "own products": queue, "own stash": groups.store}, lambda: ())
     if "own products" in took:
-        more = max(took["ours"] - took["own products"], 0.01)  # of what is noise, a row wants something above 0
+        more = max(took["ours"] - took["own products"], 0.01)  # noise can be negative, and a row must be above 0
         lengthened = Case("22", f"{op}_lengthened", "bf16", case.shape, "forward", flops=case.flops)
         bench.record(lengthened, {"ours": more, "own stash": took["own stash"]}, "us")
         print(
@@ -245,7 +246,7 @@ def calls(bench):
     most = 64  # stores between two resets
     stash = PagedStash(16384, device_pages=8 * most, device=bench.device)
 
-    handles = []  # one that nobody holds gives its pages back, in a launch of its own
+    handles = []  # an unreferenced handle returns its pages, in a separate launch
 
     def store(*_):
         if len(handles) == most:
@@ -266,7 +267,7 @@ def calls(bench):
 
 
 class Keeps(torch.autograd.Function):
-    """Keeps its results, and computes next to nothing."""
+    """Keeps its results, and computes almost nothing."""
 
     @staticmethod
     def forward(ctx, x, kept, counter, stash):

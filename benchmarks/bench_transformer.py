@@ -45,8 +45,8 @@ def ours(size, device, dtype, **options):
 
 
 class Rotated(torch.nn.Module):
-    """Our layer with its angles, called with hidden states alone. The angles are an argument of the layer, its input as
-    x is: as a buffer they do not count as kept, on either side."""
+    """Our layer with its angles, called with hidden states alone. The angles are an argument of the layer, like x: as a
+    buffer they do not count as kept, on either side."""
 
     def __init__(self, layer, angles):
         super().__init__()
@@ -112,7 +112,7 @@ def layers_fp8(bench, size):
 
 
 def attention(bench, dtype, size):
-    """DotProductAttention as the layer calls it, beside each backend by itself."""
+    """DotProductAttention as the layer calls it, beside each backend alone."""
     seq, batch, hidden, _, heads, groups = size
     head = hidden // heads
     module = te.DotProductAttention(heads, head, groups, attn_mask_type="causal", qkv_format="sbhd")
@@ -120,7 +120,7 @@ def attention(bench, dtype, size):
     def backend(kind):
         def run(q, k, v):
             q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-            grouped = kind != SDPBackend.EFFICIENT_ATTENTION  # which takes no groups: its keys are repeated
+            grouped = kind != SDPBackend.EFFICIENT_ATTENTION  # it takes no groups: its keys are repeated
             if not grouped:
                 k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
             with sdpa_kernel(kind):

@@ -1,8 +1,8 @@
-"""What te.tune gains: te.Linear and te.LayerNormMLP forward and backward with tuned products against themselves untuned
+"""The gain of te.tune: te.Linear and te.LayerNormMLP forward and backward with tuned products against the untuned ones
 (the shapes of targets.py cases 11 and 14), and the tuning table of each. CUDA only.
 
-Flops: 6 M N K for a Linear, 18 T hidden ffn_hidden for the MLP. The two contenders are one module; each step first puts
-its choices in force, which costs host time alone. The peer `own bf16` is the untuned module."""
+Flops: 6 M N K for a Linear, 18 T hidden ffn_hidden for the MLP. The two contenders are one module; each step first
+activates its choices, which costs only host time. The peer `own bf16` is the untuned module."""
 
 from bench_linear import GPU_SHAPES
 from bench_mlp import GPU as MLP
@@ -16,7 +16,7 @@ CANDIDATES = 64
 
 
 def compare(bench, case, module, sets, peers=()):
-    """The module with its choices in force, without, and its peers ({name: module})."""
+    """The module with its choices active, without them, and its peers ({name: module})."""
     tuning = te.tune(module, sets()[0], candidates=CANDIDATES)
     print(tuning, flush=True)
     keys, choices = [dict(r.problem) for r in tuning.rows], [r.algorithm for r in tuning.rows]

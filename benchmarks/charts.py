@@ -1,7 +1,7 @@
-"""The README's two pictures and five numbers, made of benchmarks/results/h200.csv: what is faster than plain PyTorch by
-how much, and what an MLP keeps for backward. Measures nothing; each is the newest row of its case.
+"""The README's two pictures and five numbers, from benchmarks/results/h200.csv: speed over plain PyTorch, and what an
+MLP keeps for backward. Measures nothing; each figure is the newest row of its case.
 
-python benchmarks/charts.py                  writes docs/speed_h200 and docs/memory_h200, PNG and SVG
+python benchmarks/charts.py                  writes docs/images/{speed,memory}_h200, PNG and SVG
 python benchmarks/charts.py --numbers        prints the five numbers as the README has them"""
 
 import argparse
@@ -9,7 +9,7 @@ import pathlib
 
 import rows as table
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+IMAGES = pathlib.Path(__file__).resolve().parents[1] / "docs/images"
 EAGER, COMPILE, BF16 = "torch eager", "torch compile", "own bf16"
 STEP = "forward+backward"
 # label, case, op, shape, direction
@@ -105,7 +105,7 @@ def draw_memory(figure, found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, default=DOCS, help="folder of the pictures")
+    parser.add_argument("--out", type=pathlib.Path, default=IMAGES, help="folder of the pictures")
     parser.add_argument("--numbers", action="store_true", help="print the README's table, draw nothing")
     args = parser.parse_args()
     found = table.load(table.RESULTS / "h200.csv")

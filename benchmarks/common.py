@@ -1,5 +1,5 @@
-"""The benchmarks' harness: times ours beside its peers in one process and appends the rows. It is no test: nothing here
-passes or fails; `report.py` judges the rows against the targets.
+"""The benchmarks' harness: times ours beside its peers in one process and appends the rows. It is not a test: nothing
+here passes or fails; `report.py` compares the rows with the targets.
 
     from common import Bench, Case
 
@@ -16,10 +16,10 @@ passes or fails; `report.py` judges the rows against the targets.
     bench.finish()                                           # exits 1 when a peer failed
 
 A contender is called with one input set and returns what it computed; without gradients unless the direction is
-`forward+backward` (its input set is then made with requires_grad, see `training_step`). There is no
-stored figure: a peer is timed in the same process, or has no row. A case that names bytes is also timed as a `copy_` of
-the same total bytes; `ratio` on that row of ours is the fraction of it. Names: op, shape and direction are those of
-`targets.TARGETS`; a measured autograd node (not the bare kernel) ends in `_module`.
+`forward+backward` (its input set is then made with requires_grad, see `training_step`). No figure is stored: a peer is
+timed in the same process, or has no row. A case that names bytes is also timed as a `copy_` of the same total bytes;
+`ratio` on that row of ours is the fraction of it. Names: op, shape and direction are those of `targets.TARGETS`; a
+measured autograd node (not the bare kernel) ends in `_module`.
 
 Method: timing.py. Columns and TE_COMMIT: rows.py. Results go to benchmarks/results/<device>.csv, or to --results DIR
 (merge them later with `report.py --merge FILE...`)."""
@@ -66,7 +66,7 @@ class Bench:
     """One benchmark run on one device."""
 
     def __init__(self, description, device=None, options=None):
-        """options(parser): adds what this benchmark alone understands; found in `options`."""
+        """options(parser): adds this benchmark's own arguments; they are in `options`."""
         parser = argparse.ArgumentParser(description=description.split("\n")[0])
         default = device or ("cuda" if torch.cuda.is_available() else "cpu")
         parser.add_argument("--device", type=torch.device, default=torch.device(default))
@@ -90,7 +90,8 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=TORCH_DTYPES[dtype], requires_grad=grad)
 
     def compile(self, function):
-        """The torch.compile peer, specialised to its shapes; a fresh cache, so that no case meets a recompile limit."""
+        """The torch.compile peer, specialised to its shapes; a fresh cache, so that no case reaches a recompile
+        limit."""
         torch.compiler.reset()
         return torch.compile(function, dynamic=False)
 
@@ -103,7 +104,7 @@ class Bench:
         return self._measure(case, contenders, make, sampler, rounds)
 
     def compare_host(self, case, contenders, make):
-        """As compare, but the host's wall time per call; on a CPU that has the computing in it."""
+        """As compare, but the host's wall time per call; on a CPU that includes the computing."""
         sampler, rounds = (
             (timing.host_sampler, timing.CUDA_ROUNDS) if self.cuda else (timing.cpu_sampler, timing.CPU_ROUNDS)
         )

@@ -1,5 +1,5 @@
-"""The engine as a C program calls it (include/transformer_engine/*.h), for what no operation of the package asks for by
-itself: plans, and products of some rows by the algorithm of all."""
+"""The engine as a C program calls it (include/transformer_engine/*.h), for calls that no operation of the package makes
+alone: plans, and products of some rows by the algorithm of all."""
 
 import ctypes
 import pathlib
@@ -128,7 +128,7 @@ class Product:
 
 
 class Peer:
-    """A rank of a channel without a product of its own: what it pushes, and for whom it waits, is the caller's word."""
+    """A rank of a channel without its own product: the caller chooses what it pushes, and which rank it waits for."""
 
     def __init__(self, ranks, rank, words, device, timeout_s=60.0):
         self.made = ctypes.c_void_p()
@@ -145,7 +145,7 @@ class Peer:
         call("te_comm_peer_begin", self.made, slot, text.encode())
 
     def push(self, slot, to, offset, t, stream):
-        """All of t, which is dense, behind what the stream has; the stream goes on behind it."""
+        """Pushes all of t, which is dense, after the stream's work; the stream continues after it."""
         size, one_run = ctypes.c_size_t(t.nbytes), ctypes.c_int64(1)
         source = ctypes.c_void_p(t.data_ptr()), size, size, one_run
         call("te_comm_peer_follow", self.made, pointer(stream))
@@ -154,7 +154,7 @@ class Peer:
         call("te_comm_peer_join", self.made, slot, pointer(stream))
 
     def receive(self, slot, of, stream):
-        """Waits for what `of` pushes here, and leaves the slot to it again."""
+        """Waits for the push of `of` to this rank, and then releases the slot to it."""
         call("te_comm_peer_wait", self.made, slot, of, pointer(stream))
         call("te_comm_peer_done", self.made, slot, of, None, ctypes.c_size_t(0), pointer(stream))
 

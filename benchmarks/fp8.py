@@ -1,5 +1,4 @@
-"""The three FP8 recipes as the benchmarks compare them: a module called inside te.autocast, as a user would. Measures
-nothing."""
+"""The three FP8 recipes of the benchmarks: a module called inside te.autocast, as a user would. Measures nothing."""
 
 import torch
 
@@ -7,7 +6,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 
 RECIPES = {
-    "delayed": recipe.DelayedScaling(amax_history_len=16),  # the length that the peer's figures were taken with
+    "delayed": recipe.DelayedScaling(amax_history_len=16),  # the length of the peer's figures
     "current": recipe.Float8CurrentScaling(),
     "block": recipe.Float8BlockScaling(),
 }

@@ -1,5 +1,5 @@
-"""What an entry of transformer_engine/common/ops/comm/costs.cpp needs, measured between the ranks of a RankBench, which
-all push to the next one at once. bench_overlap.py prints it: filling the table is one edit."""
+"""Measures an entry of transformer_engine/common/ops/comm/costs.cpp between the ranks of a RankBench, which all push to
+the next one at once. bench_overlap.py prints it: filling the table is one edit."""
 
 import dataclasses
 
@@ -12,14 +12,14 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed.symmetric import without_multicast
 
 SIZES = {"cuda": (8192, 57344, 8192), "cpu": (64, 128, 64)}  # tokens of all, N of all, K
-WHOLE_WAVES = 12 * 128, 256  # rows of a run, and columns of a tile, of which there is one for each multiprocessor
+WHOLE_WAVES = 12 * 128, 256  # rows of a run, and columns of a tile; there is one tile for each multiprocessor
 TINY = 16, 64  # tokens of a rank, width
 ROUNDS, CALLS = 11, 5
 
 
 @dataclasses.dataclass
 class Link:
-    """What the ranks have measured, in bytes, floating-point operations and microseconds."""
+    """The measurements of the ranks, in bytes, floating-point operations and microseconds."""
 
     flops_per_us: float
     link_bytes_per_us: float
@@ -31,7 +31,7 @@ class Link:
     units: int
     tile_rows: int = 128
     tile_cols: int = 256
-    least_gathered: int = 0  # these two are read off the rows of bench_overlap.py
+    least_gathered: int = 0  # these two come from the rows of bench_overlap.py
     least_scattered: int = 0
 
     def entry(self, kind):
@@ -61,7 +61,7 @@ class Meter:
         return self.handle.get_buffer(to, tuple(self.shard.shape), torch.bfloat16)
 
     def us(self, run, calls=CALLS):
-        """The median of what the slowest rank takes."""
+        """The median time of the slowest rank."""
         for _ in range(3):
             run()
         samples = [self.bench._sample(run, calls, False) for _ in range(ROUNDS)]
@@ -74,7 +74,7 @@ class Meter:
         self.target.copy_(self.shard)
 
     def while_other(self, run, other, times):
-        """`run` while `times` of `other` are on a second stream, which last longer."""
+        """`run` while `times` calls of `other`, which last longer, are on a second stream."""
         if not self.bench.cuda:
             return run
 
@@ -89,7 +89,7 @@ class Meter:
         return both
 
     def launch(self):
-        """A product in two halves, each of whole waves, beyond the whole."""
+        """The extra time of a product in two halves, each of whole waves."""
         bench = self.bench
         units, (rows, cols) = self.units(), WHOLE_WAVES if bench.cuda else (16, 4)
         n = cols * max(1, units // (rows // 128 or 1))
@@ -102,7 +102,7 @@ class Meter:
         return max(in_two - self.us(lambda: whole(stream)), 0.1)
 
     def hop(self):
-        """What rows of other ranks cost where there are next to none, beyond the product."""
+        """The cost of rows of other ranks beyond the product, with almost none of them."""
         bench, (tokens, width) = self.bench, TINY
         options = {"bias": False, "params_dtype": torch.bfloat16, "device": bench.device}
         shared = {"parallel_mode": "column", "sequence_parallel": True, "tp_group": dist.group.WORLD}

@@ -1,4 +1,4 @@
-"""The peers in plain PyTorch that more than one benchmark times: the same mathematics from torch's own parts."""
+"""The peers in plain PyTorch that several benchmarks time: the same mathematics from torch's own parts."""
 
 import torch
 import torch.nn.functional as F

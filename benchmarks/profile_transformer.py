@@ -1,6 +1,6 @@
 """A table of one te.TransformerLayer step at the size of targets.py case 24: the kernels of each op in their order,
-their time, and the share of it that the floor takes. Writes benchmarks/results/transformer_layer_<gpu>.md; it compares
-with nobody, and refuses to run without a GPU.
+their time, and the floor's share of it. Writes benchmarks/results/transformer_layer_<gpu>.md; it has no peers, and
+refuses to run without a GPU.
 
 Floors: flops at the best product ever timed on an H200 (792 TFLOP/s bf16, 8192^3) or bytes at its copy rate (4.25
 TB/s), whichever takes longer. Times are means over several profiled steps, gaps between kernels not counted."""
@@ -70,7 +70,8 @@ def name_of(event):
 
 
 def profiled(step):
-    """For each step but the first, in which the profiler starts up: [(op, {kernel: us})] of what launched something."""
+    """For each step but the first, in which the profiler starts: [(op, {kernel: us})] of ops that launched
+    something."""
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
         for _ in range(1 + STEPS):
             with torch.profiler.record_function("step"):
@@ -118,7 +119,7 @@ def written(found, machine, size):
         "",
         f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, commit "
         f"{machine['commit']}. Llama-3-8B's layer, x = {list(size[:3])} bf16, forward and backward. Made by "
-        "`python benchmarks/profile_transformer.py`, whose first lines say what the floors are.",
+        "`python benchmarks/profile_transformer.py`, whose first lines define the floors.",
         "",
         "| op | of | kernels | us | of the step | floor us | floor / time |",
         "|---|---|---|---|---|---|---|",

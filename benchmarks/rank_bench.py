@@ -1,7 +1,7 @@
-"""What benchmarks of several ranks share: a Bench under torchrun, times of calls in which every rank has its part, and
-memory. No figure is one rank's: of each sample the slowest rank's time counts, of memory the largest. Rank 0 writes.
+"""The common part of benchmarks with several ranks: a Bench under torchrun, times of calls in which every rank takes
+part, and memory. Each sample's time is that of the slowest rank; memory is that of the largest. Rank 0 writes.
 
-Each sample is a fixed number of calls: ranks that measured how many they want would not agree, and wait for ever."""
+Each sample is a fixed number of calls: ranks that determined the number separately would disagree, and wait forever."""
 
 import os
 import pathlib
@@ -24,14 +24,14 @@ class RankBench(Bench):
         if "LOCAL_RANK" not in os.environ:
             sys.exit("start it by `torchrun --nproc-per-node=2`: it measures several ranks")
         devices, local = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
-        # Ranks that share a device, whom NCCL refuses: of what they show memory is a figure, time is none.
+        # Ranks that share a device, which NCCL refuses: their memory is a figure, their time is not.
         shared = 0 < devices < int(os.environ["LOCAL_WORLD_SIZE"])
         local = local % devices if devices else local
         super().__init__(description, device=f"cuda:{local}" if torch.cuda.is_available() else None, options=options)
         if self.cuda:
             self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
-        # gloo on the CPU beside NCCL: for barriers, and for what the ranks have measured.
+        # gloo on the CPU besides NCCL: for barriers, and for the ranks' measurements.
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda and not shared else "gloo")
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         where = "on1" if self.cuda and shared else ""
@@ -44,13 +44,13 @@ class RankBench(Bench):
             print(*words, flush=True)
 
     def together(self):
-        """No rank goes on before all are here with nothing left to do."""
+        """No rank continues before all are here with no work left."""
         if self.cuda:
             torch.cuda.synchronize()
         dist.all_reduce(torch.zeros(1))
 
     def largest(self, samples):
-        """{name: samples} of the rank that had the most, sample by sample."""
+        """{name: samples}, each sample from the rank with the largest value."""
         for name, values in samples.items():
             every = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(every, dist.ReduceOp.MAX)
@@ -74,10 +74,10 @@ class RankBench(Bench):
         return self.timed(run, calls, host)
 
     def timed(self, run, calls, host=False):
-        """Of this rank alone."""
+        """Samples of this rank alone."""
         if self.cuda and not host:
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(QUEUED * calls)  # the host is ahead: what it takes is `host`'s
+            torch.cuda._sleep(QUEUED * calls)  # the host is ahead: its time is measured by `host`
             start.record()
             for _ in range(calls):
                 run()
@@ -98,7 +98,7 @@ class RankBench(Bench):
         return {name: float(torch.tensor(values).median()) for name, values in samples.items()}
 
     def memory(self):
-        """Bytes at their largest since the last reset_memory(); on a CPU what the process holds now, of anything."""
+        """Bytes at their largest since the last reset_memory(); on a CPU the current memory of the process."""
         if self.cuda:
             return torch.cuda.max_memory_allocated()
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -108,7 +108,7 @@ class RankBench(Bench):
             torch.cuda.reset_peak_memory_stats()
 
     def peak_mib(self, run):
-        """What one call takes at its largest beyond what is there before it."""
+        """The peak of one call above the memory before it."""
         run()
         self.together()
         self.reset_memory()

@@ -1,8 +1,8 @@
-"""Prints every case beside its target and what falls short of it; judges the newest row of each case and runs nothing.
+"""Prints every case beside its target, and the cases that miss it; uses the newest row of each case and runs nothing.
 
-python benchmarks/report.py                  the table of all targets, then what falls short
-python benchmarks/report.py --markdown       docs/results.md: the measured ones as a table
-python benchmarks/report.py --merge FILE...  first takes over the rows that another machine wrote (h200.csv, ...)"""
+python benchmarks/report.py                  the table of all targets, then the missed ones
+python benchmarks/report.py --markdown       docs/reference/results.md: the measured ones as a table
+python benchmarks/report.py --merge FILE...  first adds the rows that another machine wrote (h200.csv, ...)"""
 
 import argparse
 import pathlib
@@ -15,7 +15,7 @@ WIDTHS = (4, 33, 5, 18, 17, 36, 11, 11, 13, 10)
 
 
 def measured(target, rows):
-    """(value, newest row) of a target among one device's rows; None when no row carries the measure."""
+    """(value, newest row) of a target among one device's rows; None if no row has the measure."""
     keys = ("case", "op", "dtype", "shape", "direction")
     own = [row for row in rows if row["impl"] == "ours" and all(row[key] == getattr(target, key) for key in keys)]
     peer = target.measure.removeprefix("x ") if target.measure.startswith("x ") else None
@@ -82,10 +82,10 @@ def print_shortfalls(lines):
 
 HEAD = """# Every target that was measured
 
-This text is generated: `python benchmarks/report.py --markdown > docs/results.md`. Case numbers, work and targets are
-those of `benchmarks/targets.py`; a speed "over" a peer is the peer's time over ours, both timed in one process,
-interleaved, medians. Each line is the newest row of its case in `benchmarks/results/`; what falls short is explained in
-[performance](performance.md).
+This text is generated: `python benchmarks/report.py --markdown > docs/reference/results.md`. `benchmarks/targets.py`
+defines the case numbers, the work and the targets. A speed "over" a peer is the peer's time over ours: medians, both
+timed in one process and interleaved. Each line is the newest row of its case in `benchmarks/results/`.
+[Performance](performance.md) explains what falls short.
 """
 
 
@@ -117,7 +117,7 @@ def merge(files, results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--markdown", action="store_true", help="print docs/results.md")
+    parser.add_argument("--markdown", action="store_true", help="print docs/reference/results.md")
     parser.add_argument("--merge", nargs="+", type=pathlib.Path, default=[], metavar="FILE")
     parser.add_argument("--results", type=pathlib.Path, default=table.RESULTS, help="folder of the rows")
     args = parser.parse_args()

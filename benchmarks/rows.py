@@ -1,8 +1,8 @@
-"""The rows of benchmarks/results/<device>.csv: their columns, where they were measured, reading and appending them.
+"""The rows of benchmarks/results/<device>.csv: columns, place of measurement, reading and appending.
 
 Refuses to write a row that does not name the commit it measured. Needs no torch to read rows.
-Environment: TE_COMMIT names that commit where there is no git checkout (a copied tree on another machine); it wins over
-git where both are there."""
+Environment: TE_COMMIT names that commit if there is no git checkout (a copied tree on another machine); it takes
+precedence over git."""
 
 import csv
 import datetime
@@ -89,7 +89,7 @@ def number(value):
 
 
 def append(path, rows):
-    """Adds rows (dicts with exactly the header's keys) to the file, which it makes when it is not there."""
+    """Adds rows (dicts with exactly the header's keys) to the file, which it creates if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
@@ -114,7 +114,7 @@ def rate(row):
 
 
 def faults(rows):
-    """What is wrong with loaded rows, as sentences; empty when every row is well formed and every ratio adds up."""
+    """The faults of loaded rows, as sentences; empty if every row is well formed and every ratio adds up."""
     found, medians = [], {}
     for row in rows:
         name = " ".join(row[key] for key in (*RUN, "impl"))

@@ -1,23 +1,24 @@
 """The memory of a stack of MoE blocks (examples/moe) with everything kept, stashed, and with shapes that follow the
-counts, beside what is predicted (targets.py case 22): a table, a plot and rows.
+counts, beside the prediction (targets.py case 22): a table, a plot and rows.
 
-S: bytes that a group keeps where all of its rows are alive and all experts get as many. Of layers x capacity, in MiB:
+S: bytes that a group keeps if all of its rows are alive and all experts get equally many. For layers x capacity, in
+MiB:
 
     static  = layers * capacity * S
     stashed = sets * capacity * S + factor * live bytes of the groups that leave
 
-sets: how many groups' originals there are at once. In a stack whose backward follows its forward it is 1, since
-pre_schedule frees the group before where the next one's experts begin; 2, which PagedStash.plan() reckons with, where
-one comes back while another one leaves (1F1B). The last layer's backward is next when it is through: it does not leave.
+sets: how many groups' originals there are at once. In a stack whose backward follows its forward it is 1, because
+pre_schedule frees the previous group when the next one's experts begin. It is 2, as PagedStash.plan() assumes, if one
+comes back while another one leaves (1F1B). The last layer's backward follows its forward directly: it does not leave.
 
-Measured: the allocator's peak over a forward and backward (on the CPU as torch's profiler hears it) beside the
-parameters' gradients, which stay from step to step, and the pool, less what no group keeps: a step's work beside one
+Measured: the allocator's peak over a forward and backward (on the CPU from torch's profiler) besides the parameters'
+gradients, which stay from step to step, and the pool, less the memory that no group keeps: a step's work besides one
 layer (measured with all kept: of one layer, and for more layers of two), and what a layer keeps outside of its group
 (of three layers less two, at capacity 1). The static rows of one layer and of two are therefore right by design.
 
-The second table has Zipf routing and step times, and a third way, eager: the host waits for each layer's counts, and
-every shape is as large as they say. It keeps least; what the allocator reserves for shapes that change, and the waits,
-are its price, and no CUDA graph can hold it.
+The second table has Zipf routing and step times, and a third way, eager: the host waits for each layer's counts, which
+determine every shape. It keeps least. Its costs are the memory that the allocator reserves for changing shapes, and the
+waits; no CUDA graph can hold it.
 
     python benchmarks/stash_memory.py [--device cpu] [--results DIR]
 
@@ -94,7 +95,7 @@ class Grid:
         return self.peak_of(self.run(layers, capacity))
 
     def groups(self, peak, layers, capacity):
-        """Of a peak, what the groups have of it."""
+        """The groups' part of a peak."""
         return peak - self.work[capacity, layers > 1] - (layers - 1) * self.outside
 
     def stash(self):
@@ -181,7 +182,8 @@ def timed(grid, run):
 
 
 def zipf(bench, grid):
-    """At most layers: allocated and reserved peaks with everything, weights included, and a step's time."""
+    """At the largest number of layers: allocated and reserved peaks of everything, weights included, and a step's
+    time."""
     layers = grid.layers[-1]
     print("Zipf, capacity, way | allocated MiB, reserved MiB, ms a step")
     for capacity in CAPACITIES[1:]:

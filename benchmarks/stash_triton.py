@@ -1,6 +1,5 @@
 """A peer of benchmarks/bench_stash.py: pages of 64 rows, a launch for each tensor, in Triton; on CUDA alone. A free
-list on the device says which pages; the copies read it, and a launch of its own moves it on. Nothing looks for
-overflow."""
+list on the device gives the pages; the copies read it, and a separate launch advances it. Overflow is not checked."""
 
 import torch
 import triton
@@ -41,7 +40,7 @@ def _advance(head, count, sign, ROWS: tl.constexpr):
 
 
 class Pages:
-    """Of one width of rows, as many as `most` rows need. head: one int32, where the free list begins."""
+    """Pages of one width of rows, as many as `most` rows need. head: one int32, where the free list begins."""
 
     def __init__(self, most, width, device, head):
         self.count = triton.cdiv(most, ROWS)

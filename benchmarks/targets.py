@@ -1,11 +1,11 @@
-"""The targets as data: what each case must reach, on which device, against whom. It holds no measurement.
+"""The targets as data: the bound of each case, its device and its peer. It holds no measurement.
 
 A target names its row by case, op, dtype, shape and direction, and bounds one measure of it:
   GB/s, TFLOP/s   bytes_or_flops over p50, at least        us, MiB   p50, at most
   x PEER          `ratio` against that peer, at least
-A bound given as "<= 1.15x torch's time" is stored as ratio >= 1 / 1.15. FP8 over `own bf16` is held to at least what
-Transformer Engine 2.20.2 gains over its own bf16 (FP8_OVER_BF16). A speed over another library is no row of one
-process, and no target: docs/performance.md has it, both libraries in turn. Shapes: rows x cols; M x N x K for a GEMM;
+A bound given as "<= 1.15x torch's time" is stored as ratio >= 1 / 1.15. FP8 over `own bf16` must be at least the
+gain of Transformer Engine 2.20.2 over its own bf16 (FP8_OVER_BF16). A speed over another library is not measured in one
+process, so it is no target: docs/reference/performance.md. Shapes: rows x cols; M x N x K for a GEMM;
 tokens x hidden x ffn_hidden for an MLP; tokens x heads x head size for RoPE (q and k heads together)."""
 
 import dataclasses
@@ -229,8 +229,8 @@ def _memory_and_links():
 
 
 def _overlap():
-    """Products beside their communication: time over that of the product alone (2 ranks), or over what the run's own
-    product and copies take at best (rank 0 of 8)."""
+    """Products beside their communication: time over that of the product alone (2 ranks), or over the best time of the
+    run's own product and copies (rank 0 of 8)."""
     for op, shape, times in (
         ("gather_linear", "8192x57344x8192", 1.03),
         ("gather_linear", "8192x10240x8192", 1.05),

@@ -1,10 +1,10 @@
-"""Times contenders round by round in one process. Refuses to average: what comes back is one figure per sample, in us.
+"""Times contenders round by round in one process. It does not average: it returns one figure per sample, in us.
 
 Device time (CUDA). Each sample is one batch of calls between two events, queued behind a spin kernel so that the host's
 launch cost stays outside; calls under 20 us run as a captured graph of at least 20. Inputs rotate through `sets`, and
 the outputs of one turn stay alive, so nothing is read or written twice within one L2's worth of traffic.
 CPU. Each sample repeats the call for at least 50 ms of wall time.
-Host time (CUDA). Wall time per call of a batch that is waited for once, at its end."""
+Host time (CUDA). Wall time per call of a batch, with one wait at its end."""
 
 import collections
 import itertools
@@ -118,7 +118,7 @@ def host_sampler(run, sets):
 
 def interleave(samplers, rounds):
     """{name: sampler} -> {name: [one figure per round]}; every round samples each contender once, every second round
-    in reverse, so that no contender always runs behind the same other one."""
+    in reverse, so that no contender always runs after the same other one."""
     samples = {name: [] for name in samplers}
     for turn in range(rounds):
         for name in list(samplers)[:: -1 if turn % 2 else 1]:

@@ -1,17 +1,17 @@
-"""What an example needs beyond the package: imported here, so that what is missing is named with its command. Installs
-nothing itself."""
+"""Imports the requirements of an example beyond the package. If one is missing, the error has the command that installs
+it. Installs nothing itself."""
 
 import importlib
 from types import ModuleType
 
 
 def need(module: str, extra: str) -> ModuleType:
-    """The module, or an exit that says which extra of the package brings it."""
+    """Returns the module, or exits with the name of the extra that provides it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
-            raise  # it is there, and something that it needs itself is not
+            raise  # the module is there, but one of its own requirements is not
         raise SystemExit(
             f"this example needs {module.partition('.')[0]}, which is not installed: "
             f"pip install 'transformer_engine[{extra}]'\n"

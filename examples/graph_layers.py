@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Capture a stack of TransformerLayers, each in CUDA graphs of its own, beside an eager twin: equal bits, host time and
-memory before and after; then a captured layer whose result is copied to the host behind an event, while the main stream
-goes on, as a timeline. Without a GPU the same code runs over a recorder: only the bits are compared, nothing is drawn.
+"""Capture a stack of TransformerLayers, each in its own CUDA graphs, and compare it with an eager twin: bits, host time
+and memory. Then draw a timeline of a captured layer whose result is copied to the host after an event, while the main
+stream continues. Without a GPU the same code runs over a recorder: it compares only the bits, and draws nothing.
 
     python examples/graph_layers.py [--layers 4] [--hidden 1024] [--tokens 512] [--out runs/graph]
 
@@ -14,7 +14,7 @@ import os
 import time
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # wanted by deterministic algorithms, before CUDA starts
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it, before CUDA starts
 
 import torch
 
@@ -53,7 +53,7 @@ def step(stack: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def host_us(stack: torch.nn.Module, x: torch.Tensor) -> float:
-    """The time that a step takes to enqueue; the device's work is waited for outside of it."""
+    """Time to enqueue a step; waiting for the device is not included."""
     total = 0.0
     for turn in range(STEPS + 3):
         torch.cuda.synchronize()
@@ -69,8 +69,8 @@ def memory() -> str:
 
 
 def compare(args: argparse.Namespace, dtype: torch.dtype, cuda: bool) -> bool:
-    """The captured stack beside its eager twin. Whether every bit was equal."""
-    torch.use_deterministic_algorithms(True)  # attention's backward repeats its bits only so, in the graphs too
+    """Runs the captured stack and its eager twin. Returns whether every bit was equal."""
+    torch.use_deterministic_algorithms(True)  # so that attention repeats its bits, in graphs too
     stack = torch.nn.Sequential(*(layer_of(args, dtype) for _ in range(args.layers)))
     eager = copy.deepcopy(stack)
     x = torch.randn(args.tokens, 1, args.hidden, dtype=dtype, device=args.device)
@@ -97,7 +97,7 @@ def compare(args: argparse.Namespace, dtype: torch.dtype, cuda: bool) -> bool:
 
 
 class WithTail(torch.nn.Module):
-    """A layer, and its result on the way to pinned memory behind the event."""
+    """A layer whose result is copied to pinned memory after the event."""
 
     def __init__(self, args: argparse.Namespace, dtype: torch.dtype) -> None:
         super().__init__()
@@ -114,8 +114,8 @@ class WithTail(torch.nn.Module):
 
 @torch.no_grad()
 def overlapped(module: WithTail, x: torch.Tensor, weight: torch.Tensor, event: torch.cuda.Event | None) -> tuple:
-    """TURNS turns of: the captured layer on a stream of its own, then products on the main one. Returns the bars and
-    the time of all, in us."""
+    """Runs TURNS turns of the captured layer on its own stream and products on the main one. Returns the bars and
+    the total time, in us."""
     stream = torch.cuda.Stream()
     marks = []
 

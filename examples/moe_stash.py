@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""A stack of MoE blocks whose experts compute in buffers that are larger than what they get, as CUDA graphs want it:
-what their backward needs is kept in the pages of a stash, to the same losses and gradients, bit for bit. Some experts
-live elsewhere, so that rows vary from layer to layer and from step to step. Three routings, eager and in one CUDA
-graph; too few device pages beside host pages; and a step that finds no room, changes nothing, and is run again.
+"""A stack of MoE blocks whose experts compute in buffers for the worst case, because CUDA graphs require static shapes.
+The stash keeps the live rows for the backward in pages, with the same losses and gradients, bit for bit. Some experts
+are elsewhere, so the number of rows varies from layer to layer and from step to step. It runs three routings, eager and
+in one CUDA graph; too few device pages beside host pages; and a step that finds no room, changes nothing, and is
+repeated.
 
     python examples/moe_stash.py                        # on this machine's device
     python examples/moe_stash.py --capacity 6 --layers 8
     python examples/moe_stash.py --device cpu --steps 2
 
-Without a GPU nothing is captured; torch's grouped_mm is there a loop of products. Writes <out>/occupancy.{svg,png,csv}.
+Without a GPU nothing is captured; torch's grouped_mm is then a loop of products. Writes <out>/occupancy.{svg,png,csv}.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Demonstration:
-    """One after the other; every run starts from the same weights and is compared with the one without a stash."""
+    """Runs the variants in turn; each starts from the same weights and is compared with the run without a stash."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         names = ("layers", "tokens", "hidden", "ffn", "experts", "here", "k", "capacity")
@@ -82,7 +83,7 @@ class Demonstration:
     # ---- what is shown ----
 
     def routings(self) -> PagedStash:
-        """The first step keeps everything and is measured; a factor leaves room for routings that are worse."""
+        """The first step keeps everything and is measured; a factor leaves room for worse routings."""
         config = self.config
         print(
             f"{config.layers} layers, {config.here} of {config.experts} experts here; {config.rows} rows of a buffer, "
@@ -106,11 +107,11 @@ class Demonstration:
         return stash
 
     def room(self) -> float:
-        """The pool is sized by the first, balanced step; the worst that the buffers hold is `capacity` times that."""
+        """The first, balanced step sizes the pool; the buffers hold at most `capacity` times that."""
         return min(self.config.capacity, self.config.rows / self.config.balanced_rows) * 1.1
 
     def told(self, what: str, verdict: Verdict | None) -> None:
-        """The last layer's backward is next when it is through, and nothing of it is copied."""
+        """The last layer's backward directly follows its forward, so nothing of it is copied."""
         if verdict is None:
             return self.check(f"{what}: nothing was stashed", False)
         r = verdict.report
@@ -122,7 +123,7 @@ class Demonstration:
         )
 
     def captured(self, run: Run, stash: PagedStash) -> None:
-        """A graph that goes on where the eager steps stopped, beside the plain run, eager as before."""
+        """A graph that continues after the eager steps, compared with the plain run, which stays eager."""
         run.capture()
         last = len(self.order)
         more = [(last + i, skew) for i, skew in enumerate(SKEWS)]
@@ -163,7 +164,7 @@ class Demonstration:
         exact.close()
 
     def shortage(self, stash: PagedStash) -> None:
-        """A quarter of the device pages; what they lack goes to the host."""
+        """A quarter of the device pages; the rest goes to the host."""
         plan, worst = stash.plan(), stash.plan(worst=True)
         short = self.stash(device_pages=max(1, plan.peak_pages // 4), host_pages=worst.peak_pages)
         run = Run(self.config, self.device, short)
@@ -177,7 +178,8 @@ class Demonstration:
         short.close()
 
     def overflow(self, stash: PagedStash) -> None:
-        """No room: the step is bad, the gate lets the optimizer do nothing, the pool grows, the step runs again."""
+        """No room: the step is bad, the gate makes the optimizer do nothing, the pool grows, and the step is
+        repeated."""
         small = self.stash(device_pages=max(1, stash.plan().peak_pages // 2))
         run = Run(self.config, self.device, small)
         run.model.skew(self.order[0][1])
@@ -212,7 +214,7 @@ class Demonstration:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    need("matplotlib", "examples")  # before the work, not behind it
+    need("matplotlib", "examples")  # before the work, not after it
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*stashing costs memory.*")  # it is printed
         show = Demonstration(args)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Move the saved tensors of the first k of n TransformerLayers to pinned memory and back, eager and in captured layers:
-the same bits as without, device memory predicted and measured, step times, and a timeline of copies against compute.
-Without a GPU the copies are the host's own and captures run over a recorder: only the bits are of interest.
+"""Move the saved tensors of the first k of n TransformerLayers to pinned memory and back, eager and in captured layers.
+It checks that the bits are the same as without, compares predicted and measured device memory, and prints step times
+and a timeline of copies against compute. Without a GPU the host copies and captures run over a recorder: only the bits
+count.
 
     python examples/offload_graph.py [--layers 6] [--offload 3] [--hidden 4096] [--tokens 4096] [--out runs/offload]
 
@@ -14,7 +15,7 @@ import os
 import time
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # wanted by deterministic algorithms, before CUDA starts
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it, before CUDA starts
 
 import torch
 
@@ -37,7 +38,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Layer(torch.nn.Module):
-    """A TransformerLayer in its offload context, which a capture takes along."""
+    """A TransformerLayer in its offload context; a capture includes the context."""
 
     def __init__(self, layer: te.TransformerLayer, context: object, sync: object) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ def step(stack: list[torch.nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def bits(stack: list[torch.nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
-    torch.use_deterministic_algorithms(True)  # attention's backward repeats its bits only so
+    torch.use_deterministic_algorithms(True)  # without it attention's backward does not repeat its bits
     try:
         return [t.clone() for t in step(stack, x)]
     finally:
@@ -71,7 +72,7 @@ def bits(stack: list[torch.nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def measure(stack: list[torch.nn.Module], x: torch.Tensor, cuda: bool) -> tuple[float, float]:
-    """ms of a step; MiB of its peak above the start."""
+    """Milliseconds of a step, and MiB of its peak above the start."""
     for _ in range(2):
         step(stack, x)
     if not cuda:
@@ -91,8 +92,9 @@ def measure(stack: list[torch.nn.Module], x: torch.Tensor, cuda: bool) -> tuple[
 
 
 def predict(layers: list[torch.nn.Module], kept_layers: int, x: torch.Tensor) -> dict[str, float]:
-    """MiB of a step's peak, term by term. It is in the backward of a layer that others still come back behind: as many
-    layers are there as stay in all, and what autograd hands from layer to layer beside what the caller holds."""
+    """MiB of a step's peak, term by term. The peak is in the backward of a layer after which others still come back:
+    the number of layers on the device is the number that stay, plus autograd's gradients between layers and the tensors
+    of the caller."""
     own = te.memory_plan(layers[0], x.detach().requires_grad_()).kept_bytes / 2**20
     result = x.nbytes / 2**20
     return {
@@ -103,7 +105,7 @@ def predict(layers: list[torch.nn.Module], kept_layers: int, x: torch.Tensor) ->
 
 
 class Clock:
-    """Instants on streams, or on a CPU of the host, whose work is done when it returns."""
+    """Instants on streams, or on a CPU of the host, where work is complete when a call returns."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
@@ -120,8 +122,8 @@ class Clock:
 
 
 def spans_of(layers: list, x: torch.Tensor, context: object, sync: object, cuda: bool) -> list[Bar]:
-    """An eager step, in ms. A copy begins when its stream is through with the one before and
-    the compute stream reaches the call that starts it, and ends at an event behind it on its own stream."""
+    """An eager step, in ms. A copy begins when its stream has finished the previous one and the compute stream reaches
+    the call that starts it. It ends at an event after it on its own stream."""
     clock, synchronizer = Clock(cuda), context.offload_synchronizer
     if cuda:
         torch.cuda.synchronize()
@@ -132,7 +134,7 @@ def spans_of(layers: list, x: torch.Tensor, context: object, sync: object, cuda:
     last_copy: list[object] = [None]
 
     def came_back(layer: int) -> None:
-        """The backward reaches the layer, and another one may have started to come back."""
+        """The backward reaches the layer; another one may have started to come back."""
         began = clock.now()
         returning = layer - (len(layers) - args_offload - 1)
         if 0 <= returning < args_offload:

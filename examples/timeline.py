@@ -13,7 +13,7 @@ class Bar:
     kind: str
     begin: float
     end: float
-    name: str = ""  # written into the bar where there is room
+    name: str = ""  # written into the bar if there is room
 
 
 def draw(bars: list[Bar], title: str, unit: str) -> str:

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Train a small Llama-like language model of Transformer Engine's fused modules on real text, beside the same model in
-plain PyTorch. One command, with or without a GPU; it stops cleanly on Ctrl-C and goes on with --resume.
+plain PyTorch. One command, with or without a GPU; it stops cleanly on Ctrl-C and continues with --resume.
 
     python examples/train_lm.py                       # the toy preset on this machine's device
     python examples/train_lm.py --preset h200         # 1.0B parameters in bf16 on one H200
-    python examples/train_lm.py --resume --steps 400  # go on from runs/toy/checkpoint.safetensors
+    python examples/train_lm.py --resume --steps 400  # continue from runs/toy/checkpoint.safetensors
     python examples/train_lm.py --fp8 current         # FP8 products, beside the same model in bf16
-    python examples/train_lm.py --optimizer torch     # torch's AdamW in place of FusedAdam
+    python examples/train_lm.py --optimizer torch     # torch's AdamW instead of FusedAdam
     torchrun --nproc-per-node=2 examples/train_lm.py --tp 2 --sequence-parallel   # one model over two processes
 
 With --tp N the model is divided over N processes: attention by its heads, the MLPs by their hidden units, embedding and
-head by rows of the vocabulary, also where --tie-embeddings makes them one; each process has the norms whole and sees
-the loss of all tokens. Over NCCL on CUDA, over gloo on the CPU. A checkpoint holds whole tensors, so that one written
-at one N goes on at another with --resume.
+head by rows of the vocabulary, also if --tie-embeddings makes them one. Each process has the whole norms and the loss
+of all tokens. It uses NCCL on CUDA and gloo on the CPU. A checkpoint holds whole tensors, so a run can --resume with
+another N.
 
 Writes runs/<name>/{metrics.csv,checkpoint.safetensors}, and loss and memory as .svg and .png.
 """
@@ -24,7 +24,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # wanted by set_determinism, before CUDA starts
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # set_determinism needs it, before CUDA starts
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `lm`, also under PYTHONSAFEPATH
 
 try:
@@ -49,7 +49,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class Interrupt:
-    """Turns the first Ctrl-C into a request that the loop answers between two steps; a second one ends at once."""
+    """Turns the first Ctrl-C into a request that the loop reads between two steps; a second one ends at once."""
 
     def __init__(self):
         self.asked = False
@@ -180,7 +180,7 @@ def configure(args: argparse.Namespace) -> Config:
 
 
 class Run:
-    """One run in its folder: the fused model, its plain twin if wanted, the data, and the checkpoint between them."""
+    """One run in its folder: the fused model, its plain twin on request, the data, and their checkpoint."""
 
     def __init__(self, folder: Path, config: Config, device: torch.device, batches: data.Batches, ranks: parallel.Ranks,
                  *, twin: bool, compiled: bool, resume: bool):  # fmt: skip
@@ -206,7 +206,7 @@ class Run:
         self.failed: checkpoint.SaveError | None = None  # why the last save failed
 
     def train(self) -> bool:
-        """Train to config.steps, saving on the way and at the end; False when Ctrl-C came first (saved, too)."""
+        """Train to config.steps, saving on the way and at the end; False if Ctrl-C came first (saved, too)."""
         with Interrupt() as interrupt:
             if self.twin and self.trainer.done:
                 for _ in tqdm(range(self.trainer.done), desc="the plain twin catches up", disable=None, leave=False):
@@ -224,7 +224,7 @@ class Run:
             return not self.ranks.any(interrupt.asked)
 
     def _save(self) -> None:
-        """Save; a disk that takes nothing stops neither the training nor its report."""
+        """Save; a failed write stops neither the training nor its report."""
         tensors = self.ranks.whole(self.trainer.tensors(), self.trainer.optimizer.parameters)
         if self.ranks.rank:
             return

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""accelerate's own FP8, unmodified: mixed_precision="fp8" puts te.Linear and te.LayerNorm in the place of torch's.
+"""accelerate's own FP8, unmodified: mixed_precision="fp8" replaces torch's modules by te.Linear and te.LayerNorm.
 
-python examples/with_accelerate.py          needs the extra `accelerate`; a GPU where there is one, else the CPU
-Learns a fixed map from noise, in FP8 by delayed scaling; prints the loss, and which modules took the place of which."""
+python examples/with_accelerate.py          needs the extra `accelerate`; uses a GPU if there is one, else the CPU
+Learns a fixed map from noise, in FP8 by delayed scaling; prints the loss and the replaced modules."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """FSDP2 (fully_shard) around our layers: each rank has a part of every parameter, gathered layer by layer.
 
-torchrun --nproc-per-node=2 examples/with_fsdp2.py       NCCL where each rank has a GPU, else gloo; one rank works too
+torchrun --nproc-per-node=2 examples/with_fsdp2.py       NCCL if each rank has a GPU, else gloo; one rank works too
 Needs torch alone (the extra `fsdp2` is empty). Every rank takes its own part of the batch; prints the mean loss."""
 
 import argparse
@@ -33,7 +33,7 @@ def train(device, mesh, steps: int) -> list[float]:
     for layer in network:
         fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)  # of the shards, which are DTensors
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)  # the shards are DTensors
     batch = torch.randn(steps, TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device)
     mine, losses = batch.chunk(mesh.size(), 2)[mesh.get_local_rank()], []
     for x in mine:
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     losses = train(device, mesh, args.steps)
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks, step 1: loss {losses[0]:.6f}, step {args.steps}: loss {losses[-1]:.6f}")
-    dist.barrier()  # a rank that ends takes its connections with it
+    dist.barrier()  # the connections of a rank end with it
     dist.destroy_process_group()
     return 0
 

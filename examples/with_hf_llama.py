@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Hugging Face's Llama with our layers in it: same weights, same logits, then a few steps in FP8, saved and read again.
+"""Hugging Face's Llama with our layers in it: same weights, same logits, then a few steps in FP8, saved and loaded
+again.
 
 python examples/with_hf_llama.py            needs the extra `transformers`; tiny random weights, no download
-`fuse(model)` is what a model of your own needs, `unfuse(model)` its inverse; save_pretrained() of a fused model writes
+Your own model needs `fuse(model)`; `unfuse(model)` is its inverse; save_pretrained() of a fused model writes
 Hugging Face's names. Refused: padding masks, key-value caches, positions that differ from row to row of a batch, rope
 types whose frequencies change with the sequence or whose angles are scaled, attention weights as outputs."""
 
@@ -20,7 +21,7 @@ import transformer_engine.pytorch as te
 from extras import need
 from transformer_engine.common import recipe
 
-# Of a decoder layer: their parameter, ours, and which half of it.
+# A decoder layer: Hugging Face's parameter, ours, and which half of ours.
 WEIGHTS = (
     ("input_layernorm.weight", "self_attention.layernorm_qkv.layer_norm_weight", None),
     ("self_attn.q_proj.weight", "self_attention.layernorm_qkv.query_weight", None),
@@ -36,7 +37,7 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "
 
 
 def in_their_names(tensors, prefix=""):
-    """[(their name, what of ours it is)], of a dict of ours by name."""
+    """[(Hugging Face's name, our tensor)] for a dict of ours by name."""
     found = []
     for theirs, ours, half in WEIGHTS:
         weight = tensors[prefix + ours]
@@ -46,7 +47,7 @@ def in_their_names(tensors, prefix=""):
 
 @functools.cache
 def fused_class(decoder_layer):
-    """A subclass of the model's own class of layers, by which transformers finds what it records and recomputes."""
+    """A subclass of the model's layer class; transformers finds the layers to record and recompute by that class."""
 
     class FusedLayer(decoder_layer):
         def __init__(self, config, number, inv_freq, device, dtype):
@@ -71,7 +72,7 @@ def fused_class(decoder_layer):
                 params_dtype=dtype,
                 device=device,
             )
-            self.rotary = te.RotaryPositionEmbedding(head_dim)  # float32, whatever the model is cast to
+            self.rotary = te.RotaryPositionEmbedding(head_dim)  # float32 after any cast of the model
             self.rotary.register_buffer("inv_freq", inv_freq.to(device, torch.float32, copy=True), persistent=False)
 
         def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **options):
@@ -97,12 +98,12 @@ def fused_class(decoder_layer):
             angles = position_ids[0].to(torch.float32)[:, None] * self.rotary.inv_freq
             return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
-        def __reduce_ex__(self, protocol):  # pickle finds no class that a function has made
+        def __reduce_ex__(self, protocol):  # pickle cannot find a class that a function has made
             return _new_layer, (decoder_layer,), self.__dict__
 
         @property
         def _gradient_checkpointing_func(self):
-            """Ours: torch's runs the layer again outside of te.autocast, to other bits under FP8."""
+            """te.checkpoint: torch's would run the layer again outside of te.autocast, with other bits under FP8."""
             return functools.partial(te.checkpoint, use_reentrant=False)
 
         @_gradient_checkpointing_func.setter
@@ -119,7 +120,7 @@ def _new_layer(decoder_layer):
 
 @torch.no_grad()
 def _replace(model, number, made, copies):
-    """Puts a layer in another one's place, with its hooks; copies: (to, from) of the weights."""
+    """Replaces a layer by another one, with its hooks; copies: (to, from) of the weights."""
     layer = model.model.layers[number]
     trained = [(to if to.is_leaf else to._base, weight.requires_grad) for to, weight in copies]
     for to, weight in copies:
@@ -133,7 +134,7 @@ def _replace(model, number, made, copies):
 
 
 def _check(layer, number):
-    """What one of our layers cannot hold as it is."""
+    """The properties of the model that our layers cannot represent."""
     if not hasattr(layer, "self_attn"):
         raise TypeError(
             f"fuse: layer {number} is a {type(layer).__name__}, wanted LlamaDecoderLayer; is it fused already?"
@@ -149,8 +150,8 @@ def _check(layer, number):
 
 
 def fuse(model):
-    """Puts our layers into a LlamaForCausalLM, in its place; returns it. The layers' parameters are new ones: an
-    optimizer is made afterwards."""
+    """Puts our layers into a LlamaForCausalLM, in place, and returns it. The layers' parameters are new ones: make the
+    optimizer afterwards."""
     if not hasattr(getattr(model, "model", None), "rotary_emb"):
         raise TypeError(f"fuse: got a {type(model).__name__}, wanted a LlamaForCausalLM; adapters are merged first")
     config, rotary = model.config, model.model.rotary_emb
@@ -174,7 +175,7 @@ def fuse(model):
 def capture(model, tokens, **options):
     """Puts the layers of a fused model into CUDA graphs, for calls of this form: shapes, keywords, with gradients or
     without. For hidden states set model.config.output_hidden_states afterwards (layers refuse the keyword). options:
-    make_graphed_callables'. Returns the model; each layer's reset() takes it out again."""
+    make_graphed_callables'. Returns the model; each layer's reset() undoes the capture."""
     if not hasattr(model, "unfused_use_cache"):
         raise TypeError(f"capture: this {type(model).__name__} is not fused; fuse(model) first")
     layers, handed = tuple(model.model.layers), []
@@ -194,7 +195,7 @@ def capture(model, tokens, **options):
 
 
 def unfuse(model):
-    """The inverse of fuse(): Hugging Face's own layers, with the weights as they are now; returns the model. The
+    """The inverse of fuse(): restores Hugging Face's own layers with the current weights, and returns the model. The
     layers' parameters are new ones again."""
     if not hasattr(model, "unfused_use_cache"):
         raise TypeError(f"unfuse: this {type(model).__name__} is not fused")
@@ -210,7 +211,7 @@ def unfuse(model):
 
 
 def _save_pretrained(model, directory, *args, state_dict=None, **options):
-    """PreTrainedModel's, under the names that from_pretrained() reads. Nothing is copied for it."""
+    """As PreTrainedModel's, under the names that from_pretrained() reads. Nothing is copied."""
     state = dict(model.state_dict() if state_dict is None else state_dict)
     theirs = {name: weight for name, weight in state.items() if ".layer." not in name}
     for number in range(len(model.model.layers)):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Lightning's plug-in, unmodified: TransformerEnginePrecision puts te.Linear and te.LayerNorm in the place of torch's.
+"""Lightning's plug-in, unmodified: TransformerEnginePrecision replaces torch's modules by te.Linear and te.LayerNorm.
 
-python examples/with_lightning.py           needs the extra `lightning`; a GPU where there is one, else the CPU
-On a GPU the plug-in multiplies in FP8. On a CPU it says that it switches that off, and the modules run in bf16."""
+python examples/with_lightning.py           needs the extra `lightning`; uses a GPU if there is one, else the CPU
+On a GPU the plug-in multiplies in FP8. On a CPU it reports that FP8 is off, and the modules run in bf16."""
 
 import argparse
 import sys

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """megatron-core's GPT, data-parallel gradients and optimizer, unmodified, on our layers: its layer spec for
-Transformer Engine imports transformer_engine.pytorch, and finds this library.
+Transformer Engine imports transformer_engine.pytorch and finds this library.
 
 torchrun --nproc-per-node=1 examples/with_megatron_core.py                      needs the extra `megatron`, and a GPU
 torchrun --nproc-per-node=1 examples/with_megatron_core.py --fp8 delayed        or tensorwise, blockwise
 torchrun --nproc-per-node=2 examples/with_megatron_core.py --tp 2               with sequence parallelism
 torchrun --nproc-per-node=2 examples/with_megatron_core.py --experts 4 --ep 2   a mixture, its experts over ranks
-Learns to repeat a short sequence; prints the loss, and which of our classes are in the model."""
+Learns to repeat a short sequence; prints the loss and the classes of ours in the model."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ from extras import need
 
 
 def config_of(args):
-    """What a user of megatron-core writes down; all that names Transformer Engine is the layer spec below."""
+    """The configuration that a user of megatron-core writes; only the layer spec below names Transformer Engine."""
     fp8 = {"fp8": "hybrid", "fp8_recipe": args.fp8} if args.fp8 else {}
     if args.fp8 == "blockwise":
         fp8["fp8"] = "e4m3"

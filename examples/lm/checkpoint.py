@@ -1,5 +1,5 @@
-"""One safetensors file with everything a run needs to go on bit for bit. Refuses to replace a whole file with half of
-one, and to read a file that is cut short, foreign, or of another run; a refused file changes nothing."""
+"""One safetensors file with everything that a run needs to continue bit for bit. Refuses to replace a whole file by
+half of one, and to read a file that is truncated, foreign, or of another run; a refused file changes nothing."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from .config import ExampleError
 from .parallel import ALONE, Ranks, parameter_of
 
 FORMAT = "transformer_engine/examples/train_lm/1"
-UNSAID = {"accumulate": 1, "tied": False}  # what a checkpoint is of that says nothing of it
+UNSAID = {"accumulate": 1, "tied": False}  # defaults for checkpoints that lack these fields
 
 
 class SaveError(ExampleError):
-    """The disk took no checkpoint; the training itself is sound."""
+    """The checkpoint could not be written; the training itself is sound."""
 
 
 def _sync(path: Path) -> None:
@@ -72,7 +72,7 @@ class Checkpoint:
         self.state = json.loads(metadata["state"])
 
     def check(self, identity: dict) -> None:
-        """Refuse to go on with another model, text or seed than the run began with."""
+        """Refuse to continue with a model, text or seed other than that of the run."""
         saved = UNSAID | self.state["identity"]
         differs = [key for key in identity if saved.get(key) != identity[key]]
         if differs:
@@ -85,7 +85,7 @@ class Checkpoint:
         ranks: Ranks = ALONE,
         parameters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
     ) -> None:
-        """Fill `tensors` in place, of divided ones with this rank's part."""
+        """Fill `tensors` in place; a divided one gets this rank's part."""
         names = set(self.file.keys())
         problems = [f"{name} is missing" for name in tensors if name not in names]
         problems += [f"{name} is not of this model" for name in sorted(names - set(tensors))]

@@ -1,4 +1,4 @@
-"""What a run is: sizes, schedule and seed, and the two presets. Holds no defaults that depend on the machine."""
+"""The configuration of a run: sizes, schedule, seed, and the two presets. No default depends on the machine."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,12 +10,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ExampleError(Exception):
-    """Bad input or a failed save: the message names the file or argument, what was found, and what to do."""
+    """Bad input or a failed save: the message names the file or argument, the value found, and the fix."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A Llama-like model and its training. All of it decides the bits of a run, but what identity() leaves out."""
+    """A Llama-like model and its training. Every field in identity() changes the bits of a run."""
 
     hidden: int
     ffn_hidden: int
@@ -35,9 +35,9 @@ class Config:
     fp8: str | None = None  # the recipe of the layers' products
     accumulate: int = 1  # microbatches of a step, whose gradients are added up
     tied: bool = False  # the head's weight is the embedding's
-    offload_layers: int = 0  # whose saved tensors leave for the CPU: changes no bit
-    tp: int = 1  # ranks that the model is divided over: changes the order of sums alone
-    sequence_parallel: bool = False  # tokens are divided over them too
+    offload_layers: int = 0  # layers whose saved tensors leave for the CPU: changes no bit
+    tp: int = 1  # ranks that share the model: changes only the order of sums
+    sequence_parallel: bool = False  # these ranks also share the tokens
     recompute_allgather: bool = True  # gathered inputs are not kept for the backward: changes no bit
     deterministic: bool = False  # attention's backward repeats its bits on CUDA (a CPU always does)
 

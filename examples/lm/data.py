@@ -9,7 +9,7 @@ import torch
 from .config import Config, ExampleError
 
 HELD_OUT = 16  # the last 1/16 of the text is never trained on
-# Folders below the standard library that are not its own sources, or not there on every machine.
+# Folders of the standard library that hold no sources of its own, or do not exist on every machine.
 NOT_OURS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -23,7 +23,7 @@ def stdlib_files() -> list[Path]:
 
 
 def read_text(files: list[Path]) -> bytes:
-    """The files' bytes, one after the other."""
+    """The bytes of the files, concatenated."""
     parts = []
     for path in files:
         try:

@@ -1,4 +1,5 @@
-"""The language model twice: FusedLM of Transformer Engine's modules, PlainLM of torch's own, with the same mathematics.
+"""The language model in two forms with the same mathematics: FusedLM of Transformer Engine's modules, PlainLM of
+torch's.
 
 Llama's layout: byte embedding, layers of RMSNorm > attention (grouped queries, rotary positions) > RMSNorm > SwiGLU MLP
 around a residual stream, a last RMSNorm, a linear head. No dropout, no bias.
@@ -29,8 +30,8 @@ RECIPES = {
 
 
 class FusedLM(nn.Module):
-    """The model made of fused modules: what this example is about. Over several ranks it is divided: attention by
-    heads, MLPs by their hidden units, embedding and head by the vocabulary; each rank has the norms whole."""
+    """The model made of fused modules, the subject of this example. Several ranks divide it: attention by heads, MLPs
+    by hidden units, embedding and head by the vocabulary; each rank has the whole norms."""
 
     def __init__(self, config: Config, device: torch.device, ranks: Ranks = ALONE):
         super().__init__()
@@ -87,12 +88,13 @@ class FusedLM(nn.Module):
         self.offload = te.get_cpu_offload_context(config.offload_layers > 0, config.offload_layers, config.layers)
 
     def quantized(self) -> te.autocast:
-        """Inside, the products of the layers are FP8 ones, if this run has them."""
+        """A context in which the layers multiply in FP8, if this run uses FP8."""
         return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Of int64 tokens [batch, seq] logits [batch, seq, 256]; divided, [seq, batch, 256 / ranks]. With targets, like
-        tokens, the mean loss in nats, for which the logits are never there all at once. The head is not quantized."""
+        """int64 tokens [batch, seq] -> logits [batch, seq, 256]; divided, [seq, batch, 256 / ranks]. With targets,
+        shaped like tokens, returns the mean loss in nats without holding all logits at once. The head is not
+        quantized."""
         x = self.embedding(tokens) if self.ranks.size == 1 else self.ranks.embed(tokens, self.embedding.weight)
         angles = self.angles[: tokens.shape[1]]
         context, sync = self.offload
@@ -107,7 +109,7 @@ class FusedLM(nn.Module):
         return self.ranks.cross_entropy(x, self.head.weight, targets)
 
     def memory_of_modes(self, tokens: torch.Tensor) -> str:
-        """What a rank keeps of a layer in both modes of sequence parallelism: a line of text."""
+        """One line of text: what a rank keeps of a layer in both modes of sequence parallelism."""
         ranks, parameter = self.ranks, self.norm.weight
         positions = tokens.shape[1] // (ranks.size if ranks.sequence_parallel else 1)
         x = parameter.new_zeros(positions, len(tokens), parameter.shape[0]).requires_grad_()
@@ -122,7 +124,7 @@ class FusedLM(nn.Module):
             )
 
     def scaled_modules(self) -> dict[str, nn.Module]:
-        """Those that keep scales and amax histories between steps: delayed scaling's."""
+        """The modules with scales and amax histories between steps (delayed scaling)."""
         if not (self.recipe and self.recipe.delayed()):
             return {}
         found = {n: m for n, m in self.layers.named_modules() if isinstance(m, TransformerEngineBaseModule)}
@@ -172,7 +174,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainLM(nn.Module):
-    """The twin: the same model in plain PyTorch, to compare loss, speed and memory with."""
+    """The twin: the same model in plain PyTorch, for comparing loss, speed and memory."""
 
     def __init__(self, config: Config, device: torch.device):
         super().__init__()

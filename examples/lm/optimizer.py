@@ -54,8 +54,8 @@ class FusedMasterAdamW:
         return norm
 
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """Of the whole gradient, each parameter counted once: the squares of what is divided are added up over the
-        ranks; of what each rank has the whole of, the gradient is the same on all of them."""
+        """Norm of the whole gradient, each parameter counted once: the squares of divided parameters are added up over
+        the ranks; the gradient of an undivided parameter is the same on all ranks."""
         if self.ranks.size == 1:
             return multi_tensor_applier(multi_tensor_l2norm, self.overflow, [grads], False)[0]
         divided = [is_divided(p) for p in self.parameters.values()]
@@ -67,7 +67,7 @@ class FusedMasterAdamW:
         return sum(squares).sqrt()
 
     def gradients(self) -> list[torch.Tensor]:
-        """What is clipped in place and read by the step."""
+        """The gradients that are clipped in place and read by the step."""
         return [p.grad for p in self.parameters.values()]
 
     def state_bytes(self) -> int:
@@ -75,7 +75,7 @@ class FusedMasterAdamW:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As MasterAdamW's, and in the same formats."""
+        """The same as MasterAdamW.tensors(), in the same formats."""
         tensors = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
             shown = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -101,7 +101,7 @@ class MasterAdamW:
             for name, p in self.parameters.items()
         }
         self.adamw = torch.optim.AdamW(groups_of(self.masters.values()), lr=0.0, betas=BETAS, fused=True)
-        # AdamW would make its state in its first step. Made here, the first step costs what every step costs, and a
+        # AdamW would make its state in its first step. Made here, the first step costs the same as the others, and a
         # checkpoint is read into the same tensors it was written from.
         for master in self.masters.values():
             self.adamw.state[master] = {

@@ -1,5 +1,5 @@
-"""The model divided over the ranks of a tensor-parallel group: which rows of the vocabulary a rank has, the loss of all
-tokens, the norm of the whole gradient, and whole tensors for a checkpoint. One rank alone communicates nothing."""
+"""The model divided over the ranks of a tensor-parallel group: the rows of the vocabulary of each rank, the loss of all
+tokens, the norm of the whole gradient, and whole tensors for a checkpoint. A single rank communicates nothing."""
 
 import contextlib
 import os
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-# Here, before there is a group: others import it later on, its functions hold the group that they find then, and that
-# group's threads would outlive destroy_process_group().
+# Imported here, before a group exists: if it were imported later, its functions would hold the group of that time, and
+# that group's threads would outlive destroy_process_group().
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch import nn
@@ -35,10 +35,10 @@ class Ranks:
     tracker: CudaRNGStatesTracker | None = None
 
     def layer_options(self) -> dict:
-        """What a TransformerLayer has to be told."""
+        """The arguments of a TransformerLayer."""
         if self.size == 1:
             return {"attn_input_format": "bshd"}
-        # Sequence parallelism divides dimension 0, which is to be that of positions.
+        # Sequence parallelism divides dimension 0, which must be that of positions.
         return {
             "attn_input_format": "sbhd",
             "set_parallel_mode": True,
@@ -49,7 +49,7 @@ class Ranks:
         }
 
     def head_options(self) -> dict:
-        """And the head, which makes this rank's columns of the logits."""
+        """The arguments of the head, which computes this rank's columns of the logits."""
         if self.size == 1:
             return {}
         options = {**self.layer_options(), "parallel_mode": "column"}
@@ -60,7 +60,7 @@ class Ranks:
     # ---- the vocabulary, whose rows the ranks share ----
 
     def draw_rows(self, init: Callable, weight: nn.Parameter) -> None:
-        """First values of this rank's rows, and the marks that the modules set on theirs."""
+        """Initial values of this rank's rows, and the marks that modules set on their parameters."""
         if self.size == 1:
             init(weight)
             return
@@ -69,13 +69,15 @@ class Ranks:
             init(weight)
 
     def own_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of this rank's part of the vocabulary, and which of them are meant: others' are somewhere in it."""
+        """Indices into this rank's rows of the vocabulary, and a mask of the valid ones: tokens of other ranks get any
+        index."""
         rows = VOCAB // self.size
         ids = ids - self.rank * rows
         return ids.clamp(0, rows - 1), (ids >= 0) & (ids < rows)
 
     def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Of int64 [batch, seq] embeddings [seq, batch, hidden], with sequence parallelism of this rank's positions."""
+        """int64 [batch, seq] -> embeddings [seq, batch, hidden]; with sequence parallelism only this rank's
+        positions."""
         rows, own = self.own_rows(tokens.t())
         part = F.embedding(rows, weight) * own.unsqueeze(-1)
         if self.sequence_parallel:
@@ -83,9 +85,9 @@ class Ranks:
         return distributed.reduce_from_tensor_model_parallel_region(part, self.group)
 
     def cross_entropy(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean of all tokens of a head with this rank's rows of the vocabulary, the same on every rank. hidden [batch,
-        seq, ...], divided [seq, batch, ...], with sequence parallelism of this rank's positions; targets [batch, seq],
-        of all positions."""
+        """Mean loss of all tokens for a head with this rank's rows of the vocabulary, the same on every rank. hidden
+        [batch, seq, ...], divided [seq, batch, ...], with sequence parallelism only this rank's positions; targets
+        [batch, seq], all positions."""
         return te.fused_linear_cross_entropy(
             hidden,
             weight,
@@ -96,11 +98,11 @@ class Ranks:
 
     @torch.no_grad()
     def next_logits(self, model: nn.Module, window: torch.Tensor) -> torch.Tensor:
-        """[VOCAB] behind a window [1, positions]."""
+        """[VOCAB] logits after a window [1, positions]."""
         if self.size == 1:
             return model(window)[0, -1]
         last = window.shape[1] - 1
-        pad = -window.shape[1] % self.size if self.sequence_parallel else 0  # a causal mask hides what comes behind
+        pad = -window.shape[1] % self.size if self.sequence_parallel else 0  # a causal mask hides later positions
         part = model(F.pad(window, (0, pad)))[last, 0].contiguous()
         logits = part.new_empty(VOCAB)
         dist.all_gather_into_tensor(logits, part, group=self.group)
@@ -109,12 +111,13 @@ class Ranks:
     # ---- gradients and decisions ----
 
     def finish_gradients(self, model: nn.Module) -> None:
-        """Behind the last backward: gradients of norms are sums over one rank's tokens where the tokens are divided."""
+        """Call it after the last backward: if tokens are divided, gradients of norms are sums over one rank's
+        tokens."""
         if self.size > 1:
             distributed.allreduce_sequence_parallel_grads(model, self.group)
 
     def any(self, asked: bool) -> bool:
-        """Whether it was asked on some rank: all have to leave a loop in the same step."""
+        """Whether any rank asked for it: all ranks must leave a loop in the same step."""
         if self.size == 1:
             return asked
         flag = torch.tensor([int(asked)])
@@ -124,14 +127,14 @@ class Ranks:
     # ---- checkpoints: whole tensors, that any number of ranks can read ----
 
     def shape(self, parameter: nn.Parameter | None, shape: torch.Size) -> list[int]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         whole = list(shape)
         if is_divided(parameter):
             whole[parameter.partition_dim] *= self.size
         return whole
 
     def whole(self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> dict:
-        """Every tensor of a checkpoint, put together. parameters: see parameter_of."""
+        """Every tensor of a checkpoint, gathered. parameters: see parameter_of."""
         if self.size == 1:
             return dict(tensors)
         result = {}
@@ -158,28 +161,28 @@ ALONE = Ranks()
 
 
 def is_divided(parameter: nn.Parameter | None) -> bool:
-    """Whether each rank has a part of it; of all other parameters each rank has the whole, and they stay the same."""
+    """Whether each rank has a part of the parameter. Every rank has all other parameters whole, and they stay equal."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
 def stacked_in(name: str) -> int:
-    """How many matrices lie in one, each divided by itself: gate and up in an MLP's first."""
+    """Number of matrices that are stacked in one and divided separately: gate and up in an MLP's first."""
     return 2 if name.endswith("fc1_weight") else 1
 
 
 def parameter_of(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
-    """Of a tensor in a checkpoint: "model.<parameter>", "optimizer.<state>.<parameter>", or something else's."""
+    """The parameter of a checkpoint's tensor: "model.<parameter>", "optimizer.<state>.<parameter>", or none."""
     kind, _, rest = name.partition(".")
     return parameters.get(rest if kind == "model" else rest.partition(".")[2])
 
 
 @contextlib.contextmanager
 def joined(config: Config, device: torch.device) -> Iterator[Ranks]:
-    """This process's place among those that torchrun has started, or the caller; the first one speaks for all."""
+    """The rank of this process among those that torchrun, or the caller, has started; rank 0 prints for all."""
     started, ours = dist.is_initialized(), False
     if not started and dist.is_torchelastic_launched():
-        # gloo on the CPU beside NCCL: the way of checkpoints and of Ctrl-C. NCCL refuses processes that share a device,
-        # whose tensors gloo carries too.
+        # gloo on the CPU besides NCCL: for checkpoints and Ctrl-C. NCCL refuses processes that share a device; gloo
+        # carries their tensors too.
         shared = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo")
         started = ours = True
@@ -193,7 +196,7 @@ def joined(config: Config, device: torch.device) -> Iterator[Ranks]:
         yield ALONE
     else:
         tracker = CudaRNGStatesTracker()
-        tracker.add("model-parallel-rng", config.seed + 1 + rank)  # what is divided is drawn by each rank for itself
+        tracker.add("model-parallel-rng", config.seed + 1 + rank)  # each rank draws its own parts of divided parameters
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if rank else sys.stdout):
             yield Ranks(dist.group.WORLD, size, rank, config.sequence_parallel, config.recompute_allgather, tracker)
     if ours:
@@ -201,8 +204,8 @@ def joined(config: Config, device: torch.device) -> Iterator[Ranks]:
 
 
 def memory_of_modes(model: nn.Module, loss: Callable, layer: nn.Module, inputs: tuple, options: dict) -> str:
-    """What a layer keeps for its backward where gathered inputs are recomputed and where they are kept, and on CUDA the
-    peak of a forward and backward of the model."""
+    """What a layer keeps for its backward with gathered inputs recomputed and with gathered inputs kept, and on CUDA
+    the peak of a forward and backward of the model."""
     gathering = [m for m in model.modules() if hasattr(m, "tp_recompute_allgather")]
     before, kept, peaks = [m.tp_recompute_allgather for m in gathering], [], []
     for recompute in (True, False):

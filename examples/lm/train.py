@@ -1,4 +1,4 @@
-"""The training of one model, step by step, with loss, time and memory of each step, and what a checkpoint keeps of it.
+"""The training of one model, step by step, with loss, time and memory of each step, and the contents of its checkpoint.
 Reads no files and prints nothing."""
 
 import contextlib
@@ -22,7 +22,7 @@ MEMORY_MEANING = {
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step showed."""
+    """The measurements of one training step."""
 
     loss: float  # nats per byte
     seconds: float
@@ -32,7 +32,7 @@ class Step:
 
 def set_determinism(config: Config, device: torch.device) -> None:
     """Attention's backward on CUDA repeats its bits only under torch's switch (and is 2.5 times slower there).
-    CUBLAS_WORKSPACE_CONFIG, which that switch wants for torch's own products, is read when CUDA starts."""
+    That switch needs CUBLAS_WORKSPACE_CONFIG for torch's own products; it is read when CUDA starts."""
     torch.use_deterministic_algorithms(config.deterministic and device.type == "cuda")
     # Filling fresh memory with NaN finds bugs and costs bandwidth; every op here writes all of its output.
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -44,7 +44,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Trainer:
-    """A model, its optimizer and how far it is: `done` steps. Step i trains on batches[i], at a rate that depends on i
+    """A model, its optimizer and its progress: `done` steps. Step i trains on batches[i], at a rate that depends on i
     alone, so a run may be stopped and extended."""
 
     def __init__(self, model: nn.Module, config: Config, device: torch.device, compiled: bool = False):
@@ -101,7 +101,7 @@ class Trainer:
         return bytes(text)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All a checkpoint holds of this training besides `done`, as this rank has it: weights, optimizer, random
+        """The contents of a checkpoint besides `done`, on this rank: weights, optimizer, random
         states."""
         tensors = self.optimizer.tensors()
         tensors |= self._scales()
@@ -111,11 +111,11 @@ class Trainer:
         return tensors
 
     def _scales(self) -> dict[str, torch.Tensor]:
-        """Of delayed scaling: what a state_dict has as _extra_state."""
+        """Delayed scaling's state: the _extra_state of a state_dict."""
         return {f"scales.{name}": module.get_extra_state() for name, module in self._scaled.items()}
 
     def restored(self, tensors: dict[str, torch.Tensor], done: int) -> None:
-        """After a checkpoint has been written into `tensors`, which came from tensors()."""
+        """Call it after a checkpoint has been written into `tensors`, the result of tensors()."""
         self.done = done
         self.optimizer.set_step_count(done)
         for name, module in self._scaled.items():
@@ -126,8 +126,8 @@ class Trainer:
 
 
 class _Meter(contextlib.AbstractContextManager):
-    """Memory of one step beyond the model's state, entered around each forward. On CUDA the allocator's peak over what
-    was there before, so the other model's state does not count; on a CPU what the last forward keeps for its
+    """Memory of one step beyond the model's state; a context around each forward. On CUDA it is the allocator's peak
+    above the start, so the other model's state does not count; on a CPU it is what the last forward keeps for its
     backward."""
 
     def __init__(self, device: torch.device, model: nn.Module):

@@ -1,5 +1,5 @@
-"""A stack of MoE blocks in torch's own operations, whose experts compute in buffers of static shape. Which rows of them
-are alive only the device knows; what keeps them for the backward is the caller's."""
+"""A stack of MoE blocks in torch's own operations, whose experts compute in buffers of static shape. Only the device
+knows which rows are alive; the caller chooses what keeps them for the backward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformer_engine.pytorch.functional import activation
 from transformer_engine.pytorch.stash import PagedStash
 
 SKEWS = ("balanced", "zipf", "hot")
-HOT = 4.0  # added to the logit of the hot expert, beside which logits are about N(0, 1)
+HOT = 4.0  # added to the logit of the hot expert; the other logits are about N(0, 1)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of `experts` the first `here` are computed; a buffer has room for `capacity` times the rows that they get where
-    all get as many. capacity None: the host waits for the number of rows, and shapes are as large as that."""
+    """The first `here` of `experts` are computed; a buffer has room for `capacity` times the rows of a balanced
+    routing. capacity None: the host waits for the number of rows, which is the size of the shapes."""
 
     layers: int
     tokens: int
@@ -36,19 +36,20 @@ class Config:
 
     @property
     def rows(self) -> int | None:
-        """Of a buffer: no more than there are pairs of a token and an expert."""
+        """Rows of a buffer: at most the number of pairs of a token and an expert."""
         return None if self.capacity is None else min(round(self.capacity * self.balanced_rows), self.tokens * self.k)
 
     @property
     def row_bytes(self) -> int:
-        """What a layer keeps of a row in bf16: input and output of its experts, gate and up, their product, weight."""
+        """Bytes that a layer keeps for a row in bf16: input and output of its experts, gate and up, their product,
+        weight."""
         return 2 * (2 * self.hidden + 3 * self.ffn + 1)
 
 
 class Places:
-    """Which pair of a token and an expert lies in which row: the pairs of each expert one behind the other, those of
-    experts elsewhere behind all of them. count: rows that are alive, one integer on the device, also where the buffer
-    has fewer. Without `rows` the host waits for it."""
+    """The row of each pair of a token and an expert: pairs are ordered by expert, and those of experts elsewhere come
+    last. count: the number of live rows, one integer on the device, even if the buffer has fewer. Without `rows` the
+    host waits for it."""
 
     def __init__(self, chosen: torch.Tensor, here: int, rows: int | None) -> None:
         expert = chosen.flatten().clamp(max=here)
@@ -64,7 +65,7 @@ class Places:
         self.k = chosen.shape[1]
 
     def collect(self, rows: torch.Tensor, k: int) -> torch.Tensor:
-        """Each token's sum over its k rows here; other rows are not looked at, whatever is there."""
+        """Each token's sum over its k rows here; other rows are not read."""
         if rows.shape[0] == 0:
             return rows.new_zeros(self.row.numel() // k, *rows.shape[1:])
         found = rows.index_select(0, self.row)
@@ -74,7 +75,7 @@ class Places:
 
 
 class ToRows(torch.autograd.Function):
-    """The rows of [tokens, ...] (k of them for each), or of [pairs, ...] (k = 1), one for each row of the buffer."""
+    """Gathers rows of [tokens, ...] (k for each), or of [pairs, ...] (k = 1), one for each row of the buffer."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, places: Places, k: int) -> torch.Tensor:
@@ -87,7 +88,7 @@ class ToRows(torch.autograd.Function):
 
 
 class ToTokens(torch.autograd.Function):
-    """Its transpose: each token gets the sum of its rows."""
+    """The transpose of the gather: each token gets the sum of its rows."""
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, places: Places) -> torch.Tensor:
@@ -116,7 +117,8 @@ class MoEBlock(torch.nn.Module):
         self.register_buffer("bias", torch.zeros(config.experts, device=device))
 
     def skew(self, name: str) -> None:
-        """Which experts the router likes: all, some more than others, or one, which every second layer has here."""
+        """Bias of the router: none, some experts more than others, or one hot expert, which every second layer has
+        here."""
         experts, bias = self.config.experts, torch.zeros(self.config.experts)
         if name == "zipf":
             ranks = torch.randperm(experts, generator=torch.Generator().manual_seed(self.number))
@@ -139,12 +141,13 @@ class MoEBlock(torch.nn.Module):
             return t
 
         normed = stash.pre_schedule(normed)
-        # Nobody reads a row behind the live ones, so that a reload need not write there.
+        # Nothing reads a row after the live ones, so a reload need not write there.
         group = stash.group(self.number, places.count, tail="keep")
         return x + stash.post_schedule(self.experts(normed, weights, places, counted, group))
 
     def experts(self, normed, weights, places: Places, counted, group) -> torch.Tensor:
-        """Rows behind the live ones hold anything: grouped_mm does not write there, and collect() does not look."""
+        """Rows after the live ones hold anything: grouped_mm does not write there, and collect() does not read
+        there."""
         mm = torch.nn.functional.grouped_mm  # on the CPU it is a loop of the same products
         with group:
             rows = counted(ToRows.apply(normed, places, places.k))

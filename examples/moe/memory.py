@@ -1,4 +1,4 @@
-"""Peaks of memory: of CUDA's allocator, or on the CPU of torch's, as its profiler hears them."""
+"""Peaks of memory: from CUDA's allocator, or on the CPU from torch's, through its profiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that tensors took while work() ran, above those that they took before."""
+    """The peak of tensors' bytes while work() ran, above the bytes before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

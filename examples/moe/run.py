@@ -14,7 +14,7 @@ from .blocks import Config, MoEStack
 
 @dataclass
 class Result:
-    """Of a step: copies."""
+    """Results of a step, as copies."""
 
     loss: torch.Tensor
     grads: list[torch.Tensor]
@@ -30,7 +30,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def batch(config: Config, device: torch.device, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and target of a step: the same ones for the same number."""
+    """Input and target of a step, determined by its number."""
     how = {"generator": torch.Generator(device).manual_seed(number), "dtype": torch.bfloat16, "device": device}
     x, target = (torch.randn(config.tokens, config.hidden, **how) for _ in range(2))
     return x, target
@@ -50,14 +50,14 @@ class Run:
             else torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         )
         self.loss = torch.zeros((), device=device)
-        self.gradients_stay = False  # from step to step: then a step's peak has none that its backward makes
+        self.gradients_stay = False  # kept from step to step, so a step's peak has no gradients that its backward makes
         self._static: tuple[torch.Tensor, torch.Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         if stash is not None:
             stash.register(self.model)
 
     def compute(self, x: torch.Tensor, target: torch.Tensor) -> None:
-        """Forward and backward, into new gradients or those that stay; the loss is left in place."""
+        """Forward and backward, into new or existing gradients; the loss stays in its static tensor."""
         self.model.zero_grad(set_to_none=not self.gradients_stay)
         y = self.model(x, self.stash, self.around)
         loss = torch.nn.functional.mse_loss(y.float(), target.float())
@@ -65,7 +65,7 @@ class Run:
         self.loss.copy_(loss.detach())
 
     def update(self) -> None:
-        """The optimizer's step, of which the gate of a bad step lets nothing through."""
+        """The optimizer's step; the gate of a bad step makes it change nothing."""
         if self.stash is not None:
             self.optimizer.found_inf = self.stash.gate()
         self.optimizer.step()
@@ -92,8 +92,8 @@ class Run:
         return Result(self.loss.clone(), [p.grad.clone() for p in self.model.parameters()])
 
     def capture(self) -> None:
-        """Later calls replay one graph of the whole step: reset, forward, backward, gate, optimizer. Eager steps, which
-        made the pool and the optimizer's states, have come before; nothing is computed here."""
+        """Later calls replay one graph of the whole step: reset, forward, backward, gate, optimizer. Eager steps must
+        have made the pool and the optimizer's states before; nothing is computed here."""
         self._graph = None
         self._static = batch(self.config, self.device, 0)
         torch.cuda.synchronize(self.device)
@@ -103,6 +103,6 @@ class Run:
         self._graph = graph
 
     def state(self) -> list[torch.Tensor]:
-        """Copies of what a step changes: weights, masters, moments, counts of steps."""
+        """Copies of everything that a step changes: weights, masters, moments, counts of steps."""
         kept = [value for state in self.optimizer.state.values() for value in state.values()]
         return [t.detach().clone() for t in [*self.model.parameters(), *kept] if isinstance(t, torch.Tensor)]
