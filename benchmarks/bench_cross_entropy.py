@@ -3,7 +3,7 @@ product and loss: time, and the peak besides the weight's gradient (targets.py c
 
 Bytes of a loss in place: 2b an element of b bytes, its logits read and its gradient written; reduce_loss, an incoming
 gradient of 1. Ours writes over its input, so from the second call on it reads gradients, small numbers that take
-as long. Flops of a head: 6 tokens x features x classes. `_own_dtype`: weight_grad_dtype is the weight's."""
+as long. Flops of a head: 6 tokens x features x classes. `_own_dtype`: weight_grad_dtype is the dtype of the weight."""
 
 import dataclasses
 

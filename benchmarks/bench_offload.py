@@ -140,7 +140,7 @@ def step(bench, op, hidden, ffn, tokens):
         bench.compare(case, contenders, make)
     if bench.cuda and bench.wants(peak):
         figures = {name: peak_mib(bench, run, make) for name, run in contenders.items()}
-        # The first layer's input is the caller's, so offloading it frees nothing. And where the peak is now, after
+        # The caller holds the first layer's input, so offloading it frees nothing. And where the peak is now, after
         # the last layer, the gradient that comes in is no longer the caller's.
         figures["predicted"] = figures["own bf16"] - (OFFLOADED * kept - 2 * 2 * tokens * hidden) / 2**20
         bench.record(peak, figures, "MiB")

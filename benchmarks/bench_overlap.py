@@ -97,7 +97,7 @@ def forward(bench, op, m, n, k):
 
 
 def backward(bench, m, n, k, direction):
-    """A column's backward, or both directions, and the time that is no product. `own keep`: without the backward's
+    """A column's backward, or both directions, and the time outside of the product. `own keep`: without the backward's
     gather."""
     both = direction == "forward+backward"
     flops = (6 if both else 4) * m * n * k // bench.ranks

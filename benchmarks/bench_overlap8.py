@@ -52,7 +52,8 @@ class Channel:
         # One mapping for each rank of a process: CUDA registers memory of the host once.
         self.words = self._map(_C.peer_words_bytes(RANKS), times=RANKS - 1)
         self.memory, here, there = self._slots(len(SLOTS) * RANKS * size)
-        # Rank r's part of a slot, as this process sees it: rank 0's in the first one's memory, others' in the second's.
+        # Rank r's part of a slot, as this process sees it: rank 0's in the memory of the first process, others' in the
+        # second's.
         base = [here, there] if bench.rank == 0 else [there, here]
         self.addresses = {
             slot: [base[int(rank > 0)] + (i * RANKS + rank) * size for rank in range(RANKS)]
@@ -71,7 +72,7 @@ class Channel:
         return mapped
 
     def _slots(self, size):
-        """This process's memory, its address, and that of the other's."""
+        """This process's memory, its address, and the address of the other process's memory."""
         there = 1 - self.bench.rank
         if not self.bench.cuda:
             mapped = self._map(size, each=True)

@@ -8,8 +8,9 @@ MiB:
     stashed = sets * capacity * S + factor * live bytes of the groups that leave
 
 sets: how many groups' originals there are at once. In a stack whose backward follows its forward it is 1, because
-pre_schedule frees the previous group when the next one's experts begin. It is 2, as PagedStash.plan() assumes, if one
-comes back while another one leaves (1F1B). The last layer's backward follows its forward directly: it does not leave.
+pre_schedule frees the previous group when the experts of the next one begin. It is 2, as PagedStash.plan() assumes, if
+one comes back while another one leaves (1F1B). The last layer's backward follows its forward directly: it does not
+leave.
 
 Measured: the allocator's peak over a forward and backward (on the CPU from torch's profiler) besides the parameters'
 gradients, which stay from step to step, and the pool, less the memory that no group keeps: a step's work besides one
@@ -219,7 +220,7 @@ def zipf(bench, grid):
 
 def main():
     bench = Bench(__doc__)
-    warnings.filterwarnings("ignore", message=".*stashing costs memory.*")  # the table says where
+    warnings.filterwarnings("ignore", message=".*stashing costs memory.*")  # the table gives the place
     grid = Grid(bench)
     cells = law(bench, grid)
     if len(cells) == len(grid.layers) * len(CAPACITIES):

@@ -1,6 +1,6 @@
 """Times contenders round by round in one process. It does not average: it returns one figure per sample, in us.
 
-Device time (CUDA). Each sample is one batch of calls between two events, queued behind a spin kernel so that the host's
+Device time (CUDA). Each sample is one batch of calls between two events, queued after a spin kernel so that the host's
 launch cost stays outside; calls under 20 us run as a captured graph of at least 20. Inputs rotate through `sets`, and
 the outputs of one turn stay alive, so nothing is read or written twice within one L2's worth of traffic.
 CPU. Each sample repeats the call for at least 50 ms of wall time.
@@ -25,7 +25,7 @@ WARM_S = 0.1
 
 
 def rotate(make, device):
-    """Calls make() (a tuple of tensors, or of what has nbytes too) often enough that one turn through the results
+    """Calls make() (a tuple of tensors, or of objects with nbytes) often enough that one turn through the results
     exceeds twice the L2."""
     first = make()
     if device.type != "cuda":

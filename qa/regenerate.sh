@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Writes every generated document again: the compatibility table, the API pages (which read it), the tables of
-# docs/architecture.md, docs/results.md and the README's charts. Needs the installed package of qa/setup.sh.
+# docs/develop/architecture.md, docs/reference/results.md and the README's charts. Needs the installed package of
+# qa/setup.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . .venv/te-env.sh
@@ -9,6 +10,6 @@ python tests/pytorch/package/compatibility.py
 python tests/pytorch/package/api_pages.py
 env -u PYTHONSAFEPATH python tests/policy/house.py --write  # it imports its neighbours
 results=$(env -u PYTHONSAFEPATH python benchmarks/report.py --markdown)
-printf '%s\n' "$results" > docs/results.md
+printf '%s\n' "$results" > docs/reference/results.md
 env -u PYTHONSAFEPATH python benchmarks/charts.py  # these two import their neighbours
 git --no-pager diff --stat -- docs README.md

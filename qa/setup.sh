@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository's root with the package and all that its tests and examples need; safe to run again,
 # and quick when nothing changed. Installs system packages only through apt, and only as root or with passwordless sudo.
-# Environment it reads (docs/environment.md): PYTHON, MAX_JOBS, CUDACXX, CMAKE_ARGS, CI.
+# Environment it reads (docs/reference/environment.md): PYTHON, MAX_JOBS, CUDACXX, CMAKE_ARGS, CI.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD

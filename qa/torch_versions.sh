@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The package under other versions of PyTorch, on the CPU: for each a virtual environment of its own, with PyPI's torch of
 # that version, the extension compiled against it (the engine once for all), imported, and a smoke set. Prints a line for
-# each version at the end, and fails where one does. docs/install.md has the table of results.
+# each version at the end, and fails where one does. docs/guide/install.md has the table of results.
 #
 # usage: qa/torch_versions.sh VERSION...        as in 2.9.1 2.15.0
 # SUITE='tests/pytorch' runs in place of the smoke set; the environments are kept in build/torch_versions, so
 # that a second run is quick, and may be removed.
-# Environment it reads: PYTHON, MAX_JOBS (docs/environment.md).
+# Environment it reads: PYTHON, MAX_JOBS (docs/reference/environment.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD

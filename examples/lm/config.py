@@ -34,7 +34,7 @@ class Config:
     optimizer: str = "fused"  # Transformer Engine's AdamW, or torch's
     fp8: str | None = None  # the recipe of the layers' products
     accumulate: int = 1  # microbatches of a step, whose gradients are added up
-    tied: bool = False  # the head's weight is the embedding's
+    tied: bool = False  # head and embedding share one weight
     offload_layers: int = 0  # layers whose saved tensors leave for the CPU: changes no bit
     tp: int = 1  # ranks that share the model: changes only the order of sums
     sequence_parallel: bool = False  # these ranks also share the tokens

@@ -204,8 +204,8 @@ def joined(config: Config, device: torch.device) -> Iterator[Ranks]:
 
 
 def memory_of_modes(model: nn.Module, loss: Callable, layer: nn.Module, inputs: tuple, options: dict) -> str:
-    """What a layer keeps for its backward with gathered inputs recomputed and with gathered inputs kept, and on CUDA
-    the peak of a forward and backward of the model."""
+    """The memory that a layer keeps for its backward with gathered inputs recomputed and with gathered inputs kept, and
+    on CUDA the peak of a forward and backward of the model."""
     gathering = [m for m in model.modules() if hasattr(m, "tp_recompute_allgather")]
     before, kept, peaks = [m.tp_recompute_allgather for m in gathering], [], []
     for recompute in (True, False):

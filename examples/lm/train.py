@@ -74,7 +74,7 @@ class Trainer:
             losses.append(loss.detach())
         self.ranks.finish_gradients(self.model)
         norm = self.optimizer.step(self.learning_rate())
-        value = sum(losses).item()  # waits for the device: the time is the whole step's
+        value = sum(losses).item()  # waits for the device: the time is that of the whole step
         seconds = time.perf_counter() - begin
         if not math.isfinite(value):
             raise ExampleError(
@@ -127,8 +127,7 @@ class Trainer:
 
 class _Meter(contextlib.AbstractContextManager):
     """Memory of one step beyond the model's state; a context around each forward. On CUDA it is the allocator's peak
-    above the start, so the other model's state does not count; on a CPU it is what the last forward keeps for its
-    backward."""
+    above the start, so the other model's state does not count; on a CPU it is the bytes that the last forward keeps."""
 
     def __init__(self, device: torch.device, model: nn.Module):
         self.cuda = device.type == "cuda"

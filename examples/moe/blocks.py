@@ -1,5 +1,5 @@
-"""A stack of MoE blocks in torch's own operations, whose experts compute in buffers of static shape. Only the device
-knows which rows are alive; the caller chooses what keeps them for the backward."""
+"""A stack of MoE blocks in torch's own operations, whose experts compute in buffers of static shape. Which rows are
+alive is on the device alone; the caller chooses what keeps them for the backward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # The structure of the source, measured from its text: imports and lines that are written twice. test_house.py
 # holds the figures; `python tests/policy/house.py` prints the tables of layers and of the walk (walks.py) for
-# docs/architecture.md, or with --figures the rest.
+# docs/develop/architecture.md, or with --figures the rest.
 import ast
 import collections
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import walks
 
 REPO = Path(__file__).parents[2]
-ARCHITECTURE = REPO / "docs/architecture.md"
+ARCHITECTURE = REPO / "docs/develop/architecture.md"
 PACKAGE = "transformer_engine.pytorch"
 SOURCE = REPO / "transformer_engine"
 
@@ -138,7 +138,7 @@ def repeats(length=10, folder=SOURCE):
 
 
 def layers_as_text():
-    """The table of docs/architecture.md, the top layer first."""
+    """The table of docs/develop/architecture.md, the top layer first."""
     present = {folder_of(module) for module in modules()}
     rows = ["| layer | folders and files |", "|---|---|"]
     for name, folders in reversed(LAYERS.items()):
@@ -147,7 +147,7 @@ def layers_as_text():
 
 
 def write():
-    """Writes the two tables of docs/architecture.md, each up to the next empty line."""
+    """Writes the two tables of docs/develop/architecture.md, each up to the next empty line."""
     text = ARCHITECTURE.read_text()
     for table in (layers_as_text(), walks.as_text("swiglu")):
         rows, *after = table.split("\n\n")

@@ -112,9 +112,9 @@ def test_report_lists_every_target_on_the_committed_results():
 
 
 def test_the_page_of_results_equals_the_rows():
-    """Mutant: a digit of docs/results.md, or a row that is appended without it."""
+    """Mutant: a digit of docs/reference/results.md, or a row that is appended without it."""
     made = run(BENCHMARKS / "report.py", "--markdown").stdout
-    assert (BENCHMARKS.parent / "docs/results.md").read_text() == made, "run `bash qa/regenerate.sh`"
+    assert (BENCHMARKS.parent / "docs/reference/results.md").read_text() == made, "run `bash qa/regenerate.sh`"
 
 
 def test_no_figure_is_stored_or_scaled():
@@ -127,7 +127,7 @@ def test_no_figure_is_stored_or_scaled():
 def test_the_charts_are_drawn(tmp_path):
     done = run(BENCHMARKS / "charts.py", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    docs = BENCHMARKS.parent / "docs"
+    docs = BENCHMARKS.parent / "docs/images"
     for stem in ("speed_h200", "memory_h200"):
         assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG") and (docs / f"{stem}.png").exists()
         drawn, kept = ((folder / f"{stem}.svg").read_text() for folder in (tmp_path, docs))

@@ -12,6 +12,7 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *(REPO / "docs").glob("**/*.md")]
+READMES = [*(REPO / "transformer_engine").rglob("README.md"), REPO / "build_backend/README.md"]  # a folder's own
 BLOCK = re.compile(r"^(?:<!-- (not run|runs in): (.*?) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 README_CHARACTERS = 9000
 
@@ -103,14 +104,14 @@ def test_the_readmes_numbers_are_the_rows():
 
 def test_every_extra_is_one_that_examples_name():
     extras = re.findall(r"^(\w+) = \[", re.search(r"optional-dependencies\](.*?)^\[", PYPROJECT, re.M | re.S)[1], re.M)
-    page = (REPO / "docs/examples.md").read_text()
+    page = (REPO / "docs/guide/examples.md").read_text()
     assert set(extras) - {"test"} == set(re.findall(r"\[(\w+)\](?![(\w])", page))
 
 
 PYPROJECT = (REPO / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+@pytest.mark.parametrize("path", DOCUMENTS + READMES, ids=name)
 def test_files_that_documents_point_at_exist(path):
     text = path.read_text()
     links = {(path.parent / target) for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
@@ -127,10 +128,17 @@ def test_every_page_is_reached_from_the_index():
     pages = set((REPO / "docs").glob("**/*.md")) - {REPO / "docs/README.md"}
     linked = {
         (index.parent / target).resolve()
-        for index in (REPO / "docs/README.md", REPO / "docs/api/README.md")
+        for index in (REPO / "docs/README.md", REPO / "docs/reference/api/README.md")
         for target in re.findall(r"\]\(([^)#:]+)\)", index.read_text())
     }
     assert pages <= linked
+
+
+def test_every_readme_of_a_folder_is_short_and_reached_from_the_architecture():
+    page = REPO / "docs/develop/architecture.md"
+    linked = {(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text())}
+    assert set(READMES) <= linked and len(READMES) > 10
+    assert not {name(path): n for path in READMES if (n := len(path.read_text().splitlines())) > 60}
 
 
 def test_every_preset_that_contributing_names_exists():

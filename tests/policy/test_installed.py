@@ -95,7 +95,7 @@ def test_library_search_paths_are_relative(pattern):
 def test_no_sources_are_installed():
     if is_editable():
         pytest.skip("an editable install is the source tree")
-    left = [p for p in PACKAGE.rglob("*") if p.suffix in {".cpp", ".cu", ".cuh", ".h", ".map", ".cmake"}]
+    left = [p for p in PACKAGE.rglob("*") if p.suffix in {".cpp", ".cu", ".cuh", ".h", ".map", ".cmake", ".md"}]
     assert not left
     assert (PACKAGE / "py.typed").exists()
 

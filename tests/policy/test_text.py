@@ -72,11 +72,11 @@ def variables_read():
 
 
 def test_every_environment_variable_is_documented_and_every_documented_one_is_read():
-    documented = set(re.findall(r"^\| `(\w+)` \|", (REPO / "docs/environment.md").read_text(), re.M))
+    documented = set(re.findall(r"^\| `(\w+)` \|", (REPO / "docs/reference/environment.md").read_text(), re.M))
     read = variables_read()
     assert "MAX_JOBS" in read, "the search found nothing"
     undocumented = {v: where for v, where in read.items() if v not in documented}
-    assert not undocumented, f"add these to docs/environment.md: {undocumented}"
+    assert not undocumented, f"add these to docs/reference/environment.md: {undocumented}"
     assert not documented - set(read), "documented, but nothing reads them"
 
 

@@ -1,5 +1,5 @@
-# The source uses the words of its field (docs/glossary.md has its own) and plain sentences: words.py has both lists.
-# words_left.csv has how many hits each folder may still have; the numbers may only become smaller.
+# The source uses the words of its field (docs/develop/glossary.md has its own) and plain sentences: words.py has both
+# lists. words_left.csv has how many hits each folder may still have; the numbers may only become smaller.
 from pathlib import Path
 
 import prose

@@ -17,9 +17,9 @@ TOPS = ["transformer_engine", "transformer_engine_torch", "tests", "benchmarks",
 PROSE_TOPS = [*TOPS, "cmake", "qa", "docs", ".ci", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CMakeLists.txt"]
 CODE = functions.CPP | {".py"}
 TEXT = CODE | {".md", ".sh", ".cmake", ".toml", ".txt"}
-GENERATED = ("docs/api/", "docs/compatibility.md", "docs/results.md")
+GENERATED = ("docs/reference/api/", "docs/reference/compatibility.md", "docs/reference/results.md")
 # What has to spell the words that it looks for; the glossary explains some of them.
-LEFT_OUT = ("tests/policy/words.py", "tests/policy/test_words.py", "docs/glossary.md")
+LEFT_OUT = ("tests/policy/words.py", "tests/policy/test_words.py", "docs/develop/glossary.md")
 
 PYTORCH, CSRC, ENGINE = "transformer_engine/pytorch/", "transformer_engine/pytorch/csrc/", "transformer_engine/common/"
 SUITES = "tests/pytorch/"

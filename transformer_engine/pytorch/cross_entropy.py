@@ -205,7 +205,7 @@ def fused_linear_cross_entropy(
 
     weight_grad_dtype: the dtype in which the chunks' parts of the weight's gradient are added up: float32, or weight's
     dtype, in half the memory and with a rounding for each chunk (float16 may overflow). The bias's are added up in
-    float32. docs/cross_entropy.md has the memory and time of each.
+    float32. docs/guide/cross_entropy.md has the memory and time of each.
     dist_process_group: weight and bias are this rank's classes, equally many on every rank; hidden and target are the
     same on each, and hidden's gradient is added up. sequence_parallel: hidden is this rank's part of dimension 0, which
     is gathered, and its gradient is added up and scattered; target is not divided.

@@ -28,7 +28,7 @@ def test_gradient_lies_over_the_logits(device):
 
 
 def test_a_leafs_gradient_is_its_memory(device):
-    """As docs/cross_entropy.md says; a copy would take as long as the loss. Mutant: scaled() returns grad itself."""
+    """As guide/cross_entropy.md says; a copy would take as long as the loss. Mutant: scaled() returns grad itself."""
     logits, target = draw(device, 3, 4, 77)
     want = torch.autograd.grad(te.parallel_cross_entropy(x := logits.clone().requires_grad_(), target).sum(), x)[0]
     leaf = logits.clone().requires_grad_()

@@ -60,7 +60,7 @@ def allocated(step):
 @pytest.mark.parametrize("sum_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_wanted", [False, True])
 def test_memory_law(device, weight_wanted, sum_dtype):
-    """docs/cross_entropy.md: a chunk of logits, the gradients, and little else; never all logits. On the CPU a product
+    """guide/cross_entropy.md: a chunk of logits, the gradients, and little else; never all logits. On the CPU a product
     that is added to something, or is written into memory that is there, is made beside it first, one into float32 of
     operands in float32. Mutant: chunk_rows() of all tokens."""
     tokens, classes, features = 4096, 2000, 16

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformer_engine.pytorch as te
 
 EXAMPLE = re.search(
-    r"^```python\n(.*?)^```", (Path(__file__).parents[3] / "docs/parameters.md").read_text(), re.M | re.S
+    r"^```python\n(.*?)^```", (Path(__file__).parents[3] / "docs/guide/parameters.md").read_text(), re.M | re.S
 )
 SPLIT = {"q": 16, "k": 8, "v": 8}
 

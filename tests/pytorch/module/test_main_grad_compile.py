@@ -26,7 +26,7 @@ from .weight_grad_cases import (
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 # Until then compiled code refuses whatever a backward reads and another one has written, however it is kept.
-written_between = pytest.mark.skipif(torch_version() < (2, 11), reason="torch >= 2.11: docs/limits.md")
+written_between = pytest.mark.skipif(torch_version() < (2, 11), reason="torch >= 2.11: docs/reference/limits.md")
 
 
 def compiled(function, backend="aot_eager"):

@@ -1,5 +1,5 @@
 # Runs programs under offload: with a context or without, notes what they compute, and looks at the context's state
-# against the schedule as docs/offload.md says it. programs.py draws them. No test here.
+# against the schedule as docs/guide/offload.md says it. programs.py draws them. No test here.
 import contextlib
 import gc
 import weakref

@@ -1,4 +1,4 @@
-# What each argument of the modules means, for the tables of docs/api (api_pages.py): one line a name, and one for a
+# What each argument of the modules means, for the tables of reference/api (api_pages.py): a line a name, and one for a
 # module where it means something else there. Holds no behaviour: tests/pytorch/package/compatibility.py tries that.
 
 HINT = "Accepted; changes no result here."

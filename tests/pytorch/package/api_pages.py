@@ -1,5 +1,5 @@
-# docs/api: a page for each module and one for the functions, made of signatures, docstrings, api_meanings.py and what
-# docs/compatibility.md found of each argument. `python tests/pytorch/package/api_pages.py` rewrites them;
+# docs/reference/api: a page for each module and one for the functions, made of signatures, docstrings, api_meanings.py
+# and what docs/reference/compatibility.md found of each argument. This file, run as a script, rewrites them;
 # package/test_api_pages.py compares. Tries nothing itself.
 import inspect
 import re
@@ -15,7 +15,7 @@ import transformer_engine.pytorch as te
 from pytorch.package.api_meanings import CALL, CONSTRUCTOR, OF
 from transformer_engine.common import recipe
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs/reference"
 MODULES = (
     *("Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"),
     *("DotProductAttention", "MultiheadAttention", "TransformerLayer", "RotaryPositionEmbedding"),
@@ -57,7 +57,7 @@ def first_sentence(documented):
 
 
 def refusals(document, name, word):
-    """{argument: what is missing} of a module's constructor or call, as docs/compatibility.md has it."""
+    """{argument: what is missing} of a module's constructor or call, as docs/reference/compatibility.md has it."""
     section = re.search(rf"^### {name}\n(.*?)(?=^### |\Z)", document, re.M | re.S)[1]
     part = re.search(rf"^{word}:\n\n(.*?)(?=^\w+:$|\Z)", section, re.M | re.S)
     lines = re.sub(r"\n  ", " ", part[1]).splitlines() if part else []

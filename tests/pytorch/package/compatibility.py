@@ -1,4 +1,4 @@
-# docs/compatibility.md: what becomes here of every name of the API (api_names.py). Each name is imported and each one
+# docs/reference/compatibility.md: what becomes of every name of the API (api_names.py). Each name is imported, each one
 # that does not refuse is called (api_calls.py); the parameters of modules are tried one value at a time, forward and
 # backward (api_probes.py). `python tests/pytorch/package/compatibility.py` rewrites the document, which
 # package/test_compatibility.py compares.
@@ -20,7 +20,7 @@ from api_names import BASE_METHODS, MODULES, SUBMODULES, TE, TOP_LEVEL
 from pytorch.package.api_calls import CALLS, REFUSED
 from pytorch.package.api_probes import CALL, CALL_OF, INIT, INIT_OF, SAMPLES
 
-DOCUMENT = Path(__file__).parents[3] / "docs/compatibility.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/compatibility.md"
 WORKS, NOT_THERE = "works", "not there"
 
 HEAD = """# Compatibility

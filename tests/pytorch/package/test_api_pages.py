@@ -1,5 +1,5 @@
-# docs/api is what api_pages.py makes of the library, and no more. Mutants: another default, a new argument without a
-# meaning, or a docstring that a page does not have turn these red.
+# docs/reference/api is what api_pages.py makes of the library, and no more. Mutants: another default, a new argument
+# without a meaning, or a docstring that a page does not have turn these red.
 import inspect
 
 import pytest

@@ -1,4 +1,4 @@
-# docs/compatibility.md is what compatibility.py finds, every name that clients import is there, and a name that waits
+# reference/compatibility.md is what compatibility.py finds, every name that clients import is there, a name that waits
 # for its capability can be imported, subclassed and asked about, and says so when it is used. Mutant: renaming any
 # public function or module parameter, or a refusal that does not raise, turns these red.
 import inspect

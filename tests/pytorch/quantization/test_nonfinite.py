@@ -1,5 +1,5 @@
 # What FP8 makes of values that are not finite, pinned: the conversions saturate, so Inf becomes the largest finite
-# value at the scale of its tensor or block, and NaN stays NaN (docs/fp8.md says so). Mutants: saturating NaN as well
+# value at the scale of its tensor or block, and NaN stays NaN (guide/fp8.md says so). Mutants: saturating NaN as well
 # (clamp it in core/fp8.h), or a scale made of an amax of Inf (fp8_max / Inf is 0), turn these red.
 import pytest
 import torch

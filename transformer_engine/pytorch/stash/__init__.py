@@ -1,4 +1,4 @@
-"""The paged stash: what layers keep for backward, packed by its live rows into pages of one pool. docs/stash.md."""
+"""The paged stash: what layers keep for backward, packed by its live rows into pages of one pool (guide/stash.md)."""
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash.manager import PagedStash as PagedStash
