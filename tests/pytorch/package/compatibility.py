@@ -25,15 +25,15 @@ WORKS, NOT_THERE = "works", "not there"
 
 HEAD = """# Compatibility
 
-What becomes here of every name of the Transformer Engine {version} API for PyTorch. This text is generated: each name
-is imported, each parameter tried, forward and backward on the CPU, by `tests/pytorch/package/compatibility.py`; a test
-fails when the text is no longer so, and `python tests/pytorch/package/compatibility.py` rewrites it.
+The state of every name of the Transformer Engine {version} API for PyTorch. This text is generated:
+`tests/pytorch/package/compatibility.py` imports each name and tries each parameter, forward and backward on the CPU. A
+test fails if the text is outdated, and `python tests/pytorch/package/compatibility.py` rewrites it.
 
-*Works*: it does what the API says, but for arguments that a bracket behind it names. *Raises*: it is there, and its use
-is a NotImplementedError that names it and what is missing (in brackets; a value in quotes: that value raises, others
-work). *Not there*: importing it is an ImportError, which clients guard against with a way of their own to do the same;
-what is missing in brackets. A parameter that is accepted because it changes no result here (a hint to a kernel, a
-label) works.
+*Works*: it behaves as the API documents, except for arguments that are named in brackets after it. *Raises*: the name
+exists, and using it raises a NotImplementedError that names it and what is missing (in brackets; a value in quotes:
+that value raises, others work). *Not there*: importing it raises an ImportError, which clients guard against with their
+own implementation; what is missing is in brackets. A parameter that is accepted because it changes no result here (a
+hint to a kernel, a label) works.
 """
 
 
