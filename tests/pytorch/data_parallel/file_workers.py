@@ -1,4 +1,4 @@
-# What ranks run for test_files.py: a run that is saved, and others of another cut that go on from it.
+# Workers of test_files.py: a run that is saved, and others of another cut that go on from it.
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -1,4 +1,4 @@
-# What ranks run for test_optimizer.py: steps of shards beside steps of whole parameters in one process.
+# Workers of test_optimizer.py: steps of shards beside steps of whole parameters in one process.
 import copy
 import itertools
 import traceback
@@ -216,7 +216,7 @@ def skipped(rank, ranks, name):
 
 
 def scaled(rank, ranks):
-    """GradScaler: unscaled by the step, skipped and told where a gradient is not finite."""
+    """GradScaler: unscaled by the step, skipped and its scale halved where a gradient is not finite."""
     results = []
     for scale in (1.0, 256.0):
         module, ddp, optimizer = made("plain", "fused_adam", "sharded", ranks)

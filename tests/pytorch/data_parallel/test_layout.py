@@ -60,7 +60,7 @@ def test_one_bucket_and_no_padding_without_shards():
     assert default_bucket_size(2) == 40_000_000 and default_bucket_size(64) == 64_000_000
 
 
-def test_a_unit_lies_in_its_own_order_without_gaps():
+def test_a_unit_keeps_its_own_order_without_gaps():
     q, k, v = (ParamSpec(name, 100, F32, F32, unit=(7, i)) for i, name in enumerate("qkv"))
     specs = [ParamSpec("a", 10, F32, F32), q, k, v, ParamSpec("b", 10, F32, F32)]
     (buffer,) = buffer_layouts(specs, sharded=True, ranks=2, expert_ranks=1, bucket_size=100)

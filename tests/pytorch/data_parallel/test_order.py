@@ -177,7 +177,7 @@ def test_gradients_are_reduced_in_the_first_steps_order(monkeypatch, first):
         data = [ddp.param_to_bucket_group[p].buckets[0].grad_data for p in ddp.module.parameters()]
         ddp.zero_grad_buffer()
         backward(ddp, first)
-        assert not comm.started("reduce")  # what is to be expected is measured
+        assert not comm.started("reduce")  # the counts are measured in this step
         ddp.finish_grad_sync()
         assert comm.started("reduce") == [0, 1, 2] and not comm.in_flight()
         comm.log.clear()
@@ -209,7 +209,7 @@ def test_gradients_are_scaled_once_and_waited_for(monkeypatch, sharded, ordered,
         for group in ddp.bucket_groups:
             (bucket,) = group.buckets
             own = bucket.own_shard(bucket.grad_data) if sharded else bucket.grad_data
-            # The fake sums over two ranks, and knows no average.
+            # The fake sums over two ranks, for an average too.
             assert own[: 8 * 16].unique().tolist() == [2.0 if average else 1.0]
 
 

@@ -1,4 +1,4 @@
-# What cannot be is an error that names it, and leaves the module as it was. One process, some of it over the fake.
+# Bad input is an error that names it and leaves the module as it was. One process, some of it over the fake.
 import pytest
 import torch
 from support import refused
@@ -137,7 +137,7 @@ def test_sparse_gradients():
 
 
 def test_the_marks_of_other_libraries():
-    """A gradient that is said to be in main_grad is not added again, unless it is one of zeros."""
+    """A gradient that is marked as part of main_grad is not added again, unless it is one of zeros."""
     ddp = DistributedDataParallel(Config(), ladder(1, 4))
     weight = ddp.module[0].weight
     for added, zeros, wanted in ((False, False, 1.0), (True, False, 0.0), (True, True, 1.0)):
@@ -235,7 +235,7 @@ def test_state_dicts():
 
 
 def test_groups_of_fp8_weights():
-    """What is no FP8 joins the last group of FP8 weights, unless it is as large as a bucket."""
+    """Other weights join the last group of FP8 weights, unless they have bucket_size elements."""
 
     def groups(bucket_size):
         with te.quantized_model_init(enabled=True):

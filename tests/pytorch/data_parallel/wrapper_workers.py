@@ -1,4 +1,4 @@
-# What ranks run for test_wrapper.py: each case by itself, so that one that fails says so alone.
+# Workers of test_wrapper.py: each case by itself, so that one that fails does not end the others.
 import contextlib
 import itertools
 import traceback

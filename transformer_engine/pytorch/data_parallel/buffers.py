@@ -81,12 +81,12 @@ class ParamAndGradBuffer:
             param.data = own
 
     def where(self, param: torch.nn.Parameter) -> tuple[int, int]:
-        """Elements [start, end) of the buffer that are param's."""
+        """Elements [start, end) of the buffer that hold param."""
         slot = self.slots[param]
         return slot.start, slot.end
 
     def moved(self, param: torch.nn.Parameter) -> str | None:
-        """What of a parameter is no longer as this buffer made it, or None."""
+        """How a parameter differs from the state that this buffer gave it, or None."""
         start = self.slots[param].start
         grad = getattr(param, "main_grad", None)
         if not isinstance(grad, torch.Tensor):

@@ -52,15 +52,15 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         return self._started(lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True))
 
-    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
-        """shard: this rank's slice of whole, in place."""
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+        """shard: this rank's slice of full, in place."""
         return self._started(
-            lambda: dist.reduce_scatter_tensor(shard, whole, op, group=self.group, async_op=True),
+            lambda: dist.reduce_scatter_tensor(shard, full, op, group=self.group, async_op=True),
         )
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
-        """shard: this rank's slice of whole, in place."""
-        return self._started(lambda: dist.all_gather_into_tensor(whole, shard, group=self.group, async_op=True))
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """shard: this rank's slice of full, in place."""
+        return self._started(lambda: dist.all_gather_into_tensor(full, shard, group=self.group, async_op=True))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         return self._started(lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True))
@@ -70,7 +70,7 @@ class Communicator:
         return self._started(lambda: dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
 
     def every_rank_says(self, said: Any) -> list[Any]:
-        """What each rank says, in their order: plain data. Waits on the host."""
+        """The plain data that each rank brings, in the order of the ranks. Waits on the host."""
         if self.size == 1:
             return [said]
         told: list[Any] = [None] * self.size

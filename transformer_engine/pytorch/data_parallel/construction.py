@@ -1,4 +1,4 @@
-"""What a wrapper is made of: the parameters of a module and what they say of themselves, checked, and compared between
+"""The plan of a wrapper: the parameters of a module and their marks, checked, and compared between
 the ranks before any memory is taken."""
 
 from __future__ import annotations

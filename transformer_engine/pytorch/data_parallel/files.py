@@ -19,11 +19,11 @@ def states_by_parameter(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
     found: dict[torch.Tensor, dict[str, Any]] = {}
     steps = optimizer._steps
     for number, group in enumerate(optimizer._steps.param_groups):
-        here = {shard.param: i for i, shard in enumerate(optimizer._shards[number])}
+        local = {shard.param: i for i, shard in enumerate(optimizer._shards[number])}
         for p in group["params"]:
-            if p in here:
-                shard = optimizer._shards[number][here[p]]
-                state = steps.state_of(number, here[p])
+            if p in local:
+                shard = optimizer._shards[number][local[p]]
+                state = steps.state_of(number, local[p])
                 found[p] = {name: _as_saved(shard, value) for name, value in state.items()}
             else:
                 found[p] = {
@@ -90,7 +90,7 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
 
 
 def _part_of(op: str, name: str, shard: Shard, own: Any, given: Any) -> Any:
-    """The elements of `given` that are the shard's, in the shape that the shard's state has."""
+    """The part of `given` that belongs to the shard, in the shape of the shard's state."""
     if not isinstance(own, torch.Tensor) or not own.dim():
         return given
     if isinstance(given, FlatShard):

@@ -80,7 +80,7 @@ class FlatShard(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"FlatShard(elements {self.start} to {self.end} of {list(self.shape)}, {self.dtype})"
 
-    # What torch.distributed.checkpoint asks.
+    # The protocol of torch.distributed.checkpoint.
 
     def _view(self, box: Box) -> torch.Tensor:
         count = math.prod(box.sizes)

@@ -1,6 +1,6 @@
-"""Weights that are held in FP8 alone: their bytes lie in a buffer, their masters in shards. Each master is cast into
-the bytes of its shard as a part of the whole weight, by one exchange of amaxes for the weights of a bucket group; what
-else a weight has is made of the bytes once they are gathered. The arithmetic is that of tensor/utils.py."""
+"""Weights that are held in FP8 alone: a buffer has their bytes, shards have their masters. Each master is cast into the
+bytes of its shard as a part of the whole weight, by one exchange of amaxes for the weights of a bucket group.
+Columnwise data are made of the bytes after a gather. The arithmetic is that of tensor/utils.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_fp8(param: torch.Tensor) -> bool:
 
 
 def check_sharded(op: str, name: str, param: Any) -> None:
-    """Raises NotImplementedError for a weight whose bytes cannot lie in a buffer."""
+    """Raises NotImplementedError for a weight whose bytes cannot be part of a buffer."""
     if not isinstance(param, (Float8Tensor, Float8BlockwiseQTensor)):
         raise NotImplementedError(
             f"{op}: parameter '{name}' is a {type(param).__name__}, which is not sharded, wanted one of delayed or "
@@ -43,7 +43,7 @@ def raw_data(param: Any) -> torch.Tensor:
 
 
 def place(param: Any, memory: torch.Tensor) -> None:
-    """The bytes lie in `memory` (flat uint8) from now on, with the values that they have."""
+    """Moves the bytes into `memory` (flat uint8), with the values that they have."""
     replace_raw_data(param, memory.view(raw_data(param).shape))
 
 
@@ -56,7 +56,7 @@ def first_values(param: Any, start: int, end: int) -> torch.Tensor:
 
 
 def clear_first_values(param: Any) -> None:
-    """What the weight was made of is in the masters now."""
+    """Frees the values that the weight was made of: masters have them now."""
     clear = getattr(param, "clear_high_precision_init_val", None)
     if clear is not None:
         clear()
@@ -70,5 +70,5 @@ def cast(
 
 
 def gathered(weights: Sequence[Any]) -> None:
-    """The bytes are whole: what is made of them is made anew."""
+    """Makes columnwise data of the gathered bytes."""
     post_all_gather_processing(weights)

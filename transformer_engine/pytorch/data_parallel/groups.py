@@ -65,7 +65,7 @@ class BucketGroup:
         self._total = sum(self._left.values())
 
     def reset(self) -> None:
-        """Gradients accumulate anew. RuntimeError while a collective of theirs is in flight."""
+        """Begins a step: gradients accumulate. RuntimeError while a collective of theirs is in flight."""
         if self.state is GradState.IN_FLIGHT:
             raise RuntimeError(
                 f"{OP}: reset() was called while gradients are being reduced, wanted finish_grad_sync() before it."
@@ -195,7 +195,7 @@ class BucketGroup:
         return self._gathers is not None
 
     def note_step(self) -> None:
-        """This rank's shards were written: what the other ranks wrote is to be gathered."""
+        """This rank's shards were written: the weights are stale until they are gathered."""
         if self._gathers is not None:
             raise RuntimeError(
                 f"{OP}: the shards were written while weights are being gathered, wanted finish_param_sync() before it."
@@ -233,7 +233,7 @@ class BucketGroup:
             self._wait_for_gathers()
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """The weights are whole behind it: starts a gather where they are stale, and those before it in the chain,
+        """Makes the weights whole: starts a gather where they are stale, and those before it in the chain,
         waits for it, and starts that of the next group."""
         if not self.is_sharded:
             return
@@ -273,8 +273,8 @@ def partition_buckets(
     buffers: Sequence[ParamAndGradBuffer], force_single_bucket_group: bool = False, reduction: Reduction | None = None
 ) -> list[BucketGroup]:
     """The groups of these buffers' buckets: one group if forced, one for each bucket without FP8 weights. With them
-    (one buffer at most) each of its buckets is a group; other buckets join the last of these, unless they are as large
-    as a bucket is to be: they are groups of their own."""
+    (one buffer at most) each of its buckets is a group; other buckets join the last of these, unless they have
+    bucket_size elements: then each is a group of its own."""
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     if not buckets:
         return []

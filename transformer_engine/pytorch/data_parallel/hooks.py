@@ -1,4 +1,4 @@
-"""Where a wrapper meets autograd and modules: a gate behind each parameter's accumulator, the end of backward_dw(), and
+"""Where a wrapper meets autograd and modules: a gate after each parameter's accumulator, the end of backward_dw(), and
 hooks in front of forwards and state dicts that wait for weights.
 
 A gate hangs on autograd's accumulator node, which runs once a backward, however often the parameter is used, and also

@@ -1,5 +1,5 @@
-"""Where parameters and gradients lie in contiguous buffers, and which of them form a bucket. Pure: sizes, dtypes and
-marks in, numbers out; no tensor is made here.
+"""The places of parameters and gradients in contiguous buffers, and which of them form a bucket. Pure: sizes, dtypes
+and marks in, numbers out; no tensor is made here.
 
 - Parameters come in reverse order of registration, each once; a buffer holds one (parameter dtype, gradient dtype,
   expert).
@@ -23,7 +23,8 @@ _BUCKET_OF_A_RANK = 1_000_000
 
 
 class ParamSpec(NamedTuple):
-    """What decides where a parameter lies. unit: (number, place) of parameters that one product reads as one."""
+    """The properties of a parameter that decide its place. unit: (number, place) of parameters that one product reads
+    as one."""
 
     name: str
     numel: int
@@ -51,7 +52,7 @@ class BucketLayout(NamedTuple):
     slots: tuple[Slot, ...]
 
     def shard(self, rank: int, ranks: int) -> tuple[int, int]:
-        """The elements of the buffer that are rank's."""
+        """The elements of the buffer that rank steps."""
         size = (self.end - self.start) // ranks
         return self.start + rank * size, self.start + (rank + 1) * size
 

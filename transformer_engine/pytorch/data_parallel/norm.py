@@ -89,7 +89,7 @@ class GradNorm:
 
 
 def clip_factor(norm: torch.Tensor, clip: float, inv_scale: torch.Tensor | None) -> torch.Tensor | None:
-    """What gradients are multiplied by: float32 [1] on the device, None for 1. norm: of the unscaled gradients."""
+    """The factor of the gradients: float32 [1] on the device, None for 1. norm: of the unscaled gradients."""
     factor = None if clip == 0.0 else (clip / (norm + _TINY)).clamp(max=1.0).view(1)
     if inv_scale is None:
         return factor

@@ -30,8 +30,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     of two. overlap_param_gather_with_optimizer_step: each bucket group is gathered as soon as its shard is stepped.
 
     step() waits for the gradients, and for nothing on the host, and returns the norm on the device. It is skipped on
-    the device where `found_inf` or a GradScaler says so, or where check_for_nan_in_grad finds a local gradient that is
-    not finite; then, and then alone, also where the norm is not finite.
+    the device where `found_inf` is set, a GradScaler finds an Inf, or where check_for_nan_in_grad finds a local
+    gradient that is not finite; then, and then alone, also where the norm is not finite.
 
     Errors: ValueError for what does not fit, NotImplementedError for optimizers that read more than an element at a
     time, for clipping by them, and for a step() that is being captured."""
@@ -136,7 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             shard.gradient.copy_(total.view_as(shard.gradient))
 
     def _skip_flag(self, norm: torch.Tensor, grad_scaler: Any) -> torch.Tensor | None:
-        """float32 [1] on the device, not 0 where the step is to be skipped; None where nothing could skip it."""
+        """float32 [1] on the device, not 0 where the step is skipped; None where nothing could skip it."""
         flags = [flag for flag in self._nan_flags if flag is not None]
         found = self.found_inf
         if isinstance(found, torch.Tensor):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Group(Protocol):
-    """What an order asks of a BucketGroup."""
+    """The part of a BucketGroup that an order uses."""
 
     is_stale: bool
     is_gathering: bool
@@ -92,7 +92,7 @@ class GatherChain:
                 return
 
     def finish(self) -> None:
-        """Starts all that is stale before it waits for the first: all weights are whole behind it."""
+        """Starts all that is stale before it waits for the first: all weights are whole afterwards."""
         self.start_up_to(self.groups[-1])
         for group in self.groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -1,4 +1,4 @@
-"""What a wrapper's memory looks like, for people: rows of parameters by bucket. Nothing is measured here."""
+"""The memory of a wrapper as a table: rows of parameters by bucket. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_engine.pytorch.data_parallel.buffers import ParamAndGradBuffer
 
 
 class LayoutRow(NamedTuple):
-    """Elements [start, end) of a buffer are a parameter's. shards: ranks that step a part of it, all if not sharded."""
+    """Elements [start, end) of a buffer hold a parameter. shards: ranks that step a part of it, all if not sharded."""
 
     buffer: int
     bucket: int

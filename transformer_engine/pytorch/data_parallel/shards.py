@@ -1,5 +1,5 @@
-"""What one rank steps: of each parameter the elements that lie in this rank's shard of its bucket, or all of them where
-buckets are not cut. Weights and gradients are views of the wrapper's buffers."""
+"""The shards that one rank steps: of each parameter the elements in this rank's part of its bucket, or all of them
+where buckets are not cut. Weights and gradients are views of the wrapper's buffers."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _shard(param: torch.nn.Parameter, group: BucketGroup) -> Shard | None:
     fp8 = fp8_weights.is_fp8(param)
     rest = bucket.buffer.expert, getattr(param, "tensor_model_parallel", False) is True, fp8
     if not group.is_sharded:
-        whole = fp8_weights.first_values(param, 0, param.numel()) if fp8 else param.detach()
-        return Shard(param, group, 0, param.numel(), whole, param.main_grad, *rest)
+        values = fp8_weights.first_values(param, 0, param.numel()) if fp8 else param.detach()
+        return Shard(param, group, 0, param.numel(), values, param.main_grad, *rest)
     comm = bucket.buffer.comm
     first, last = bucket.layout.shard(comm.rank, comm.size)
     first, last = max(first, begin), min(last, end)

@@ -44,7 +44,7 @@ class Steps:
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for _ in self.param_groups]
 
     def begin(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
-        """A step of all shards begins: counts it, unless noop says not to."""
+        """A step of all shards begins: counts it, unless noop is set."""
         self.noop, self.clip = noop, clip
         for step in self.steps:
             optimizer_count_step(step, noop)
@@ -53,32 +53,32 @@ class Steps:
         """Steps the shards whose bucket groups are chosen, by id; None for all."""
         raise NotImplementedError
 
-    # What files.py asks. A state's dtype is None where it is a count, not a tensor of the parameter's shape.
+    # For files.py. A state's dtype is None where it is a count, not a tensor of the parameter's shape.
 
     def state_of(self, number: int, index: int) -> dict[str, Any]:
         """Of a shard of a group, as the optimizer's own state dict has it."""
         raise NotImplementedError
 
     def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
-        """What state_of gives for a parameter of that group: name -> dtype."""
+        """The keys of state_of for a parameter of that group: name -> dtype."""
         raise NotImplementedError
 
     def load_state(self, number: int, index: int, name: str, value: Any) -> None:
         self.state_of(number, index)[name].copy_(value)
 
     def step_of(self, number: int) -> torch.Tensor:
-        """The count that stands in for that of a parameter without a shard."""
+        """The count of a parameter that has no shard on this rank."""
         return self.steps[number].cpu().float().view(())
 
     def cast_fp8(self, group: BucketGroup) -> None:
-        """Masters of the group's FP8 weights into this rank's parts of them. Unsharded weights are whole behind it."""
-        here = {shard.param: shard for own in self.shards for shard in own if shard.is_fp8 and shard.group is group}
+        """Masters of the group's FP8 weights into this rank's parts of them. Unsharded weights are whole afterwards."""
+        local = {shard.param: shard for own in self.shards for shard in own if shard.is_fp8 and shard.group is group}
         stepped = {p for param_group in self.param_groups for p in param_group["params"]}
         weights = [p for p in group.fp8_weights if p in stepped]  # the same on all ranks
         if not weights:
             return
-        masters = [here[p].weight if p in here else None for p in weights]
-        starts = [here[p].start if p in here else None for p in weights]
+        masters = [local[p].weight if p in local else None for p in weights]
+        starts = [local[p].start if p in local else None for p in weights]
         fp8_weights.cast(weights, masters, starts, group.comm.group)
         if not group.is_sharded:
             fp8_weights.gathered(weights)
@@ -102,11 +102,11 @@ class AdamSteps(Steps):
         self.keeper = FusedAdam(groups, **{name: getattr(optimizer, name) for name in _ADAM_OPTIONS})
         for own in shards:
             for shard in own:
-                kept = self.keeper._kept(shard.weight)
-                if shard.is_fp8:  # the weight is its master
-                    kept.pop(MASTER)
-                state = self.keeper._made_state(shard.weight, kept)
-                self.keeper.state[shard.weight], self.keeper._scales[shard.weight] = state
+                if not shard.is_fp8:
+                    self.keeper.initialize_state(shard.weight)
+                    continue
+                for name in ("exp_avg", "exp_avg_sq"):  # the weight is its master
+                    self.keeper.set_scaled_state(shard.weight, name, torch.zeros_like(shard.weight))
 
     def state_of(self, number: int, index: int) -> dict[str, Any]:
         shard = self.shards[number][index]
@@ -167,7 +167,7 @@ class SGDSteps(Steps):
 
     def begin(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
         super().begin(noop, clip)
-        # A buffer of zeros does what a first step is to do, but for the dampening, which that one leaves out.
+        # With a buffer of zeros a first step differs from others by its missing dampening alone.
         damped = any(group["momentum"] and group["dampening"] for group in self.param_groups)
         self._first_run = damped and self._is_first
         skipped = self._first_run and noop is not None and bool(float(noop))

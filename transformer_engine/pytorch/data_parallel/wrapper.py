@@ -47,7 +47,7 @@ class DistributedDataParallel(torch.nn.Module):
     scaled as the others are. calculate_per_token_loss: gradients are summed, not averaged.
 
     Errors: TypeError, ValueError and NotImplementedError for what cannot be wrapped, on every rank of the group, with
-    the module as it was. state_dict() and load_state_dict() are the module's."""
+    the module as it was. state_dict() and load_state_dict() call those of the module."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class DistributedDataParallel(torch.nn.Module):
     # ---- looking, files ----
 
     def layout(self) -> LayoutReport:
-        """Which parameter lies where, and in which bucket: rows, which print as a table."""
+        """The place and bucket of each parameter: rows, which print as a table."""
         return LayoutReport(self._all_buffers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
