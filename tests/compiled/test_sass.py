@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 COMMON = Path(__file__).parents[2] / "transformer_engine/common"
-SOURCES = sorted(p for p in (COMMON / "ops/gemm").glob("grouped_*.cu") if "grouped_launch.cuh" in p.read_text())
+SOURCES = sorted(p for p in (COMMON / "ops/gemm/grouped").glob("*.cu") if "start.cuh" in p.read_text())
 
 # "Potential Performance Loss": wgmma serialised, in one function or for want of what it needs; setmaxnreg ignored.
 NOTES = re.compile(r".*(?:C75\d\d|wgmma.*serializ|setmaxnreg.*ignored).*")

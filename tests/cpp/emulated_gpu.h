@@ -1,6 +1,6 @@
 // A cluster of Hopper's blocks on the host: what the grouped kernels ask of the hardware, under the names of
-// ops/gemm/wgmma.cuh and of CUDA, so that a test can include the kernels themselves and run them. Threads are fibers of
-// one thread, switched in a random order; copies land at random later times, and tensor cores read their operands as
+// ops/gemm/sm90/ptx.cuh and of CUDA, so that a test can include the kernels themselves and run them. Threads are fibers
+// of one thread, switched in a random order; copies land at random later times, and tensor cores read their operands as
 // late as they may, so that a missing wait or an early release shows as a wrong result. Shared memory begins as NaN.
 //
 // What it is written from is the PTX ISA's tables of layouts (tensor copies, wgmma operands and fragments, mbarrier),

@@ -3,7 +3,7 @@
 
 #include "emulated_wgmma.h"
 
-#include "ops/gemm/grouped_kernel.cuh"
+#include "ops/gemm/sm90/kernel.cuh"
 
 namespace te::testing {
 

@@ -1,10 +1,10 @@
-// The functions of ops/gemm/wgmma.cuh and wgmma_fp8.cuh on the emulated cluster of emulated_gpu.h.
+// The functions of ops/gemm/sm90/ptx.cuh and sm90/ptx_fp8.cuh on the emulated cluster of emulated_gpu.h.
 #pragma once
 
 #include "emulated_gpu.h"
 
 #include "core/fp8.h"
-#include "ops/gemm/wgmma_layout.h"
+#include "ops/gemm/sm90/layout.h"
 
 namespace te::gemm::wgmma {
 

@@ -12,8 +12,8 @@
 
 #include "emulated_grouped.h"
 #include "grouped_fp8_case.h"
-#include "ops/gemm/grouped_fp8_jobs.cuh"
-#include "ops/gemm/grouped_fp8_plan.h"
+#include "ops/gemm/grouped/launches_fp8.h"
+#include "ops/gemm/grouped/traits_fp8.cuh"
 
 namespace te {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "emulated_grouped.h"
 #include "grouped_case.h"
-#include "ops/gemm/grouped_plan.h"
+#include "ops/gemm/grouped/launches.h"
 
 namespace te {
 namespace {

@@ -1,6 +1,6 @@
 // gemm, CUDA path: runs a problem's plan (gemm_plan.cu); the workspace is the caller's. Products of nothing, which
 // cuBLASLt does not take, are filled here.
-#include "ops/gemm/cublaslt.h"
+#include "ops/gemm/cublaslt/cublaslt.h"
 
 namespace te::gemm::cuda {
 

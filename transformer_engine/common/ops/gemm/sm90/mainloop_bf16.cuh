@@ -4,9 +4,9 @@
 #pragma once
 
 #if !defined(TE_EMULATED_GPU)  // else a test's functions of the same names are in scope
-#include "ops/gemm/wgmma.cuh"
+#include "ops/gemm/sm90/ptx.cuh"
 #endif
-#include "ops/gemm/wgmma_layout.h"
+#include "ops/gemm/sm90/layout.h"
 
 namespace te::gemm::wgmma {
 

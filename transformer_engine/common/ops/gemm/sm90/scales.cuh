@@ -1,10 +1,10 @@
-// What scales the partial sums of FP8 operands, as wgmma_fp8_mainloop.cuh asks for it: factors of blocks, of panels, or
+// What scales the partial sums of FP8 operands, as mainloop_fp8.cuh asks for it: factors of blocks, of panels, or
 // one a group. Each says which ring of stages it needs, and what is copied into its stages beside the operands.
 #pragma once
 
-#include "ops/gemm/grouped_epilogue.cuh"
-#include "ops/gemm/grouped_fp8_params.h"
-#include "ops/gemm/wgmma_fp8_mainloop.cuh"
+#include "ops/gemm/grouped/params_fp8.h"
+#include "ops/gemm/sm90/epilogue.cuh"
+#include "ops/gemm/sm90/mainloop_fp8.cuh"
 
 namespace te::gemm::grouped {
 

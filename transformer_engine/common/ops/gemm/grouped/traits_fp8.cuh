@@ -3,8 +3,8 @@
 #pragma once
 
 #include "core/fp8.h"
-#include "ops/gemm/grouped_fp8_scales.cuh"
-#include "ops/gemm/grouped_kernel.cuh"
+#include "ops/gemm/sm90/kernel.cuh"
+#include "ops/gemm/sm90/scales.cuh"
 
 namespace te::gemm::grouped {
 

@@ -1,5 +1,5 @@
 // grouped gemm, CUDA path: the kernels of FPROP.
-#include "ops/gemm/grouped_launch.cuh"
+#include "ops/gemm/grouped/start.cuh"
 
 namespace te::gemm::grouped::cuda {
 

@@ -1,14 +1,14 @@
 // grouped gemm, CUDA path on the host: what TMA can read, and its tensor maps. Offsets are never looked at here. The
-// kernels are in grouped_fprop.cu, grouped_dgrad.cu and grouped_wgrad.cu, those of FP8 operands in grouped_fp8_*.cu.
+// kernels are in fprop.cu, dgrad.cu and wgrad.cu, those of FP8 operands in rows_fp8.cu and wgrad_fp8.cu.
 #include <vector>
 
 #include "core/device.h"
 #include "core/fp8.h"
 #include "core/vec.cuh"
-#include "ops/gemm/grouped.h"
-#include "ops/gemm/grouped_check.h"
-#include "ops/gemm/grouped_fp8_plan.h"
-#include "ops/gemm/grouped_plan.h"
+#include "ops/gemm/grouped/check.h"
+#include "ops/gemm/grouped/grouped_gemm.h"
+#include "ops/gemm/grouped/launches.h"
+#include "ops/gemm/grouped/launches_fp8.h"
 
 namespace te::gemm::grouped::cuda {
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "ops/gemm/grouped.h"
-#include "ops/gemm/grouped_params.h"
+#include "ops/gemm/grouped/grouped_gemm.h"
+#include "ops/gemm/grouped/params.h"
 
 namespace te::gemm::grouped {
 

@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "core/device.h"
-#include "ops/gemm/grouped_kernel.cuh"
+#include "ops/gemm/sm90/kernel.cuh"
 
 namespace te::gemm::grouped {
 

@@ -2,11 +2,11 @@
 // them. Rows and columns beyond the tile's extent are neither read nor written.
 #pragma once
 
-#include "ops/gemm/grouped_walk.h"
+#include "ops/gemm/sm90/scheduler.h"
 #if !defined(TE_EMULATED_GPU)  // else a test's functions of the same names are in scope
-#include "ops/gemm/wgmma.cuh"
+#include "ops/gemm/sm90/ptx.cuh"
 #endif
-#include "ops/gemm/wgmma_layout.h"
+#include "ops/gemm/sm90/layout.h"
 
 namespace te::gemm::grouped {
 

@@ -6,7 +6,7 @@
 #include <cuda.h>
 #endif
 
-#include "ops/gemm/grouped_walk.h"
+#include "ops/gemm/sm90/scheduler.h"
 #include "transformer_engine/transformer_engine.h"
 
 namespace te::gemm::grouped {

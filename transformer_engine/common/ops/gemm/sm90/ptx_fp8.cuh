@@ -1,9 +1,9 @@
-// Hopper's FP8 tensor core product, and what its loop needs beside wgmma.cuh: half a barrier, a copy of plain bytes and
+// Hopper's FP8 tensor core product, and what its loop needs beside ptx.cuh: half a barrier, a copy of plain bytes and
 // loads of scales. One instruction each.
 #pragma once
 
 #include "core/fp8.h"
-#include "ops/gemm/wgmma.cuh"
+#include "ops/gemm/sm90/ptx.cuh"
 
 namespace te::gemm::wgmma {
 

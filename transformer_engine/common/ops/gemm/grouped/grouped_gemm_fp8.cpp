@@ -6,8 +6,8 @@
 
 #include "core/fp8.h"
 #include "ops/gemm/gemm_problem.h"
-#include "ops/gemm/grouped.h"
-#include "ops/gemm/grouped_check.h"
+#include "ops/gemm/grouped/check.h"
+#include "ops/gemm/grouped/grouped_gemm.h"
 
 namespace te::gemm::grouped {
 

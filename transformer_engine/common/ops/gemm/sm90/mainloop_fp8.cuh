@@ -1,13 +1,13 @@
 // The loop over the depth of one tile of FP8 operands: 256 x 128 results, 128 of the depth in a block, stages, copies
-// and clusters as in wgmma_mainloop.cuh. The tensor cores sum up a block alone, since their sums keep fewer bits than
+// and clusters as in mainloop_bf16.cuh. The tensor cores sum up a block alone, since their sums keep fewer bits than
 // float32; a consumer then promotes that partial sum into float32 sums of its own, with the block's scales. The two
 // consumers issue in turns, so that one multiplies while the other promotes.
 #pragma once
 
 #if !defined(TE_EMULATED_GPU)  // else a test's functions of the same names are in scope
-#include "ops/gemm/wgmma_fp8.cuh"
+#include "ops/gemm/sm90/ptx_fp8.cuh"
 #endif
-#include "ops/gemm/wgmma_mainloop.cuh"
+#include "ops/gemm/sm90/mainloop_bf16.cuh"
 
 namespace te::gemm::wgmma {
 

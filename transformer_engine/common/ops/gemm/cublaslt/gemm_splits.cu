@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/gemm/cublaslt.h"
+#include "ops/gemm/cublaslt/cublaslt.h"
 
 namespace te::gemm::cuda {
 

@@ -1,10 +1,10 @@
 // Hopper's tensor cores, bulk tensor copies and barriers as functions, one instruction each. They say nothing of what
-// is multiplied; wgmma_mainloop.cuh does.
+// is multiplied; mainloop_bf16.cuh does.
 #pragma once
 
 #include <cuda.h>
 
-#include "ops/gemm/wgmma_layout.h"
+#include "ops/gemm/sm90/layout.h"
 
 namespace te::gemm::wgmma {
 

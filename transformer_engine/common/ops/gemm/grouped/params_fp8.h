@@ -1,8 +1,8 @@
 // What grouped kernels of FP8 operands are told, by value, and which tiles their products consist of.
 #pragma once
 
-#include "ops/gemm/grouped.h"
-#include "ops/gemm/grouped_params.h"
+#include "ops/gemm/grouped/grouped_gemm.h"
+#include "ops/gemm/grouped/params.h"
 
 namespace te::gemm::grouped {
 

@@ -1,6 +1,6 @@
 // grouped gemm of FP8 operands, CUDA path: the kernels of FPROP and DGRAD.
-#include "ops/gemm/grouped_fp8_jobs.cuh"
-#include "ops/gemm/grouped_launch.cuh"
+#include "ops/gemm/grouped/start.cuh"
+#include "ops/gemm/grouped/traits_fp8.cuh"
 
 namespace te::gemm::grouped::cuda {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/search.h"
-#include "ops/gemm/wgmma_layout.h"
+#include "ops/gemm/sm90/layout.h"
 
 namespace te::gemm::grouped {
 

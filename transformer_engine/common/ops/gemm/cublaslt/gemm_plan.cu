@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "ops/gemm/cublaslt.h"
+#include "ops/gemm/cublaslt/cublaslt.h"
 
 namespace te::gemm::cuda {
 

@@ -3,9 +3,9 @@
 // products; a Job says where operands and results are.
 #pragma once
 
-#include "ops/gemm/grouped_epilogue.cuh"
-#include "ops/gemm/grouped_params.h"
-#include "ops/gemm/wgmma_mainloop.cuh"
+#include "ops/gemm/grouped/params.h"
+#include "ops/gemm/sm90/epilogue.cuh"
+#include "ops/gemm/sm90/mainloop_bf16.cuh"
 
 namespace te::gemm::grouped {
 

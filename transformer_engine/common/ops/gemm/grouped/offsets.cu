@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/device.h"
-#include "ops/gemm/grouped.h"
+#include "ops/gemm/grouped/grouped_gemm.h"
 
 namespace te::gemm::grouped::cuda {
 

@@ -1,8 +1,8 @@
-// What grouped kernels of FP8 operands are told of a problem, as grouped_plan.h says it of others.
+// What grouped kernels of FP8 operands are told of a problem, as launches.h says it of others.
 #pragma once
 
-#include "ops/gemm/grouped_fp8_params.h"
-#include "ops/gemm/grouped_plan.h"
+#include "ops/gemm/grouped/launches.h"
+#include "ops/gemm/grouped/params_fp8.h"
 
 namespace te::gemm::grouped {
 
