@@ -79,7 +79,7 @@ def test_loops_over_k_have_no_other_barrier(compiled):
         text = re.sub(r"(?:MEMBAR\S* )+(?:\S*ERRBAR )*UCGABAR_ARV", "MEETING", " ".join(instructions))
         barriers = re.findall(r"MEMBAR\S*", text)
         assert text.count("MEETING") == 2, f"{name}: {text.count('MEETING')} meetings of the cluster"
-        assert barriers == (["MEMBAR.ALL.CTA"] if "WeightJob" in name and not fp8 else []), f"{name}: {barriers}"
+        assert barriers == (["MEMBAR.ALL.CTA"] if "WgradKernelTraits" in name and not fp8 else []), f"{name}: {barriers}"
 
 
 @pytest.mark.parametrize("source", ["grouped_quantize", "quantize_list"])

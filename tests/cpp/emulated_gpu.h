@@ -50,7 +50,7 @@ struct alignas(16) uint4 {
 struct alignas(64) CUtensorMap {
   const unsigned char* data;
   int64_t rows, cols, pitch;
-  int lines, element;
+  int box_rows, element;
   char rest[128 - 40];
 };
 static_assert(sizeof(CUtensorMap) == 128);
@@ -261,14 +261,13 @@ class Cluster {
 
 // Where an operand's element is, by its descriptor; `across` and `depth` count from the descriptor's start. 16-byte
 // pieces of each 128-byte line are exchanged by the line's number modulo 8, which address bits 7 to 9 are.
-inline uint32_t element_address(uint64_t descriptor, bool transposed, int across, int depth, int bytes = 2) {
+inline uint32_t element_address(uint64_t descriptor, bool transposed, int mn, int k, int bytes = 2) {
   const auto field = [&](int bit) { return uint32_t(descriptor >> bit & 0x3fff) << 4; };
   const uint32_t start = field(0), leading = field(16), stride = field(32);
   if (descriptor >> 62 != 1) throw std::logic_error("a descriptor without 128-byte swizzle");
-  const uint32_t plain =
-      transposed ? start + uint32_t(across / 64) * leading + uint32_t(depth / 8) * stride + uint32_t(depth % 8) * 128 +
-                       uint32_t(across % 64) * 2
-                 : start + uint32_t(across / 8) * stride + uint32_t(across % 8) * 128 + uint32_t(depth * bytes);
+  const uint32_t plain = transposed ? start + uint32_t(mn / 64) * leading + uint32_t(k / 8) * stride +
+                                          uint32_t(k % 8) * 128 + uint32_t(mn % 64) * 2
+                                    : start + uint32_t(mn / 8) * stride + uint32_t(mn % 8) * 128 + uint32_t(k * bytes);
   return plain ^ (plain >> 7 & 7) << 4;
 }
 

@@ -1,9 +1,9 @@
 // What a plan of grouped products asks of a GPU, on emulated blocks: maps of matrices, and the start of a kernel.
 #pragma once
 
-#include "emulated_wgmma.h"
+#include "emulated_sm90.h"
 
-#include "ops/gemm/sm90/kernel.cuh"
+#include "ops/gemm/grouped/traits.cuh"
 
 namespace te::testing {
 
@@ -16,22 +16,22 @@ struct EmulatedGrouped {
   bool wide(const te_tensor& t) const {
     return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.row_pitch * int64_t(te_dtype_bytes(t.dtype)) % 16 == 0;
   }
-  CUtensorMap map(const te_tensor& t, int lines) const {
+  CUtensorMap map(const te_tensor& t, int box_rows) const {
     CUtensorMap m{};
     m.data = static_cast<const unsigned char*>(t.data);
     m.rows = t.rows;
     m.cols = t.cols;
     m.pitch = t.row_pitch;
-    m.lines = lines;
+    m.box_rows = box_rows;
     m.element = int(te_dtype_bytes(t.dtype));
     return m;
   }
-  template <class Job>
-  void start(const typename Job::Params& params, int32_t blocks) const {
-    static_assert(gemm::grouped::kSharedBytes<Job> <= int(gpu::kSharedBytes), "a Hopper block has 227 KiB");
-    for (unsigned i = 0; i < unsigned(blocks); i += gemm::wgmma::kCluster) {
-      gpu::Cluster cluster(gemm::wgmma::kCluster, gemm::wgmma::kThreads, seed + i);
-      cluster.run(i, unsigned(blocks), [&] { gemm::grouped::grouped_kernel<Job>(params); });
+  template <class Traits>
+  void start(const typename Traits::Params& params, int32_t ctas) const {
+    static_assert(gemm::sm90::kSharedBytes<Traits> <= int(gpu::kSharedBytes), "a Hopper block has 227 KiB");
+    for (unsigned i = 0; i < unsigned(ctas); i += gemm::sm90::kCluster) {
+      gpu::Cluster cluster(gemm::sm90::kCluster, gemm::sm90::kThreads, seed + i);
+      cluster.run(i, unsigned(ctas), [&] { gemm::sm90::grouped_kernel<Traits>(params); });
     }
   }
 };

@@ -3,8 +3,8 @@
 // tensor cores keep fewer bits of a partial sum, so on a GPU the latter is within test_grouped_fp8's bound.) What
 // belongs to no group, scales too, is NaN. Mutants: partial sums that go on from block to block (`true` for `i > 0`),
 // scales of the row beside (`+ 1` on fragment_row), of the block before (load(block) in next()), a release before
-// mma_wait, no take(), boxes of the panel beside.
-#include "emulated_wgmma.h"
+// wgmma_wait, no order.wait(), boxes of the panel beside.
+#include "emulated_sm90.h"
 
 #include <gtest/gtest.h>
 
@@ -18,13 +18,13 @@
 namespace te {
 namespace {
 
-using gemm::grouped::BlockScales;
-using gemm::grouped::Fp8RowJob;
+using gemm::grouped::Fp8RowKernelTraits;
 using gemm::grouped::Fp8RowParams;
-using gemm::grouped::Fp8WeightJob;
-using gemm::grouped::Fp8WeightParams;
-using gemm::grouped::GroupScale;
-using gemm::grouped::PanelScales;
+using gemm::grouped::Fp8WgradKernelTraits;
+using gemm::grouped::Fp8WgradParams;
+using gemm::sm90::BlockScales;
+using gemm::sm90::GroupScale;
+using gemm::sm90::PanelScales;
 using testing::Draw;
 using testing::Fp8Case;
 using testing::GroupedShape;
@@ -34,20 +34,20 @@ template <class Left>
 struct EmulatedGpu : testing::EmulatedGrouped {
   te_scaling scaling;
 
-  void fp8_rows(const Fp8RowParams& p, int32_t blocks) const {
-    if (scaling == TE_SCALING_BLOCK_1D) return start<Fp8RowJob<Left, BlockScales>>(p, blocks);
-    start<Fp8RowJob<Left, GroupScale>>(p, blocks);
+  void rows_fp8(const Fp8RowParams& p, int32_t ctas) const {
+    if (scaling == TE_SCALING_BLOCK_1D) return start<Fp8RowKernelTraits<Left, BlockScales>>(p, ctas);
+    start<Fp8RowKernelTraits<Left, GroupScale>>(p, ctas);
   }
-  void fp8_weights(const Fp8WeightParams& p, int32_t blocks) const {
-    if (scaling == TE_SCALING_BLOCK_1D) return start<Fp8WeightJob<Left, PanelScales>>(p, blocks);
-    start<Fp8WeightJob<Left, GroupScale>>(p, blocks);
+  void wgrad_fp8(const Fp8WgradParams& p, int32_t ctas) const {
+    if (scaling == TE_SCALING_BLOCK_1D) return start<Fp8WgradKernelTraits<Left, PanelScales<Fp8WgradParams>>>(p, ctas);
+    start<Fp8WgradKernelTraits<Left, GroupScale>>(p, ctas);
   }
 };
 
 template <class Left, class D>
 void launch(Fp8Case<Left, D>& c, int sms, unsigned seed) {
   const GroupedShape& s = c.shape;
-  gemm::grouped::Extents e{s.rows(), s.n, s.k};
+  gemm::grouped::ProblemShape e{s.rows(), s.n, s.k};
   if (c.wgrad()) e.rows = c.panels() * 128, e.panels = c.panels();
   launch_fp8(c.problem, e, EmulatedGpu<Left>{{sms, seed}, c.scaling});
 }

@@ -1,8 +1,8 @@
 // The grouped kernels themselves on emulated Hopper blocks (emulated_gpu.h): plan, tables, walk, ring of stages,
 // descriptors, fragments, tails and epilogues, against the CPU path. Operands are small integers, whose sums are exact
-// in float32, so that every result must be equal bit for bit whatever the order. Mutants: kChunk for kAtom in
-// descriptor(), first_piece + 1 in clear_foreign_lines, an arrival before mma_wait.
-#include "emulated_wgmma.h"
+// in float32, so that every result must be equal bit for bit whatever the order. Mutants: kBoxBytes for kSwizzleAtom
+// in descriptor(), first_piece + 1 in clear_tail_k, an arrival before wgmma_wait.
+#include "emulated_sm90.h"
 
 #include <gtest/gtest.h>
 
@@ -15,21 +15,21 @@
 namespace te {
 namespace {
 
-using gemm::grouped::RowJob;
+using gemm::grouped::RowKernelTraits;
 using gemm::grouped::RowParams;
-using gemm::grouped::WeightJob;
-using gemm::grouped::WeightParams;
-using gemm::wgmma::Major;
+using gemm::grouped::WgradKernelTraits;
+using gemm::grouped::WgradParams;
+using gemm::sm90::Major;
 using testing::GroupedCase;
 using testing::GroupedShape;
 using testing::same;
 
 template <class T>
 struct EmulatedGpu : testing::EmulatedGrouped {
-  void fprop(const RowParams& p, int32_t blocks) const { start<RowJob<T, Major::kDepth>>(p, blocks); }
-  void dgrad(const RowParams& p, int32_t blocks) const { start<RowJob<T, Major::kAcross>>(p, blocks); }
-  void wgrad(const WeightParams& p, bool floats, int32_t blocks) const {
-    floats ? start<WeightJob<T, float>>(p, blocks) : start<WeightJob<T, T>>(p, blocks);
+  void fprop(const RowParams& p, int32_t ctas) const { start<RowKernelTraits<T, Major::kK>>(p, ctas); }
+  void dgrad(const RowParams& p, int32_t ctas) const { start<RowKernelTraits<T, Major::kMN>>(p, ctas); }
+  void wgrad(const WgradParams& p, bool floats, int32_t ctas) const {
+    floats ? start<WgradKernelTraits<T, float>>(p, ctas) : start<WgradKernelTraits<T, T>>(p, ctas);
   }
 };
 
@@ -44,7 +44,7 @@ void compare(te_grouped_product product, const GroupedShape& s, int sms,
     change(*c);
   }
   TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
-  const gemm::grouped::Extents e{s.rows(), s.n, s.k};
+  const gemm::grouped::ProblemShape e{s.rows(), s.n, s.k};
   ASSERT_NO_THROW(launch_all(got.problem, e, EmulatedGpu<T>{{sms, 7}})) << name;
   if (product != TE_GROUPED_WGRAD) {
     EXPECT_TRUE(same(want.row_result().read(), got.row_result().read())) << name;
@@ -60,11 +60,11 @@ void compare(te_grouped_product product, const GroupedShape& s, int sms,
 // Written out, since an emulation made of the same reading of the tables would share a mistake: start, leading and
 // stride offsets in units of 16 bytes, 1 << 62 for 128-byte swizzle.
 TEST(GroupedKernels, Descriptors) {
-  using gemm::wgmma::descriptor;
-  EXPECT_EQ(descriptor(Major::kDepth, 0x12400), 0x4000004000011240u);
-  EXPECT_EQ(descriptor(Major::kAcross, 0x12400), 0x4000004002001240u);
-  EXPECT_EQ(gemm::wgmma::descriptor_step(Major::kDepth), 2u);
-  EXPECT_EQ(gemm::wgmma::descriptor_step(Major::kAcross), 128u);
+  using gemm::sm90::descriptor;
+  EXPECT_EQ(descriptor(Major::kK, 0x12400), 0x4000004000011240u);
+  EXPECT_EQ(descriptor(Major::kMN, 0x12400), 0x4000004002001240u);
+  EXPECT_EQ(gemm::sm90::descriptor_step(Major::kK), 2u);
+  EXPECT_EQ(gemm::sm90::descriptor_step(Major::kMN), 128u);
 }
 
 const GroupedShape kShapes[] = {{{1}, 0, 1, 1},

@@ -1,4 +1,4 @@
-// gemm, contract: what a problem must be. It computes nothing: gemm_cpu.cpp and gemm.cu do.
+// gemm, contract: the checks of a problem and the C API. gemm_cpu.cpp and gemm.cu compute.
 #include "transformer_engine/gemm.h"
 
 #include "core/device.h"
@@ -7,7 +7,7 @@
 
 namespace te::gemm {
 
-Sizes check_problem(const te_gemm_problem& p) {
+GemmShape check_problem(const te_gemm_problem& p) {
   const char* op = "te_gemm";
   check_tensor(op, "a", p.a);
   check_tensor(op, "b", p.b);
@@ -17,13 +17,13 @@ Sizes check_problem(const te_gemm_problem& p) {
     check_like(op, "b", p.b, p.a);
     refuse_fp8_arguments(p);
   }
-  const Sizes s = sizes_of(p);
-  const int64_t depth_of_b = p.layout == TE_GEMM_NT ? p.b.rows : p.b.cols;
-  if (depth_of_b != s.depth) {
+  const GemmShape s = gemm_shape(p);
+  const int64_t k_of_b = p.layout == TE_GEMM_NT ? p.b.rows : p.b.cols;
+  if (k_of_b != s.k) {
     bad_argument(op, "b", concat(shape_of(p.b), " for a ", shape_of(p.a), " in layout ", layout_name(p.layout)),
-                 concat("a reduced dimension of ", s.depth));
+                 concat("a reduced dimension of ", s.k));
   }
-  check_shape(op, "d", p.d, s.rows, s.cols);
+  check_shape(op, "d", p.d, s.m, s.n);
   if (!fp8 && p.d.dtype != TE_FLOAT32) check_like(op, "d", p.d, p.a);
   if (p.d.device != p.a.device) bad_argument(op, "d", concat("on ", device_of(p.d)), device_of(p.a));
   if (int(p.epilogue) < TE_GEMM_NONE || int(p.epilogue) > TE_GEMM_BGRAD) {
@@ -36,7 +36,7 @@ Sizes check_problem(const te_gemm_problem& p) {
   if (!takes_bias && p.bias.data != nullptr) bad_argument(op, "bias", shape_of(p.bias), "none for this epilogue");
   if (!takes_aux && p.aux.data != nullptr) bad_argument(op, "aux", shape_of(p.aux), "none for this epilogue");
   if (needs_bias || (takes_bias && p.bias.data != nullptr)) {
-    check_shape(op, "bias", p.bias, 1, p.epilogue == TE_GEMM_BGRAD ? s.rows : s.cols);
+    check_shape(op, "bias", p.bias, 1, p.epilogue == TE_GEMM_BGRAD ? s.m : s.n);
     if (fp8) check_fp8_bias(p);
     if (!fp8 && p.bias.dtype != p.a.dtype && p.bias.dtype != p.d.dtype) check_like(op, "bias", p.bias, p.a);
     if (p.bias.device != p.a.device) bad_argument(op, "bias", concat("on ", device_of(p.bias)), device_of(p.a));
@@ -46,11 +46,11 @@ Sizes check_problem(const te_gemm_problem& p) {
                  "layout NT, where b is a gradient");
   }
   if (takes_aux) {
-    check_shape(op, "aux", p.aux, s.rows, s.cols);
+    check_shape(op, "aux", p.aux, s.m, s.n);
     if (p.aux.dtype != p.d.dtype || p.aux.device != p.d.device) check_like(op, "aux", p.aux, p.d);
     if (p.accumulate) bad_argument(op, "accumulate", 1, "0 with a gelu epilogue");
   }
-  if (p.whole_rows != 0 && (p.whole_rows < s.rows || p.layout == TE_GEMM_NT || takes_aux || p.accumulate)) {
+  if (p.whole_rows != 0 && (p.whole_rows < s.m || p.layout == TE_GEMM_NT || takes_aux || p.accumulate)) {
     bad_argument(op, "whole_rows", p.whole_rows,
                  "0, or at least d's rows in layout TN or NN, without aux or accumulate");
   }
@@ -72,24 +72,24 @@ extern "C" {
 te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes) {
   return te::c_guard([&] {
     using namespace te;
-    const gemm::Sizes sizes = gemm::check_problem(*problem);
+    const gemm::GemmShape shape = gemm::check_problem(*problem);
     *bytes = 0;
-    (void)sizes;
-    TE_ON_DEVICE_OF("te_gemm", problem->a, (void)0, *bytes = gemm::cuda::workspace(*problem, sizes));
+    (void)shape;
+    TE_ON_DEVICE_OF("te_gemm", problem->a, (void)0, *bytes = gemm::cuda::workspace(*problem, shape));
   });
 }
 
 te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does) {
   return te::c_guard([&] {
     using namespace te;
-    const gemm::Sizes sizes = gemm::check_problem(*problem);
+    const gemm::GemmShape shape = gemm::check_problem(*problem);
     *does = 1;
-    (void)sizes;
-    TE_ON_DEVICE_OF("te_gemm_takes_runs", problem->a, (void)0, *does = gemm::cuda::takes_runs(*problem, sizes));
+    (void)shape;
+    TE_ON_DEVICE_OF("te_gemm_takes_runs", problem->a, (void)0, *does = gemm::cuda::takes_runs(*problem, shape));
   });
 }
 
-te_status te_gemm_splits(const te_gemm_problem* problem, int along_depth, const int64_t* counts, int32_t number,
+te_status te_gemm_splits(const te_gemm_problem* problem, int along_k, const int64_t* counts, int32_t number,
                          uint8_t* splits) {
   return te::c_guard([&] {
     using namespace te;
@@ -100,29 +100,30 @@ te_status te_gemm_splits(const te_gemm_problem* problem, int along_depth, const 
       if (counts[i] < 0) bad_argument(op, "counts", counts[i], ">= 0");
       splits[i] = 0;
     }
-    TE_ON_DEVICE_OF(op, problem->a, (void)along_depth,
-                    gemm::cuda::splits_of(*problem, along_depth != 0, counts, number, splits));
+    TE_ON_DEVICE_OF(op, problem->a, (void)along_k,
+                    gemm::cuda::splits_of(*problem, along_k != 0, counts, number, splits));
   });
 }
 
 te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t workspace_bytes, te_stream stream) {
   return te::c_guard([&] {
     using namespace te;
-    const gemm::Sizes sizes = gemm::check_problem(*problem);
-    TE_ON_DEVICE_OF("te_gemm", problem->a, gemm::cpu::run(*problem, sizes),
-                    gemm::cuda::run(*problem, sizes, workspace, workspace_bytes, stream));
+    const gemm::GemmShape shape = gemm::check_problem(*problem);
+    TE_ON_DEVICE_OF("te_gemm", problem->a, gemm::cpu::run(*problem, shape),
+                    gemm::cuda::run(*problem, shape, workspace, workspace_bytes, stream));
   });
 }
 
 te_status te_gemm_by_loop(const te_gemm_problem* problem) {
   return te::c_guard([&] {
     using namespace te;
-    const gemm::Sizes sizes = gemm::check_problem(*problem);
+    const gemm::GemmShape shape = gemm::check_problem(*problem);
     if (problem->a.device != TE_DEVICE_CPU) {
-      bad_argument("te_gemm_by_loop", "a", concat("on ", device_of(problem->a)), "the CPU, where the plain loop is");
+      bad_argument("te_gemm_by_loop", "a", concat("on ", device_of(problem->a)),
+                   "the CPU: the plain loop reads host memory");
     }
     te_note_path("CPU loop", "");
-    gemm::cpu::run_by(nullptr, *problem, sizes);
+    gemm::cpu::run_by(nullptr, *problem, shape);
   });
 }
 
@@ -131,10 +132,10 @@ void te_set_cpu_gemm(te_cpu_gemm_hook hook) { te::gemm::cpu::lend(hook); }
 te_status te_gemm_key_of(const te_gemm_problem* problem, te_gemm_key* key) {
   return te::c_guard([&] {
     using namespace te;
-    const gemm::Sizes sizes = gemm::check_problem(*problem);
-    if (gemm::is_empty(sizes)) bad_argument("te_gemm_key_of", "problem", shape_of(problem->d), "a product to compute");
+    const gemm::GemmShape shape = gemm::check_problem(*problem);
+    if (gemm::is_empty(shape)) bad_argument("te_gemm_key_of", "problem", shape_of(problem->d), "a product to compute");
     TE_ON_DEVICE_OF("te_gemm_key_of", problem->a, gemm::nothing_to_choose("te_gemm_key_of"),
-                    *key = gemm::cuda::key_of(*problem, sizes));
+                    *key = gemm::cuda::key_of(*problem, shape));
   });
 }
 

@@ -1,5 +1,5 @@
-// gemm, CUDA path: runs a problem's plan (gemm_plan.cu); the workspace is the caller's. Products of nothing, which
-// cuBLASLt does not take, are filled here.
+// gemm, CUDA path: runs a problem's plan (cublaslt/gemm_plan.cu) in the caller's workspace, and fills the result of an
+// empty product, which cuBLASLt does not accept.
 #include "ops/gemm/cublaslt/cublaslt.h"
 
 namespace te::gemm::cuda {
@@ -22,7 +22,7 @@ void fill(const te_tensor& d, const te_tensor* bias, te_stream stream) {
   check_launch("te_gemm");
 }
 
-// Nothing to reduce: the product is zero, which cuBLASLt does not take.
+// The reduced dimension is empty, so that the product is zero.
 void run_empty(const te_gemm_problem& p, te_stream stream) {
   const bool has_bias = p.epilogue == TE_GEMM_BIAS;
   const bool gelu = p.epilogue == TE_GEMM_GELU || p.epilogue == TE_GEMM_DGELU;
@@ -44,13 +44,13 @@ void run_empty(const te_gemm_problem& p, te_stream stream) {
 
 }  // namespace
 
-size_t workspace(const te_gemm_problem& p, const Sizes& s) {
+size_t workspace(const te_gemm_problem& p, const GemmShape& s) {
   return is_empty(s) ? 0 : plan_of(p, s, SIZE_MAX).workspace_bytes;
 }
 
-void run(const te_gemm_problem& p, const Sizes& s, void* workspace, size_t bytes, te_stream stream) {
+void run(const te_gemm_problem& p, const GemmShape& s, void* workspace, size_t bytes, te_stream stream) {
   if (is_empty(s)) return run_empty(p, stream);
-  const Plan& plan = plan_of(p, s, bytes);
+  const MatmulPlan& plan = plan_of(p, s, bytes);
   if (bytes < plan.workspace_bytes)
     bad_argument("te_gemm", "workspace_bytes", bytes, concat(">= ", plan.workspace_bytes));
   plan.run(p, Descriptor(p), workspace, bytes, stream);

@@ -1,5 +1,5 @@
-// gemm, CPU path. The sums are a plain loop's that exists to be right, or those of the product that te_set_cpu_gemm was
-// lent; what goes before (widening to float32) and after them is here, once for both.
+// gemm, CPU path. The sums come from the product that te_set_cpu_gemm installed or from a plain loop, which is the
+// specification; both share the widening to float32 and the epilogues.
 #include <atomic>
 #include <cmath>
 #include <vector>
@@ -33,7 +33,7 @@ struct DoubleExp {
 };
 GeluAt<double> gelu(float x) { return te::gelu<DoubleExp>(double(x)); }
 
-// A matrix in float32: where it lies, or as a dense copy.
+// A matrix in float32: the caller's memory, or a dense copy.
 struct Floats {
   const float* data;
   int64_t pitch;
@@ -56,7 +56,7 @@ struct Floats {
   Floats& operator=(const Floats&) = delete;
 };
 
-// What becomes of the sum of one element.
+// The epilogue of one element.
 void finish(const te_gemm_problem& p, int64_t row, int64_t col, float sum) {
   if (p.epilogue == TE_GEMM_BIAS || (p.epilogue == TE_GEMM_GELU && p.bias.data != nullptr)) sum += load(p.bias, 0, col);
   if (p.epilogue == TE_GEMM_GELU) {
@@ -68,18 +68,18 @@ void finish(const te_gemm_problem& p, int64_t row, int64_t col, float sum) {
   store(p.d, row, col, p.accumulate ? load(p.d, row, col) + sum : sum);
 }
 
-// sum(row, col): the element of the product.
+// sum(row, col) returns an element of the product.
 template <class Sum>
-void finish_all(const te_gemm_problem& p, const Sizes& s, Sum&& sum) {
-  parallel_for(s.rows, [&](int64_t row) {
-    for (int64_t col = 0; col < s.cols; ++col) finish(p, row, col, sum(row, col));
+void finish_all(const te_gemm_problem& p, const GemmShape& s, Sum&& sum) {
+  parallel_for(s.m, [&](int64_t row) {
+    for (int64_t col = 0; col < s.n; ++col) finish(p, row, col, sum(row, col));
   });
 }
 
-void sum_rows_of_b(const te_gemm_problem& p, const Sizes& s) {
-  parallel_for(s.rows, [&](int64_t row) {
+void sum_rows_of_b(const te_gemm_problem& p, const GemmShape& s) {
+  parallel_for(s.m, [&](int64_t row) {
     float sum = 0.f;
-    for (int64_t k = 0; k < s.depth; ++k) sum += load(p.b, k, row);
+    for (int64_t k = 0; k < s.k; ++k) sum += load(p.b, k, row);
     store(p.bias, 0, row, sum);
   });
 }
@@ -88,17 +88,17 @@ void sum_rows_of_b(const te_gemm_problem& p, const Sizes& s) {
 
 void lend(te_cpu_gemm_hook hook) { lent.store(hook, std::memory_order_release); }
 
-void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& p, const Sizes& s) {
+void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& p, const GemmShape& s) {
   const Floats a(p.a, p.a_scale_inv, p.a_scaling), b(p.b, p.b_scale_inv, p.b_scaling);
   if (p.epilogue == TE_GEMM_BGRAD) sum_rows_of_b(p, s);
   if (hook == nullptr) {
-    // Steps along the reduced dimension and from one output to the next. The fused multiply-add is written out: a
-    // compiler that is left the choice takes it in one layout and not in another.
+    // Steps along K and from one output to the next. The fused multiply-add is explicit: left to itself, the compiler
+    // contracts in one layout and not in another.
     const int64_t a_step = p.layout == TE_GEMM_TN ? 1 : a.pitch, a_next = p.layout == TE_GEMM_TN ? a.pitch : 1;
     const int64_t b_step = p.layout == TE_GEMM_NT ? b.pitch : 1, b_next = p.layout == TE_GEMM_NT ? 1 : b.pitch;
     finish_all(p, s, [&](int64_t row, int64_t col) {
       float sum = 0.f;
-      for (int64_t k = 0; k < s.depth; ++k) {
+      for (int64_t k = 0; k < s.k; ++k) {
         sum = std::fma(a.data[col * a_next + k * a_step], b.data[row * b_next + k * b_step], sum);
       }
       return sum;
@@ -106,17 +106,17 @@ void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& p, const Sizes& s) {
     return;
   }
   const auto multiply = [&](float* d, int64_t pitch, bool accumulate) {
-    hook(p.layout, s.rows, s.cols, s.depth, a.data, a.pitch, b.data, b.pitch, d, pitch, accumulate ? 1 : 0);
+    hook(p.layout, s.m, s.n, s.k, a.data, a.pitch, b.data, b.pitch, d, pitch, accumulate ? 1 : 0);
   };
   if (p.d.dtype == TE_FLOAT32 && (p.epilogue == TE_GEMM_NONE || p.epilogue == TE_GEMM_BGRAD)) {
     return multiply(static_cast<float*>(p.d.data), p.d.row_pitch, p.accumulate != 0);
   }
-  std::vector<float> product(size_t(s.rows * s.cols));
-  multiply(product.data(), s.cols, false);
-  finish_all(p, s, [&](int64_t row, int64_t col) { return product[size_t(row * s.cols + col)]; });
+  std::vector<float> product(size_t(s.m * s.n));
+  multiply(product.data(), s.n, false);
+  finish_all(p, s, [&](int64_t row, int64_t col) { return product[size_t(row * s.n + col)]; });
 }
 
-void run(const te_gemm_problem& p, const Sizes& s) {
+void run(const te_gemm_problem& p, const GemmShape& s) {
   const te_cpu_gemm_hook hook = is_empty(s) ? nullptr : lent.load(std::memory_order_acquire);
   if (hook != nullptr) {
     te_note_path("the CPU product that te_set_cpu_gemm was lent", "");

@@ -1,5 +1,5 @@
-// gemm, the cuBLASLt that the CUDA path stands on: its entry points, opened on first use, and its objects as C++ ones.
-// cuBLASLt is column-major, so a row-major [r, c] tensor is its c x r matrix and d^T is computed. Chooses nothing.
+// cuBLASLt for the CUDA path of gemm: its entry points, opened on first use, and C++ wrappers of its objects.
+// cuBLASLt is column-major, so a row-major [r, c] tensor is its c x r matrix and d^T is computed.
 #pragma once
 
 #include <cublasLt.h>
@@ -10,7 +10,7 @@
 
 namespace te::gemm::cuda {
 
-// By name, with the types of the library's own header.
+// Entry points with the types of the library's header.
 struct Lt {
 #define TE_LT_FUNCTIONS(X)                \
   X(cublasLtCreate)                       \
@@ -80,7 +80,7 @@ inline cublasLtEpilogue_t epilogue_of(const te_gemm_problem& p) {
   bad_argument("te_gemm", "epilogue", int(p.epilogue), "a te_gemm_epilogue");
 }
 
-// One per call, since it carries the call's pointers and other threads may run the same plan.
+// One for each call: it holds the call's pointers, and other threads may run the same plan.
 class Descriptor {
  public:
   explicit Descriptor(const te_gemm_problem& p) {
@@ -140,10 +140,10 @@ class MatrixLayout {
   cublasLtMatrixLayout_t layout_ = nullptr;
 };
 
-// What te_gemm runs; never changed once made.
-struct Plan {
+// An algorithm for one problem. Immutable.
+struct MatmulPlan {
   cublasLtHandle_t handle;
-  MatrixLayout a, b, d;  // what is added to is d itself
+  MatrixLayout a, b, d;  // d is also the matrix C of cuBLASLt
   cublasLtMatmulAlgo_t algo;
   size_t workspace_bytes;
 
@@ -157,12 +157,14 @@ struct Plan {
   }
 };
 
-// The plan for a problem: the chosen one where its workspace fits into `bytes`, else the heuristic's. It lives as long
-// as the process.
-const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes);
+// The plan of a problem: the one that te_gemm_choose set if its workspace fits into `bytes`, else the heuristic's. It
+// lives as long as the process.
+const MatmulPlan& plan_of(const te_gemm_problem& p, const GemmShape& s, size_t bytes);
 
-// Whether it adds an element up in parts. And how often somebody has chosen, or taken choices back, by now.
-bool splits(const Plan& plan);
+// Whether the algorithm splits the reduction of an element.
+bool splits(const MatmulPlan& plan);
+
+// Calls of te_gemm_choose and te_gemm_forget_choices so far.
 uint64_t choice_count();
 
 }  // namespace te::gemm::cuda

@@ -1,5 +1,5 @@
-// gemm, CUDA path: which algorithm a problem takes. Holds the plans, the choices that somebody made over the heuristic,
-// and one library handle per device, under one mutex. It times nothing and owns no device memory.
+// gemm, CUDA path: selects the algorithm of a problem. Holds the plans, the choices of te_gemm_choose, and one library
+// handle per device, under one mutex. Owns no device memory.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -25,7 +25,7 @@ int32_t alignment_of(const te_tensor& t) {
 
 struct PlanKey {
   te_gemm_key problem;
-  int64_t whole;  // of a run of rows: how many rows the whole product has; 0: of a product for itself
+  int64_t whole_rows;  // rows of the product that these rows are part of; 0: a product of its own
 };
 
 struct ByBytes {
@@ -35,16 +35,16 @@ static_assert(sizeof(te_gemm_key) == 7 * 8 + 16 * 4 && sizeof(PlanKey) == sizeof
               "keys are compared as bytes, padding would count");
 static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof(te_gemm_choice::algorithm), "an algorithm is passed as bytes");
 
-// A problem with this key; its addresses only say how they are aligned.
+// A problem with this key, whose addresses have the key's alignments.
 te_gemm_problem problem_of(const te_gemm_key& k) {
   const auto tensor = [&](int32_t alignment, int64_t rows, int64_t cols, int64_t pitch, int32_t dtype) {
     return te_tensor{reinterpret_cast<void*>(intptr_t(alignment)), rows, cols, pitch, te_dtype(dtype), k.device};
   };
   const auto absent = te_tensor{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
-  const bool a_along_depth = k.layout == TE_GEMM_TN, b_along_depth = k.layout != TE_GEMM_NT;
+  const bool a_k_major = k.layout == TE_GEMM_TN, b_k_major = k.layout != TE_GEMM_NT;
   te_gemm_problem p{};
-  p.a = tensor(k.a_alignment, a_along_depth ? k.cols : k.depth, a_along_depth ? k.depth : k.cols, k.a_pitch, k.dtype);
-  p.b = tensor(k.b_alignment, b_along_depth ? k.rows : k.depth, b_along_depth ? k.depth : k.rows, k.b_pitch, k.b_dtype);
+  p.a = tensor(k.a_alignment, a_k_major ? k.cols : k.depth, a_k_major ? k.depth : k.cols, k.a_pitch, k.dtype);
+  p.b = tensor(k.b_alignment, b_k_major ? k.rows : k.depth, b_k_major ? k.depth : k.rows, k.b_pitch, k.b_dtype);
   p.d = tensor(k.d_alignment, k.rows, k.cols, k.d_pitch, k.d_dtype);
   const int64_t bias_cols = k.epilogue == TE_GEMM_BGRAD ? k.rows : k.cols;
   p.bias = k.bias_dtype < 0 ? absent : tensor(16, 1, bias_cols, bias_cols, k.bias_dtype);
@@ -57,7 +57,7 @@ te_gemm_problem problem_of(const te_gemm_key& k) {
   p.a_scaling = te_scaling(k.a_scaling);
   p.b_scaling = te_scaling(k.b_scaling);
   p.fast_accumulation = k.fast_accumulation;
-  const auto scales = [&](const Extent& e) { return tensor(16, e.rows, e.cols, e.cols, TE_FLOAT32); };
+  const auto scales = [&](const ScaleShape& e) { return tensor(16, e.rows, e.cols, e.cols, TE_FLOAT32); };
   if (is_fp8(p.a.dtype)) {
     p.a_scale_inv = scales(scales_of(p.a_scaling, k.cols, k.depth));
     p.b_scale_inv = scales(scales_of(p.b_scaling, k.rows, k.depth));
@@ -65,7 +65,7 @@ te_gemm_problem problem_of(const te_gemm_key& k) {
   return p;
 }
 
-// The caller's words for a key, which may come out of a file.
+// Checks a key, which may have been read from a file.
 te_gemm_problem checked_problem_of(const char* op, const te_gemm_key& k) {
   const auto wrong = [&](const char* field, int64_t got, const char* wanted) {
     bad_argument(op, "key", concat("with ", field, " ", got), wanted);
@@ -79,8 +79,10 @@ te_gemm_problem checked_problem_of(const char* op, const te_gemm_key& k) {
   }
   const te_gemm_problem p = problem_of(k);
   check_problem(p);
-  const te_gemm_key again = key_of(p, sizes_of(p));
-  if (std::memcmp(&again, &k, sizeof k) != 0) bad_argument(op, "key", "of no problem", "one that te_gemm_key_of gave");
+  const te_gemm_key expected = key_of(p, gemm_shape(p));
+  if (std::memcmp(&expected, &k, sizeof k) != 0) {
+    bad_argument(op, "key", "inconsistent with any problem", "a key that te_gemm_key_of returned");
+  }
   return p;
 }
 
@@ -95,9 +97,9 @@ class Preference {
  public:
   explicit Preference(const te_gemm_problem& p) {
     check(lt().cublasLtMatmulPreferenceCreate(&preference_), "cublasLtMatmulPreferenceCreate");
-    const uint64_t most = 32u << 20;  // cuBLAS's own recommendation for Hopper
+    const uint64_t most = 32u << 20;  // cuBLAS's recommendation for Hopper
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, most);
-    // Partial sums added in a separate pass have one order; schemes that reduce in place are left out.
+    // A separate pass adds partial sums in a fixed order; schemes that reduce in place are excluded.
     const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(alignment_of(p.a)));
@@ -159,14 +161,14 @@ bool order_is_fixed(const cublasLtMatmulAlgo_t& algo) {
   return scheme == CUBLASLT_REDUCTION_SCHEME_NONE || scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
 }
 
-using PlanPointer = std::unique_ptr<const Plan>;
+using PlanPointer = std::unique_ptr<const MatmulPlan>;
 
 PlanPointer plan_with(const te_gemm_problem& p, const cublasLtMatmulAlgo_t& algo, size_t workspace_bytes) {
-  return PlanPointer(
-      new Plan{handle_of(p.a.device), MatrixLayout(p.a), MatrixLayout(p.b), MatrixLayout(p.d), algo, workspace_bytes});
+  return PlanPointer(new MatmulPlan{handle_of(p.a.device), MatrixLayout(p.a), MatrixLayout(p.b), MatrixLayout(p.d),
+                                    algo, workspace_bytes});
 }
 
-// The choice as a plan, if cuBLASLt takes it for the problem.
+// The choice as a plan, if cuBLASLt accepts it for the problem.
 PlanPointer plan_chosen(const char* op, const te_gemm_problem& p, const te_gemm_choice& choice) {
   cublasLtMatmulAlgo_t algo;
   std::memcpy(&algo, choice.algorithm, sizeof algo);
@@ -181,15 +183,15 @@ PlanPointer plan_chosen(const char* op, const te_gemm_problem& p, const te_gemm_
                  why == CUBLAS_STATUS_SUCCESS ? "an algorithm whose order of reduction may vary"
                                               : concat("refused by cuBLASLt (", lt().cublasLtGetStatusString(why),
                                                        ") for d ", shape_of(p.d), ", layout ", layout_name(p.layout)),
-                 "one that te_gemm_candidates gave for this key, on this GPU and library");
+                 "one that te_gemm_candidates returned for this key, on this GPU and library");
   }
   return plan_with(p, algo, std::max<size_t>(result.workspaceSize, choice.workspace_bytes));
 }
 
-// Plans are never freed, those in whose place another one is put neither: a call may be running one.
+// Plans are never freed, replaced ones included: another thread may be running one.
 struct Entry {
-  const Plan* unasked = nullptr;  // by the heuristic, of a run by the whole's algorithm; until somebody needs it
-  const Plan* chosen = nullptr;
+  const MatmulPlan* unasked = nullptr;  // the heuristic's, or for a run the whole product's; null before its first use
+  const MatmulPlan* chosen = nullptr;
 };
 
 std::mutex& mutex() {
@@ -206,11 +208,11 @@ std::atomic<uint64_t> choices_made{0};
 
 }  // namespace
 
-te_gemm_key key_of(const te_gemm_problem& p, const Sizes& s) {
+te_gemm_key key_of(const te_gemm_problem& p, const GemmShape& s) {
   te_gemm_key k{};
-  k.rows = s.rows;
-  k.cols = s.cols;
-  k.depth = s.depth;
+  k.rows = s.m;
+  k.cols = s.n;
+  k.depth = s.k;
   k.a_pitch = p.a.row_pitch;
   k.b_pitch = p.b.row_pitch;
   k.d_pitch = p.d.row_pitch;
@@ -238,28 +240,28 @@ te_gemm_key key_of(const te_gemm_problem& p, const Sizes& s) {
 
 namespace {
 
-// The product whose rows these are. Runs of it start where their pitch lets them: the whole is aligned no better.
-te_gemm_problem whole_of(const te_gemm_problem& p) {
-  te_gemm_problem whole = p;
-  whole.b.rows = whole.d.rows = p.whole_rows;
-  whole.whole_rows = 0;
-  whole.b.data = whole.d.data = reinterpret_cast<void*>(intptr_t(16));
+// The product that these rows are part of. Its alignment is 16, as a run's start depends on its pitch alone.
+te_gemm_problem full_product_of(const te_gemm_problem& p) {
+  te_gemm_problem full = p;
+  full.b.rows = full.d.rows = p.whole_rows;
+  full.whole_rows = 0;
+  full.b.data = full.d.data = reinterpret_cast<void*>(intptr_t(16));
   if (is_fp8(p.b.dtype)) {
-    const Extent scales = scales_of(p.b_scaling, p.whole_rows, p.b.cols);
-    whole.b_scale_inv.rows = scales.rows;
-    whole.b_scale_inv.cols = whole.b_scale_inv.row_pitch = scales.cols;
+    const ScaleShape scales = scales_of(p.b_scaling, p.whole_rows, p.b.cols);
+    full.b_scale_inv.rows = scales.rows;
+    full.b_scale_inv.cols = full.b_scale_inv.row_pitch = scales.cols;
   }
-  return whole;
+  return full;
 }
 
-const Plan& plan_alone(const te_gemm_problem& p, const Sizes& s, size_t bytes);
+const MatmulPlan& plan_alone(const te_gemm_problem& p, const GemmShape& s, size_t bytes);
 
-// By the whole's algorithm; anew where another one was chosen for that since.
-const Plan& plan_of_run(const te_gemm_problem& p, const Sizes& s) {
-  const te_gemm_problem whole = whole_of(p);
-  const Plan& model = plan_alone(whole, sizes_of(whole), SIZE_MAX);
+// The whole product's algorithm; a new plan if te_gemm_choose has changed that since.
+const MatmulPlan& plan_of_run(const te_gemm_problem& p, const GemmShape& s) {
+  const te_gemm_problem full = full_product_of(p);
+  const MatmulPlan& model = plan_alone(full, gemm_shape(full), SIZE_MAX);
   const std::lock_guard<std::mutex> lock(mutex());
-  const Plan*& plan = entries()[{key_of(p, s), p.whole_rows}].unasked;
+  const MatmulPlan*& plan = entries()[{key_of(p, s), p.whole_rows}].unasked;
   if (plan == nullptr || std::memcmp(&plan->algo, &model.algo, sizeof model.algo) != 0) {
     te_gemm_choice choice{};
     std::memcpy(choice.algorithm, &model.algo, sizeof model.algo);
@@ -271,28 +273,28 @@ const Plan& plan_of_run(const te_gemm_problem& p, const Sizes& s) {
 
 }  // namespace
 
-bool takes_runs(const te_gemm_problem& p, const Sizes& s) {
+bool takes_runs(const te_gemm_problem& p, const GemmShape& s) {
   if (is_empty(s)) return false;
-  te_gemm_problem whole = p;
-  whole.whole_rows = s.rows;
-  whole = whole_of(whole);
-  return !splits(plan_alone(whole, s, SIZE_MAX));
+  te_gemm_problem full = p;
+  full.whole_rows = s.m;
+  full = full_product_of(full);
+  return !splits(plan_alone(full, s, SIZE_MAX));
 }
 
-bool splits(const Plan& plan) {
+bool splits(const MatmulPlan& plan) {
   return attribute_of(plan.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM) > 1 ||
          attribute_of(plan.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) != CUBLASLT_REDUCTION_SCHEME_NONE;
 }
 
 uint64_t choice_count() { return choices_made.load(); }
 
-const Plan& plan_of(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
-  return p.whole_rows > s.rows ? plan_of_run(p, s) : plan_alone(p, s, bytes);
+const MatmulPlan& plan_of(const te_gemm_problem& p, const GemmShape& s, size_t bytes) {
+  return p.whole_rows > s.m ? plan_of_run(p, s) : plan_alone(p, s, bytes);
 }
 
 namespace {
 
-const Plan& plan_alone(const te_gemm_problem& p, const Sizes& s, size_t bytes) {
+const MatmulPlan& plan_alone(const te_gemm_problem& p, const GemmShape& s, size_t bytes) {
   const PlanKey key{key_of(p, s), 0};
   const std::lock_guard<std::mutex> lock(mutex());
   Entry& entry = entries()[key];
@@ -314,7 +316,7 @@ int32_t candidates(const te_gemm_key& key, int32_t most, te_gemm_choice* choices
   const te_gemm_problem p = checked_problem_of("te_gemm_candidates", key);
   const std::lock_guard<std::mutex> lock(mutex());
   int32_t found = 0;
-  // The first is asked for alone, as te_gemm does.
+  // The first alone comes from the query that te_gemm makes.
   for (const int wanted : {1, std::min(most, kMostCandidates)}) {
     for (const cublasLtMatmulHeuristicResult_t& result : ranked(p, wanted)) {
       if (found == most || result.state != CUBLAS_STATUS_SUCCESS || !order_is_fixed(result.algo)) continue;
@@ -357,11 +359,12 @@ void try_choice(const te_gemm_key& key, const te_gemm_choice& choice, const te_g
   p.b_scale_inv.data = operands.b_scale_inv;
   const bool scaled = is_fp8(p.a.dtype);
   if (scaled != (operands.a_scale_inv != nullptr) || scaled != (operands.b_scale_inv != nullptr)) {
-    bad_argument(op, "operands", "with other scales than the key wants", "those of its FP8 tensors, and no others");
+    bad_argument(op, "operands", "with scales that do not match the key",
+                 "scales for FP8 operands and none for others");
   }
-  const te_gemm_key own = key_of(p, sizes_of(p));
+  const te_gemm_key own = key_of(p, gemm_shape(p));
   if (std::memcmp(&own, &key, sizeof key) != 0) {
-    bad_argument(op, "operands", "aligned otherwise, or there, where the key says otherwise", "what the key says");
+    bad_argument(op, "operands", "with alignments or tensors other than the key's", "those of the key");
   }
   PlanPointer plan;
   {

@@ -1,4 +1,4 @@
-// What the checks of grouped products of any operands share, and the part of a tensor that a group's rows are.
+// Helpers of the checks of grouped products, and views of a group's rows.
 #pragma once
 
 #include <string>
@@ -14,18 +14,17 @@ inline const char* name_of(te_grouped_product product) {
   return product == TE_GROUPED_FPROP ? "FPROP" : product == TE_GROUPED_DGRAD ? "DGRAD" : "WGRAD";
 }
 
-// For errors alone: a name takes longer than the check of a tensor, and there may be hundreds of groups.
+// For errors alone: with hundreds of groups, building a name would take longer than the check.
 inline std::string member(const char* list, int32_t group) { return concat(list, "[", group, "]"); }
 
-// Whether check_as() has nothing to say; `like` has been checked.
+// Whether check_as() would pass; `like` has been checked.
 inline bool is_as(const te_tensor& t, int64_t rows, int64_t cols, te_dtype dtype, const te_tensor& like) {
   return t.rows == rows && t.cols == cols && t.row_pitch >= cols && t.dtype == dtype && t.device == like.device &&
          (t.data != nullptr || rows * cols == 0);
 }
 
-// `there`: whether the product has the argument; `given`: whether the caller brought it.
-inline void check_presence(const te_grouped_gemm_problem& p, const char* argument, bool there, bool given) {
-  if (there == given) return;
+inline void check_presence(const te_grouped_gemm_problem& p, const char* argument, bool wanted, bool given) {
+  if (wanted == given) return;
   bad_argument(kOp, argument, given ? "given" : "NULL",
                concat(given ? "NULL" : "a value", " for ", name_of(p.product)));
 }

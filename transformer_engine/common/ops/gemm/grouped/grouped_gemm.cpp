@@ -1,5 +1,5 @@
-// grouped gemm, contract and CPU path. The path is te_gemm's own product, group by group, so that splits that only the
-// device knows and splits that the host knows give the same bits; it has no loop over products of its own.
+// grouped gemm, contract and CPU path. The path calls te_gemm's product for each group, so that device splits and host
+// splits give the same bits.
 #include "transformer_engine/grouped_gemm.h"
 
 #include <algorithm>
@@ -17,23 +17,24 @@ namespace te::gemm::grouped {
 
 namespace {
 
-void check_weights(const te_grouped_gemm_problem& p, const Extents& e) {
+void check_weights(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
   for (int32_t g = 0; g < p.groups; ++g) {
-    if (!is_as(p.weights[g], e.n, e.k, p.rows.dtype, p.rows)) {
-      check_as(kOp, member("weights", g).c_str(), p.weights[g], e.n, e.k, p.rows);
+    if (!is_as(p.weights[g], shape.n, shape.k, p.rows.dtype, p.rows)) {
+      check_as(kOp, member("weights", g).c_str(), p.weights[g], shape.n, shape.k, p.rows);
     }
-    if (p.biases != nullptr && !is_as(p.biases[g], 1, e.n, p.rows.dtype, p.rows)) {
-      check_as(kOp, member("biases", g).c_str(), p.biases[g], 1, e.n, p.rows);
+    if (p.biases != nullptr && !is_as(p.biases[g], 1, shape.n, p.rows.dtype, p.rows)) {
+      check_as(kOp, member("biases", g).c_str(), p.biases[g], 1, shape.n, p.rows);
     }
   }
 }
 
-void check_results(const te_grouped_gemm_problem& p, const Extents& e) {
+void check_results(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
   for (int32_t g = 0; g < p.groups; ++g) {
     te_tensor t = p.results[g];
-    if (t.data == nullptr || is_as(t, e.n, e.k, t.dtype == TE_FLOAT32 ? TE_FLOAT32 : p.rows.dtype, p.rows)) continue;
+    if (t.data == nullptr || is_as(t, shape.n, shape.k, t.dtype == TE_FLOAT32 ? TE_FLOAT32 : p.rows.dtype, p.rows))
+      continue;
     const std::string argument = member("results", g);
-    check_shape(kOp, argument.c_str(), t, e.n, e.k);
+    check_shape(kOp, argument.c_str(), t, shape.n, shape.k);
     if (t.dtype == TE_FLOAT32) t.dtype = p.rows.dtype;
     check_like(kOp, argument.c_str(), t, p.rows);
   }
@@ -41,7 +42,7 @@ void check_results(const te_grouped_gemm_problem& p, const Extents& e) {
 
 }  // namespace
 
-Extents check(const te_grouped_gemm_problem& p) {
+ProblemShape check(const te_grouped_gemm_problem& p) {
   if (int(p.product) < TE_GROUPED_FPROP || int(p.product) > TE_GROUPED_WGRAD) {
     bad_argument(kOp, "product", int(p.product), "TE_GROUPED_FPROP, TE_GROUPED_DGRAD or TE_GROUPED_WGRAD");
   }
@@ -61,34 +62,35 @@ Extents check(const te_grouped_gemm_problem& p) {
     if (fp8) return check_fp8(p);
     refuse_fp8_arguments(p);
     const bool fprop = p.product == TE_GROUPED_FPROP;
-    const Extents e{p.rows.rows, fprop ? p.result.cols : p.rows.cols, fprop ? p.rows.cols : p.result.cols};
-    check_as(kOp, "result", p.result, e.rows, p.result.cols, p.rows);
-    check_weights(p, e);
-    return e;
+    const ProblemShape shape{p.rows.rows, fprop ? p.result.cols : p.rows.cols, fprop ? p.rows.cols : p.result.cols};
+    check_as(kOp, "result", p.result, shape.rows, p.result.cols, p.rows);
+    check_weights(p, shape);
+    return shape;
   }
   check_presence(p, "result", false, p.result.data != nullptr);
   check_presence(p, "zero_tail", false, p.zero_tail != 0);
   if (fp8) return check_fp8(p);
   refuse_fp8_arguments(p);
-  const Extents e{p.rows.rows, p.rows.cols, p.depth_rows.cols};
-  check_as(kOp, "depth_rows", p.depth_rows, e.rows, e.k, p.rows);
-  check_results(p, e);
-  return e;
+  const ProblemShape shape{p.rows.rows, p.rows.cols, p.depth_rows.cols};
+  check_as(kOp, "depth_rows", p.depth_rows, shape.rows, shape.k, p.rows);
+  check_results(p, shape);
+  return shape;
 }
 
 namespace cpu {
 
 namespace {
 
-void check_offsets(const te_grouped_gemm_problem& p, const Extents& e) {
+void check_offsets(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
   const auto refuse = [&](int32_t g, const char* wanted) {
     bad_argument(kOp, member("offsets", g).c_str(), p.offsets[g], wanted);
   };
   if (p.offsets[0] != 0) refuse(0, "0");
   for (int32_t g = 0; g < p.groups; ++g) {
-    if (p.offsets[g + 1] < p.offsets[g]) refuse(g + 1, "no less than the offset before it");
+    if (p.offsets[g + 1] < p.offsets[g]) refuse(g + 1, "at least the previous offset");
   }
-  if (p.offsets[p.groups] > e.rows) refuse(p.groups, "no more than the rows there are (te_grouped_offsets cuts them)");
+  if (p.offsets[p.groups] > shape.rows)
+    refuse(p.groups, "at most the number of rows (te_grouped_offsets cuts offsets to it)");
 }
 
 te_gemm_problem product_of(const te_grouped_gemm_problem& p, int32_t g) {
@@ -112,25 +114,25 @@ te_gemm_problem product_of(const te_grouped_gemm_problem& p, int32_t g) {
   return one;
 }
 
-// What is not computed: nobody wants it, it is no element, or nothing is added to what is there.
-bool is_done(const te_gemm_problem& one) {
+// The result is not wanted, has no element, or nothing is added to it.
+bool is_skipped(const te_gemm_problem& one) {
   return one.d.data == nullptr || one.d.rows * one.d.cols == 0 || (one.accumulate != 0 && one.b.rows == 0);
 }
 
 void run_groups(const te_grouped_gemm_problem& p) {
   for (int32_t g = 0; g < p.groups; ++g) {
     const te_gemm_problem one = product_of(p, g);
-    if (!is_done(one)) gemm::cpu::run(one, check_problem(one));
+    if (!is_skipped(one)) gemm::cpu::run(one, check_problem(one));
   }
 }
 
 }  // namespace
 
-void run(const te_grouped_gemm_problem& p, const Extents& e) {
-  check_offsets(p, e);
-  is_fp8(p.rows.dtype) ? run_fp8(p, e) : run_groups(p);
+void run(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
+  check_offsets(p, shape);
+  is_fp8(p.rows.dtype) ? run_fp8(p, shape) : run_groups(p);
   if (p.zero_tail == 0) return;
-  const te_tensor tail = rows_of(p.result, p.offsets[p.groups], int32_t(e.rows));
+  const te_tensor tail = rows_of(p.result, p.offsets[p.groups], int32_t(shape.rows));
   const auto bytes = int64_t(te_dtype_bytes(tail.dtype));
   for (int64_t row = 0; row < tail.rows && tail.cols > 0; ++row) {
     std::memset(static_cast<char*>(tail.data) + row * tail.row_pitch * bytes, 0, size_t(tail.cols * bytes));
@@ -180,9 +182,9 @@ te_status te_grouped_gemm_sms(int32_t most) {
 te_status te_grouped_gemm(const te_grouped_gemm_problem* problem, te_stream stream) {
   return te::c_guard([&] {
     using namespace te::gemm;
-    const grouped::Extents extents = grouped::check(*problem);
-    TE_ON_DEVICE_OF("te_grouped_gemm", problem->rows, grouped::cpu::run(*problem, extents),
-                    grouped::cuda::run(*problem, extents, stream));
+    const grouped::ProblemShape shape = grouped::check(*problem);
+    TE_ON_DEVICE_OF("te_grouped_gemm", problem->rows, grouped::cpu::run(*problem, shape),
+                    grouped::cuda::run(*problem, shape, stream));
   });
 }
 

@@ -1,5 +1,5 @@
-// grouped gemm, CUDA path on the host: what TMA can read, and its tensor maps. Offsets are never looked at here. The
-// kernels are in fprop.cu, dgrad.cu and wgrad.cu, those of FP8 operands in rows_fp8.cu and wgrad_fp8.cu.
+// grouped gemm, CUDA path on the host: checks that TMA can read the operands, and encodes tensor maps. The kernels are
+// in fprop.cu, dgrad.cu and wgrad.cu, those of FP8 operands in rows_fp8.cu and wgrad_fp8.cu.
 #include <vector>
 
 #include "core/device.h"
@@ -14,7 +14,7 @@ namespace te::gemm::grouped::cuda {
 
 namespace {
 
-// Operands that TMA reads: it has no way of reading others, and a copy is the caller's decision.
+// TMA needs aligned addresses and pitches; a copy of other operands is left to the caller.
 bool is_readable(const te_tensor& t) { return t.rows * t.cols == 0 || aligned16(t); }
 
 void check_readable(const std::string& argument, const te_tensor& t) {
@@ -23,13 +23,13 @@ void check_readable(const std::string& argument, const te_tensor& t) {
   const size_t bytes = te_dtype_bytes(t.dtype);
   bad_argument(kOp, argument.c_str(),
                concat("at an address of 16 i + ", address % 16, " bytes with rows ", t.row_pitch, " elements apart"),
-               concat("both to be multiples of 16 bytes: copy it to where they are, with a row pitch rounded up to ",
+               concat("both to be multiples of 16 bytes: copy it into aligned memory, with a row pitch rounded up to ",
                       16 / bytes));
 }
 
-// Their rows are counted in 32 bits, and their scales are copied in pieces of 16 bytes.
-void check_panels(const te_grouped_gemm_problem& p, const Extents& e) {
-  if (e.n * e.k == 0) return;
+// Rows of panels are counted in 32 bits, and their scales are loaded in units of 16 bytes.
+void check_panels(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
+  if (shape.n * shape.k == 0) return;
   for (const auto& [name, t] : {std::pair("rows", p.rows), std::pair("depth_rows", p.depth_rows)}) {
     if (t.rows > kMostRows) bad_argument(kOp, name, concat("of ", t.rows, " rows"), concat("at most ", kMostRows));
   }
@@ -38,7 +38,7 @@ void check_panels(const te_grouped_gemm_problem& p, const Extents& e) {
   check_readable("depth_rows_scale_inv", p.depth_rows_scale_inv);
 }
 
-void check_all(const te_grouped_gemm_problem& p, const Extents& e) {
+void check_all(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
   if (p.rows.dtype == TE_FLOAT32) {
     throw Error(TE_NOT_IMPLEMENTED,
                 "te_grouped_gemm: float32 operands whose splits are on the device; pass m_splits as a list (host "
@@ -51,13 +51,14 @@ void check_all(const te_grouped_gemm_problem& p, const Extents& e) {
                        "; splits on the device need Hopper (9.0). Pass m_splits "
                        "as a list (host splits)."));
   }
-  if (e.rows > kMostRows) bad_argument(kOp, "rows", concat("of ", e.rows, " rows"), concat("at most ", kMostRows));
-  const char* across = p.product == TE_GROUPED_WGRAD ? "results" : "weights";
-  if (e.n > kMostRows) bad_argument(kOp, across, concat("of ", e.n, " rows"), concat("at most ", kMostRows));
-  if (e.k > kMostRows) bad_argument(kOp, across, concat("of ", e.k, " columns"), concat("at most ", kMostRows));
+  if (shape.rows > kMostRows)
+    bad_argument(kOp, "rows", concat("of ", shape.rows, " rows"), concat("at most ", kMostRows));
+  const char* mn = p.product == TE_GROUPED_WGRAD ? "results" : "weights";
+  if (shape.n > kMostRows) bad_argument(kOp, mn, concat("of ", shape.n, " rows"), concat("at most ", kMostRows));
+  if (shape.k > kMostRows) bad_argument(kOp, mn, concat("of ", shape.k, " columns"), concat("at most ", kMostRows));
   check_readable("rows", p.rows);
   if (p.product == TE_GROUPED_WGRAD) {
-    if (is_fp8(p.rows.dtype)) check_panels(p, e);
+    if (is_fp8(p.rows.dtype)) check_panels(p, shape);
     return check_readable("depth_rows", p.depth_rows);
   }
   for (int32_t g = 0; g < p.groups; ++g) {
@@ -70,22 +71,23 @@ CUtensorMapDataType map_dtype(te_dtype dtype) {
   return dtype == TE_BFLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-// A matrix as boxes of 128 bytes and `lines` rows, swizzled, zeros beyond its end.
-CUtensorMap encoded(const te_tensor& t, uint32_t lines) {
+// The tensor map of a matrix: swizzled boxes of 128 bytes by `box_rows` rows, zeros beyond the matrix.
+CUtensorMap encoded(const te_tensor& t, uint32_t box_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode = reinterpret_cast<Encode>(library_symbol("cuda", "cuTensorMapEncodeTiled"));
   const cuuint64_t sizes[2] = {cuuint64_t(t.cols), cuuint64_t(t.rows)};
   const auto bytes = int64_t(te_dtype_bytes(t.dtype));
-  const int64_t pitch = t.rows > 1 ? t.row_pitch * bytes : (t.cols * bytes + 15) / 16 * 16;  // of one row, any it takes
+  const int64_t pitch =
+      t.rows > 1 ? t.row_pitch * bytes : (t.cols * bytes + 15) / 16 * 16;  // any valid pitch for one row
   const cuuint64_t strides[1] = {cuuint64_t(pitch)};
-  const cuuint32_t box[2] = {cuuint32_t(wgmma::kLine / bytes), lines}, steps[2] = {1, 1};
+  const cuuint32_t box[2] = {cuuint32_t(sm90::kSwizzleRow / bytes), box_rows}, steps[2] = {1, 1};
   CUtensorMap map;
   const auto make = [&] {
     return encode(&map, map_dtype(t.dtype), 2, t.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = make();
-  if (result == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has called nothing of the runtime yet, as autograd's
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {  // the thread has no context yet, as threads of autograd
     check_cuda(cudaSetDevice(t.device), "te_grouped_gemm: cudaSetDevice");
     result = make();
   }
@@ -96,16 +98,16 @@ CUtensorMap encoded(const te_tensor& t, uint32_t lines) {
   return map;
 }
 
-// The maps that a thread has made. A map says nothing but what it was made of, weights stay where they are from step to
-// step, and looking one up takes a fraction of the driver's call: there are hundreds in a launch.
+// A cache of a thread's tensor maps. A map depends on its key alone, weights keep their addresses from step to step,
+// and a lookup takes a fraction of the driver's call, of which a launch would need hundreds.
 class Maps {
  public:
-  CUtensorMap of(const te_tensor& t, uint32_t lines) {
+  CUtensorMap of(const te_tensor& t, uint32_t box_rows) {
     if (entries_.empty()) entries_.resize(kEntries);
-    const Key key{t.data, t.rows, t.cols, t.row_pitch, t.dtype, lines};
+    const Key key{t.data, t.rows, t.cols, t.row_pitch, t.dtype, box_rows};
     Entry& entry = entries_[place_of(key)];
     if (!(entry.key == key)) {
-      entry.map = encoded(t, lines);
+      entry.map = encoded(t, box_rows);
       entry.key = key;
     }
     return entry.map;
@@ -118,11 +120,11 @@ class Maps {
     const void* data = nullptr;
     int64_t rows = 0, cols = 0, pitch = 0;
     te_dtype dtype = TE_FLOAT32;
-    uint32_t lines = 0;  // of an entry that is free
+    uint32_t box_rows = 0;  // 0: a free entry
 
     bool operator==(const Key& o) const {
       return data == o.data && rows == o.rows && cols == o.cols && pitch == o.pitch && dtype == o.dtype &&
-             lines == o.lines;
+             box_rows == o.box_rows;
     }
   };
   struct Entry {
@@ -130,18 +132,18 @@ class Maps {
     CUtensorMap map;
   };
 
-  // Keys that meet here drive one another out, which costs time and nothing else.
+  // Colliding keys evict one another, which costs time alone.
   static size_t place_of(const Key& key) {
-    const uint64_t mixed = ((reinterpret_cast<uintptr_t>(key.data) >> 4) + key.lines) * 0x9E3779B97F4A7C15u;
+    const uint64_t mixed = ((reinterpret_cast<uintptr_t>(key.data) >> 4) + key.box_rows) * 0x9E3779B97F4A7C15u;
     return size_t(mixed >> 50);
   }
 
   std::vector<Entry> entries_;
 };
 
-CUtensorMap map_of(const te_tensor& t, uint32_t lines) {
+CUtensorMap map_of(const te_tensor& t, uint32_t box_rows) {
   thread_local Maps maps;
-  return maps.of(t, lines);
+  return maps.of(t, box_rows);
 }
 
 struct Gpu {
@@ -152,30 +154,30 @@ struct Gpu {
 
   int32_t sms() const { return sms_of(device_properties(device).sm_count); }
   bool wide(const te_tensor& t) const { return aligned16(t); }
-  CUtensorMap map(const te_tensor& t, int lines) const { return map_of(t, uint32_t(lines)); }
-  void fprop(const RowParams& params, int32_t blocks) const { launch_fprop(operands, params, launch(blocks)); }
-  void dgrad(const RowParams& params, int32_t blocks) const { launch_dgrad(operands, params, launch(blocks)); }
-  void wgrad(const WeightParams& params, bool float_results, int32_t blocks) const {
-    launch_wgrad(operands, float_results, params, launch(blocks));
+  CUtensorMap map(const te_tensor& t, int box_rows) const { return map_of(t, uint32_t(box_rows)); }
+  void fprop(const RowParams& params, int32_t ctas) const { launch_fprop(operands, params, launch(ctas)); }
+  void dgrad(const RowParams& params, int32_t ctas) const { launch_dgrad(operands, params, launch(ctas)); }
+  void wgrad(const WgradParams& params, bool float_results, int32_t ctas) const {
+    launch_wgrad(operands, float_results, params, launch(ctas));
   }
-  void fp8_rows(const Fp8RowParams& params, int32_t blocks) const {
-    launch_fp8_rows(operands, scaling, params, launch(blocks));
+  void rows_fp8(const Fp8RowParams& params, int32_t ctas) const {
+    launch_rows_fp8(operands, scaling, params, launch(ctas));
   }
-  void fp8_weights(const Fp8WeightParams& params, int32_t blocks) const {
-    launch_fp8_weights(operands, scaling, params, launch(blocks));
+  void wgrad_fp8(const Fp8WgradParams& params, int32_t ctas) const {
+    launch_wgrad_fp8(operands, scaling, params, launch(ctas));
   }
 
  private:
-  Launch launch(int32_t blocks) const { return {blocks, device, stream}; }
+  Launch launch(int32_t ctas) const { return {ctas, device, stream}; }
 };
 
 }  // namespace
 
-void run(const te_grouped_gemm_problem& p, const Extents& e, te_stream stream) {
-  check_all(p, e);
+void run(const te_grouped_gemm_problem& p, const ProblemShape& shape, te_stream stream) {
+  check_all(p, shape);
   te_note_path("wgmma kernel, splits read on the device", "");
   const Gpu gpu{p.rows.device, stream, p.rows.dtype, p.scaling};
-  is_fp8(p.rows.dtype) ? launch_fp8(p, e, gpu) : launch_all(p, e, gpu);
+  is_fp8(p.rows.dtype) ? launch_fp8(p, shape, gpu) : launch_all(p, shape, gpu);
 }
 
 }  // namespace te::gemm::grouped::cuda

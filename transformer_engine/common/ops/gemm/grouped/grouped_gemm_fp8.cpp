@@ -1,5 +1,5 @@
-// grouped gemm of FP8 operands, contract and CPU path: te_gemm's own FP8 product of each group. A group's panels become
-// one matrix for it, as te_quantize makes of the group's rows alone.
+// grouped gemm of FP8 operands, contract and CPU path: te_gemm's FP8 product of each group. A group's panels are joined
+// to the matrix that te_quantize makes of the group's rows.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -17,13 +17,14 @@ void check_device(const char* argument, const te_tensor& t, const te_tensor& lik
   if (t.device != like.device) bad_argument(kOp, argument, concat("on ", device_of(t)), device_of(like));
 }
 
-// The operand that is no gradient.
+// An operand that is no gradient.
 void check_e4m3(const char* argument, const te_tensor& t, int64_t rows, int64_t cols, const te_tensor& like) {
   check_shape(kOp, argument, t, rows, cols);
   dispatch_fp8(t.dtype, kOp, argument, [](auto) {});
   check_device(argument, t, like);
   if (t.dtype == TE_FLOAT8_E5M2) {
-    throw Error(TE_NOT_IMPLEMENTED, concat(kOp, ": ", argument, " of float8_e5m2: rows alone may be."));
+    throw Error(TE_NOT_IMPLEMENTED,
+                concat(kOp, ": ", argument, " of float8_e5m2: pass float8_e4m3; only rows may be float8_e5m2."));
   }
 }
 
@@ -38,20 +39,20 @@ void check_result(const char* argument, const te_tensor& t, int64_t rows, int64_
   check_device(argument, t, like);
 }
 
-void check_weight(const te_grouped_gemm_problem& p, int32_t g, int64_t outer, int64_t depth) {
+void check_weight(const te_grouped_gemm_problem& p, int32_t g, int64_t outer, int64_t k) {
   const te_tensor& scales = p.weights_scale_inv[g];
   const bool blocks = p.scaling == TE_SCALING_BLOCK_1D;
-  const gemm::Extent e = scales_of(blocks ? TE_SCALING_BLOCK_2D : TE_SCALING_TENSOR, outer, depth);
-  const int64_t cols = !blocks && scales.cols == 2 ? 2 : e.cols;
-  if (is_as(p.weights[g], outer, depth, TE_FLOAT8_E4M3, p.rows) && is_as(scales, e.rows, cols, TE_FLOAT32, p.rows) &&
-      (e.rows <= 1 || scales.row_pitch == scales.cols)) {
+  const gemm::ScaleShape s = scales_of(blocks ? TE_SCALING_BLOCK_2D : TE_SCALING_TENSOR, outer, k);
+  const int64_t cols = !blocks && scales.cols == 2 ? 2 : s.cols;
+  if (is_as(p.weights[g], outer, k, TE_FLOAT8_E4M3, p.rows) && is_as(scales, s.rows, cols, TE_FLOAT32, p.rows) &&
+      (s.rows <= 1 || scales.row_pitch == scales.cols)) {
     return;
   }
-  check_e4m3(member("weights", g).c_str(), p.weights[g], outer, depth, p.rows);
+  check_e4m3(member("weights", g).c_str(), p.weights[g], outer, k, p.rows);
   const std::string argument = member("weights_scale_inv", g);
-  check_shape(kOp, argument.c_str(), scales, e.rows, cols);
+  check_shape(kOp, argument.c_str(), scales, s.rows, cols);
   check_scales(argument.c_str(), scales, p.rows);
-  if (e.rows > 1 && scales.row_pitch != scales.cols) {
+  if (s.rows > 1 && scales.row_pitch != scales.cols) {
     bad_argument(kOp, argument.c_str(), concat("of row pitch ", scales.row_pitch),
                  concat(scales.cols, ", its columns"));
   }
@@ -63,24 +64,24 @@ void check_bias(const te_grouped_gemm_problem& p, int32_t g, int64_t n) {
   if (!is_as(p.biases[g], 1, n, like.dtype, like)) check_as(kOp, member("biases", g).c_str(), p.biases[g], 1, n, like);
 }
 
-Extents check_rows(const te_grouped_gemm_problem& p) {
+ProblemShape check_rows(const te_grouped_gemm_problem& p) {
   const bool fprop = p.product == TE_GROUPED_FPROP;
-  const int64_t outer = p.result.cols, depth = p.rows.cols;
-  const Extents e{p.rows.rows, fprop ? outer : depth, fprop ? depth : outer};
-  check_result("result", p.result, e.rows, outer, p.rows);
+  const int64_t outer = p.result.cols, k = p.rows.cols;
+  const ProblemShape shape{p.rows.rows, fprop ? outer : k, fprop ? k : outer};
+  check_result("result", p.result, shape.rows, outer, p.rows);
   check_presence(p, "weights_scale_inv", true, p.weights_scale_inv != nullptr);
   for (int32_t g = 0; g < p.groups; ++g) {
-    check_weight(p, g, outer, depth);
-    if (p.biases != nullptr) check_bias(p, g, e.n);
+    check_weight(p, g, outer, k);
+    if (p.biases != nullptr) check_bias(p, g, shape.n);
   }
   if (p.scaling == TE_SCALING_TENSOR) {
     check_shape(kOp, "rows_scale_inv", p.rows_scale_inv, 1, p.groups);
   } else {
-    const int64_t blocks = scales_of(TE_SCALING_BLOCK_1D, e.rows, depth).rows;
-    check_shape(kOp, "rows_scale_inv", p.rows_scale_inv, blocks, std::max(p.rows_scale_inv.cols, e.rows));
+    const int64_t blocks = scales_of(TE_SCALING_BLOCK_1D, shape.rows, k).rows;
+    check_shape(kOp, "rows_scale_inv", p.rows_scale_inv, blocks, std::max(p.rows_scale_inv.cols, shape.rows));
   }
   check_scales("rows_scale_inv", p.rows_scale_inv, p.rows);
-  return e;
+  return shape;
 }
 
 void check_panels(const te_grouped_gemm_problem& p, const char* argument, const te_tensor& scales, int64_t panels,
@@ -90,17 +91,17 @@ void check_panels(const te_grouped_gemm_problem& p, const char* argument, const 
   check_scales(argument, scales, p.rows);
 }
 
-Extents check_weight_gradients(const te_grouped_gemm_problem& p) {
-  const te_tensor* shape = nullptr;
+ProblemShape check_weight_gradients(const te_grouped_gemm_problem& p) {
+  const te_tensor* like = nullptr;
   for (int32_t g = 0; g < p.groups; ++g) {
     const te_tensor& result = p.results[g];
     if (result.data == nullptr) continue;
-    if (shape == nullptr) shape = &result;
-    if (shape != &result && is_as(result, shape->rows, shape->cols, shape->dtype, *shape)) continue;
-    check_result(member("results", g).c_str(), result, shape->rows, shape->cols, p.rows);
+    if (like == nullptr) like = &result;
+    if (like != &result && is_as(result, like->rows, like->cols, like->dtype, *like)) continue;
+    check_result(member("results", g).c_str(), result, like->rows, like->cols, p.rows);
   }
-  if (shape == nullptr || shape->rows * shape->cols == 0) return {kMostRows, 0, 0};  // nothing to compute
-  const int64_t n = shape->rows, k = shape->cols, panels = p.rows.rows / n;
+  if (like == nullptr || like->rows * like->cols == 0) return {kMostRows, 0, 0};  // nothing to compute
+  const int64_t n = like->rows, k = like->cols, panels = p.rows.rows / n;
   if (p.rows.cols != kPanelRows || p.rows.rows % n != 0) {
     bad_argument(kOp, "rows", shape_of(p.rows), concat("panels of ", n, " rows and ", kPanelRows, " columns each"));
   }
@@ -115,7 +116,7 @@ Extents check_weight_gradients(const te_grouped_gemm_problem& p) {
 
 }  // namespace
 
-Extents check_fp8(const te_grouped_gemm_problem& p) {
+ProblemShape check_fp8(const te_grouped_gemm_problem& p) {
   if (p.scaling != TE_SCALING_TENSOR && p.scaling != TE_SCALING_BLOCK_1D) {
     bad_argument(kOp, "scaling", concat(int(p.scaling), " (", scaling_name(p.scaling), ")"),
                  "TE_SCALING_TENSOR or TE_SCALING_BLOCK_1D, that of rows");
@@ -168,10 +169,10 @@ void run_rows(const te_grouped_gemm_problem& p, int32_t g) {
     one.epilogue = TE_GEMM_BIAS;
     one.bias = p.biases[g];
   }
-  gemm::cpu::run(one, sizes_of(one));
+  gemm::cpu::run(one, gemm_shape(one));
 }
 
-// The panels of `rows` rows as one matrix [cols, rows], whose columns they hold.
+// The panels of `rows` rows, joined to one matrix [cols, rows].
 class Joined {
  public:
   Joined(const te_tensor& panels, int64_t first, int64_t cols, int64_t rows) {
@@ -194,38 +195,38 @@ class Joined {
   std::vector<uint8_t> bytes_;
 };
 
-void run_weight_gradient(const te_grouped_gemm_problem& p, const Extents& e, int32_t g, int64_t panel) {
+void run_weight_gradient(const te_grouped_gemm_problem& p, const ProblemShape& shape, int32_t g, int64_t panel) {
   const int64_t rows = p.offsets[g + 1] - p.offsets[g], end = panel + panels_of(rows);
   te_gemm_problem one{};
   one.layout = TE_GEMM_TN;
   one.d = p.results[g];
   one.accumulate = p.accumulate != nullptr && p.accumulate[g] != 0;
   if (one.d.data == nullptr || (one.accumulate != 0 && rows == 0)) return;
-  const Joined x(p.depth_rows, panel, e.k, rows), dy(p.rows, panel, e.n, rows);
+  const Joined x(p.depth_rows, panel, shape.k, rows), dy(p.rows, panel, shape.n, rows);
   one.a = x.tensor;
   one.b = dy.tensor;
   one.a_scaling = one.b_scaling = p.scaling;
   const bool blocks = p.scaling == TE_SCALING_BLOCK_1D;
   one.a_scale_inv = blocks ? rows_of(p.depth_rows_scale_inv, panel, end) : scale_of(p.depth_rows_scale_inv, g);
   one.b_scale_inv = blocks ? rows_of(p.rows_scale_inv, panel, end) : scale_of(p.rows_scale_inv, g);
-  gemm::cpu::run(one, sizes_of(one));
+  gemm::cpu::run(one, gemm_shape(one));
 }
 
 }  // namespace
 
-void run_fp8(const te_grouped_gemm_problem& p, const Extents& e) {
+void run_fp8(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
   if (p.product != TE_GROUPED_WGRAD) {
     for (int32_t g = 0; g < p.groups; ++g) run_rows(p, g);
     return;
   }
-  if (e.n * e.k == 0) return;
+  if (shape.n * shape.k == 0) return;
   std::vector<int64_t> before(1, 0);
   for (int32_t g = 0; g < p.groups; ++g) before.push_back(before.back() + panels_of(p.offsets[g + 1] - p.offsets[g]));
-  if (before.back() > e.panels) {
+  if (before.back() > shape.panels) {
     bad_argument(kOp, "offsets", concat("of ", before.back(), " panels"),
-                 concat("no more than the ", e.panels, " of rows"));
+                 concat("at most the ", shape.panels, " panels of rows"));
   }
-  for (int32_t g = 0; g < p.groups; ++g) run_weight_gradient(p, e, g, before[size_t(g)]);
+  for (int32_t g = 0; g < p.groups; ++g) run_weight_gradient(p, shape, g, before[size_t(g)]);
 }
 
 }  // namespace cpu

@@ -1,6 +1,5 @@
-// What grouped kernels are told of a problem, and in how many launches: at most kLaunchGroups groups each. The Gpu
-// makes tensor maps, says whose rows begin on 16 bytes and starts kernels; this looks at no memory and refuses nothing
-// but sizes.
+// Launches of a grouped product: parameters of the kernels for at most kLaunchGroups groups each. The Gpu encodes
+// tensor maps, tells which rows begin on 16 bytes and launches kernels. Reads no tensor's memory.
 #pragma once
 
 #include <algorithm>
@@ -11,92 +10,92 @@
 
 namespace te::gemm::grouped {
 
-template <class Plan, class Gpu>
+template <class TileConfig, class Gpu>
 CUtensorMap left_map(const Gpu& gpu, const te_tensor& t) {
-  return gpu.map(t, wgmma::box_lines(Plan::kLeft, Plan::kLeftPart));
+  return gpu.map(t, sm90::box_rows(TileConfig::kLeft, TileConfig::kLeftPart));
 }
-template <class Plan, class Gpu>
+template <class TileConfig, class Gpu>
 CUtensorMap right_map(const Gpu& gpu, const te_tensor& t) {
-  return gpu.map(t, wgmma::box_lines(Plan::kRight, Plan::kRightPart));
+  return gpu.map(t, sm90::box_rows(TileConfig::kRight, TileConfig::kRightPart));
 }
 
-// As many blocks as there can be tiles, and no more than run at once; whole clusters.
+// CTAs of a launch: no more than there can be tiles, no more than run at once, a multiple of the cluster size.
 template <class Gpu>
-int32_t blocks_of(const Gpu& gpu, int64_t most_pairs) {
+int32_t ctas_of(const Gpu& gpu, int64_t most_pairs) {
   if (most_pairs > kMostPairs) {
     throw Error(TE_NOT_IMPLEMENTED, concat("te_grouped_gemm: ", most_pairs, " pairs of tiles in one launch."));
   }
-  const int64_t clusters = std::max(gpu.sms() / wgmma::kCluster, 1);
-  return int32_t(std::min(most_pairs, clusters)) * wgmma::kCluster;
+  const int64_t clusters = std::max(gpu.sms() / sm90::kCluster, 1);
+  return int32_t(std::min(most_pairs, clusters)) * sm90::kCluster;
 }
 
-// f(first group, groups) for each launch of `most` groups.
+// Calls f(first group, groups) for each launch of `most` groups.
 template <class F>
 void for_launches(int32_t groups, int most, F&& f) {
   for (int32_t first = 0; first < groups; first += most) f(first, std::min(most, groups - first));
 }
 
 template <class Gpu>
-void launch_rows(const te_grouped_gemm_problem& p, const Extents& e, const Gpu& gpu) {
+void launch_rows(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
   const bool fprop = p.product == TE_GROUPED_FPROP;
-  const int64_t cols = fprop ? e.n : e.k, depth = fprop ? e.k : e.n;
-  if (e.rows == 0 || cols == 0) return;
-  // 32 KiB that each launch takes by value.
+  const int64_t n = fprop ? shape.n : shape.k, k = fprop ? shape.k : shape.n;
+  if (shape.rows == 0 || n == 0) return;
+  // 32 KiB, which each launch copies.
   const auto params = std::make_unique<RowParams>();
   params->result = p.result.data;
   params->pitch = p.result.row_pitch;
-  params->cols = int32_t(cols);
-  params->depth = int32_t(depth);
+  params->n = int32_t(n);
+  params->k = int32_t(k);
   params->wide = gpu.wide(p.result);
-  if (depth > 0) params->left = left_map<RowPlan<wgmma::Major::kDepth>>(gpu, p.rows);
+  if (k > 0) params->left = left_map<RowTileConfig<sm90::Major::kK>>(gpu, p.rows);
   for_launches(p.groups, kLaunchGroups, [&](int32_t first, int32_t groups) {
     for (int32_t g = 0; g < groups; ++g) {
       const te_tensor& weight = p.weights[first + g];
-      if (depth > 0) {
-        params->weights[g] = fprop ? right_map<RowPlan<wgmma::Major::kDepth>>(gpu, weight)
-                                   : right_map<RowPlan<wgmma::Major::kAcross>>(gpu, weight);
+      if (k > 0) {
+        params->weights[g] = fprop ? right_map<RowTileConfig<sm90::Major::kK>>(gpu, weight)
+                                   : right_map<RowTileConfig<sm90::Major::kMN>>(gpu, weight);
       }
       params->biases[g] = p.biases != nullptr ? p.biases[first + g].data : nullptr;
     }
-    params->common = {p.offsets + first, groups, int32_t(e.rows)};
+    params->common = {p.offsets + first, groups, int32_t(shape.rows)};
     params->zero_tail = p.zero_tail != 0 && first + groups == p.groups;
-    const int64_t row_tiles = e.rows / RowTile::kRows + groups;
-    const int32_t blocks = blocks_of(gpu, row_tiles * row_product_col_pairs(cols));
-    fprop ? gpu.fprop(*params, blocks) : gpu.dgrad(*params, blocks);
+    const int64_t row_tiles = shape.rows / RowTileShape::kM + groups;
+    const int32_t ctas = ctas_of(gpu, row_tiles * row_product_pairs_n(n));
+    fprop ? gpu.fprop(*params, ctas) : gpu.dgrad(*params, ctas);
   });
 }
 
-// Results of one dtype; those of another are not wanted then.
+// Results of one dtype; those of other dtypes are skipped.
 template <class Gpu>
-void launch_weights(const te_grouped_gemm_problem& p, const Extents& e, te_dtype dtype, const Gpu& gpu) {
-  WeightParams params{};
-  if (e.rows > 0) {
-    params.left = left_map<WeightPlan>(gpu, p.rows);
-    params.right = right_map<WeightPlan>(gpu, p.depth_rows);
+void launch_wgrads(const te_grouped_gemm_problem& p, const ProblemShape& shape, te_dtype dtype, const Gpu& gpu) {
+  WgradParams params{};
+  if (shape.rows > 0) {
+    params.left = left_map<WgradTileConfig>(gpu, p.rows);
+    params.right = right_map<WgradTileConfig>(gpu, p.depth_rows);
   }
-  params.n = int32_t(e.n);
-  params.k = int32_t(e.k);
+  params.n = int32_t(shape.n);
+  params.k = int32_t(shape.k);
   for_launches(p.groups, kLaunchGroups, [&](int32_t first, int32_t groups) {
     int32_t wanted = 0;
     for (int32_t g = 0; g < groups; ++g) {
       const te_tensor& result = p.results[first + g];
       const bool add = p.accumulate != nullptr && p.accumulate[first + g] != 0;
-      const bool here = result.data != nullptr && result.dtype == dtype;
-      params.results[g] = {here ? result.data : nullptr, result.row_pitch, gpu.wide(result), add};
-      wanted += here;
+      const bool is_wanted = result.data != nullptr && result.dtype == dtype;
+      params.results[g] = {is_wanted ? result.data : nullptr, result.row_pitch, gpu.wide(result), add};
+      wanted += is_wanted;
     }
     if (wanted == 0) return;
-    params.common = {p.offsets + first, groups, int32_t(e.rows)};
-    const int64_t pairs = weight_gradient_pairs({0, 1}, e.n, e.k, true, false);  // of any group that has some
-    gpu.wgrad(params, dtype == TE_FLOAT32, blocks_of(gpu, wanted * pairs));
+    params.common = {p.offsets + first, groups, int32_t(shape.rows)};
+    const int64_t pairs = wgrad_pairs({0, 1}, shape.n, shape.k, true, false);  // of each group with rows
+    gpu.wgrad(params, dtype == TE_FLOAT32, ctas_of(gpu, wanted * pairs));
   });
 }
 
 template <class Gpu>
-void launch_all(const te_grouped_gemm_problem& p, const Extents& e, const Gpu& gpu) {
-  if (p.product != TE_GROUPED_WGRAD) return launch_rows(p, e, gpu);
-  if (e.n == 0 || e.k == 0) return;
-  for (const te_dtype dtype : {TE_FLOAT32, p.rows.dtype}) launch_weights(p, e, dtype, gpu);
+void launch_all(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
+  if (p.product != TE_GROUPED_WGRAD) return launch_rows(p, shape, gpu);
+  if (shape.n == 0 || shape.k == 0) return;
+  for (const te_dtype dtype : {TE_FLOAT32, p.rows.dtype}) launch_wgrads(p, shape, dtype, gpu);
 }
 
 }  // namespace te::gemm::grouped

@@ -1,5 +1,5 @@
-// te_grouped_offsets, CUDA path: one warp adds splits up, 32 at a time, since there are some hundred of them at most.
-// te_grouped_offsets_of: the host has added up, a kernel's parameters bring what is to be written.
+// te_grouped_offsets, CUDA path: one warp scans the splits, 32 at a time, since there are a few hundred at most.
+// te_grouped_offsets_of: the host has computed the offsets, which a kernel's parameters carry.
 #include <algorithm>
 
 #include "core/device.h"
@@ -12,7 +12,7 @@ namespace {
 constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
-// Calls on other streams may add too.
+// Atomic, since calls on other streams may add too.
 __device__ void count(uint32_t* counter, int64_t more) {
   if (more == 0) return;
   for (uint32_t seen = *counter, was;; seen = was) {
@@ -23,7 +23,7 @@ __device__ void count(uint32_t* counter, int64_t more) {
 
 __global__ void offsets_kernel(Splits s, int32_t* offsets, uint32_t* counters) {
   const int lane = int(threadIdx.x);
-  int64_t before = 0, negatives = 0;  // of the chunks before this one
+  int64_t before = 0, negatives = 0;  // of earlier chunks
   if (lane == 0) offsets[0] = 0;
   for (int64_t first = 0; first < s.groups; first += kLanes) {
     const int64_t group = first + lane;

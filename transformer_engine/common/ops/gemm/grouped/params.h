@@ -1,8 +1,8 @@
-// What grouped kernels are told, by value: tensor maps and addresses of each group, so that nothing of a call lives in
-// device memory. And how the host starts them. Shared by the sources that hold a kernel each and by grouped_gemm.cu.
+// Parameters of the grouped kernels, passed by value: tensor maps and addresses of each group, so that a call needs no
+// device memory; and the functions that launch them. Shared by the .cu file of each kernel and by grouped_gemm.cu.
 #pragma once
 
-#if !defined(TE_EMULATED_GPU)  // else a test's own CUtensorMap is in scope
+#if !defined(TE_EMULATED_GPU)  // the emulation of tests/cpp defines its own CUtensorMap
 #include <cuda.h>
 #endif
 
@@ -11,13 +11,15 @@
 
 namespace te::gemm::grouped {
 
+using namespace sm90;
+
 struct Common {
-  const int32_t* offsets;  // of this launch's groups, one more than they are
+  const int32_t* offsets;  // [groups + 1], of this launch's groups
   int32_t groups;
-  int32_t rows;  // of the row operands: no offset leads beyond
+  int32_t rows;  // of the row operands; offsets are cut to it
 };
 
-// FPROP and DGRAD.
+// FPROP and DGRAD. n and k are those of the product: K and N of the weights in DGRAD.
 struct RowParams {
   CUtensorMap left;
   CUtensorMap weights[kLaunchGroups];
@@ -25,12 +27,12 @@ struct RowParams {
   void* result;
   int64_t pitch;
   Common common;
-  int32_t cols, depth;
+  int32_t n, k;
   bool wide, zero_tail;
 };
 
-// WGRAD.
-struct WeightParams {
+// WGRAD. n and k are those of the weights.
+struct WgradParams {
   struct Result {
     void* data;  // NULL: not wanted
     int64_t pitch;
@@ -41,18 +43,18 @@ struct WeightParams {
   Common common;
   int32_t n, k;
 };
-static_assert(sizeof(RowParams) <= 32764 && sizeof(WeightParams) <= 32764, "kernel parameters hold 32,764 bytes");
+static_assert(sizeof(RowParams) <= 32764 && sizeof(WgradParams) <= 32764, "kernel parameters hold 32,764 bytes");
 
 namespace cuda {
 
 struct Launch {
-  int32_t blocks;
+  int32_t ctas;
   int32_t device;
   te_stream stream;
 };
 void launch_fprop(te_dtype operands, const RowParams& params, const Launch& launch);
 void launch_dgrad(te_dtype operands, const RowParams& params, const Launch& launch);
-void launch_wgrad(te_dtype operands, bool float_results, const WeightParams& params, const Launch& launch);
+void launch_wgrad(te_dtype operands, bool float_results, const WgradParams& params, const Launch& launch);
 
 }  // namespace cuda
 

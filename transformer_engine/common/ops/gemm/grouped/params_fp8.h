@@ -1,4 +1,4 @@
-// What grouped kernels of FP8 operands are told, by value, and which tiles their products consist of.
+// Parameters of the grouped kernels of FP8 operands, passed by value, and the tiles of their products.
 #pragma once
 
 #include "ops/gemm/grouped/grouped_gemm.h"
@@ -6,10 +6,9 @@
 
 namespace te::gemm::grouped {
 
-// A tensor map and two addresses a group fit into 32,764 bytes of kernel parameters.
+// A tensor map and two addresses for each group fit into 32,764 bytes of kernel parameters.
 constexpr int kFp8LaunchGroups = 224;
-constexpr int kFp8Depth = 128;  // of a block of operands, and of a scale
-static_assert(kFp8LaunchGroups <= kLaunchGroups && kFp8Depth == kPanelRows);
+static_assert(kFp8LaunchGroups <= kLaunchGroups && kFp8TileK == kPanelRows);
 
 // FPROP and DGRAD.
 struct Fp8RowParams {
@@ -17,18 +16,21 @@ struct Fp8RowParams {
   CUtensorMap weights[kFp8LaunchGroups];
   const void* biases[kFp8LaunchGroups];  // NULL each where there are none
   const float* weight_scales[kFp8LaunchGroups];
-  const float* row_scales;  // of blocks and rows, or of this launch's groups
+  const float* row_scales;  // [blocks of K, rows], or one for each group of this launch
   int64_t row_scales_pitch, weight_scales_pitch;
   void* result;
   int64_t pitch;
   te_dtype dtype;  // of the result
   Common common;
-  int32_t cols, depth;
+  int32_t n, k;
   bool wide, zero_tail;
+
+  TE_HOST_DEVICE float left_scale(int32_t group) const { return row_scales[group]; }
+  TE_HOST_DEVICE float right_scale(int32_t group) const { return weight_scales[group][0]; }
 };
 
 // WGRAD.
-struct Fp8WeightParams {
+struct Fp8WgradParams {
   struct Result {
     void* data;  // NULL: not wanted
     int64_t pitch;
@@ -36,41 +38,44 @@ struct Fp8WeightParams {
     bool wide, add;
   };
   struct Scales {
-    const float* data;  // of panels and columns, or of this launch's groups
+    const float* data;  // [panels, columns], or one for each group of this launch
     int64_t pitch;
   };
   CUtensorMap left, right;
   Result results[kFp8LaunchGroups];
   Scales left_scales, right_scales;
-  Common common;    // its rows: no more than there are panels for
-  int32_t earlier;  // groups of launches before this one; their offsets come before this launch's
-  int32_t panels;   // that there is room for
+  Common common;    // rows: at most those that the panels hold
+  int32_t earlier;  // groups of earlier launches, whose offsets precede this launch's
+  int32_t panels;   // capacity
   int32_t n, k;
+
+  TE_HOST_DEVICE float left_scale(int32_t group) const { return left_scales.data[group]; }
+  TE_HOST_DEVICE float right_scale(int32_t group) const { return right_scales.data[group]; }
 };
-static_assert(sizeof(Fp8RowParams) <= 32764 && sizeof(Fp8WeightParams) <= 32764);
+static_assert(sizeof(Fp8RowParams) <= 32764 && sizeof(Fp8WgradParams) <= 32764);
 
-// Tiles of row products lie as those of other operands; the depth is cut elsewhere.
-TE_HOST_DEVICE Extent fp8_row_extent(PairAt at, int rank, RowRange rows, int32_t cols, int32_t depth) {
-  Extent e = row_product_extent(at, rank, rows, cols, depth);
-  e.blocks = tiles_over(depth, kFp8Depth);
-  return e;
+// Tiles of row products are those of other operands, with k_blocks of kFp8TileK.
+TE_HOST_DEVICE WorkTile fp8_row_tile(PairCoord at, int rank, RowRange rows, int32_t n, int32_t k) {
+  WorkTile tile = row_product_tile(at, rank, rows, n, k);
+  tile.k_blocks = tiles_over(k, kFp8TileK);
+  return tile;
 }
 
-// Of a weight gradient: 256 of N by 128 of K, neighbours along K; its depth is the group's panels.
-TE_HOST_DEVICE int32_t fp8_weight_pairs(RowRange panels, int64_t n, int64_t k, bool wanted, bool add) {
+// Tiles of a weight gradient are 256 of N by 128 of K, neighbours along K; a panel of the group is a k_block.
+TE_HOST_DEVICE int32_t fp8_wgrad_pairs(RowRange panels, int64_t n, int64_t k, bool wanted, bool add) {
   if (!wanted || (add && panels.first == panels.last)) return 0;
-  return tiles_over(n, RowTile::kRows) * row_product_col_pairs(k);
+  return tiles_over(n, RowTileShape::kM) * row_product_pairs_n(k);
 }
-TE_HOST_DEVICE Extent fp8_weight_extent(PairAt at, int rank, RowRange panels, int32_t n, int32_t k) {
-  Extent e = row_product_extent(at, rank, {0, n}, k, 0);
-  e.depth = panels.first;
-  e.blocks = panels.last - panels.first;
-  return e;
+TE_HOST_DEVICE WorkTile fp8_wgrad_tile(PairCoord at, int rank, RowRange panels, int32_t n, int32_t k) {
+  WorkTile tile = row_product_tile(at, rank, {0, n}, k, 0);
+  tile.k = panels.first;
+  tile.k_blocks = panels.last - panels.first;
+  return tile;
 }
 
 namespace cuda {
-void launch_fp8_rows(te_dtype rows, te_scaling scaling, const Fp8RowParams& params, const Launch& launch);
-void launch_fp8_weights(te_dtype rows, te_scaling scaling, const Fp8WeightParams& params, const Launch& launch);
+void launch_rows_fp8(te_dtype rows, te_scaling scaling, const Fp8RowParams& params, const Launch& launch);
+void launch_wgrad_fp8(te_dtype rows, te_scaling scaling, const Fp8WgradParams& params, const Launch& launch);
 }  // namespace cuda
 
 }  // namespace te::gemm::grouped

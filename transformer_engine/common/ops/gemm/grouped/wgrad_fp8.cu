@@ -4,13 +4,13 @@
 
 namespace te::gemm::grouped::cuda {
 
-void launch_fp8_weights(te_dtype rows, te_scaling scaling, const Fp8WeightParams& params, const Launch& launch) {
+void launch_wgrad_fp8(te_dtype rows, te_scaling scaling, const Fp8WgradParams& params, const Launch& launch) {
   if (scaling == TE_SCALING_BLOCK_1D) {
-    if (rows == TE_FLOAT8_E4M3) return start<Fp8WeightJob<e4m3, PanelScales>>(params, launch);
-    return start<Fp8WeightJob<e5m2, PanelScales>>(params, launch);
+    if (rows == TE_FLOAT8_E4M3) return start<Fp8WgradKernelTraits<e4m3, PanelScales<Fp8WgradParams>>>(params, launch);
+    return start<Fp8WgradKernelTraits<e5m2, PanelScales<Fp8WgradParams>>>(params, launch);
   }
-  if (rows == TE_FLOAT8_E4M3) return start<Fp8WeightJob<e4m3, GroupScale>>(params, launch);
-  start<Fp8WeightJob<e5m2, GroupScale>>(params, launch);
+  if (rows == TE_FLOAT8_E4M3) return start<Fp8WgradKernelTraits<e4m3, GroupScale>>(params, launch);
+  start<Fp8WgradKernelTraits<e5m2, GroupScale>>(params, launch);
 }
 
 }  // namespace te::gemm::grouped::cuda

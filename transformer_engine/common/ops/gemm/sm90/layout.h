@@ -1,101 +1,50 @@
-// Where things lie when Hopper's tensor cores multiply: operand tiles in shared memory as TMA writes them with its 128-
-// byte swizzle, the descriptors by which wgmma reads them, and which element each register of the result is. Index
-// functions of the PTX ISA's tables alone, so that the host can check them; nothing here touches a device.
+// Layouts that Hopper's tensor cores and TMA prescribe: operand tiles in shared memory with the 128-byte swizzle, the
+// matrix descriptors of wgmma, and the element of the result that each register holds. Index functions from the tables
+// of the PTX ISA alone, so that the host can check them.
 #pragma once
 
-#include <cstdint>
+#include "ops/gemm/sm90/config.h"
 
-#include "core/dtype.h"
+namespace te::gemm::sm90 {
 
-namespace te::gemm::wgmma {
-
-// A tile of results, each consumer's half of its rows in slabs of 64, as many as one instruction has; 64 of the depth
-// at a time, in a ring of four stages. 2-byte elements throughout.
-constexpr int kTileDepth = 64;
-constexpr int kStages = 4;
-constexpr int kConsumers = 2;
-constexpr int kSlabRows = 64;
-constexpr int kInstructionDepth = 16;  // of one wgmma on 2-byte elements
-constexpr int kCluster = 2;            // blocks whose tiles lie side by side, and which share an operand
-
-template <int kRowsOfAll, int kColsOfAll>
-struct Tile {
-  static constexpr int kRows = kRowsOfAll, kCols = kColsOfAll;
-  static constexpr int kConsumerRows = kRows / kConsumers;
-  static constexpr int kSlabs = kConsumerRows / kSlabRows;
-  static constexpr int kFragment = kCols / 2;  // float registers of one thread for a slab
-};
-
-constexpr int kLine = 128;              // bytes: one row of a box, and the span of the swizzle
-constexpr int kBoxCols = kLine / 2;     // elements along a matrix's rows
-constexpr int kChunk = 64 * kLine;      // bytes of 64 lines
-constexpr int kAtom = 8 * kLine;        // bytes in which the swizzle repeats: 8 lines
-constexpr int kSharedAlignment = 1024;  // of a tile: address bits 7 to 9 say the line within an atom
-
-// How an operand lies in its matrix: along the depth (a box is all of the tile's rows, 64 of the depth each), or across
-// it (a box is 64 of the depth, 64 of the tile's rows or columns each; boxes side by side make the tile).
-enum class Major { kDepth, kAcross };
-
-constexpr int box_lines(Major major, int extent) { return major == Major::kDepth ? extent : kTileDepth; }
-constexpr int boxes(Major major, int extent) { return major == Major::kDepth ? 1 : extent / kBoxCols; }
-constexpr int tile_bytes(int extent) { return extent * kLine; }
-constexpr int kStageBytes = tile_bytes(384);  // of both operands: 256 x 128 or 128 x 256 results
-
-// Which operand the blocks of a cluster have in common: the left one where their tiles are neighbours in a row.
-enum class Common { kLeft, kRight };
-
-// How a product's tiles are read.
-template <class TileOf, Major kLeftMajor, Major kRightMajor, Common kInCommon>
-struct Plan {
-  using Tile = TileOf;
-  static constexpr Major kLeft = kLeftMajor, kRight = kRightMajor;
-  static constexpr Common kCommon = kInCommon;
-  // Of the tile's rows and columns, what one block has copied.
-  static constexpr int kLeftPart = kCommon == Common::kLeft ? Tile::kRows / kCluster : Tile::kRows;
-  static constexpr int kRightPart = kCommon == Common::kRight ? Tile::kCols / kCluster : Tile::kCols;
-  // The depth is rows: behind the group's own ones in its last block lie others'.
-  static constexpr bool kForeignDepth = kLeft == Major::kAcross;
-  static_assert(tile_bytes(Tile::kRows + Tile::kCols) == kStageBytes);
-};
-
-// Where box `i` of a tile begins in the matrix: the column, then the row, as TMA wants them.
-struct BoxAt {
+// Where box `i` of a tile begins in the matrix, in TMA's order of coordinates.
+struct BoxCoord {
   int32_t col, row;
 };
-TE_HOST_DEVICE BoxAt box_at(Major major, int i, int32_t across, int32_t depth) {
-  return major == Major::kDepth ? BoxAt{depth, across} : BoxAt{across + i * kBoxCols, depth};
+TE_HOST_DEVICE BoxCoord box_coord(Major major, int i, int32_t mn, int32_t k) {
+  return major == Major::kK ? BoxCoord{k, mn} : BoxCoord{mn + i * kBoxCols, k};
 }
-TE_HOST_DEVICE int box_offset(int i) { return i * kChunk; }  // bytes in the tile; one box: i is 0
+TE_HOST_DEVICE int box_offset(int i) { return i * kBoxBytes; }  // bytes in the tile; one box: i is 0
 
 // The matrix descriptor: start, leading and stride byte offsets in units of 16 bytes, 128-byte swizzle.
-//   kDepth:  the stride leads from 8 rows to the next 8; the leading offset is not used
-//   kAcross: the stride leads from 8 of the depth to the next 8, the leading offset from 64 rows to the next 64
+//   kK:  the stride leads from 8 rows to the next 8; the leading offset is not used
+//   kMN: the stride leads from 8 of K to the next 8, the leading offset from 64 of M or N to the next 64
 TE_HOST_DEVICE uint64_t descriptor(Major major, uint32_t address) {
   constexpr uint64_t kUnused = 1;
-  const uint64_t leading = major == Major::kDepth ? kUnused : uint64_t(kChunk >> 4);
-  const uint64_t stride = uint64_t(kAtom >> 4);
+  const uint64_t leading = major == Major::kK ? kUnused : uint64_t(kBoxBytes >> 4);
+  const uint64_t stride = uint64_t(kSwizzleAtom >> 4);
   const uint64_t swizzle_128 = 1;
   return uint64_t((address & 0x3ffff) >> 4) | leading << 16 | stride << 32 | swizzle_128 << 62;
 }
 
-// What a descriptor grows by for the next 16 of the depth.
+// The increment of a descriptor for the next MMA atom along K.
 constexpr uint64_t descriptor_step(Major major) {
-  return major == Major::kDepth ? (kInstructionDepth * 2) >> 4 : (kInstructionDepth * kLine) >> 4;
+  return major == Major::kK ? (kMmaAtomK * 2) >> 4 : (kMmaAtomK * kSwizzleRow) >> 4;
 }
 
-// Bytes of a slab in the tile of the left operand: 64 lines, or one box.
-constexpr int kSlabBytes = kSlabRows * kLine;
-static_assert(kSlabBytes == kChunk, "a slab is one box of an operand that lies across the depth");
+// Bytes of an MMA atom's rows in the tile of the left operand: 64 swizzle rows, or one box.
+constexpr int kMmaAtomBytes = kMmaAtomM * kSwizzleRow;
+static_assert(kMmaAtomBytes == kBoxBytes, "the rows of an MMA atom are one box of an MN-major operand");
 
-// ---- the result's registers ----
-// Register 4 j + 2 h + c of a thread is the element at row fragment_row(thread, h) of its slab and column
+// ---- accumulator registers ----
+// Register 4 j + 2 h + c of a thread is the element at row fragment_row(thread, h) of its MMA atom and column
 // 8 j + 2 (lane % 4) + c of the tile.
 TE_HOST_DEVICE int fragment_row(int thread, int h) { return thread / 32 % 4 * 16 + thread % 32 / 4 + 8 * h; }
 TE_HOST_DEVICE int fragment_col(int thread, int j) { return 8 * j + 2 * (thread % 4); }
 
-// Four lanes that share a row trade, so that each stores 16 bytes. Of two-byte results, every lane has a pair of each
-// of four neighbouring 8-column pieces; after exchanges with lane ^ 1 and lane ^ 2 it has piece `lane % 4` whole. A
-// 4 x 4 transposition: bit by bit, a lane gives what belongs to its partner and takes what belongs to it.
+// Four lanes that share a row exchange elements, so that each stores 16 bytes. With two-byte results, each lane has a
+// pair of each of four neighbouring 8-column pieces; after exchanges with lane ^ 1 and lane ^ 2 it has all of piece
+// `lane % 4`. This is a 4 x 4 transposition, one bit of the lane at a time.
 template <int kBit>
 TE_HOST_DEVICE void give_pairs(int lane, const uint32_t (&v)[4], uint32_t (&out)[2]) {
   constexpr int kOther = 3 - kBit;  // the index bit that stays
@@ -117,8 +66,8 @@ TE_HOST_DEVICE void take_pairs(int lane, uint32_t (&v)[4], const uint32_t (&in)[
 
 TE_HOST_DEVICE int pairs_col(int lane, int four) { return 32 * four + 8 * (lane % 4); }
 
-// Of float results, a lane has two columns of each of two neighbouring 8-column pieces; after one exchange with
-// lane ^ 1 it has four columns of piece `lane % 2`. So four lanes store 64 bytes of a row side by side.
+// With float results, a lane has two columns of each of two neighbouring 8-column pieces; after one exchange with
+// lane ^ 1 it has four columns of piece `lane % 2`, and four lanes store 64 adjacent bytes of a row.
 TE_HOST_DEVICE void give_floats(int lane, const float (&v)[4], float (&out)[2]) {
   const bool other = lane % 2 == 0;
   out[0] = other ? v[2] : v[0];
@@ -145,7 +94,7 @@ struct alignas(16) Piece {
 };
 
 template <class R>
-TE_HOST_DEVICE uint32_t bits_in_piece(R value, int i) {  // where element i lies in its word
+TE_HOST_DEVICE uint32_t bits_in_piece(R value, int i) {  // of element i in its word
   if constexpr (sizeof(R) == 4) {
     return te::detail::bits_of(value);
   } else {
@@ -153,7 +102,7 @@ TE_HOST_DEVICE uint32_t bits_in_piece(R value, int i) {  // where element i lies
   }
 }
 template <class R>
-TE_HOST_DEVICE R of_piece(const uint32_t (&words)[4], int i) {
+TE_HOST_DEVICE R element_of_piece(const uint32_t (&words)[4], int i) {
   if constexpr (sizeof(R) == 4) {
     return te::detail::float_of(words[i]);
   } else {
@@ -162,16 +111,15 @@ TE_HOST_DEVICE R of_piece(const uint32_t (&words)[4], int i) {
 }
 
 template <class R>
-TE_HOST_DEVICE void store_whole_piece(R* to, const uint32_t (&words)[4]) {
+TE_HOST_DEVICE void store_full_piece(R* to, const uint32_t (&words)[4]) {
   *reinterpret_cast<Piece*>(to) = Piece{{words[0], words[1], words[2], words[3]}};
 }
-// The first `count` elements of a piece, which may be more than it has or less than one; `wide` where 16 bytes may be
-// moved at once.
+// The first `count` elements of a piece; `count` may be negative or above its size. `wide`: the row begins on 16 bytes.
 template <class R>
 TE_HOST_DEVICE void store_piece(R* to, const uint32_t (&words)[4], int64_t count, bool wide) {
-  if (wide && count >= kPiece<R>) return store_whole_piece(to, words);
+  if (wide && count >= kPiece<R>) return store_full_piece(to, words);
   for (int i = 0; i < kPiece<R>; ++i) {
-    if (i < count) to[i] = of_piece<R>(words, i);
+    if (i < count) to[i] = element_of_piece<R>(words, i);
   }
 }
 template <class R>
@@ -187,15 +135,4 @@ TE_HOST_DEVICE void load_piece(const R* from, uint32_t (&words)[4], int64_t coun
   }
 }
 
-// ---- the ring of stages ----
-// Full and empty barriers complete once a round; a producer finds fresh empty barriers as if they had completed.
-struct RingPlace {
-  uint32_t step = 0;
-  static_assert((kStages & (kStages - 1)) == 0, "steps may wrap around");
-  TE_HOST_DEVICE int stage() const { return int(step % kStages); }
-  TE_HOST_DEVICE uint32_t full_parity() const { return step / kStages & 1u; }
-  TE_HOST_DEVICE uint32_t empty_parity() const { return full_parity() ^ 1u; }
-  TE_HOST_DEVICE void advance() { ++step; }
-};
-
-}  // namespace te::gemm::wgmma
+}  // namespace te::gemm::sm90

@@ -1,12 +1,13 @@
-// Hopper's tensor cores, bulk tensor copies and barriers as functions, one instruction each. They say nothing of what
-// is multiplied; mainloop_bf16.cuh does.
+// Hopper's tensor cores, bulk copies and barriers as functions, one PTX instruction each. tests/cpp/emulated_sm90.h
+// defines the same functions for the host.
 #pragma once
 
 #include <cuda.h>
 
+#include "core/fp8.h"
 #include "ops/gemm/sm90/layout.h"
 
-namespace te::gemm::wgmma {
+namespace te::gemm::sm90 {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -17,23 +18,23 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-// Makes fresh barriers known to the copies too.
+// Makes initialised barriers visible to TMA.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// One arrival, which the phase's bytes go with.
+// One arrival, and the bytes that the phase waits for.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-// At the same barrier of block `rank` of the cluster. Not `.release.cluster`: that is a GPU-wide MEMBAR in every block
-// of the depth.
+// Arrives at the same barrier of CTA `rank` of the cluster. Not `.release.cluster`: that compiles to a GPU-wide MEMBAR
+// in each k_block.
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
@@ -42,9 +43,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      "again:\n"
+      "wait:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
+      "@!done bra wait;\n"
       "}\n" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
@@ -53,19 +54,23 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Arrives at a named barrier without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
-// ---- threads and global memory ----
+// ---- threads, registers and global memory ----
 
-// threadIdx.x, which the compiler asks for anew here: what follows from it alone would otherwise be kept in registers
-// all through a kernel, or in local memory.
-__device__ __forceinline__ int thread_here() {
+// threadIdx.x, read at each call: values that depend on it alone would otherwise stay in registers, or in local memory,
+// for the whole kernel.
+__device__ __forceinline__ int read_thread_idx() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
-// 16 bytes, where they are `live`. In the order that they are written in: a compiler would put each load before its
-// use, and the warp would wait for each.
-__device__ __forceinline__ void load_now(const void* from, uint32_t (&words)[4], bool live) {
+// 16 bytes, if `live`. Volatile, so that loads are issued in program order: the compiler would place each load directly
+// before its use, and the warp would wait for each.
+__device__ __forceinline__ void load_global(const void* from, uint32_t (&words)[4], bool live) {
   asm volatile(
       "{\n"
       ".reg .pred live;\n"
@@ -76,11 +81,17 @@ __device__ __forceinline__ void load_now(const void* from, uint32_t (&words)[4],
       : "l"(from), "r"(int(live)));
 }
 
-// Adds to 16 bytes of floats in memory, and waits for nothing; rounded to nearest, but what is subnormal becomes 0.
-__device__ __forceinline__ void add_to(float* to, const float (&v)[4]) {
+// Adds 4 floats to memory without waiting; rounded to nearest, subnormal results become 0.
+__device__ __forceinline__ void reduce_add(float* to, const float (&v)[4]) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
                : "memory");
 }
+
+__device__ __forceinline__ float load_scale(const float* scale) { return __ldg(scale); }
+// Rounded; never contracted into a fused multiply-add.
+__device__ __forceinline__ float multiply_rn(float a, float b) { return __fmul_rn(a, b); }
+// Keeps the compiler from moving loads across.
+__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
 // ---- the cluster ----
 
@@ -89,8 +100,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// All threads of a cluster meet, and what each did before it is done: arrivals at the other block's barriers, too.
-__device__ __forceinline__ void cluster_meeting() {
+// A barrier of all threads of the cluster; earlier arrivals at the other CTA's barriers have completed after it.
+__device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive;\n"
       "barrier.cluster.wait;\n" ::
@@ -104,16 +115,17 @@ __device__ __forceinline__ unsigned char* shared_memory() {
 
 // ---- copies ----
 
-// The box at (col, row) of a matrix into shared memory, zeros where the matrix ends; its bytes arrive at `barrier`.
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, uint64_t* barrier, BoxAt at) {
+// Loads the box at (col, row) of a matrix into shared memory, with zeros beyond the matrix; its bytes arrive at
+// `barrier`.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, BoxCoord at) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           shared_address(to)),
       "l"(map), "r"(shared_address(barrier)), "r"(at.col), "r"(at.row)
       : "memory");
 }
-// The same, to the same place in both blocks of the cluster, each of whose barriers gets the bytes.
-__device__ __forceinline__ void copy_box_to_both(void* to, const CUtensorMap* map, uint64_t* barrier, BoxAt at) {
+// The same into both CTAs of the cluster, at the same shared address; each CTA's barrier counts its bytes.
+__device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, BoxCoord at) {
   static_assert(kCluster == 2);
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -121,24 +133,36 @@ __device__ __forceinline__ void copy_box_to_both(void* to, const CUtensorMap* ma
       "l"(map), "r"(shared_address(barrier)), "r"(at.col), "r"(at.row), "h"(uint16_t(3))
       : "memory");
 }
-// What this thread wrote to shared memory comes before what copies and tensor cores do there next.
-__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Loads a multiple of 16 bytes into shared memory, both ends aligned to 16 bytes; they arrive at `barrier`.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint64_t* barrier, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+// Orders this thread's writes to shared memory before later TMA copies and MMAs.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- tensor cores ----
 
-__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-__device__ __forceinline__ void mma_wait() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Keeps the compiler from moving accumulators across: they change while wgmma runs, unseen by it.
-template <int kSlabs, int kFragment>
-__device__ __forceinline__ void hold(float (&d)[kSlabs][kFragment]) {
+// Keeps the compiler from moving accumulators across: wgmma changes them asynchronously.
+template <int kFragment>
+__device__ __forceinline__ void fence_accumulators(float (&d)[kFragment]) {
 #pragma unroll
-  for (auto& slab : d) {
+  for (float& value : d) asm volatile("" : "+f"(value)::"memory");
+}
+template <int kMmaAtoms, int kFragment>
+__device__ __forceinline__ void fence_accumulators(float (&d)[kMmaAtoms][kFragment]) {
 #pragma unroll
-    for (float& value : slab) asm volatile("" : "+f"(value)::"memory");
+  for (auto& atom : d) {
+#pragma unroll
+    for (float& value : atom) asm volatile("" : "+f"(value)::"memory");
   }
 }
 
@@ -160,7 +184,7 @@ __device__ __forceinline__ void hold(float (&d)[kSlabs][kFragment]) {
       "}, %64, %65, add, 1, 1, %67, %68;\n"                                              \
       "}\n"                                                                              \
       : TE_WGMMA_32(0), TE_WGMMA_32(32)                                                  \
-      : "l"(a), "l"(b), "r"(int(add)), "n"(int(kLeft == Major::kAcross)), "n"(int(kRight == Major::kAcross)))
+      : "l"(a), "l"(b), "r"(int(add)), "n"(int(kLeft == Major::kMN)), "n"(int(kRight == Major::kMN)))
 #define TE_WGMMA_256(type)                                                                             \
   asm volatile(                                                                                        \
       "{\n"                                                                                            \
@@ -179,9 +203,9 @@ __device__ __forceinline__ void hold(float (&d)[kSlabs][kFragment]) {
       "}, %128, %129, add, 1, 1, %131, %132;\n"                                                        \
       "}\n"                                                                                            \
       : TE_WGMMA_32(0), TE_WGMMA_32(32), TE_WGMMA_32(64), TE_WGMMA_32(96)                              \
-      : "l"(a), "l"(b), "r"(int(add)), "n"(int(kLeft == Major::kAcross)), "n"(int(kRight == Major::kAcross)))
+      : "l"(a), "l"(b), "r"(int(add)), "n"(int(kLeft == Major::kMN)), "n"(int(kRight == Major::kMN)))
 
-// d = a b, or d += a b where `add`: 64 x 128 or 64 x 256 results, 16 of the depth.
+// d = a b, or d += a b if `add`: 64 x 128 or 64 x 256 results, 16 of K.
 template <class T, Major kLeft, Major kRight, int kFragment>
 __device__ __forceinline__ void mma(float (&d)[kFragment], uint64_t a, uint64_t b, bool add) {
   static_assert(std::is_same_v<T, bf16> || std::is_same_v<T, fp16>);
@@ -197,21 +221,49 @@ __device__ __forceinline__ void mma(float (&d)[kFragment], uint64_t a, uint64_t 
   }
 }
 
+#define TE_WGMMA_FP8(left)                                                               \
+  asm volatile(                                                                          \
+      "{\n"                                                                              \
+      ".reg .pred add;\n"                                                                \
+      "setp.ne.b32 add, %66, 0;\n"                                                       \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." left                                \
+      ".e4m3 {"                                                                          \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
+      "}, %64, %65, add, 1, 1;\n"                                                        \
+      "}\n"                                                                              \
+      : TE_WGMMA_32(0), TE_WGMMA_32(32)                                                  \
+      : "l"(a), "l"(b), "r"(int(add)))
+
+// d = a b, or d += a b if `add`: 64 x 128 results, 32 of K; both operands are K-major.
+template <class Left>
+__device__ __forceinline__ void mma_fp8(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+  static_assert(std::is_same_v<Left, e4m3> || std::is_same_v<Left, e5m2>);
+  if constexpr (std::is_same_v<Left, e4m3>) {
+    TE_WGMMA_FP8("e4m3");
+  } else {
+    TE_WGMMA_FP8("e5m2");
+  }
+}
+
+#undef TE_WGMMA_FP8
 #undef TE_WGMMA_128
 #undef TE_WGMMA_256
 #undef TE_WGMMA_32
 #undef TE_WGMMA_8
 
-// ---- registers ----
+// ---- register allocation ----
 
-// By all threads of a warpgroup: what they give back, others of the block may take.
+// By all threads of a warpgroup; registers that one warpgroup frees can be allocated by another of the CTA.
 template <int kRegisters>
-__device__ __forceinline__ void shrink_to() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void grow_to() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-}  // namespace te::gemm::wgmma
+}  // namespace te::gemm::sm90

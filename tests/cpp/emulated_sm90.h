@@ -1,4 +1,4 @@
-// The functions of ops/gemm/sm90/ptx.cuh and sm90/ptx_fp8.cuh on the emulated cluster of emulated_gpu.h.
+// The functions of ops/gemm/sm90/ptx.cuh on the emulated cluster of emulated_gpu.h.
 #pragma once
 
 #include "emulated_gpu.h"
@@ -6,22 +6,22 @@
 #include "core/fp8.h"
 #include "ops/gemm/sm90/layout.h"
 
-namespace te::gemm::wgmma {
+namespace te::gemm::sm90 {
 
 using testing::gpu::Cluster;
 
 inline uint32_t shared_address(const void* p) { return Cluster::current().address(p); }
 inline unsigned char* shared_memory() { return Cluster::current().shared(); }
 inline uint32_t cluster_rank() { return Cluster::current().rank(); }
-inline int thread_here() { return int(threadIdx.x); }
-inline void load_now(const void* from, uint32_t (&words)[4], bool live) {
+inline int read_thread_idx() { return int(threadIdx.x); }
+inline void load_global(const void* from, uint32_t (&words)[4], bool live) {
   if (live) std::memcpy(words, from, sizeof(words));
 }
-inline void add_to(float* to, const float (&v)[4]) {
+inline void reduce_add(float* to, const float (&v)[4]) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0) throw std::logic_error("a sum that does not begin on 16 bytes");
   for (int i = 0; i < 4; ++i) to[i] += v[i];
 }
-inline void cluster_meeting() { Cluster::current().meet_cluster(); }
+inline void cluster_sync() { Cluster::current().meet_cluster(); }
 
 inline testing::gpu::Barrier& barrier_of(uint64_t* barrier) {
   return Cluster::current().barrier(cluster_rank(), shared_address(barrier));
@@ -46,7 +46,8 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
 }
 inline void named_barrier(int id, int threads) { Cluster::current().meet(id, threads); }
 
-inline void copy_box_to(unsigned first, unsigned last, void* to, const CUtensorMap* map, uint64_t* barrier, BoxAt at) {
+inline void tma_load_to(unsigned first, unsigned last, void* to, const CUtensorMap* map, uint64_t* barrier,
+                        BoxCoord at) {
   Cluster& cluster = Cluster::current();
   const uint32_t base = shared_address(to), full = shared_address(barrier);
   if (base % 1024 != 0) throw std::logic_error("a box that does not begin on 1,024 bytes");
@@ -55,12 +56,12 @@ inline void copy_box_to(unsigned first, unsigned last, void* to, const CUtensorM
     cluster.later([&cluster, rank, base, full, matrix, at] {
       if (cluster.ended(rank)) throw std::logic_error("a copy to a block that has ended");
       const int element = matrix.element;
-      for (int line = 0; line < matrix.lines; ++line) {
+      for (int box_row = 0; box_row < matrix.box_rows; ++box_row) {
         for (int byte = 0; byte < 128; byte += element) {
-          const int64_t r = int64_t(at.row) + line, c = int64_t(at.col) + byte / element;
+          const int64_t r = int64_t(at.row) + box_row, c = int64_t(at.col) + byte / element;
           const bool inside = r >= 0 && r < matrix.rows && c >= 0 && c < matrix.cols;
-          const int piece = (byte / 16) ^ (line % 8);
-          unsigned char* to = cluster.at(rank, base + uint32_t(line * 128 + piece * 16 + byte % 16));
+          const int piece = (byte / 16) ^ (box_row % 8);
+          unsigned char* to = cluster.at(rank, base + uint32_t(box_row * 128 + piece * 16 + byte % 16));
           if (inside) {
             std::memcpy(to, matrix.data + (r * matrix.pitch + c) * element, size_t(element));
           } else {
@@ -69,19 +70,19 @@ inline void copy_box_to(unsigned first, unsigned last, void* to, const CUtensorM
         }
       }
       testing::gpu::Barrier& b = cluster.barrier(rank, full);
-      b.bytes -= matrix.lines * 128;
+      b.bytes -= matrix.box_rows * 128;
       b.settle();
     });
   }
 }
-inline void copy_box(void* to, const CUtensorMap* map, uint64_t* barrier, BoxAt at) {
-  copy_box_to(cluster_rank(), cluster_rank(), to, map, barrier, at);
+inline void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, BoxCoord at) {
+  tma_load_to(cluster_rank(), cluster_rank(), to, map, barrier, at);
 }
-inline void copy_box_to_both(void* to, const CUtensorMap* map, uint64_t* barrier, BoxAt at) {
-  copy_box_to(0, 1, to, map, barrier, at);
+inline void tma_load_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, BoxCoord at) {
+  tma_load_to(0, 1, to, map, barrier, at);
 }
 // Read and written when it lands.
-inline void copy_bytes(void* to, const void* from, uint64_t* barrier, uint32_t bytes) {
+inline void bulk_load(void* to, const void* from, uint64_t* barrier, uint32_t bytes) {
   Cluster& cluster = Cluster::current();
   const unsigned rank = cluster_rank();
   const uint32_t base = shared_address(to), full = shared_address(barrier);
@@ -96,17 +97,17 @@ inline void copy_bytes(void* to, const void* from, uint64_t* barrier, uint32_t b
     b.settle();
   });
 }
-inline void async_fence() {}
-inline void named_arrive(int id, int threads) { Cluster::current().arrive(id, threads); }
-inline void keep_order() {}
+inline void fence_async_proxy() {}
+inline void named_barrier_arrive(int id, int threads) { Cluster::current().arrive(id, threads); }
+inline void compiler_fence() {}
 inline float load_scale(const float* scale) { return *scale; }
-inline float product_of(float a, float b) { return std::fma(a, b, -0.f); }  // which no compiler makes part of a sum
+inline float multiply_rn(float a, float b) { return std::fma(a, b, -0.f); }  // which no compiler makes part of a sum
 
-inline void mma_fence() {}
-inline void mma_commit() { Cluster::current().self().mma.emplace_back(); }
+inline void wgmma_fence() {}
+inline void wgmma_commit() { Cluster::current().self().mma.emplace_back(); }
 // .sync.aligned: no lane goes on before its warp's sums are there. Other warps' may still be under way.
 template <int kPending>
-void mma_wait() {
+void wgmma_wait() {
   auto& groups = Cluster::current().self().mma;
   while (int(groups.size()) - 1 > kPending) {
     for (const std::function<void()>& product : groups.front()) product();
@@ -114,38 +115,38 @@ void mma_wait() {
   }
   Cluster::current().meet_warp();
 }
-template <int kSlabs, int kFragment>
-void hold(float (&)[kSlabs][kFragment]) {}
+template <int kMmaAtoms, int kFragment>
+void fence_accumulators(float (&)[kMmaAtoms][kFragment]) {}
 template <int kFragment>
-void hold(float (&)[kFragment]) {}
+void fence_accumulators(float (&)[kFragment]) {}
 
 // This thread's share of 64 rows of results: register 4 j + 2 h + c is row 16 warp + lane / 4 + 8 h, column
 // 8 j + 2 (lane % 4) + c. Sums are float32's, in the order of the depth; a GPU's keep fewer bits of FP8 products.
-template <class Left, class Right, int kDepth, int kFragment>
-void multiply(float (&d)[kFragment], uint64_t a, uint64_t b, bool left_across, bool right_across, bool add) {
+template <class Left, class Right, int kK, int kFragment>
+void multiply(float (&d)[kFragment], uint64_t a, uint64_t b, bool left_mn, bool right_mn, bool add) {
   static_assert(sizeof(Left) == sizeof(Right));
   Cluster& cluster = Cluster::current();
   const unsigned rank = cluster.rank();
   const int warp = int(threadIdx.x % 128) / 32, lane = int(threadIdx.x % 32);
-  float* sums = d;
-  cluster.self().mma.back().push_back([&cluster, rank, sums, a, b, left_across, right_across, add, warp, lane] {
-    const auto read = [&](auto value, uint64_t descriptor, bool across_depth, int across, int depth) {
+  float* accum = d;
+  cluster.self().mma.back().push_back([&cluster, rank, accum, a, b, left_mn, right_mn, add, warp, lane] {
+    const auto read = [&](auto value, uint64_t descriptor, bool is_mn_major, int mn, int k) {
       constexpr int kBytes = int(sizeof(value));
-      const uint32_t at = testing::gpu::element_address(descriptor, across_depth, across, depth, kBytes);
+      const uint32_t at = testing::gpu::element_address(descriptor, is_mn_major, mn, k, kBytes);
       std::memcpy(&value, cluster.at(rank, at), kBytes);
       return to_float(value);
     };
-    float left[2][kDepth], right[kDepth];
+    float left[2][kK], right[kK];
     for (int h = 0; h < 2; ++h) {
-      for (int i = 0; i < kDepth; ++i) left[h][i] = read(Left{}, a, left_across, 16 * warp + lane / 4 + 8 * h, i);
+      for (int i = 0; i < kK; ++i) left[h][i] = read(Left{}, a, left_mn, 16 * warp + lane / 4 + 8 * h, i);
     }
     for (int j = 0; j < kFragment / 4; ++j) {
       for (int c = 0; c < 2; ++c) {
-        for (int i = 0; i < kDepth; ++i) right[i] = read(Right{}, b, right_across, 8 * j + 2 * (lane % 4) + c, i);
+        for (int i = 0; i < kK; ++i) right[i] = read(Right{}, b, right_mn, 8 * j + 2 * (lane % 4) + c, i);
         for (int h = 0; h < 2; ++h) {
-          float& sum = sums[4 * j + 2 * h + c];
+          float& sum = accum[4 * j + 2 * h + c];
           if (!add) sum = 0.f;
-          for (int i = 0; i < kDepth; ++i) sum = std::fma(left[h][i], right[i], sum);
+          for (int i = 0; i < kK; ++i) sum = std::fma(left[h][i], right[i], sum);
         }
       }
     }
@@ -153,7 +154,7 @@ void multiply(float (&d)[kFragment], uint64_t a, uint64_t b, bool left_across, b
 }
 template <class T, Major kLeft, Major kRight, int kFragment>
 void mma(float (&d)[kFragment], uint64_t a, uint64_t b, bool add) {
-  multiply<T, T, 16>(d, a, b, kLeft == Major::kAcross, kRight == Major::kAcross, add);
+  multiply<T, T, 16>(d, a, b, kLeft == Major::kMN, kRight == Major::kMN, add);
 }
 template <class Left>
 void mma_fp8(float (&d)[64], uint64_t a, uint64_t b, bool add) {
@@ -161,8 +162,8 @@ void mma_fp8(float (&d)[64], uint64_t a, uint64_t b, bool add) {
 }
 
 template <int kRegisters>
-void shrink_to() {}
+void warpgroup_reg_dealloc() {}
 template <int kRegisters>
-void grow_to() {}
+void warpgroup_reg_alloc() {}
 
-}  // namespace te::gemm::wgmma
+}  // namespace te::gemm::sm90
